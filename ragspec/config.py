@@ -1,0 +1,219 @@
+"""What the user wrote, checked: `load_config("c.yaml", ["sampling.seed=1"])` -> (RunConfig, notes).
+
+Unknown keys are errors with a suggestion; every message names file, key, value and what is allowed.
+Limit: only what the text of the config can tell is judged here; models and tokenizers are `Runner.check`'s business.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from ragspec import runners
+from ragspec.autogluon import is_autogluon, translate
+from ragspec.errors import ConfigError
+from ragspec.runners.base import RunnerArgs
+from ragspec.suggest import did_you_mean
+from ragspec.yaml_file import parse_yaml, read_yaml
+
+TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
+
+
+class Section(BaseModel):
+    """The root of every part of the config: frozen, strict about types, closed to unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class PromptConfig(Section):
+    """How a record becomes a prompt."""
+
+    source: Literal["auto", "query", "messages", "prompt"] = "auto"  # auto: the first of the three that is there
+    system: str | None = None
+    template: str | None = None  # Jinja2 text of the user message, or the name of a .jinja file
+    chat: Literal["auto"] | bool = "auto"  # auto: the model's chat template where it has one
+    query_prefix: str = ""
+    max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+
+
+class SamplingConfig(Section):
+    """How tokens are chosen, for every record that does not say otherwise."""
+
+    max_new_tokens: Annotated[int, Field(ge=1)] = 128
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed)] = []
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+
+class SpeculationConfig(Section):
+    """Where drafts come from and how long they are."""
+
+    method: str = "none"
+    num_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    draft_model: str | None = None
+    draft_tokenizer: str | None = None  # a draft of another vocabulary: universal assisted decoding
+    ngram_max: Annotated[int, Field(ge=1)] | None = None  # prompt_lookup: longest n-gram looked up
+    ngram_min: Annotated[int, Field(ge=1)] | None = None  # prompt_lookup on vLLM: shortest
+    early_exit_layer: Annotated[int, Field(ge=1)] | None = None
+    confidence_threshold: Annotated[float, Field(ge=0, le=1)] | None = None  # a draft stops below this probability
+    schedule: Literal["constant", "heuristic_transient"] = "constant"  # of num_tokens, within one record
+    extra: dict[str, Any] = {}  # draft_model: the draft's own generation_config; vllm: speculative_config as it is
+
+
+class RunConfig(Section):
+    """One run: a model, a runner, records in, answers out."""
+
+    model: str | None = None
+    runner: str = "huggingface"
+    input: str | None = None  # a path, or - for stdin
+    output: str = "-"  # a path, or - for stdout
+    order: Literal["input", "finish"] = "input"
+    prompt: PromptConfig = PromptConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    runner_args: dict[str, Any] = {}
+
+    def args(self) -> RunnerArgs:
+        """Return `runner_args` as the runner's own model. Raises ConfigError."""
+        model: type[RunnerArgs] = runners.module(self.runner).Args
+        return cast(RunnerArgs, _validate(model, self.runner_args, "config", "runner_args"))
+
+    def identity(self) -> dict[str, Any]:
+        """Return the part of the config that an answer depends on; a resumed run must agree on it."""
+        whole = self.model_dump(mode="json", exclude={"input", "output", "order"})
+        for key in self.args().neutral_keys():
+            whole["runner_args"].pop(key, None)
+        return whole
+
+
+def load_config(path: str, overrides: Sequence[str] = (), **direct: Any) -> tuple[RunConfig, list[str]]:
+    """Return the config of file `path` and notes on what was translated or ignored.
+
+    overrides: "key.path=value" with YAML values (`--set`). direct: top-level keys that are not None win over both.
+    Raises ConfigError.
+    """
+    raw = read_yaml(path)
+    notes: list[str] = []
+    if is_autogluon(raw):
+        raw, notes = translate(raw, path)
+    for override in overrides:
+        _set(raw, override)
+    raw |= {key: value for key, value in direct.items() if value is not None}
+    return build_config(raw, path), notes
+
+
+def build_config(raw: dict[str, Any], source: str = "config") -> RunConfig:
+    """Return `raw` as a checked RunConfig; `source` begins every message. Raises ConfigError."""
+    config = cast(RunConfig, _validate(RunConfig, raw, source))
+    try:
+        _check(config)
+        config.args()
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {str(error).removeprefix('config: ')}") from None
+    return _with_template_text(config, source)
+
+
+def _check(config: RunConfig) -> None:
+    """Judge what one key cannot tell alone."""
+    spec = config.speculation
+    runners.check_method(config.runner, spec.method)
+    if config.model is None and config.runner != "fake":
+        raise ConfigError('model: missing; give a hub id, a folder, a .gguf file or "demo"')
+    if spec.method == "draft_model" and not spec.draft_model:
+        raise ConfigError('speculation.draft_model: missing; method "draft_model" needs the name of a draft model')
+    if spec.method == "early_exit" and spec.early_exit_layer is None:
+        raise ConfigError(
+            'speculation.early_exit_layer: missing; method "early_exit" needs the layer to draft from, for instance 4'
+        )
+    if spec.method in ("none", "prompt_lookup") and (spec.draft_model or spec.draft_tokenizer):
+        raise ConfigError(
+            f'speculation.draft_model: "{spec.draft_model or spec.draft_tokenizer}" has no use with method '
+            f'"{spec.method}"; set speculation.method: draft_model, or take the draft out'
+        )
+    if spec.ngram_min and spec.ngram_max and spec.ngram_min > spec.ngram_max:
+        raise ConfigError(f"speculation.ngram_min: {spec.ngram_min} is over ngram_max ({spec.ngram_max})")
+
+
+def _with_template_text(config: RunConfig, source: str) -> RunConfig:
+    """Put the text of a template file in the place of its name, so that the resolved config stands alone."""
+    template = config.prompt.template
+    if template is None or not template.endswith(TEMPLATE_SUFFIXES):
+        return config
+    try:
+        text = Path(template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f'{source}: prompt.template: cannot read "{template}" ({error}); give a file or the text itself'
+        ) from None
+    return config.model_copy(update={"prompt": config.prompt.model_copy(update={"template": text})})
+
+
+def _set(raw: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f'--set: "{override}" is not KEY.PATH=VALUE, for instance sampling.temperature=0.7')
+    *parents, last = key.split(".")
+    place = raw
+    for parent in parents:
+        if place.get(parent) is None:
+            place[parent] = {}
+        place = place[parent]
+        if not isinstance(place, dict):
+            raise ConfigError(f'--set: "{override}": "{parent}" holds a value, not keys')
+    place[last] = parse_yaml(value, f"--set {key}")
+
+
+def _validate(model: type[BaseModel], raw: Any, source: str, prefix: str = "") -> BaseModel:
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ConfigError(f"{source}: {_explain(model, cast(dict[str, Any], first), prefix)}") from None
+
+
+def _explain(model: type[BaseModel], error: dict[str, Any], prefix: str) -> str:
+    """Return one line for pydantic's first complaint: key, value, what is allowed."""
+    path = [str(part) for part in error["loc"] if not (isinstance(part, str) and part in _UNION_TAGS)]
+    key = ".".join(([prefix] if prefix else []) + path)
+    if error["type"] == "extra_forbidden":
+        return f'"{key}" is not a known key{did_you_mean(path[-1], _fields(model, path[:-1]))}'
+    allowed = error["msg"].replace("Input should be ", "must be ").replace("Input should have", "must have")
+    alternatives = _alternatives(model, path)
+    return f"{key}: {_short(error['input'])} is not allowed: {alternatives or allowed}"
+
+
+# pydantic adds the tried branch of a union to the location
+_UNION_TAGS = {"int", "bool", "str", "float", "literal['auto']", "constrained-int"}
+
+
+def _alternatives(model: type[BaseModel], path: list[str]) -> str:
+    """Return what a union of a type and "auto" takes; pydantic would complain of one branch only."""
+    if path[-1:] in (["num_tokens"], ["batch_size"]):
+        return 'must be a whole number from 1, or "auto"'
+    return 'must be true, false or "auto"' if path[-1:] == ["chat"] else ""
+
+
+def _fields(model: type[BaseModel], path: list[str]) -> list[str]:
+    for part in path:
+        inner = model.model_fields[part].annotation if part in model.model_fields else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return []
+        model = inner
+    return list(model.model_fields)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,105 @@
+"""What a person sees, on stderr: a progress bar where there is a terminal, and the table at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ragspec.pipeline import Report
+from ragspec.stats import RunSummary
+
+REFRESH_S = 0.1
+
+
+def stderr() -> Console:
+    """Return a console on stderr, without colour where that is no terminal."""
+    return Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Report | None]:
+    """Yield what moves the bar, or None where there is no terminal to show one."""
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[detail]}"),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("loading the model", total=None, detail="")
+        shown_at = 0.0
+
+        def report(summary: RunSummary, total: int | None) -> None:
+            nonlocal shown_at
+            if (now := time.monotonic()) - shown_at < REFRESH_S:
+                return
+            shown_at = now
+            done = summary.records + summary.failed + summary.skipped
+            bar.update(task, description="answering", completed=done, total=total, detail=_detail(summary))
+
+        yield report
+
+
+def _detail(summary: RunSummary) -> str:
+    parts = []
+    if summary.tokens_per_s:
+        parts.append(f"{summary.tokens_per_s:.1f} tokens/s")
+    if summary.spec.acceptance_rate is not None:
+        parts.append(f"{summary.spec.acceptance_rate:.0%} of drafts accepted")
+    if summary.failed:
+        parts.append(f"{summary.failed} failed")
+    return ", ".join(parts)
+
+
+def print_summary(console: Console, summary: RunSummary, output: str) -> None:
+    """Print the table of a finished run, and its notes."""
+    for note in summary.notes:
+        console.print(f"note: {note}", markup=False, style="yellow")
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
+    spec = summary.spec
+    rows = [
+        ("records", _records(summary)),
+        ("tokens", f"{summary.prompt_tokens:,} prompt, {summary.output_tokens:,} output"),
+        ("speed", _speed(summary)),
+        ("time", f"{summary.load_s:.1f} s load, {summary.warmup_s:.1f} s warm-up, {summary.generate_s:.1f} s answering"),
+        ("speculation", summary.method),
+    ]
+    if spec.drafted:
+        rows += [
+            ("acceptance", f"{spec.acceptance_rate:.1%} ({spec.accepted:,} of {spec.drafted:,} drafted tokens)"),
+            ("tokens per step", f"{summary.tokens_per_step:.2f} ({spec.mean_acceptance_length:.2f} where it drafted)"),
+        ]
+    rows.append(("output", "stdout" if output == "-" else output))
+    for name, value in rows:
+        table.add_row(name, value)
+    console.print(table)
+
+
+def _records(summary: RunSummary) -> str:
+    parts = [f"{summary.records:,} answered"]
+    if summary.failed:
+        parts.append(f"{summary.failed:,} failed (error lines)")
+    if summary.skipped:
+        parts.append(f"{summary.skipped:,} finished before")
+    return ", ".join(parts)
+
+
+def _speed(summary: RunSummary) -> str:
+    if summary.tokens_per_s is None:
+        return "-"
+    text = f"{summary.tokens_per_s:.1f} output tokens/s"
+    if summary.decode_tokens_per_s is not None:
+        text += f" ({summary.decode_tokens_per_s:.1f} in decoding alone)"
+    return text

@@ -1,0 +1,33 @@
+"""What can go wrong, and the exit code that says so.
+
+    RagspecError
+    ├── ConfigError    the config, the usage or the input as a whole: exit code 2, before any weights load
+    ├── ModelError     the model or its backend could not start: exit code 3
+    └── RecordError    one record: an error line in the output, and the batch goes on
+
+Every message is one line: what is wrong, where, what is allowed, what to do.
+"""
+
+
+class RagspecError(Exception):
+    """The root of everything that ragspec raises on purpose."""
+
+    exit_code = 2
+
+
+class ConfigError(RagspecError):
+    """The run does not start: bad config, usage or input."""
+
+    exit_code = 2
+
+
+class ModelError(RagspecError):
+    """The model or its backend could not start, or broke for good in the middle."""
+
+    exit_code = 3
+
+
+class RecordError(RagspecError):
+    """One record cannot be answered; the others can."""
+
+    exit_code = 1

@@ -1,0 +1,201 @@
+"""The output file: appended line by line, flushed as records finish, resumed where it ended.
+
+Beside `answers.jsonl` stands `answers.run.json`, which names the config that began it. A line holds the fingerprint of
+the input line that it answers, so a resumed run knows what is finished whatever order the lines have.
+Limit: one process at a time may write an output (a lock sees to that).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import sys
+from pathlib import Path
+from typing import IO, Any, Self
+
+import jsonlines
+import orjson
+
+from ragspec.errors import ConfigError
+from ragspec.jsonl import Line
+from ragspec.keyset import KeySet
+
+
+def fingerprint(line: Line, record_id: str | None) -> str:
+    """Return what names an input line: its content with its id, or with its number where it has no id of its own."""
+    name = f"line {line.number}" if record_id is None else f"id {record_id}"
+    return hashlib.blake2b(name.encode() + b"\0" + line.raw, digest_size=12).hexdigest()
+
+
+def sibling(output: str, suffix: str) -> Path:
+    """Return the path beside `output` with another ending: out/answers.jsonl -> out/answers.stats.json."""
+    path = Path(output)
+    return path.with_name(path.name.removesuffix(".jsonl") + suffix)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` to `path` whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_bytes(orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n")
+    draft.replace(path)
+
+
+class Journal:
+    """Writes output lines in the asked order and knows which input lines are finished already.
+
+    output: a path, or - for stdout (nothing to resume there). identity: what a resumed run must agree on.
+    """
+
+    def __init__(
+        self,
+        output: str,
+        identity: dict[str, Any],
+        *,
+        order: str = "input",
+        resume: bool = True,
+        retry_failed: bool = False,
+    ) -> None:
+        self.output = output
+        self.finished = KeySet()
+        self.finished_ids = KeySet()
+        self.resumed = 0
+        self._in_order = order == "input"
+        self._waiting: dict[int, dict[str, Any] | None] = {}
+        self._next = 0
+        self._file = sys.stdout.buffer if output == "-" else self._open(Path(output), identity, resume, retry_failed)
+        self._writer = jsonlines.Writer(self._file, dumps=orjson.dumps, flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.output == "-":
+            return
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def put(self, index: int, line: dict[str, Any] | None) -> None:
+        """Write output line number `index`, or keep it until those before it came. None: nothing to write there."""
+        if not self._in_order:
+            if line is not None:
+                self._writer.write(line)
+            return
+        self._waiting[index] = line
+        while self._next in self._waiting:
+            ready = self._waiting.pop(self._next)
+            self._next += 1
+            if ready is not None:
+                self._writer.write(ready)
+
+    def _open(self, path: Path, identity: dict[str, Any], resume: bool, retry_failed: bool) -> IO[bytes]:
+        if path.suffix in (".gz", ".zst"):
+            raise ConfigError(f"{path}: answers are appended one by one, which {path.suffix} cannot; compress it after")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = path.open("a+b")
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written ({error.strerror}); choose another --output") from None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"{path}: another run is writing it; wait for it, or choose another --output") from None
+        state = sibling(self.output, ".run.json")
+        if os.fstat(file.fileno()).st_size:
+            if not resume:
+                file = _set_aside(path, file)
+            else:
+                self._resume(path, file, state, identity, retry_failed)
+        write_json(state, {"config": identity})
+        return file
+
+    def _resume(self, path: Path, file: IO[bytes], state: Path, identity: dict[str, Any], retry_failed: bool) -> None:
+        way_out = "; go on with the config that began it, choose another --output, or --no-resume (keeps it as a copy)"
+        try:
+            began = orjson.loads(state.read_bytes())["config"]
+        except (OSError, ValueError, KeyError, TypeError):
+            raise ConfigError(f"{path}: holds lines, but {state.name} does not say which config wrote them{way_out}") from None
+        changed = _difference(began, orjson.loads(orjson.dumps(identity)))
+        if changed:
+            raise ConfigError(f"{path}: was begun with another config: {changed}{way_out}")
+        _drop_torn_line(file)
+        if retry_failed:
+            _drop_error_lines(path, file)
+        file.seek(0)
+        for raw in file:
+            try:
+                line = orjson.loads(raw)
+                self.finished.add(line["fingerprint"])
+                if "error" not in line:
+                    self.finished_ids.add(line["id"])
+            except (ValueError, KeyError, TypeError):
+                continue  # not a line of ours: it stays, and finishes nothing
+            self.resumed += 1
+        file.seek(0, os.SEEK_END)
+
+
+def _drop_torn_line(file: IO[bytes]) -> None:
+    """Cut off a last line without its line end, as a killed run leaves it."""
+    size = os.fstat(file.fileno()).st_size
+    end = size
+    while end > 0:
+        start = max(0, end - (1 << 16))
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    if end < size:
+        file.truncate(end)
+
+
+def _drop_error_lines(path: Path, file: IO[bytes]) -> None:
+    """Take the error lines out, so that their records are tried again. Answers are copied before anything is cut."""
+    draft = path.with_name(f".{path.name}.retry")
+    file.seek(0)
+    with draft.open("w+b") as kept:
+        for raw in file:
+            if b'"error":' not in raw or "error" not in orjson.loads(raw):
+                kept.write(raw)
+        kept.flush()
+        os.fsync(kept.fileno())
+    # the open, locked file must stay the one at `path`, so it is rewritten, with the copy beside it until that is done
+    with draft.open("rb") as kept:
+        file.seek(0)
+        file.truncate(0)
+        for raw in kept:
+            file.write(raw)
+    file.flush()
+    os.fsync(file.fileno())
+    draft.unlink()
+
+
+def _set_aside(path: Path, file: IO[bytes]) -> IO[bytes]:
+    """Move a file that is not to be resumed to NAME.1, NAME.2, ...: nothing written is ever lost."""
+    number = 1
+    while (old := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    path.rename(old)
+    file.close()
+    fresh = path.open("a+b")
+    fcntl.flock(fresh, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return fresh
+
+
+def _difference(old: Any, new: Any, path: str = "") -> str:
+    """Return "key: was A, is now B" for the first difference, or "" where there is none."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            inner = _difference(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+            if inner:
+                return inner
+        return ""
+    return "" if old == new else f"{path}: was {_shown(old)}, is now {_shown(new)}"
+
+
+def _shown(value: Any) -> str:
+    text = orjson.dumps(value).decode()
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,291 @@
+"""run(config) -> RunSummary: lines in, records, prompts, requests, generations, lines out.
+
+Everything is a generator pulled by the runner, so memory does not grow with the input.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ragspec import __version__, runners
+from ragspec.config import RunConfig, SamplingConfig
+from ragspec.errors import ConfigError, RecordError
+from ragspec.journal import Journal, fingerprint, sibling, write_json
+from ragspec.jsonl import Line, Lines
+from ragspec.keyset import KeySet
+from ragspec.parsing import line_id, parse_record
+from ragspec.prompts import Prompt, PromptBuilder
+from ragspec.records import Failure, Generation, Record, Request, Sampling
+from ragspec.runners.base import Runner
+from ragspec.stats import RunSummary
+
+Report = Callable[[RunSummary, int | None], None]  # called after each record with the totals and the input's lines
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """What is kept of a record while the runner has it."""
+
+    record: Record
+    prompt: Prompt
+    sampling: Sampling
+    fingerprint: str
+
+
+def run(
+    config: RunConfig,
+    *,
+    limit: int | None = None,
+    resume: bool = True,
+    retry_failed: bool = False,
+    stats_path: str | None = None,
+    notes: list[str] | None = None,
+    report: Report | None = None,
+) -> RunSummary:
+    """Answer every record of `config.input` into `config.output` and return the totals.
+
+    limit: read so many lines only. report: called as records finish. Raises ConfigError and ModelError.
+    """
+    if config.input is None:
+        raise ConfigError("input: missing; set it in the config, or give --input FILE (- for stdin)")
+    if config.input != "-" and config.output != "-" and Path(config.input).resolve() == Path(config.output).resolve():
+        raise ConfigError(f"output: {config.output} is the input itself; choose another --output")
+    with ExitStack() as stack:
+        lines = stack.enter_context(Lines(config.input))
+        runner: Runner = runners.module(config.runner).Runner(config)
+        runner.check()
+        journal = stack.enter_context(
+            Journal(config.output, config.identity(), order=config.order, resume=resume, retry_failed=retry_failed)
+        )
+        batch = Batch(config, lines, runner, journal, limit, report)
+        summary = batch.summary
+        summary.notes += notes or []
+        try:
+            batch.answer()
+        finally:
+            summary.notes += [note for note in runner.notes if note not in summary.notes]
+            summary.about = _about(config, runner)
+            path = Path(stats_path) if stats_path else None
+            if path is None and config.output != "-":
+                path = sibling(config.output, ".stats.json")
+            if path:
+                write_json(path, summary.to_json())
+    return summary
+
+
+class Batch:
+    """One pass over the input: the state that the stages share."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        lines: Lines,
+        runner: Runner,
+        journal: Journal,
+        limit: int | None,
+        report: Report | None,
+    ) -> None:
+        self.summary = RunSummary(method=runner.method)
+        self._config = config
+        self._lines = lines
+        self._runner = runner
+        self._journal = journal
+        self._limit = limit
+        self._report = report
+        self._total = lines.count() if report else None
+        if self._total is not None and limit is not None:
+            self._total = min(self._total, limit)
+        self._prompts = PromptBuilder(config.prompt, runner.tokenizer, runner.context_length)
+        self._default_sampling = to_sampling(config.sampling)
+        if runner.context_length is not None and config.sampling.max_new_tokens >= runner.context_length:
+            raise ConfigError(
+                f"sampling.max_new_tokens: {config.sampling.max_new_tokens} leaves no room for a prompt; "
+                f"the model takes {runner.context_length} tokens in all"
+            )
+        self._flights: dict[int, Flight] = {}
+        self._changed = 0
+
+    def answer(self) -> None:
+        """Load the model if there is anything to answer, and answer it."""
+        summary, runner = self.summary, self._runner
+        requests = self._requests()
+        first = next(requests, None)  # errors before it are written without a model
+        if first is None:
+            if not (summary.failed or summary.skipped):
+                summary.notes.append(f"{self._config.input}: no records in it; nothing to answer")
+            return
+        started = time.perf_counter()
+        with runner:
+            summary.load_s = time.perf_counter() - started
+            started = time.perf_counter()
+            runner.warm_up()
+            summary.warmup_s = time.perf_counter() - started
+            started = time.perf_counter()
+            try:
+                for outcome in runner.generate(chain([first], requests)):
+                    self._finish(outcome)
+                    summary.generate_s = time.perf_counter() - started
+            finally:
+                summary.generate_s = time.perf_counter() - started
+                summary.prefill_s, summary.decode_s = runner.prefill_s, runner.decode_s
+                summary.decode_tokens = runner.decode_tokens
+                summary.peak_memory_gib = peak_memory_gib()
+        if self._changed:
+            summary.notes.append(
+                f"{self._changed} records changed since they were answered: they are answered again, "
+                "and their old lines stay in the output above the new ones"
+            )
+
+    def _requests(self) -> Iterator[Request]:
+        """Turn lines into requests. A line that cannot be one becomes an error line on the way."""
+        seen = KeySet()
+        for index, line in enumerate(islice(self._lines, self._limit)):
+            key = fingerprint(line, None)
+            try:
+                record = self._read(line, seen)
+                key = fingerprint(line, record.id)
+                if key in self._journal.finished:
+                    self._skip(index)
+                    continue
+                self._changed += self._journal.resumed > 0 and record.id in self._journal.finished_ids
+                sampling = self._sampling(record)
+                prompt = self._prompts.build(record, sampling.max_new_tokens)
+            except RecordError as error:
+                if key in self._journal.finished:
+                    self._skip(index)
+                else:
+                    message = self._located(line, str(error))
+                    self._fail(index, line_id(line), key, "RecordError", message, line.number)
+                continue
+            self._flights[index] = Flight(record, prompt, sampling, key)
+            yield Request(index, record.id, prompt.token_ids, sampling)
+
+    def _read(self, line: Line, seen: KeySet) -> Record:
+        if isinstance(line.value, RecordError):
+            raise line.value
+        record = parse_record(line.value, line.number, self._config.prompt.source)
+        if not seen.add(record.id):
+            raise RecordError(f'id "{record.id}" stands twice; the first record of that name is answered')
+        return record
+
+    def _located(self, line: Line, message: str) -> str:
+        where = f"{self._config.input}:{line.number}: "
+        return message if message.startswith(where) else where + message
+
+    def _sampling(self, record: Record) -> Sampling:
+        if not record.sampling:
+            return self._default_sampling
+        try:
+            merged = self._config.sampling.model_dump() | record.sampling
+            return to_sampling(SamplingConfig.model_validate(merged))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise RecordError(f'"body.{first["loc"][0]}": {first["input"]!r}: {first["msg"]}') from None
+
+    def _skip(self, index: int) -> None:
+        self.summary.skipped += 1
+        self._journal.put(index, None)
+        self._tell()
+
+    def _fail(self, index: int, name: str, key: str, kind: str, message: str, number: int | None = None) -> None:
+        self.summary.failed += 1
+        place = {} if number is None else {"line": number}
+        error = {"type": kind, "message": message}
+        self._journal.put(index, {"id": name, **place, "error": error, "fingerprint": key})
+        self._tell()
+
+    def _finish(self, outcome: Generation | Failure) -> None:
+        flight = self._flights.pop(outcome.index)
+        if isinstance(outcome, Failure):
+            self._fail(outcome.index, flight.record.id, flight.fingerprint, outcome.kind, outcome.message)
+            return
+        summary = self.summary
+        summary.records += 1
+        summary.prompt_tokens += len(flight.prompt.token_ids)
+        summary.cached_prompt_tokens += outcome.cached_prompt_tokens
+        summary.output_tokens += len(outcome.token_ids)
+        summary.spec.add(outcome.spec)
+        summary.latency_s.add(outcome.latency_s)
+        if outcome.time_to_first_token_s is not None:
+            summary.time_to_first_token_s.add(outcome.time_to_first_token_s)
+        self._journal.put(outcome.index, self._output_line(flight, outcome))
+        self._tell()
+
+    def _output_line(self, flight: Flight, outcome: Generation) -> dict[str, Any]:
+        text = cut_at_stop(self._runner.tokenizer.decode(outcome.token_ids), flight.sampling.stop)
+        first = outcome.time_to_first_token_s
+        line = {
+            "id": flight.record.id,
+            "output": text,
+            "finish_reason": outcome.finish_reason,
+            "prompt_tokens": len(flight.prompt.token_ids),
+            "cached_prompt_tokens": outcome.cached_prompt_tokens,
+            "output_tokens": len(outcome.token_ids),
+            "time_to_first_token_s": None if first is None else round(first, 4),
+            "latency_s": round(outcome.latency_s, 4),
+            "speculation": outcome.spec.to_json(self._runner.method),
+            "contexts": [passage.id for passage in flight.prompt.kept],
+        }
+        if flight.prompt.dropped:
+            line["dropped_contexts"] = [passage.id for passage in flight.prompt.dropped]
+        return line | {"metadata": flight.record.metadata, "fingerprint": flight.fingerprint}
+
+    def _tell(self) -> None:
+        if self._report:
+            self._report(self.summary, self._total)
+
+
+def to_sampling(config: SamplingConfig) -> Sampling:
+    """Return the config's section as the plain value that travels with a request."""
+    return Sampling(**{**config.model_dump(), "stop": tuple(config.stop)})
+
+
+def cut_at_stop(text: str, stop: tuple[str, ...]) -> str:
+    """Return `text` up to the first stop string in it, that string left out."""
+    places = [at for at in (text.find(word) for word in stop) if at >= 0]
+    return text[: min(places)] if places else text
+
+
+def peak_memory_gib() -> float:
+    """Return this process's largest resident size, or what CUDA allocated at most where that is more."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform != "darwin" else 1 << 30)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        peak = max(peak, torch.cuda.max_memory_allocated() / (1 << 30))
+    return peak
+
+
+def _about(config: RunConfig, runner: Runner) -> dict[str, Any]:
+    return {
+        "config": config.model_dump(mode="json"),
+        "runner": runner.about(),
+        "versions": {"ragspec": __version__, "python": sys.version.split()[0], **_versions()},
+        "input_sha256": _sha256(config.input),
+        "template_sha256": hashlib.sha256((config.prompt.template or "").encode()).hexdigest(),
+        "seed": config.sampling.seed,
+    }
+
+
+def _versions() -> dict[str, str]:
+    names = ("torch", "transformers", "vllm")
+    return {name: sys.modules[name].__version__ for name in names if name in sys.modules}
+
+
+def _sha256(path: str | None) -> str | None:
+    if path is None or path == "-":
+        return None
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+

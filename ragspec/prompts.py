@@ -1,0 +1,153 @@
+"""Record -> prompt token ids, within a token budget.
+
+The user message comes from a Jinja2 template (sandboxed), the whole from the model's chat template where it has one.
+When the contexts do not fit, whole passages are dropped from the lowest-ranked end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import StrictUndefined, TemplateError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ragspec.config import PromptConfig
+from ragspec.errors import ConfigError, RecordError
+from ragspec.records import Passage, Record, Tokenizer
+
+DEFAULT_TEMPLATE = """\
+{% for passage in contexts %}{% if passage.title %}{{ passage.title }}
+{% endif %}{{ passage.text }}
+
+{% endfor %}{% if contexts %}Question: {% endif %}{{ query }}{% if not chat %}
+Answer:{% endif %}"""
+VARIABLES = ("query", "contexts", "system", "metadata", "id", "chat")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the model sees, and which passages it sees: `kept` in prompt order, `dropped` lowest rank last."""
+
+    token_ids: list[int]
+    kept: tuple[Passage, ...]
+    dropped: tuple[Passage, ...] = ()
+
+
+class PromptBuilder:
+    """Builds the prompts of one run. Raises ConfigError for a bad template, RecordError for a record that cannot fit."""
+
+    def __init__(self, config: PromptConfig, tokenizer: Tokenizer, context_length: int | None) -> None:
+        if config.chat is True and not tokenizer.has_chat_template:
+            raise ConfigError("prompt.chat: true, but the model has no chat template; set prompt.chat: auto or false")
+        self._config = config
+        self._tokenizer = tokenizer
+        self._context_length = context_length
+        self._chat = tokenizer.has_chat_template if config.chat == "auto" else config.chat
+        self._template = _compile(config.template or DEFAULT_TEMPLATE)
+
+    def build(self, record: Record, max_new_tokens: int) -> Prompt:
+        """Return the prompt of `record`, leaving room for `max_new_tokens`."""
+        limit, why = self._limit(max_new_tokens)
+        if not record.contexts:
+            ids = self._encode(record, ())
+            if len(ids) > limit:
+                raise RecordError(f"the prompt has {len(ids)} tokens, {why}; shorten it or lower max_new_tokens")
+            return Prompt(ids, ())
+        ids = self._encode(record, record.contexts)
+        if len(ids) <= limit:
+            return Prompt(ids, record.contexts)
+        return self._fit(record, limit, why)
+
+    def _fit(self, record: Record, limit: int, why: str) -> Prompt:
+        """Keep as many of the highest-ranked passages as fit (their number found by bisection)."""
+        ranked = rank(record.contexts)
+        best, low, high = self._encode(record, ()), 0, len(ranked) - 1
+        if len(best) > limit:
+            raise RecordError(f"the prompt has {len(best)} tokens even without its contexts, {why}")
+        while low < high:
+            middle = (low + high + 1) // 2
+            ids = self._encode(record, _keep(record.contexts, ranked[:middle]))
+            if len(ids) <= limit:
+                low, best = middle, ids
+            else:
+                high = middle - 1
+        dropped = tuple(record.contexts[i] for i in ranked[low:])
+        return Prompt(best, _keep(record.contexts, ranked[:low]), dropped)
+
+    def _limit(self, max_new_tokens: int) -> tuple[int, str]:
+        """Return the most tokens a prompt may have, and the words that explain it."""
+        limit, why = self._config.max_prompt_tokens or 0, f"over max_prompt_tokens ({self._config.max_prompt_tokens})"
+        if self._context_length is not None:
+            room = self._context_length - max_new_tokens
+            if not limit or room < limit:
+                limit = room
+                why = f"over the model's {self._context_length} less max_new_tokens ({max_new_tokens})"
+        elif not limit:
+            return 1 << 62, ""
+        return limit, why
+
+    def _encode(self, record: Record, contexts: tuple[Passage, ...]) -> list[int]:
+        if record.messages is not None and self._chat:
+            system = self._config.system
+            given = list(record.messages)
+            if system is not None and given[0]["role"] != "system":
+                given = [{"role": "system", "content": system}, *given]
+            return self._encode_chat(given)
+        text = self._text(record, contexts)
+        if self._chat:
+            system = self._config.system
+            head = [] if system is None else [{"role": "system", "content": system}]
+            return self._encode_chat([*head, {"role": "user", "content": text}])
+        if self._config.system is not None:
+            text = f"{self._config.system}\n\n{text}"
+        return self._tokenizer.encode(text, special_tokens=True)
+
+    def _encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        try:
+            text = self._tokenizer.render_chat(messages)
+        except TemplateError as error:
+            raise RecordError(f"the model's chat template refuses these messages: {error}") from None
+        return self._tokenizer.encode(text, special_tokens=False)  # the template has written them
+
+    def _text(self, record: Record, contexts: tuple[Passage, ...]) -> str:
+        if record.prompt is not None:
+            return record.prompt
+        if record.messages is not None:
+            return "\n\n".join(message["content"] for message in record.messages)
+        try:
+            return self._template.render(
+                query=f"{self._config.query_prefix}{record.query}",
+                contexts=contexts,
+                system=self._config.system,
+                metadata=record.metadata,
+                id=record.id,
+                chat=self._chat,
+            )
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise RecordError(f"prompt.template: {error}") from None
+
+
+def rank(contexts: tuple[Passage, ...]) -> list[int]:
+    """Return positions, highest rank first: by score where every passage has one, else as they stand."""
+    positions = range(len(contexts))
+    if all(passage.score is not None for passage in contexts):
+        return sorted(positions, key=lambda i: -(contexts[i].score or 0.0))
+    return list(positions)
+
+
+def _keep(contexts: tuple[Passage, ...], positions: list[int]) -> tuple[Passage, ...]:
+    return tuple(contexts[i] for i in sorted(positions))
+
+
+def _compile(text: str) -> Any:
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+    try:
+        unknown = meta.find_undeclared_variables(environment.parse(text)) - set(VARIABLES)
+        template = environment.from_string(text)
+    except TemplateError as error:
+        line = getattr(error, "lineno", None)
+        raise ConfigError(f"prompt.template{f':{line}' if line else ''}: not valid Jinja2: {error}") from None
+    if unknown:
+        raise ConfigError(f'prompt.template: "{sorted(unknown)[0]}" is not known; it may use {", ".join(VARIABLES)}')
+    return template

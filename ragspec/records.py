@@ -1,0 +1,92 @@
+"""What flows through the pipeline: Record -> Request -> Generation or Failure.
+
+Standard library only. Past `Request` there are only token ids: no runner knows about templates or JSON.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ragspec.stats import SpecStats
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """One retrieved text. `id` is its 1-based position where the input gave none."""
+
+    id: str
+    text: str
+    title: str | None = None
+    score: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One input line. One of `query` (with `contexts`), `messages` and `prompt` becomes the prompt."""
+
+    id: str
+    query: str | None = None
+    messages: tuple[dict[str, str], ...] | None = None
+    prompt: str | None = None
+    contexts: tuple[Passage, ...] = ()
+    sampling: dict[str, Any] = field(default_factory=dict)  # this record's own settings, over the config's
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a runner sees. `index` counts the records of this run and names the answer."""
+
+    index: int
+    id: str
+    token_ids: list[int]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """An answer. `token_ids` end with the end-of-sequence token if the model wrote one; they hold no prompt."""
+
+    index: int
+    token_ids: list[int]
+    finish_reason: str  # stop | length
+    spec: SpecStats
+    latency_s: float
+    time_to_first_token_s: float | None = None
+    cached_prompt_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The runner could not answer this request; the message becomes its error line."""
+
+    index: int
+    message: str
+    kind: str = "BackendError"
+
+
+class Tokenizer(Protocol):
+    """What the pipeline needs of a tokenizer."""
+
+    has_chat_template: bool
+
+    def encode(self, text: str, *, special_tokens: bool) -> list[int]: ...
+
+    def decode(self, token_ids: list[int]) -> str: ...
+
+    def render_chat(self, messages: list[dict[str, str]]) -> str: ...

@@ -1,0 +1,52 @@
+"""What a runner is. A new runner is one new module in this folder: its name is the `runner:` word of the config.
+
+Such a module holds `METHODS` (the `speculation.method` words that it knows), `Args` (a pydantic model of its
+`runner_args`) and a class `Runner`. It imports nothing heavy before `check()` or `__enter__`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, Self
+
+from pydantic import BaseModel, ConfigDict
+
+from ragspec.records import Failure, Generation, Request, Tokenizer
+
+
+class Runner(Protocol):
+    """Answers requests. A context manager: weights load on enter and are freed on exit."""
+
+    tokenizer: Tokenizer
+    context_length: int | None  # tokens of prompt and answer together; None where there is no limit
+    method: str  # the speculation that runs
+    notes: list[str]  # what the user should know: fallbacks, arguments without effect
+    prefill_s: float | None  # seconds until first tokens, summed over batches; None where not known apart
+    decode_s: float | None
+    decode_tokens: int
+
+    def check(self) -> None:
+        """Find model and tokenizers and judge the config by them, before any weights load. Raises ConfigError."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def warm_up(self) -> None:
+        """Run once what the first record would otherwise pay for."""
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
+        """Yield one outcome per request, in any order, pulling requests only as they are needed."""
+
+    def about(self) -> dict[str, Any]:
+        """Return what names this run for the stats file: versions, revision, dtype, device, batch size."""
+
+
+class RunnerArgs(BaseModel):
+    """The root of every runner's `runner_args` model: unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    def neutral_keys(self) -> set[str]:
+        """Keys that cannot change an answer, so that a resumed run may change them."""
+        return set()

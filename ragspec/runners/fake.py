@@ -1,0 +1,105 @@
+"""A runner without a model, for tests of the pipeline and for trying a config: it repeats the end of the prompt.
+
+    runner: fake
+    runner_args: {fail_ids: [q7], delay_s: 0.01}
+
+Its "tokens" are bytes, its "speculation" a fixed pattern: never a source of claims about models.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Annotated, Any, Self
+
+from pydantic import Field
+
+from ragspec.config import RunConfig
+from ragspec.records import Failure, Generation, Request
+from ragspec.runners.base import RunnerArgs
+from ragspec.stats import SpecStats
+
+METHODS = ("none", "prompt_lookup")
+
+
+class Args(RunnerArgs):
+    """`runner_args` of the fake runner."""
+
+    batch_size: Annotated[int, Field(ge=1)] = 8
+    context_length: Annotated[int, Field(ge=2)] | None = None
+    delay_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # seconds a batch takes
+    fail_ids: list[str] = []  # records that fail inside generation
+    reverse: bool = False  # finish each batch last record first
+
+    def neutral_keys(self) -> set[str]:
+        return {"batch_size", "delay_s", "reverse"}
+
+
+class ByteTokenizer:
+    """Every byte is a token; the vocabulary cannot grow."""
+
+    has_chat_template = False
+
+    def encode(self, text: str, *, special_tokens: bool) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: list[int]) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+    def render_chat(self, messages: list[dict[str, str]]) -> str:
+        return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+class Runner:
+    """Answers with the last `max_new_tokens` bytes of the prompt."""
+
+    def __init__(self, config: RunConfig) -> None:
+        args = config.args()
+        assert isinstance(args, Args)
+        self._args = args
+        self._fail_ids = set(args.fail_ids)
+        self.tokenizer = ByteTokenizer()
+        self.context_length = args.context_length
+        self.method = config.speculation.method
+        self.notes: list[str] = []
+        self.prefill_s: float | None = None
+        self.decode_s: float | None = None
+        self.decode_tokens = 0
+
+    def check(self) -> None:
+        """There is nothing to find."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def warm_up(self) -> None:
+        """There is nothing to warm up."""
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
+        """Yield batch after batch, each in the order it came (or, on request, the other way round)."""
+        source = iter(requests)
+        while batch := list(islice(source, self._args.batch_size)):
+            if self._args.delay_s:
+                time.sleep(self._args.delay_s)
+            for request in reversed(batch) if self._args.reverse else batch:
+                yield self._answer(request)
+
+    def _answer(self, request: Request) -> Generation | Failure:
+        if request.id in self._fail_ids:
+            return Failure(request.index, "the fake runner was told to fail here")
+        token_ids = request.token_ids[-request.sampling.max_new_tokens :]
+        spec = SpecStats()
+        left = len(token_ids)
+        while left > 0:
+            drafted = min(3, left - 1) if self.method != "none" else 0
+            spec.record(drafted, drafted)
+            left -= drafted + 1
+        return Generation(request.index, token_ids, "length", spec, latency_s=self._args.delay_s)
+
+    def about(self) -> dict[str, Any]:
+        """Return the one thing there is to know."""
+        return {"model": "none", "batch_size": self._args.batch_size}

@@ -1,0 +1,190 @@
+"""The arithmetic of speculation: counts that add up, and ratios taken only at the end.
+
+    >>> one = SpecStats(); one.record(drafted=4, accepted=3); one.record(drafted=0, accepted=0)
+    >>> one.steps, one.acceptance_rate, one.mean_acceptance_length
+    (2, 0.75, 4.0)
+
+Standard library only. Limit: above `Reservoir.size` records, percentiles come from a uniform sample.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class SpecStats:
+    """Counts of one row (or, added up, of a run). Every ratio is a property.
+
+    steps: target forwards that emitted tokens for the row, those without a draft counted.
+    drafted_at[j], accepted_at[j]: steps, among those that drafted, that drafted or accepted exactly j tokens.
+    """
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+
+    def record(self, drafted: int, accepted: int) -> None:
+        """Count one target step that verified `drafted` tokens and kept `accepted` of them."""
+        if not 0 <= accepted <= drafted:
+            raise ValueError(f"accepted {accepted} of {drafted} drafted tokens")
+        self.steps += 1
+        if drafted:
+            self.drafted += drafted
+            self.accepted += accepted
+            _bump(self.drafted_at, drafted)
+            _bump(self.accepted_at, accepted)
+
+    def add(self, other: SpecStats) -> None:
+        """Add another row's counts to these."""
+        self.steps += other.steps
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        for mine, theirs in ((self.drafted_at, other.drafted_at), (self.accepted_at, other.accepted_at)):
+            for length, count in enumerate(theirs):
+                _bump(mine, length, count)
+
+    @property
+    def drafted_steps(self) -> int:
+        """Steps that verified a draft."""
+        return sum(self.drafted_at)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over drafted tokens; None where nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens emitted per step that drafted, the bonus token counted (Leviathan et al. 2023)."""
+        return 1 + self.accepted / self.drafted_steps if self.drafted_steps else None
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """At [j], the share of drafts longer than j whose token j was accepted."""
+        long_enough = [sum(self.drafted_at[j + 1 :]) for j in range(len(self.drafted_at) - 1)]
+        return [round(sum(self.accepted_at[j + 1 :]) / n, 4) for j, n in enumerate(long_enough) if n]
+
+    def to_json(self, method: str) -> dict[str, Any]:
+        """Return the `speculation` object of an output line."""
+        return {
+            "method": method,
+            "steps": self.steps,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_rate": _round(self.acceptance_rate),
+            "mean_acceptance_length": _round(self.mean_acceptance_length),
+        }
+
+
+class Reservoir:
+    """Percentiles of an endless series in constant memory (Vitter's algorithm R, fixed seed)."""
+
+    def __init__(self, size: int = 10_000) -> None:
+        self.size = size
+        self.count = 0
+        self._values: list[float] = []
+        self._random = random.Random(0)
+
+    def add(self, value: float) -> None:
+        """Take one more value in."""
+        self.count += 1
+        if len(self._values) < self.size:
+            self._values.append(value)
+        elif (slot := self._random.randrange(self.count)) < self.size:
+            self._values[slot] = value
+
+    def percentiles(self) -> dict[str, float] | None:
+        """Return p50, p95 and p99 (nearest rank), or None where no value came."""
+        if not self._values:
+            return None
+        ranked = sorted(self._values)
+        return {f"p{p}": round(ranked[min(len(ranked) - 1, len(ranked) * p // 100)], 6) for p in (50, 95, 99)}
+
+
+@dataclass(slots=True)
+class RunSummary:
+    """The totals of one run. Seconds are wall-clock; load, warm-up and generation are kept apart."""
+
+    method: str = "none"
+    records: int = 0  # answered in this run
+    failed: int = 0  # error lines written in this run
+    skipped: int = 0  # finished before this run began
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    output_tokens: int = 0
+    load_s: float = 0.0
+    warmup_s: float = 0.0
+    generate_s: float = 0.0
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    decode_tokens: int = 0  # tokens emitted in decode_s, those of the prefill step not counted
+    peak_memory_gib: float = 0.0
+    spec: SpecStats = field(default_factory=SpecStats)
+    time_to_first_token_s: Reservoir = field(default_factory=Reservoir)
+    latency_s: Reservoir = field(default_factory=Reservoir)
+    about: dict[str, Any] = field(default_factory=dict)  # config, versions, hashes: whatever names the run
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Output tokens over generation seconds, of the whole run."""
+        return self.output_tokens / self.generate_s if self.generate_s and self.output_tokens else None
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Tokens over seconds of the decode part alone, where the engine knows it apart."""
+        return self.decode_tokens / self.decode_s if self.decode_s else None
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Output tokens per row and target step, steps without a draft counted."""
+        return self.output_tokens / self.spec.steps if self.spec.steps else None
+
+    @property
+    def requests_per_s(self) -> float | None:
+        """Answered records over generation seconds."""
+        return self.records / self.generate_s if self.generate_s and self.records else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the stats file's object."""
+        spec = self.spec.to_json(self.method) | {
+            "drafted_steps": self.spec.drafted_steps,
+            "tokens_per_step": _round(self.tokens_per_step),
+            "acceptance_by_position": self.spec.acceptance_by_position,
+        }
+        return {
+            "records": self.records,
+            "failed": self.failed,
+            "skipped": self.skipped,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_prompt_tokens": self.cached_prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "load_s": _round(self.load_s),
+            "warmup_s": _round(self.warmup_s),
+            "generate_s": _round(self.generate_s),
+            "tokens_per_s": _round(self.tokens_per_s),
+            "prefill_s": _round(self.prefill_s),
+            "decode_s": _round(self.decode_s),
+            "decode_tokens_per_s": _round(self.decode_tokens_per_s),
+            "requests_per_s": _round(self.requests_per_s),
+            "time_to_first_token_s": self.time_to_first_token_s.percentiles(),
+            "latency_s": self.latency_s.percentiles(),
+            "peak_memory_gib": _round(self.peak_memory_gib),
+            "speculation": spec,
+            "notes": self.notes,
+            **self.about,
+        }
+
+
+def _bump(counts: list[int], at: int, by: int = 1) -> None:
+    counts.extend([0] * (at + 1 - len(counts)))
+    counts[at] += by
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

@@ -1,0 +1,57 @@
+"""YAML as people mean it: a repeated key is an error, and 1e-4 is a number (PyYAML follows YAML 1.1, where it is not)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ragspec.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if isinstance(key, Hashable) and key in seen and key != "<<":
+                raise yaml.constructor.ConstructorError(None, None, f'key "{key}" stands twice', key_node.start_mark)
+            seen.add(key if isinstance(key, Hashable) else repr(key))
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(  # type: ignore[no-untyped-call]
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """Return the mapping that file `path` holds. Raises ConfigError naming file, line and what is wrong."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; --config takes the path of a YAML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    value = parse_yaml(text, path)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: must hold keys and values, for instance `model: demo`; see sample_configs/")
+    bad = next((key for key in value if not isinstance(key, str)), None)
+    if bad is not None:
+        raise ConfigError(f'{path}: key "{bad}" must be a word')
+    return value
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """Return the value of YAML `text`. Raises ConfigError beginning with `source` and the line."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark and "\n" in text else ""
+        problem = " ".join(str(error.problem or error.context).split())
+        raise ConfigError(f"{source}{line}: not valid YAML: {problem}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
