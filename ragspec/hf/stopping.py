@@ -1,0 +1,72 @@
+"""Where an answer ends: the end-of-sequence tokens, the stop strings, and the clock of the first step."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria
+
+from ragspec.records import Tokenizer
+
+
+class StepClock(StoppingCriteria):  # type: ignore[misc]
+    """Never stops; notes when the first step ended and how many tokens a row had then."""
+
+    def __init__(self, prompt_length: int) -> None:
+        self._prompt_length = prompt_length
+        self.first_step_at: float | None = None
+        self.first_step_tokens = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if self.first_step_at is None:
+            self.first_step_at = time.perf_counter()
+            self.first_step_tokens = input_ids.shape[1] - self._prompt_length
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+class StopText(StoppingCriteria):  # type: ignore[misc]
+    """Stops rows whose new text holds a stop string, wherever in the last step's tokens it ended.
+
+    transformers' own stop_strings only look at the very last token (5.19), so a stop string inside an accepted draft
+    would be run over.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], prompt_length: int) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._reach = 4 * max(map(len, stop)) + 4  # tokens back in which a stop string can begin
+        self._seen = prompt_length
+        self._prompt_length = prompt_length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        start = max(self._prompt_length, self._seen - self._reach)
+        self._seen = input_ids.shape[1]
+        texts = [self._tokenizer.decode(row) for row in input_ids[:, start:].tolist()]
+        hits = [any(word in text for word in self._stop) for text in texts]
+        return torch.tensor(hits, dtype=torch.bool, device=input_ids.device)
+
+
+def trim(
+    token_ids: list[int], eos: frozenset[int], stop: Sequence[str], tokenizer: Tokenizer
+) -> tuple[list[int], str]:
+    """Return the answer's tokens and why it ended.
+
+    Ends with the first end-of-sequence token, or with the token that completes the first stop string.
+    """
+    reason = "length"
+    end = next((i for i, token in enumerate(token_ids) if token in eos), None)
+    if end is not None:
+        token_ids, reason = token_ids[: end + 1], "stop"
+    if stop and _holds(tokenizer, token_ids, stop):
+        end = bisect_left(range(len(token_ids)), True, key=lambda i: _holds(tokenizer, token_ids[: i + 1], stop))
+        return token_ids[: end + 1], "stop"
+    return token_ids, reason
+
+
+def _holds(tokenizer: Tokenizer, token_ids: list[int], stop: Sequence[str]) -> bool:
+    text = tokenizer.decode(token_ids)
+    return any(word in text for word in stop)

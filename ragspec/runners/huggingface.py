@@ -1,0 +1,378 @@
+"""Stock transformers `generate()`: every speculation it has at batch size 1, padded batches without.
+
+    runner: huggingface
+    runner_args: {batch_size: 8, dtype: bfloat16, device: cuda}
+
+Limit: transformers speculates one record at a time, so `batch_size` only counts for method `none`.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import time
+from collections.abc import Iterable, Iterator
+from itertools import groupby, islice
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import Field
+
+from ragspec.config import RunConfig
+from ragspec.errors import ConfigError, ModelError
+from ragspec.hf.quiet import quiet
+from ragspec.models import ModelSource, context_length, read_model_config, resolve
+from ragspec.records import Failure, Generation, Request, Sampling
+from ragspec.runners.base import RunnerArgs
+from ragspec.stats import SpecStats
+
+if TYPE_CHECKING:
+    from ragspec.hf.acceptance import AcceptanceMeter
+
+METHODS = ("none", "prompt_lookup", "draft_model", "early_exit")
+PLAIN_BATCH_SIZE = 8
+LOOKUP_TOKENS = 10  # transformers' own default
+DRAFT_KNOBS = ("assistant_lookbehind", "target_lookbehind")
+
+
+class Args(RunnerArgs):
+    """`runner_args` of the Hugging Face runner."""
+
+    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on a CPU, else the model's own
+    device: str = "auto"
+    num_gpus: Annotated[int, Field(ge=0)] | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    model_args: dict[str, Any] = {}  # to from_pretrained of the model
+    tokenizer_args: dict[str, Any] = {}  # to from_pretrained of the tokenizer
+    encode_args: dict[str, Any] = {}  # to every call of the tokenizer
+    generate_args: dict[str, Any] = {}  # to generate()
+
+    def neutral_keys(self) -> set[str]:
+        return {"batch_size"}
+
+
+class Runner:
+    """Answers with `generate()`, one call per batch."""
+
+    def __init__(self, config: RunConfig) -> None:
+        args = config.args()
+        assert isinstance(args, Args)
+        assert config.model is not None
+        self._args = args
+        self._model_name = config.model
+        self._spec = config.speculation
+        self._model: Any = None
+        self._draft: Any = None
+        self._sampling_draft: Any = None  # a copy: universal speculative sampling rewrites the draft's embeddings
+        self._meter: AcceptanceMeter | None = None
+        self._greedy_by_default = config.sampling.temperature == 0
+        self.method = config.speculation.method
+        self.notes: list[str] = []
+        self.prefill_s: float | None = 0.0
+        self.decode_s: float | None = 0.0
+        self.decode_tokens = 0
+
+    # -- before any weights ---------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Find model, draft and tokenizers. Raises ConfigError for whatever could not work."""
+        self._check_args()
+        quiet()
+        from ragspec.hf.tokenizer import HFTokenizer, load_tokenizer
+
+        args = self._args
+        self._source = resolve(self._model_name, args.revision)
+        self._hf_config = read_model_config(self._source, trust_remote_code=args.trust_remote_code)
+        if self._hf_config.is_encoder_decoder:
+            raise ConfigError(f'model: "{self._model_name}" is an encoder-decoder; ragspec runs causal language models')
+        tokenizer = load_tokenizer(self._source, trust_remote_code=args.trust_remote_code, **args.tokenizer_args)
+        self.tokenizer = HFTokenizer(tokenizer, args.encode_args)
+        self.context_length = context_length(self._hf_config)
+        self._draft_source: ModelSource | None = None
+        self._draft_tokenizer: Any = None
+        self._other_vocabulary = False
+        if self.method == "draft_model":
+            self._check_draft(tokenizer)
+        self._batch_size = self._choose_batch_size()
+        if self.method == "early_exit":
+            layers = self._hf_config.get_text_config().num_hidden_layers
+            if (self._spec.early_exit_layer or 0) >= layers:
+                raise ConfigError(
+                    f"speculation.early_exit_layer: {self._spec.early_exit_layer} is not below the model's {layers} layers"
+                )
+
+    def _check_args(self) -> None:
+        generate = self._args.generate_args
+        if generate.get("num_return_sequences", 1) != 1:
+            raise ConfigError("runner_args.generate_args.num_return_sequences: must be 1: one answer a record")
+        if generate.get("num_beams", 1) != 1 and self.method != "none":
+            raise ConfigError(
+                f"runner_args.generate_args.num_beams: {generate['num_beams']} does not combine with speculation; "
+                'set speculation.method: none, or take num_beams out'
+            )
+        if generate.get("assistant_ensemble_weight") is not None:
+            raise ConfigError("runner_args.generate_args.assistant_ensemble_weight: changes the answers; take it out")
+        unknown = sorted(set(self._spec.extra) - set(DRAFT_KNOBS))
+        if unknown:
+            raise ConfigError(f'speculation.extra.{unknown[0]}: is not known to transformers; known: {", ".join(DRAFT_KNOBS)}')
+
+    def _check_draft(self, tokenizer: Any) -> None:
+        """Compare the token maps of target and draft, and decide how drafts travel between them."""
+        from ragspec.hf.tokenizer import load_tokenizer
+        from ragspec.vocabulary import fits
+
+        trust = self._args.trust_remote_code
+        name = self._spec.draft_model
+        assert name is not None
+        key = "speculation.draft_model"
+        self._draft_source = resolve(name, key=key)
+        self._draft_config = read_model_config(self._draft_source, trust_remote_code=trust, key=key)
+        tokenizer_source = self._draft_source
+        if self._spec.draft_tokenizer and self._spec.draft_tokenizer != name:
+            key = "speculation.draft_tokenizer"
+            tokenizer_source = resolve(self._spec.draft_tokenizer, key=key)
+        self._draft_tokenizer = load_tokenizer(tokenizer_source, key=key, trust_remote_code=trust)
+        fit, why = fits(tokenizer, _width(self._hf_config), self._draft_tokenizer, _width(self._draft_config))
+        self._other_vocabulary = not fit
+        if not fit and not self._spec.draft_tokenizer:
+            raise ConfigError(
+                f'speculation.draft_model: "{name}" has another tokenizer than "{self._model_name}" ({why}); '
+                f"add `draft_tokenizer: {name}` for universal assisted decoding, choose a draft of the same family, "
+                "or use method: prompt_lookup"
+            )
+        if fit and self._spec.draft_tokenizer:
+            self.notes.append(
+                "speculation.draft_tokenizer: not needed, target and draft share their tokens; drafts are handed over as they are"
+            )
+
+    def _choose_batch_size(self) -> int:
+        asked = self._args.batch_size
+        if self.method == "none":
+            return PLAIN_BATCH_SIZE if asked == "auto" else asked
+        if asked not in ("auto", 1):
+            self.notes.append(
+                f"runner_args.batch_size: {asked} is without effect with method {self.method}: "
+                "generate() speculates one record at a time"
+            )
+        return 1
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        from ragspec.hf.acceptance import AcceptanceMeter
+
+        self._model = self._load(self._source, self._args.model_args, self._args.revision)
+        if self.method != "none":
+            if getattr(self._model, "_is_stateful", False):
+                raise ModelError(f'"{self._model_name}" keeps a recurrent state, which cannot take back a draft; use method: none')
+            if self._draft_source:
+                self._draft = self._load(self._draft_source, {}, None)
+            self._set_knobs(self._draft if self._draft is not None else self._model)
+            tokenizers = (self.tokenizer.inner, self._draft_tokenizer) if self._other_vocabulary else None
+            self._meter = AcceptanceMeter(tokenizers)
+            self._meter.attach(self._model)
+        own = self._model.generation_config.eos_token_id
+        eos = own if own is not None else self.tokenizer.inner.eos_token_id
+        eos = self._args.generate_args.get("eos_token_id", eos)
+        self._eos = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
+        pad = self.tokenizer.inner.pad_token_id
+        self._pad = pad if pad is not None else min(self._eos, default=0)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._model = self._draft = self._sampling_draft = self._meter = None
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _load(self, source: ModelSource, extra: dict[str, Any], revision: str | None) -> Any:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        device = self._device()
+        dtype = self._args.dtype
+        if dtype == "auto" and device == "cpu":
+            dtype = "float32"  # bfloat16 is emulated on CPUs without AVX-512
+        placement: dict[str, Any] = {}
+        if (self._args.num_gpus or 0) > 1 and torch.cuda.device_count() > 1:
+            gpus = range(min(self._args.num_gpus or 0, torch.cuda.device_count()))
+            placement = {"device_map": "auto", "max_memory": {i: torch.cuda.mem_get_info(i)[0] for i in gpus}}
+        kwargs = {
+            "dtype": dtype,
+            "revision": revision or "main",
+            "trust_remote_code": self._args.trust_remote_code,
+            "use_safetensors": True,
+            **placement,
+            **extra,
+        }
+        try:
+            model = AutoModelForCausalLM.from_pretrained(source.path, **kwargs)
+            return (model if "device_map" in kwargs else model.to(device)).eval()
+        except Exception as error:  # whatever a model's own code raises while loading, it could not start
+            text = " ".join(str(error).split())[:300]
+            if "safetensors" in text and "use_safetensors" not in extra:
+                text += "; to load its pickled weights all the same: runner_args.model_args.use_safetensors: false"
+            raise ModelError(f'"{source.name}" could not be loaded: {type(error).__name__}: {text}') from error
+
+    def _device(self) -> str:
+        import torch
+
+        if self._args.device != "auto":
+            return self._args.device
+        if self._args.num_gpus == 0:
+            return "cpu"
+        if torch.cuda.is_available():
+            return "cuda"
+        return "mps" if torch.backends.mps.is_available() else "cpu"
+
+    def _set_knobs(self, drafter: Any) -> None:
+        """Set the draft's own settings where transformers reads them: on the drafting model's generation_config."""
+        knobs = drafter.generation_config
+        knobs.num_assistant_tokens_schedule = self._spec.schedule
+        if self._spec.num_tokens != "auto":
+            knobs.num_assistant_tokens = self._spec.num_tokens
+        if self._spec.confidence_threshold is not None:
+            knobs.assistant_confidence_threshold = self._spec.confidence_threshold
+        for name, value in self._spec.extra.items():
+            setattr(knobs, name, value)
+
+    def warm_up(self) -> None:
+        """Generate a few tokens, so that the first record does not pay for lazy initialisation."""
+        ids = self.tokenizer.encode("one two three one two three", special_tokens=True)
+        sampling = Sampling(max_new_tokens=4, temperature=0.0 if self._greedy_by_default else 1.0)
+        for _ in self._call([Request(0, "warm-up", ids, sampling)]):
+            pass
+        self.prefill_s = self.decode_s = 0.0
+        self.decode_tokens = 0
+
+    # -- answering ------------------------------------------------------------------------------------------------
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
+        """Yield outcomes in the order of the requests; records of other sampling settings begin a new batch."""
+        for _, same in groupby(requests, key=lambda request: request.sampling):
+            while batch := list(islice(same, self._batch_size)):
+                yield from self._answer(batch)
+
+    def _answer(self, batch: list[Request]) -> Iterator[Generation | Failure]:
+        """Answer a batch; if it fails, answer its records one by one, so that one alone can be at fault."""
+        try:
+            yield from self._call(batch)
+        except Exception as error:  # any failure inside generation is this record's, not the run's
+            self._free_memory()
+            if len(batch) == 1:
+                text = " ".join(str(error).split())[:500]
+                yield Failure(batch[0].index, f"{type(error).__name__}: {text}")
+                return
+            for request in batch:
+                yield from self._answer([request])
+
+    def _free_memory(self) -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _call(self, batch: list[Request]) -> list[Generation]:
+        import torch
+        from transformers import StoppingCriteriaList
+
+        from ragspec.hf.stopping import StepClock, StopText, trim
+
+        sampling = batch[0].sampling
+        width = max(len(request.token_ids) for request in batch)
+        rows = [[self._pad] * (width - len(request.token_ids)) + request.token_ids for request in batch]
+        masks = [[0] * (width - len(request.token_ids)) + [1] * len(request.token_ids) for request in batch]
+        clock = StepClock(width)
+        criteria = StoppingCriteriaList([clock])
+        if sampling.stop:
+            criteria.append(StopText(self.tokenizer, sampling.stop, width))
+        if sampling.temperature > 0:
+            torch.manual_seed(_seed(sampling.seed, batch[0].id))
+        if self._meter:
+            self._meter.start()
+        device = self._model.device
+        started = time.perf_counter()
+        output = self._model.generate(
+            input_ids=torch.tensor(rows, device=device),  # (batch, width), padded on the left
+            attention_mask=torch.tensor(masks, device=device),
+            generation_config=self._generation_config(sampling),
+            stopping_criteria=criteria,
+            **self._assistant(sampling),
+        )
+        answers = output[:, width:].tolist()
+        ended = time.perf_counter()
+        first = clock.first_step_at or ended
+        self.prefill_s = (self.prefill_s or 0.0) + first - started
+        self.decode_s = (self.decode_s or 0.0) + ended - first
+        generations = []
+        for request, answer in zip(batch, answers, strict=True):
+            token_ids, reason = trim(answer, self._eos, sampling.stop, self.tokenizer)
+            self.decode_tokens += max(0, len(token_ids) - clock.first_step_tokens)
+            spec = self._meter.stats if self._meter else SpecStats(steps=len(token_ids))
+            generations.append(Generation(request.index, token_ids, reason, spec, ended - started, first - started))
+        return generations
+
+    def _generation_config(self, sampling: Sampling) -> Any:
+        config = copy.deepcopy(self._model.generation_config)
+        config.max_length = None
+        config.max_new_tokens = sampling.max_new_tokens
+        config.eos_token_id = sorted(self._eos) or None
+        config.pad_token_id = self._pad
+        config.do_sample = sampling.temperature > 0
+        config.repetition_penalty = sampling.repetition_penalty
+        greedy = not config.do_sample
+        config.temperature = None if greedy else sampling.temperature
+        config.top_p = None if greedy else sampling.top_p
+        config.top_k = None if greedy else sampling.top_k
+        config.min_p = None if greedy or not sampling.min_p else sampling.min_p
+        if self.method == "prompt_lookup":
+            asked = self._spec.num_tokens
+            config.prompt_lookup_num_tokens = LOOKUP_TOKENS if asked == "auto" else asked
+            config.max_matching_ngram_size = self._spec.ngram_max
+        elif self.method == "early_exit":
+            config.assistant_early_exit = self._spec.early_exit_layer
+        for name, value in self._args.generate_args.items():
+            setattr(config, name, value)
+        return config
+
+    def _assistant(self, sampling: Sampling) -> dict[str, Any]:
+        if self._draft is None:
+            return {}
+        draft = self._draft
+        if self._other_vocabulary and sampling.temperature > 0:
+            # transformers 5.19 prunes the draft's output layer in place for this, which greedy records must not see
+            if self._sampling_draft is None:
+                self._sampling_draft = copy.deepcopy(self._draft)
+            draft = self._sampling_draft
+        kwargs: dict[str, Any] = {"assistant_model": draft}
+        if _width(self._hf_config) != _width(self._draft_config):
+            # generate() insists on both where sizes differ; whether they are used is AcceptanceMeter's decision
+            kwargs |= {"tokenizer": self.tokenizer.inner, "assistant_tokenizer": self._draft_tokenizer}
+        return kwargs
+
+    def about(self) -> dict[str, Any]:
+        """Return what ran: model, revision, dtype, device, batch size, draft."""
+        model = self._model
+        about = {
+            "model": self._source.path,
+            "revision": getattr(self._hf_config, "_commit_hash", None),
+            "batch_size": self._batch_size,
+            "context_length": self.context_length,
+        }
+        if model is not None:
+            about |= {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
+        if self._draft_source:
+            about["draft_model"] = self._draft_source.path
+            about["draft_vocabulary"] = "other" if self._other_vocabulary else "same"
+        return about
+
+
+def _width(config: Any) -> int:
+    return int(config.get_text_config().vocab_size)
+
+
+def _seed(seed: int, record_id: str) -> int:
+    """Return a seed of this record's own, so that its answer does not depend on the records before it."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{record_id}".encode(), digest_size=8).digest()) >> 1
