@@ -1,4 +1,4 @@
-"""AutoGluon-RAG's generator settings, read as they stand: `translate({"generator_model_name": ...}) -> (config, notes)`.
+"""AutoGluon-RAG's generator settings, read as they stand: `translate(raw, "c.yaml")` -> (native config, notes).
 
 Source: AutoGluon-RAG 0.1, agrag/modules/generator. What ragspec does otherwise (no prompt in the answer, an attention
 mask, real batches) needs no key. Limit: the retrieval sections have no counterpart yet and are named in a note.
@@ -54,7 +54,9 @@ def translate(raw: dict[str, Any], source: str) -> tuple[dict[str, Any], list[st
             notes.append(f"{source}: section {key}: ignored; ragspec takes contexts from the input records")
         elif key != "generator" and key not in NATIVE_KEYS:
             known = [*GENERATOR_KEYS, *NATIVE_KEYS, *IGNORED_SECTIONS]
-            raise ConfigError(f'{source}: "{key}" is not a known key of an AutoGluon-RAG config{did_you_mean(key, known)}')
+            raise ConfigError(
+                f'{source}: "{key}" is not a known key of an AutoGluon-RAG config{did_you_mean(key, known)}'
+            )
     _refuse_unknown(generator, GENERATOR_KEYS, f"{source}: generator.")
     if not generator.get("generator_model_name"):
         raise ConfigError(f"{source}: generator_model_name: missing; give a hub id or a folder")
@@ -185,7 +187,7 @@ def _vllm(args: dict[str, Any], gpus: Any, source: str, notes: list[str]) -> dic
 def _refuse_unknown(section: dict[str, Any], known: tuple[str, ...], where: str) -> None:
     for key in section:
         if key not in known:
-            raise ConfigError(f'{where}{key}: is not a known key{did_you_mean(str(key), known)}')
+            raise ConfigError(f"{where}{key}: is not a known key{did_you_mean(str(key), known)}")
 
 
 def _dict(section: dict[str, Any], key: str, source: str) -> dict[str, Any]:

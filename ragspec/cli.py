@@ -42,12 +42,16 @@ def root(
 @app.command()
 def generate(
     config: Config,
-    input: Annotated[str | None, typer.Option("--input", "-i", metavar="FILE|-", help="JSONL, .gz and .zst too.")] = None,
+    input: Annotated[
+        str | None, typer.Option("--input", "-i", metavar="FILE|-", help="JSONL, .gz and .zst too.")
+    ] = None,
     output: Annotated[str | None, typer.Option("--output", "-o", metavar="FILE|-", help="JSONL of answers.")] = None,
     override: Set = None,
     limit: Limit = None,
     resume: Annotated[bool, typer.Option(help="Go on with an output begun before; else keep it as a copy.")] = True,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try the error lines of that output again.")] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Try the error lines of that output again.")
+    ] = False,
     order: Annotated[str | None, typer.Option(help="Order of the output lines: input or finish.")] = None,
     stats: Annotated[str | None, typer.Option(metavar="FILE", help="Where the statistics go.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
@@ -89,7 +93,9 @@ def benchmark(
     num_tokens: Annotated[list[int] | None, typer.Option("--num-tokens", min=1, help="Repeatable.")] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Timed passes over the input, per method.")] = 3,
     limit: Limit = None,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Results and answers.")] = Path("out/benchmark"),
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Results and answers.")] = Path(
+        "out/benchmark"
+    ),
     override: Set = None,
     sequential: Annotated[bool, typer.Option(help="One model in memory at a time: no interleaving.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,

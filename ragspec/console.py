@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,11 +15,12 @@ from ragspec.pipeline import Report
 from ragspec.stats import RunSummary
 
 REFRESH_S = 0.1
+PIPED_WIDTH = 120
 
 
 def stderr() -> Console:
     """Return a console on stderr, without colour where that is no terminal."""
-    return Console(stderr=True, soft_wrap=True, highlight=False)
+    return Console(stderr=True, soft_wrap=True, highlight=False, width=None if sys.stderr.isatty() else PIPED_WIDTH)
 
 
 @contextmanager
@@ -73,7 +75,10 @@ def print_summary(console: Console, summary: RunSummary, output: str) -> None:
         ("records", _records(summary)),
         ("tokens", f"{summary.prompt_tokens:,} prompt, {summary.output_tokens:,} output"),
         ("speed", _speed(summary)),
-        ("time", f"{summary.load_s:.1f} s load, {summary.warmup_s:.1f} s warm-up, {summary.generate_s:.1f} s answering"),
+        (
+            "time",
+            f"{summary.load_s:.1f} s load, {summary.warmup_s:.1f} s warm-up, {summary.generate_s:.1f} s answering",
+        ),
         ("speculation", summary.method),
     ]
     if spec.drafted:

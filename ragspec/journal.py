@@ -45,13 +45,14 @@ def write_json(path: Path, value: Any) -> None:
 class Journal:
     """Writes output lines in the asked order and knows which input lines are finished already.
 
-    output: a path, or - for stdout (nothing to resume there). identity: what a resumed run must agree on.
+    output: a path, or - for stdout (nothing to resume there). identity: what a resumed run must agree on;
+    None for a file that is never resumed.
     """
 
     def __init__(
         self,
         output: str,
-        identity: dict[str, Any],
+        identity: dict[str, Any] | None = None,
         *,
         order: str = "input",
         resume: bool = True,
@@ -90,12 +91,12 @@ class Journal:
             if ready is not None:
                 self._writer.write(ready)
 
-    def _open(self, path: Path, identity: dict[str, Any], resume: bool, retry_failed: bool) -> IO[bytes]:
+    def _open(self, path: Path, identity: dict[str, Any] | None, resume: bool, retry_failed: bool) -> IO[bytes]:
         if path.suffix in (".gz", ".zst"):
             raise ConfigError(f"{path}: answers are appended one by one, which {path.suffix} cannot; compress it after")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = path.open("a+b")
+            file: IO[bytes] = path.open("a+b")
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written ({error.strerror}); choose another --output") from None
         try:
@@ -104,11 +105,12 @@ class Journal:
             raise ConfigError(f"{path}: another run is writing it; wait for it, or choose another --output") from None
         state = sibling(self.output, ".run.json")
         if os.fstat(file.fileno()).st_size:
-            if not resume:
+            if not resume or identity is None:
                 file = _set_aside(path, file)
             else:
                 self._resume(path, file, state, identity, retry_failed)
-        write_json(state, {"config": identity})
+        if identity is not None:
+            write_json(state, {"config": identity})
         return file
 
     def _resume(self, path: Path, file: IO[bytes], state: Path, identity: dict[str, Any], retry_failed: bool) -> None:
@@ -116,7 +118,9 @@ class Journal:
         try:
             began = orjson.loads(state.read_bytes())["config"]
         except (OSError, ValueError, KeyError, TypeError):
-            raise ConfigError(f"{path}: holds lines, but {state.name} does not say which config wrote them{way_out}") from None
+            raise ConfigError(
+                f"{path}: holds lines, but {state.name} does not say which config wrote them{way_out}"
+            ) from None
         changed = _difference(began, orjson.loads(orjson.dumps(identity)))
         if changed:
             raise ConfigError(f"{path}: was begun with another config: {changed}{way_out}")

@@ -124,12 +124,12 @@ def _converted(file: Path) -> Path:
 def _convert(file: Path, folder: Path) -> None:
     if importlib.util.find_spec("gguf") is None or importlib.util.find_spec("accelerate") is None:
         raise ConfigError(f'model: "{file}": reading .gguf files needs two packages: pip install "ragspec[demo]"')
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     from ragspec.hf.quiet import quiet
 
     quiet()
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
         model = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)

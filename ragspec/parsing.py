@@ -110,7 +110,9 @@ def _passage(item: Any, position: int) -> Passage:
     if isinstance(item, str):
         return Passage(id=str(position), text=item)
     if not isinstance(item, dict):
-        raise RecordError(f'{where} must be a string or an object {{"id", "title", "text", "score"}}, got {_kind(item)}')
+        raise RecordError(
+            f'{where} must be a string or an object {{"id", "title", "text", "score"}}, got {_kind(item)}'
+        )
     text, title, score, key = item.get("text"), item.get("title"), item.get("score"), item.get("id")
     if not isinstance(text, str):
         raise RecordError(f'{where}: "text" must be a string, got {_kind(text)}')

@@ -9,7 +9,7 @@ import hashlib
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -75,7 +75,7 @@ def run(
             batch.answer()
         finally:
             summary.notes += [note for note in runner.notes if note not in summary.notes]
-            summary.about = _about(config, runner)
+            summary.about = about(config, runner)
             path = Path(stats_path) if stats_path else None
             if path is None and config.output != "-":
                 path = sibling(config.output, ".stats.json")
@@ -94,7 +94,8 @@ class Batch:
         runner: Runner,
         journal: Journal,
         limit: int | None,
-        report: Report | None,
+        report: Report | None = None,
+        keep_token_ids: bool = False,
     ) -> None:
         self.summary = RunSummary(method=runner.method)
         self._config = config
@@ -103,6 +104,7 @@ class Batch:
         self._journal = journal
         self._limit = limit
         self._report = report
+        self._keep_token_ids = keep_token_ids
         self._total = lines.count() if report else None
         if self._total is not None and limit is not None:
             self._total = min(self._total, limit)
@@ -131,21 +133,28 @@ class Batch:
             started = time.perf_counter()
             runner.warm_up()
             summary.warmup_s = time.perf_counter() - started
-            started = time.perf_counter()
-            try:
-                for outcome in runner.generate(chain([first], requests)):
-                    self._finish(outcome)
-                    summary.generate_s = time.perf_counter() - started
-            finally:
-                summary.generate_s = time.perf_counter() - started
-                summary.prefill_s, summary.decode_s = runner.prefill_s, runner.decode_s
-                summary.decode_tokens = runner.decode_tokens
-                summary.peak_memory_gib = peak_memory_gib()
+            self.stream(chain([first], requests))
         if self._changed:
             summary.notes.append(
                 f"{self._changed} records changed since they were answered: they are answered again, "
                 "and their old lines stay in the output above the new ones"
             )
+
+    def stream(self, requests: Iterable[Request] | None = None) -> None:
+        """Answer `requests` (all of the input by default) with a runner that is loaded, and time it."""
+        summary, runner = self.summary, self._runner
+        prefill_s, decode_s, decode_tokens = runner.prefill_s, runner.decode_s, runner.decode_tokens
+        started = time.perf_counter()
+        try:
+            for outcome in runner.generate(self._requests() if requests is None else requests):
+                self._finish(outcome)
+                summary.generate_s = time.perf_counter() - started
+        finally:
+            summary.generate_s = time.perf_counter() - started
+            summary.prefill_s = _since(runner.prefill_s, prefill_s)
+            summary.decode_s = _since(runner.decode_s, decode_s)
+            summary.decode_tokens = runner.decode_tokens - decode_tokens
+            summary.peak_memory_gib = peak_memory_gib()
 
     def _requests(self) -> Iterator[Request]:
         """Turn lines into requests. A line that cannot be one becomes an error line on the way."""
@@ -239,11 +248,17 @@ class Batch:
         }
         if flight.prompt.dropped:
             line["dropped_contexts"] = [passage.id for passage in flight.prompt.dropped]
+        if self._keep_token_ids:
+            line["token_ids"] = outcome.token_ids
         return line | {"metadata": flight.record.metadata, "fingerprint": flight.fingerprint}
 
     def _tell(self) -> None:
         if self._report:
             self._report(self.summary, self._total)
+
+
+def _since(now: float | None, before: float | None) -> float | None:
+    return None if now is None or before is None else now - before
 
 
 def to_sampling(config: SamplingConfig) -> Sampling:
@@ -266,7 +281,8 @@ def peak_memory_gib() -> float:
     return peak
 
 
-def _about(config: RunConfig, runner: Runner) -> dict[str, Any]:
+def about(config: RunConfig, runner: Runner) -> dict[str, Any]:
+    """Return what names a run in its stats file: config, runner, versions, hashes, seed."""
     return {
         "config": config.model_dump(mode="json"),
         "runner": runner.about(),
@@ -287,5 +303,3 @@ def _sha256(path: str | None) -> str | None:
         return None
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-

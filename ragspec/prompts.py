@@ -35,7 +35,7 @@ class Prompt:
 
 
 class PromptBuilder:
-    """Builds the prompts of one run. Raises ConfigError for a bad template, RecordError for a record that cannot fit."""
+    """Builds the prompts of one run. Raises ConfigError for a bad template, RecordError where a record cannot fit."""
 
     def __init__(self, config: PromptConfig, tokenizer: Tokenizer, context_length: int | None) -> None:
         if config.chat is True and not tokenizer.has_chat_template:
@@ -116,7 +116,7 @@ class PromptBuilder:
         if record.messages is not None:
             return "\n\n".join(message["content"] for message in record.messages)
         try:
-            return self._template.render(
+            text: str = self._template.render(
                 query=f"{self._config.query_prefix}{record.query}",
                 contexts=contexts,
                 system=self._config.system,
@@ -124,6 +124,7 @@ class PromptBuilder:
                 id=record.id,
                 chat=self._chat,
             )
+            return text
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise RecordError(f"prompt.template: {error}") from None
 

@@ -1,4 +1,4 @@
-"""YAML as people mean it: a repeated key is an error, and 1e-4 is a number (PyYAML follows YAML 1.1, where it is not)."""
+"""YAML as people mean it: a repeated key is an error, and 1e-4 is a number (in PyYAML's YAML 1.1 it is not)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable) and key in seen and key != "<<":
                 raise yaml.constructor.ConstructorError(None, None, f'key "{key}" stands twice', key_node.start_mark)
             seen.add(key if isinstance(key, Hashable) else repr(key))
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(  # type: ignore[no-untyped-call]
+_Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
 

@@ -28,7 +28,9 @@ class AcceptanceMeter:
         """Watch every candidate generator that `model` builds from now on. Raises ModelError where it builds none."""
         build = getattr(model, "_get_candidate_generator", None)
         if build is None:
-            raise ModelError("this transformers version builds its candidate generators elsewhere; use transformers 5.16 to 5.19")
+            raise ModelError(
+                "this transformers version builds its candidate generators elsewhere; use transformers 5.16 to 5.19"
+            )
         target, draft = self._tokenizers
         width = model.config.get_text_config().vocab_size
 

@@ -50,9 +50,7 @@ class StopText(StoppingCriteria):  # type: ignore[misc]
         return torch.tensor(hits, dtype=torch.bool, device=input_ids.device)
 
 
-def trim(
-    token_ids: list[int], eos: frozenset[int], stop: Sequence[str], tokenizer: Tokenizer
-) -> tuple[list[int], str]:
+def trim(token_ids: list[int], eos: frozenset[int], stop: Sequence[str], tokenizer: Tokenizer) -> tuple[list[int], str]:
     """Return the answer's tokens and why it ended.
 
     Ends with the first end-of-sequence token, or with the token that completes the first stop string.

@@ -99,7 +99,7 @@ class Runner:
             layers = self._hf_config.get_text_config().num_hidden_layers
             if (self._spec.early_exit_layer or 0) >= layers:
                 raise ConfigError(
-                    f"speculation.early_exit_layer: {self._spec.early_exit_layer} is not below the model's {layers} layers"
+                    f"speculation.early_exit_layer: {self._spec.early_exit_layer} is not below the {layers} layers of the model"
                 )
 
     def _check_args(self) -> None:
@@ -109,13 +109,15 @@ class Runner:
         if generate.get("num_beams", 1) != 1 and self.method != "none":
             raise ConfigError(
                 f"runner_args.generate_args.num_beams: {generate['num_beams']} does not combine with speculation; "
-                'set speculation.method: none, or take num_beams out'
+                "set speculation.method: none, or take num_beams out"
             )
         if generate.get("assistant_ensemble_weight") is not None:
             raise ConfigError("runner_args.generate_args.assistant_ensemble_weight: changes the answers; take it out")
         unknown = sorted(set(self._spec.extra) - set(DRAFT_KNOBS))
         if unknown:
-            raise ConfigError(f'speculation.extra.{unknown[0]}: is not known to transformers; known: {", ".join(DRAFT_KNOBS)}')
+            raise ConfigError(
+                f"speculation.extra.{unknown[0]}: is not known to transformers; known: {', '.join(DRAFT_KNOBS)}"
+            )
 
     def _check_draft(self, tokenizer: Any) -> None:
         """Compare the token maps of target and draft, and decide how drafts travel between them."""
@@ -143,7 +145,8 @@ class Runner:
             )
         if fit and self._spec.draft_tokenizer:
             self.notes.append(
-                "speculation.draft_tokenizer: not needed, target and draft share their tokens; drafts are handed over as they are"
+                "speculation.draft_tokenizer: not needed, target and draft share their tokens; "
+                "drafts are handed over as they are"
             )
 
     def _choose_batch_size(self) -> int:
@@ -165,7 +168,9 @@ class Runner:
         self._model = self._load(self._source, self._args.model_args, self._args.revision)
         if self.method != "none":
             if getattr(self._model, "_is_stateful", False):
-                raise ModelError(f'"{self._model_name}" keeps a recurrent state, which cannot take back a draft; use method: none')
+                raise ModelError(
+                    f'"{self._model_name}" keeps a recurrent state, which cannot take back a draft; use method: none'
+                )
             if self._draft_source:
                 self._draft = self._load(self._draft_source, {}, None)
             self._set_knobs(self._draft if self._draft is not None else self._model)

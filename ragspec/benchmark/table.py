@@ -1,0 +1,57 @@
+"""The benchmark's results as a table on stderr."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def print_results(console: Console, results: dict[str, Any], folder: Path) -> None:
+    """Print one row per candidate: medians over passes, and the paired ratio to its baseline."""
+    machine = results["machine"]
+    console.print(f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB", *machine["gpus"])
+    for note in results["notes"]:
+        console.print(f"note: {note}", markup=False, style="yellow")
+    table = Table(box=None, pad_edge=False)
+    for title in (
+        "method",
+        "tokens/s",
+        "vs plain",
+        "decode tokens/s",
+        "acceptance",
+        "tokens/step",
+        "output",
+        "identical",
+    ):
+        table.add_column(title, justify="left" if title == "method" else "right")
+    for name in dict.fromkeys(run["name"] for run in results["runs"]):
+        runs = [run for run in results["runs"] if run["name"] == name]
+        rate = runs[0]["acceptance_rate"]
+        table.add_row(
+            name,
+            _median(runs, "tokens_per_s"),
+            _ratio(results, name),
+            _median(runs, "decode_tokens_per_s"),
+            "-" if rate is None else f"{rate:.1%}",
+            f"{runs[0]['tokens_per_step'] or 0:.2f}",
+            f"{runs[0]['output_tokens']:,}",
+            f"{runs[0]['identical']} of {runs[0]['records']}",
+        )
+    console.print(table)
+    console.print(f"results in {folder / 'results.json'}, answers in {folder / 'outputs'}", markup=False)
+
+
+def _median(runs: list[dict[str, Any]], metric: str) -> str:
+    values = [run[metric] for run in runs if run[metric]]
+    return f"{median(values):.1f}" if values else "-"
+
+
+def _ratio(results: dict[str, Any], name: str) -> str:
+    for ratio in results["ratios"]:
+        if ratio["name"] == name and ratio["metric"] == "tokens_per_s":
+            return f"{ratio['median']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})"
+    return "-"

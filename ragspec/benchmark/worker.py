@@ -1,0 +1,60 @@
+"""One method in a process of its own: loads once, then answers the whole input each time it is told to go.
+
+Speaks JSON lines: a task in, then "go" per pass; `ready`, a result per pass, or `error` out. A pass is the pipeline
+itself, so what is timed is what `ragspec generate` does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import orjson
+
+from ragspec import runners
+from ragspec.config import build_config
+from ragspec.errors import RagspecError
+from ragspec.journal import Journal
+from ragspec.jsonl import Lines
+from ragspec.pipeline import Batch, about
+from ragspec.runners.base import Runner
+
+
+def serve(source: IO[bytes], sink: IO[bytes]) -> None:
+    """Do one task: load, say `ready`, then one pass per line of `source` until it ends."""
+
+    def say(message: dict[str, Any]) -> None:
+        sink.write(orjson.dumps(message) + b"\n")
+        sink.flush()
+
+    try:
+        task = orjson.loads(source.readline())
+        config = build_config(task["config"], task["name"])
+        runner: Runner = runners.module(config.runner).Runner(config)
+        runner.check()
+        started = time.perf_counter()
+        with runner:
+            load_s = time.perf_counter() - started
+            started = time.perf_counter()
+            runner.warm_up()
+            warmup_s = time.perf_counter() - started
+            say({"ready": about(config, runner), "load_s": load_s, "warmup_s": warmup_s, "notes": runner.notes})
+            for _ in source:
+                output = Path(task["output"])
+                output.unlink(missing_ok=True)
+                with Lines(config.input or "") as lines, Journal(str(output)) as journal:
+                    batch = Batch(config, lines, runner, journal, task["limit"], keep_token_ids=True)
+                    batch.stream()
+                say({"result": batch.summary.to_json()})
+    except RagspecError as error:
+        say({"error": str(error), "exit_code": error.exit_code})
+
+
+if __name__ == "__main__":
+    # libraries may print: only our own lines go to the real stdout
+    private = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    serve(sys.stdin.buffer, private)
