@@ -79,6 +79,10 @@ def generate(
         where = "" if run_config.output == "-" else "; run the same command again to go on"
         console.print(f"interrupted: finished answers are kept{where}", markup=False)
         raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        # the reader has gone (`| head`): silence the interpreter's own flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit from None
     print_summary(console, summary, run_config.output)
     if summary.failed:
         raise typer.Exit(1)
@@ -135,10 +139,6 @@ def main() -> None:
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except BrokenPipeError:
-        # the reader has gone (`| head`): silence the interpreter's own flush at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except Exception as error:

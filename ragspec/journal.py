@@ -65,18 +65,21 @@ class Journal:
         self._in_order = order == "input"
         self._waiting: dict[int, dict[str, Any] | None] = {}
         self._next = 0
-        self._file = sys.stdout.buffer if output == "-" else self._open(Path(output), identity, resume, retry_failed)
+        path = Path(output)
+        # pipes and devices (/dev/null, >(...)) take lines and keep none, so there is nothing to lock or to resume
+        self.resumable = output != "-" and (not path.exists() or path.is_file())
+        self._file: IO[bytes] = self._open(path, identity, resume, retry_failed) if self.resumable else _stream(output)
         self._writer = jsonlines.Writer(self._file, dumps=orjson.dumps, flush=True)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self.output == "-":
-            return
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        if self.resumable:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        if self.output != "-":
+            self._file.close()
 
     def put(self, index: int, line: dict[str, Any] | None) -> None:
         """Write output line number `index`, or keep it until those before it came. None: nothing to write there."""
@@ -138,6 +141,15 @@ class Journal:
                 continue  # not a line of ours: it stays, and finishes nothing
             self.resumed += 1
         file.seek(0, os.SEEK_END)
+
+
+def _stream(output: str) -> IO[bytes]:
+    if output == "-":
+        return sys.stdout.buffer
+    try:
+        return open(output, "wb")
+    except OSError as error:
+        raise ConfigError(f"{output}: cannot be written ({error.strerror}); choose another --output") from None
 
 
 def _drop_torn_line(file: IO[bytes]) -> None:

@@ -21,6 +21,7 @@ import orjson
 import zstandard
 
 from ragspec.errors import ConfigError, RecordError
+from ragspec.zst import ZstReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Lines:
         if path.suffix == ".gz":
             return cast(IO[bytes], self._stack.enter_context(gzip.open(file, "rb")))
         if path.suffix == ".zst":
-            return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True))
+            return io.BufferedReader(ZstReader(file))
         return file
 
     def __iter__(self) -> Iterator[Line]:

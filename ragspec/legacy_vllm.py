@@ -54,6 +54,9 @@ def modernise(init: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], lis
         low, high = old.get("ngram_prompt_lookup_min", 1), old.get("ngram_prompt_lookup_max")
         speculation = {"method": "prompt_lookup", "ngram_max": high or max(low, 4), "ngram_min": low}
         say("speculative_model", "speculation.method: prompt_lookup")
+        for key in ("ngram_prompt_lookup_max", "ngram_prompt_lookup_min"):
+            if key in old:
+                say(key, f"speculation.{'ngram_max' if key.endswith('max') else 'ngram_min'}")
     elif model is not None:
         speculation = {"method": "draft_model", "draft_model": model}
         say("speculative_model", "speculation.method: draft_model")

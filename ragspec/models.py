@@ -124,7 +124,7 @@ def _converted(file: Path) -> Path:
 def _convert(file: Path, folder: Path) -> None:
     if importlib.util.find_spec("gguf") is None or importlib.util.find_spec("accelerate") is None:
         raise ConfigError(f'model: "{file}": reading .gguf files needs two packages: pip install "ragspec[demo]"')
-    from ragspec.hf.quiet import quiet
+    from ragspec.quiet import quiet
 
     quiet()
     import torch

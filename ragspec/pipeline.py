@@ -77,7 +77,7 @@ def run(
             summary.notes += [note for note in runner.notes if note not in summary.notes]
             summary.about = about(config, runner)
             path = Path(stats_path) if stats_path else None
-            if path is None and config.output != "-":
+            if path is None and journal.resumable:
                 path = sibling(config.output, ".stats.json")
             if path:
                 write_json(path, summary.to_json())

@@ -1,1 +1,1 @@
-"""What ragspec adds to stock transformers: the hook that counts acceptance, stopping, quiet loading."""
+"""What ragspec adds to stock transformers: a tokenizer of our shape, counted acceptance, where answers end."""

@@ -19,8 +19,8 @@ from pydantic import Field
 
 from ragspec.config import RunConfig
 from ragspec.errors import ConfigError, ModelError
-from ragspec.hf.quiet import quiet
 from ragspec.models import ModelSource, context_length, read_model_config, resolve
+from ragspec.quiet import quiet
 from ragspec.records import Failure, Generation, Request, Sampling
 from ragspec.runners.base import RunnerArgs
 from ragspec.stats import SpecStats
@@ -99,7 +99,7 @@ class Runner:
             layers = self._hf_config.get_text_config().num_hidden_layers
             if (self._spec.early_exit_layer or 0) >= layers:
                 raise ConfigError(
-                    f"speculation.early_exit_layer: {self._spec.early_exit_layer} is not below the {layers} layers of the model"
+                    f"speculation.early_exit_layer: {self._spec.early_exit_layer} is not below the model's {layers}"
                 )
 
     def _check_args(self) -> None:

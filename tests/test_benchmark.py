@@ -1,0 +1,72 @@
+import json
+
+import pytest
+
+from ragspec.benchmark.plan import make_plan
+from ragspec.config import build_config
+from ragspec.errors import ConfigError
+from tests.conftest import SAMPLE, read_jsonl
+from tests.test_cli import ragspec
+
+RUN_KEYS = {
+    *("name", "runner", "method", "batch_size", "num_tokens", "repeat", "records", "output_tokens", "tokens_per_s"),
+    *("decode_tokens_per_s", "acceptance_rate", "mean_acceptance_length", "tokens_per_step", "identical"),
+    "peak_memory_gib",
+}
+
+
+def test_plan_is_the_product_with_the_baseline_first():
+    config = build_config({"model": "m", "input": "x", "speculation": {"method": "draft_model", "draft_model": "d"}})
+    assert [c.name for c in make_plan(config, [], [], [])] == ["none", "draft_model"]
+    names = [c.name for c in make_plan(config, ["draft_model", "prompt_lookup", "none"], [1, 2], [3])]
+    assert names[:2] == ["none-b1", "none-b2"]
+    assert names[2:] == ["draft_model-b1-k3", "draft_model-b2-k3", "prompt_lookup-b1-k3", "prompt_lookup-b2-k3"]
+
+
+def test_a_plan_refuses_what_a_run_would_refuse():
+    config = build_config({"model": "m", "input": "x"})
+    with pytest.raises(ConfigError, match=r"--method draft_model: speculation\.draft_model: missing"):
+        make_plan(config, ["draft_model"], [], [])
+    with pytest.raises(ConfigError, match="a benchmark reads its input several times"):
+        make_plan(build_config({"model": "m", "input": "-"}), [], [], [])
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+def test_methods_are_timed_in_processes_of_their_own_and_compared(tiny, tmp_path, sequential):
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        f"model: {tiny}\ninput: {SAMPLE}\nsampling: {{max_new_tokens: 12}}\nprompt: {{max_prompt_tokens: 300}}"
+    )
+    out = tmp_path / "bench"
+    args = ["-m", "prompt_lookup", "-m", "none", "--batch-size", 1, "--repeat", 2, "--limit", 4, "-o", out]
+    done = ragspec("benchmark", "-c", config, *args, *(["--sequential"] if sequential else []))
+    assert done.returncode == 0, done.stderr
+    results = json.loads((out / "results.json").read_text())
+    assert [(run["name"], run["repeat"]) for run in results["runs"]] == [
+        *(("none-b1", 1), ("none-b1", 2), ("prompt_lookup-b1", 1), ("prompt_lookup-b1", 2)),
+    ]
+    for run in results["runs"]:
+        assert run.keys() >= RUN_KEYS
+        assert (run["records"], run["identical"], run["output_tokens"]) == (4, 4, 48)
+    ratio = results["ratios"][0]
+    assert (ratio["name"], ratio["baseline"], ratio["metric"]) == ("prompt_lookup-b1", "none-b1", "tokens_per_s")
+    assert ratio["low"] <= ratio["median"] <= ratio["high"]
+    assert results["machine"]["cores"] >= 1
+    assert len(read_jsonl(out / "outputs" / "none-b1.jsonl")) == 4
+    order = [line.split(":")[0] for line in done.stderr.splitlines() if ": pass " in line]
+    pairs = ["none-b1", "prompt_lookup-b1", "prompt_lookup-b1", "none-b1"]
+    assert order == (sorted(pairs) if sequential else pairs)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("model: no/such", 'none: model: "no/such": is no folder here'), ("runner: fake", "nowhere.jsonl: no such file")],
+)
+def test_a_benchmark_that_cannot_start_is_one_line(tmp_path, text, message):
+    config = tmp_path / "c.yaml"
+    config.write_text(text)
+    source = "nowhere.jsonl" if "fake" in text else SAMPLE
+    done = ragspec("benchmark", "-c", config, "-i", source, "-o", tmp_path / "b")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

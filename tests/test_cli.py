@@ -1,0 +1,182 @@
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.conftest import ROOT, read_jsonl, write_jsonl
+
+RAGSPEC = [sys.executable, "-m", "ragspec"]
+
+
+def ragspec(*args, **kwargs):
+    return subprocess.run([*RAGSPEC, *map(str, args)], capture_output=True, text=True, timeout=120, **kwargs)
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "fake.yaml"
+    path.write_text("runner: fake\n")
+    return path
+
+
+@pytest.fixture
+def questions(tmp_path):
+    return write_jsonl(tmp_path / "in.jsonl", [{"id": f"q{i}", "query": f"question {i}"} for i in range(200)])
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["benchmark"]])
+def test_help_imports_nothing_heavy(command):
+    # (typer 0.29 imports pydantic itself)
+    code = (
+        "import sys; sys.argv = ['ragspec', *sys.argv[1:], '--help']\n"
+        "from ragspec.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "heavy = {'torch', 'transformers', 'vllm', 'jinja2', 'yaml', 'numpy', 'orjson', 'sqlite3'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "Usage" in done.stdout
+
+
+def test_only_records_go_to_stdout(config, questions):
+    with open(questions) as lines:
+        done = ragspec("generate", "-c", config, "--input", "-", "--output", "-", stdin=lines)
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == [f"q{i}" for i in range(200)]
+    assert "200 answered" in done.stderr
+    assert "\x1b" not in done.stderr
+
+
+def test_a_closed_pipe_ends_quietly(config, tmp_path):
+    path = write_jsonl(tmp_path / "many.jsonl", [{"query": f"question {i} " * 20} for i in range(5000)])
+    command = f"{' '.join(RAGSPEC)} generate -c {config} -i {path} -o - 2>{tmp_path / 'err'} | head -n 2"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, len(done.stdout.splitlines())) == (0, 2)
+    assert (tmp_path / "err").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "args", "code", "message"),
+    [
+        ("runner: fake", ["-i", "nowhere.jsonl"], 2, "nowhere.jsonl: no such file"),
+        ("runner: fake", [], 2, "input: missing"),
+        ("runner: [", ["-i", "x"], 2, "not valid YAML"),
+        ("runner: fak", ["-i", "x"], 2, 'did you mean "fake"?'),
+        ("runner: fake", ["-i", "{in}", "-o", "/proc/nowhere/x.jsonl"], 2, "cannot be written"),
+        ("runner: fake", ["-i", "{in}", "--set", "sampling.temperature=.nan"], 2, "sampling.temperature: NaN"),
+        ("model: no/such-model", ["-i", "{in}"], 2, 'model: "no/such-model": is no folder here'),
+        ("model: ./nowhere", ["-i", "{in}"], 2, 'model: "./nowhere": no such folder'),
+        ("model: x.gguf", ["-i", "{in}"], 2, 'model: "x.gguf": no such file'),
+    ],
+)
+def test_what_cannot_start_is_one_line_and_exit_code_2(tmp_path, questions, text, args, code, message):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    done = ragspec("generate", "-c", path, *(arg.replace("{in}", questions) for arg in args), cwd=tmp_path)
+    assert done.returncode == code
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_debug_shows_the_traceback(config):
+    done = ragspec("generate", "-c", config, "-i", "nowhere.jsonl", "--debug")
+    assert "Traceback" in done.stderr
+
+
+def test_failed_records_are_exit_code_1(config, tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"query": "a"}\nbroken\n')
+    done = ragspec("generate", "-c", config, "-i", path, "-o", tmp_path / "out.jsonl")
+    assert done.returncode == 1
+    assert "1 answered, 1 failed" in done.stderr
+
+
+def test_an_empty_input_is_exit_code_0_with_a_warning(config, tmp_path):
+    (tmp_path / "in.jsonl").write_text("")
+    done = ragspec("generate", "-c", config, "-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl")
+    assert done.returncode == 0
+    assert "no records in it" in done.stderr
+
+
+def test_resume_with_a_changed_config_is_refused(config, questions, tmp_path):
+    out = tmp_path / "out.jsonl"
+    assert ragspec("generate", "-c", config, "-i", questions, "-o", out, "--limit", 3).returncode == 0
+    done = ragspec("generate", "-c", config, "-i", questions, "-o", out, "--set", "sampling.seed=5")
+    assert done.returncode == 2
+    assert "sampling.seed: was 0, is now 5" in done.stderr
+    assert len(read_jsonl(out)) == 3
+
+
+def slow(out, questions, config, *more):
+    args = ["generate", "-c", config, "-i", questions, "-o", out, *more]
+    return [*RAGSPEC, *map(str, args), "--set", "runner_args.delay_s=0.02", "--set", "runner_args.batch_size=2"]
+
+
+def wait_for_lines(out, wanted, process):
+    while process.poll() is None and (not out.exists() or out.read_bytes().count(b"\n") < wanted):
+        time.sleep(0.002)
+
+
+def test_interrupt_keeps_what_is_finished_and_says_how_to_go_on(config, questions, tmp_path):
+    out = tmp_path / "out.jsonl"
+    process = subprocess.Popen(slow(out, questions, config), stderr=subprocess.PIPE, text=True)
+    wait_for_lines(out, 5, process)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "run the same command again to go on" in stderr
+    done = len(read_jsonl(out))
+    assert 5 <= done < 200
+    assert subprocess.run(slow(out, questions, config), capture_output=True, timeout=60).returncode == 0
+    assert [line["id"] for line in read_jsonl(out)] == [f"q{i}" for i in range(200)]
+
+
+@pytest.mark.parametrize("order", ["input", "finish"])
+def test_twenty_kills_lose_and_repeat_nothing(config, tmp_path, order):
+    records = [{"id": f"q{i}", "query": f"question {i}"} if i % 17 else {"id": f"q{i}"} for i in range(200)]
+    questions = write_jsonl(tmp_path / "in.jsonl", records)
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
+    more = ["--order", order, "--set", "runner_args.reverse=true"]
+    assert subprocess.run(slow(whole, questions, config, *more), capture_output=True, timeout=60).returncode == 1
+    chance = random.Random(5)
+    kills = 0
+    for _ in range(20):
+        process = subprocess.Popen(slow(out, questions, config, *more), stderr=subprocess.DEVNULL)
+        before = out.read_bytes().count(b"\n") if out.exists() else 0
+        wait_for_lines(out, before + chance.randrange(1, 9), process)
+        time.sleep(chance.random() * 0.02)
+        kills += process.poll() is None
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert kills == 20
+    subprocess.run(slow(out, questions, config, *more), capture_output=True, timeout=60)
+    if order == "input":
+        assert out.read_bytes() == whole.read_bytes()
+    else:
+        assert sorted(out.read_bytes().splitlines()) == sorted(whole.read_bytes().splitlines())
+
+
+def test_memory_does_not_grow_with_the_input(config, tmp_path):
+    peaks = []
+    for count in (5_000, 60_000):
+        path = write_jsonl(tmp_path / f"{count}.jsonl", [{"query": f"question {i}"} for i in range(count)])
+        stats = tmp_path / f"{count}.stats.json"
+        done = ragspec("generate", "-c", config, "-i", path, "-o", "/dev/null", "--stats", stats)
+        assert done.returncode == 0, done.stderr
+        peaks.append(json.loads(stats.read_text())["peak_memory_gib"])
+    assert peaks[1] - peaks[0] < 0.02, peaks  # the key set's bounded cache, not the records
+
+
+def test_the_fake_sample_config_runs_as_written(tmp_path):
+    done = ragspec("generate", "-c", "sample_configs/fake.yaml", "-o", tmp_path / "out.jsonl", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert len(read_jsonl(tmp_path / "out.jsonl")) == 10

@@ -1,0 +1,307 @@
+"""Stock generate() on tiny real models: every method gives plain decoding's tokens, and counts what it did."""
+
+import pytest
+
+from ragspec.config import build_config
+from ragspec.errors import ConfigError, ModelError
+from ragspec.pipeline import to_sampling
+from ragspec.records import Failure, Request
+from ragspec.runners import huggingface
+from tests.conftest import SAMPLE, read_jsonl
+
+PROMPTS = [
+    f"{record['contexts'][0]['text'][: 60 + 25 * i]}\n\nQuestion: {record['query']}"
+    for i, record in enumerate(read_jsonl(SAMPLE)[:5])
+]
+
+
+def make_runner(model, method="none", sampling=None, runner_args=None, **spec):
+    raw = {
+        "model": model,
+        "sampling": {"max_new_tokens": 24, **(sampling or {})},
+        "speculation": {"method": method, **spec},
+        "runner_args": runner_args or {},
+    }
+    config = build_config(raw)
+    runner = huggingface.Runner(config)
+    runner.check()
+    return runner, to_sampling(config.sampling)
+
+
+def make_requests(runner, sampling, prompts=PROMPTS):
+    return [
+        Request(i, f"r{i}", runner.tokenizer.encode(prompt, special_tokens=True), sampling)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def answer(model, method="none", prompts=PROMPTS, **settings):
+    runner, sampling = make_runner(model, method, **settings)
+    with runner:
+        return list(runner.generate(make_requests(runner, sampling, prompts)))
+
+
+def tokens(generations):
+    return [generation.token_ids for generation in generations]
+
+
+METHODS = [
+    ("prompt_lookup", {}),
+    ("prompt_lookup", {"num_tokens": 3, "ngram_max": 1}),
+    ("draft_model", {"draft_model": "tiny_draft"}),
+    ("draft_model", {"draft_model": "tiny", "confidence_threshold": 0.0}),
+    ("draft_model", {"draft_model": "tiny_padded"}),
+    ("draft_model", {"draft_model": "tiny_gpt2", "draft_tokenizer": "tiny_gpt2"}),
+    ("draft_model", {"draft_model": "tiny_stranger", "draft_tokenizer": "tiny_stranger"}),
+    ("early_exit", {"early_exit_layer": 1}),
+]
+
+
+@pytest.fixture(params=METHODS, ids=lambda m: "-".join([m[0], *map(str, m[1].values())]))
+def speculation(request):
+    method, spec = request.param
+    folders = {key: request.getfixturevalue(value) for key, value in spec.items() if str(value).startswith("tiny")}
+    return {"method": method, **spec, **folders}
+
+
+def test_every_method_gives_the_tokens_of_plain_decoding(tiny, speculation):
+    plain = answer(tiny, runner_args={"batch_size": 1})
+    drafted = answer(tiny, **speculation)
+    assert tokens(drafted) == tokens(plain)
+    assert sum(len(ids) for ids in tokens(drafted)) == 5 * 24
+
+
+def test_counts_add_up_to_the_tokens_that_came_out(tiny, speculation):
+    for generation in answer(tiny, **speculation):
+        assert generation.spec.steps + generation.spec.accepted == len(generation.token_ids)
+        assert generation.spec.drafted >= generation.spec.accepted
+    assert sum(generation.spec.drafted for generation in answer(tiny, **speculation)) > 0
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(tiny):
+    for generation in answer(tiny, "draft_model", draft_model=tiny, num_tokens=5, confidence_threshold=0.0):
+        assert generation.spec.acceptance_rate == 1.0
+        assert generation.spec.mean_acceptance_length > 5
+
+
+def test_sampling_works_with_every_method_and_repeats_under_one_seed(tiny, speculation):
+    settings = {"temperature": 1.0, "top_p": 0.9, "top_k": 20, "seed": 3}
+    one, two = (answer(tiny, sampling=settings, **speculation) for _ in range(2))
+    assert not [g for g in one if isinstance(g, Failure)]
+    assert tokens(one) == tokens(two)
+    assert tokens(one) != tokens(answer(tiny, sampling=settings | {"seed": 4}, **speculation))
+
+
+@pytest.mark.parametrize(
+    ("method", "spec"),
+    [("prompt_lookup", {}), ("draft_model", {"draft_model": "self"}), ("early_exit", {"early_exit_layer": 1})],
+)
+def test_num_tokens_is_set_where_transformers_reads_it(tiny, method, spec):
+    spec = {key: tiny if value == "self" else value for key, value in spec.items()}
+    for length in (1, 3):
+        generations = answer(
+            tiny,
+            method,
+            num_tokens=length,
+            **({} if method == "prompt_lookup" else {"confidence_threshold": 0.0}),
+            **spec,
+        )
+        assert max(len(g.spec.drafted_at) - 1 for g in generations) == length
+
+
+def test_draft_knobs_land_on_the_drafts_own_generation_config(tiny, tiny_gpt2):
+    runner, _ = make_runner(
+        tiny,
+        "draft_model",
+        draft_model=tiny_gpt2,
+        draft_tokenizer=tiny_gpt2,
+        schedule="heuristic_transient",
+        confidence_threshold=0.2,
+        num_tokens=4,
+        extra={"assistant_lookbehind": 6, "target_lookbehind": 7},
+    )
+    with runner:
+        knobs = runner._draft.generation_config
+        assert (knobs.num_assistant_tokens, knobs.num_assistant_tokens_schedule) == (4, "heuristic_transient")
+        assert (knobs.assistant_confidence_threshold, knobs.assistant_lookbehind, knobs.target_lookbehind) == (
+            0.2,
+            6,
+            7,
+        )
+
+
+@pytest.mark.parametrize("draft", ["tiny_stranger", "tiny_gpt2"])
+def test_a_draft_of_other_tokens_is_refused_before_any_weights_load(tiny, draft, request):
+    folder = request.getfixturevalue(draft)
+    with pytest.raises(ConfigError) as caught:
+        make_runner(tiny, "draft_model", draft_model=folder)
+    message = str(caught.value)
+    assert "has another tokenizer" in message
+    assert "tokens differ: token " in message
+    assert f"add `draft_tokenizer: {folder}`" in message
+
+
+def test_padded_embeddings_are_no_other_vocabulary(tiny, tiny_padded):
+    runner, _ = make_runner(tiny, "draft_model", draft_model=tiny_padded)
+    assert runner.about()["draft_vocabulary"] == "same"
+    runner, _ = make_runner(tiny, "draft_model", draft_model=tiny_padded, draft_tokenizer=tiny_padded)
+    assert "not needed" in runner.notes[0]
+
+
+def test_greedy_records_are_untouched_by_sampled_ones_in_universal_decoding(tiny, tiny_gpt2):
+    spec = {"draft_model": tiny_gpt2, "draft_tokenizer": tiny_gpt2}
+    runner, greedy = make_runner(tiny, "draft_model", **spec)
+    _, sampled = make_runner(tiny, "draft_model", sampling={"temperature": 1.0}, **spec)
+    with runner:
+        before = list(runner.generate(make_requests(runner, greedy)))
+        list(runner.generate(make_requests(runner, sampled)))
+        after = list(runner.generate(make_requests(runner, greedy)))
+    assert tokens(before) == tokens(after)
+    assert [g.spec for g in before] == [g.spec for g in after]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5, 8])
+def test_padded_batches_answer_as_single_records_do(tiny, batch_size):
+    assert tokens(answer(tiny, runner_args={"batch_size": batch_size})) == tokens(
+        answer(tiny, runner_args={"batch_size": 1})
+    )
+
+
+def test_a_sampled_answer_does_not_depend_on_the_records_before_it(tiny):
+    runner, sampling = make_runner(tiny, sampling={"temperature": 1.0}, runner_args={"batch_size": 1})
+    with runner:
+        requests = make_requests(runner, sampling)
+        forward = {g.index: g.token_ids for g in runner.generate(requests)}
+        backward = {g.index: g.token_ids for g in runner.generate(requests[::-1])}
+    assert forward == backward
+
+
+def test_a_stop_string_ends_the_answer_wherever_it_falls_in_a_draft(tiny, speculation):
+    runner, _ = make_runner(tiny)
+    whole = answer(tiny, runner_args={"batch_size": 1}, prompts=PROMPTS[:1])[0].token_ids
+    text = runner.tokenizer.decode(whole)
+    for start in (1, len(text) // 3, len(text) // 2):
+        stop = {"stop": [text[start : start + 3]], "max_new_tokens": 24}
+        plain = answer(tiny, sampling=stop, prompts=PROMPTS[:1])[0]
+        drafted = answer(tiny, sampling=stop, prompts=PROMPTS[:1], **speculation)[0]
+        assert drafted.token_ids == plain.token_ids
+        assert (plain.finish_reason, drafted.finish_reason) == ("stop", "stop")
+        assert text[start : start + 3] in runner.tokenizer.decode(plain.token_ids)
+        assert text[start : start + 3] not in runner.tokenizer.decode(plain.token_ids[:-1])
+
+
+def test_any_of_several_eos_tokens_ends_the_answer(tiny, speculation):
+    whole = answer(tiny, runner_args={"batch_size": 1}, prompts=PROMPTS[:1])[0].token_ids
+    for at in (0, 5, 11):
+        args = {"generate_args": {"eos_token_id": [whole[at], 0]}}
+        end = whole.index(whole[at]) + 1
+        for settings in ({}, speculation):
+            generation = answer(tiny, runner_args=args, prompts=PROMPTS[:1], **settings)[0]
+            assert generation.token_ids == whole[:end]
+            assert generation.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("length", [1, 2, 7])
+def test_max_new_tokens_may_fall_inside_a_draft(tiny, speculation, length):
+    generations = answer(tiny, sampling={"max_new_tokens": length}, **speculation)
+    assert tokens(generations) == tokens(
+        answer(tiny, sampling={"max_new_tokens": length}, runner_args={"batch_size": 1})
+    )
+    assert {g.finish_reason for g in generations} == {"length"}
+
+
+def test_repetition_penalty_is_the_same_with_and_without_drafts(tiny, speculation):
+    settings = {"repetition_penalty": 1.3}
+    assert tokens(answer(tiny, sampling=settings, **speculation)) == tokens(
+        answer(tiny, sampling=settings, runner_args={"batch_size": 1})
+    )
+
+
+def test_a_failure_inside_generation_is_that_records_alone(tiny):
+    runner, sampling = make_runner(tiny)
+    with runner:
+        requests = make_requests(runner, sampling)
+        requests[2] = Request(2, "bad", [10**6], sampling)
+        outcomes = list(runner.generate(requests))
+    assert [isinstance(outcome, Failure) for outcome in outcomes] == [False, False, True, False, False]
+    assert "IndexError" in outcomes[2].message
+
+
+def test_records_of_other_sampling_begin_a_new_batch(tiny):
+    runner, sampling = make_runner(tiny)
+    _, longer = make_runner(tiny, sampling={"max_new_tokens": 30})
+    with runner:
+        requests = make_requests(runner, sampling)
+        requests[1] = Request(1, "r1", requests[1].token_ids, longer)
+        assert [len(g.token_ids) for g in runner.generate(requests)] == [24, 30, 24, 24, 24]
+
+
+def test_arguments_of_autogluon_reach_transformers(tiny):
+    args = {
+        "model_args": {"attn_implementation": "eager"},
+        "tokenizer_args": {"model_max_length": 77},
+        "encode_args": {"truncation": True, "max_length": 5},
+        "generate_args": {"suppress_tokens": list(range(200))},
+        "num_gpus": 0,
+    }
+    runner, sampling = make_runner(tiny, runner_args=args)
+    with runner:
+        assert runner._model.config._attn_implementation == "eager"
+        assert runner.tokenizer.inner.model_max_length == 77
+        requests = make_requests(runner, sampling)
+        assert {len(request.token_ids) for request in requests} == {5}
+        assert all(token >= 200 for g in runner.generate(requests) for token in g.token_ids)
+        assert runner.about()["device"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"runner_args": {"generate_args": {"num_beams": 4}}, "method": "prompt_lookup"},
+            "num_beams: 4 does not combine",
+        ),
+        ({"runner_args": {"generate_args": {"num_return_sequences": 2}}}, "num_return_sequences: must be 1"),
+        ({"method": "early_exit", "early_exit_layer": 2}, "early_exit_layer: 2 is not below"),
+        ({"method": "prompt_lookup", "extra": {"lookback": 3}}, "speculation.extra.lookback: is not known"),
+        (
+            {"method": "draft_model", "draft_model": "no/such-draft"},
+            'speculation.draft_model: "no/such-draft": is no folder',
+        ),
+    ],
+)
+def test_what_does_not_combine_is_known_before_any_weights_load(tiny, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        make_runner(tiny, **settings)
+
+
+def test_a_batch_size_that_cannot_count_is_said_to_be_without_effect(tiny):
+    runner, _ = make_runner(tiny, "prompt_lookup", runner_args={"batch_size": 4})
+    assert "without effect" in runner.notes[0]
+
+
+def test_broken_weights_are_a_model_error(tiny, tmp_path):
+    import shutil
+
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    runner, _ = make_runner(str(broken))
+    with pytest.raises(ModelError, match="could not be loaded"), runner:
+        pass
+    weights.unlink()
+    runner, _ = make_runner(str(broken))
+    with pytest.raises(ModelError, match=r"use_safetensors: false"), runner:
+        pass
+
+
+def test_prefill_and_decode_times_are_kept_apart(tiny):
+    runner, sampling = make_runner(tiny)
+    with runner:
+        runner.warm_up()
+        generations = list(runner.generate(make_requests(runner, sampling)))
+    assert runner.prefill_s > 0
+    assert runner.decode_s > 0
+    assert runner.decode_tokens == sum(len(g.token_ids) - 1 for g in generations)
+    assert all(0 < g.time_to_first_token_s < g.latency_s for g in generations)

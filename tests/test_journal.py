@@ -1,0 +1,122 @@
+import json
+
+import pytest
+
+from ragspec.errors import ConfigError
+from ragspec.journal import Journal, fingerprint
+from ragspec.jsonl import Line
+from tests.conftest import read_jsonl
+
+IDENTITY = {"model": "m", "sampling": {"seed": 0}}
+
+
+def answer(key, **more):
+    return {"id": key, "output": "x", "fingerprint": f"f-{key}", **more}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "out" / "answers.jsonl"
+
+
+def write(path, *lines, **options):
+    with Journal(str(path), IDENTITY, **options) as journal:
+        for index, line in enumerate(lines):
+            journal.put(index, line)
+
+
+def test_lines_come_out_in_input_order_whatever_order_they_finish_in(path):
+    with Journal(str(path), IDENTITY) as journal:
+        for index in (2, 0, 3, 1):
+            journal.put(index, answer(str(index)))
+            written = [line["id"] for line in read_jsonl(path)]
+            assert written == sorted(written)
+    assert [line["id"] for line in read_jsonl(path)] == ["0", "1", "2", "3"]
+
+
+def test_finish_order_writes_at_once(path):
+    with Journal(str(path), IDENTITY, order="finish") as journal:
+        journal.put(5, answer("late"))
+        assert read_jsonl(path)[0]["id"] == "late"
+
+
+def test_resume_knows_finished_lines_and_appends(path):
+    write(path, answer("a"), answer("b"))
+    with Journal(str(path), IDENTITY) as journal:
+        assert "f-a" in journal.finished
+        assert "f-c" not in journal.finished
+        journal.put(0, answer("c"))
+    assert [line["id"] for line in read_jsonl(path)] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    "torn", [b'{"id": "c", "outp', b"\x00\x00\x00", b'{"id": "c", "fingerprint": "f-c"}', b"x" * 200_000]
+)
+def test_a_torn_last_line_is_cut_off_and_nothing_else(path, torn):
+    write(path, answer("a"), answer("b"))
+    whole = path.read_bytes()
+    path.write_bytes(whole + torn)
+    with Journal(str(path), IDENTITY) as journal:
+        assert "f-c" not in journal.finished
+    assert path.read_bytes() == whole
+
+
+def test_a_file_of_one_torn_line_becomes_empty(path):
+    write(path)
+    path.write_bytes(b'{"id": "a"')
+    write(path)
+    assert path.read_bytes() == b""
+
+
+def test_a_changed_config_refuses_to_mix_and_names_the_key(path):
+    write(path, answer("a"))
+    with pytest.raises(ConfigError, match=r"sampling\.seed: was 0, is now 1"):
+        Journal(str(path), {"model": "m", "sampling": {"seed": 1}})
+    assert len(read_jsonl(path)) == 1
+
+
+def test_a_file_of_unknown_origin_is_not_appended_to(path):
+    path.parent.mkdir()
+    path.write_text('{"precious": true}\n')
+    with pytest.raises(ConfigError, match="does not say which config wrote them"):
+        Journal(str(path), IDENTITY)
+    assert path.read_text() == '{"precious": true}\n'
+
+
+def test_no_resume_keeps_the_old_file_as_a_copy(path):
+    write(path, answer("a"))
+    write(path, answer("b"), resume=False)
+    write(path, answer("c"), resume=False)
+    assert [read_jsonl(f"{path}{end}")[0]["id"] for end in (".1", ".2", "")] == ["a", "b", "c"]
+
+
+def test_retry_failed_drops_error_lines_only(path):
+    write(
+        path, answer("a"), {"id": "b", "error": {"message": "no"}, "fingerprint": "f-b"}, answer("c", output='"error":')
+    )
+    with Journal(str(path), IDENTITY, retry_failed=True) as journal:
+        assert "f-a" in journal.finished
+        assert "f-b" not in journal.finished
+        journal.put(0, answer("b"))
+    assert [line["id"] for line in read_jsonl(path)] == ["a", "c", "b"]
+
+
+def test_two_runs_cannot_write_one_output(path):
+    with Journal(str(path), IDENTITY), pytest.raises(ConfigError, match="another run is writing it"):
+        Journal(str(path), IDENTITY)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("a.jsonl.gz", "compress it after"), ("file/a.jsonl", "cannot be written")]
+)
+def test_an_output_that_cannot_be_written_is_named(tmp_path, name, message):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=message):
+        Journal(str(tmp_path / name), IDENTITY)
+
+
+def test_fingerprint_changes_with_content_and_name():
+    line = Line(1, json.dumps({"id": "a"}).encode(), None)
+    other = Line(2, b"{}", None)
+    keys = {fingerprint(line, "a"), fingerprint(line, None), fingerprint(other, "a"), fingerprint(other, None)}
+    assert len(keys) == 4

@@ -1,0 +1,202 @@
+import json
+
+import pytest
+
+from ragspec.config import build_config
+from ragspec.errors import ConfigError
+from ragspec.pipeline import cut_at_stop, run
+from tests.conftest import read_jsonl, write_jsonl
+
+
+def fake(tmp_path, records, **more):
+    path = tmp_path / "in.jsonl"
+    if isinstance(records, bytes):
+        path.write_bytes(records)
+    else:
+        write_jsonl(path, records)
+    raw = {"runner": "fake", "input": str(path), "output": str(tmp_path / "out.jsonl"), **more}
+    return build_config(raw)
+
+
+def output(tmp_path):
+    return read_jsonl(tmp_path / "out.jsonl")
+
+
+def questions(n, **more):
+    return [{"id": f"q{i}", "query": f"question {i}", **more} for i in range(n)]
+
+
+def test_every_record_is_answered_in_input_order(tmp_path):
+    config = fake(tmp_path, questions(20, tag=1), runner_args={"reverse": True, "batch_size": 7})
+    summary = run(config)
+    assert [line["id"] for line in output(tmp_path)] == [f"q{i}" for i in range(20)]
+    assert (summary.records, summary.failed, summary.skipped) == (20, 0, 0)
+    assert output(tmp_path)[3]["output"] == "question 3\nAnswer:"
+    assert output(tmp_path)[3]["metadata"] == {"tag": 1}
+
+
+def test_finish_order_is_a_choice(tmp_path):
+    run(fake(tmp_path, questions(6), runner_args={"reverse": True, "batch_size": 3}, order="finish"))
+    assert [line["id"] for line in output(tmp_path)] == ["q2", "q1", "q0", "q5", "q4", "q3"]
+
+
+BAD = (
+    b'{"id": "good", "query": "a"}\n'
+    b"not json\n"
+    b'{"id": "bytes", "query": "\xff"}\n'
+    b"[1]\n"
+    b'{"id": "empty"}\n'
+    b'{"id": "ctx", "query": "a", "contexts": 5}\n'
+    b'{"id": "good", "query": "again"}\n'
+    b'{"id": "long", "query": "' + b"x" * 100 + b'"}\n'
+    b'{"id": "fails", "query": "b"}\n'
+    b'{"custom_id": "hot", "body": {"prompt": "p", "temperature": -1}}\n'
+    b'{"id": "last", "query": "c"}\n'
+)
+ARGS = {"fail_ids": ["fails"], "context_length": 40}
+
+
+def test_one_bad_record_is_an_error_line_and_the_batch_goes_on(tmp_path):
+    config = fake(tmp_path, BAD, runner_args=ARGS, sampling={"max_new_tokens": 8})
+    summary = run(config)
+    lines = output(tmp_path)
+    assert [line["id"] for line in lines] == [
+        *("good", "2", "3", "4", "empty", "ctx", "good", "long", "fails", "hot", "last"),
+    ]
+    assert (summary.records, summary.failed) == (2, 9)
+    messages = {line["id"]: line["error"]["message"] for line in lines if "error" in line}
+    assert "in.jsonl:2: not valid JSON" in messages["2"]
+    assert "in.jsonl:3: not UTF-8" in messages["3"]
+    assert "must be a JSON object" in messages["4"]
+    assert "no prompt" in messages["empty"]
+    assert '"contexts" must be a list' in messages["ctx"]
+    assert 'in.jsonl:7: id "good" stands twice' in messages["good"]
+    assert "over the model's 40 less max_new_tokens (8)" in messages["long"]
+    assert "told to fail" in messages["fails"]
+    assert '"body.temperature": -1' in messages["hot"]
+
+
+def test_a_second_run_repeats_and_loses_nothing(tmp_path):
+    config = fake(tmp_path, BAD, runner_args=ARGS, sampling={"max_new_tokens": 8})
+    run(config)
+    before = (tmp_path / "out.jsonl").read_bytes()
+    summary = run(config)
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+    assert (summary.records, summary.failed, summary.skipped) == (0, 0, 11)
+
+
+@pytest.mark.parametrize("done", range(12))
+def test_resuming_after_any_number_of_lines_gives_the_same_file(tmp_path, done):
+    config = fake(tmp_path, BAD, runner_args=ARGS, sampling={"max_new_tokens": 8})
+    run(config)
+    path = tmp_path / "out.jsonl"
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:done]) + b"".join(lines[done : done + 1])[:9])
+    run(config)
+    assert path.read_bytes() == whole
+
+
+def test_a_changed_line_is_answered_again_and_said_so(tmp_path):
+    config = fake(tmp_path, questions(3))
+    run(config)
+    records = questions(3)
+    records[1]["query"] = "another question"
+    write_jsonl(tmp_path / "in.jsonl", records)
+    summary = run(config)
+    assert (summary.records, summary.skipped) == (1, 2)
+    assert output(tmp_path)[-1]["output"].startswith("another question")
+    assert any("1 records changed" in note for note in summary.notes)
+
+
+def test_lines_may_be_added_and_moved_between_runs(tmp_path):
+    config = fake(tmp_path, questions(4))
+    run(config)
+    write_jsonl(tmp_path / "in.jsonl", questions(6)[::-1])
+    assert run(config).records == 2
+    assert sorted(line["id"] for line in output(tmp_path)) == [f"q{i}" for i in range(6)]
+
+
+def test_retry_failed_tries_error_lines_again(tmp_path):
+    config = fake(tmp_path, questions(4), runner_args={"fail_ids": ["q2"]})
+    assert run(config).failed == 1
+    summary = run(config, retry_failed=True)
+    assert (summary.failed, summary.skipped) == (1, 3)
+    assert sorted(line["id"] for line in output(tmp_path)) == ["q0", "q1", "q2", "q3"]
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n  \n"])
+def test_an_empty_input_is_no_error_but_a_warning(tmp_path, content):
+    summary = run(fake(tmp_path, content))
+    assert summary.records == summary.failed == 0
+    assert any("no records in it" in note for note in summary.notes)
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
+def test_limit_reads_so_many_lines(tmp_path):
+    assert run(fake(tmp_path, questions(9)), limit=4).records == 4
+
+
+def test_input_must_not_be_the_output(tmp_path):
+    config = fake(tmp_path, questions(1))
+    with pytest.raises(ConfigError, match="is the input itself"):
+        run(config.model_copy(update={"output": config.input}))
+
+
+def test_missing_input_is_explained():
+    with pytest.raises(ConfigError, match="input: missing"):
+        run(build_config({"runner": "fake"}))
+
+
+def test_dropped_passages_are_named_on_the_output_line(tmp_path):
+    record = {"id": "r", "query": "q", "contexts": [{"id": "d1", "text": "a" * 20}, {"id": "d2", "text": "b" * 50}]}
+    run(fake(tmp_path, [record], prompt={"max_prompt_tokens": 60}))
+    line = output(tmp_path)[0]
+    assert (line["contexts"], line["dropped_contexts"]) == (["d1"], ["d2"])
+
+
+def test_records_may_bring_their_own_sampling(tmp_path):
+    batch_line = {"custom_id": "c", "body": {"prompt": "0123456789", "max_tokens": 4}}
+    run(fake(tmp_path, [batch_line]))
+    assert output(tmp_path)[0]["output"] == "6789"
+
+
+def test_stats_file_adds_up_with_the_output_lines(tmp_path):
+    run(fake(tmp_path, questions(12), speculation={"method": "prompt_lookup"}))
+    stats = json.loads((tmp_path / "out.stats.json").read_text())
+    lines = output(tmp_path)
+    for key in ("prompt_tokens", "output_tokens"):
+        assert stats[key] == sum(line[key] for line in lines)
+    for key in ("steps", "drafted", "accepted"):
+        assert stats["speculation"][key] == sum(line["speculation"][key] for line in lines)
+    assert stats["config"]["runner"] == "fake"
+    assert len(stats["input_sha256"]) == 64
+    assert {"records", "load_s", "warmup_s", "generate_s", "tokens_per_s", "latency_s", "seed"} <= stats.keys()
+
+
+def test_text_is_cut_at_the_first_stop_string():
+    assert cut_at_stop("one two three", ("three", "two")) == "one "
+    assert cut_at_stop("one", ("two",)) == "one"
+
+
+def test_generate_pulls_no_more_than_a_batch_ahead(tmp_path, monkeypatch):
+    """Memory cannot grow with the input if records are read only as the runner asks for them."""
+    from ragspec import pipeline
+
+    seen = []
+    most = 0
+    parse = pipeline.parse_record
+
+    def counting(value, line, source):
+        seen.append(line)
+        return parse(value, line, source)
+
+    monkeypatch.setattr(pipeline, "parse_record", counting)
+
+    def report(summary, total):
+        nonlocal most
+        most = max(most, len(seen) - summary.records)
+
+    run(fake(tmp_path, questions(500), runner_args={"batch_size": 5}), report=report)
+    assert len(seen) == 500
+    assert most <= 5
