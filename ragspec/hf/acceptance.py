@@ -36,6 +36,7 @@ class AcceptanceMeter:
 
         def build_watched(**kwargs: Any) -> Any:
             generator = build(**{**kwargs, "target_tokenizer": target, "assistant_tokenizer": draft})
+            _mend(generator)
             self._watch(generator, width)
             return generator
 
@@ -50,8 +51,9 @@ class AcceptanceMeter:
 
         def counting_candidates(input_ids: Any, *args: Any, **kwargs: Any) -> Any:
             candidates, logits = get_candidates(input_ids, *args, **kwargs)
+            candidates, logits = _readable(candidates, logits, input_ids.shape[1], width)
             self._drafted = candidates.shape[1] - input_ids.shape[1]
-            return candidates, _as_wide_as(logits, width)
+            return candidates, logits
 
         def counting_update(input_ids: Any, scores: Any, num_matches: Any) -> Any:
             self.stats.record(self._drafted, int(num_matches))
@@ -61,11 +63,40 @@ class AcceptanceMeter:
         generator.update_candidate_strategy = counting_update
 
 
-def _as_wide_as(logits: Any, width: int) -> Any:
-    """Return draft logits (1, k, draft's width) at the target's width: padding rows differ, the tokens do not."""
+def in_id_order(tokenizer: Any) -> Any:
+    """Return `tokenizer` with its vocabulary listed by id.
+
+    Universal speculative sampling numbers the shared tokens in the order of get_vocab() and then reads the draft's
+    probabilities in the order of ids (transformers 5.19). get_vocab() has another order in every process: the
+    probabilities would be those of other tokens, and one seed would give several answers.
+    """
+    listed = dict(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
+    tokenizer.get_vocab = lambda: dict(listed)
+    return tokenizer
+
+
+def _mend(generator: Any) -> None:
+    """Work around transformers 5.19: with a draft whose tokens are all the target's, nothing is pruned but looked up."""
+    translator = getattr(generator, "_atm_translator", None)
+    if translator is not None and not hasattr(translator, "assistant_overlap_token_ids"):
+        translator.assistant_prune_lm_head = False
+
+
+def _readable(candidates: Any, logits: Any, length: int, width: int) -> tuple[Any, Any]:
+    """Return the draft cut before the first id that the target has no row for, its logits as wide as the target's.
+
+    candidates: (1, length + k). logits: (1, k, draft's width) or None. Embeddings of one tokenizer are padded to
+    different widths; given that a token is below `width`, the narrowed logits are exactly its distribution.
+    """
+    beyond = (candidates[0, length:] >= width).nonzero()
+    if len(beyond):
+        keep = int(beyond[0])
+        candidates = candidates[:, : length + keep]
+        # with an empty draft the target samples on its own
+        logits = None if logits is None or keep == 0 else logits[:, :keep]
     if logits is None or logits.shape[-1] == width:
-        return logits
+        return candidates, logits
     import torch
 
     narrow = logits[..., :width]
-    return torch.nn.functional.pad(narrow, (0, width - narrow.shape[-1]), value=float("-inf"))
+    return candidates, torch.nn.functional.pad(narrow, (0, width - narrow.shape[-1]), value=float("-inf"))

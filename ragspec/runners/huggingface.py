@@ -163,7 +163,7 @@ class Runner:
     # -- weights --------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        from ragspec.hf.acceptance import AcceptanceMeter
+        from ragspec.hf.acceptance import AcceptanceMeter, in_id_order
 
         self._model = self._load(self._source, self._args.model_args, self._args.revision)
         if self.method != "none":
@@ -174,7 +174,9 @@ class Runner:
             if self._draft_source:
                 self._draft = self._load(self._draft_source, {}, None)
             self._set_knobs(self._draft if self._draft is not None else self._model)
-            tokenizers = (self.tokenizer.inner, self._draft_tokenizer) if self._other_vocabulary else None
+            tokenizers = None
+            if self._other_vocabulary:
+                tokenizers = (in_id_order(self.tokenizer.inner), in_id_order(self._draft_tokenizer))
             self._meter = AcceptanceMeter(tokenizers)
             self._meter.attach(self._model)
         own = self._model.generation_config.eos_token_id
