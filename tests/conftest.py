@@ -65,7 +65,7 @@ def save_llama(folder, tokenizer, *, vocab_size=None, seed=0, layers=2, hidden=3
     return str(folder)
 
 
-def save_gpt2(folder, tokenizer, seed=1):
+def save_gpt2(folder, tokenizer, seed=1, positions=512):
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -75,7 +75,7 @@ def save_gpt2(folder, tokenizer, seed=1):
         n_embd=32,
         n_layer=2,
         n_head=2,
-        n_positions=512,
+        n_positions=positions,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=tokenizer.eos_token_id,
         initializer_range=0.3,
@@ -119,7 +119,7 @@ def tiny_stranger(tmp_path_factory, sample_texts):
 @pytest.fixture(scope="session")
 def tiny_gpt2(tmp_path_factory, sample_texts):
     """A GPT-2 with a tokenizer of its own, of 300 tokens, trained on the sample text."""
-    return save_gpt2(tmp_path_factory.mktemp("models") / "gpt2", train_tokenizer(300, sample_texts))
+    return save_gpt2(tmp_path_factory.mktemp("models") / "gpt2", train_tokenizer(300, sample_texts), positions=2048)
 
 
 @pytest.fixture(scope="session")

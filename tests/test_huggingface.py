@@ -7,7 +7,7 @@ from ragspec.errors import ConfigError, ModelError
 from ragspec.pipeline import to_sampling
 from ragspec.records import Failure, Request
 from ragspec.runners import huggingface
-from tests.conftest import SAMPLE, read_jsonl
+from tests.conftest import SAMPLE, read_jsonl, save_gpt2, train_tokenizer
 
 PROMPTS = [
     f"{record['contexts'][0]['text'][: 60 + 25 * i]}\n\nQuestion: {record['query']}"
@@ -162,6 +162,21 @@ def test_greedy_records_are_untouched_by_sampled_ones_in_universal_decoding(tiny
         after = list(runner.generate(make_requests(runner, greedy)))
     assert tokens(before) == tokens(after)
     assert [g.spec for g in before] == [g.spec for g in after]
+
+
+@pytest.mark.parametrize("universal", [False, True])
+def test_a_record_longer_than_the_draft_can_read_goes_on_without_drafts(tiny, tmp_path, sample_texts, universal):
+    tokenizer = train_tokenizer(300 if universal else 400, sample_texts)
+    short = save_gpt2(tmp_path / "short", tokenizer, positions=48)
+    spec = {"draft_model": short, "num_tokens": 4} | ({"draft_tokenizer": short} if universal else {})
+    runner, sampling = make_runner(tiny, "draft_model", **spec)
+    with runner:
+        requests = make_requests(runner, sampling, ["A kiln.", *PROMPTS[:2]])
+        generations = list(runner.generate(requests))
+    plain = answer(tiny, prompts=["A kiln.", *PROMPTS[:2]], runner_args={"batch_size": 1})
+    assert tokens(generations) == tokens(plain)
+    assert [g.spec.drafted > 0 for g in generations] == [True, False, False]
+    assert "longer than the 48 tokens" in runner.notes[-1]
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5, 8])

@@ -50,8 +50,8 @@ def test_a_conversion_that_dies_leaves_nothing_that_looks_finished(monkeypatch, 
 
 
 def test_context_length_is_read_under_its_several_names(tiny, tiny_gpt2):
-    for folder in (tiny, tiny_gpt2):
-        assert context_length(read_model_config(resolve(folder))) == 512
+    for folder, length in ((tiny, 512), (tiny_gpt2, 2048)):
+        assert context_length(read_model_config(resolve(folder))) == length
 
 
 def test_remote_code_is_off_unless_asked_for(tmp_path):

@@ -17,12 +17,15 @@ class AcceptanceMeter:
     """Counts the speculation of one `generate()` call at a time, at batch size 1.
 
     tokenizers: (target's, draft's) for a draft of another vocabulary, None for one that shares its token ids.
+    draft_length: tokens that the draft model can attend to; a longer row goes on without drafts. None: no limit.
     """
 
-    def __init__(self, tokenizers: tuple[Any, Any] | None = None) -> None:
+    def __init__(self, tokenizers: tuple[Any, Any] | None = None, draft_length: int | None = None) -> None:
         self.stats = SpecStats()
+        self.outgrown = 0  # rows that were longer than the draft model can attend to
         self._drafted = 0
         self._tokenizers = tokenizers or (None, None)
+        self._draft_length = draft_length
 
     def attach(self, model: Any) -> None:
         """Watch every candidate generator that `model` builds from now on. Raises ModelError where it builds none."""
@@ -48,8 +51,27 @@ class AcceptanceMeter:
 
     def _watch(self, generator: Any, width: int) -> None:
         get_candidates, update = generator.get_candidates, generator.update_candidate_strategy
+        has_room = True
+        prompt: tuple[int, int] | None = None  # tokens of the prompt, in the target's and in the draft's count
+
+        def room_is_left(input_ids: Any) -> bool:
+            """Return whether the draft model can attend to the row and a draft behind it."""
+            nonlocal prompt
+            if self._draft_length is None:
+                return True
+            if prompt is None:
+                prompt = input_ids.shape[1], self._draft_tokens(input_ids)
+            length = prompt[1] + self._draft_tokens(input_ids[:, prompt[0] :])
+            return length + int(getattr(generator, "num_assistant_tokens", 0)) < self._draft_length
 
         def counting_candidates(input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal has_room
+            if has_room and not room_is_left(input_ids):
+                has_room = False
+                self.outgrown += 1
+            if not has_room:
+                self._drafted = 0
+                return input_ids, None
             candidates, logits = get_candidates(input_ids, *args, **kwargs)
             candidates, logits = _readable(candidates, logits, input_ids.shape[1], width)
             self._drafted = candidates.shape[1] - input_ids.shape[1]
@@ -57,10 +79,18 @@ class AcceptanceMeter:
 
         def counting_update(input_ids: Any, scores: Any, num_matches: Any) -> Any:
             self.stats.record(self._drafted, int(num_matches))
-            return update(input_ids, scores, num_matches)
+            if has_room:
+                update(input_ids, scores, num_matches)
 
         generator.get_candidates = counting_candidates
         generator.update_candidate_strategy = counting_update
+
+    def _draft_tokens(self, input_ids: Any) -> int:
+        """Return how many tokens a row of the target's has for the draft model."""
+        target, draft = self._tokenizers
+        if target is None or draft is None:
+            return int(input_ids.shape[1])
+        return len(draft(target.decode(input_ids[0]), verbose=False)["input_ids"])
 
 
 def in_id_order(tokenizer: Any) -> Any:
@@ -76,7 +106,7 @@ def in_id_order(tokenizer: Any) -> Any:
 
 
 def _mend(generator: Any) -> None:
-    """Work around transformers 5.19: with a draft whose tokens are all the target's, nothing is pruned but looked up."""
+    """Work around transformers 5.19: it looks up what it pruned, also where all of the draft's tokens are shared."""
     translator = getattr(generator, "_atm_translator", None)
     if translator is not None and not hasattr(translator, "assistant_overlap_token_ids"):
         translator.assistant_prune_lm_head = False

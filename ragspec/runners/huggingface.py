@@ -177,7 +177,8 @@ class Runner:
             tokenizers = None
             if self._other_vocabulary:
                 tokenizers = (in_id_order(self.tokenizer.inner), in_id_order(self._draft_tokenizer))
-            self._meter = AcceptanceMeter(tokenizers)
+            reach = context_length(self._draft_config) if self._draft_source else None
+            self._meter = AcceptanceMeter(tokenizers, reach)
             self._meter.attach(self._model)
         own = self._model.generation_config.eos_token_id
         eos = own if own is not None else self.tokenizer.inner.eos_token_id
@@ -261,6 +262,11 @@ class Runner:
         for _, same in groupby(requests, key=lambda request: request.sampling):
             while batch := list(islice(same, self._batch_size)):
                 yield from self._answer(batch)
+        if self._meter and self._meter.outgrown:
+            self.notes.append(
+                f"{self._meter.outgrown} records were longer than the {context_length(self._draft_config)} tokens that "
+                "the draft model attends to; they went on without drafts"
+            )
 
     def _answer(self, batch: list[Request]) -> Iterator[Generation | Failure]:
         """Answer a batch; if it fails, answer its records one by one, so that one alone can be at fault."""
