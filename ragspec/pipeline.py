@@ -160,7 +160,7 @@ class Batch:
         """Turn lines into requests. A line that cannot be one becomes an error line on the way."""
         seen = KeySet()
         for index, line in enumerate(islice(self._lines, self._limit)):
-            key = fingerprint(line, None)
+            key = None
             try:
                 record = self._read(line, seen)
                 key = fingerprint(line, record.id)
@@ -171,6 +171,7 @@ class Batch:
                 sampling = self._sampling(record)
                 prompt = self._prompts.build(record, sampling.max_new_tokens)
             except RecordError as error:
+                key = key or fingerprint(line, None)
                 if key in self._journal.finished:
                     self._skip(index)
                 else:

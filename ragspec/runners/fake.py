@@ -92,12 +92,17 @@ class Runner:
         if request.id in self._fail_ids:
             return Failure(request.index, "the fake runner was told to fail here")
         token_ids = request.token_ids[-request.sampling.max_new_tokens :]
+        if self.method == "none":
+            return self._generation(request, token_ids, SpecStats(steps=len(token_ids)))
         spec = SpecStats()
         left = len(token_ids)
         while left > 0:
-            drafted = min(3, left - 1) if self.method != "none" else 0
+            drafted = min(3, left - 1)
             spec.record(drafted, drafted)
             left -= drafted + 1
+        return self._generation(request, token_ids, spec)
+
+    def _generation(self, request: Request, token_ids: list[int], spec: SpecStats) -> Generation:
         return Generation(request.index, token_ids, "length", spec, latency_s=self._args.delay_s)
 
     def about(self) -> dict[str, Any]:
