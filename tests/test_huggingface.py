@@ -324,3 +324,19 @@ def test_prefill_and_decode_times_are_kept_apart(tiny):
     assert runner.decode_s > 0
     assert runner.decode_tokens == sum(len(g.token_ids) - 1 for g in generations)
     assert all(0 < g.time_to_first_token_s < g.latency_s for g in generations)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7])
+def test_a_stop_string_is_noticed_in_the_step_that_completes_it(step):
+    import torch
+
+    from ragspec.hf.stopping import StopText
+    from ragspec.runners.fake import ByteTokenizer
+
+    prompt, text = list(b"stop stop "), list(b"one two stop three")
+    criterion = StopText(ByteTokenizer(), ["stop"], len(prompt))
+    for end in range(step, len(text) + step, step):
+        stopped = bool(criterion(torch.tensor([prompt + text[:end]]), None)[0])
+        assert stopped == (end >= len("one two stop"))
+        if stopped:
+            break
