@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from ragspec import runners
 from ragspec.autogluon import is_autogluon, translate
 from ragspec.errors import ConfigError
+from ragspec.legacy_vllm import modernise
 from ragspec.runners.base import RunnerArgs
 from ragspec.suggest import did_you_mean
 from ragspec.yaml_file import parse_yaml, read_yaml
@@ -31,6 +32,9 @@ class Section(BaseModel):
 
 def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+BatchSizeRange = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=3, max_length=3)]
 
 
 class PromptConfig(Section):
@@ -69,7 +73,9 @@ class SpeculationConfig(Section):
     early_exit_layer: Annotated[int, Field(ge=1)] | None = None
     confidence_threshold: Annotated[float, Field(ge=0, le=1)] | None = None  # a draft stops below this probability
     schedule: Literal["constant", "heuristic_transient"] = "constant"  # of num_tokens, within one record
-    extra: dict[str, Any] = {}  # draft_model: the draft's own generation_config; vllm: speculative_config as it is
+    num_tokens_by_batch_size: list[BatchSizeRange] | None = None  # vllm: [first, last, num_tokens] a row
+    extra: dict[str, Any] = {}  # huggingface: the draft's generation_config; vllm: further speculative_config keys
+    speculative_config: dict[str, Any] | None = None  # vllm: the whole of it as it is, for what comes next
 
 
 class RunConfig(Section):
@@ -110,6 +116,7 @@ def load_config(path: str, overrides: Sequence[str] = (), **direct: Any) -> tupl
         raw, notes = translate(raw, path)
     for override in overrides:
         _set(raw, override)
+    notes += _modernise(raw, path)
     raw |= {key: value for key, value in direct.items() if value is not None}
     return build_config(raw, path), notes
 
@@ -125,10 +132,29 @@ def build_config(raw: dict[str, Any], source: str = "config") -> RunConfig:
     return _with_template_text(config, source)
 
 
+def _modernise(raw: dict[str, Any], source: str) -> list[str]:
+    """Move vLLM's speculation arguments, today's and those of 2024, from `runner_args` to `speculation`."""
+    args = raw.get("runner_args")
+    if raw.get("runner") != "vllm" or not isinstance(args, dict):
+        return []
+    rest, speculation, notes = modernise(args)
+    if not notes and speculation == {"method": "none"}:
+        return []
+    if raw.get("speculation"):
+        moved = ", ".join(key for key in args if key not in rest)
+        raise ConfigError(f"{source}: runner_args.{moved}: says again what speculation says; keep the one or the other")
+    raw |= {"runner_args": rest, "speculation": speculation}
+    return [f"{source}: runner_args.{note}" for note in notes]
+
+
 def _check(config: RunConfig) -> None:
     """Judge what one key cannot tell alone."""
     spec = config.speculation
     runners.check_method(config.runner, spec.method)
+    if (spec.speculative_config is not None) != (spec.method == "speculative_config"):
+        raise ConfigError(
+            "speculation.speculative_config: goes with method: speculative_config (runner vllm), and with no other"
+        )
     if config.model is None and config.runner != "fake":
         raise ConfigError('model: missing; give a hub id, a folder, a .gguf file or "demo"')
     if spec.method == "draft_model" and not spec.draft_model:

@@ -38,7 +38,7 @@ def modernise(init: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], lis
 
     Raises ConfigError for arguments whose meaning changes answers.
     """
-    rest = {key: value for key, value in init.items() if key not in NAMES}
+    rest = {key: value for key, value in init.items() if key not in NAMES and key != "speculative_config"}
     old = {key: value for key, value in init.items() if key in NAMES and value is not None}
     notes: list[str] = []
     speculation: dict[str, Any] = {"method": "none"}
@@ -48,6 +48,8 @@ def modernise(init: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], lis
         notes.append(f"{key}: of vLLM before 0.8, read as {now}")
 
     _refuse_lossy(old)
+    if init.get("speculative_config"):
+        return rest, {"method": "speculative_config", "speculative_config": init["speculative_config"]}, notes
     model = old.get("speculative_model")
     if model == "[ngram]":
         # both were required then; today an unset minimum would be 5
@@ -72,8 +74,8 @@ def modernise(init: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], lis
             say(then, f"speculation.extra.{now}")
     if (rows := old.get("speculative_disable_by_batch_size")) is not None:
         steps = [[1, rows, tokens or 5], [rows + 1, max(MOST_ROWS, rows + 1), 0]]
-        extra["num_speculative_tokens_per_batch_size"] = steps
-        say("speculative_disable_by_batch_size", f"num_speculative_tokens_per_batch_size: {steps} (approximately)")
+        speculation["num_tokens_by_batch_size"] = steps
+        say("speculative_disable_by_batch_size", f"speculation.num_tokens_by_batch_size: {steps} (approximately)")
     if "spec_decoding_acceptance_method" in old:
         extra["rejection_sample_method"] = "standard"
         say("spec_decoding_acceptance_method", "speculation.extra.rejection_sample_method: standard")

@@ -6,6 +6,7 @@ Standard library only. Past `Request` there are only token ids: no runner knows 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, Protocol
 
 from ragspec.stats import SpecStats
@@ -46,6 +47,11 @@ class Sampling:
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
     seed: int = 0
+
+
+def record_seed(seed: int, record_id: str) -> int:
+    """Return a seed of this record's own, so that its answer does not depend on the records before it."""
+    return int.from_bytes(blake2b(f"{seed}:{record_id}".encode(), digest_size=8).digest()) >> 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,7 +177,7 @@ def test_vllm_sampling_and_gpus_are_translated():
                 "method": "draft_model",
                 "draft_model": "d",
                 "num_tokens": 3,
-                "extra": {"num_speculative_tokens_per_batch_size": [[1, 8, 3], [9, 1024, 0]]},
+                "num_tokens_by_batch_size": [[1, 8, 3], [9, 1024, 0]],
             },
         ),
         (

@@ -50,7 +50,7 @@ def _candidate(config: RunConfig, method: str, batch_size: int | None, tokens: i
     if method not in DRAFTED:
         spec |= {"draft_model": None, "draft_tokenizer": None}
     if method != config.speculation.method:
-        spec["extra"] = {}
+        spec |= {"extra": {}, "speculative_config": None}
     if tokens is not None:
         spec["num_tokens"] = tokens
     raw["speculation"] = spec

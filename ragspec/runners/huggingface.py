@@ -9,7 +9,6 @@ Limit: transformers speculates one record at a time, so `batch_size` only counts
 from __future__ import annotations
 
 import copy
-import hashlib
 import time
 from collections.abc import Iterable, Iterator
 from itertools import groupby, islice
@@ -21,7 +20,7 @@ from ragspec.config import RunConfig
 from ragspec.errors import ConfigError, ModelError
 from ragspec.models import ModelSource, context_length, read_model_config, resolve
 from ragspec.quiet import quiet
-from ragspec.records import Failure, Generation, Request, Sampling
+from ragspec.records import Failure, Generation, Request, Sampling, record_seed
 from ragspec.runners.base import RunnerArgs
 from ragspec.stats import SpecStats
 
@@ -113,6 +112,9 @@ class Runner:
             )
         if generate.get("assistant_ensemble_weight") is not None:
             raise ConfigError("runner_args.generate_args.assistant_ensemble_weight: changes the answers; take it out")
+        for name in ("ngram_min", "num_tokens_by_batch_size"):
+            if getattr(self._spec, name) is not None:
+                self.notes.append(f"speculation.{name}: without effect on runner huggingface; vllm has it")
         unknown = sorted(set(self._spec.extra) - set(DRAFT_KNOBS))
         if unknown:
             raise ConfigError(
@@ -302,7 +304,7 @@ class Runner:
         if sampling.stop:
             criteria.append(StopText(self.tokenizer, sampling.stop, width))
         if sampling.temperature > 0:
-            torch.manual_seed(_seed(sampling.seed, batch[0].id))
+            torch.manual_seed(record_seed(sampling.seed, batch[0].id))
         if self._meter:
             self._meter.start()
         device = self._model.device
@@ -384,8 +386,3 @@ class Runner:
 
 def _width(config: Any) -> int:
     return int(config.get_text_config().vocab_size)
-
-
-def _seed(seed: int, record_id: str) -> int:
-    """Return a seed of this record's own, so that its answer does not depend on the records before it."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{record_id}".encode(), digest_size=8).digest()) >> 1

@@ -1,14 +1,33 @@
-"""vLLM. Being built: the config is read and checked; running needs the engine loop."""
+"""vLLM, driven step by step: records stream in, answers stream out, one bad record stops nothing.
+
+    runner: vllm
+    runner_args: {max_model_len: 4096, gpu_memory_utilization: 0.9}     # any argument of LLM(...)
+
+Source: vLLM 0.32, v1/engine/llm_engine.py. Limit: one engine in one process; several GPUs by tensor_parallel_size.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import gc
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from ragspec.config import RunConfig
-from ragspec.errors import ConfigError
+from ragspec.errors import ConfigError, ModelError
+from ragspec.models import context_length, read_model_config, resolve
+from ragspec.records import Failure, Generation, Request, Sampling, record_seed
 from ragspec.runners.base import RunnerArgs
+from ragspec.stats import SpecStats
+from ragspec.suggest import did_you_mean
+from ragspec.vllm_config import check_build, check_memory, check_parallel, speculative_config
 
 METHODS = (
     "none",
@@ -20,19 +39,302 @@ METHODS = (
     "medusa",
     "mtp",
     "dflash",
+    "speculative_config",
 )
+CPU_KV_CACHE_BYTES = 2 << 30  # vLLM would take nearly all memory, and a benchmark loads several engines
+AHEAD = 2  # records submitted per row of the engine's batch, so that a row never waits for one
 
 
 class Args(RunnerArgs):
-    """`runner_args` of the vLLM runner: any argument of `LLM(...)`."""
+    """`runner_args` of the vLLM runner: any argument of `LLM(...)`, and these."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
+    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"  # max_num_seqs by its name in other runners
     sampling_args: dict[str, Any] = {}  # to SamplingParams, beside the `sampling` section
+
+    def neutral_keys(self) -> set[str]:
+        return {"batch_size", "max_num_seqs", "gpu_memory_utilization", "kv_cache_memory_bytes", "enforce_eager"}
+
+
+@dataclass(slots=True)
+class _Submitted:
+    request: Request
+    at: float
 
 
 class Runner:
-    """Not yet there."""
+    """Answers with one vLLM engine."""
 
     def __init__(self, config: RunConfig) -> None:
-        raise ConfigError('runner: "vllm" is not in this version yet; use huggingface')
+        args = config.args()
+        assert isinstance(args, Args)
+        assert config.model is not None
+        self._args = args
+        self._model_name = config.model
+        self._spec = config.speculation
+        self._engine: Any = None
+        raw = config.speculation.speculative_config or {}
+        self.method = str(raw.get("method", "draft_model")) if raw else config.speculation.method
+        self.remembers = self.method == "suffix"  # its tree of past answers outlives a pass over the input
+        self.notes: list[str] = []
+        self.prefill_s: float | None = None  # prefill and decoding share the engine's steps
+        self.decode_s: float | None = None
+        self.decode_tokens = 0
+
+    # -- before any weights ---------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Find model, draft and tokenizers, and let vLLM judge its configuration. Raises ConfigError."""
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigError(
+                'runner: vllm is not installed; pip install "ragspec[vllm]" on a machine with a GPU, '
+                "`make setup-vllm` (the CPU build) on one without"
+            )
+        _quiet()
+        from ragspec.hf.tokenizer import HFTokenizer, load_tokenizer
+
+        extra = dict(self._args.model_extra or {})
+        trust, revision = bool(extra.get("trust_remote_code")), extra.get("revision")
+        self._source = resolve(self._model_name, revision)
+        self._hf_config = read_model_config(self._source, trust_remote_code=trust)
+        self.tokenizer = HFTokenizer(load_tokenizer(self._source, trust_remote_code=trust))
+        draft_path, other_vocabulary = self._check_draft(trust)
+        spec = speculative_config(self._spec, draft_path)
+        if spec is not None and other_vocabulary:
+            spec["use_heterogeneous_vocab"] = True
+        # vLLM's modules read the environment as they are imported
+        with redirect_stdout(sys.stderr):
+            from vllm.platforms import current_platform
+
+            self._on_cpu = current_platform.is_cpu()
+            check_build(spec, self._on_cpu)
+            devices = None if self._on_cpu else _device_count()
+            self.notes += check_parallel(extra, spec, devices)
+            check_memory(self._model_name, self._source.path, _free_bytes(self._on_cpu))
+            self._engine_args = self._make_engine_args(extra, spec)
+            self.context_length: int | None = self._configure()
+
+    def _check_draft(self, trust: bool) -> tuple[str | None, bool]:
+        """Return where the draft model is and whether its tokens are others than the target's."""
+        name = self._spec.draft_model
+        if name is None or self.method == "none":
+            return None, False
+        key = "speculation.draft_model"
+        source = resolve(name, key=key)
+        if self.method != "draft_model":
+            return source.path, False  # heads: they have the target's vocabulary
+        from ragspec.hf.tokenizer import load_tokenizer
+        from ragspec.vocabulary import fits
+
+        draft_config = read_model_config(source, trust_remote_code=trust, key=key)
+        tokenizer_source = resolve(self._spec.draft_tokenizer or name, key="speculation.draft_tokenizer")
+        tokenizer = load_tokenizer(tokenizer_source, key=key, trust_remote_code=trust)
+        sizes = [int(config.get_text_config().vocab_size) for config in (self._hf_config, draft_config)]
+        fit, why = fits(self.tokenizer.inner, sizes[0], tokenizer, sizes[1])
+        if not fit and not self._spec.draft_tokenizer:
+            raise ConfigError(
+                f'speculation.draft_model: "{name}" has another tokenizer than "{self._model_name}" ({why}); '
+                f"add `draft_tokenizer: {name}` to draft in the tokens that both have, choose a draft of the same "
+                "family, or use method: prompt_lookup"
+            )
+        # vLLM compares sizes only: paddings that differ need its mapping too, which is then the identity
+        return source.path, not fit or sizes[0] != sizes[1]
+
+    def _make_engine_args(self, extra: dict[str, Any], spec: dict[str, Any] | None) -> dict[str, Any]:
+        args: dict[str, Any] = {"model": self._source.path, "disable_log_stats": False, "use_tqdm_on_load": False}
+        if self._on_cpu:
+            args["dtype"] = "float32"  # bfloat16 is emulated on CPUs without AVX-512
+            if "kv_cache_memory_bytes" not in extra and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+                args["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
+        if self._args.batch_size != "auto":
+            args["max_num_seqs"] = self._args.batch_size
+        if spec is not None:
+            args |= {"speculative_config": spec, "per_request_spec_decode_metrics": "detailed"}
+        return args | extra
+
+    def _configure(self) -> int:
+        """Let vLLM check all its arguments, no weights read; return the model length that holds."""
+        from dataclasses import fields
+
+        from vllm.engine.arg_utils import EngineArgs
+
+        known = [field.name for field in fields(EngineArgs)]
+        for key in self._engine_args:
+            if key not in known:
+                raise ConfigError(f'"runner_args.{key}" is not an argument of vLLM{did_you_mean(key, known)}')
+        try:
+            config = EngineArgs(**self._engine_args).create_engine_config()
+        except Exception as error:  # vLLM raises whatever its many checks raise; none of them has read weights
+            raise ConfigError(f"vLLM refuses the configuration: {_one_line(error)}") from error
+        self._rows = int(config.scheduler_config.max_num_seqs)
+        return int(config.model_config.max_model_len)
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        with redirect_stdout(sys.stderr):
+            from vllm.engine.arg_utils import EngineArgs
+            from vllm.v1.engine.llm_engine import LLMEngine
+
+            try:
+                self._engine = LLMEngine.from_engine_args(EngineArgs(**self._engine_args))
+            except Exception as error:  # whatever stops an engine from starting
+                self._free()
+                raise ModelError(
+                    f'"{self._model_name}": vLLM could not start: {_one_line(error)} (if memory is short: lower '
+                    "runner_args.max_model_len, or choose a smaller model)"
+                ) from error
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._free()
+
+    def _free(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.engine_core.shutdown()
+            del engine
+        gc.collect()
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        with redirect_stdout(sys.stderr):
+            cleanup_dist_env_and_memory()
+
+    def warm_up(self) -> None:
+        """Answer a few tokens, so that the first record does not pay for lazy initialisation."""
+        ids = self.tokenizer.encode("one two three one two three one two", special_tokens=True)
+        for _ in self.generate([Request(-1, "warm-up", ids, Sampling(max_new_tokens=8))]):
+            pass
+
+    # -- answering ------------------------------------------------------------------------------------------------
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
+        """Yield outcomes as they finish, with a bounded number of requests in flight."""
+        self._engine.reset_prefix_cache()  # of an earlier pass: a run starts as a fresh one does
+        source = iter(requests)
+        flying: dict[str, _Submitted] = {}
+        more = True
+        while True:
+            while more and len(flying) < AHEAD * self._rows:
+                request = next(source, None)
+                if request is None:
+                    more = False
+                elif (refused := self._submit(request, flying)) is not None:
+                    yield refused
+            if not flying:
+                return
+            for output in self._step():
+                if output.finished:
+                    yield self._outcome(flying.pop(output.request_id), output)
+
+    def _submit(self, request: Request, flying: dict[str, _Submitted]) -> Failure | None:
+        name = str(request.index)
+        prompt = {"prompt_token_ids": request.token_ids}
+        try:
+            self._engine.add_request(name, prompt, self._sampling_params(request))
+        except Exception as error:  # whatever the engine refuses is this record's failure
+            return Failure(request.index, f"vLLM refuses it: {_one_line(error)}")
+        flying[name] = _Submitted(request, perf_counter())
+        return None
+
+    def _step(self) -> list[Any]:
+        try:
+            outputs: list[Any] = self._engine.step()
+        except Exception as error:  # an engine that fails in a step has lost its rows
+            raise ModelError(
+                f"vLLM's engine stopped: {_one_line(error)}; finished answers are kept, run again to go on"
+            ) from error
+        return outputs
+
+    def _sampling_params(self, request: Request) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = request.sampling
+        greedy = sampling.temperature == 0
+        ours = {
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": 1.0 if greedy else sampling.top_p,
+            "top_k": 0 if greedy else sampling.top_k,
+            "min_p": 0.0 if greedy else sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "stop": list(sampling.stop) or None,
+            "seed": None if greedy else record_seed(sampling.seed, request.id),
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+        }
+        return SamplingParams(**ours | self._args.sampling_args)
+
+    def _outcome(self, submitted: _Submitted, output: Any) -> Generation | Failure:
+        request, answer = submitted.request, output.outputs[0]
+        if answer.finish_reason not in ("stop", "length"):
+            return Failure(request.index, f"vLLM ended it with {answer.finish_reason!r}")
+        token_ids = list(answer.token_ids)
+        metrics = output.metrics
+        return Generation(
+            request.index,
+            token_ids,
+            answer.finish_reason,
+            _spec_stats(answer.spec_decode_metrics, len(token_ids)),
+            latency_s=perf_counter() - submitted.at,
+            time_to_first_token_s=metrics.first_token_latency if metrics is not None else None,
+            cached_prompt_tokens=output.num_cached_tokens or 0,
+        )
+
+    def about(self) -> dict[str, Any]:
+        """Return what ran: model, revision, batch size, the arguments that vLLM got."""
+        return {
+            "model": self._source.path,
+            "revision": getattr(self._hf_config, "_commit_hash", None),
+            "batch_size": self._rows,
+            "context_length": self.context_length or context_length(self._hf_config),
+            "engine_args": {key: value for key, value in self._engine_args.items() if key != "model"},
+        }
+
+
+def _spec_stats(metrics: Any, output_tokens: int) -> SpecStats:
+    """Return one request's counts. vLLM lists the steps that drafted; the others emitted one token each."""
+    stats = SpecStats()
+    if metrics is not None:
+        for drafted, accepted in zip(metrics.per_step_drafted, metrics.per_step_accepted, strict=True):
+            if drafted:
+                stats.record(drafted, accepted)
+    stats.steps += max(0, output_tokens - stats.accepted - stats.steps)
+    return stats
+
+
+def _quiet() -> None:
+    """Keep vLLM's log off stdout, which is for records, and its usage statistics at home."""
+    from ragspec.quiet import quiet
+
+    for name, value in {
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_LOGGING_LEVEL": "INFO" if os.environ.get("RAGSPEC_DEBUG") else "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        # the engine in this process: an interruption ends it cleanly, and a CPU has nothing to overlap
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }.items():
+        os.environ.setdefault(name, value)
+    quiet()
+
+
+def _device_count() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _free_bytes(on_cpu: bool) -> int:
+    if on_cpu:
+        import psutil
+
+        return int(psutil.virtual_memory().available)
+    import torch
+
+    return sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or "no message"
+    return f"{type(error).__name__}: {text[:400]}"
