@@ -41,7 +41,15 @@ def serve(source: IO[bytes], sink: IO[bytes]) -> None:
             started = time.perf_counter()
             runner.warm_up()
             warmup_s = time.perf_counter() - started
-            say({"ready": about(config, runner), "load_s": load_s, "warmup_s": warmup_s, "notes": runner.notes})
+            say(
+                {
+                    "ready": about(config, runner),
+                    "load_s": load_s,
+                    "warmup_s": warmup_s,
+                    "notes": runner.notes,
+                    "remembers": runner.remembers,
+                }
+            )
             for _ in source:
                 output = Path(task["output"])
                 output.unlink(missing_ok=True)

@@ -20,6 +20,7 @@ class Runner(Protocol):
     tokenizer: Tokenizer
     context_length: int | None  # tokens of prompt and answer together; None where there is no limit
     method: str  # the speculation that runs
+    remembers: bool  # whether drafts come from answers of earlier calls of generate() too
     notes: list[str]  # what the user should know: fallbacks, arguments without effect
     prefill_s: float | None  # seconds until first tokens, summed over batches; None where not known apart
     decode_s: float | None

@@ -62,6 +62,7 @@ class Runner:
         self.tokenizer = ByteTokenizer()
         self.context_length = args.context_length
         self.method = config.speculation.method
+        self.remembers = False
         self.notes: list[str] = []
         self.prefill_s: float | None = None
         self.decode_s: float | None = None

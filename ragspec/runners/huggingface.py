@@ -67,6 +67,7 @@ class Runner:
         self._meter: AcceptanceMeter | None = None
         self._greedy_by_default = config.sampling.temperature == 0
         self.method = config.speculation.method
+        self.remembers = False
         self.notes: list[str] = []
         self.prefill_s: float | None = 0.0
         self.decode_s: float | None = 0.0

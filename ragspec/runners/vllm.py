@@ -12,6 +12,7 @@ import gc
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ METHODS = (
     "speculative_config",
 )
 CPU_KV_CACHE_BYTES = 2 << 30  # vLLM would take nearly all memory, and a benchmark loads several engines
+MIN_P_LOST = "vLLM ignores it while speculating, which would change answers; use method: none, or take it out"
 AHEAD = 2  # records submitted per row of the engine's batch, so that a row never waits for one
 
 
@@ -74,6 +76,7 @@ class Runner:
         self._model_name = config.model
         self._spec = config.speculation
         self._engine: Any = None
+        self._min_p_by_default = config.sampling.min_p
         raw = config.speculation.speculative_config or {}
         self.method = str(raw.get("method", "draft_model")) if raw else config.speculation.method
         self.remembers = self.method == "suffix"  # its tree of past answers outlives a pass over the input
@@ -96,6 +99,8 @@ class Runner:
 
         extra = dict(self._args.model_extra or {})
         trust, revision = bool(extra.get("trust_remote_code")), extra.get("revision")
+        if self._min_p_by_default and self.method != "none":
+            raise ConfigError(f"sampling.min_p: {MIN_P_LOST}")
         self._source = resolve(self._model_name, revision)
         self._hf_config = read_model_config(self._source, trust_remote_code=trust)
         self.tokenizer = HFTokenizer(load_tokenizer(self._source, trust_remote_code=trust))
@@ -229,6 +234,8 @@ class Runner:
                     yield self._outcome(flying.pop(output.request_id), output)
 
     def _submit(self, request: Request, flying: dict[str, _Submitted]) -> Failure | None:
+        if request.sampling.min_p and self.method != "none":
+            return Failure(request.index, f"min_p: {MIN_P_LOST}")
         name = str(request.index)
         prompt = {"prompt_token_ids": request.token_ids}
         try:
@@ -312,10 +319,13 @@ def _quiet() -> None:
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_LOGGING_LEVEL": "INFO" if os.environ.get("RAGSPEC_DEBUG") else "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         # the engine in this process: an interruption ends it cleanly, and a CPU has nothing to overlap
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }.items():
         os.environ.setdefault(name, value)
+    if not os.environ.get("RAGSPEC_DEBUG"):
+        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     quiet()
 
 
