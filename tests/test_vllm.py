@@ -1,0 +1,219 @@
+"""Real vLLM (its CPU build will do) with the real demo model."""
+
+import importlib.util
+import signal
+import subprocess
+
+import pytest
+
+from ragspec.config import build_config
+from ragspec.errors import ConfigError
+from ragspec.pipeline import run, to_sampling
+from ragspec.records import Failure, Request
+from tests.conftest import SAMPLE, read_jsonl, write_jsonl
+from tests.test_cli import RAGSPEC, ragspec, wait_for_lines
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make setup-vllm)"),
+]
+ARGS = {"enforce_eager": True, "max_model_len": 512, "batch_size": 4, "kv_cache_memory_bytes": 1 << 29}
+RECORDS = 4
+
+
+def make_config(demo, *, runner="vllm", output=None, **speculation):
+    return build_config(
+        {
+            "model": demo,
+            "runner": runner,
+            "input": str(SAMPLE),
+            "output": str(output),
+            "sampling": {"max_new_tokens": 24},
+            "speculation": speculation,
+            "runner_args": ARGS if runner == "vllm" else {"batch_size": 1},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(demo, tmp_path_factory):
+    """The texts of plain decoding on Hugging Face."""
+    output = tmp_path_factory.mktemp("expected") / "out.jsonl"
+    run(make_config(demo, runner="huggingface", output=output), limit=RECORDS)
+    return [line["output"] for line in read_jsonl(output)]
+
+
+@pytest.fixture(scope="module")
+def engine(demo):
+    from ragspec.runners.vllm import Runner
+
+    config = make_config(demo, method="prompt_lookup")
+    runner = Runner(config)
+    runner.check()
+    with runner:
+        runner.warm_up()
+        yield runner
+
+
+def requests(engine, texts, **sampling):
+    settings = to_sampling(build_config({"runner": "fake", "sampling": {"max_new_tokens": 24, **sampling}}).sampling)
+    return [
+        Request(i, f"r{i}", engine.tokenizer.encode(text, special_tokens=False), settings)
+        for i, text in enumerate(texts)
+    ]
+
+
+TEXTS = [" ".join(passage["text"] for passage in record["contexts"]) for record in read_jsonl(SAMPLE)]
+
+
+def counters(engine):
+    found = {metric.name: metric for metric in engine._engine.get_metrics()}
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    return [found[f"vllm:spec_decode_{name}"].value for name in names]
+
+
+def test_records_counts_add_up_to_the_engines_own(engine):
+    before = counters(engine)
+    generations = list(engine.generate(requests(engine, TEXTS)))
+    after = counters(engine)
+    assert len(generations) == len(TEXTS)
+    specs = [generation.spec for generation in generations]
+    ours = [sum(s.drafted_steps for s in specs), sum(s.drafted for s in specs), sum(s.accepted for s in specs)]
+    assert ours == [a - b for a, b in zip(after, before, strict=True)]
+    assert ours[2] > 0
+    for generation in generations:
+        assert generation.spec.steps + generation.spec.accepted >= len(generation.token_ids)
+        assert 0 < generation.time_to_first_token_s <= generation.latency_s
+
+
+def test_a_refused_request_is_a_failure_and_the_others_are_answered(engine):
+    asked = requests(engine, TEXTS[:3])
+    asked[1] = Request(1, "long", [5] * 600, asked[1].sampling)
+    outcomes = {outcome.index: outcome for outcome in engine.generate(asked)}
+    assert [isinstance(outcomes[i], Failure) for i in range(3)] == [False, True, False]
+    assert "vLLM refuses it" in outcomes[1].message
+
+
+def test_requests_are_pulled_as_the_engine_has_room(engine):
+    pulled = 0
+
+    def endless():
+        nonlocal pulled
+        (request,) = requests(engine, ["Once"], max_new_tokens=2)
+        while True:
+            pulled += 1
+            yield Request(pulled, f"r{pulled}", request.token_ids, request.sampling)
+
+    answers = engine.generate(endless())
+    for finished in range(1, 30):
+        next(answers)
+        assert pulled - finished <= 2 * ARGS["batch_size"]
+    answers.close()
+    engine._engine.abort_request([str(i) for i in range(pulled + 1)])
+
+
+def test_a_shared_prefix_is_reported_as_cached(engine):
+    prefix = " ".join(TEXTS)[:1200]
+    first, second = requests(engine, [prefix + " One", prefix + " Two"], max_new_tokens=2)
+    many = [first, *(Request(i + 2, f"x{i}", [9 + i] * 5, first.sampling) for i in range(9)), second]
+    generations = {generation.index: generation for generation in engine.generate(many)}
+    assert generations[0].cached_prompt_tokens == 0
+    assert generations[1].cached_prompt_tokens >= 128
+
+
+def test_sampled_answers_repeat_under_one_seed_in_another_order(engine):
+    asked = requests(engine, TEXTS[:4], temperature=1.0, seed=5)
+    one = {g.index: g.token_ids for g in engine.generate(asked)}
+    two = {g.index: g.token_ids for g in engine.generate(asked[::-1])}
+    other = {g.index: g.token_ids for g in engine.generate(requests(engine, TEXTS[:4], temperature=1.0, seed=6))}
+    assert one == two != other
+
+
+def test_a_stop_string_ends_the_answer(engine):
+    whole = next(iter(engine.generate(requests(engine, TEXTS[:1]))))
+    text = engine.tokenizer.decode(whole.token_ids)
+    stop = text[len(text) // 2 :][:4]
+    cut = next(iter(engine.generate(requests(engine, TEXTS[:1], stop=[stop]))))
+    assert cut.finish_reason == "stop"
+    assert stop in engine.tokenizer.decode(cut.token_ids)
+    assert len(cut.token_ids) < len(whole.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"runner_args": {"max_modellen": 4}}, 'runner_args.max_modellen" is not an argument of vLLM; did you mean'),
+        ({"runner_args": {"max_model_len": 99999}}, "vLLM refuses the configuration"),
+        ({"sampling": {"min_p": 0.1}}, "vLLM ignores it while speculating"),
+        ({"speculation": {"method": "draft_model", "draft_model": "tiny_stranger"}}, "has another tokenizer"),
+        ({"speculation": {"method": "speculative_config", "speculative_config": {"method": "x"}}}, "vLLM refuses"),
+    ],
+)
+def test_what_cannot_run_is_known_before_any_weights_load(demo, change, message, request):
+    from ragspec.runners.vllm import Runner
+
+    raw = {"model": demo, "runner": "vllm", "speculation": {"method": "prompt_lookup"}} | change
+    if raw["speculation"].get("draft_model"):
+        raw["speculation"]["draft_model"] = request.getfixturevalue(raw["speculation"]["draft_model"])
+    with pytest.raises(ConfigError) as caught:
+        Runner(build_config(raw)).check()
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def in_vllm(tmp_path, text, *args):
+    config, output = tmp_path / "c.yaml", tmp_path / "out.jsonl"
+    config.write_text(text)
+    done = ragspec("generate", "-c", config, "-i", SAMPLE, "-o", output, "--limit", RECORDS, *args)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    return read_jsonl(output), done.stderr
+
+
+NATIVE = """
+model: {model}
+runner: vllm
+sampling: {{max_new_tokens: 24}}
+speculation: {{method: {method}}}
+runner_args: {{enforce_eager: true, max_model_len: 512, batch_size: 4, kv_cache_memory_bytes: 536870912}}
+"""
+
+
+@pytest.mark.parametrize("method", ["none", "prompt_lookup", "suffix"])
+def test_the_answers_are_those_of_hugging_face(demo, tmp_path, expected, method):
+    if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
+        pytest.skip("arctic-inference is not installed (make setup-vllm)")
+    lines, _ = in_vllm(tmp_path, NATIVE.format(model=demo, method=method))
+    assert [line["output"] for line in lines] == expected
+    assert (sum(line["speculation"]["drafted"] for line in lines) > 0) == (method != "none")
+
+
+AUTOGLUON = """
+generator_model_name: {model}
+generator_model_platform: vllm
+generator_model_platform_args:
+  vllm_init_params: {{speculative_model: {draft}, num_speculative_tokens: 3, enforce_eager: true, max_model_len: 512}}
+  vllm_sampling_params: {{max_tokens: 24, temperature: 0}}
+"""
+
+
+def test_autogluons_vllm_example_runs_with_local_model_names(demo, demo_draft, tmp_path, expected):
+    lines, stderr = in_vllm(tmp_path, AUTOGLUON.format(model=demo, draft=demo_draft))
+    assert [line["output"] for line in lines] == expected
+    assert {line["speculation"]["method"] for line in lines} == {"draft_model"}
+    assert sum(line["speculation"]["drafted"] for line in lines) > 0
+    assert "speculative_model: of vLLM before 0.8" in stderr
+
+
+def test_an_interruption_keeps_finished_answers_and_ends_the_process(demo, tmp_path):
+    source = write_jsonl(tmp_path / "in.jsonl", [{"query": f"Count to {i}."} for i in range(500)])
+    config, output = tmp_path / "c.yaml", tmp_path / "out.jsonl"
+    config.write_text(NATIVE.format(model=demo, method="prompt_lookup"))
+    command = [*RAGSPEC, "generate", "-c", str(config), "-i", source, "-o", str(output)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    wait_for_lines(output, 3, process)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert "run the same command again to go on" in stderr
+    assert 3 <= len(read_jsonl(output)) < 500

@@ -1,0 +1,137 @@
+"""What can be judged without vLLM: its words for our speculation, and what does not combine."""
+
+import importlib.util
+
+import pytest
+
+from ragspec.config import SpeculationConfig, build_config, load_config
+from ragspec.errors import ConfigError
+from ragspec.runners import vllm
+from ragspec.vllm_config import check_build, check_memory, check_parallel, speculative_config
+
+
+def translated(**spec):
+    return speculative_config(SpeculationConfig(**spec))
+
+
+@pytest.mark.parametrize(
+    ("spec", "config"),
+    [
+        ({"method": "none"}, None),
+        (
+            {"method": "prompt_lookup"},
+            {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
+        ),
+        (
+            {"method": "prompt_lookup", "num_tokens": 3, "ngram_max": 1},
+            {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 1},
+        ),
+        (
+            {"method": "draft_model", "draft_model": "d", "num_tokens": 5},
+            {"method": "draft_model", "num_speculative_tokens": 5, "model": "d"},
+        ),
+        ({"method": "suffix"}, {"method": "suffix"}),
+        (
+            {"method": "suffix", "num_tokens": 16, "extra": {"suffix_decoding_max_tree_depth": 32}},
+            {"method": "suffix", "num_speculative_tokens": 16, "suffix_decoding_max_tree_depth": 32},
+        ),
+        ({"method": "eagle3", "draft_model": "e"}, {"method": "eagle3", "num_speculative_tokens": 3, "model": "e"}),
+        ({"method": "medusa", "draft_model": "m"}, {"method": "medusa", "model": "m"}),
+        ({"method": "mtp", "num_tokens": 1}, {"method": "mtp", "num_speculative_tokens": 1}),
+        ({"method": "dflash", "draft_model": "f"}, {"method": "dflash", "model": "f"}),
+        (
+            {"method": "draft_model", "draft_model": "d", "num_tokens_by_batch_size": [[1, 8, 5], [9, 64, 0]]},
+            {
+                "method": "draft_model",
+                "num_speculative_tokens": 4,
+                "model": "d",
+                "num_speculative_tokens_per_batch_size": [(1, 8, 5), (9, 64, 0)],
+            },
+        ),
+        (
+            {"method": "speculative_config", "speculative_config": {"method": "new", "knob": 1}},
+            {"method": "new", "knob": 1},
+        ),
+    ],
+)
+def test_speculation_in_vllms_words(spec, config):
+    assert translated(**spec) == config
+
+
+def test_heads_need_the_name_of_their_draft():
+    with pytest.raises(ConfigError, match='"eagle" needs the name of its draft'):
+        translated(method="eagle")
+
+
+def test_a_raw_speculative_config_goes_with_its_method_only():
+    with pytest.raises(ConfigError, match="goes with method: speculative_config"):
+        build_config({"model": "m", "runner": "vllm", "speculation": {"speculative_config": {"method": "x"}}})
+
+
+@pytest.mark.parametrize(
+    ("args", "speculation"),
+    [
+        ({"speculative_model": "d", "num_speculative_tokens": 2}, {"method": "draft_model", "num_tokens": 2}),
+        ({"speculative_config": {"method": "ngram"}}, {"method": "speculative_config"}),
+    ],
+)
+def test_speculation_among_the_runner_args_is_moved_to_its_section(tmp_path, args, speculation):
+    path = tmp_path / "c.yaml"
+    path.write_text(f"model: m\nrunner: vllm\nrunner_args: {args | {'max_model_len': 64}}\n".replace("'", '"'))
+    config, _ = load_config(str(path))
+    assert config.runner_args == {"max_model_len": 64}
+    assert config.speculation.model_dump().items() >= speculation.items()
+    path.write_text(path.read_text() + "speculation: {method: prompt_lookup}\n")
+    with pytest.raises(ConfigError, match="says again what speculation says"):
+        load_config(str(path))
+
+
+def test_what_a_build_lacks_is_said_with_the_way_out(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install --no-deps arctic-inference"):
+        check_build({"method": "suffix"}, on_cpu=True)
+    with pytest.raises(ConfigError, match="ngram_gpu needs a GPU"):
+        check_build({"method": "ngram_gpu"}, on_cpu=True)
+    check_build({"method": "ngram_gpu"}, on_cpu=False)
+
+
+def test_vllm_not_installed_names_the_extra(monkeypatch):
+    runner = vllm.Runner(build_config({"model": "m", "runner": "vllm"}))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'pip install "ragspec\[vllm\]"'):
+        runner.check()
+
+
+@pytest.mark.parametrize(
+    ("args", "config", "message"),
+    [
+        ({"tensor_parallel_size": 4}, None, "needs 4 GPUs, this machine has 2"),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, None, "needs 4 GPUs"),
+        ({"data_parallel_size": 2}, None, "one process drives one engine"),
+        ({"tensor_parallel_size": 2}, {"draft_tensor_parallel_size": 3}, "must be 1 or the target's"),
+    ],
+)
+def test_gpus_that_do_not_combine_are_refused(args, config, message):
+    with pytest.raises(ConfigError, match=message):
+        check_parallel(args, config, devices=2)
+
+
+def test_parallel_sizes_that_fit_pass_with_a_note_where_due():
+    assert check_parallel({"tensor_parallel_size": 2}, {"method": "ngram"}, devices=2) == []
+    assert "last stage" in check_parallel({"pipeline_parallel_size": 2}, {"method": "ngram"}, devices=2)[0]
+
+
+def test_a_model_larger_than_the_memory_is_refused_with_figures(tiny):
+    check_memory("tiny", tiny, 1 << 30)
+    with pytest.raises(ConfigError, match=r"GiB of weights, 0\.0 GiB are free"):
+        check_memory("tiny", tiny, 100)
+
+
+def test_steps_without_a_draft_are_counted_from_the_tokens():
+    class Metrics:
+        per_step_drafted = (4, 4, 0, 2)
+        per_step_accepted = (4, 1, 0, 0)
+
+    stats = vllm._spec_stats(Metrics(), 12)
+    assert (stats.drafted, stats.accepted, stats.drafted_steps, stats.steps) == (10, 5, 3, 7)
+    assert vllm._spec_stats(None, 9).steps == 9
