@@ -215,7 +215,9 @@ def _explain(model: type[BaseModel], error: dict[str, Any], prefix: str) -> str:
     key = ".".join(([prefix] if prefix else []) + path)
     if error["type"] == "extra_forbidden":
         return f'"{key}" is not a known key{did_you_mean(path[-1], _fields(model, path[:-1]))}'
-    allowed = error["msg"].replace("Input should be ", "must be ").replace("Input should have", "must have")
+    allowed = error["msg"].replace("Input should be ", "must be ").replace("String should", "must")
+    if error["type"] == "model_type":
+        allowed = "must hold keys and values"
     alternatives = _alternatives(model, path)
     return f"{key}: {_short(error['input'])} is not allowed: {alternatives or allowed}"
 

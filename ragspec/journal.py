@@ -42,6 +42,16 @@ def write_json(path: Path, value: Any) -> None:
     draft.replace(path)
 
 
+def check_writable(path: Path, key: str) -> None:
+    """Raise ConfigError, beginning with `key`, where no file can be written at `path`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise PermissionError
+    except OSError:
+        raise ConfigError(f"{key}: {path} cannot be written; choose another file") from None
+
+
 class Journal:
     """Writes output lines in the asked order and knows which input lines are finished already.
 

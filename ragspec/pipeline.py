@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from ragspec import __version__, runners
 from ragspec.config import RunConfig, SamplingConfig
 from ragspec.errors import ConfigError, RecordError
-from ragspec.journal import Journal, fingerprint, sibling, write_json
+from ragspec.journal import Journal, check_writable, fingerprint, sibling, write_json
 from ragspec.jsonl import Line, Lines
 from ragspec.keyset import KeySet
 from ragspec.parsing import line_id, parse_record
@@ -65,10 +65,13 @@ def run(
         lines = stack.enter_context(Lines(config.input))
         runner: Runner = runners.module(config.runner).Runner(config)
         runner.check()
+        prompts = make_prompts(config, runner)
+        if stats_path:
+            check_writable(Path(stats_path), "--stats")
         journal = stack.enter_context(
             Journal(config.output, config.identity(), order=config.order, resume=resume, retry_failed=retry_failed)
         )
-        batch = Batch(config, lines, runner, journal, limit, report)
+        batch = Batch(config, lines, runner, prompts, journal, limit, report)
         summary = batch.summary
         summary.notes += notes or []
         try:
@@ -92,6 +95,7 @@ class Batch:
         config: RunConfig,
         lines: Lines,
         runner: Runner,
+        prompts: PromptBuilder,
         journal: Journal,
         limit: int | None,
         report: Report | None = None,
@@ -108,13 +112,8 @@ class Batch:
         self._total = lines.count() if report else None
         if self._total is not None and limit is not None:
             self._total = min(self._total, limit)
-        self._prompts = PromptBuilder(config.prompt, runner.tokenizer, runner.context_length)
+        self._prompts = prompts
         self._default_sampling = to_sampling(config.sampling)
-        if runner.context_length is not None and config.sampling.max_new_tokens >= runner.context_length:
-            raise ConfigError(
-                f"sampling.max_new_tokens: {config.sampling.max_new_tokens} leaves no room for a prompt; "
-                f"the model takes {runner.context_length} tokens in all"
-            )
         self._flights: dict[int, Flight] = {}
         self._changed = 0
 
@@ -260,6 +259,16 @@ class Batch:
 
 def _since(now: float | None, before: float | None) -> float | None:
     return None if now is None or before is None else now - before
+
+
+def make_prompts(config: RunConfig, runner: Runner) -> PromptBuilder:
+    """Return the run's prompt builder. Raises ConfigError where no prompt could ever be built."""
+    new, length = config.sampling.max_new_tokens, runner.context_length
+    if length is not None and new >= length:
+        raise ConfigError(
+            f"sampling.max_new_tokens: {new} leaves no room for a prompt; the model takes {length} tokens in all"
+        )
+    return PromptBuilder(config.prompt, runner.tokenizer, length)
 
 
 def to_sampling(config: SamplingConfig) -> Sampling:

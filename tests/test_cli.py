@@ -72,6 +72,13 @@ def test_a_closed_pipe_ends_quietly(config, tmp_path):
         ("runner: fake", ["-i", "{in}", "-o", "/proc/nowhere/x.jsonl"], 2, "cannot be written"),
         ("runner: fake", ["-i", "{in}", "--set", "sampling.temperature=.nan"], 2, "sampling.temperature: NaN"),
         ("model: no/such-model", ["-i", "{in}"], 2, 'model: "no/such-model": is no folder here'),
+        (
+            "runner: fake",
+            ["-i", "{in}", "--stats", "/proc/nowhere/s.json"],
+            2,
+            "--stats: /proc/nowhere/s.json cannot be",
+        ),
+        ("runner: fake\nprompt: {template: '{{ a }}'}", ["-i", "{in}", "-o", "out.jsonl"], 2, '"a" is not known'),
         ("model: ./nowhere", ["-i", "{in}"], 2, 'model: "./nowhere": no such folder'),
         ("model: x.gguf", ["-i", "{in}"], 2, 'model: "x.gguf": no such file'),
     ],
@@ -85,6 +92,7 @@ def test_what_cannot_start_is_one_line_and_exit_code_2(tmp_path, questions, text
     assert len(done.stderr.strip().splitlines()) == 1
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_debug_shows_the_traceback(config):

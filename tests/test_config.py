@@ -71,7 +71,8 @@ def test_every_sample_config_loads(path, monkeypatch):
         ("- a\n- b", "must hold keys and values"),
         ("", "must hold keys and values"),
         ("model: demo\nprompt: {template: nowhere.jinja}", 'prompt.template: cannot read "nowhere.jinja"'),
-        ("model: demo\nsampling: 3", "sampling: 3 is not allowed"),
+        ("model: demo\nsampling: 3", "sampling: 3 is not allowed: must hold keys and values"),
+        ("model: demo\nsampling: {stop: ['']}", 'sampling.stop.0: "" is not allowed: must have at least 1 character'),
     ],
 )
 def test_bad_config_is_one_line_that_names_the_place(tmp_path, text, message):

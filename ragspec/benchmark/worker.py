@@ -19,7 +19,7 @@ from ragspec.config import build_config
 from ragspec.errors import RagspecError
 from ragspec.journal import Journal
 from ragspec.jsonl import Lines
-from ragspec.pipeline import Batch, about
+from ragspec.pipeline import Batch, about, make_prompts
 from ragspec.runners.base import Runner
 
 
@@ -35,6 +35,7 @@ def serve(source: IO[bytes], sink: IO[bytes]) -> None:
         config = build_config(task["config"], task["name"])
         runner: Runner = runners.module(config.runner).Runner(config)
         runner.check()
+        prompts = make_prompts(config, runner)
         started = time.perf_counter()
         with runner:
             load_s = time.perf_counter() - started
@@ -54,7 +55,7 @@ def serve(source: IO[bytes], sink: IO[bytes]) -> None:
                 output = Path(task["output"])
                 output.unlink(missing_ok=True)
                 with Lines(config.input or "") as lines, Journal(str(output)) as journal:
-                    batch = Batch(config, lines, runner, journal, task["limit"], keep_token_ids=True)
+                    batch = Batch(config, lines, runner, prompts, journal, task["limit"], keep_token_ids=True)
                     batch.stream()
                 say({"result": batch.summary.to_json()})
     except RagspecError as error:
