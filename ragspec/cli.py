@@ -84,7 +84,7 @@ def generate(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit from None
     print_summary(console, summary, run_config.output)
-    if summary.failed:
+    if summary.failed or summary.failed_before:
         raise typer.Exit(1)
 
 
@@ -137,10 +137,16 @@ def main() -> None:
     except RagspecError as error:
         if os.environ.get("RAGSPEC_DEBUG"):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    except OSError as error:
+        if os.environ.get("RAGSPEC_DEBUG"):
+            raise
+        print(f"error: {error.filename or 'input or output'}: {error.strerror or error}", file=sys.stderr)
+        sys.exit(2)
     except Exception as error:
         if os.environ.get("RAGSPEC_DEBUG"):
             raise

@@ -99,8 +99,9 @@ class RunConfig(Section):
     def identity(self) -> dict[str, Any]:
         """Return the part of the config that an answer depends on; a resumed run must agree on it."""
         whole = self.model_dump(mode="json", exclude={"input", "output", "order"})
-        for key in self.args().neutral_keys():
-            whole["runner_args"].pop(key, None)
+        if self.sampling.temperature == 0:  # what is sampled in a padded batch depends on the batch
+            for key in self.args().neutral_keys():
+                whole["runner_args"].pop(key, None)
         return whole
 
 
@@ -118,6 +119,7 @@ def load_config(path: str, overrides: Sequence[str] = (), **direct: Any) -> tupl
         _set(raw, override)
     notes += _modernise(raw, path)
     raw |= {key: value for key, value in direct.items() if value is not None}
+    raw = {key: value for key, value in raw.items() if value is not None}  # a section with all its keys commented out
     return build_config(raw, path), notes
 
 
@@ -198,7 +200,7 @@ def _set(raw: dict[str, Any], override: str) -> None:
         place = place[parent]
         if not isinstance(place, dict):
             raise ConfigError(f'--set: "{override}": "{parent}" holds a value, not keys')
-    place[last] = parse_yaml(value, f"--set {key}")
+    place[last] = parse_yaml(value, f"--set {key} (a value with YAML's special characters needs quotes)")
 
 
 def _validate(model: type[BaseModel], raw: Any, source: str, prefix: str = "") -> BaseModel:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from ragspec.pipeline import Report
 from ragspec.stats import RunSummary
@@ -88,7 +89,7 @@ def print_summary(console: Console, summary: RunSummary, output: str) -> None:
         ]
     rows.append(("output", "stdout" if output == "-" else output))
     for name, value in rows:
-        table.add_row(name, value)
+        table.add_row(name, Text(value))
     console.print(table)
 
 
@@ -98,6 +99,8 @@ def _records(summary: RunSummary) -> str:
         parts.append(f"{summary.failed:,} failed (error lines)")
     if summary.skipped:
         parts.append(f"{summary.skipped:,} finished before")
+    if summary.failed_before:
+        parts.append(f"{summary.failed_before:,} of them error lines (--retry-failed tries them again)")
     return ", ".join(parts)
 
 

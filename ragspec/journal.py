@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 from typing import IO, Any, Self
 
-import jsonlines
 import orjson
 
 from ragspec.errors import ConfigError
@@ -71,15 +70,15 @@ class Journal:
         self.output = output
         self.finished = KeySet()
         self.finished_ids = KeySet()
+        self.failed_before = KeySet()  # those of `finished` that are error lines
         self.resumed = 0
         self._in_order = order == "input"
-        self._waiting: dict[int, dict[str, Any] | None] = {}
+        self._waiting: dict[int, bytes] = {}
         self._next = 0
         path = Path(output)
         # pipes and devices (/dev/null, >(...)) take lines and keep none, so there is nothing to lock or to resume
-        self.resumable = output != "-" and (not path.exists() or path.is_file())
+        self.resumable = output != "-" and not output.startswith("/dev/") and (not path.exists() or path.is_file())
         self._file: IO[bytes] = self._open(path, identity, resume, retry_failed) if self.resumable else _stream(output)
-        self._writer = jsonlines.Writer(self._file, dumps=orjson.dumps, flush=True)
 
     def __enter__(self) -> Self:
         return self
@@ -92,17 +91,31 @@ class Journal:
             self._file.close()
 
     def put(self, index: int, line: dict[str, Any] | None) -> None:
-        """Write output line number `index`, or keep it until those before it came. None: nothing to write there."""
+        """Write output line number `index`, or keep it until those before it came. None: nothing to write there.
+
+        Raises TypeError, nothing written, where `line` is no JSON (nested too deep, say); ConfigError on a full disk.
+        """
+        encoded = b"" if line is None else orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
         if not self._in_order:
-            if line is not None:
-                self._writer.write(line)
+            self._write(encoded)
             return
-        self._waiting[index] = line
+        self._waiting[index] = encoded
         while self._next in self._waiting:
-            ready = self._waiting.pop(self._next)
+            self._write(self._waiting.pop(self._next))
             self._next += 1
-            if ready is not None:
-                self._writer.write(ready)
+
+    def _write(self, encoded: bytes) -> None:
+        if not encoded:
+            return
+        try:
+            self._file.write(encoded)
+            self._file.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise ConfigError(
+                f"{self.output}: cannot be written ({error.strerror}); finished answers are kept"
+            ) from None
 
     def _open(self, path: Path, identity: dict[str, Any] | None, resume: bool, retry_failed: bool) -> IO[bytes]:
         if path.suffix in (".gz", ".zst"):
@@ -121,12 +134,17 @@ class Journal:
             if not resume or identity is None:
                 file = _set_aside(path, file)
             else:
-                self._resume(path, file, state, identity, retry_failed)
+                file = self._resume(path, file, state, identity, retry_failed)
         if identity is not None:
-            write_json(state, {"config": identity})
+            try:
+                write_json(state, {"config": identity})
+            except OSError as error:
+                raise ConfigError(f"{state}: cannot be written ({error.strerror}); choose another --output") from None
         return file
 
-    def _resume(self, path: Path, file: IO[bytes], state: Path, identity: dict[str, Any], retry_failed: bool) -> None:
+    def _resume(
+        self, path: Path, file: IO[bytes], state: Path, identity: dict[str, Any], retry_failed: bool
+    ) -> IO[bytes]:
         way_out = "; go on with the config that began it, choose another --output, or --no-resume (keeps it as a copy)"
         try:
             began = orjson.loads(state.read_bytes())["config"]
@@ -139,18 +157,17 @@ class Journal:
             raise ConfigError(f"{path}: was begun with another config: {changed}{way_out}")
         _drop_torn_line(file)
         if retry_failed:
-            _drop_error_lines(path, file)
+            file = _without_error_lines(path, file)
         file.seek(0)
         for raw in file:
-            try:
-                line = orjson.loads(raw)
-                self.finished.add(line["fingerprint"])
-                if "error" not in line:
-                    self.finished_ids.add(line["id"])
-            except (ValueError, KeyError, TypeError):
+            key, name, failed = _finishes(raw)
+            if key is None:
                 continue  # not a line of ours: it stays, and finishes nothing
+            self.finished.add(key)
+            (self.failed_before if failed else self.finished_ids).add(key if failed else name)
             self.resumed += 1
         file.seek(0, os.SEEK_END)
+        return file
 
 
 def _stream(output: str) -> IO[bytes]:
@@ -178,25 +195,31 @@ def _drop_torn_line(file: IO[bytes]) -> None:
         file.truncate(end)
 
 
-def _drop_error_lines(path: Path, file: IO[bytes]) -> None:
-    """Take the error lines out, so that their records are tried again. Answers are copied before anything is cut."""
+def _finishes(raw: bytes) -> tuple[str | None, str, bool]:
+    """Return the fingerprint, the id and the failure of an output line; a fingerprint of None where it is not ours."""
+    try:
+        line = orjson.loads(raw)
+        key, name = line["fingerprint"], line["id"]
+    except (ValueError, KeyError, TypeError):
+        return None, "", False
+    return (key, name, "error" in line) if isinstance(key, str) and isinstance(name, str) else (None, "", False)
+
+
+def _without_error_lines(path: Path, file: IO[bytes]) -> IO[bytes]:
+    """Replace the output by one without its error lines, whole or not at all, and return it open and locked."""
     draft = path.with_name(f".{path.name}.retry")
+    draft.unlink(missing_ok=True)
+    kept = draft.open("a+b")
+    fcntl.flock(kept, fcntl.LOCK_EX | fcntl.LOCK_NB)
     file.seek(0)
-    with draft.open("w+b") as kept:
-        for raw in file:
-            if b'"error":' not in raw or "error" not in orjson.loads(raw):
-                kept.write(raw)
-        kept.flush()
-        os.fsync(kept.fileno())
-    # the open, locked file must stay the one at `path`, so it is rewritten, with the copy beside it until that is done
-    with draft.open("rb") as kept:
-        file.seek(0)
-        file.truncate(0)
-        for raw in kept:
-            file.write(raw)
-    file.flush()
-    os.fsync(file.fileno())
-    draft.unlink()
+    for raw in file:
+        if not _finishes(raw)[2]:
+            kept.write(raw)
+    kept.flush()
+    os.fsync(kept.fileno())
+    draft.replace(path)
+    file.close()
+    return kept
 
 
 def _set_aside(path: Path, file: IO[bytes]) -> IO[bytes]:

@@ -34,14 +34,16 @@ def parse_record(value: Any, line: int, source: str = "auto") -> Record:
     """Return the Record that the JSON `value` of line `line` means."""
     if not isinstance(value, dict):
         raise RecordError(f"must be a JSON object, got {_kind(value)}")
-    if "custom_id" in value or ("body" in value and "query" not in value):
-        return _parse_batch_line(value)
     present = [key for key in SOURCES if value.get(key) is not None]
+    if "body" in value and not present:
+        return _parse_batch_line(value)
     wanted = present[0] if source == "auto" and present else source
     if wanted not in present:
         missing = '"query", "messages" or "prompt"' if source == "auto" else f'"{source}" (prompt.source)'
         raise RecordError(f"no prompt: the record needs {missing}, it has {_names(value)}")
     metadata = {key: field for key, field in value.items() if key not in OWN_FIELDS}
+    if wanted != "query" and value.get("contexts") is not None:
+        metadata["contexts"] = value["contexts"]  # they go with a query only
     given = value.get("metadata")
     if isinstance(given, dict):
         metadata |= given
@@ -80,7 +82,7 @@ def _parse_batch_line(value: dict[str, Any]) -> Record:
         raise RecordError(f'"body" must be an object with "messages" or "prompt", got {_kind(body)}')
     if value.get("custom_id") is None:
         raise RecordError('"custom_id" is missing beside "body"')
-    if body.get("n", 1) != 1:
+    if body.get("n") not in (None, 1):
         raise RecordError(f'"body.n" must be 1, got {body["n"]}: one answer a record')
     unknown = sorted(set(body) - set(BODY_SAMPLING) - BODY_HARMLESS - {"n"})
     if unknown:

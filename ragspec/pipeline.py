@@ -5,9 +5,6 @@ Everything is a generator pulled by the runner, so memory does not grow with the
 
 from __future__ import annotations
 
-import hashlib
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -18,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ragspec import __version__, runners
+from ragspec import runners
 from ragspec.config import RunConfig, SamplingConfig
 from ragspec.errors import ConfigError, RecordError
 from ragspec.journal import Journal, check_writable, fingerprint, sibling, write_json
@@ -26,6 +23,7 @@ from ragspec.jsonl import Line, Lines
 from ragspec.keyset import KeySet
 from ragspec.parsing import line_id, parse_record
 from ragspec.prompts import Prompt, PromptBuilder
+from ragspec.provenance import about, peak_memory_gib
 from ragspec.records import Failure, Generation, Record, Request, Sampling
 from ragspec.runners.base import Runner
 from ragspec.stats import RunSummary
@@ -59,8 +57,9 @@ def run(
     """
     if config.input is None:
         raise ConfigError("input: missing; set it in the config, or give --input FILE (- for stdin)")
-    if config.input != "-" and config.output != "-" and Path(config.input).resolve() == Path(config.output).resolve():
-        raise ConfigError(f"output: {config.output} is the input itself; choose another --output")
+    if retry_failed and limit is not None:
+        raise ConfigError("--retry-failed drops all error lines: it does not combine with --limit")
+    _check_paths(config, stats_path)
     with ExitStack() as stack:
         lines = stack.enter_context(Lines(config.input))
         runner: Runner = runners.module(config.runner).Runner(config)
@@ -79,12 +78,38 @@ def run(
         finally:
             summary.notes += [note for note in runner.notes if note not in summary.notes]
             summary.about = about(config, runner)
-            path = Path(stats_path) if stats_path else None
-            if path is None and journal.resumable:
-                path = sibling(config.output, ".stats.json")
-            if path:
-                write_json(path, summary.to_json())
+            _write_stats(summary, Path(stats_path) if stats_path else None, journal)
     return summary
+
+
+def _check_paths(config: RunConfig, stats_path: str | None) -> None:
+    """Raise ConfigError where one file would have two uses. The files beside the output count too."""
+    uses = {"the input": config.input, "output": config.output, "--stats": stats_path}
+    if config.output != "-":
+        uses["the run's state"] = str(sibling(config.output, ".run.json"))
+        if stats_path is None:
+            uses["the statistics"] = str(sibling(config.output, ".stats.json"))
+    taken: dict[Path, str] = {}
+    for use, name in uses.items():
+        if name in (None, "-") or name.startswith("/dev/"):
+            continue
+        other = taken.setdefault(Path(name).resolve(), use)
+        if other != use:
+            raise ConfigError(f"{name} would be {other} and {use}; choose another --output")
+
+
+def _write_stats(summary: RunSummary, path: Path | None, journal: Journal) -> None:
+    """Write the stats file. A run that found all finished leaves the one of the run that did the work."""
+    idle = not (summary.records or summary.failed)
+    if path is None and journal.resumable:
+        path = sibling(journal.output, ".stats.json")
+        if idle and path.exists():
+            return
+    if path is not None:
+        try:
+            write_json(path, summary.to_json())
+        except OSError as error:
+            summary.notes.append(f"{path}: the statistics cannot be written ({error.strerror})")
 
 
 class Batch:
@@ -164,7 +189,7 @@ class Batch:
                 record = self._read(line, seen)
                 key = fingerprint(line, record.id)
                 if key in self._journal.finished:
-                    self._skip(index)
+                    self._skip(index, key)
                     continue
                 self._changed += self._journal.resumed > 0 and record.id in self._journal.finished_ids
                 sampling = self._sampling(record)
@@ -172,7 +197,7 @@ class Batch:
             except RecordError as error:
                 key = key or fingerprint(line, None)
                 if key in self._journal.finished:
-                    self._skip(index)
+                    self._skip(index, key)
                 else:
                     message = self._located(line, str(error))
                     self._fail(index, line_id(line), key, "RecordError", message, line.number)
@@ -185,7 +210,9 @@ class Batch:
             raise line.value
         record = parse_record(line.value, line.number, self._config.prompt.source)
         if not seen.add(record.id):
-            raise RecordError(f'id "{record.id}" stands twice; the first record of that name is answered')
+            own = isinstance(line.value, dict) and ("id" in line.value or "custom_id" in line.value)
+            stands = "stands twice" if own else "(the line's number, as it has no id) is also another record's id"
+            raise RecordError(f'id "{record.id}" {stands}; the first record of that name is answered')
         return record
 
     def _located(self, line: Line, message: str) -> str:
@@ -200,10 +227,12 @@ class Batch:
             return to_sampling(SamplingConfig.model_validate(merged))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            raise RecordError(f'"body.{first["loc"][0]}": {first["input"]!r}: {first["msg"]}') from None
+            name = "max_tokens" if first["loc"][0] == "max_new_tokens" else first["loc"][0]
+            raise RecordError(f'"body.{name}": {first["input"]!r}: {first["msg"]}') from None
 
-    def _skip(self, index: int) -> None:
+    def _skip(self, index: int, key: str) -> None:
         self.summary.skipped += 1
+        self.summary.failed_before += key in self._journal.failed_before
         self._journal.put(index, None)
         self._tell()
 
@@ -219,6 +248,12 @@ class Batch:
         if isinstance(outcome, Failure):
             self._fail(outcome.index, flight.record.id, flight.fingerprint, outcome.kind, outcome.message)
             return
+        try:
+            self._journal.put(outcome.index, self._output_line(flight, outcome))
+        except TypeError as error:  # metadata that can be read but not written back
+            message = f"its metadata cannot be written ({error})"
+            self._fail(outcome.index, flight.record.id, flight.fingerprint, "RecordError", message)
+            return
         summary = self.summary
         summary.records += 1
         summary.prompt_tokens += len(flight.prompt.token_ids)
@@ -228,7 +263,6 @@ class Batch:
         summary.latency_s.add(outcome.latency_s)
         if outcome.time_to_first_token_s is not None:
             summary.time_to_first_token_s.add(outcome.time_to_first_token_s)
-        self._journal.put(outcome.index, self._output_line(flight, outcome))
         self._tell()
 
     def _output_line(self, flight: Flight, outcome: Generation) -> dict[str, Any]:
@@ -280,36 +314,3 @@ def cut_at_stop(text: str, stop: tuple[str, ...]) -> str:
     """Return `text` up to the first stop string in it, that string left out."""
     places = [at for at in (text.find(word) for word in stop) if at >= 0]
     return text[: min(places)] if places else text
-
-
-def peak_memory_gib() -> float:
-    """Return this process's largest resident size, or what CUDA allocated at most where that is more."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform != "darwin" else 1 << 30)
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        peak = max(peak, torch.cuda.max_memory_allocated() / (1 << 30))
-    return peak
-
-
-def about(config: RunConfig, runner: Runner) -> dict[str, Any]:
-    """Return what names a run in its stats file: config, runner, versions, hashes, seed."""
-    return {
-        "config": config.model_dump(mode="json"),
-        "runner": runner.about(),
-        "versions": {"ragspec": __version__, "python": sys.version.split()[0], **_versions()},
-        "input_sha256": _sha256(config.input),
-        "template_sha256": hashlib.sha256((config.prompt.template or "").encode()).hexdigest(),
-        "seed": config.sampling.seed,
-    }
-
-
-def _versions() -> dict[str, str]:
-    names = ("torch", "transformers", "vllm")
-    return {name: sys.modules[name].__version__ for name in names if name in sys.modules}
-
-
-def _sha256(path: str | None) -> str | None:
-    if path is None or path == "-":
-        return None
-    with Path(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -106,7 +106,7 @@ class PromptBuilder:
     def _encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         try:
             text = self._tokenizer.render_chat(messages)
-        except TemplateError as error:
+        except Exception as error:  # a program of the model's authors
             raise RecordError(f"the model's chat template refuses these messages: {error}") from None
         return self._tokenizer.encode(text, special_tokens=False)  # the template has written them
 
@@ -125,8 +125,8 @@ class PromptBuilder:
                 chat=self._chat,
             )
             return text
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            raise RecordError(f"prompt.template: {error}") from None
+        except Exception as error:  # a template is a program of the user's: it may raise anything
+            raise RecordError(f"prompt.template: {type(error).__name__}: {error}") from None
 
 
 def rank(contexts: tuple[Passage, ...]) -> list[int]:
@@ -144,11 +144,17 @@ def _keep(contexts: tuple[Passage, ...], positions: list[int]) -> tuple[Passage,
 def _compile(text: str) -> Any:
     environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
     try:
-        unknown = meta.find_undeclared_variables(environment.parse(text)) - set(VARIABLES)
+        used = meta.find_undeclared_variables(environment.parse(text))
+        unknown = used - set(VARIABLES)
         template = environment.from_string(text)
     except TemplateError as error:
         line = getattr(error, "lineno", None)
         raise ConfigError(f"prompt.template{f':{line}' if line else ''}: not valid Jinja2: {error}") from None
     if unknown:
         raise ConfigError(f'prompt.template: "{sorted(unknown)[0]}" is not known; it may use {", ".join(VARIABLES)}')
+    if not used:
+        raise ConfigError(
+            f'prompt.template: "{text[:40]}" is the same for every record; write {{{{ query }}}} into it, or '
+            "give the name of a .jinja file"
+        )
     return template

@@ -114,6 +114,7 @@ class RunSummary:
     records: int = 0  # answered in this run
     failed: int = 0  # error lines written in this run
     skipped: int = 0  # finished before this run began
+    failed_before: int = 0  # those of `skipped` that are error lines
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     output_tokens: int = 0
@@ -161,6 +162,7 @@ class RunSummary:
             "records": self.records,
             "failed": self.failed,
             "skipped": self.skipped,
+            "failed_before": self.failed_before,
             "prompt_tokens": self.prompt_tokens,
             "cached_prompt_tokens": self.cached_prompt_tokens,
             "output_tokens": self.output_tokens,

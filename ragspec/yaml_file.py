@@ -16,8 +16,10 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
             key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen and key != "<<":
+            if isinstance(key, Hashable) and key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f'key "{key}" stands twice', key_node.start_mark)
             seen.add(key if isinstance(key, Hashable) else repr(key))
         return super().construct_mapping(node, deep)
@@ -53,5 +55,7 @@ def parse_yaml(text: str, source: str) -> Any:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark and "\n" in text else ""
         problem = " ".join(str(error.problem or error.context).split())
         raise ConfigError(f"{source}{line}: not valid YAML: {problem}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: nested too deep") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None

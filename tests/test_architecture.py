@@ -13,7 +13,7 @@ LEVELS = [  # a module may import modules of lower lines only; a folder counts a
     {"hf"},
     {"runners.base"},
     {"config"},
-    {"prompts", "vllm_config"},
+    {"prompts", "vllm_config", "provenance"},
     {"runners"},
     {"pipeline"},
     {"console", "benchmark"},

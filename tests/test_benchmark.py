@@ -19,6 +19,7 @@ def test_plan_is_the_product_with_the_baseline_first():
     config = build_config({"model": "m", "input": "x", "speculation": {"method": "draft_model", "draft_model": "d"}})
     assert [c.name for c in make_plan(config, [], [], [])] == ["none", "draft_model"]
     names = [c.name for c in make_plan(config, ["draft_model", "prompt_lookup", "none"], [1, 2], [3])]
+    assert [c.name for c in make_plan(config, ["none"], [1, 1], [])] == ["none-b1"]
     assert names[:2] == ["none-b1", "none-b2"]
     assert names[2:] == ["draft_model-b1-k3", "draft_model-b2-k3", "prompt_lookup-b1-k3", "prompt_lookup-b2-k3"]
 
@@ -56,6 +57,15 @@ def test_methods_are_timed_in_processes_of_their_own_and_compared(tiny, tmp_path
     order = [line.split(":")[0] for line in done.stderr.splitlines() if ": pass " in line]
     pairs = ["none-b1", "prompt_lookup-b1", "prompt_lookup-b1", "none-b1"]
     assert order == (sorted(pairs) if sequential else pairs)
+
+
+def test_a_benchmark_of_nothing_is_an_error(tmp_path):
+    config, empty = tmp_path / "c.yaml", tmp_path / "in.jsonl"
+    config.write_text("runner: fake")
+    empty.write_text("broken\n")
+    done = ragspec("benchmark", "-c", config, "-i", empty, "-o", tmp_path / "b")
+    assert done.returncode == 2
+    assert "none: no record was answered (1 failed)" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,28 @@ def test_what_cannot_start_is_one_line_and_exit_code_2(tmp_path, questions, text
     assert not (tmp_path / "out.jsonl").exists()
 
 
+def test_a_named_pipe_is_read_once(config, questions, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    feeder = subprocess.Popen(["cp", questions, str(pipe)])
+    done = ragspec("generate", "-c", config, "-i", pipe, "-o", tmp_path / "out.jsonl")
+    feeder.wait()
+    assert done.returncode == 0, done.stderr
+    assert len(read_jsonl(tmp_path / "out.jsonl")) == 200
+
+
+def test_a_full_disk_is_one_line(config, questions):
+    done = ragspec("generate", "-c", config, "-i", questions, "-o", "/dev/full")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: /dev/full: cannot be written (No space left on device)")
+
+
+def test_names_are_no_markup(config, questions, tmp_path):
+    done = ragspec("generate", "-c", config, "-i", questions, "-o", tmp_path / "out[/b][bold]x.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert "out[/b][bold]x.jsonl" in done.stderr
+
+
 def test_debug_shows_the_traceback(config):
     done = ragspec("generate", "-c", config, "-i", "nowhere.jsonl", "--debug")
     assert "Traceback" in done.stderr

@@ -108,6 +108,12 @@ def test_flags_win_over_set_and_file(tmp_path):
     assert (config.input, config.output) == ("c", "-")
 
 
+def test_merge_keys_work_and_empty_sections_are_defaults(tmp_path):
+    text = "model: demo\nsampling: &s {seed: 3}\nprompt:\nspeculation:\n  <<: {method: prompt_lookup}\n"
+    config = load(tmp_path, text)
+    assert (config.sampling.seed, config.speculation.method) == (3, "prompt_lookup")
+
+
 def test_exponents_without_a_dot_are_numbers(tmp_path):
     assert load(tmp_path, "model: demo\nsampling: {temperature: 1e-1}").sampling.temperature == 0.1
 
@@ -116,6 +122,12 @@ def test_template_file_is_replaced_by_its_text(tmp_path):
     (tmp_path / "t.jinja").write_text("Q: {{ query }}")
     config = load(tmp_path, f"model: demo\nprompt: {{template: {tmp_path / 't.jinja'}}}")
     assert config.prompt.template == "Q: {{ query }}"
+
+
+def test_sampled_batches_must_keep_their_size():
+    sampled = {"model": "demo", "sampling": {"temperature": 1.0}}
+    one, two = (build_config({**sampled, "runner_args": {"batch_size": size}}) for size in (1, 2))
+    assert one.identity() != two.identity()
 
 
 def test_identity_leaves_out_what_cannot_change_an_answer():

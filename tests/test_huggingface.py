@@ -122,7 +122,7 @@ def test_draft_knobs_land_on_the_drafts_own_generation_config(tiny, tiny_gpt2):
         extra={"assistant_lookbehind": 6, "target_lookbehind": 7},
     )
     with runner:
-        knobs = runner._draft.generation_config
+        knobs = runner._draft_model.generation_config
         assert (knobs.num_assistant_tokens, knobs.num_assistant_tokens_schedule) == (4, "heuristic_transient")
         assert (knobs.assistant_confidence_threshold, knobs.assistant_lookbehind, knobs.target_lookbehind) == (
             0.2,
@@ -280,6 +280,10 @@ def test_arguments_of_autogluon_reach_transformers(tiny):
             {"runner_args": {"generate_args": {"num_beams": 4}}, "method": "prompt_lookup"},
             "num_beams: 4 does not combine",
         ),
+        ({"runner_args": {"generate_args": {"temprature": 1}}}, 'temprature" is not known; did you mean "temperature"'),
+        ({"runner_args": {"generate_args": {"do_sample": True}}}, "generate_args.do_sample: ragspec sets it"),
+        ({"runner_args": {"encode_args": {"bogus": 1}}}, 'runner_args.encode_args.bogus" is not known'),
+        ({"runner_args": {"device": "banana"}}, 'runner_args.device: "banana" is not known'),
         ({"runner_args": {"generate_args": {"num_return_sequences": 2}}}, "num_return_sequences: must be 1"),
         ({"method": "early_exit", "early_exit_layer": 2}, "early_exit_layer: 2 is not below"),
         ({"method": "prompt_lookup", "extra": {"lookback": 3}}, "speculation.extra.lookback: is not known"),

@@ -101,6 +101,48 @@ def test_retry_failed_drops_error_lines_only(path):
     assert [line["id"] for line in read_jsonl(path)] == ["a", "c", "b"]
 
 
+@pytest.mark.parametrize("call", ["open", "replace"])
+def test_retry_failed_that_dies_midway_loses_no_answer(path, monkeypatch, call):
+    write(path, answer("a"), {"id": "b", "error": {"message": "no"}, "fingerprint": "f-b"}, answer("c"))
+    from pathlib import Path
+
+    original = getattr(Path, call)
+
+    def die(self, *args, **kwargs):
+        if self.name.endswith(".retry"):
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, call, die)
+        with pytest.raises(KeyboardInterrupt):
+            Journal(str(path), IDENTITY, retry_failed=True)
+    write(path, retry_failed=True)
+    assert [line["id"] for line in read_jsonl(path)] == ["a", "c"]
+
+
+@pytest.mark.parametrize("foreign", ['not json "error": x', '{"fingerprint": ["x"], "id": {}}', "[]", '{"error": 1}'])
+@pytest.mark.parametrize("retry", [False, True])
+def test_a_line_of_somebody_elses_in_the_output_stays_and_stops_nothing(path, foreign, retry):
+    write(path, answer("a"))
+    with path.open("a") as file:
+        file.write(f"{foreign}\n")
+    with Journal(str(path), IDENTITY, retry_failed=retry) as journal:
+        assert "f-a" in journal.finished
+    assert foreign in path.read_text()
+
+
+def test_a_line_that_is_no_json_is_refused_before_anything_is_written(path):
+    deep = []
+    for _ in range(400):
+        deep = [deep]
+    with Journal(str(path), IDENTITY) as journal:
+        with pytest.raises(TypeError):
+            journal.put(0, answer("a", metadata=deep))
+        journal.put(0, answer("b"))
+    assert [line["id"] for line in read_jsonl(path)] == ["b"]
+
+
 def test_two_runs_cannot_write_one_output(path):
     with Journal(str(path), IDENTITY), pytest.raises(ConfigError, match="another run is writing it"):
         Journal(str(path), IDENTITY)

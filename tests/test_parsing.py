@@ -60,6 +60,7 @@ def test_openai_content_parts_are_joined():
         ({"custom_id": "c", "body": {"prompt": "p", "n": 2}}, '"body.n" must be 1'),
         ({"custom_id": "c", "body": {"prompt": "p", "tools": []}}, '"body.tools" is not supported'),
         ({"body": {"prompt": "p"}}, '"custom_id" is missing'),
+        ({"custom_id": "c", "body": {}}, 'no prompt: "body" needs'),
     ],
 )
 def test_a_record_that_is_none_says_what_was_expected(value, message):

@@ -139,8 +139,55 @@ def test_limit_reads_so_many_lines(tmp_path):
 
 def test_input_must_not_be_the_output(tmp_path):
     config = fake(tmp_path, questions(1))
-    with pytest.raises(ConfigError, match="is the input itself"):
+    with pytest.raises(ConfigError, match="would be the input and output"):
         run(config.model_copy(update={"output": config.input}))
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "out.run.json", "out.stats.json"])
+def test_no_file_gets_two_uses(tmp_path, name):
+    source = tmp_path / name
+    write_jsonl(source, questions(2))
+    before = source.read_bytes()
+    config = build_config({"runner": "fake", "input": str(source), "output": str(tmp_path / "out.jsonl")})
+    if name == "in.jsonl":
+        with pytest.raises(ConfigError, match="would be the input and --stats"):
+            run(config, stats_path=str(source))
+    else:
+        with pytest.raises(ConfigError, match="would be the input and the"):
+            run(config)
+    assert source.read_bytes() == before
+
+
+def test_a_record_that_cannot_be_written_back_is_an_error_line(tmp_path):
+    deep = b'{"id": "deep", "query": "x", "m": ' + b"[" * 300 + b"]" * 300 + b"}\n"
+    summary = run(fake(tmp_path, deep + b'{"id": "next", "query": "y"}\n'))
+    assert (summary.records, summary.failed) == (1, 1)
+    assert "metadata cannot be written" in output(tmp_path)[0]["error"]["message"]
+
+
+@pytest.mark.parametrize("template", ["{{ query }}{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ query.x.y }}"])
+def test_a_template_that_fails_on_a_record_is_that_records_error(tmp_path, template):
+    summary = run(fake(tmp_path, questions(2), prompt={"template": template}))
+    assert (summary.records, summary.failed) == (0, 2)
+
+
+def test_error_lines_of_an_earlier_run_are_still_failures(tmp_path):
+    config = fake(tmp_path, questions(3), runner_args={"fail_ids": ["q1"]})
+    run(config)
+    stats = (tmp_path / "out.stats.json").read_bytes()
+    summary = run(config)
+    assert (summary.skipped, summary.failed_before) == (3, 1)
+    assert (tmp_path / "out.stats.json").read_bytes() == stats, "an idle run keeps the statistics of the work"
+
+
+def test_contexts_without_a_query_come_back_under_metadata(tmp_path):
+    run(fake(tmp_path, [{"id": "a", "prompt": "p", "contexts": ["c"], "body": "an email", "custom_id": 7}]))
+    assert output(tmp_path)[0]["metadata"] == {"contexts": ["c"], "body": "an email", "custom_id": 7}
+
+
+def test_retry_failed_needs_all_of_the_input(tmp_path):
+    with pytest.raises(ConfigError, match="does not combine with --limit"):
+        run(fake(tmp_path, questions(1)), retry_failed=True, limit=1)
 
 
 def test_missing_input_is_explained():

@@ -91,7 +91,12 @@ def test_template_is_the_users():
 
 @pytest.mark.parametrize(
     ("template", "message"),
-    [("{{ querry }}", '"querry" is not known; it may use query'), ("{% for %}", "not valid Jinja2")],
+    [
+        ("prompts/mine.txt", "is the same for every record"),
+        ("{{ query | nofilter }}", "not valid Jinja2"),
+        ("{{ querry }}", '"querry" is not known; it may use query'),
+        ("{% for %}", "not valid Jinja2"),
+    ],
 )
 def test_a_bad_template_is_known_before_the_run(template, message):
     with pytest.raises(ConfigError, match=message):

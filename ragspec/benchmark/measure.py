@@ -120,7 +120,14 @@ def run_benchmark(
     def measure(worker: Worker, number: int) -> None:
         name = worker.candidate.name
         console.print(f"{name}: pass {number} of {repeat} ...", markup=False)
-        passes[name].append(worker.measure())
+        result = worker.measure()
+        if not result["records"]:
+            raise ConfigError(f"{name}: no record was answered ({result['failed']} failed); see {worker.answers}")
+        if result["failed"]:
+            console.print(
+                f"{name}: {result['failed']} records failed; see {worker.answers}", markup=False, style="yellow"
+            )
+        passes[name].append(result)
 
     if sequential:
         for candidate in plan:

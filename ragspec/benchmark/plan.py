@@ -36,8 +36,8 @@ def make_plan(
     wanted = list(dict.fromkeys(methods)) or list(dict.fromkeys([BASELINE, config.speculation.method]))
     wanted.sort(key=lambda method: method != BASELINE)
     candidates = []
-    sizes: Sequence[int | None] = batch_sizes or [None]
-    lengths: Sequence[int | None] = num_tokens or [None]
+    sizes: Sequence[int | None] = list(dict.fromkeys(batch_sizes)) or [None]
+    lengths: Sequence[int | None] = list(dict.fromkeys(num_tokens)) or [None]
     for method, batch_size in product(wanted, sizes):
         for tokens in lengths if method != BASELINE else [None]:
             candidates.append(_candidate(config, method, batch_size, tokens))

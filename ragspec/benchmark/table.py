@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 
 def print_results(console: Console, results: dict[str, Any], folder: Path) -> None:
@@ -32,7 +33,7 @@ def print_results(console: Console, results: dict[str, Any], folder: Path) -> No
         runs = [run for run in results["runs"] if run["name"] == name]
         rate = runs[0]["acceptance_rate"]
         table.add_row(
-            name,
+            Text(name),
             _median(runs, "tokens_per_s"),
             _ratio(results, name),
             _median(runs, "decode_tokens_per_s"),

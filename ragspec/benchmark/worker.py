@@ -19,7 +19,8 @@ from ragspec.config import build_config
 from ragspec.errors import RagspecError
 from ragspec.journal import Journal
 from ragspec.jsonl import Lines
-from ragspec.pipeline import Batch, about, make_prompts
+from ragspec.pipeline import Batch, make_prompts
+from ragspec.provenance import about
 from ragspec.runners.base import Runner
 
 

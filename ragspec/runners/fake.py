@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
@@ -21,12 +21,13 @@ from ragspec.runners.base import RunnerArgs
 from ragspec.stats import SpecStats
 
 METHODS = ("none", "prompt_lookup")
+BATCH_SIZE = 8
 
 
 class Args(RunnerArgs):
     """`runner_args` of the fake runner."""
 
-    batch_size: Annotated[int, Field(ge=1)] = 8
+    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     context_length: Annotated[int, Field(ge=2)] | None = None
     delay_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # seconds a batch takes
     fail_ids: list[str] = []  # records that fail inside generation
@@ -58,6 +59,7 @@ class Runner:
         args = config.args()
         assert isinstance(args, Args)
         self._args = args
+        self._batch_size = BATCH_SIZE if args.batch_size == "auto" else args.batch_size
         self._fail_ids = set(args.fail_ids)
         self.tokenizer = ByteTokenizer()
         self.context_length = args.context_length
@@ -83,7 +85,7 @@ class Runner:
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield batch after batch, each in the order it came (or, on request, the other way round)."""
         source = iter(requests)
-        while batch := list(islice(source, self._args.batch_size)):
+        while batch := list(islice(source, self._batch_size)):
             if self._args.delay_s:
                 time.sleep(self._args.delay_s)
             for request in reversed(batch) if self._args.reverse else batch:
@@ -108,4 +110,4 @@ class Runner:
 
     def about(self) -> dict[str, Any]:
         """Return the one thing there is to know."""
-        return {"model": "none", "batch_size": self._args.batch_size}
+        return {"model": "none", "batch_size": self._batch_size}

@@ -9,6 +9,7 @@ Limit: transformers speculates one record at a time, so `batch_size` only counts
 from __future__ import annotations
 
 import copy
+import inspect
 import time
 from collections.abc import Iterable, Iterator
 from itertools import groupby, islice
@@ -23,13 +24,16 @@ from ragspec.quiet import quiet
 from ragspec.records import Failure, Generation, Request, Sampling, record_seed
 from ragspec.runners.base import RunnerArgs
 from ragspec.stats import SpecStats
+from ragspec.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from ragspec.hf.acceptance import AcceptanceMeter
+    from ragspec.hf.draft import Draft
 
 METHODS = ("none", "prompt_lookup", "draft_model", "early_exit")
 PLAIN_BATCH_SIZE = 8
 LOOKUP_TOKENS = 10  # transformers' own default
+OURS = ("max_new_tokens", "max_length", "do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 DRAFT_KNOBS = ("assistant_lookbehind", "target_lookbehind")
 
 
@@ -62,8 +66,10 @@ class Runner:
         self._model_name = config.model
         self._spec = config.speculation
         self._model: Any = None
-        self._draft: Any = None
+        self._draft: Draft | None = None
+        self._draft_model: Any = None
         self._sampling_draft: Any = None  # a copy: universal speculative sampling rewrites the draft's embeddings
+        self._loaded: dict[str, str] = {}
         self._meter: AcceptanceMeter | None = None
         self._greedy_by_default = config.sampling.temperature == 0
         self.method = config.speculation.method
@@ -77,8 +83,8 @@ class Runner:
 
     def check(self) -> None:
         """Find model, draft and tokenizers. Raises ConfigError for whatever could not work."""
-        self._check_args()
         quiet()
+        self._check_args()
         from ragspec.hf.tokenizer import HFTokenizer, load_tokenizer
 
         args = self._args
@@ -89,11 +95,7 @@ class Runner:
         tokenizer = load_tokenizer(self._source, trust_remote_code=args.trust_remote_code, **args.tokenizer_args)
         self.tokenizer = HFTokenizer(tokenizer, args.encode_args)
         self.context_length = context_length(self._hf_config)
-        self._draft_source: ModelSource | None = None
-        self._draft_tokenizer: Any = None
-        self._other_vocabulary = False
-        if self.method == "draft_model":
-            self._check_draft(tokenizer)
+        self._draft = self._find_draft(tokenizer) if self.method == "draft_model" else None
         self._batch_size = self._choose_batch_size()
         if self.method == "early_exit":
             layers = self._hf_config.get_text_config().num_hidden_layers
@@ -102,7 +104,21 @@ class Runner:
                     f"speculation.early_exit_layer: {self._spec.early_exit_layer} is not below the model's {layers}"
                 )
 
+    def _refuse_unknown(self, section: str, given: dict[str, Any], known: set[str], ours: tuple[str, ...]) -> None:
+        """Raise ConfigError for a key that transformers would take without a word, or that ragspec sets itself."""
+        for key in given:
+            if key in ours:
+                raise ConfigError(
+                    f"runner_args.{section}.{key}: ragspec sets it (section sampling, and padding); take it out"
+                )
+            if key not in known:
+                raise ConfigError(f'"runner_args.{section}.{key}" is not known{did_you_mean(key, sorted(known))}')
+
     def _check_args(self) -> None:
+        from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+        from ragspec.hf.loading import check_device
+
         generate = self._args.generate_args
         if generate.get("num_return_sequences", 1) != 1:
             raise ConfigError("runner_args.generate_args.num_return_sequences: must be 1: one answer a record")
@@ -116,41 +132,32 @@ class Runner:
         for name in ("ngram_min", "num_tokens_by_batch_size"):
             if getattr(self._spec, name) is not None:
                 self.notes.append(f"speculation.{name}: without effect on runner huggingface; vllm has it")
+        self._refuse_unknown("generate_args", generate, set(vars(GenerationConfig())), OURS)
+        call = set(inspect.signature(PreTrainedTokenizerBase.__call__).parameters) - {"self", "text"}
+        self._refuse_unknown("encode_args", self._args.encode_args, call, ("return_tensors", "padding"))
+        check_device(self._args.device)
         unknown = sorted(set(self._spec.extra) - set(DRAFT_KNOBS))
         if unknown:
             raise ConfigError(
                 f"speculation.extra.{unknown[0]}: is not known to transformers; known: {', '.join(DRAFT_KNOBS)}"
             )
 
-    def _check_draft(self, tokenizer: Any) -> None:
-        """Compare the token maps of target and draft, and decide how drafts travel between them."""
-        from ragspec.hf.tokenizer import load_tokenizer
-        from ragspec.vocabulary import fits
+    def _find_draft(self, tokenizer: Any) -> Draft:
+        from ragspec.hf.draft import find_draft, width_of
 
-        trust = self._args.trust_remote_code
-        name = self._spec.draft_model
-        assert name is not None
-        key = "speculation.draft_model"
-        self._draft_source = resolve(name, key=key)
-        self._draft_config = read_model_config(self._draft_source, trust_remote_code=trust, key=key)
-        tokenizer_source = self._draft_source
-        if self._spec.draft_tokenizer and self._spec.draft_tokenizer != name:
-            key = "speculation.draft_tokenizer"
-            tokenizer_source = resolve(self._spec.draft_tokenizer, key=key)
-        self._draft_tokenizer = load_tokenizer(tokenizer_source, key=key, trust_remote_code=trust)
-        fit, why = fits(tokenizer, _width(self._hf_config), self._draft_tokenizer, _width(self._draft_config))
-        self._other_vocabulary = not fit
-        if not fit and not self._spec.draft_tokenizer:
-            raise ConfigError(
-                f'speculation.draft_model: "{name}" has another tokenizer than "{self._model_name}" ({why}); '
-                f"add `draft_tokenizer: {name}` for universal assisted decoding, choose a draft of the same family, "
-                "or use method: prompt_lookup"
-            )
-        if fit and self._spec.draft_tokenizer:
+        draft = find_draft(
+            self._spec.draft_model or "",
+            self._spec.draft_tokenizer,
+            (self._model_name, tokenizer, width_of(self._hf_config)),
+            trust_remote_code=self._args.trust_remote_code,
+            remedy="for universal assisted decoding",
+        )
+        if self._spec.draft_tokenizer and not draft.other_tokens:
             self.notes.append(
                 "speculation.draft_tokenizer: not needed, target and draft share their tokens; "
                 "drafts are handed over as they are"
             )
+        return draft
 
     def _choose_batch_size(self) -> int:
         asked = self._args.batch_size
@@ -174,15 +181,16 @@ class Runner:
                 raise ModelError(
                     f'"{self._model_name}" keeps a recurrent state, which cannot take back a draft; use method: none'
                 )
-            if self._draft_source:
-                self._draft = self._load(self._draft_source, {}, None)
-            self._set_knobs(self._draft if self._draft is not None else self._model)
+            if self._draft:
+                self._draft_model = self._load(self._draft.source, {}, None)
+            self._set_knobs(self._draft_model if self._draft else self._model)
             tokenizers = None
-            if self._other_vocabulary:
-                tokenizers = (in_id_order(self.tokenizer.inner), in_id_order(self._draft_tokenizer))
-            reach = context_length(self._draft_config) if self._draft_source else None
+            if self._draft and self._draft.other_tokens:
+                tokenizers = (in_id_order(self.tokenizer.inner), in_id_order(self._draft.tokenizer))
+            reach = self._draft.context_length if self._draft else None
             self._meter = AcceptanceMeter(tokenizers, reach)
             self._meter.attach(self._model)
+        self._loaded = {"dtype": str(self._model.dtype).removeprefix("torch."), "device": str(self._model.device)}
         own = self._model.generation_config.eos_token_id
         eos = own if own is not None else self.tokenizer.inner.eos_token_id
         eos = self._args.generate_args.get("eos_token_id", eos)
@@ -192,51 +200,25 @@ class Runner:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._model = self._draft = self._sampling_draft = self._meter = None
+        self._model = self._draft_model = self._sampling_draft = self._meter = None
         import torch
 
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def _load(self, source: ModelSource, extra: dict[str, Any], revision: str | None) -> Any:
-        import torch
-        from transformers import AutoModelForCausalLM
+        from ragspec.hf.loading import load_model, pick_device
 
-        device = self._device()
-        dtype = self._args.dtype
-        if dtype == "auto" and device == "cpu":
-            dtype = "float32"  # bfloat16 is emulated on CPUs without AVX-512
-        placement: dict[str, Any] = {}
-        if (self._args.num_gpus or 0) > 1 and torch.cuda.device_count() > 1:
-            gpus = range(min(self._args.num_gpus or 0, torch.cuda.device_count()))
-            placement = {"device_map": "auto", "max_memory": {i: torch.cuda.mem_get_info(i)[0] for i in gpus}}
-        kwargs = {
-            "dtype": dtype,
-            "revision": revision or "main",
-            "trust_remote_code": self._args.trust_remote_code,
-            "use_safetensors": True,
-            **placement,
-            **extra,
-        }
-        try:
-            model = AutoModelForCausalLM.from_pretrained(source.path, **kwargs)
-            return (model if "device_map" in kwargs else model.to(device)).eval()
-        except Exception as error:  # whatever a model's own code raises while loading, it could not start
-            text = " ".join(str(error).split())[:300]
-            if "safetensors" in text and "use_safetensors" not in extra:
-                text += "; to load its pickled weights all the same: runner_args.model_args.use_safetensors: false"
-            raise ModelError(f'"{source.name}" could not be loaded: {type(error).__name__}: {text}') from error
-
-    def _device(self) -> str:
-        import torch
-
-        if self._args.device != "auto":
-            return self._args.device
-        if self._args.num_gpus == 0:
-            return "cpu"
-        if torch.cuda.is_available():
-            return "cuda"
-        return "mps" if torch.backends.mps.is_available() else "cpu"
+        args = self._args
+        return load_model(
+            source,
+            device=pick_device(args.device, args.num_gpus),
+            dtype=args.dtype,
+            num_gpus=args.num_gpus,
+            revision=revision,
+            trust_remote_code=args.trust_remote_code,
+            extra=extra,
+        )
 
     def _set_knobs(self, drafter: Any) -> None:
         """Set the draft's own settings where transformers reads them: on the drafting model's generation_config."""
@@ -265,9 +247,9 @@ class Runner:
         for _, same in groupby(requests, key=lambda request: request.sampling):
             while batch := list(islice(same, self._batch_size)):
                 yield from self._answer(batch)
-        if self._meter and self._meter.outgrown:
+        if self._draft and self._meter and self._meter.outgrown:
             self.notes.append(
-                f"{self._meter.outgrown} records were longer than the {context_length(self._draft_config)} tokens that "
+                f"{self._meter.outgrown} records were longer than the {self._draft.context_length} tokens that "
                 "the draft model attends to; they went on without drafts"
             )
 
@@ -356,34 +338,28 @@ class Runner:
     def _assistant(self, sampling: Sampling) -> dict[str, Any]:
         if self._draft is None:
             return {}
-        draft = self._draft
-        if self._other_vocabulary and sampling.temperature > 0:
+        draft = self._draft_model
+        if self._draft.other_tokens and sampling.temperature > 0:
             # transformers 5.19 prunes the draft's output layer in place for this, which greedy records must not see
             if self._sampling_draft is None:
-                self._sampling_draft = copy.deepcopy(self._draft)
+                self._sampling_draft = copy.deepcopy(self._draft_model)
             draft = self._sampling_draft
         kwargs: dict[str, Any] = {"assistant_model": draft}
-        if _width(self._hf_config) != _width(self._draft_config):
+        if int(self._hf_config.get_text_config().vocab_size) != self._draft.width:
             # generate() insists on both where sizes differ; whether they are used is AcceptanceMeter's decision
-            kwargs |= {"tokenizer": self.tokenizer.inner, "assistant_tokenizer": self._draft_tokenizer}
+            kwargs |= {"tokenizer": self.tokenizer.inner, "assistant_tokenizer": self._draft.tokenizer}
         return kwargs
 
     def about(self) -> dict[str, Any]:
         """Return what ran: model, revision, dtype, device, batch size, draft."""
-        model = self._model
-        about = {
+        about: dict[str, Any] = {
             "model": self._source.path,
             "revision": getattr(self._hf_config, "_commit_hash", None),
             "batch_size": self._batch_size,
             "context_length": self.context_length,
         }
-        if model is not None:
-            about |= {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
-        if self._draft_source:
-            about["draft_model"] = self._draft_source.path
-            about["draft_vocabulary"] = "other" if self._other_vocabulary else "same"
+        about |= self._loaded
+        if self._draft:
+            about["draft_model"] = self._draft.source.path
+            about["draft_vocabulary"] = "other" if self._draft.other_tokens else "same"
         return about
-
-
-def _width(config: Any) -> int:
-    return int(config.get_text_config().vocab_size)

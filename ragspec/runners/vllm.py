@@ -125,26 +125,21 @@ class Runner:
         name = self._spec.draft_model
         if name is None or self.method == "none":
             return None, False
-        key = "speculation.draft_model"
-        source = resolve(name, key=key)
+        source = resolve(name, key="speculation.draft_model")
         if self.method != "draft_model":
             return source.path, False  # heads: they have the target's vocabulary
-        from ragspec.hf.tokenizer import load_tokenizer
-        from ragspec.vocabulary import fits
+        from ragspec.hf.draft import find_draft, width_of
 
-        draft_config = read_model_config(source, trust_remote_code=trust, key=key)
-        tokenizer_source = resolve(self._spec.draft_tokenizer or name, key="speculation.draft_tokenizer")
-        tokenizer = load_tokenizer(tokenizer_source, key=key, trust_remote_code=trust)
-        sizes = [int(config.get_text_config().vocab_size) for config in (self._hf_config, draft_config)]
-        fit, why = fits(self.tokenizer.inner, sizes[0], tokenizer, sizes[1])
-        if not fit and not self._spec.draft_tokenizer:
-            raise ConfigError(
-                f'speculation.draft_model: "{name}" has another tokenizer than "{self._model_name}" ({why}); '
-                f"add `draft_tokenizer: {name}` to draft in the tokens that both have, choose a draft of the same "
-                "family, or use method: prompt_lookup"
-            )
+        width = width_of(self._hf_config)
+        draft = find_draft(
+            name,
+            self._spec.draft_tokenizer,
+            (self._model_name, self.tokenizer.inner, width),
+            trust_remote_code=trust,
+            remedy="to draft in the tokens that both have",
+        )
         # vLLM compares sizes only: paddings that differ need its mapping too, which is then the identity
-        return source.path, not fit or sizes[0] != sizes[1]
+        return draft.source.path, draft.other_tokens or draft.width != width
 
     def _make_engine_args(self, extra: dict[str, Any], spec: dict[str, Any] | None) -> dict[str, Any]:
         args: dict[str, Any] = {"model": self._source.path, "disable_log_stats": False, "use_tqdm_on_load": False}
