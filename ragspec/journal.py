@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import sys
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -83,12 +84,13 @@ class Journal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        if self.resumable:
-            self._file.flush()
+    def __exit__(self, kind: object, *rest: object) -> None:
+        if self.resumable and not kind:
             os.fsync(self._file.fileno())
         if self.output != "-":
-            self._file.close()
+            # after an error of its own, the last line may still be in the buffer and fail again
+            with suppress(OSError) if kind else nullcontext():
+                self._file.close()
 
     def put(self, index: int, line: dict[str, Any] | None) -> None:
         """Write output line number `index`, or keep it until those before it came. None: nothing to write there.

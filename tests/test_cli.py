@@ -151,6 +151,12 @@ def slow(out, questions, config, *more):
     return [*RAGSPEC, *map(str, args), "--set", "runner_args.delay_s=0.02", "--set", "runner_args.batch_size=2"]
 
 
+def start_interruptible(command):
+    """Start a process that can be interrupted, also where this one was started with SIGINT ignored (by `&`, say)."""
+    default = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=default)
+
+
 def wait_for_lines(out, wanted, process):
     while process.poll() is None and (not out.exists() or out.read_bytes().count(b"\n") < wanted):
         time.sleep(0.002)
@@ -158,7 +164,7 @@ def wait_for_lines(out, wanted, process):
 
 def test_interrupt_keeps_what_is_finished_and_says_how_to_go_on(config, questions, tmp_path):
     out = tmp_path / "out.jsonl"
-    process = subprocess.Popen(slow(out, questions, config), stderr=subprocess.PIPE, text=True)
+    process = start_interruptible(slow(out, questions, config))
     wait_for_lines(out, 5, process)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=30)

@@ -44,6 +44,7 @@ METHODS = (
 )
 CPU_KV_CACHE_BYTES = 2 << 30  # vLLM would take nearly all memory, and a benchmark loads several engines
 MIN_P_LOST = "vLLM ignores it while speculating, which would change answers; use method: none, or take it out"
+UNREPEATABLE = "vLLM 0.32 on a CPU: answers sampled with speculation do not repeat under one seed; method none does"
 AHEAD = 2  # records submitted per row of the engine's batch, so that a row never waits for one
 
 
@@ -77,6 +78,7 @@ class Runner:
         self._spec = config.speculation
         self._engine: Any = None
         self._min_p_by_default = config.sampling.min_p
+        self._greedy_by_default = config.sampling.temperature == 0
         raw = config.speculation.speculative_config or {}
         self.method = str(raw.get("method", "draft_model")) if raw else config.speculation.method
         self.remembers = self.method == "suffix"  # its tree of past answers outlives a pass over the input
@@ -117,6 +119,8 @@ class Runner:
             devices = None if self._on_cpu else _device_count()
             self.notes += check_parallel(extra, spec, devices)
             check_memory(self._model_name, self._source.path, _free_bytes(self._on_cpu))
+            if spec and self._on_cpu and not self._greedy_by_default:
+                self.notes.append(UNREPEATABLE)
             self._engine_args = self._make_engine_args(extra, spec)
             self.context_length: int | None = self._configure()
 
