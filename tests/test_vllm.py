@@ -120,11 +120,14 @@ def test_a_shared_prefix_is_reported_as_cached(engine):
     assert generations[1].cached_prompt_tokens >= 128
 
 
-def test_sampled_answers_are_drawn_and_counted(engine):
-    greedy = {g.index: g.token_ids for g in engine.generate(requests(engine, TEXTS[:4]))}
-    sampled = {g.index: g for g in engine.generate(requests(engine, TEXTS[:4], temperature=1.0, top_k=40, top_p=0.9))}
-    assert {i: g.token_ids for i, g in sampled.items()} != greedy
-    assert all(0 < len(g.token_ids) <= 24 for g in sampled.values())
+def test_sampling_that_vllm_would_get_wrong_is_refused_record_by_record(engine):
+    """vLLM 0.32 on a CPU: `expand_kernel` drops what it writes. Delete this, and the refusal, once it does not."""
+    if not engine._on_cpu:
+        pytest.skip("only the CPU build has this defect")
+    asked = requests(engine, TEXTS[:2], temperature=1.0) + requests(engine, TEXTS[:3])[2:]
+    outcomes = {outcome.index: outcome for outcome in engine.generate(asked)}
+    assert [isinstance(outcomes[i], Failure) for i in range(3)] == [True, True, False]
+    assert "uninitialised memory" in outcomes[0].message
 
 
 def test_a_stop_string_ends_the_answer(engine):
@@ -142,7 +145,7 @@ def test_a_stop_string_ends_the_answer(engine):
     [
         ({"runner_args": {"max_modellen": 4}}, 'runner_args.max_modellen" is not an argument of vLLM; did you mean'),
         ({"runner_args": {"max_model_len": 99999}}, "vLLM refuses the configuration"),
-        ({"sampling": {"min_p": 0.1}}, "vLLM ignores it while speculating"),
+        ({"sampling": {"temperature": 0.5}}, "while speculating"),
         ({"speculation": {"method": "draft_model", "draft_model": "tiny_stranger"}}, "has another tokenizer"),
         ({"speculation": {"method": "speculative_config", "speculative_config": {"method": "x"}}}, "vLLM refuses"),
     ],

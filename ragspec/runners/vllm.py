@@ -44,7 +44,10 @@ METHODS = (
 )
 CPU_KV_CACHE_BYTES = 2 << 30  # vLLM would take nearly all memory, and a benchmark loads several engines
 MIN_P_LOST = "vLLM ignores it while speculating, which would change answers; use method: none, or take it out"
-UNREPEATABLE = "vLLM 0.32 on a CPU: answers sampled with speculation do not repeat under one seed; method none does"
+# its expand_kernel writes the per-token temperature, top_k and top_p into a copy that is thrown away (0.32, cpu_triton_utils)
+CPU_SAMPLING_LOST = (
+    "vLLM 0.32 on a CPU samples from uninitialised memory while speculating; use temperature 0 or method: none"
+)
 AHEAD = 2  # records submitted per row of the engine's batch, so that a row never waits for one
 
 
@@ -77,8 +80,7 @@ class Runner:
         self._model_name = config.model
         self._spec = config.speculation
         self._engine: Any = None
-        self._min_p_by_default = config.sampling.min_p
-        self._greedy_by_default = config.sampling.temperature == 0
+        self._default_sampling = Sampling(**{**config.sampling.model_dump(), "stop": tuple(config.sampling.stop)})
         raw = config.speculation.speculative_config or {}
         self.method = str(raw.get("method", "draft_model")) if raw else config.speculation.method
         self.remembers = self.method == "suffix"  # its tree of past answers outlives a pass over the input
@@ -101,8 +103,6 @@ class Runner:
 
         extra = dict(self._args.model_extra or {})
         trust, revision = bool(extra.get("trust_remote_code")), extra.get("revision")
-        if self._min_p_by_default and self.method != "none":
-            raise ConfigError(f"sampling.min_p: {MIN_P_LOST}")
         self._source = resolve(self._model_name, revision)
         self._hf_config = read_model_config(self._source, trust_remote_code=trust)
         self.tokenizer = HFTokenizer(load_tokenizer(self._source, trust_remote_code=trust))
@@ -119,8 +119,8 @@ class Runner:
             devices = None if self._on_cpu else _device_count()
             self.notes += check_parallel(extra, spec, devices)
             check_memory(self._model_name, self._source.path, _free_bytes(self._on_cpu))
-            if spec and self._on_cpu and not self._greedy_by_default:
-                self.notes.append(UNREPEATABLE)
+            if lost := self._lost(self._default_sampling):
+                raise ConfigError(f"sampling.{lost}")
             self._engine_args = self._make_engine_args(extra, spec)
             self.context_length: int | None = self._configure()
 
@@ -144,6 +144,14 @@ class Runner:
         )
         # vLLM compares sizes only: paddings that differ need its mapping too, which is then the identity
         return draft.source.path, draft.other_tokens or draft.width != width
+
+    def _lost(self, sampling: Sampling) -> str:
+        """Return what vLLM would not do as asked while speculating, "" where there is nothing."""
+        if self.method == "none" or sampling.temperature == 0:
+            return ""
+        if self._on_cpu:
+            return f"temperature: {CPU_SAMPLING_LOST}"
+        return f"min_p: {MIN_P_LOST}" if sampling.min_p else ""
 
     def _make_engine_args(self, extra: dict[str, Any], spec: dict[str, Any] | None) -> dict[str, Any]:
         args: dict[str, Any] = {"model": self._source.path, "disable_log_stats": False, "use_tqdm_on_load": False}
@@ -233,8 +241,8 @@ class Runner:
                     yield self._outcome(flying.pop(output.request_id), output)
 
     def _submit(self, request: Request, flying: dict[str, _Submitted]) -> Failure | None:
-        if request.sampling.min_p and self.method != "none":
-            return Failure(request.index, f"min_p: {MIN_P_LOST}")
+        if lost := self._lost(request.sampling):
+            return Failure(request.index, lost)
         name = str(request.index)
         prompt = {"prompt_token_ids": request.token_ids}
         try:
