@@ -44,7 +44,7 @@ METHODS = (
 )
 CPU_KV_CACHE_BYTES = 2 << 30  # vLLM would take nearly all memory, and a benchmark loads several engines
 MIN_P_LOST = "vLLM ignores it while speculating, which would change answers; use method: none, or take it out"
-# its expand_kernel writes the per-token temperature, top_k and top_p into a copy that is thrown away (0.32, cpu_triton_utils)
+# its expand_kernel writes each token's temperature, top_k and top_p into a copy that is dropped (cpu_triton_utils)
 CPU_SAMPLING_LOST = (
     "vLLM 0.32 on a CPU samples from uninitialised memory while speculating; use temperature 0 or method: none"
 )
