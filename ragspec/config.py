@@ -17,6 +17,7 @@ from ragspec import runners
 from ragspec.autogluon import is_autogluon, translate
 from ragspec.errors import ConfigError
 from ragspec.legacy_vllm import modernise
+from ragspec.records import Sampling
 from ragspec.runners.base import RunnerArgs
 from ragspec.suggest import did_you_mean
 from ragspec.yaml_file import parse_yaml, read_yaml
@@ -103,6 +104,11 @@ class RunConfig(Section):
             for key in self.args().neutral_keys():
                 whole["runner_args"].pop(key, None)
         return whole
+
+
+def to_sampling(config: SamplingConfig) -> Sampling:
+    """Return the config's section as the plain value that travels with a request."""
+    return Sampling(**{**config.model_dump(), "stop": tuple(config.stop)})
 
 
 def load_config(path: str, overrides: Sequence[str] = (), **direct: Any) -> tuple[RunConfig, list[str]]:

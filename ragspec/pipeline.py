@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ragspec import runners
-from ragspec.config import RunConfig, SamplingConfig
+from ragspec.config import RunConfig, SamplingConfig, to_sampling
 from ragspec.errors import ConfigError, RecordError
 from ragspec.journal import Journal, check_writable, fingerprint, sibling, write_json
 from ragspec.jsonl import Line, Lines
@@ -303,11 +303,6 @@ def make_prompts(config: RunConfig, runner: Runner) -> PromptBuilder:
             f"sampling.max_new_tokens: {new} leaves no room for a prompt; the model takes {length} tokens in all"
         )
     return PromptBuilder(config.prompt, runner.tokenizer, length)
-
-
-def to_sampling(config: SamplingConfig) -> Sampling:
-    """Return the config's section as the plain value that travels with a request."""
-    return Sampling(**{**config.model_dump(), "stop": tuple(config.stop)})
 
 
 def cut_at_stop(text: str, stop: tuple[str, ...]) -> str:

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field
 
-from ragspec.config import RunConfig
+from ragspec.config import RunConfig, to_sampling
 from ragspec.errors import ConfigError, ModelError
 from ragspec.models import context_length, read_model_config, resolve
 from ragspec.records import Failure, Generation, Request, Sampling, record_seed
@@ -80,7 +80,7 @@ class Runner:
         self._model_name = config.model
         self._spec = config.speculation
         self._engine: Any = None
-        self._default_sampling = Sampling(**{**config.sampling.model_dump(), "stop": tuple(config.sampling.stop)})
+        self._default_sampling = to_sampling(config.sampling)
         raw = config.speculation.speculative_config or {}
         self.method = str(raw.get("method", "draft_model")) if raw else config.speculation.method
         self.remembers = self.method == "suffix"  # its tree of past answers outlives a pass over the input
