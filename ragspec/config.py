@@ -70,7 +70,8 @@ class SpeculationConfig(Section):
     draft_model: str | None = None
     draft_tokenizer: str | None = None  # a draft of another vocabulary: universal assisted decoding
     ngram_max: Annotated[int, Field(ge=1)] | None = None  # prompt_lookup: longest n-gram looked up
-    ngram_min: Annotated[int, Field(ge=1)] | None = None  # prompt_lookup on vLLM: shortest
+    ngram_min: Annotated[int, Field(ge=1)] | None = None  # prompt_lookup: shortest
+    isolate: bool = False  # context: no drafts from other records' passages and answers
     early_exit_layer: Annotated[int, Field(ge=1)] | None = None
     confidence_threshold: Annotated[float, Field(ge=0, le=1)] | None = None  # a draft stops below this probability
     schedule: Literal["constant", "heuristic_transient"] = "constant"  # of num_tokens, within one record
@@ -171,7 +172,7 @@ def _check(config: RunConfig) -> None:
         raise ConfigError(
             'speculation.early_exit_layer: missing; method "early_exit" needs the layer to draft from, for instance 4'
         )
-    if spec.method in ("none", "prompt_lookup") and (spec.draft_model or spec.draft_tokenizer):
+    if spec.method in ("none", "context", "prompt_lookup") and (spec.draft_model or spec.draft_tokenizer):
         raise ConfigError(
             f'speculation.draft_model: "{spec.draft_model or spec.draft_tokenizer}" has no use with method '
             f'"{spec.method}"; set speculation.method: draft_model, or take the draft out'

@@ -6,7 +6,7 @@ Everything is a generator pulled by the runner, so memory does not grow with the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -24,7 +24,7 @@ from ragspec.keyset import KeySet
 from ragspec.parsing import line_id, parse_record
 from ragspec.prompts import Prompt, PromptBuilder
 from ragspec.provenance import about, peak_memory_gib
-from ragspec.records import Failure, Generation, Record, Request, Sampling
+from ragspec.records import Failure, Generation, Passage, Record, Request, Sampling, Tokenizer
 from ragspec.runners.base import Runner
 from ragspec.stats import RunSummary
 
@@ -193,7 +193,7 @@ class Batch:
                     continue
                 self._changed += self._journal.resumed > 0 and record.id in self._journal.finished_ids
                 sampling = self._sampling(record)
-                prompt = self._prompts.build(record, sampling.max_new_tokens)
+                prompt = self._prompts.build(record, sampling.max_new_tokens, locate=self._runner.cites)
             except RecordError as error:
                 key = key or fingerprint(line, None)
                 if key in self._journal.finished:
@@ -203,7 +203,7 @@ class Batch:
                     self._fail(index, line_id(line), key, "RecordError", message, line.number)
                 continue
             self._flights[index] = Flight(record, prompt, sampling, key)
-            yield Request(index, record.id, prompt.token_ids, sampling)
+            yield Request(index, record.id, prompt.token_ids, sampling, prompt.places)
 
     def _read(self, line: Line, seen: KeySet) -> Record:
         if isinstance(line.value, RecordError):
@@ -280,6 +280,8 @@ class Batch:
             "speculation": outcome.spec.to_json(self._runner.method),
             "contexts": [passage.id for passage in flight.prompt.kept],
         }
+        if self._runner.cites:
+            line["copied"] = copied_spans(self._runner.tokenizer, flight.prompt.kept, outcome, text)
         if flight.prompt.dropped:
             line["dropped_contexts"] = [passage.id for passage in flight.prompt.dropped]
         if self._keep_token_ids:
@@ -303,6 +305,21 @@ def make_prompts(config: RunConfig, runner: Runner) -> PromptBuilder:
             f"sampling.max_new_tokens: {new} leaves no room for a prompt; the model takes {length} tokens in all"
         )
     return PromptBuilder(config.prompt, runner.tokenizer, length)
+
+
+def copied_spans(
+    tokenizer: Tokenizer, passages: Sequence[Passage], outcome: Generation, text: str
+) -> list[dict[str, Any]]:
+    """Return which characters of an answer stand word for word in which passage, as its drafts found them there."""
+    spans = []
+    for run in outcome.copied:
+        start = len(tokenizer.decode(outcome.token_ids[: run.start]))
+        end = min(len(text), len(tokenizer.decode(outcome.token_ids[: run.end])))
+        quoted = text[start:end]
+        start, quoted = start + len(quoted) - len(quoted.lstrip()), quoted.strip()
+        if quoted and quoted in passages[run.passage].text:  # half a character at an edge is none
+            spans.append({"start": start, "end": start + len(quoted), "context": passages[run.passage].id})
+    return spans
 
 
 def cut_at_stop(text: str, stop: tuple[str, ...]) -> str:

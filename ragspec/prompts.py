@@ -6,7 +6,8 @@ When the contexts do not fit, whole passages are dropped from the lowest-ranked 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jinja2 import StrictUndefined, TemplateError, meta
@@ -32,6 +33,9 @@ class Prompt:
     token_ids: list[int]
     kept: tuple[Passage, ...]
     dropped: tuple[Passage, ...] = ()
+    places: tuple[
+        tuple[int, int], ...
+    ] = ()  # of each of `kept`, in token_ids; (0, 0) where a template changed its text
 
 
 class PromptBuilder:
@@ -46,8 +50,12 @@ class PromptBuilder:
         self._chat = tokenizer.has_chat_template if config.chat == "auto" else config.chat
         self._template = _compile(config.template or DEFAULT_TEMPLATE)
 
-    def build(self, record: Record, max_new_tokens: int) -> Prompt:
-        """Return the prompt of `record`, leaving room for `max_new_tokens`."""
+    def build(self, record: Record, max_new_tokens: int, *, locate: bool = False) -> Prompt:
+        """Return the prompt of `record`, leaving room for `max_new_tokens`. locate: say where the passages stand."""
+        prompt = self._build(record, max_new_tokens)
+        return replace(prompt, places=self._places(record, prompt)) if locate and prompt.kept else prompt
+
+    def _build(self, record: Record, max_new_tokens: int) -> Prompt:
         limit, why = self._limit(max_new_tokens)
         if not record.contexts:
             ids = self._encode(record, ())
@@ -87,28 +95,47 @@ class PromptBuilder:
             return 1 << 62, ""
         return limit, why
 
+    def _places(self, record: Record, prompt: Prompt) -> tuple[tuple[int, int], ...]:
+        """Return the tokens that lie wholly inside each kept passage."""
+        text, special_tokens = self._write(record, prompt.kept)
+        offsets = self._tokenizer.offsets(text, special_tokens=special_tokens)
+        if offsets is None or len(offsets) != len(prompt.token_ids):
+            return ()
+        ends = [end for _, end in offsets]
+        places = []
+        for passage in prompt.kept:
+            start = text.find(passage.text)
+            first = bisect_left(ends, start + 1)  # the token that holds the first character
+            last = bisect_left(ends, start + len(passage.text) + 1)
+            places.append((first, last) if start >= 0 and first < last else (0, 0))
+        return tuple(places)
+
     def _encode(self, record: Record, contexts: tuple[Passage, ...]) -> list[int]:
+        text, special_tokens = self._write(record, contexts)
+        return self._tokenizer.encode(text, special_tokens=special_tokens)
+
+    def _write(self, record: Record, contexts: tuple[Passage, ...]) -> tuple[str, bool]:
+        """Return the prompt's text, and whether the tokenizer is to add its special tokens to it."""
         if record.messages is not None and self._chat:
             system = self._config.system
             given = list(record.messages)
             if system is not None and given[0]["role"] != "system":
                 given = [{"role": "system", "content": system}, *given]
-            return self._encode_chat(given)
+            return self._render_chat(given), False  # the template has written them
         text = self._text(record, contexts)
         if self._chat:
             system = self._config.system
             head = [] if system is None else [{"role": "system", "content": system}]
-            return self._encode_chat([*head, {"role": "user", "content": text}])
+            return self._render_chat([*head, {"role": "user", "content": text}]), False
         if self._config.system is not None:
             text = f"{self._config.system}\n\n{text}"
-        return self._tokenizer.encode(text, special_tokens=True)
+        return text, True
 
-    def _encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def _render_chat(self, messages: list[dict[str, str]]) -> str:
         try:
-            text = self._tokenizer.render_chat(messages)
+            return self._tokenizer.render_chat(messages)
         except Exception as error:  # a program of the model's authors
             raise RecordError(f"the model's chat template refuses these messages: {error}") from None
-        return self._tokenizer.encode(text, special_tokens=False)  # the template has written them
 
     def _text(self, record: Record, contexts: tuple[Passage, ...]) -> str:
         if record.prompt is not None:

@@ -62,6 +62,17 @@ class Request:
     id: str
     token_ids: list[int]
     sampling: Sampling
+    passages: tuple[tuple[int, int], ...] = ()  # where the contexts stand in token_ids: (start, end)
+
+
+@dataclass(slots=True)
+class Copied:
+    """Tokens `start` to `end` of an answer, copied from passage number `passage`, from prompt token `source` on."""
+
+    start: int
+    end: int
+    passage: int
+    source: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +86,7 @@ class Generation:
     latency_s: float
     time_to_first_token_s: float | None = None
     cached_prompt_tokens: int = 0
+    copied: tuple[Copied, ...] = ()  # what accepted drafts took from the prompt's passages
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,5 +106,7 @@ class Tokenizer(Protocol):
     def encode(self, text: str, *, special_tokens: bool) -> list[int]: ...
 
     def decode(self, token_ids: list[int]) -> str: ...
+
+    def offsets(self, text: str, *, special_tokens: bool) -> list[tuple[int, int]] | None: ...
 
     def render_chat(self, messages: list[dict[str, str]]) -> str: ...

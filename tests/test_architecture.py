@@ -9,8 +9,9 @@ PACKAGE = Path(__file__).resolve().parent.parent / "ragspec"
 LEVELS = [  # a module may import modules of lower lines only; a folder counts as one room
     {"errors", "suggest", "keyset", "stats", "quiet", "zst"},
     {"records", "yaml_file", "legacy_vllm", "jsonl"},
-    {"parsing", "autogluon", "journal", "models", "vocabulary"},
+    {"parsing", "autogluon", "journal", "models", "vocabulary", "drafters"},
     {"hf"},
+    {"engine"},
     {"runners.base"},
     {"config"},
     {"prompts", "vllm_config", "provenance"},

@@ -20,7 +20,7 @@ def make_runner(model, method="none", sampling=None, runner_args=None, **spec):
         "model": model,
         "sampling": {"max_new_tokens": 24, **(sampling or {})},
         "speculation": {"method": method, **spec},
-        "runner_args": runner_args or {},
+        "runner_args": {"engine": "transformers", **(runner_args or {})},
     }
     config = build_config(raw)
     runner = huggingface.Runner(config)
@@ -122,7 +122,7 @@ def test_draft_knobs_land_on_the_drafts_own_generation_config(tiny, tiny_gpt2):
         extra={"assistant_lookbehind": 6, "target_lookbehind": 7},
     )
     with runner:
-        knobs = runner._draft_model.generation_config
+        knobs = runner._backend._spec.draft_model.generation_config
         assert (knobs.num_assistant_tokens, knobs.num_assistant_tokens_schedule) == (4, "heuristic_transient")
         assert (knobs.assistant_confidence_threshold, knobs.assistant_lookbehind, knobs.target_lookbehind) == (
             0.2,
@@ -265,7 +265,7 @@ def test_arguments_of_autogluon_reach_transformers(tiny):
     }
     runner, sampling = make_runner(tiny, runner_args=args)
     with runner:
-        assert runner._model.config._attn_implementation == "eager"
+        assert runner._backend._model.config._attn_implementation == "eager"
         assert runner.tokenizer.inner.model_max_length == 77
         requests = make_requests(runner, sampling)
         assert {len(request.token_ids) for request in requests} == {5}
@@ -300,7 +300,8 @@ def test_what_does_not_combine_is_known_before_any_weights_load(tiny, settings, 
 
 def test_a_batch_size_that_cannot_count_is_said_to_be_without_effect(tiny):
     runner, _ = make_runner(tiny, "prompt_lookup", runner_args={"batch_size": 4})
-    assert "without effect" in runner.notes[0]
+    with runner:
+        assert "without effect" in runner.notes[0]
 
 
 def test_broken_weights_are_a_model_error(tiny, tmp_path):

@@ -38,7 +38,7 @@ class StopText(StoppingCriteria):  # type: ignore[misc]
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], prompt_length: int) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
-        self._reach = 4 * max(map(len, stop)) + 4  # tokens back in which a stop string can begin
+        self._reach = _reach(stop)
         self._seen = prompt_length
         self._prompt_length = prompt_length
 
@@ -48,6 +48,19 @@ class StopText(StoppingCriteria):  # type: ignore[misc]
         texts = [self._tokenizer.decode(row) for row in input_ids[:, start:].tolist()]
         hits = [any(word in text for word in self._stop) for text in texts]
         return torch.tensor(hits, dtype=torch.bool, device=input_ids.device)
+
+
+def ends_with_stop(tokenizer: Tokenizer, answer: Sequence[int], fresh: int, stop: Sequence[str]) -> bool:
+    """Return whether one of `stop` ends within the last `fresh` tokens of `answer`."""
+    if not stop:
+        return False
+    tail = list(answer[max(0, len(answer) - fresh - _reach(stop)) :])
+    return _holds(tokenizer, tail, stop)
+
+
+def _reach(stop: Sequence[str]) -> int:
+    """Return how many tokens back a stop string can begin."""
+    return 4 * max(map(len, stop)) + 4
 
 
 def trim(token_ids: list[int], eos: frozenset[int], stop: Sequence[str], tokenizer: Tokenizer) -> tuple[list[int], str]:

@@ -21,6 +21,13 @@ class HFTokenizer:
         ids = self.inner(text, **{"add_special_tokens": special_tokens, **self._encode_args})["input_ids"]
         return list(ids)
 
+    def offsets(self, text: str, *, special_tokens: bool) -> list[tuple[int, int]] | None:
+        """Return where in `text` each token of encode() stands, or None where the tokenizer does not know."""
+        if not self.inner.is_fast:
+            return None
+        args = {"add_special_tokens": special_tokens, **self._encode_args, "return_offsets_mapping": True}
+        return [(start, end) for start, end in self.inner(text, **args)["offset_mapping"]]
+
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of `token_ids`, special tokens left out."""
         text: str = self.inner.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -21,6 +21,7 @@ class Runner(Protocol):
     context_length: int | None  # tokens of prompt and answer together; None where there is no limit
     method: str  # the speculation that runs
     remembers: bool  # whether drafts come from answers of earlier calls of generate() too
+    cites: bool  # whether drafts know which passage they copy, so that requests should say where these stand
     notes: list[str]  # what the user should know: fallbacks, arguments without effect
     prefill_s: float | None  # seconds until first tokens, summed over batches; None where not known apart
     decode_s: float | None

@@ -48,6 +48,9 @@ class ByteTokenizer:
     def decode(self, token_ids: list[int]) -> str:
         return bytes(token_ids).decode(errors="replace")
 
+    def offsets(self, text: str, *, special_tokens: bool) -> list[tuple[int, int]] | None:
+        return None
+
     def render_chat(self, messages: list[dict[str, str]]) -> str:
         return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
@@ -65,6 +68,7 @@ class Runner:
         self.context_length = args.context_length
         self.method = config.speculation.method
         self.remembers = False
+        self.cites = False
         self.notes: list[str] = []
         self.prefill_s: float | None = None
         self.decode_s: float | None = None

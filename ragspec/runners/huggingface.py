@@ -1,18 +1,16 @@
-"""Stock transformers `generate()`: every speculation it has at batch size 1, padded batches without.
+"""Hugging Face models: the batched engine where it fits, stock `generate()` where only that can do what is asked.
 
     runner: huggingface
     runner_args: {batch_size: 8, dtype: bfloat16, device: cuda}
 
-Limit: transformers speculates one record at a time, so `batch_size` only counts for method `none`.
+Which of the two answers, and why, stands in the notes and under `engine` in the stats file. `engine: transformers`
+asks for generate(), `engine: ragspec` makes the fallback an error.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
-import time
 from collections.abc import Iterable, Iterator
-from itertools import groupby, islice
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field
@@ -21,18 +19,17 @@ from ragspec.config import RunConfig
 from ragspec.errors import ConfigError, ModelError
 from ragspec.models import ModelSource, context_length, read_model_config, resolve
 from ragspec.quiet import quiet
-from ragspec.records import Failure, Generation, Request, Sampling, record_seed
+from ragspec.records import Failure, Generation, Request
 from ragspec.runners.base import RunnerArgs
-from ragspec.stats import SpecStats
 from ragspec.suggest import did_you_mean
 
 if TYPE_CHECKING:
-    from ragspec.hf.acceptance import AcceptanceMeter
+    from ragspec.engine.backend import EngineBackend
     from ragspec.hf.draft import Draft
+    from ragspec.hf.stock import StockBackend
 
-METHODS = ("none", "prompt_lookup", "draft_model", "early_exit")
+METHODS = ("none", "context", "prompt_lookup", "draft_model", "early_exit")
 PLAIN_BATCH_SIZE = 8
-LOOKUP_TOKENS = 10  # transformers' own default
 OURS = ("max_new_tokens", "max_length", "do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 DRAFT_KNOBS = ("assistant_lookbehind", "target_lookbehind")
 
@@ -41,6 +38,8 @@ class Args(RunnerArgs):
     """`runner_args` of the Hugging Face runner."""
 
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    engine: Literal["auto", "ragspec", "transformers"] = "auto"
+    lookahead: Annotated[int, Field(ge=1)] = 4096  # records read ahead to bring shared prefixes together
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on a CPU, else the model's own
     device: str = "auto"
     num_gpus: Annotated[int, Field(ge=0)] | None = None
@@ -52,11 +51,11 @@ class Args(RunnerArgs):
     generate_args: dict[str, Any] = {}  # to generate()
 
     def neutral_keys(self) -> set[str]:
-        return {"batch_size"}
+        return {"batch_size", "lookahead"}
 
 
 class Runner:
-    """Answers with `generate()`, one call per batch."""
+    """Loads the model, and answers with the one backend or the other."""
 
     def __init__(self, config: RunConfig) -> None:
         args = config.args()
@@ -65,19 +64,15 @@ class Runner:
         self._args = args
         self._model_name = config.model
         self._spec = config.speculation
-        self._model: Any = None
-        self._draft: Draft | None = None
-        self._draft_model: Any = None
-        self._sampling_draft: Any = None  # a copy: universal speculative sampling rewrites the draft's embeddings
-        self._loaded: dict[str, str] = {}
-        self._meter: AcceptanceMeter | None = None
         self._greedy_by_default = config.sampling.temperature == 0
+        self._backend: EngineBackend | StockBackend | None = None
+        self._draft: Draft | None = None
+        self._loaded: dict[str, Any] = {}
+        self._seconds: tuple[float | None, float | None, int] = (0.0, 0.0, 0)
         self.method = config.speculation.method
-        self.remembers = False
+        self.remembers = config.speculation.method == "context" and not config.speculation.isolate
+        self.cites = config.speculation.method in ("context", "prompt_lookup")
         self.notes: list[str] = []
-        self.prefill_s: float | None = 0.0
-        self.decode_s: float | None = 0.0
-        self.decode_tokens = 0
 
     # -- before any weights ---------------------------------------------------------------------------------------
 
@@ -96,13 +91,34 @@ class Runner:
         self.tokenizer = HFTokenizer(tokenizer, args.encode_args)
         self.context_length = context_length(self._hf_config)
         self._draft = self._find_draft(tokenizer) if self.method == "draft_model" else None
-        self._batch_size = self._choose_batch_size()
         if self.method == "early_exit":
             layers = self._hf_config.get_text_config().num_hidden_layers
             if (self._spec.early_exit_layer or 0) >= layers:
                 raise ConfigError(
                     f"speculation.early_exit_layer: {self._spec.early_exit_layer} is not below the model's {layers}"
                 )
+        why = self._only_stock()
+        if why and (args.engine == "ragspec" or self.method == "context"):
+            raise ConfigError(f"{why}: stock generate() alone does that, and it has no {self._wanted()}")
+
+    def _wanted(self) -> str:
+        return "method context" if self.method == "context" else "place in runner_args.engine: ragspec"
+
+    def _only_stock(self) -> str:
+        """Return the part of the config that only generate() serves, or ""."""
+        args, spec = self._args, self._spec
+        rules = {
+            "runner_args.engine: transformers": args.engine == "transformers",
+            "speculation.method: early_exit": self.method == "early_exit",
+            "speculation.draft_tokenizer: a draft of another vocabulary": self._draft and self._draft.other_tokens,
+            "runner_args.generate_args": args.generate_args,
+            "runner_args.num_gpus over 1": (args.num_gpus or 0) > 1,
+            "runner_args.model_args.device_map": "device_map" in args.model_args,
+            "speculation.schedule": spec.schedule != "constant",
+            "speculation.confidence_threshold": spec.confidence_threshold is not None,
+            "speculation.extra": spec.extra,
+        }
+        return next((rule for rule, holds in rules.items() if holds), "")
 
     def _refuse_unknown(self, section: str, given: dict[str, Any], known: set[str], ours: tuple[str, ...]) -> None:
         """Raise ConfigError for a key that transformers would take without a word, or that ragspec sets itself."""
@@ -129,9 +145,11 @@ class Runner:
             )
         if generate.get("assistant_ensemble_weight") is not None:
             raise ConfigError("runner_args.generate_args.assistant_ensemble_weight: changes the answers; take it out")
-        for name in ("ngram_min", "num_tokens_by_batch_size"):
-            if getattr(self._spec, name) is not None:
-                self.notes.append(f"speculation.{name}: without effect on runner huggingface; vllm has it")
+        if self._spec.num_tokens_by_batch_size is not None:
+            self.notes.append(
+                "speculation.num_tokens_by_batch_size: without effect on runner huggingface; vllm has it, "
+                "and num_tokens: auto does it by what pays"
+            )
         self._refuse_unknown("generate_args", generate, set(vars(GenerationConfig())), OURS)
         call = set(inspect.signature(PreTrainedTokenizerBase.__call__).parameters) - {"self", "text"}
         self._refuse_unknown("encode_args", self._args.encode_args, call, ("return_tensors", "padding"))
@@ -159,48 +177,90 @@ class Runner:
             )
         return draft
 
-    def _choose_batch_size(self) -> int:
-        asked = self._args.batch_size
-        if self.method == "none":
-            return PLAIN_BATCH_SIZE if asked == "auto" else asked
-        if asked not in ("auto", 1):
-            self.notes.append(
-                f"runner_args.batch_size: {asked} is without effect with method {self.method}: "
-                "generate() speculates one record at a time"
-            )
-        return 1
-
     # -- weights --------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        from ragspec.hf.acceptance import AcceptanceMeter, in_id_order
-
-        self._model = self._load(self._source, self._args.model_args, self._args.revision)
-        if self.method != "none":
-            if getattr(self._model, "_is_stateful", False):
-                raise ModelError(
-                    f'"{self._model_name}" keeps a recurrent state, which cannot take back a draft; use method: none'
-                )
-            if self._draft:
-                self._draft_model = self._load(self._draft.source, {}, None)
-            self._set_knobs(self._draft_model if self._draft else self._model)
-            tokenizers = None
-            if self._draft and self._draft.other_tokens:
-                tokenizers = (in_id_order(self.tokenizer.inner), in_id_order(self._draft.tokenizer))
-            reach = self._draft.context_length if self._draft else None
-            self._meter = AcceptanceMeter(tokenizers, reach)
-            self._meter.attach(self._model)
-        self._loaded = {"dtype": str(self._model.dtype).removeprefix("torch."), "device": str(self._model.device)}
-        own = self._model.generation_config.eos_token_id
+        model = self._load(self._source, self._args.model_args, self._args.revision)
+        draft_model = self._load(self._draft.source, {}, None) if self._draft else None
+        self._loaded = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
+        own = model.generation_config.eos_token_id
         eos = own if own is not None else self.tokenizer.inner.eos_token_id
         eos = self._args.generate_args.get("eos_token_id", eos)
-        self._eos = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
-        pad = self.tokenizer.inner.pad_token_id
-        self._pad = pad if pad is not None else min(self._eos, default=0)
+        ends = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
+        why = self._only_stock()
+        if not why:
+            why = self._start_engine(model, draft_model, ends)
+        if why:
+            self._start_stock(model, draft_model, ends, why)
         return self
 
+    def _start_engine(self, model: Any, draft_model: Any, eos: frozenset[int]) -> str:
+        """Set up the engine; return why it cannot be, or ""."""
+        from ragspec.engine.backend import EngineBackend, Refused
+
+        spec, asked = self._spec, self._args.batch_size
+        try:
+            self._backend = EngineBackend(
+                model,
+                self.tokenizer,
+                eos,
+                method=self.method,
+                num_tokens=None if spec.num_tokens == "auto" else spec.num_tokens,
+                rows=None if asked == "auto" else asked,
+                lookahead=self._args.lookahead,
+                ngrams=(spec.ngram_min, spec.ngram_max),
+                isolate=spec.isolate,
+                draft=draft_model,
+                reach=self._draft.context_length if self._draft else None,
+            )
+        except Refused as reason:
+            if self._args.engine == "ragspec" or self.method == "context":
+                raise ModelError(
+                    f'"{self._model_name}": {reason}; set speculation.method and runner_args.engine to what stock '
+                    "generate() has (prompt_lookup, engine: auto)"
+                ) from reason
+            return f'"{self._model_name}": {reason}'
+        return ""
+
+    def _start_stock(self, model: Any, draft_model: Any, eos: frozenset[int], why: str) -> None:
+        from ragspec.hf.stock import Speculation, StockBackend
+
+        spec, asked = self._spec, self._args.batch_size
+        rows = 1
+        if self.method == "none":
+            rows = PLAIN_BATCH_SIZE if asked == "auto" else asked
+        elif asked not in ("auto", 1):
+            self.notes.append(
+                f"runner_args.batch_size: {asked} is without effect: generate() speculates one record at a time"
+            )
+        if spec.ngram_min is not None:
+            self.notes.append("speculation.ngram_min: without effect in generate()")
+        self.notes.append(f"stock generate() answers, not ragspec's engine: {why}")
+        self._backend = StockBackend(
+            model,
+            self.tokenizer,
+            eos,
+            Speculation(
+                method=self.method,
+                num_tokens=None if spec.num_tokens == "auto" else spec.num_tokens,
+                ngram_max=spec.ngram_max,
+                early_exit_layer=spec.early_exit_layer,
+                schedule=spec.schedule,
+                confidence_threshold=spec.confidence_threshold,
+                knobs=spec.extra,
+                draft=self._draft,
+                draft_model=draft_model,
+            ),
+            rows=rows,
+            generate_args=self._args.generate_args,
+            greedy_by_default=self._greedy_by_default,
+        )
+
     def __exit__(self, *exc: object) -> None:
-        self._model = self._draft_model = self._sampling_draft = self._meter = None
+        if self._backend is not None:
+            self._loaded |= self._backend.about()
+            self._seconds = (self.prefill_s, self.decode_s, self.decode_tokens)
+        self._backend = None
         import torch
 
         if torch.cuda.is_available():
@@ -220,145 +280,47 @@ class Runner:
             extra=extra,
         )
 
-    def _set_knobs(self, drafter: Any) -> None:
-        """Set the draft's own settings where transformers reads them: on the drafting model's generation_config."""
-        knobs = drafter.generation_config
-        knobs.num_assistant_tokens_schedule = self._spec.schedule
-        if self._spec.num_tokens != "auto":
-            knobs.num_assistant_tokens = self._spec.num_tokens
-        if self._spec.confidence_threshold is not None:
-            knobs.assistant_confidence_threshold = self._spec.confidence_threshold
-        for name, value in self._spec.extra.items():
-            setattr(knobs, name, value)
-
     def warm_up(self) -> None:
-        """Generate a few tokens, so that the first record does not pay for lazy initialisation."""
-        ids = self.tokenizer.encode("one two three one two three", special_tokens=True)
-        sampling = Sampling(max_new_tokens=4, temperature=0.0 if self._greedy_by_default else 1.0)
-        for _ in self._call([Request(0, "warm-up", ids, sampling)]):
-            pass
-        self.prefill_s = self.decode_s = 0.0
-        self.decode_tokens = 0
+        """Run once what the first record would otherwise pay for."""
+        assert self._backend is not None
+        self._backend.warm_up()
 
     # -- answering ------------------------------------------------------------------------------------------------
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
-        """Yield outcomes in the order of the requests; records of other sampling settings begin a new batch."""
-        for _, same in groupby(requests, key=lambda request: request.sampling):
-            while batch := list(islice(same, self._batch_size)):
-                yield from self._answer(batch)
-        if self._draft and self._meter and self._meter.outgrown:
-            self.notes.append(
-                f"{self._meter.outgrown} records were longer than the {self._draft.context_length} tokens that "
-                "the draft model attends to; they went on without drafts"
-            )
-
-    def _answer(self, batch: list[Request]) -> Iterator[Generation | Failure]:
-        """Answer a batch; if it fails, answer its records one by one, so that one alone can be at fault."""
+        """Yield outcomes as they finish."""
+        assert self._backend is not None
         try:
-            yield from self._call(batch)
-        except Exception as error:  # any failure inside generation is this record's, not the run's
-            self._free_memory()
-            if len(batch) == 1:
-                text = " ".join(str(error).split())[:500]
-                yield Failure(batch[0].index, f"{type(error).__name__}: {text}")
-                return
-            for request in batch:
-                yield from self._answer([request])
+            yield from self._backend.generate(requests)
+        finally:
+            if self._backend is not None:
+                self.notes += [note for note in self._backend.notes if note not in self.notes]
 
-    def _free_memory(self) -> None:
-        import torch
+    @property
+    def prefill_s(self) -> float | None:
+        """Seconds for prompts."""
+        return self._backend.clock.prefill_s if self._backend else self._seconds[0]
 
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    @property
+    def decode_s(self) -> float | None:
+        """Seconds for everything after."""
+        return self._backend.clock.decode_s if self._backend else self._seconds[1]
 
-    def _call(self, batch: list[Request]) -> list[Generation]:
-        import torch
-        from transformers import StoppingCriteriaList
-
-        from ragspec.hf.stopping import StepClock, StopText, trim
-
-        sampling = batch[0].sampling
-        width = max(len(request.token_ids) for request in batch)
-        rows = [[self._pad] * (width - len(request.token_ids)) + request.token_ids for request in batch]
-        masks = [[0] * (width - len(request.token_ids)) + [1] * len(request.token_ids) for request in batch]
-        clock = StepClock(width)
-        criteria = StoppingCriteriaList([clock])
-        if sampling.stop:
-            criteria.append(StopText(self.tokenizer, sampling.stop, width))
-        if sampling.temperature > 0:
-            torch.manual_seed(record_seed(sampling.seed, batch[0].id))
-        if self._meter:
-            self._meter.start()
-        device = self._model.device
-        started = time.perf_counter()
-        output = self._model.generate(
-            input_ids=torch.tensor(rows, device=device),  # (batch, width), padded on the left
-            attention_mask=torch.tensor(masks, device=device),
-            generation_config=self._generation_config(sampling),
-            stopping_criteria=criteria,
-            **self._assistant(sampling),
-        )
-        answers = output[:, width:].tolist()
-        ended = time.perf_counter()
-        first = clock.first_step_at or ended
-        self.prefill_s = (self.prefill_s or 0.0) + first - started
-        self.decode_s = (self.decode_s or 0.0) + ended - first
-        generations = []
-        for request, answer in zip(batch, answers, strict=True):
-            token_ids, reason = trim(answer, self._eos, sampling.stop, self.tokenizer)
-            self.decode_tokens += max(0, len(token_ids) - clock.first_step_tokens)
-            spec = self._meter.stats if self._meter else SpecStats(steps=len(token_ids))
-            generations.append(Generation(request.index, token_ids, reason, spec, ended - started, first - started))
-        return generations
-
-    def _generation_config(self, sampling: Sampling) -> Any:
-        config = copy.deepcopy(self._model.generation_config)
-        config.max_length = None
-        config.max_new_tokens = sampling.max_new_tokens
-        config.eos_token_id = sorted(self._eos) or None
-        config.pad_token_id = self._pad
-        config.do_sample = sampling.temperature > 0
-        config.repetition_penalty = sampling.repetition_penalty
-        greedy = not config.do_sample
-        config.temperature = None if greedy else sampling.temperature
-        config.top_p = None if greedy else sampling.top_p
-        config.top_k = None if greedy else sampling.top_k
-        config.min_p = None if greedy or not sampling.min_p else sampling.min_p
-        if self.method == "prompt_lookup":
-            asked = self._spec.num_tokens
-            config.prompt_lookup_num_tokens = LOOKUP_TOKENS if asked == "auto" else asked
-            config.max_matching_ngram_size = self._spec.ngram_max
-        elif self.method == "early_exit":
-            config.assistant_early_exit = self._spec.early_exit_layer
-        for name, value in self._args.generate_args.items():
-            setattr(config, name, value)
-        return config
-
-    def _assistant(self, sampling: Sampling) -> dict[str, Any]:
-        if self._draft is None:
-            return {}
-        draft = self._draft_model
-        if self._draft.other_tokens and sampling.temperature > 0:
-            # transformers 5.19 prunes the draft's output layer in place for this, which greedy records must not see
-            if self._sampling_draft is None:
-                self._sampling_draft = copy.deepcopy(self._draft_model)
-            draft = self._sampling_draft
-        kwargs: dict[str, Any] = {"assistant_model": draft}
-        if int(self._hf_config.get_text_config().vocab_size) != self._draft.width:
-            # generate() insists on both where sizes differ; whether they are used is AcceptanceMeter's decision
-            kwargs |= {"tokenizer": self.tokenizer.inner, "assistant_tokenizer": self._draft.tokenizer}
-        return kwargs
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens written in decode_s."""
+        return self._backend.clock.decode_tokens if self._backend else self._seconds[2]
 
     def about(self) -> dict[str, Any]:
-        """Return what ran: model, revision, dtype, device, batch size, draft."""
+        """Return what ran: model, revision, dtype, device, engine, batch size, draft."""
         about: dict[str, Any] = {
             "model": self._source.path,
             "revision": getattr(self._hf_config, "_commit_hash", None),
-            "batch_size": self._batch_size,
             "context_length": self.context_length,
         }
         about |= self._loaded
+        if self._backend is not None:
+            about |= self._backend.about()
         if self._draft:
             about["draft_model"] = self._draft.source.path
             about["draft_vocabulary"] = "other" if self._draft.other_tokens else "same"

@@ -1,0 +1,85 @@
+"""A vote of several matches on what comes next, and the memory of what was guessed until it is known to be right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ragspec.drafters.base import Draft
+from ragspec.drafters.calibration import Calibration
+
+LEAST_SURVIVAL = 0.02  # a guess less likely than this is not made
+
+
+@dataclass(slots=True)
+class Match:
+    """A place whose continuation may be the row's."""
+
+    text: Sequence[int]
+    place: int
+    end: int  # where the text, or the document in it, ends
+    source: int  # class of the calibration
+    length: int  # tokens before the place that agree with the row
+    prompt: bool  # whether `text` begins with the row's own prompt, so that places in it can be cited
+
+
+class Proposals:
+    """Builds chains from matches, and scores each chain against what the target wrote, verified or not."""
+
+    def __init__(self, calibration: Calibration) -> None:
+        self._calibration = calibration
+        self._chain: list[int] = []  # the guess that is being scored
+        self._kinds: list[int] = []
+        self._at = 0
+
+    def build(self, matches: list[Match], limit: int, prompt_tokens: int) -> Draft:
+        """Return the chain that the matches vote for, up to `limit` tokens."""
+        calibration = self._calibration
+        draft, kinds = Draft(), []
+        survival = 1.0
+        weights = [calibration.estimate(calibration.kind(m.source, m.length)) for m in matches]
+        step = 0
+        while matches and step < limit:
+            votes: dict[int, float] = {}
+            best, best_weight, leader = -1, 0.0, matches[0]
+            total = 0.0
+            alive = []
+            for match, weight in zip(matches, weights, strict=True):
+                place = match.place + step
+                if place >= match.end:
+                    continue
+                alive.append((match, weight))
+                token = match.text[place]
+                votes[token] = vote = votes.get(token, 0.0) + weight
+                total += weight
+                if vote > best_weight:
+                    best, best_weight = token, vote
+            if not alive:
+                break
+            agreeing = [(m, w) for m, w in alive if m.text[m.place + step] == best] if len(votes) > 1 else alive
+            leader = max(agreeing, key=lambda pair: pair[1])[0] if len(agreeing) > 1 else agreeing[0][0]
+            kind = calibration.kind(leader.source, leader.length + step, best_weight / total)
+            survival *= calibration.estimate(kind)
+            if survival < LEAST_SURVIVAL:
+                break
+            draft.token_ids.append(best)
+            draft.survival.append(survival)
+            place = leader.place + step
+            draft.sources.append(place if leader.prompt and place < prompt_tokens else None)
+            kinds.append(kind)
+            matches, weights = [m for m, _ in agreeing], [w for _, w in agreeing]
+            step += 1
+        if not self._chain and draft.token_ids:
+            self._chain, self._kinds, self._at = draft.token_ids, kinds, 0
+        return draft
+
+    def score(self, token_ids: Sequence[int]) -> None:
+        """Compare the chain that is being scored with tokens that the target wrote."""
+        for token in token_ids:
+            if not self._chain:
+                return
+            hit = self._chain[self._at] == token
+            self._calibration.observe(self._kinds[self._at], hit)
+            self._at += 1
+            if not hit or self._at == len(self._chain):
+                self._chain = []

@@ -1,0 +1,133 @@
+"""The RAG-aware drafter: how the row's contexts, its answer, other records' passages and finished answers go on.
+
+    speculation: {method: context}
+
+Several matches vote; every guess carries a probability learnt from the run itself (calibration.py), so the engine can
+verify only what pays. Passages and answers of other records are shared between rows: guesses depend on what ran
+before, answers never do. `isolate` switches the sharing off.
+Limit: exact token matches only; a paraphrase is no match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ragspec.drafters.base import Draft
+from ragspec.drafters.calibration import Calibration
+from ragspec.drafters.chain import Match, Proposals
+from ragspec.drafters.index import NgramIndex, match_length
+
+PROMPT, OUTPUT, RESUMED, OTHER_CONTEXT, OTHER_OUTPUT = range(5)
+DOUBTS = {RESUMED: 2.0, OTHER_CONTEXT: 0.5, OTHER_OUTPUT: 0.7}  # RESUMED has no match length: its prior is that of 0
+SHARED_TOKENS = 200_000  # of other records, in memory at most
+LONG_RUN = 4  # tokens copied in a row after which a rejected source is tried again a token later
+
+
+class SharedPool:
+    """Texts of other records, one after the other; no match crosses from one to the next."""
+
+    def __init__(self) -> None:
+        self._index = NgramIndex(3, 3)
+        self._documents: list[tuple[int, int, int]] = []  # start, end, source
+        self._known: set[int] = set()
+
+    def add(self, token_ids: Sequence[int], source: int) -> None:
+        """Take in a text, once."""
+        key = hash(tuple(token_ids))
+        if key in self._known or len(token_ids) < 4:
+            return
+        if len(self._index.tokens) + len(token_ids) > SHARED_TOKENS:
+            self.__init__()  # type: ignore[misc]  # the run has moved on from what stood there
+        self._known.add(key)
+        start = len(self._index.tokens)
+        self._index.extend(token_ids)
+        self._documents.append((start, len(self._index.tokens), source))
+
+    def matches(self, suffix: Sequence[int]) -> list[Match]:
+        """Return the places that end like `suffix`."""
+        found = []
+        for place in self._index.find(suffix, least=3)[-4:]:
+            start, end, source = self._document(place - 1)
+            length = match_length(self._index.tokens, place, suffix, floor=start)
+            if length >= 3 and place < end:
+                found.append(Match(self._index.tokens, place, end, source, length, False))
+        return found
+
+    def _document(self, position: int) -> tuple[int, int, int]:
+        low, high = 0, len(self._documents)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._documents[middle][0] <= position:
+                low = middle
+            else:
+                high = middle
+        return self._documents[low]
+
+
+class ContextDrafter:
+    """Drafts from the retrieved passages. isolate: each record for itself."""
+
+    def __init__(self, isolate: bool = False) -> None:
+        self.calibration = Calibration(DOUBTS)
+        self.pool = None if isolate else SharedPool()
+
+    def open(self, prompt: Sequence[int], passages: Sequence[tuple[int, int]] = ()) -> ContextRow:
+        """Return the drafter of one record."""
+        row = ContextRow(prompt, self.calibration, self.pool)
+        if self.pool is not None:
+            for start, end in passages:
+                self.pool.add(prompt[start:end], OTHER_CONTEXT)
+        return row
+
+
+class ContextRow:
+    """Drafts for one record."""
+
+    def __init__(self, prompt: Sequence[int], calibration: Calibration, pool: SharedPool | None) -> None:
+        self._index = NgramIndex()
+        self._index.extend(prompt)
+        self._prompt_tokens = len(prompt)
+        self._proposals = Proposals(calibration)
+        self._pool = pool
+        self._last: Draft | None = None  # the last proposal, to go on with after a rejection
+        self._run = 0  # tokens copied in a row
+        self._resume: int | None = None  # the place in the prompt that a rejected copy had reached
+
+    def propose(self, limit: int) -> Draft:
+        """Return the chain that all matches vote for."""
+        tokens = self._index.tokens
+        end = len(tokens)
+        matches = []
+        for place in self._index.find(tokens):
+            if place < end:
+                source = PROMPT if place < self._prompt_tokens else OUTPUT
+                length = match_length(tokens, place, tokens)
+                matches.append(Match(tokens, place, end, source, length, True))
+        if self._pool is not None and not any(match.length >= LONG_RUN for match in matches):
+            matches += self._pool.matches(tokens)
+        if self._resume is not None:
+            # the target wrote another token than the source: in its place (go on after it), or before it
+            for place in (self._resume + 1, self._resume):
+                if place < self._prompt_tokens:
+                    matches.append(Match(tokens, place, self._prompt_tokens, RESUMED, 0, True))
+        self._last = self._proposals.build(matches, limit, self._prompt_tokens)
+        return self._last
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Take in what was written, and note where a long copy broke off."""
+        self._proposals.score(token_ids)
+        self._resume = None
+        if self._last is not None:
+            for token, guess, source in zip(token_ids, self._last.token_ids, self._last.sources, strict=False):
+                if token != guess:
+                    self._resume = source if self._run >= LONG_RUN else None
+                    self._run = 0
+                    break
+                self._run += 1
+            self._last = None
+        self._index.extend(token_ids)
+
+    def close(self) -> None:
+        """Leave the finished answer to the other rows."""
+        if self._pool is not None:
+            self._pool.add(self._index.tokens[self._prompt_tokens :], OTHER_OUTPUT)

@@ -1,0 +1,57 @@
+"""Where in a text of token ids an n-gram stood: the latest few places of each, for n = 1 to 3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+BITS = 21  # of a token id in a key; vocabularies are below two million
+PLACES = 8  # kept per n-gram
+REACH = 32  # longest match that is told apart
+
+
+class NgramIndex:
+    """A growing text. A place is the position just after an n-gram: where its continuation begins."""
+
+    def __init__(self, smallest: int = 1, largest: int = 3) -> None:
+        self.tokens: list[int] = []
+        self._tables: list[dict[int, list[int]]] = [{} for _ in range(largest + 1)]
+        self._smallest = smallest
+        self._largest = largest
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Append `token_ids`."""
+        tokens, start = self.tokens, len(self.tokens)
+        tokens.extend(token_ids)
+        for n in range(self._smallest, self._largest + 1):
+            table = self._tables[n]
+            for end in range(max(n, start + 1), len(tokens) + 1):
+                key = 0
+                for token in tokens[end - n : end]:
+                    key = key << BITS | token
+                places = table.get(key)
+                if places is None:
+                    table[key] = [end]
+                else:
+                    places.append(end)
+                    if len(places) > PLACES:
+                        del places[0]
+
+    def find(self, suffix: Sequence[int], least: int = 1) -> list[int]:
+        """Return places whose text before them ends like `suffix`, by the longest n-gram that is known; latest last."""
+        for n in range(min(self._largest, len(suffix)), max(self._smallest, least) - 1, -1):
+            key = 0
+            for token in suffix[-n:]:
+                key = key << BITS | token
+            places = self._tables[n].get(key)
+            if places:
+                return places
+        return []
+
+
+def match_length(text: Sequence[int], place: int, suffix: Sequence[int], floor: int = 0) -> int:
+    """Return how many tokens before `place` agree with the end of `suffix`, up to REACH; none before `floor`."""
+    longest = min(REACH, place - floor, len(suffix))
+    length = 0
+    while length < longest and text[place - 1 - length] == suffix[-1 - length]:
+        length += 1
+    return length

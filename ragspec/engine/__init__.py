@@ -1,0 +1,1 @@
+"""Batched speculative decoding on unmodified Hugging Face causal models: rows in, tokens out."""

@@ -1,0 +1,109 @@
+"""How many draft tokens to verify, per row and step: those that raise the expected tokens per second.
+
+    (rows + sum of chosen survivals) / cost(rows + chosen)
+
+Survival never rises along a chain, so the best M of all slots are prefixes of chains: sort them, and look at every M,
+for the cost curve is not convex (two tokens may cost as much as eight). In a step that computes prompts too, which must
+be paid anyway, a draft token has to earn its own seconds at the rate of plain decoding.
+Prior art: SmartSpec (arXiv:2406.14066), AdaServe (arXiv:2501.12162).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+LEAST_GAIN = 1.02  # below this, not speculating is as good
+LEARN = 0.1  # weight of a new observation
+TRUST = 8.0  # observations after which a bucket's own correction counts half
+
+
+class StepCost:
+    """Seconds of one target step: a curve over tokens, plus attention over the cache, corrected as the run goes on.
+
+    points: (tokens, seconds) at short context, rising tokens. per_slot: seconds per query and slot that attention
+    reads, both padded; per_row_slot: seconds per row and slot, whatever the queries.
+    """
+
+    def __init__(self, points: Sequence[tuple[int, float]], per_slot: float = 0.0, per_row_slot: float = 0.0) -> None:
+        self._tokens = [float(tokens) for tokens, _ in points]
+        self._seconds: list[float] = []
+        for _, seconds in points:  # a step of more tokens is never cheaper; noise may say so
+            self._seconds.append(max([seconds, *self._seconds[-1:]]))
+        self._per_slot = per_slot
+        self._per_row_slot = per_row_slot
+        self._scale = 1.0
+        self._buckets: dict[int, list[float]] = {}  # tokens, in steps of 4 -> [correction, observations]
+        self._curve: dict[int, float] = {}
+
+    def __call__(self, tokens: int, rows: int, longest: int, reach: int) -> float:
+        """Return seconds for `tokens` in all, on `rows` rows, the longest segment and row padded to."""
+        attention = rows * reach * (self._per_row_slot + self._per_slot * longest)
+        return (self._base(tokens) + attention) * self._correction(tokens)
+
+    def marginal(self, tokens: int) -> float:
+        """Return seconds that one token more costs in a step of `tokens`."""
+        return max(0.0, self._base(tokens + 16) - self._base(tokens)) / 16 * self._scale
+
+    def observe(self, tokens: int, rows: int, longest: int, reach: int, seconds: float) -> None:
+        """Learn from a step that took `seconds`. A step that was interrupted by something else counts little."""
+        expected = self._base(tokens) + rows * reach * (self._per_row_slot + self._per_slot * longest)
+        ratio = min(2.0, max(0.5, seconds / expected / self._scale))
+        self._scale *= 1 + LEARN / 2 * (ratio - 1)
+        bucket = self._buckets.setdefault(tokens >> 2, [1.0, 0.0])
+        bucket[0] += LEARN * (ratio - bucket[0])
+        bucket[1] += 1
+
+    def _correction(self, tokens: int) -> float:
+        own, seen = self._buckets.get(tokens >> 2, (1.0, 0.0))
+        trust = seen / (seen + TRUST)
+        return self._scale * (1 + trust * (own - 1))
+
+    def _base(self, tokens: int) -> float:
+        known = self._curve.get(tokens)
+        if known is None:
+            known = self._curve[tokens] = self._interpolate(float(tokens))
+        return known
+
+    def _interpolate(self, tokens: float) -> float:
+        xs, ys = self._tokens, self._seconds
+        if len(xs) == 1:
+            return ys[0]
+        right = min(max(bisect_right(xs, tokens), 1), len(xs) - 1)
+        left = right - 1
+        slope = (ys[right] - ys[left]) / (xs[right] - xs[left])
+        return max(ys[0], ys[left] + slope * (tokens - xs[left]))
+
+
+def allocate(survivals: Sequence[Sequence[float]], cost: StepCost, reach: int, besides: int = 0) -> list[int]:
+    """Return how many tokens of each row's chain to verify.
+
+    survivals: per row, the probability of each prefix of its chain. reach: slots of the longest row. besides: tokens
+    in the step that are not these rows' (prefill).
+    """
+    rows = len(survivals)
+    slots = [(-value, depth, row) for row, chain in enumerate(survivals) for depth, value in enumerate(chain)]
+    slots.sort()
+    plain = rows / cost(rows, rows, 1, reach)
+    taken = [0] * rows
+    if besides:
+        least = plain * cost.marginal(besides + rows)
+        best = sum(-value > least for value, _, _ in slots)
+    else:
+        best = _best(slots, rows, cost, reach, plain * LEAST_GAIN)
+    for _, _, row in slots[:best]:
+        taken[row] += 1
+    return taken
+
+
+def _best(slots: Sequence[tuple[float, int, int]], rows: int, cost: StepCost, reach: int, least_rate: float) -> int:
+    """Return how many of the slots, best first, make the most tokens per second; 0 where none makes `least_rate`."""
+    best, best_rate = 0, least_rate
+    expected, longest = float(rows), 1
+    for chosen, (value, depth, _) in enumerate(slots, 1):
+        expected -= value
+        longest = max(longest, depth + 2)
+        rate = expected / cost(rows + chosen, rows, longest, reach)
+        if rate > best_rate:
+            best, best_rate = chosen, rate
+    return best

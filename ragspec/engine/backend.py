@@ -1,0 +1,189 @@
+"""The engine with everything round it: packed weights, the self-check, the batch size, the step's cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from typing import Any
+
+from ragspec.drafters.base import Drafter
+from ragspec.drafters.context import ContextDrafter
+from ragspec.drafters.prompt_lookup import PromptLookup
+from ragspec.engine.allocate import StepCost
+from ragspec.engine.capacity import choose_rows
+from ragspec.engine.decode import LOOKAHEAD, Clock, Engine
+from ragspec.engine.draft_model import DraftModel
+from ragspec.engine.forward import Model
+from ragspec.engine.heap import keep_freed_memory
+from ragspec.engine.layout import Segment
+from ragspec.engine.linear import can_pack, pack_linears
+from ragspec.engine.probe import probe
+from ragspec.engine.proposers import ByRow, NoDrafts, Proposer
+from ragspec.engine.selfcheck import difference, reference, tolerance
+from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer
+
+SAMPLE = 64  # requests by which the batch size is chosen
+
+
+class Refused(Exception):
+    """The engine cannot run this model; the message says why. The model is as it was."""
+
+
+class EngineBackend:
+    """Answers with the batched engine.
+
+    method: none, context, prompt_lookup or draft_model. draft: the loaded draft model. reach: tokens that it attends
+    to. rows None: chosen by memory and device. Raises Refused where the model does not compute the same in here.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        tokenizer: Tokenizer,
+        eos: frozenset[int],
+        *,
+        method: str,
+        num_tokens: int | None,
+        rows: int | None,
+        lookahead: int = LOOKAHEAD,
+        ngrams: tuple[int | None, int | None] = (None, None),
+        isolate: bool = False,
+        draft: Any = None,
+        reach: int | None = None,
+    ) -> None:
+        self.clock = Clock()
+        self.notes: list[str] = []
+        self.batch_size = rows
+        self._tokenizer = tokenizer
+        self._eos = eos
+        self._method = method
+        self._num_tokens = num_tokens
+        self._rows = rows
+        self._lookahead = lookahead
+        self._reach = reach
+        self._cost: StepCost | None = None
+        self._model = _prepare(inner)
+        self._draft = _prepare(draft) if draft is not None else None
+        self._drafter = _drafter(method, ngrams, isolate)
+        self._bytes_per_token = _bytes_per_token(self._model)
+        if self._draft is not None:
+            self._bytes_per_token += _bytes_per_token(self._draft)
+
+    def warm_up(self) -> None:
+        """Run what the first record would pay for, and learn what steps cost where that decides the drafts' length."""
+        if self._method == "none" or self._num_tokens is not None:
+            ids = [1, 2, 3, 4]
+            for _ in self._engine(1).run([Request(0, "warm-up", ids, Sampling(max_new_tokens=4))]):
+                pass
+            self.clock = Clock()
+        elif self._rows is not None:
+            self._cost = probe(self._model, self._rows)
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
+        """Yield outcomes as they finish."""
+        source = iter(requests)
+        head = list(islice(source, SAMPLE if self._rows is None else 1))
+        if not head:
+            return
+        rows = self._rows
+        if rows is None:
+            rows, why = choose_rows(head, self._bytes_per_token, self._model.device)
+            self._note(why)
+        if self._cost is None and self._method != "none" and self._num_tokens is None:
+            self._cost = probe(self._model, rows)
+        self.batch_size = rows
+        engine = self._engine(rows)
+        try:
+            yield from engine.run(chain(head, source))
+        finally:
+            self._finish(engine)
+
+    def _engine(self, rows: int) -> Engine:
+        self._model.resize(rows)
+        proposer: Proposer = NoDrafts()
+        if self._draft is not None:
+            self._draft.resize(rows)
+            width = int(self._model.inner.config.get_text_config().vocab_size)
+            proposer = DraftModel(self._draft, width, self._reach, self._num_tokens, self._cost)
+        elif self._drafter is not None:
+            proposer = ByRow(self._drafter, self._num_tokens, self._cost)
+        self.proposer = proposer
+        return Engine(
+            self._model,
+            proposer,
+            self._tokenizer,
+            self._eos,
+            clock=self.clock,
+            cost=self._cost,
+            lookahead=self._lookahead,
+        )
+
+    def _finish(self, engine: Engine) -> None:
+        clock = self.clock
+        for note in clock.notes:
+            self._note(note)
+        if self._num_tokens is None and self._method != "none" and clock.steps:
+            off = 1 - clock.drafted_steps / clock.steps
+            if off >= 0.5:
+                self._note(f"speculation was off in {off:.0%} of steps: drafts would have cost more than they bring")
+        outgrown = getattr(self.proposer, "outgrown", 0)
+        if outgrown:
+            self._note(
+                f"{outgrown} records were longer than the {self._reach} tokens that the draft model attends to; "
+                "they went on without drafts"
+            )
+        self._model.resize(0)  # the rows' memory is free between runs
+        if self._draft is not None:
+            self._draft.resize(0)
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def about(self) -> dict[str, Any]:
+        """Return what ran: rows, packed layers, how well drafts were judged, where the time went."""
+        clock = self.clock
+        about: dict[str, Any] = {"engine": "ragspec", "batch_size": self.batch_size}
+        about["prompt_tokens_computed"] = clock.prompt_tokens
+        spent = clock.prefill_s + clock.decode_s
+        if self._method != "none" and spent:
+            about["drafting_share"] = round(clock.drafting_s / spent, 4)
+        calibration = getattr(self._drafter, "calibration", None)
+        if calibration is not None and calibration.error is not None:
+            about["calibration_error"] = round(calibration.error, 4)
+            about["guesses_scored"] = calibration.trials
+        return about
+
+
+def _prepare(inner: Any) -> Model:
+    """Return the model ready for packed rows, proven to compute what it computes in transformers. Raises Refused."""
+    original = inner.config._attn_implementation
+    expected = reference(inner)
+    try:
+        model = Model(inner, 2)
+        error = difference(model, expected)
+    except Exception as failure:  # whatever a model does with what it is handed, it is no reason to fail the run
+        inner.set_attn_implementation(original)
+        text = " ".join(str(failure).split())[:120]
+        raise Refused(f"its code does not take packed rows ({type(failure).__name__}: {text})") from failure
+    if not error <= tolerance(inner.dtype):
+        inner.set_attn_implementation(original)
+        raise Refused(f"it computes other logits there (by {error:.1e} of the largest)")
+    if can_pack(inner):
+        keep_freed_memory()
+        pack_linears(inner)
+    return model
+
+
+def _bytes_per_token(model: Model) -> int:
+    model.logits([Segment(0, 0, 1)], [1], [0])
+    return model.cache.bytes_per_token
+
+
+def _drafter(method: str, ngrams: tuple[int | None, int | None], isolate: bool) -> Drafter | None:
+    if method == "context":
+        return ContextDrafter(isolate)
+    if method == "prompt_lookup":
+        smallest, largest = ngrams
+        return PromptLookup(smallest or 1, largest or max(3, smallest or 1))
+    return None

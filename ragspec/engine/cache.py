@@ -1,0 +1,96 @@
+"""Keys and values of all rows: a row's slot is its token's position.
+
+Rows have lengths of their own; nothing is ever realigned. Stale slots beyond a row's length are masked, and written
+over when the row gets there. Limit: every row has room for the longest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ragspec.engine.layout import Layout
+
+ROUND = 64  # slots are added in such portions
+
+
+class LayerCache:
+    """One layer. keys, values: (kv_heads, rows, slots, head_dim)."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys = keys
+        self.values = values
+
+
+class RaggedCache:
+    """Stands where transformers passes its own Cache. `layout` says where the forward's tokens go."""
+
+    is_compileable = False
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.slots = 0
+        self.layout: Layout | None = None
+        self._layers: dict[int, LayerCache] = {}
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Write the forward's keys and values, (1, kv_heads, T, head_dim); return the layer for the attention function.
+
+        The models hand on what they get to the attention function, and that is ours (attention.py).
+        """
+        layer = self._layers.get(layer_idx)
+        if layer is None:
+            layer = LayerCache(self._empty(keys), self._empty(values))
+            self._layers[layer_idx] = layer
+        assert self.layout is not None
+        for store, new in ((layer.keys, keys), (layer.values, values)):
+            heads, rows, slots, size = store.shape
+            store.view(heads, rows * slots, size).index_copy_(1, self.layout.writes, new[0])
+        return (layer, self.layout), None
+
+    def _empty(self, like: torch.Tensor) -> torch.Tensor:
+        # zeros: a masked slot still takes part in the arithmetic, and must not hold a NaN
+        return like.new_zeros(like.shape[1], self.rows, self.slots, like.shape[3])
+
+    @torch.inference_mode()
+    def reserve(self, slots: int) -> None:
+        """Make room for `slots` tokens in every row."""
+        if slots <= self.slots:
+            return
+        self.slots = -(-slots // ROUND) * ROUND
+        for layer in self._layers.values():
+            for name in ("keys", "values"):
+                old = getattr(layer, name)
+                new = old.new_zeros(old.shape[0], self.rows, self.slots, old.shape[3])
+                new[:, :, : old.shape[2]] = old
+                setattr(layer, name, new)
+
+    @torch.inference_mode()
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Copy the first `tokens` slots of row `source` to row `target`."""
+        for layer in self._layers.values():
+            layer.keys[:, target, :tokens] = layer.keys[:, source, :tokens]
+            layer.values[:, target, :tokens] = layer.values[:, source, :tokens]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes in all layers; 0 before the first forward."""
+        stores = (store for layer in self._layers.values() for store in (layer.keys, layer.values))
+        return sum(s.shape[0] * s.shape[3] * s.element_size() for s in stores)
+
+    # what models ask of a cache: position_ids come with every forward, so nothing is counted here
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+    def __len__(self) -> int:
+        return len(self._layers)

@@ -1,0 +1,42 @@
+"""How many rows at once: as many as bring speed, and as fit into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ragspec.records import Request
+
+MOST = {"cpu": 16, "cuda": 128}  # beyond, a step costs in proportion to its rows (docs/performance.md)
+SHARE = 0.5  # of free memory that keys and values may take
+
+
+def choose_rows(requests: Sequence[Request], bytes_per_token: int, device: torch.device) -> tuple[int, str]:
+    """Return the number of rows for requests like these, and why."""
+    slots = max(len(request.token_ids) + request.sampling.max_new_tokens for request in requests)
+    most = MOST.get(device.type, 16)
+    free = free_bytes(device)
+    fit = max(1, int(free * SHARE) // max(1, slots * bytes_per_token))
+    need = f"{slots:,} tokens of {bytes_per_token / 1024:,.0f} KiB a row"
+    if fit < most:
+        return fit, f"batch_size: auto chose {fit}: {need} fill half of the {free / (1 << 30):.1f} GiB that are free"
+    return most, f"batch_size: auto chose {most}: more bring no more speed on this device ({need})"
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory that is free on `device`."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = 8 << 30
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit.isdigit():
+            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+            free = min(free, max(0, int(limit) - used))
+    except (OSError, KeyError, ValueError):
+        pass
+    return free

@@ -1,0 +1,138 @@
+"""Where the tokens of one forward go: segments of rows, packed one after the other without padding.
+
+    >>> Layout([Segment(row=0, start=7, count=3), Segment(row=1, start=4, count=1)], ...)
+
+A slot is an absolute position, so a row of length n writes slots n, n+1, ...; rejected drafts only leave its length
+smaller. Segments of decode and verify attend together, one padded batch per run of neighbouring rows; those
+of prefill attend alone. Limit: in a batch, attention is padded to the longest segment and to the longest row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """`count` tokens of a row, written to its slots from `start` on. alone: it does not attend in a batch (prefill)."""
+
+    row: int
+    start: int
+    count: int
+    alone: bool = False
+
+
+@dataclass(slots=True)
+class Run:
+    """Neighbouring rows whose segments attend together."""
+
+    rows: slice
+    reach: int  # slots that the longest of them sees
+    gather: torch.Tensor  # (rows x longest,) packed index of each query, 0 where padded
+    keep: torch.Tensor | None  # where in the padded batch the packed queries are; None: no padding
+    longest: int
+    ends: torch.Tensor  # (rows, longest) slots that each query sees: its own position + 1
+    target: slice | torch.Tensor  # packed indices, in the order of `keep`
+    masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return what is added to the scores: (rows, 1, groups x longest, reach), 0 or -inf."""
+        if (window, groups) not in self.masks:
+            self.masks[window, groups] = _mask(self.ends, self.reach, window, groups, dtype)
+        return self.masks[window, groups]
+
+
+@dataclass(slots=True)
+class Alone:
+    """A segment that attends by itself."""
+
+    segment: Segment
+    packed: slice
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return what is added to the scores: (1, 1, count, start + count), 0 or -inf."""
+        if window not in self.masks:
+            start, end = self.segment.start, self.segment.start + self.segment.count
+            ends = torch.arange(start + 1, end + 1, device=device)[None]
+            self.masks[window] = _mask(ends, end, window, 1, dtype)
+        return self.masks[window]
+
+
+class Layout:
+    """The packed order of one forward. Shapes: T is the number of tokens, over all segments."""
+
+    def __init__(self, segments: list[Segment], slots: int, device: torch.device) -> None:
+        self.segments = segments
+        self.device = device
+        self.slots = slots  # capacity of a row
+        positions: list[int] = []
+        writes: list[int] = []
+        self.starts: list[int] = []  # packed index of each segment's first token
+        for segment in segments:
+            self.starts.append(len(positions))
+            positions.extend(range(segment.start, segment.start + segment.count))
+            base = segment.row * slots + segment.start
+            writes.extend(range(base, base + segment.count))
+        self.tokens = len(positions)
+        self.positions = torch.tensor(positions, device=device)  # (T,)
+        self.writes = torch.tensor(writes, device=device)  # (T,) row x slots + slot
+        self.reach = max(s.start + s.count for s in segments)
+
+    @cached_property
+    def alone(self) -> list[Alone]:
+        """Those of prefill."""
+        places = zip(self.segments, self.starts, strict=True)
+        return [Alone(s, slice(at, at + s.count)) for s, at in places if s.alone]
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """Those of decode and verify, gathered by neighbouring rows."""
+        together = sorted(
+            ((s, at) for s, at in zip(self.segments, self.starts, strict=True) if not s.alone),
+            key=lambda pair: pair[0].row,
+        )
+        runs: list[list[tuple[Segment, int]]] = []
+        for pair in together:
+            if runs and runs[-1][-1][0].row + 1 == pair[0].row:
+                runs[-1].append(pair)
+            else:
+                runs.append([pair])
+        return [self._run(pairs) for pairs in runs]
+
+    def _run(self, pairs: list[tuple[Segment, int]]) -> Run:
+        longest = max(segment.count for segment, _ in pairs)
+        gather: list[int] = []
+        ends: list[list[int]] = []
+        keep: list[int] = []
+        packed: list[int] = []
+        for number, (segment, at) in enumerate(pairs):
+            pad = longest - segment.count
+            gather.extend(range(at, at + segment.count))
+            gather.extend([at] * pad)
+            ends.append(list(range(segment.start + 1, segment.start + segment.count + 1)) + [segment.start + 1] * pad)
+            keep.extend(range(number * longest, number * longest + segment.count))
+            packed.extend(range(at, at + segment.count))
+        tight = packed == list(range(packed[0], packed[0] + len(packed)))
+        return Run(
+            rows=slice(pairs[0][0].row, pairs[-1][0].row + 1),
+            reach=max(segment.start + segment.count for segment, _ in pairs),
+            gather=torch.tensor(gather, device=self.device),
+            keep=None if len(keep) == len(gather) else torch.tensor(keep, device=self.device),
+            longest=longest,
+            ends=torch.tensor(ends, device=self.device),
+            target=slice(packed[0], packed[0] + len(packed)) if tight else torch.tensor(packed, device=self.device),
+        )
+
+
+def _mask(ends: torch.Tensor, reach: int, window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor:
+    """ends: (rows, queries). Returns (rows, 1, groups x queries, reach)."""
+    slots = torch.arange(reach, device=ends.device)
+    seen = slots < ends[..., None]  # (rows, queries, reach)
+    if window is not None:
+        seen &= slots >= ends[..., None] - window
+    mask = torch.zeros(seen.shape, dtype=dtype, device=ends.device).masked_fill_(~seen, float("-inf"))
+    return mask[:, None].repeat(1, 1, groups, 1)

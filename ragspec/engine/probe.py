@@ -1,0 +1,54 @@
+"""What a step costs on this machine: a few timed forwards before the first record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ragspec.engine.allocate import StepCost
+from ragspec.engine.forward import Model
+from ragspec.engine.layout import Segment
+
+TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+SHORT = 32  # slots that a row of the curve's forwards sees
+REACHES = (64, 576)  # slots at which attention is told apart from the rest
+PER_ROW = 8  # tokens of a row in the curve's forwards
+REPEATS = 3
+
+
+def probe(model: Model, rows: int) -> StepCost:
+    """Return the cost of steps of `rows` rows, learnt in a few seconds; the cache is empty afterwards."""
+    largest = rows * 12
+    sizes = [tokens for tokens in TOKENS if tokens <= largest] or [1]
+    model.resize(max(rows, -(-sizes[-1] // PER_ROW)))
+    points = [(tokens, _least(model, _spread(tokens))) for tokens in sizes]
+    per_slot, per_row_slot = _attention(model, min(rows, 8))
+    model.resize(rows)
+    return StepCost(points, per_slot, per_row_slot)
+
+
+def _spread(tokens: int) -> list[Segment]:
+    counts = [PER_ROW] * (tokens // PER_ROW) + [tokens % PER_ROW] * (tokens % PER_ROW > 0)
+    return [Segment(row, SHORT, count) for row, count in enumerate(counts)]
+
+
+def _attention(model: Model, rows: int) -> tuple[float, float]:
+    """Return seconds per query and slot, and per row and slot, beyond what a short context costs."""
+    few, many = 1, PER_ROW
+    near, far = REACHES
+    growth = {}
+    for count in (few, many):
+        seconds = [_least(model, [Segment(row, reach - count, count) for row in range(rows)]) for reach in (near, far)]
+        growth[count] = max(0.0, seconds[1] - seconds[0]) / (rows * (far - near))
+    per_slot = max(0.0, growth[many] - growth[few]) / (many - few)
+    return per_slot, max(0.0, growth[few] - per_slot * few)
+
+
+def _least(model: Model, segments: Sequence[Segment]) -> float:
+    tokens = sum(segment.count for segment in segments)
+    least = float("inf")
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        model.logits(list(segments), [1] * tokens, range(tokens)).argmax(-1).tolist()
+        least = min(least, time.perf_counter() - started)
+    return least

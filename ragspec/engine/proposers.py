@@ -1,0 +1,75 @@
+"""Who drafts for the engine's rows: nobody, a drafter per row, or a model for all rows (draft_model.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ragspec.drafters.base import Draft, Drafter
+from ragspec.engine.allocate import StepCost, allocate
+from ragspec.engine.row import Row
+
+LONGEST = 24  # tokens of a draft at most, where the length is chosen by what pays
+
+
+class Proposer(Protocol):
+    """Drafts for all rows at once, and is told what became of it."""
+
+    def admit(self, row: Row, source: int, tokens: int) -> None:
+        """`row` begins at its place; its first `tokens` tokens were computed at place `source`, perhaps its own."""
+
+    def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
+        """Return a draft per row, no longer than pays. besides: tokens of the coming step that are not these rows'."""
+
+    def extend(self, row: Row, token_ids: Sequence[int]) -> None:
+        """The target wrote `token_ids`; they stand at the end of row.tokens already."""
+
+    def finish(self, row: Row) -> None:
+        """`row` is answered."""
+
+    def resize(self, rows: int) -> None:
+        """All rows are gone; there is place for `rows` now."""
+
+
+class NoDrafts:
+    """Plain decoding."""
+
+    def admit(self, row: Row, source: int, tokens: int) -> None: ...
+
+    def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
+        return [Draft()] * len(rows)
+
+    def extend(self, row: Row, token_ids: Sequence[int]) -> None: ...
+
+    def finish(self, row: Row) -> None: ...
+
+    def resize(self, rows: int) -> None: ...
+
+
+class ByRow(NoDrafts):
+    """A drafter that needs no model. num_tokens None: the length is chosen by what pays."""
+
+    def __init__(self, drafter: Drafter, num_tokens: int | None, cost: StepCost | None) -> None:
+        self._drafter = drafter
+        self._num_tokens = num_tokens
+        self._cost = cost
+
+    def admit(self, row: Row, source: int, tokens: int) -> None:
+        row.drafter = self._drafter.open(row.request.token_ids, row.request.passages)
+        if row.written:  # it was interrupted
+            row.drafter.extend(row.tokens[row.prompt_tokens :])
+
+    def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
+        limit = self._num_tokens or LONGEST
+        drafts: list[Draft] = [row.drafter.propose(min(limit, row.room - 1)) for row in rows]
+        if self._num_tokens is None and self._cost is not None:
+            reach = max((len(row.tokens) for row in rows), default=0)
+            lengths = allocate([draft.survival for draft in drafts], self._cost, reach, besides)
+            drafts = [draft.cut(length) for draft, length in zip(drafts, lengths, strict=True)]
+        return drafts
+
+    def extend(self, row: Row, token_ids: Sequence[int]) -> None:
+        row.drafter.extend(token_ids)
+
+    def finish(self, row: Row) -> None:
+        row.drafter.close()

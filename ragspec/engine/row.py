@@ -1,0 +1,47 @@
+"""A record while the engine answers it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ragspec.engine.sampling import Noise
+from ragspec.records import Copied, Request
+from ragspec.stats import SpecStats
+
+
+@dataclass(slots=True)
+class Row:
+    """`tokens` are prompt and answer; keys and values of the first `computed` of them are in the cache row `place`."""
+
+    request: Request
+    tokens: list[int]
+    noise: Noise
+    started: float
+    place: int = -1
+    computed: int = 0
+    cached: int = 0  # prompt tokens whose keys and values came from another row
+    drafter: Any = None
+    spec: SpecStats = field(default_factory=SpecStats)
+    first_at: float | None = None
+    copied: list[Copied] = field(default_factory=list)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.request.token_ids)
+
+    @property
+    def written(self) -> int:
+        """Length of the answer so far."""
+        return len(self.tokens) - len(self.request.token_ids)
+
+    @property
+    def room(self) -> int:
+        """Tokens that the answer may still have."""
+        return self.request.sampling.max_new_tokens - self.written
+
+    @property
+    def ready(self) -> bool:
+        """Whether all but the last token are computed: the next forward writes."""
+        return self.computed == len(self.tokens) - 1

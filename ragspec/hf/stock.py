@@ -1,0 +1,215 @@
+"""Stock transformers `generate()`: every speculation it has, at batch size 1; padded batches without.
+
+It answers what the engine does not take: early exit, drafts of another vocabulary, arguments of generate(), models
+whose code the engine does not fit.
+Limit: transformers speculates one record at a time, so `rows` only counts for method `none`.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby, islice
+from typing import Any
+
+import torch
+from transformers import StoppingCriteriaList
+
+from ragspec.errors import ModelError
+from ragspec.hf.acceptance import AcceptanceMeter, in_id_order
+from ragspec.hf.draft import Draft, width_of
+from ragspec.hf.stopping import StepClock, StopText, trim
+from ragspec.hf.tokenizer import HFTokenizer
+from ragspec.records import Failure, Generation, Request, Sampling, record_seed
+from ragspec.stats import SpecStats
+
+LOOKUP_TOKENS = 10  # transformers' own default
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What generate() is to be told. draft_model: the loaded draft of `draft`. knobs: read from the drafting model."""
+
+    method: str
+    num_tokens: int | None = None
+    ngram_max: int | None = None
+    early_exit_layer: int | None = None
+    schedule: str = "constant"
+    confidence_threshold: float | None = None
+    knobs: dict[str, Any] = field(default_factory=dict)
+    draft: Draft | None = None
+    draft_model: Any = None
+
+
+@dataclass(slots=True)
+class StockClock:
+    """Where the seconds went. prefill_s: until first tokens, summed over batches."""
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    decode_tokens: int = 0
+
+
+class StockBackend:
+    """Answers with `generate()`, one call per batch. Raises ModelError where the model cannot take back a draft."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: HFTokenizer,
+        eos: frozenset[int],
+        speculation: Speculation,
+        *,
+        rows: int,
+        generate_args: dict[str, Any],
+        greedy_by_default: bool,
+    ) -> None:
+        self.clock = StockClock()
+        self.notes: list[str] = []
+        self.batch_size = rows
+        self._model = model
+        self._tokenizer = tokenizer
+        self._eos = eos
+        self._spec = speculation
+        self._generate_args = generate_args
+        self._greedy_by_default = greedy_by_default
+        self._sampling_draft: Any = None  # a copy: universal speculative sampling rewrites the draft's embeddings
+        self._meter: AcceptanceMeter | None = None
+        pad = tokenizer.inner.pad_token_id
+        self._pad = pad if pad is not None else min(eos, default=0)
+        if speculation.method != "none":
+            self._speculate()
+
+    def _speculate(self) -> None:
+        spec = self._spec
+        if getattr(self._model, "_is_stateful", False):
+            raise ModelError("the model keeps a recurrent state, which cannot take back a draft; use method: none")
+        self._set_knobs(spec.draft_model if spec.draft else self._model)
+        tokenizers = None
+        if spec.draft and spec.draft.other_tokens:
+            tokenizers = (in_id_order(self._tokenizer.inner), in_id_order(spec.draft.tokenizer))
+        reach = spec.draft.context_length if spec.draft else None
+        self._meter = AcceptanceMeter(tokenizers, reach)
+        self._meter.attach(self._model)
+
+    def _set_knobs(self, drafter: Any) -> None:
+        """Set the draft's own settings where transformers reads them: on the drafting model's generation_config."""
+        knobs = drafter.generation_config
+        knobs.num_assistant_tokens_schedule = self._spec.schedule
+        if self._spec.num_tokens is not None:
+            knobs.num_assistant_tokens = self._spec.num_tokens
+        if self._spec.confidence_threshold is not None:
+            knobs.assistant_confidence_threshold = self._spec.confidence_threshold
+        for name, value in self._spec.knobs.items():
+            setattr(knobs, name, value)
+
+    def warm_up(self) -> None:
+        """Generate a few tokens, so that the first record does not pay for lazy initialisation."""
+        ids = self._tokenizer.encode("one two three one two three", special_tokens=True)
+        sampling = Sampling(max_new_tokens=4, temperature=0.0 if self._greedy_by_default else 1.0)
+        self._call([Request(0, "warm-up", ids, sampling)])
+        self.clock = StockClock()
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
+        """Yield outcomes in the order of the requests; records of other sampling settings begin a new batch."""
+        for _, same in groupby(requests, key=lambda request: request.sampling):
+            while batch := list(islice(same, self.batch_size)):
+                yield from self._answer(batch)
+        if self._meter and self._spec.draft and self._meter.outgrown:
+            self.notes.append(
+                f"{self._meter.outgrown} records were longer than the {self._spec.draft.context_length} tokens that "
+                "the draft model attends to; they went on without drafts"
+            )
+
+    def _answer(self, batch: list[Request]) -> Iterator[Generation | Failure]:
+        """Answer a batch; if it fails, answer its records one by one, so that one alone can be at fault."""
+        try:
+            yield from self._call(batch)
+        except Exception as error:  # any failure inside generation is this record's, not the run's
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            if len(batch) == 1:
+                text = " ".join(str(error).split())[:500]
+                yield Failure(batch[0].index, f"{type(error).__name__}: {text}")
+                return
+            for request in batch:
+                yield from self._answer([request])
+
+    def _call(self, batch: list[Request]) -> list[Generation]:
+        sampling = batch[0].sampling
+        width = max(len(request.token_ids) for request in batch)
+        rows = [[self._pad] * (width - len(request.token_ids)) + request.token_ids for request in batch]
+        masks = [[0] * (width - len(request.token_ids)) + [1] * len(request.token_ids) for request in batch]
+        clock = StepClock(width)
+        criteria = StoppingCriteriaList([clock])
+        if sampling.stop:
+            criteria.append(StopText(self._tokenizer, sampling.stop, width))
+        if sampling.temperature > 0:
+            torch.manual_seed(record_seed(sampling.seed, batch[0].id))
+        if self._meter:
+            self._meter.start()
+        device = self._model.device
+        started = time.perf_counter()
+        output = self._model.generate(
+            input_ids=torch.tensor(rows, device=device),  # (batch, width), padded on the left
+            attention_mask=torch.tensor(masks, device=device),
+            generation_config=self._generation_config(sampling),
+            stopping_criteria=criteria,
+            **self._assistant(sampling),
+        )
+        answers = output[:, width:].tolist()
+        ended = time.perf_counter()
+        first = clock.first_step_at or ended
+        self.clock.prefill_s += first - started
+        self.clock.decode_s += ended - first
+        generations = []
+        for request, answer in zip(batch, answers, strict=True):
+            token_ids, reason = trim(answer, self._eos, sampling.stop, self._tokenizer)
+            self.clock.decode_tokens += max(0, len(token_ids) - clock.first_step_tokens)
+            spec = self._meter.stats if self._meter else SpecStats(steps=len(token_ids))
+            generations.append(Generation(request.index, token_ids, reason, spec, ended - started, first - started))
+        return generations
+
+    def _generation_config(self, sampling: Sampling) -> Any:
+        config = copy.deepcopy(self._model.generation_config)
+        config.max_length = None
+        config.max_new_tokens = sampling.max_new_tokens
+        config.eos_token_id = sorted(self._eos) or None
+        config.pad_token_id = self._pad
+        config.do_sample = sampling.temperature > 0
+        config.repetition_penalty = sampling.repetition_penalty
+        greedy = not config.do_sample
+        config.temperature = None if greedy else sampling.temperature
+        config.top_p = None if greedy else sampling.top_p
+        config.top_k = None if greedy else sampling.top_k
+        config.min_p = None if greedy or not sampling.min_p else sampling.min_p
+        if self._spec.method == "prompt_lookup":
+            config.prompt_lookup_num_tokens = self._spec.num_tokens or LOOKUP_TOKENS
+            config.max_matching_ngram_size = self._spec.ngram_max
+        elif self._spec.method == "early_exit":
+            config.assistant_early_exit = self._spec.early_exit_layer
+        for name, value in self._generate_args.items():
+            setattr(config, name, value)
+        return config
+
+    def _assistant(self, sampling: Sampling) -> dict[str, Any]:
+        draft = self._spec.draft
+        if draft is None:
+            return {}
+        model = self._spec.draft_model
+        if draft.other_tokens and sampling.temperature > 0:
+            # transformers 5.19 prunes the draft's output layer in place for this, which greedy records must not see
+            if self._sampling_draft is None:
+                self._sampling_draft = copy.deepcopy(model)
+            model = self._sampling_draft
+        kwargs: dict[str, Any] = {"assistant_model": model}
+        if width_of(self._model.config) != draft.width:
+            # generate() insists on both where sizes differ; whether they are used is AcceptanceMeter's decision
+            kwargs |= {"tokenizer": self._tokenizer.inner, "assistant_tokenizer": draft.tokenizer}
+        return kwargs
+
+    def about(self) -> dict[str, Any]:
+        """Return what ran."""
+        return {"engine": "transformers", "batch_size": self.batch_size}
