@@ -1,7 +1,7 @@
 """How often a guess of some kind came true: a hierarchical beta estimate, learnt while the run goes on.
 
-A kind is (source, length of the match, share of the vote). Few observations lean on the source and length alone, and
-these on a prior. Old observations fade. Limit: the kinds are buckets; nothing is fitted between them.
+A kind is (source, length of the match, share of the vote, who else agrees). Few observations lean on the source and
+length alone, and these on a prior. Old observations fade. Limit: the kinds are buckets; nothing is fitted between them.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class Calibration:
         self._bins = [[0, 0.0, 0] for _ in range(10)]  # count, predicted, hits: for the calibration error
 
     @staticmethod
-    def kind(source: int, length: int, share: float = 1.0) -> int:
-        """Return the kind of a guess."""
+    def kind(source: int, length: int, share: float = 1.0, sources: int = 1, matches: int = 1) -> int:
+        """Return the kind of a guess: of the leading match, and how many sources and matches agree with it."""
         bucket = 0 if share < SHARES[0] else 1 if share < SHARES[1] else 2
-        return source << 8 | length_bucket(length) << 2 | bucket
+        witnesses = min(sources, 3) - 1 | (matches > sources) << 2
+        return witnesses << 12 | source << 8 | length_bucket(length) << 2 | bucket
 
     def estimate(self, kind: int) -> float:
         """Return the probability that a guess of this kind is right."""
@@ -54,7 +55,7 @@ class Calibration:
         cell[0] += 1
         cell[1] += estimate
         cell[2] += hit
-        for key in (kind, kind | 3):  # share bucket 3 does not occur: it stands for the family
+        for key in (kind, kind & 0xFFF | 3):  # share bucket 3 does not occur: it stands for the family
             counts = self._counts.setdefault(key, [0.0, 0.0])
             counts[0] += hit
             counts[1] += 1
@@ -64,9 +65,9 @@ class Calibration:
         self._refresh(kind)
 
     def _refresh(self, kind: int) -> float:
-        source, bucket = kind >> 8, kind >> 2 & 63
+        source, bucket = kind >> 8 & 15, kind >> 2 & 63
         prior = PRIOR[bucket] * self._doubts.get(source, 1.0)
-        family = _lean(self._counts.get(kind | 3), prior)
+        family = _lean(self._counts.get(kind & 0xFFF | 3), prior)
         self._estimates[kind] = estimate = _lean(self._counts.get(kind), family)
         return estimate
 

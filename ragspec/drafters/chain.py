@@ -58,7 +58,9 @@ class Proposals:
                 break
             agreeing = [(m, w) for m, w in alive if m.text[m.place + step] == best] if len(votes) > 1 else alive
             leader = max(agreeing, key=lambda pair: pair[1])[0] if len(agreeing) > 1 else agreeing[0][0]
-            kind = calibration.kind(leader.source, leader.length + step, best_weight / total)
+            sources = len({match.source for match, _ in agreeing}) if len(agreeing) > 1 else 1
+            share = best_weight / total
+            kind = calibration.kind(leader.source, leader.length + step, share, sources, len(agreeing))
             survival *= calibration.estimate(kind)
             if survival < LEAST_SURVIVAL:
                 break

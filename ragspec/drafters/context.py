@@ -17,17 +17,17 @@ from ragspec.drafters.calibration import Calibration
 from ragspec.drafters.chain import Match, Proposals
 from ragspec.drafters.index import NgramIndex, match_length
 
-PROMPT, OUTPUT, RESUMED, OTHER_CONTEXT, OTHER_OUTPUT = range(5)
-DOUBTS = {RESUMED: 2.0, OTHER_CONTEXT: 0.5, OTHER_OUTPUT: 0.7}  # RESUMED has no match length: its prior is that of 0
+PROMPT, OUTPUT, OTHER_CONTEXT, OTHER_OUTPUT = range(4)
+DOUBTS = {OTHER_CONTEXT: 0.5, OTHER_OUTPUT: 0.7}
 SHARED_TOKENS = 200_000  # of other records, in memory at most
-LONG_RUN = 4  # tokens copied in a row after which a rejected source is tried again a token later
+SURE = 4  # tokens of a match in the row's own text, from which on the others are not asked
 
 
 class SharedPool:
     """Texts of other records, one after the other; no match crosses from one to the next."""
 
     def __init__(self) -> None:
-        self._index = NgramIndex(3, 3)
+        self._index = NgramIndex(1, 4)
         self._documents: list[tuple[int, int, int]] = []  # start, end, source
         self._known: set[int] = set()
 
@@ -46,10 +46,10 @@ class SharedPool:
     def matches(self, suffix: Sequence[int]) -> list[Match]:
         """Return the places that end like `suffix`."""
         found = []
-        for place in self._index.find(suffix, least=3)[-4:]:
+        for place in self._index.find(suffix):
             start, end, source = self._document(place - 1)
             length = match_length(self._index.tokens, place, suffix, floor=start)
-            if length >= 3 and place < end:
+            if length > 0 and place < end:
                 found.append(Match(self._index.tokens, place, end, source, length, False))
         return found
 
@@ -89,9 +89,6 @@ class ContextRow:
         self._prompt_tokens = len(prompt)
         self._proposals = Proposals(calibration)
         self._pool = pool
-        self._last: Draft | None = None  # the last proposal, to go on with after a rejection
-        self._run = 0  # tokens copied in a row
-        self._resume: int | None = None  # the place in the prompt that a rejected copy had reached
 
     def propose(self, limit: int) -> Draft:
         """Return the chain that all matches vote for."""
@@ -103,28 +100,13 @@ class ContextRow:
                 source = PROMPT if place < self._prompt_tokens else OUTPUT
                 length = match_length(tokens, place, tokens)
                 matches.append(Match(tokens, place, end, source, length, True))
-        if self._pool is not None and not any(match.length >= LONG_RUN for match in matches):
+        if self._pool is not None and not any(match.length >= SURE for match in matches):
             matches += self._pool.matches(tokens)
-        if self._resume is not None:
-            # the target wrote another token than the source: in its place (go on after it), or before it
-            for place in (self._resume + 1, self._resume):
-                if place < self._prompt_tokens:
-                    matches.append(Match(tokens, place, self._prompt_tokens, RESUMED, 0, True))
-        self._last = self._proposals.build(matches, limit, self._prompt_tokens)
-        return self._last
+        return self._proposals.build(matches, limit, self._prompt_tokens)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Take in what was written, and note where a long copy broke off."""
+        """Take in what was written."""
         self._proposals.score(token_ids)
-        self._resume = None
-        if self._last is not None:
-            for token, guess, source in zip(token_ids, self._last.token_ids, self._last.sources, strict=False):
-                if token != guess:
-                    self._resume = source if self._run >= LONG_RUN else None
-                    self._run = 0
-                    break
-                self._run += 1
-            self._last = None
         self._index.extend(token_ids)
 
     def close(self) -> None:
