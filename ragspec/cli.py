@@ -54,6 +54,7 @@ def generate(
     ] = False,
     order: Annotated[str | None, typer.Option(help="Order of the output lines: input or finish.")] = None,
     stats: Annotated[str | None, typer.Option(metavar="FILE", help="Where the statistics go.")] = None,
+    isolate: Annotated[bool, typer.Option("--isolate", help="No drafts from other records' texts.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Answer every record of the input. Run the same command again to go on after an interruption."""
@@ -63,7 +64,8 @@ def generate(
 
     _debug(debug)
     console = stderr()
-    run_config, notes = load_config(config, override or (), input=input, output=output, order=order)
+    overrides = [*(override or ()), *(["speculation.isolate=true"] if isolate else [])]
+    run_config, notes = load_config(config, overrides, input=input, output=output, order=order)
     try:
         with progress(console) as report:
             summary = run(

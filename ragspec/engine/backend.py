@@ -10,7 +10,7 @@ from ragspec.drafters.base import Drafter
 from ragspec.drafters.context import ContextDrafter
 from ragspec.drafters.prompt_lookup import PromptLookup
 from ragspec.engine.allocate import StepCost
-from ragspec.engine.capacity import choose_rows
+from ragspec.engine.capacity import choose_rows, most_rows
 from ragspec.engine.decode import LOOKAHEAD, Clock, Engine
 from ragspec.engine.draft_model import DraftModel
 from ragspec.engine.forward import Model
@@ -76,8 +76,8 @@ class EngineBackend:
             for _ in self._engine(1).run([Request(0, "warm-up", ids, Sampling(max_new_tokens=4))]):
                 pass
             self.clock = Clock()
-        elif self._rows is not None:
-            self._cost = probe(self._model, self._rows)
+        else:
+            self._cost = probe(self._model, self._rows or most_rows(self._model.device))
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield outcomes as they finish."""
@@ -89,8 +89,6 @@ class EngineBackend:
         if rows is None:
             rows, why = choose_rows(head, self._bytes_per_token, self._model.device)
             self._note(why)
-        if self._cost is None and self._method != "none" and self._num_tokens is None:
-            self._cost = probe(self._model, rows)
         self.batch_size = rows
         engine = self._engine(rows)
         try:

@@ -13,10 +13,15 @@ MOST = {"cpu": 16, "cuda": 128}  # beyond, a step costs in proportion to its row
 SHARE = 0.5  # of free memory that keys and values may take
 
 
+def most_rows(device: torch.device) -> int:
+    """Return the number of rows from which on more bring no more speed."""
+    return MOST.get(device.type, 16)
+
+
 def choose_rows(requests: Sequence[Request], bytes_per_token: int, device: torch.device) -> tuple[int, str]:
     """Return the number of rows for requests like these, and why."""
     slots = max(len(request.token_ids) + request.sampling.max_new_tokens for request in requests)
-    most = MOST.get(device.type, 16)
+    most = most_rows(device)
     free = free_bytes(device)
     fit = max(1, int(free * SHARE) // max(1, slots * bytes_per_token))
     need = f"{slots:,} tokens of {bytes_per_token / 1024:,.0f} KiB a row"

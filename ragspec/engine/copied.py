@@ -36,10 +36,20 @@ def note_copied(row: Row, draft: Draft, emitted: Sequence[int]) -> None:
             row.copied.append(Copied(place, place + 1, passage, guessed))
 
 
-def worth_citing(runs: Sequence[Copied], tokens: int) -> tuple[Copied, ...]:
-    """Return the runs of at least LEAST tokens inside an answer of `tokens`."""
-    cut = (Copied(run.start, min(run.end, tokens), run.passage, run.source) for run in runs)
-    return tuple(run for run in cut if run.end - run.start >= LEAST)
+def worth_citing(row: Row, tokens: int) -> tuple[Copied, ...]:
+    """Return the runs of at least LEAST tokens inside an answer of `tokens`.
+
+    The word that a copy begins with was often not drafted yet: a run is drawn out to the left as far as it agrees.
+    """
+    prompt, runs, end = row.request.token_ids, [], 0
+    for run in row.copied:
+        start, source, first = run.start, run.source, row.request.passages[run.passage][0]
+        while start > end and source > first and row.tokens[len(prompt) + start - 1] == prompt[source - 1]:
+            start, source = start - 1, source - 1
+        end = min(run.end, tokens)
+        if end - start >= LEAST:
+            runs.append(Copied(start, end, run.passage, source))
+    return tuple(runs)
 
 
 def _passage(passages: Sequence[tuple[int, int]], position: int) -> int | None:

@@ -238,6 +238,6 @@ class Engine:
         answer = row.tokens[row.prompt_tokens :]
         token_ids, reason = trim(answer, self._eos, row.request.sampling.stop, self._tokenizer)
         first = None if row.first_at is None else row.first_at - row.started
-        copied = worth_citing(row.copied, len(token_ids))
+        copied = worth_citing(row, len(token_ids))
         index, latency = row.request.index, ended - row.started
         return Generation(index, token_ids, reason, row.spec, latency, first, row.cached, copied)

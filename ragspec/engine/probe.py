@@ -9,16 +9,16 @@ from ragspec.engine.allocate import StepCost
 from ragspec.engine.forward import Model
 from ragspec.engine.layout import Segment
 
-TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 SHORT = 32  # slots that a row of the curve's forwards sees
 REACHES = (64, 576)  # slots at which attention is told apart from the rest
 PER_ROW = 8  # tokens of a row in the curve's forwards
-REPEATS = 3
+REPEATS = 2  # the first of a shape also pays for what the libraries set up
 
 
 def probe(model: Model, rows: int) -> StepCost:
     """Return the cost of steps of `rows` rows, learnt in a few seconds; the cache is empty afterwards."""
-    largest = rows * 12
+    largest = rows * 8
     sizes = [tokens for tokens in TOKENS if tokens <= largest] or [1]
     model.resize(max(rows, -(-sizes[-1] // PER_ROW)))
     points = [(tokens, _least(model, _spread(tokens))) for tokens in sizes]
