@@ -28,7 +28,6 @@ class Calibration:
         """doubts: factor on the prior of a source that has yet to prove itself."""
         self._doubts = doubts or {}
         self._counts: dict[int, list[float]] = {}  # kind or family -> [hits, trials]
-        self._estimates: dict[int, float] = {}
         self.predicted = 0.0
         self.hits = 0
         self.trials = 0
@@ -43,8 +42,9 @@ class Calibration:
 
     def estimate(self, kind: int) -> float:
         """Return the probability that a guess of this kind is right."""
-        known = self._estimates.get(kind)
-        return self._refresh(kind) if known is None else known
+        source, bucket = kind >> 8 & 15, kind >> 2 & 63
+        prior = min(PRIOR[-1], PRIOR[bucket] * self._doubts.get(source, 1.0))  # a factor over 1 is no certainty
+        return _lean(self._counts.get(kind), _lean(self._counts.get(kind & 0xFFF | 3), prior))
 
     def observe(self, kind: int, hit: bool) -> None:
         """Learn from one guess that has been compared with what was written."""
@@ -62,14 +62,6 @@ class Calibration:
             if counts[1] >= FADE_AT:
                 counts[0] /= 2
                 counts[1] /= 2
-        self._refresh(kind)
-
-    def _refresh(self, kind: int) -> float:
-        source, bucket = kind >> 8 & 15, kind >> 2 & 63
-        prior = PRIOR[bucket] * self._doubts.get(source, 1.0)
-        family = _lean(self._counts.get(kind & 0xFFF | 3), prior)
-        self._estimates[kind] = estimate = _lean(self._counts.get(kind), family)
-        return estimate
 
     @property
     def error(self) -> float | None:

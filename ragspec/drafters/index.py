@@ -37,13 +37,16 @@ class NgramIndex:
                         del places[0]
 
     def find(self, suffix: Sequence[int], least: int = 1) -> list[int]:
-        """Return places whose text before them ends like `suffix`, by the longest n-gram that is known; latest last."""
+        """Return places whose text before them ends like `suffix`, latest last, by the longest n-gram that goes on.
+
+        The end of the text may be among them. An n-gram that stands there only (the suffix itself) is passed over.
+        """
         for n in range(min(self._largest, len(suffix)), max(self._smallest, least) - 1, -1):
             key = 0
             for token in suffix[-n:]:
                 key = key << BITS | token
             places = self._tables[n].get(key)
-            if places:
+            if places and places[0] < len(self.tokens):
                 return places
         return []
 

@@ -1,0 +1,416 @@
+"""How many draft tokens pay, which records belong together, and where the tokens of a forward go."""
+
+import random
+from array import array
+from itertools import pairwise, product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragspec.engine import layout as layout_module
+from ragspec.engine.allocate import LEAST_GAIN, StepCost, allocate
+from ragspec.engine.attention import attend
+from ragspec.engine.cache import RaggedCache
+from ragspec.engine.layout import Layout, Segment
+from ragspec.engine.prefix import WORTH, grouped, shared
+
+# -- allocate ---------------------------------------------------------------------------------------------------------
+
+
+def chain(chooser, most=4):
+    """Return survivals of a chain; some tokens are certain, so that values tie."""
+    values, value = [], 1.0
+    for _ in range(chooser.randint(0, most)):
+        value *= chooser.choice([1.0, chooser.random(), chooser.random() ** 0.3])
+        values.append(value)
+    return values
+
+
+def bumpy_cost(chooser, **attention):
+    """Return a curve that rises by leaps: nothing about it is convex."""
+    points, seconds = [], 1.0
+    for tokens in range(1, 21):
+        points.append((tokens, seconds))
+        seconds += chooser.choice([0.0, 0.01, 0.2, 0.5]) * seconds
+    return StepCost(points, **attention)
+
+
+def rate(lengths, survivals, cost, reach):
+    """Return the expected tokens per second of a step that verifies `lengths`."""
+    rows = len(survivals)
+    expected = rows + sum(sum(values[:length]) for values, length in zip(survivals, lengths, strict=True))
+    return expected / cost(rows + sum(lengths), rows, 1 + max(lengths), reach)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_no_other_choice_of_prefixes_makes_more_tokens_per_second(rows):
+    drafted = 0
+    for seed in range(150):
+        chooser = random.Random(seed)
+        survivals = [chain(chooser) for _ in range(rows)]
+        cost = bumpy_cost(chooser, per_row_slot=chooser.choice([0.0, 0.001]))
+        lengths = allocate(survivals, cost, 50)
+        rates = [rate(each, survivals, cost, 50) for each in product(*(range(len(v) + 1) for v in survivals))]
+        plain = rates[0]  # of no drafts at all
+        if max(rates) > plain * LEAST_GAIN:
+            assert rate(lengths, survivals, cost, 50) == pytest.approx(max(rates), rel=1e-12)
+            drafted += 1
+        else:
+            assert lengths == [0] * rows
+    assert 10 < drafted < 140, "both sides are to be tried"
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_padded_attention_is_paid_for(rows):
+    """The longest chain pads all rows: no number of the likeliest tokens does better than the one chosen."""
+    for seed in range(150):
+        chooser = random.Random(seed)
+        survivals = [chain(chooser) for _ in range(rows)]
+        cost = bumpy_cost(chooser, per_slot=chooser.choice([0.0005, 0.005]))
+        lengths = allocate(survivals, cost, 80)
+        ranked = sorted((-v, depth, row) for row, values in enumerate(survivals) for depth, v in enumerate(values))
+        choices = [[sum(r == row for *_, r in ranked[:most]) for row in range(rows)] for most in range(len(ranked) + 1)]
+        best = max(choices, key=lambda each: rate(each, survivals, cost, 80))
+        gains = rate(best, survivals, cost, 80) > LEAST_GAIN * rate(choices[0], survivals, cost, 80)
+        assert lengths == (best if gains else choices[0])
+
+
+def test_a_leap_in_the_cost_is_jumped_over_where_what_lies_behind_pays():
+    leap = StepCost([(1, 1.0), (2, 1.9), (8, 1.95), (9, 9.0)])
+    assert allocate([[0.8]], leap, 0) == [0]  # two tokens cost nearly twice one
+    assert allocate([[0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]], leap, 0) == [7]  # eight cost no more than two
+
+
+@pytest.mark.parametrize(("survival", "length"), [(0.015, 0), (0.02 * 0.99, 0), (0.03, 1)])
+def test_a_gain_of_less_than_two_percent_is_left_alone(survival, length):
+    assert allocate([[survival]], StepCost([(1, 1.0), (100, 1.0)]), 0) == [length]
+
+
+@pytest.mark.parametrize(
+    ("survivals", "lengths"),
+    [([[], []], [0, 0]), ([[0.9], []], [1, 0]), ([[], [0.9, 0.8]], [0, 2]), ([[0.9, 0.01], [0.01]], [1, 0])],
+)
+def test_rows_get_what_their_own_chains_are_worth(survivals, lengths):
+    assert allocate(survivals, StepCost([(1, 1.0), (101, 6.0)]), 0) == lengths
+
+
+@given(st.integers(0, 10**6), st.integers(0, 40))
+def test_the_order_of_the_rows_does_not_matter(seed, besides):
+    chooser = random.Random(seed)
+    survivals = [[0.9**depth * (0.5 + 0.5 * chooser.random()) for depth in range(1)] for _ in range(5)]
+    for values in survivals:
+        while chooser.random() < 0.6:
+            values.append(values[-1] * chooser.uniform(0.1, 0.999))
+    cost = bumpy_cost(chooser, per_slot=0.001)
+    order = chooser.sample(range(5), 5)
+    lengths = allocate(survivals, cost, 20, besides)
+    assert allocate([survivals[i] for i in order], cost, 20, besides) == [lengths[i] for i in order]
+
+
+SLOPE = StepCost([(1, 1.0), (101, 2.0), (201, 12.0)])  # a hundredth of a second per token, from 101 on a tenth
+
+
+@pytest.mark.parametrize(
+    ("besides", "lengths"),
+    [
+        (20, [2, 1]),  # plain: 2 rows in 1.01 s; a token takes 0.01 s, in which plain decoding writes 0.0198
+        (140, [1, 0]),  # 0.1 s: 0.198
+    ],
+)
+def test_beside_a_prompt_a_draft_token_has_to_earn_its_own_seconds(besides, lengths):
+    survivals = [[0.3, 0.02, 0.019], [0.15, 0.01]]
+    assert allocate(survivals, SLOPE, 0, besides) == lengths
+
+
+@pytest.mark.parametrize("besides", [1, 30, 300])
+def test_beside_a_prompt_the_plain_steps_threshold_does_not_count(besides):
+    """The prompt is paid anyway: one likely token is worth it, though it would not lift a plain step by 2%."""
+    rows = 60
+    survivals = [[0.9], *([[]] * (rows - 1))]
+    flat = StepCost([(1, 1.0), (1000, 1.0)])
+    assert allocate(survivals, flat, 0) == [0] * rows
+    assert allocate(survivals, flat, 0, besides) == [1] + [0] * (rows - 1)
+
+
+# -- StepCost ---------------------------------------------------------------------------------------------------------
+
+SECONDS = st.lists(st.floats(1e-4, 10), min_size=1, max_size=8)
+
+
+@given(SECONDS, st.integers(1, 4), st.floats(0, 1e-3), st.floats(0, 1e-3))
+def test_a_step_of_more_tokens_never_costs_less_at_the_start(seconds, apart, per_slot, per_row_slot):
+    cost = StepCost([(1 + apart * i, s) for i, s in enumerate(seconds)], per_slot, per_row_slot)
+    curve = [cost(tokens, 3, 4, 50) for tokens in range(1, 60)]
+    assert all(one <= other * (1 + 1e-12) for one, other in pairwise(curve))
+    assert cost(8, 3, 4, 50) <= cost(8, 3, 5, 50) <= cost(8, 4, 5, 50) <= cost(8, 4, 5, 60)
+    assert all(cost.marginal(tokens) >= 0 for tokens in range(1, 60))
+
+
+def test_cost_lies_on_the_line_between_the_points_and_beyond_them():
+    cost = StepCost([(2, 1.0), (4, 2.0), (8, 3.0)], per_slot=0.001, per_row_slot=0.01)
+    assert [cost(tokens, 0, 1, 0) for tokens in (1, 2, 3, 4, 6, 8, 12)] == pytest.approx([1, 1, 1.5, 2, 2.5, 3, 4])
+    assert cost(4, 3, 5, 100) == pytest.approx(2.0 + 3 * 100 * (0.01 + 0.001 * 5))
+    assert cost.marginal(8) == pytest.approx(0.25)
+    assert StepCost([(1, 3.0)])(50, 2, 1, 10) == 3.0
+
+
+@pytest.mark.parametrize("factor", [0.25, 0.5, 1.0, 2.0, 5.0])
+def test_a_machine_that_is_faster_or_slower_than_at_the_start_is_learnt(factor):
+    points = [(1, 1.0), (8, 2.0), (64, 10.0)]
+    cost, true = (
+        StepCost(points, 1e-4, 1e-3),
+        StepCost([(n, s * factor) for n, s in points], factor / 1e4, factor / 1e3),
+    )
+    for _ in range(150):
+        for tokens in (4, 20):
+            cost.observe(tokens, 2, 3, 50, true(tokens, 2, 3, 50))
+    for tokens in (1, 4, 10, 20, 60):  # sizes that were never seen too
+        assert cost(tokens, 2, 3, 50) == pytest.approx(true(tokens, 2, 3, 50), rel=0.03)
+    assert cost.marginal(4) == pytest.approx(true.marginal(4), rel=0.03)
+
+
+def test_a_size_that_is_slower_than_its_neighbours_is_learnt():
+    cost = StepCost([(1, 1.0), (64, 1.0)])
+    seconds = {4: 1.0, 9: 1.5, 20: 1.0}
+    for _ in range(200):
+        for tokens, taken in seconds.items():
+            cost.observe(tokens, 2, 1, 0, taken)
+    for tokens, taken in seconds.items():
+        assert cost(tokens, 2, 1, 0) == pytest.approx(taken, rel=0.03)
+
+
+def test_one_interrupted_step_hardly_changes_what_is_expected():
+    cost = StepCost([(1, 1.0), (64, 10.0)])
+    for _ in range(30):
+        cost.observe(4, 2, 1, 0, 1.43)
+    before = cost(4, 2, 1, 0)
+    cost.observe(4, 2, 1, 0, 1000.0)
+    assert before < cost(4, 2, 1, 0) < before * 1.15
+
+
+def test_a_slower_size_is_avoided_once_it_is_known():
+    cost = StepCost([(1, 1.0), (64, 1.1)])
+    survivals = [[0.4] * 8]
+    assert allocate(survivals, cost, 0) == [8]
+    for _ in range(60):
+        cost.observe(9, 1, 9, 0, 6.0)  # eight and more take long
+        cost.observe(4, 1, 4, 0, 1.0)
+        cost.observe(1, 1, 1, 0, 1.0)
+    assert allocate(survivals, cost, 0) == [6]
+
+
+# -- prefixes ---------------------------------------------------------------------------------------------------------
+
+KINDS = pytest.mark.parametrize("kind", [list, lambda ids: array("i", ids)], ids=["lists", "arrays"])
+
+
+@KINDS
+@given(st.lists(st.integers(0, 1), max_size=20), st.lists(st.integers(0, 1), max_size=20), st.integers(0, 30))
+def test_shared_is_the_length_of_the_common_beginning(kind, one, other, both):
+    one, other = [2] * both + one, [2] * both + other
+    length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    assert shared(kind(one), kind(other)) == length
+
+
+def prompts_with_common_beginnings(chooser):
+    """Return prompts of a few heads, some with a head of their own inside it, and some of no head at all."""
+    system = [9] * chooser.choice([0, 5, 50])
+    heads = [[n, *(chooser.randrange(3) for _ in range(chooser.randint(20, 60)))] for n in range(3)]
+    prompts = []
+    for _ in range(chooser.randint(0, 14)):
+        tail = [chooser.randrange(3) for _ in range(chooser.randint(0, 50))]
+        head = chooser.choice([*heads, []])
+        prompts.append(system + head[: chooser.choice([25, 100])] + tail)
+    return prompts + chooser.sample(prompts, min(len(prompts), chooser.choice([0, 0, 2])))
+
+
+@KINDS
+@given(st.integers(0, 10**6))
+def test_groups_are_those_that_begin_alike_beyond_what_all_have_in_common(kind, seed):
+    prompts = prompts_with_common_beginnings(random.Random(seed))
+    common = 0
+    if len(prompts) > 2:
+        while all(len(p) > common and p[: common + 1] == prompts[0][: common + 1] for p in prompts):
+            common += 1
+    expected = {}
+    for i, prompt in enumerate(prompts):
+        long_enough = len(prompt) >= common + WORTH
+        expected.setdefault(tuple(prompt[: common + WORTH]) if long_enough else i, []).append(i)
+    groups = grouped([kind(prompt) for prompt in prompts])
+    assert sorted(map(sorted, groups)) == sorted(expected.values())
+    assert sorted(i for group in groups for i in group) == list(range(len(prompts)))
+
+
+@given(st.integers(0, 10**6))
+def test_groups_come_in_the_order_of_the_input_and_are_sorted_inside(seed):
+    prompts = prompts_with_common_beginnings(random.Random(seed))
+    groups = grouped(prompts)
+    firsts = [min(group) for group in groups]
+    assert firsts == sorted(firsts)
+    for group in groups:
+        assert [prompts[i] for i in group] == sorted(prompts[i] for i in group)
+    singles = [group[0] for group in groups if len(group) == 1]
+    assert singles == sorted(singles)
+
+
+def test_a_system_prompt_that_all_share_groups_nobody():
+    system = list(range(200))
+    assert grouped([[*system, 5, n] for n in range(6)]) == [[n] for n in range(6)]
+    assert grouped([[*system, 5], [*system, 6]]) == [[0, 1]]  # of two, it is what they share
+
+
+# -- layout -----------------------------------------------------------------------------------------------------------
+
+ROWS, SLOTS = 6, 16
+CPU = torch.device("cpu")
+
+
+@st.composite
+def layouts(draw):
+    """Segments of different rows in any order, some of them alone."""
+    rows = draw(st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=ROWS, unique=True))
+    segments = [
+        Segment(row, draw(st.integers(0, SLOTS - 4)), draw(st.integers(1, 4)), draw(st.booleans())) for row in rows
+    ]
+    return Layout(segments, SLOTS, CPU)
+
+
+def packed_tokens(layout):
+    """Return (row, position) of every token in packed order."""
+    return [(s.row, s.start + i) for s in layout.segments for i in range(s.count)]
+
+
+def visible(mask):
+    return [[slot for slot, value in enumerate(query) if value == 0] for query in mask.tolist()]
+
+
+def in_sight(position, window):
+    """Return the slots that a token sees: itself and what came before it, inside the window."""
+    return list(range(max(0, position + 1 - (window or SLOTS)), position + 1))
+
+
+@given(layouts())
+def test_tokens_are_written_to_the_slots_of_their_positions(layout):
+    places = packed_tokens(layout)
+    store = torch.full((ROWS * SLOTS,), -1)
+    store[layout.writes] = torch.arange(layout.tokens)
+    rows = store.view(ROWS, SLOTS)
+    assert [int(rows[place]) for place in places] == list(range(layout.tokens))
+    assert int((store >= 0).sum()) == layout.tokens == len(places)
+    assert layout.positions.tolist() == [position for _, position in places]
+    assert [places[start] for start in layout.starts] == [(s.row, s.start) for s in layout.segments]
+    assert layout.reach == 1 + max(position for _, position in places)
+
+
+@given(layouts())
+def test_padding_and_back_gives_every_token_once_to_its_own_place(layout):
+    packed = torch.arange(layout.tokens)
+    out, times = torch.full_like(packed, -1), torch.zeros_like(packed)
+    places = packed_tokens(layout)
+    for run in layout.runs:
+        padded = packed[run.gather].view(-1, run.longest)
+        rows = range(run.rows.start, run.rows.stop)
+        assert [{places[i][0] for i in line} for line in padded.tolist()] == [{row} for row in rows]
+        kept = padded.flatten() if run.keep is None else padded.flatten()[run.keep]
+        out[run.target] = kept
+        times[run.target] += 1
+    for alone in layout.alone:
+        out[alone.packed] = packed[alone.packed]
+        times[alone.packed] += 1
+        assert alone.segment.alone
+    assert torch.equal(out, packed)
+    assert torch.equal(times, torch.ones_like(packed))
+
+
+@given(layouts())
+def test_neighbouring_rows_attend_together_and_no_others(layout):
+    together = sorted(s.row for s in layout.segments if not s.alone)
+    ranges = [range(run.rows.start, run.rows.stop) for run in layout.runs]
+    assert [row for rows in ranges for row in rows] == together
+    assert all(one.stop < other.start for one, other in pairwise(ranges))
+
+
+@given(layouts(), st.sampled_from([None, 1, 3, 8, 100]), st.integers(1, 3))
+def test_a_token_sees_itself_and_what_came_before_it_inside_the_window(layout, window, groups):
+    for run in layout.runs:
+        mask = run.mask(window, groups, torch.float32)
+        assert mask.shape == (run.rows.stop - run.rows.start, 1, groups * run.longest, run.reach)
+        assert set(mask.unique().tolist()) <= {0.0, float("-inf")}
+        positions = layout.positions[run.gather].view(-1, run.longest).tolist()
+        for row, line in zip(mask[:, 0], positions, strict=True):
+            # a padded query stands for its row's first: it must see something, or it would become a NaN
+            assert visible(row) == [in_sight(position, window) for position in line] * groups
+        assert run.mask(window, groups, torch.float32) is mask
+    for alone in layout.alone:
+        mask = alone.mask(window, torch.float32, CPU)
+        assert mask.shape[:2] == (1, 1)
+        positions = range(alone.segment.start, alone.segment.start + alone.segment.count)
+        assert visible(mask[0, 0]) == [in_sight(position, window) for position in positions]
+
+
+def test_masks_of_another_window_are_not_mixed_up():
+    run = Layout([Segment(0, 6, 2)], SLOTS, CPU).runs[0]
+    assert visible(run.mask(None, 1, torch.float32)[0, 0]) != visible(run.mask(2, 1, torch.float32)[0, 0])
+    assert run.mask(2, 2, torch.float32).shape != run.mask(2, 1, torch.float32).shape
+
+
+def test_rows_in_packed_order_and_of_one_length_need_no_copies():
+    (run,) = Layout([Segment(1, 7, 2), Segment(2, 3, 2)], SLOTS, CPU).runs
+    assert run.keep is None
+    assert run.target == slice(0, 4)
+
+
+def attended(layout, window, dtype=torch.float64):
+    """Return what attention makes of random queries, and what a loop over single tokens makes of them."""
+    torch.manual_seed(layout.tokens)
+    heads, kv_heads, size = 4, 2, 8
+    cache = RaggedCache(ROWS)
+    cache.reserve(SLOTS)
+    cache.layout = layout
+    keys, values = torch.randn(2, 1, kv_heads, layout.tokens, size, dtype=dtype)
+    (layer, _), _ = cache.update(keys, values, 0)
+    held = torch.randn(2, kv_heads, ROWS, cache.slots, size, dtype=dtype)  # what stood there, stale slots too
+    layer.keys, layer.values = held[0], held[1]
+    cache.update(keys, values, 0)
+    queries = torch.randn(1, heads, layout.tokens, size, dtype=dtype)
+    out, _ = attend(None, queries, (layer, layout), None, None, scaling=0.3, sliding_window=window)
+
+    expected = torch.empty_like(out)
+    for i, (row, position) in enumerate(packed_tokens(layout)):
+        seen = in_sight(position, window)
+        for head in range(heads):
+            group = head // (heads // kv_heads)
+            weights = torch.softmax(0.3 * layer.keys[group, row, seen] @ queries[0, head, i], 0)
+            expected[0, i, head] = weights @ layer.values[group, row, seen]
+    return out, expected
+
+
+def ragged_layout(slots):
+    return Layout(
+        [Segment(4, 0, 3), Segment(0, 5, 4, True), Segment(3, 7, 1), Segment(1, 0, 4, True), Segment(5, 9, 4)],
+        slots,
+        CPU,
+    )
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 8])
+def test_packed_attention_is_that_of_each_token_by_itself(window):
+    out, expected = attended(ragged_layout(64), window)
+    assert torch.allclose(out, expected, atol=1e-9)
+
+
+def test_a_mask_that_is_one_slot_off_is_caught(monkeypatch):
+    right = layout_module._mask
+    monkeypatch.setattr(layout_module, "_mask", lambda ends, *rest: right(ends - 1, *rest))
+    out, expected = attended(ragged_layout(64), None)
+    assert not torch.allclose(out, expected, atol=1e-3)
+
+
+@settings(max_examples=20)
+@given(layouts(), st.sampled_from([None, 2, 6]))
+def test_packed_attention_is_right_for_any_segments(layout, window):
+    wide = Layout(layout.segments, 64, CPU)  # a cache has slots by the 64
+    out, expected = attended(wide, window)
+    assert torch.allclose(out, expected, atol=1e-9)

@@ -1,0 +1,421 @@
+"""Drafters that need no model: what they guess, how sure they say they are, and what they may learn from."""
+
+import random
+from bisect import bisect_right
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragspec.drafters import context
+from ragspec.drafters.base import Draft
+from ragspec.drafters.calibration import FADE_AT, LENGTHS, PRIOR, Calibration, length_bucket
+from ragspec.drafters.chain import LEAST_SURVIVAL, Match, Proposals
+from ragspec.drafters.context import DOUBTS, OTHER_OUTPUT, PROMPT, ContextDrafter, SharedPool
+from ragspec.drafters.index import PLACES, REACH, NgramIndex, match_length
+from ragspec.drafters.prompt_lookup import PromptLookup
+
+TEXTS = st.lists(st.integers(0, 3), max_size=60)  # few tokens: everything repeats
+SOURCES = range(4)
+
+
+# -- Draft ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("probabilities", [None, [[0.5], [0.25], [0.125]]])
+@pytest.mark.parametrize("length", range(5))
+def test_a_cut_draft_keeps_what_belongs_to_its_tokens(length, probabilities):
+    draft = Draft([7, 8, 9], [0.9, 0.5, 0.1], [3, None, 5], probabilities)
+    cut = draft.cut(length)
+    assert cut.token_ids == [7, 8, 9][:length]
+    assert cut.survival == [0.9, 0.5, 0.1][:length]
+    assert cut.sources == [3, None, 5][:length]
+    assert cut.probabilities == (None if probabilities is None else probabilities[:length])
+    assert draft.token_ids == [7, 8, 9]
+
+
+# -- Calibration ------------------------------------------------------------------------------------------------------
+
+
+def test_every_length_falls_into_the_bucket_that_begins_at_or_before_it():
+    for length in range(60):
+        assert length_bucket(length) == bisect_right(LENGTHS, length) - 1
+
+
+def test_no_two_kinds_share_a_number_and_none_is_a_family():
+    kinds = [Calibration.kind(s, length, share) for s in SOURCES for length in LENGTHS for share in (0.4, 0.7, 1.0)]
+    assert len(set(kinds)) == len(kinds)
+    assert not {kind | 3 for kind in kinds} & set(kinds)
+
+
+@pytest.mark.parametrize("hits", [0.0, 0.3, 0.9, 1.0])
+def test_an_estimate_comes_to_the_share_of_hits(hits):
+    calibration = Calibration()
+    kind = calibration.kind(0, 4)
+    for n in range(400):
+        calibration.observe(kind, int(n * hits) < int((n + 1) * hits))
+    assert calibration.estimate(kind) == pytest.approx(hits, abs=0.03)
+
+
+def test_old_observations_fade():
+    calibration = Calibration()
+    kind = calibration.kind(0, 4)
+    for _ in range(20 * FADE_AT):
+        calibration.observe(kind, True)
+    for _ in range(2 * FADE_AT):
+        calibration.observe(kind, False)
+    assert calibration.estimate(kind) < 0.2
+
+
+def test_a_kind_without_observations_leans_on_its_source_and_length():
+    calibration = Calibration()
+    for _ in range(100):
+        calibration.observe(calibration.kind(0, 4, 1.0), False)
+    sibling, stranger = calibration.kind(0, 4, 0.4), calibration.kind(1, 4, 0.4)
+    assert calibration.estimate(sibling) < 0.1
+    assert calibration.estimate(stranger) == PRIOR[length_bucket(4)]
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.4, 0.7, 1.0]), st.booleans()), max_size=40))
+def test_asking_for_an_estimate_changes_none(observations):
+    asked, quiet = Calibration(), Calibration()
+    kinds = [asked.kind(0, 4, share) for share in (0.4, 0.7, 1.0)]
+    for share, hit in observations:
+        for kind in kinds:
+            asked.estimate(kind)
+        asked.observe(asked.kind(0, 4, share), hit)
+        quiet.observe(quiet.kind(0, 4, share), hit)
+    assert [asked.estimate(kind) for kind in kinds] == [quiet.estimate(kind) for kind in kinds]
+
+
+@given(st.lists(st.tuples(st.sampled_from(SOURCES), st.integers(0, 40), st.floats(0, 1), st.booleans()), max_size=60))
+def test_estimates_are_probabilities_whatever_happens(observations):
+    calibration = Calibration(DOUBTS)
+    for source, length, share, hit in observations:
+        calibration.observe(calibration.kind(source, length, share), hit)
+    every = [calibration.kind(source, length, share) for source in SOURCES for length in LENGTHS for share in (0.4, 1)]
+    assert all(0 < calibration.estimate(kind) < 1 for kind in every)
+    assert calibration.trials == len(observations)
+    assert calibration.hits == sum(hit for *_, hit in observations)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_at_first_longer_matches_are_believed_more_and_other_records_less(source):
+    calibration = Calibration(DOUBTS)
+    estimates = [calibration.estimate(calibration.kind(source, length)) for length in LENGTHS]
+    assert estimates == sorted(estimates)
+    own = [calibration.estimate(calibration.kind(PROMPT, length)) for length in LENGTHS]
+    assert source in (PROMPT, context.OUTPUT) or all(a < b for a, b in zip(estimates, own, strict=True))
+
+
+@pytest.mark.parametrize(("truth", "low", "high"), [(0.5, 0.0, 0.03), (0.9, 0.37, 0.43)])
+def test_the_error_is_the_distance_between_estimates_and_what_came(truth, low, high, monkeypatch):
+    calibration = Calibration()
+    assert calibration.error is None
+    monkeypatch.setattr(calibration, "estimate", lambda kind: 0.5)  # estimates that never learn
+    for n in range(1000):
+        calibration.observe(calibration.kind(0, 3), n % 10 < truth * 10)
+    assert low <= calibration.error <= high
+
+
+# -- NgramIndex -------------------------------------------------------------------------------------------------------
+
+
+def places_of(text, suffix, smallest, largest):
+    """Return what NgramIndex.find promises, by looking everywhere."""
+    for n in range(min(largest, len(suffix)), smallest - 1, -1):
+        found = [end for end in range(n, len(text) + 1) if text[end - n : end] == suffix[-n:]]
+        if found and found[0] < len(text):  # at least one of them goes on
+            return found[-PLACES:]
+    return []
+
+
+@given(st.lists(TEXTS, max_size=4), TEXTS, st.sampled_from([(1, 3), (1, 1), (2, 4), (3, 3)]))
+def test_the_index_finds_the_latest_places_of_the_longest_known_ngram(chunks, suffix, sizes):
+    index, text = NgramIndex(*sizes), []
+    for chunk in chunks:
+        index.extend(chunk)
+        text += chunk
+    assert index.tokens == text
+    for asked in (suffix, text):
+        found = index.find(asked)
+        assert found == places_of(text, asked, *sizes)
+        assert all(text[place - sizes[0] : place] == asked[-sizes[0] :] for place in found)
+
+
+@given(TEXTS, TEXTS, st.integers(0, 60), st.integers(0, 10))
+def test_a_match_is_as_long_as_the_texts_agree(text, suffix, place, floor):
+    place, floor = min(place, len(text)), min(floor, place, len(text))
+    length = match_length(text, place, suffix, floor)
+    agree = 0
+    while place - agree > floor and agree < len(suffix) and text[place - agree - 1] == suffix[-agree - 1]:
+        agree += 1
+    assert length == min(agree, REACH)
+
+
+# -- Proposals --------------------------------------------------------------------------------------------------------
+
+
+def match(continuation, source=0, length=3, prompt=False, before=()):
+    """Return a match whose text goes on with `continuation`."""
+    text = [*before, *continuation]
+    return Match(text, len(before), len(text), source, length, prompt)
+
+
+def test_the_majority_of_the_votes_is_drafted():
+    proposals = Proposals(Calibration())
+    draft = proposals.build([match([1, 2, 3]), match([9, 9, 9]), match([1, 2, 4]), match([1, 5, 5])], 3, 0)
+    assert draft.token_ids[:2] == [1, 2]
+
+
+def test_a_long_match_outvotes_a_short_one():
+    draft = Proposals(Calibration()).build([match([1], length=1), match([2], length=12)], 1, 0)
+    assert draft.token_ids == [2]
+
+
+def test_agreement_raises_the_confidence_and_dissent_lowers_it():
+    calibration = Calibration()
+    for n in range(200):
+        calibration.observe(calibration.kind(0, 3, 1.0), True)
+        calibration.observe(calibration.kind(0, 3, 0.5), n % 2)
+    alone = Proposals(calibration).build([match([1])], 1, 0)
+    disputed = Proposals(calibration).build([match([1]), match([2])], 1, 0)
+    assert disputed.survival[0] < alone.survival[0]
+
+
+def test_a_match_that_lost_a_vote_has_no_further_say():
+    # the two that say 9 are outvoted together; after that, they would outvote each of the others by itself
+    matches = [match([1, 2]), match([1, 5]), match([9, 7]), match([9, 7], length=1)]
+    assert Proposals(Calibration()).build(matches, 2, 0).token_ids == [1, 2]
+
+
+def test_a_chain_goes_on_with_those_that_have_not_ended():
+    draft = Proposals(Calibration()).build([match([1]), match([1, 2], length=12)], 9, 0)
+    assert draft.token_ids == [1, 2]
+
+
+@given(
+    st.lists(st.tuples(TEXTS, st.sampled_from(SOURCES), st.integers(0, 30)), max_size=6),
+    st.integers(0, 40),
+    st.integers(0, 20),
+)
+def test_survival_is_a_probability_that_never_rises(texts, limit, prompt_tokens):
+    matches = [match(text, source, length, prompt=source == PROMPT) for text, source, length in texts]
+    draft = Proposals(Calibration(DOUBTS)).build(matches, limit, prompt_tokens)
+    assert len(draft.token_ids) == len(draft.survival) == len(draft.sources) <= limit
+    assert all(LEAST_SURVIVAL <= p <= 1 for p in draft.survival)
+    assert draft.survival == sorted(draft.survival, reverse=True)
+    assert all(source is None or source < prompt_tokens for source in draft.sources)
+
+
+def test_only_the_rows_own_prompt_is_named_as_a_source():
+    prompt = [5, 6, 7, 8]
+    own = Proposals(Calibration()).build([match(prompt, prompt=True)], 4, 3)
+    foreign = Proposals(Calibration()).build([match(prompt)], 4, 3)
+    assert own.token_ids == foreign.token_ids == prompt
+    assert own.sources == [0, 1, 2, None]
+    assert foreign.sources == [None] * 4
+
+
+def test_a_guess_is_scored_whether_or_not_it_was_verified():
+    calibration = Calibration()
+    proposals = Proposals(calibration)
+    proposals.build([match([1, 2, 3, 4, 5], length=9)], 5, 0)
+    for token in (1, 2, 3):  # the target writes one token a step, and a shorter guess is made in each
+        proposals.score([token])
+        proposals.build([match([8, 8], length=9)], 2, 0)
+    assert (calibration.trials, calibration.hits) == (3, 3)
+    proposals.score([7, 5])  # after the first miss, the rest of the chain tells nothing
+    assert (calibration.trials, calibration.hits) == (4, 3)
+    proposals.build([match([6], length=9)], 1, 0)
+    proposals.score([6, 6, 6])
+    assert (calibration.trials, calibration.hits) == (5, 4)
+
+
+# -- rows of both drafters --------------------------------------------------------------------------------------------
+
+DRAFTERS = {
+    "lookup": PromptLookup,
+    "lookup 2-4": lambda: PromptLookup(2, 4),
+    "context": ContextDrafter,
+    "context, isolated": lambda: ContextDrafter(isolate=True),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@given(prompt=TEXTS, answer=TEXTS, data=st.data())
+def test_a_row_never_drafts_more_than_asked_nor_cites_what_does_not_stand_there(name, prompt, answer, data):
+    row = DRAFTERS[name]().open(prompt, [(0, len(prompt) // 2)])
+    while answer:
+        limit = data.draw(st.integers(0, 9))
+        draft = row.propose(limit)
+        assert len(draft.token_ids) == len(draft.survival) == len(draft.sources) <= limit
+        assert draft.survival == sorted(draft.survival, reverse=True)
+        assert draft.probabilities is None
+        for token, source in zip(draft.token_ids, draft.sources, strict=True):
+            assert source is None or prompt[source] == token
+        step = data.draw(st.integers(1, 5))
+        row.extend(answer[:step])
+        answer = answer[step:]
+    row.close()
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_what_stands_in_the_prompt_is_drafted_as_it_stands_there(name):
+    passage = list(range(100, 130))
+    row = DRAFTERS[name]().open([1, 2, *passage, 3, 4])
+    row.extend(passage[:3])
+    draft = row.propose(8)
+    assert draft.token_ids == passage[3:11]
+    assert draft.sources == list(range(5, 13))
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_what_the_answer_said_before_is_drafted_without_a_source(name):
+    row = DRAFTERS[name]().open([1, 2])
+    for tokens in ([10, 11], [12, 13, 14], [20, 10], [11, 12]):
+        row.extend(tokens)
+    draft = row.propose(2)
+    assert draft.token_ids == [13, 14]
+    assert draft.sources == [None, None]
+
+
+@pytest.mark.parametrize("name", ["lookup", "context"])
+def test_where_no_longer_match_goes_on_a_shorter_one_is_used(name):
+    row = DRAFTERS[name]().open([5, 6, 7, 5, 6])
+    assert row.propose(3).token_ids == [7, 5, 6]
+    row.extend([9, 7])
+    assert row.propose(2).token_ids == [5, 6]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_nothing_repeated_nothing_drafted(name):
+    row = DRAFTERS[name]().open(list(range(50)))
+    assert row.propose(8) == Draft()
+    row.extend([77])
+    assert row.propose(8) == Draft()
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_asking_twice_gives_the_same_draft(name):
+    chooser = random.Random(4)
+    text = [chooser.randrange(5) for _ in range(80)]
+    row = DRAFTERS[name]().open(text[:40])
+    for token in text[40:]:
+        assert row.propose(6) == row.propose(6)
+        row.extend([token])
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_row_that_was_interrupted_drafts_as_if_it_had_not_been(name):
+    text = [n % 7 for n in range(40)]
+    whole, again = DRAFTERS[name]().open(text[:20]), DRAFTERS[name]().open(text[:20])
+    for token in text[20:]:
+        whole.extend([token])
+    again.extend(text[20:])
+    assert whole.propose(5) == again.propose(5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "drafted"),
+    [((1, 3), [50]), ((1, 1), [60]), ((2, 2), [50]), ((3, 3), []), ((2, 1), [50])],
+)
+def test_prompt_lookup_goes_by_the_longest_ngram_it_is_allowed(sizes, drafted):
+    row = PromptLookup(*sizes).open([1, 2, 50, 9, 2, 60, 1, 2])
+    assert row.propose(1).token_ids == drafted
+
+
+def test_prompt_lookup_takes_the_latest_place():
+    row = PromptLookup().open([1, 2, 3, 40, 1, 2, 3, 50, 1, 2, 3])
+    assert row.propose(1).token_ids == [50]
+
+
+# -- context drafter --------------------------------------------------------------------------------------------------
+
+PASSAGE = list(range(200, 240))
+
+
+def test_other_records_passages_and_answers_are_drafted_from():
+    drafter = ContextDrafter()
+    first = drafter.open([1, *PASSAGE, 2], [(1, 41)])
+    second = drafter.open([3, 4])
+    second.extend(PASSAGE[:3])
+    assert second.propose(3).token_ids == PASSAGE[3:6]
+    assert second.propose(3).sources == [None] * 3
+
+    answer = list(range(300, 320))
+    first.extend(answer)
+    second.extend(answer[:3])
+    assert second.propose(5) == Draft()  # not while it is being written
+    first.close()
+    assert second.propose(3).token_ids == answer[3:6]
+
+
+def test_an_isolated_record_drafts_as_if_it_were_the_only_one():
+    texts = [[1, *PASSAGE, 2], [*PASSAGE[5:30], 7]]
+    alone = ContextDrafter(isolate=True).open([3, *PASSAGE[:4]])
+    drafter = ContextDrafter(isolate=True)
+    for text in texts:
+        row = drafter.open(text, [(0, len(text))])
+        row.extend(PASSAGE)
+        row.close()
+    among = drafter.open([3, *PASSAGE[:4]])
+    for token in PASSAGE[:9]:
+        assert among.propose(5) == alone.propose(5)
+        among.extend([token])
+        alone.extend([token])
+
+
+def test_the_rows_own_long_match_is_not_outvoted_by_other_records():
+    drafter = ContextDrafter()
+    for n in range(4):
+        drafter.pool.add([*PASSAGE[:5], 400, 401, n], OTHER_OUTPUT)
+    row = drafter.open([1, *PASSAGE, 2])
+    row.extend(PASSAGE[:5])
+    assert row.propose(3).token_ids == PASSAGE[5:8]
+
+
+def test_no_match_crosses_from_one_text_to_the_next():
+    pool = SharedPool()
+    pool.add([1, 2, 3, 4], 3)
+    pool.add([5, 6, 7, 8], 3)
+    assert [match.length for match in pool.matches([3, 4, 5])] == [1]  # the 5 alone
+    assert pool.matches([2, 3, 4]) == []  # at the end of its text: nothing to go on with
+    (found,) = pool.matches([9, 5, 6, 7])
+    assert (found.text[found.place], found.length, found.prompt) == (8, 3, False)
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=4, max_size=12), max_size=8), TEXTS)
+def test_matches_in_the_pool_lie_inside_one_text(texts, suffix):
+    pool = SharedPool()
+    for text in texts:
+        pool.add(text, OTHER_OUTPUT)
+    whole = [tuple(text) for text in texts]
+    for found in pool.matches(suffix):
+        assert found.length >= 1
+        assert found.place < found.end
+        assert any(
+            tuple(found.text[found.place - found.length : found.end])
+            == text[-(found.end - found.place + found.length) :]
+            for text in whole
+        )
+        assert list(found.text[found.place - found.length : found.place]) == suffix[-found.length :]
+
+
+def test_a_text_that_comes_again_is_kept_once():
+    pool = SharedPool()
+    for _ in range(3):
+        pool.add(PASSAGE, 3)
+    assert len(pool.matches(PASSAGE[:5])) == 1
+
+
+def test_the_pool_forgets_before_it_outgrows_its_limit(monkeypatch):
+    monkeypatch.setattr(context, "SHARED_TOKENS", 100)
+    pool = SharedPool()
+    for n in range(30):
+        pool.add([1000 + 10 * n + i for i in range(10)], 3)
+        assert len(pool._index.tokens) <= 100
+        assert pool.matches([1000 + 10 * n + i for i in range(5)])
+    assert not pool.matches([1000 + i for i in range(5)])
+    pool.add([1000 + i for i in range(10)], 3)  # what was forgotten is not known any more
+    assert pool.matches([1000 + i for i in range(5)])
