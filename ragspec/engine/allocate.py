@@ -21,8 +21,8 @@ TRUST = 8.0  # observations after which a bucket's own correction counts half
 class StepCost:
     """Seconds of one target step: a curve over tokens, plus attention over the cache, corrected as the run goes on.
 
-    points: (tokens, seconds) at short context, rising tokens. per_slot: seconds per query and slot that attention
-    reads, both padded; per_row_slot: seconds per row and slot, whatever the queries.
+    points: (tokens, seconds) at short context, rising tokens. per_slot: seconds per token and slot that it attends to;
+    per_row_slot: seconds per row and slot, whatever the tokens.
     """
 
     def __init__(self, points: Sequence[tuple[int, float]], per_slot: float = 0.0, per_row_slot: float = 0.0) -> None:
@@ -36,19 +36,21 @@ class StepCost:
         self._buckets: dict[int, list[float]] = {}  # tokens, in steps of 4 -> [correction, observations]
         self._curve: dict[int, float] = {}
 
-    def __call__(self, tokens: int, rows: int, longest: int, reach: int) -> float:
-        """Return seconds for `tokens` in all, on `rows` rows, the longest segment and row padded to."""
-        attention = rows * reach * (self._per_row_slot + self._per_slot * longest)
-        return (self._base(tokens) + attention) * self._correction(tokens)
+    def __call__(self, tokens: int, rows: int, reach: int) -> float:
+        """Return seconds for `tokens` in all, on `rows` rows of up to `reach` slots."""
+        return self._expected(tokens, rows, reach) * self._correction(tokens)
 
-    def marginal(self, tokens: int) -> float:
+    def _expected(self, tokens: int, rows: int, reach: int) -> float:
+        return self._base(tokens) + reach * (rows * self._per_row_slot + tokens * self._per_slot)
+
+    def marginal(self, tokens: int, reach: int) -> float:
         """Return seconds that one token more costs in a step of `tokens`."""
-        return max(0.0, self._base(tokens + 16) - self._base(tokens)) / 16 * self._scale
+        linear = max(0.0, self._base(tokens + 16) - self._base(tokens)) / 16
+        return (linear + reach * self._per_slot) * self._scale
 
-    def observe(self, tokens: int, rows: int, longest: int, reach: int, seconds: float) -> None:
+    def observe(self, tokens: int, rows: int, reach: int, seconds: float) -> None:
         """Learn from a step that took `seconds`. A step that was interrupted by something else counts little."""
-        expected = self._base(tokens) + rows * reach * (self._per_row_slot + self._per_slot * longest)
-        ratio = min(2.0, max(0.5, seconds / expected / self._scale))
+        ratio = min(2.0, max(0.5, seconds / self._expected(tokens, rows, reach) / self._scale))
         self._scale *= 1 + LEARN / 2 * (ratio - 1)
         bucket = self._buckets.setdefault(tokens >> 2, [1.0, 0.0])
         bucket[0] += LEARN * (ratio - bucket[0])
@@ -83,11 +85,11 @@ def allocate(survivals: Sequence[Sequence[float]], cost: StepCost, reach: int, b
     """
     rows = len(survivals)
     slots = [(-value, depth, row) for row, chain in enumerate(survivals) for depth, value in enumerate(chain)]
-    slots.sort()
-    plain = rows / cost(rows, rows, 1, reach)
+    slots.sort()  # of equals the shallower first: each choice is prefixes of chains
+    plain = rows / cost(rows, rows, reach)
     taken = [0] * rows
     if besides:
-        least = plain * cost.marginal(besides + rows)
+        least = plain * cost.marginal(besides + rows, reach)
         best = sum(-value > least for value, _, _ in slots)
     else:
         best = _best(slots, rows, cost, reach, plain * LEAST_GAIN)
@@ -99,11 +101,10 @@ def allocate(survivals: Sequence[Sequence[float]], cost: StepCost, reach: int, b
 def _best(slots: Sequence[tuple[float, int, int]], rows: int, cost: StepCost, reach: int, least_rate: float) -> int:
     """Return how many of the slots, best first, make the most tokens per second; 0 where none makes `least_rate`."""
     best, best_rate = 0, least_rate
-    expected, longest = float(rows), 1
-    for chosen, (value, depth, _) in enumerate(slots, 1):
+    expected = float(rows)
+    for chosen, (value, _, _) in enumerate(slots, 1):
         expected -= value
-        longest = max(longest, depth + 2)
-        rate = expected / cost(rows + chosen, rows, longest, reach)
+        rate = expected / cost(rows + chosen, rows, reach)
         if rate > best_rate:
             best, best_rate = chosen, rate
     return best

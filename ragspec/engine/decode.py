@@ -179,7 +179,7 @@ class Engine:
         clock.drafted_steps += any(lengths)
         if self._cost is not None and not prefill:
             reach = max(len(row.tokens) for row in ready)
-            self._cost.observe(tokens, len(ready), 1 + max(lengths), reach, ended - drafted_at)
+            self._cost.observe(tokens, len(ready), reach, ended - drafted_at)
 
     # -- tokens ---------------------------------------------------------------------------------------------------
 

@@ -108,12 +108,12 @@ class DraftModel:
             return 4
         reach = max(len(row.tokens) for row in rows)
         count = len(rows)
-        plain = count / self._cost(count, count, 1, reach)
+        plain = count / self._cost(count, count, reach)
         best, best_rate, expected, survival = 0, plain * LEAST_GAIN, 1.0, 1.0
         for length in range(1, LONGEST + 1):
             survival *= self._accepted
             expected += survival
-            seconds = self._cost(count * (1 + length), count, 1 + length, reach) + length * self._step_s
+            seconds = self._cost(count * (1 + length), count, reach) + length * self._step_s
             if expected * count / seconds > best_rate:
                 best, best_rate = length, expected * count / seconds
         self._idle = 0 if best else self._idle + 1

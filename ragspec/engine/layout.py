@@ -3,8 +3,8 @@
     >>> Layout([Segment(row=0, start=7, count=3), Segment(row=1, start=4, count=1)], ...)
 
 A slot is an absolute position, so a row of length n writes slots n, n+1, ...; rejected drafts only leave its length
-smaller. Segments of decode and verify attend together, one padded batch per run of neighbouring rows; those
-of prefill attend alone. Limit: in a batch, attention is padded to the longest segment and to the longest row.
+smaller. Segments of decode and verify attend together, one padded batch per run of neighbouring rows of similar length;
+those of prefill attend alone. Limit: in a run, attention is padded to the longest segment and to the longest row.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+
+PADDING = {"cpu": 3, "cuda": 1 << 30}  # padded queries that a row may bring into a run rather than begin another
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +99,17 @@ class Layout:
         )
         runs: list[list[tuple[Segment, int]]] = []
         for pair in together:
-            if runs and runs[-1][-1][0].row + 1 == pair[0].row:
+            if runs and runs[-1][-1][0].row + 1 == pair[0].row and self._fits(runs[-1], pair[0].count):
                 runs[-1].append(pair)
             else:
                 runs.append([pair])
         return [self._run(pairs) for pairs in runs]
+
+    def _fits(self, run: list[tuple[Segment, int]], count: int) -> bool:
+        """Return whether padding costs less than a call of its own."""
+        longest = max(segment.count for segment, _ in run)
+        padding = longest - count if count <= longest else len(run) * (count - longest)
+        return padding <= PADDING.get(self.device.type, PADDING["cpu"])
 
     def _run(self, pairs: list[tuple[Segment, int]]) -> Run:
         longest = max(segment.count for segment, _ in pairs)

@@ -33,7 +33,7 @@ def _spread(tokens: int) -> list[Segment]:
 
 
 def _attention(model: Model, rows: int) -> tuple[float, float]:
-    """Return seconds per query and slot, and per row and slot, beyond what a short context costs."""
+    """Return seconds per token and slot, and per row and slot, beyond what a short context costs."""
     few, many = 1, PER_ROW
     near, far = REACHES
     growth = {}
