@@ -4,7 +4,7 @@
 
 Survival never rises along a chain, so the best M of all slots are prefixes of chains: sort them, and look at every M,
 for the cost curve is not convex (two tokens may cost as much as eight). In a step that computes prompts too, which must
-be paid anyway, a draft token has to earn its own seconds at the rate of plain decoding.
+be paid anyway, a draft token has to earn its own seconds at the rate of a step without prompts.
 Prior art: SmartSpec (arXiv:2406.14066), AdaServe (arXiv:2501.12162).
 """
 
@@ -33,6 +33,7 @@ class StepCost:
         self._per_slot = per_slot
         self._per_row_slot = per_row_slot
         self._scale = 1.0
+        self._beside = 0.0  # seconds per token of steps that also compute prompts
         self._buckets: dict[int, list[float]] = {}  # tokens, in steps of 4 -> [correction, observations]
         self._curve: dict[int, float] = {}
 
@@ -44,9 +45,14 @@ class StepCost:
         return self._base(tokens) + reach * (rows * self._per_row_slot + tokens * self._per_slot)
 
     def marginal(self, tokens: int, reach: int) -> float:
-        """Return seconds that one token more costs in a step of `tokens`."""
+        """Return seconds that one token more costs in a step of `tokens` that also computes prompts."""
         linear = max(0.0, self._base(tokens + 16) - self._base(tokens)) / 16
-        return (linear + reach * self._per_slot) * self._scale
+        return (max(linear, self._beside) + reach * self._per_slot) * self._scale
+
+    def observe_beside(self, tokens: int, seconds: float) -> None:
+        """Learn from a step that also computed prompts: there, a token more is about as dear as those before it."""
+        share = seconds / tokens / self._scale
+        self._beside += (LEARN if self._beside else 1.0) * (share - self._beside)
 
     def observe(self, tokens: int, rows: int, reach: int, seconds: float) -> None:
         """Learn from a step that took `seconds`. A step that was interrupted by something else counts little."""
@@ -88,18 +94,22 @@ def allocate(survivals: Sequence[Sequence[float]], cost: StepCost, reach: int, b
     slots.sort()  # of equals the shallower first: each choice is prefixes of chains
     plain = rows / cost(rows, rows, reach)
     taken = [0] * rows
+    best, rate = _best(slots, rows, cost, reach, plain * LEAST_GAIN)
     if besides:
-        least = plain * cost.marginal(besides + rows, reach)
+        least = rate * cost.marginal(besides + rows, reach)
         best = sum(-value > least for value, _, _ in slots)
-    else:
-        best = _best(slots, rows, cost, reach, plain * LEAST_GAIN)
     for _, _, row in slots[:best]:
         taken[row] += 1
     return taken
 
 
-def _best(slots: Sequence[tuple[float, int, int]], rows: int, cost: StepCost, reach: int, least_rate: float) -> int:
-    """Return how many of the slots, best first, make the most tokens per second; 0 where none makes `least_rate`."""
+def _best(
+    slots: Sequence[tuple[float, int, int]], rows: int, cost: StepCost, reach: int, least_rate: float
+) -> tuple[int, float]:
+    """Return how many of the slots, best first, make the most tokens per second, and how many that is.
+
+    0 and `least_rate` where none makes more than that.
+    """
     best, best_rate = 0, least_rate
     expected = float(rows)
     for chosen, (value, _, _) in enumerate(slots, 1):
@@ -107,4 +117,4 @@ def _best(slots: Sequence[tuple[float, int, int]], rows: int, cost: StepCost, re
         rate = expected / cost(rows + chosen, rows, reach)
         if rate > best_rate:
             best, best_rate = chosen, rate
-    return best
+    return best, best_rate

@@ -113,10 +113,13 @@ class Engine:
         """Run one forward; return the rows that are finished."""
         started = time.perf_counter()
         ready = [row for row in line.rows() if row.ready]
-        chunks = self._chunks([row for row in line.rows() if not row.ready], self._chunk - len(ready))
-        prefill = sum(count for _, count in chunks)
-        drafts = self._proposer.propose(ready, prefill) if ready else []
+        filling = [row for row in line.rows() if not row.ready]
+        missing = sum(len(row.tokens) - row.computed for row in filling)
+        drafts = self._proposer.propose(ready, min(missing, self._chunk)) if ready else []
         drafted_at = time.perf_counter()
+        verified = len(ready) + sum(len(draft.token_ids) for draft in drafts)
+        chunks = self._chunks(filling, max(self._chunk - verified, self._chunk // 4))
+        prefill = sum(count for _, count in chunks)
 
         segments: list[Segment] = []
         token_ids: list[int] = []
@@ -177,7 +180,9 @@ class Engine:
             return
         clock.steps += 1
         clock.drafted_steps += any(lengths)
-        if self._cost is not None and not prefill:
+        if self._cost is not None and prefill:
+            self._cost.observe_beside(tokens + prefill, ended - drafted_at)
+        elif self._cost is not None:
             reach = max(len(row.tokens) for row in ready)
             self._cost.observe(tokens, len(ready), reach, ended - drafted_at)
 
