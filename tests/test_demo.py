@@ -52,5 +52,5 @@ def test_the_quick_start_runs_from_the_command_line(tmp_path):
     assert "of drafts" in done.stderr or "drafted tokens" in done.stderr
     assert all(line["output"] for line in read_jsonl(out))
     stats = json.loads((tmp_path / "out.stats.json").read_text())
-    assert stats["speculation"]["method"] == "prompt_lookup"
+    assert stats["speculation"]["method"] == "context"
     assert stats["versions"]["transformers"]

@@ -10,12 +10,13 @@ from collections.abc import Iterable
 from itertools import count, islice
 
 from ragspec.engine.cache import RaggedCache
-from ragspec.engine.prefix import WORTH, grouped, shared
+from ragspec.engine.prefix import grouped, shared
 from ragspec.engine.proposers import Proposer
 from ragspec.engine.row import Row
 from ragspec.engine.sampling import Noise
 from ragspec.records import Request
 
+WAIT = 16  # tokens that are just being computed, for which a request waits a step
 SCAN = 256  # waiting requests looked at for one whose prefix is not being computed just now
 
 
@@ -136,7 +137,7 @@ class Admission:
         spare = next((i for i in self._free if self.places[i].group not in heads), None)
         for group, number in heads.items():
             source, now, coming = self._best_source(self._line[number])
-            if coming >= now + WORTH:
+            if coming >= now + WAIT:
                 continue
             own = [i for i in self._free if self.places[i].group == group]
             target = source if source in own else own[0] if own else spare
