@@ -28,10 +28,9 @@ class Calibration:
         """doubts: factor on the prior of a source that has yet to prove itself."""
         self._doubts = doubts or {}
         self._counts: dict[int, list[float]] = {}  # kind or family -> [hits, trials]
-        self.predicted = 0.0
         self.hits = 0
         self.trials = 0
-        self._bins = [[0, 0.0, 0] for _ in range(10)]  # count, predicted, hits: for the calibration error
+        self._bins = [[0.0, 0.0] for _ in range(10)]  # predicted, hits: for the calibration error
 
     @staticmethod
     def kind(source: int, length: int, share: float = 1.0, sources: int = 1, matches: int = 1) -> int:
@@ -52,9 +51,8 @@ class Calibration:
         self.trials += 1
         self.hits += hit
         cell = self._bins[min(9, int(estimate * 10))]
-        cell[0] += 1
-        cell[1] += estimate
-        cell[2] += hit
+        cell[0] += estimate
+        cell[1] += hit
         for key in (kind, kind & 0xFFF | 3):  # share bucket 3 does not occur: it stands for the family
             counts = self._counts.setdefault(key, [0.0, 0.0])
             counts[0] += hit
@@ -68,7 +66,7 @@ class Calibration:
         """Expected calibration error: mean distance of estimates from what came, over ten bins."""
         if not self.trials:
             return None
-        return sum(abs(predicted - hits) for _, predicted, hits in self._bins) / self.trials
+        return sum(abs(predicted - hits) for predicted, hits in self._bins) / self.trials
 
 
 def _lean(counts: list[float] | None, parent: float) -> float:

@@ -41,7 +41,7 @@ class Proposals:
         step = 0
         while matches and step < limit:
             votes: dict[int, float] = {}
-            best, best_weight, leader = -1, 0.0, matches[0]
+            best, best_weight = -1, 0.0
             total = 0.0
             alive = []
             for match, weight in zip(matches, weights, strict=True):
@@ -57,8 +57,8 @@ class Proposals:
             if not alive:
                 break
             agreeing = [(m, w) for m, w in alive if m.text[m.place + step] == best] if len(votes) > 1 else alive
-            leader = max(agreeing, key=lambda pair: pair[1])[0] if len(agreeing) > 1 else agreeing[0][0]
-            sources = len({match.source for match, _ in agreeing}) if len(agreeing) > 1 else 1
+            leader = max(agreeing, key=lambda pair: pair[1])[0]
+            sources = len({match.source for match, _ in agreeing})
             share = best_weight / total
             kind = calibration.kind(leader.source, leader.length + step, share, sources, len(agreeing))
             survival *= calibration.estimate(kind)

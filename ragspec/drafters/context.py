@@ -10,6 +10,7 @@ Limit: exact token matches only; a paraphrase is no match.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from ragspec.drafters.base import Draft
@@ -47,21 +48,12 @@ class SharedPool:
         """Return the places that end like `suffix`."""
         found = []
         for place in self._index.find(suffix):
-            start, end, source = self._document(place - 1)
+            number = bisect_right(self._documents, place - 1, key=lambda document: document[0]) - 1
+            start, end, source = self._documents[number]
             length = match_length(self._index.tokens, place, suffix, floor=start)
             if length > 0 and place < end:
                 found.append(Match(self._index.tokens, place, end, source, length, False))
         return found
-
-    def _document(self, position: int) -> tuple[int, int, int]:
-        low, high = 0, len(self._documents)
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._documents[middle][0] <= position:
-                low = middle
-            else:
-                high = middle
-        return self._documents[low]
 
 
 class ContextDrafter:

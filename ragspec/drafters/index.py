@@ -1,4 +1,4 @@
-"""Where in a text of token ids an n-gram stood: the latest few places of each, for n = 1 to 3."""
+"""Where in a text of token ids an n-gram stood: the latest few places of each."""
 
 from __future__ import annotations
 
@@ -25,30 +25,28 @@ class NgramIndex:
         for n in range(self._smallest, self._largest + 1):
             table = self._tables[n]
             for end in range(max(n, start + 1), len(tokens) + 1):
-                key = 0
-                for token in tokens[end - n : end]:
-                    key = key << BITS | token
-                places = table.get(key)
-                if places is None:
-                    table[key] = [end]
-                else:
-                    places.append(end)
-                    if len(places) > PLACES:
-                        del places[0]
+                places = table.setdefault(_key(tokens[end - n : end]), [])
+                places.append(end)
+                if len(places) > PLACES:
+                    del places[0]
 
-    def find(self, suffix: Sequence[int], least: int = 1) -> list[int]:
+    def find(self, suffix: Sequence[int]) -> list[int]:
         """Return places whose text before them ends like `suffix`, latest last, by the longest n-gram that goes on.
 
         The end of the text may be among them. An n-gram that stands there only (the suffix itself) is passed over.
         """
-        for n in range(min(self._largest, len(suffix)), max(self._smallest, least) - 1, -1):
-            key = 0
-            for token in suffix[-n:]:
-                key = key << BITS | token
-            places = self._tables[n].get(key)
+        for n in range(min(self._largest, len(suffix)), self._smallest - 1, -1):
+            places = self._tables[n].get(_key(suffix[-n:]))
             if places and places[0] < len(self.tokens):
                 return places
         return []
+
+
+def _key(ngram: Sequence[int]) -> int:
+    key = 0
+    for token in ngram:
+        key = key << BITS | token
+    return key
 
 
 def match_length(text: Sequence[int], place: int, suffix: Sequence[int], floor: int = 0) -> int:

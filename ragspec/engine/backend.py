@@ -94,7 +94,7 @@ class EngineBackend:
         try:
             yield from engine.run(chain(head, source))
         finally:
-            self._finish(engine)
+            self._finish()
 
     def _engine(self, rows: int) -> Engine:
         self._model.resize(rows)
@@ -116,7 +116,7 @@ class EngineBackend:
             lookahead=self._lookahead,
         )
 
-    def _finish(self, engine: Engine) -> None:
+    def _finish(self) -> None:
         clock = self.clock
         for note in clock.notes:
             self._note(note)

@@ -231,12 +231,10 @@ class Engine:
         row.computed = len(row.tokens) - 1
         row.spec.record(len(draft.token_ids), min(len(kept), len(token_ids) - 1))
         self._proposer.extend(row, kept)
-        answer = row.tokens[row.prompt_tokens :]
-        return (
-            kept[-1] in self._eos
-            or row.room <= 0
-            or ends_with_stop(self._tokenizer, answer, len(kept), row.request.sampling.stop)
-        )
+        if kept[-1] in self._eos or row.room <= 0:
+            return True
+        stop = row.request.sampling.stop
+        return bool(stop) and ends_with_stop(self._tokenizer, row.tokens[row.prompt_tokens :], len(kept), stop)
 
     def _outcome(self, row: Row) -> Generation:
         ended = time.perf_counter()

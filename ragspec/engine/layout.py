@@ -65,12 +65,11 @@ class Alone:
 
 
 class Layout:
-    """The packed order of one forward. Shapes: T is the number of tokens, over all segments."""
+    """The packed order of one forward. slots: capacity of a row. Shapes: T is the number of tokens of all segments."""
 
     def __init__(self, segments: list[Segment], slots: int, device: torch.device) -> None:
         self.segments = segments
         self.device = device
-        self.slots = slots  # capacity of a row
         positions: list[int] = []
         writes: list[int] = []
         self.starts: list[int] = []  # packed index of each segment's first token

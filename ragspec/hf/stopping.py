@@ -38,29 +38,20 @@ class StopText(StoppingCriteria):  # type: ignore[misc]
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], prompt_length: int) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
-        self._reach = _reach(stop)
         self._seen = prompt_length
         self._prompt_length = prompt_length
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        start = max(self._prompt_length, self._seen - self._reach)
-        self._seen = input_ids.shape[1]
-        texts = [self._tokenizer.decode(row) for row in input_ids[:, start:].tolist()]
-        hits = [any(word in text for word in self._stop) for text in texts]
+        fresh, self._seen = input_ids.shape[1] - self._seen, input_ids.shape[1]
+        answers = input_ids[:, self._prompt_length :].tolist()
+        hits = [ends_with_stop(self._tokenizer, answer, fresh, self._stop) for answer in answers]
         return torch.tensor(hits, dtype=torch.bool, device=input_ids.device)
 
 
 def ends_with_stop(tokenizer: Tokenizer, answer: Sequence[int], fresh: int, stop: Sequence[str]) -> bool:
-    """Return whether one of `stop` ends within the last `fresh` tokens of `answer`."""
-    if not stop:
-        return False
-    tail = list(answer[max(0, len(answer) - fresh - _reach(stop)) :])
-    return _holds(tokenizer, tail, stop)
-
-
-def _reach(stop: Sequence[str]) -> int:
-    """Return how many tokens back a stop string can begin."""
-    return 4 * max(map(len, stop)) + 4
+    """Return whether one of `stop`, which must hold one, ends within the last `fresh` tokens of `answer`."""
+    reach = 4 * max(map(len, stop)) + 4  # tokens back in which a stop string can begin
+    return _holds(tokenizer, list(answer[max(0, len(answer) - fresh - reach) :]), stop)
 
 
 def trim(token_ids: list[int], eos: frozenset[int], stop: Sequence[str], tokenizer: Tokenizer) -> tuple[list[int], str]:
