@@ -203,7 +203,7 @@ def test_a_batch_size_is_chosen_and_said(tiny, temperature):
 def test_memory_limits_the_batch_size(tiny, monkeypatch):
     from ragspec.engine import capacity
 
-    monkeypatch.setattr(capacity, "free_bytes", lambda device: 200_000)
+    monkeypatch.setattr(capacity, "free_on", lambda device: 200_000)
     _, about, runner = run(tiny, "none", {"batch_size": "auto"})
     assert 1 < about["batch_size"] < 16
     assert any("half of the" in note for note in runner.notes)

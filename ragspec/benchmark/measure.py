@@ -6,8 +6,6 @@ candidates' models at once; `sequential` gives that up.
 
 from __future__ import annotations
 
-import os
-import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +21,7 @@ from ragspec.benchmark.plan import BASELINE, Candidate
 from ragspec.errors import ConfigError, ModelError
 from ragspec.journal import write_json
 from ragspec.jsonl import Lines
+from ragspec.machine import machine
 
 METRICS = ("tokens_per_s", "decode_tokens_per_s")
 
@@ -241,28 +240,3 @@ def _identical(plan: list[Candidate], folder: Path) -> Iterator[tuple[Candidate,
     for candidate in plan:
         mine, theirs = answers(candidate.name), answers(baseline_of(candidate, plan).name)
         yield candidate, sum(theirs.get(key) == tokens for key, tokens in mine.items())
-
-
-def machine() -> dict[str, Any]:
-    """Return what a figure depends on: processor, cores, memory, GPUs."""
-    gpus = []
-    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_available():
-        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
-    return {
-        "system": platform.system(),
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gib": round(pages / (1 << 30), 1),
-        "gpus": gpus,
-    }
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

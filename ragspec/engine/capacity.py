@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
+from ragspec.machine import free_bytes
 from ragspec.records import Request
 
 MOST = {"cpu": 16, "cuda": 128}  # beyond, a step costs in proportion to its rows (docs/performance.md)
@@ -22,7 +22,7 @@ def choose_rows(requests: Sequence[Request], bytes_per_token: int, device: torch
     """Return the number of rows for requests like these, and why."""
     slots = max(len(request.token_ids) + request.sampling.max_new_tokens for request in requests)
     most = most_rows(device)
-    free = free_bytes(device)
+    free = free_on(device)
     fit = max(1, int(free * SHARE) // max(1, slots * bytes_per_token))
     need = f"{slots:,} tokens of {bytes_per_token / 1024:,.0f} KiB a row"
     if fit < most:
@@ -30,18 +30,6 @@ def choose_rows(requests: Sequence[Request], bytes_per_token: int, device: torch
     return most, f"batch_size: auto chose {most}: more bring no more speed on this device ({need})"
 
 
-def free_bytes(device: torch.device) -> int:
+def free_on(device: torch.device) -> int:
     """Return the memory that is free on `device`."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    free = 8 << 30
-    try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        if limit.isdigit():
-            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-            free = min(free, max(0, int(limit) - used))
-    except (OSError, KeyError, ValueError):
-        pass
-    return free
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_bytes()

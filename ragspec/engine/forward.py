@@ -21,6 +21,28 @@ class Model:
         self.inner = inner
         self.device: torch.device = inner.device
         self.cache = RaggedCache(rows)
+        self._wanted: torch.Tensor | None = None  # of the running forward
+        self._spare_last_layer()
+
+    def _spare_last_layer(self) -> None:
+        """Let the last layer's MLP see only tokens whose logits are wanted: nothing else reads what it writes."""
+        depth = self.inner.config.get_text_config().num_hidden_layers
+        for module in self.inner.modules():
+            if isinstance(module, torch.nn.ModuleList) and len(module) == depth:
+                mlp = getattr(module[-1], "mlp", None)
+                if isinstance(mlp, torch.nn.Module):
+                    mlp.register_forward_pre_hook(self._narrow)
+                    mlp.register_forward_hook(self._widen)
+
+    def _narrow(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return inputs if self._wanted is None else (inputs[0][:, self._wanted], *inputs[1:])
+
+    def _widen(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        if self._wanted is None:
+            return output
+        if isinstance(output, tuple):  # experts add what they have to say about their choice
+            return (self._widen(module, inputs, output[0]), *output[1:])
+        return output.new_zeros(1, self._tokens, output.shape[2]).index_copy_(1, self._wanted, output)
 
     def resize(self, rows: int) -> None:
         """Forget all rows and make place for `rows`."""
@@ -35,15 +57,18 @@ class Model:
         self.cache.reserve(max(segment.start + segment.count for segment in segments))
         layout = Layout(segments, self.cache.slots, self.device)
         self.cache.layout = layout
+        places = torch.tensor(wanted, dtype=torch.long, device=self.device)
+        self._tokens = len(token_ids)
+        self._wanted = places if len(wanted) < len(token_ids) else None
         try:
             output = self.inner(
                 input_ids=torch.tensor([token_ids], device=self.device),
                 position_ids=layout.positions[None],
                 past_key_values=self.cache,
                 use_cache=True,
-                logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=self.device),
+                logits_to_keep=places,
             )
         finally:
-            self.cache.layout = None
+            self.cache.layout = self._wanted = None
         logits: torch.Tensor = output.logits[0].float()
         return logits

@@ -23,6 +23,7 @@ from pydantic import ConfigDict, Field
 
 from ragspec.config import RunConfig, to_sampling
 from ragspec.errors import ConfigError, ModelError
+from ragspec.machine import free_bytes
 from ragspec.models import context_length, read_model_config, resolve
 from ragspec.records import Failure, Generation, Request, Sampling, record_seed
 from ragspec.runners.base import RunnerArgs
@@ -345,9 +346,7 @@ def _device_count() -> int:
 
 def _free_bytes(on_cpu: bool) -> int:
     if on_cpu:
-        import psutil
-
-        return int(psutil.virtual_memory().available)
+        return free_bytes()
     import torch
 
     return sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))

@@ -1,0 +1,56 @@
+"""What this machine is, and how much of its memory is free. Nothing heavy is imported."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+UNKNOWN = 8 << 30  # taken for free where the system does not tell
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def machine() -> dict[str, Any]:
+    """Return what a figure depends on: processor, cores, memory, GPUs (where torch is loaded)."""
+    torch = sys.modules.get("torch")
+    gpus = []
+    if torch is not None and torch.cuda.is_available():
+        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+    return {
+        "system": platform.system(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(pages / (1 << 30), 1),
+        "gpus": gpus,
+    }
+
+
+def free_bytes() -> int:
+    """Return the memory that a process here may still take: the system's, or its container's where that is less."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return UNKNOWN
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+        if limit.isdigit():
+            counts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+            used = int((CGROUP / "memory.current").read_text()) - int(counts["inactive_file"])  # files can be dropped
+            free = min(free, max(0, int(limit) - used))
+    except (OSError, KeyError, ValueError):
+        pass
+    return free
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
