@@ -67,6 +67,12 @@ def read_model_config(source: ModelSource, *, trust_remote_code: bool = False, k
         raise ConfigError(f'{key}: "{source.name}": {_why(error)}') from error
 
 
+def weights_bytes(path: str) -> int | None:
+    """Return the size of a local model's safetensors files, None where they are not local."""
+    files = list(Path(path).glob("*.safetensors")) if Path(path).is_dir() else []
+    return sum(file.stat().st_size for file in files) or None
+
+
 def context_length(config: Any) -> int | None:
     """Return how many tokens the model of this transformers config can attend to, or None where it does not say."""
     text = config.get_text_config()

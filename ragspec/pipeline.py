@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -285,12 +285,26 @@ class Batch:
         if flight.prompt.dropped:
             line["dropped_contexts"] = [passage.id for passage in flight.prompt.dropped]
         if self._keep_token_ids:
-            line["token_ids"] = outcome.token_ids
+            line |= token_details(flight, outcome)
         return line | {"metadata": flight.record.metadata, "fingerprint": flight.fingerprint}
 
     def _tell(self) -> None:
         if self._report:
             self._report(self.summary, self._total)
+
+
+def token_details(flight: Flight, outcome: Generation) -> dict[str, Any]:
+    """Return what an audit and a report need beside the answer: its tokens, where each came from, and its prompt."""
+    kept = flight.prompt.kept
+    return {
+        "token_ids": outcome.token_ids,
+        "guessed": list(outcome.guessed),
+        "copied_tokens": [[run.start, run.end, kept[run.passage].id] for run in outcome.copied],
+        "prompt_token_ids": flight.prompt.token_ids,
+        "sampling": asdict(flight.sampling),
+        "question": flight.record.query,
+        "passages": [{"id": passage.id, "text": passage.text} for passage in kept],
+    }
 
 
 def _since(now: float | None, before: float | None) -> float | None:

@@ -86,6 +86,7 @@ class Generation:
     latency_s: float
     time_to_first_token_s: float | None = None
     cached_prompt_tokens: int = 0
+    guessed: bytes = b""  # a 1 per token that a draft had guessed, a 0 per one that the target added; empty: not known
     copied: tuple[Copied, ...] = ()  # what accepted drafts took from the prompt's passages
 
 

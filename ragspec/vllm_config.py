@@ -9,11 +9,11 @@ Source: vLLM 0.32, config/speculative.py. Limit: what only vLLM can judge is lef
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 from ragspec.config import SpeculationConfig
 from ragspec.errors import ConfigError
+from ragspec.models import weights_bytes
 
 # ragspec's word -> vLLM's, where they differ
 NAMES = {"prompt_lookup": "ngram"}
@@ -87,12 +87,6 @@ def check_parallel(args: dict[str, Any], config: dict[str, Any] | None, devices:
                 "stage only; tensor_parallel_size combines better with speculation"
             )
     return notes
-
-
-def weights_bytes(path: str) -> int | None:
-    """Return the size of a local model's safetensors files, None where they are not local."""
-    files = list(Path(path).glob("*.safetensors")) if Path(path).is_dir() else []
-    return sum(file.stat().st_size for file in files) or None
 
 
 def check_memory(name: str, path: str, free_bytes: int) -> None:

@@ -1,6 +1,7 @@
-"""What to run: every method x batch size x draft length that was asked for, the baseline first.
+"""What to run: every runner x method x batch size x draft length that was asked for, baselines first, peers last.
 
-A candidate is an ordinary config, checked like one, so a benchmark cannot start what a run could not.
+A candidate is an ordinary config, checked like one, so a benchmark cannot start what a run could not. A peer is one
+too: another tool as its users run it.
 """
 
 from __future__ import annotations
@@ -10,11 +11,23 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from ragspec import runners
 from ragspec.config import RunConfig, build_config
 from ragspec.errors import ConfigError
+from ragspec.suggest import did_you_mean
 
 BASELINE = "none"
 DRAFTED = ("draft_model", "eagle", "eagle3", "medusa", "dflash")  # methods that take a draft model
+STOCK = {"runner": "huggingface", "runner_args": {"engine": "transformers", "batch_size": 1}}
+PEERS: dict[str, dict[str, Any]] = {
+    "hf": STOCK | {"speculation": {"method": BASELINE}},  # one record at a time, as AutoGluon-RAG does
+    "hf-lookup": STOCK | {"speculation": {"method": "prompt_lookup"}},
+    "vllm": {"runner": "vllm", "speculation": {"method": BASELINE}},
+    "vllm-ngram": {
+        "runner": "vllm",
+        "speculation": {"method": "prompt_lookup", "num_tokens": 8, "ngram_min": 2, "ngram_max": 4},
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,28 +36,48 @@ class Candidate:
 
     name: str
     config: RunConfig
-    batch_size: int | None
-    num_tokens: int | None
+    batch_size: int | None = None
+    num_tokens: int | None = None
+    peer: bool = False
 
 
 def make_plan(
-    config: RunConfig, methods: Sequence[str], batch_sizes: Sequence[int], num_tokens: Sequence[int]
+    config: RunConfig,
+    methods: Sequence[str] = (),
+    batch_sizes: Sequence[int] = (),
+    num_tokens: Sequence[int] = (),
+    runner_names: Sequence[str] = (),
+    peers: Sequence[str] = (),
 ) -> list[Candidate]:
     """Return the candidates, baselines first. Without `methods`: plain decoding and what the config says."""
     if config.input is None or config.input == "-":
         raise ConfigError("input: a benchmark reads its input several times; give a file with --input")
     wanted = list(dict.fromkeys(methods)) or list(dict.fromkeys([BASELINE, config.speculation.method]))
     wanted.sort(key=lambda method: method != BASELINE)
-    candidates = []
+    several = list(dict.fromkeys(runner_names)) or [config.runner]
     sizes: Sequence[int | None] = list(dict.fromkeys(batch_sizes)) or [None]
     lengths: Sequence[int | None] = list(dict.fromkeys(num_tokens)) or [None]
-    for method, batch_size in product(wanted, sizes):
+    candidates = []
+    for runner, method, batch_size in product(several, wanted, sizes):
+        if len(several) > 1 and method not in runners.module(runner).METHODS:
+            continue  # what one runner has and the other lacks is timed where it is
+        prefix = f"{runner}-" if len(several) > 1 else ""
         for tokens in lengths if method != BASELINE else [None]:
-            candidates.append(_candidate(config, method, batch_size, tokens))
-    return candidates
+            candidates.append(_candidate(config, prefix, runner, method, batch_size, tokens))
+    return candidates + [_peer(config, name, sizes[0]) for name in dict.fromkeys(peers)]
 
 
-def _candidate(config: RunConfig, method: str, batch_size: int | None, tokens: int | None) -> Candidate:
+def baseline_of(candidate: Candidate, plan: Sequence[Candidate]) -> Candidate:
+    """Return what `candidate` is held against: its runner's plain decoding at its batch size, else the plan's first."""
+    own = [other for other in plan if not other.peer and other.config.runner == candidate.config.runner]
+    plain = [other for other in own if other.config.speculation.method == BASELINE]
+    same = [other for other in plain if other.batch_size == candidate.batch_size]
+    return (same or plain or list(plan))[0]
+
+
+def _candidate(
+    config: RunConfig, prefix: str, runner: str, method: str, batch_size: int | None, tokens: int | None
+) -> Candidate:
     raw: dict[str, Any] = config.model_dump()
     spec = raw["speculation"] | {"method": method}
     if method not in DRAFTED:
@@ -53,11 +86,23 @@ def _candidate(config: RunConfig, method: str, batch_size: int | None, tokens: i
         spec |= {"extra": {}, "speculative_config": None}
     if tokens is not None:
         spec["num_tokens"] = tokens
-    raw["speculation"] = spec
-    name = method
+    raw |= {"runner": runner, "speculation": spec}
+    if runner != config.runner:
+        raw["runner_args"] = {}
+    name = prefix + method
     if batch_size is not None:
         raw["runner_args"] = raw["runner_args"] | {"batch_size": batch_size}
         name += f"-b{batch_size}"
     if tokens is not None:
         name += f"-k{tokens}"
     return Candidate(name, build_config(raw, f"--method {method}"), batch_size, tokens)
+
+
+def _peer(config: RunConfig, name: str, batch_size: int | None) -> Candidate:
+    if name not in PEERS:
+        raise ConfigError(f'--peer: "{name}" is not known{did_you_mean(name, tuple(PEERS))}')
+    raw = config.model_dump() | {"runner_args": {}} | PEERS[name]
+    if raw["runner"] == "vllm" and batch_size is not None:
+        raw["runner_args"] = {"batch_size": batch_size}
+    checked = build_config(raw, f"--peer {name}")
+    return Candidate(f"peer-{name}", checked, checked.runner_args.get("batch_size"), peer=True)

@@ -6,9 +6,26 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import orjson
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from ragspec.errors import ConfigError
+
+
+def read_results(folder: Path) -> dict[str, Any]:
+    """Return the contents of `folder`/results.json. Raises ConfigError."""
+    path = folder / "results.json"
+    try:
+        results: dict[str, Any] = orjson.loads(path.read_bytes())
+        if not isinstance(results, dict) or "details" not in results:
+            raise ConfigError(f"{path}: not the results of `ragspec benchmark`, or of an old one; run it again")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give the folder of a finished benchmark") from None
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"{path}: not JSON ({error})") from None
+    return results
 
 
 def print_results(console: Console, results: dict[str, Any], folder: Path) -> None:
@@ -54,5 +71,6 @@ def _median(runs: list[dict[str, Any]], metric: str) -> str:
 def _ratio(results: dict[str, Any], name: str) -> str:
     for ratio in results["ratios"]:
         if ratio["name"] == name and ratio["metric"] == "tokens_per_s":
-            return f"{ratio['median']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})"
+            interval = "" if ratio["low"] is None else f" ({ratio['low']:.2f} to {ratio['high']:.2f})"
+            return f"{ratio['median']:.2f}x{interval}"
     return "-"

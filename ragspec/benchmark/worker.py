@@ -1,7 +1,7 @@
 """One method in a process of its own: loads once, then answers the whole input each time it is told to go.
 
-Speaks JSON lines: a task in, then "go" per pass; `ready`, a result per pass, or `error` out. A pass is the pipeline
-itself, so what is timed is what `ragspec generate` does.
+Speaks JSON lines: a task in, then "go" per pass or "details"; `ready`, an answer to each, or `error` out. A pass is
+the pipeline itself, so what is timed is what `ragspec generate` does.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import IO, Any
 import orjson
 
 from ragspec import runners
+from ragspec.benchmark.details import acceptance_by_record, roofline, samples
 from ragspec.config import build_config
 from ragspec.errors import RagspecError
 from ragspec.journal import Journal
@@ -25,7 +26,7 @@ from ragspec.runners.base import Runner
 
 
 def serve(source: IO[bytes], sink: IO[bytes]) -> None:
-    """Do one task: load, say `ready`, then one pass per line of `source` until it ends."""
+    """Do one task: load, say `ready`, then one pass per "go" of `source` until it ends."""
 
     def say(message: dict[str, Any]) -> None:
         sink.write(orjson.dumps(message) + b"\n")
@@ -52,8 +53,11 @@ def serve(source: IO[bytes], sink: IO[bytes]) -> None:
                     "remembers": runner.remembers,
                 }
             )
-            for _ in source:
-                output = Path(task["output"])
+            output = Path(task["output"])
+            for command in source:
+                if command.strip() == b"details":
+                    say({"details": details(runner, output)})
+                    continue
                 output.unlink(missing_ok=True)
                 with Lines(config.input or "") as lines, Journal(str(output)) as journal:
                     batch = Batch(config, lines, runner, prompts, journal, task["limit"], keep_token_ids=True)
@@ -61,6 +65,17 @@ def serve(source: IO[bytes], sink: IO[bytes]) -> None:
                 say({"result": batch.summary.to_json()})
     except RagspecError as error:
         say({"error": str(error), "exit_code": error.exit_code})
+
+
+def details(runner: Runner, output: Path) -> dict[str, Any]:
+    """Return what the report shows beside speeds; nothing of it is timed."""
+    ran = runner.about()
+    return {
+        "samples": samples(output, runner.tokenizer),
+        "acceptance_by_record": acceptance_by_record(output),
+        "step_cost": ran.get("step_cost"),
+        "roofline": roofline(ran["device"], ran["dtype"]) if ran.get("step_cost") else None,
+    }
 
 
 if __name__ == "__main__":

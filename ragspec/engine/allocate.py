@@ -37,6 +37,11 @@ class StepCost:
         self._buckets: dict[int, list[float]] = {}  # tokens, in steps of 4 -> [correction, observations]
         self._curve: dict[int, float] = {}
 
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        """The probed curve: (tokens, seconds) of steps at short context."""
+        return [(int(tokens), seconds) for tokens, seconds in zip(self._tokens, self._seconds, strict=True)]
+
     def __call__(self, tokens: int, rows: int, reach: int) -> float:
         """Return seconds for `tokens` in all, on `rows` rows of up to `reach` slots."""
         return self._expected(tokens, rows, reach) * self._correction(tokens)

@@ -86,24 +86,8 @@ def _attend_alone(
     keys = layer.keys[:, segment.row, None, :end].expand(shape)  # a group's heads share one storage
     values = layer.values[:, segment.row, None, :end].expand(shape)
     if segment.start == 0 and (window is None or window >= end):
-        out = attention(mine, keys, values, is_causal=True, scale=scaling)  # the masked half is not computed
-    elif mine.device.type == "cpu" and (window is None or window >= end):
-        out = _in_two(mine, keys, values, segment.start, scaling)
+        out = attention(mine, keys, values, is_causal=True, scale=scaling)
     else:
         mask = alone.mask(window, mine.dtype, mine.device)
         out = attention(mine, keys, values, attn_mask=mask, scale=scaling)
     return out.permute(2, 0, 1, 3).flatten(1, 2)
-
-
-def _in_two(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, scaling: float | None
-) -> torch.Tensor:
-    """Return attention over what came before (all of it seen) and over the segment itself (causal), put together.
-
-    No mask is built and no masked score computed. Source of the sum: online softmax, arXiv:1805.02867.
-    """
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    before, seen = flash(queries, keys[:, :, :start], values[:, :, :start], scale=scaling)
-    inside, own = flash(queries, keys[:, :, start:], values[:, :, start:], is_causal=True, scale=scaling)
-    share = torch.sigmoid(own - seen)[..., None]  # of the softmax's sum that lies inside the segment
-    return torch.lerp(before, inside, share.to(before.dtype))

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
+import torch
+
 from ragspec.drafters.base import Drafter
 from ragspec.drafters.context import ContextDrafter
 from ragspec.drafters.prompt_lookup import PromptLookup
@@ -62,6 +64,7 @@ class EngineBackend:
         self._lookahead = lookahead
         self._reach = reach
         self._cost: StepCost | None = None
+        self._weights = _linear_weights(inner)
         self._model = _prepare(inner)
         self._draft = _prepare(draft) if draft is not None else None
         self._drafter = _drafter(method, ngrams, isolate)
@@ -146,6 +149,9 @@ class EngineBackend:
         spent = clock.prefill_s + clock.decode_s
         if self._method != "none" and spent:
             about["drafting_share"] = round(clock.drafting_s / spent, 4)
+        if self._cost is not None:
+            parameters, size = self._weights
+            about["step_cost"] = {"points": self._cost.points, "parameters": parameters, "weight_bytes": size}
         calibration = getattr(self._drafter, "calibration", None)
         if calibration is not None and calibration.error is not None:
             about["calibration_error"] = round(calibration.error, 4)
@@ -171,6 +177,12 @@ def _prepare(inner: Any) -> Model:
         keep_freed_memory()
         pack_linears(inner)
     return model
+
+
+def _linear_weights(inner: Any) -> tuple[int, int]:
+    """Return how many weights a token is multiplied with, and their bytes."""
+    weights = [module.weight for module in inner.modules() if isinstance(module, torch.nn.Linear)]
+    return sum(weight.numel() for weight in weights), sum(weight.nbytes for weight in weights)
 
 
 def _bytes_per_token(model: Model) -> int:

@@ -229,7 +229,9 @@ class Engine:
         note_copied(row, draft, kept)
         row.tokens.extend(kept)
         row.computed = len(row.tokens) - 1
-        row.spec.record(len(draft.token_ids), min(len(kept), len(token_ids) - 1))
+        accepted = min(len(kept), len(token_ids) - 1)
+        row.spec.record(len(draft.token_ids), accepted)
+        row.guessed += b"\1" * accepted + b"\0" * (len(kept) - accepted)
         self._proposer.extend(row, kept)
         if kept[-1] in self._eos or row.room <= 0:
             return True
@@ -241,6 +243,14 @@ class Engine:
         answer = row.tokens[row.prompt_tokens :]
         token_ids, reason = trim(answer, self._eos, row.request.sampling.stop, self._tokenizer)
         first = None if row.first_at is None else row.first_at - row.started
-        copied = worth_citing(row, len(token_ids))
-        index, latency = row.request.index, ended - row.started
-        return Generation(index, token_ids, reason, row.spec, latency, first, row.cached, copied)
+        return Generation(
+            row.request.index,
+            token_ids,
+            reason,
+            row.spec,
+            latency_s=ended - row.started,
+            time_to_first_token_s=first,
+            cached_prompt_tokens=row.cached,
+            guessed=bytes(row.guessed[: len(token_ids)]),
+            copied=worth_citing(row, len(token_ids)),
+        )

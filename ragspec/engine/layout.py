@@ -14,6 +14,8 @@ from functools import cached_property
 
 import torch
 
+# torch's kernel for CPUs computes masked scores too, so a prompt attends in pieces, each to what it may see
+PIECE = {"cpu": 192, "cuda": 1 << 30}
 PADDING = {"cpu": 3, "cuda": 1 << 30}  # padded queries that a row may bring into a run rather than begin another
 
 
@@ -49,7 +51,7 @@ class Run:
 
 @dataclass(slots=True)
 class Alone:
-    """A segment that attends by itself."""
+    """A piece of a segment that attends by itself."""
 
     segment: Segment
     packed: slice
@@ -81,13 +83,20 @@ class Layout:
         self.tokens = len(positions)
         self.positions = torch.tensor(positions, device=device)  # (T,)
         self.writes = torch.tensor(writes, device=device)  # (T,) row x slots + slot
-        self.reach = max(s.start + s.count for s in segments)
 
     @cached_property
     def alone(self) -> list[Alone]:
-        """Those of prefill."""
-        places = zip(self.segments, self.starts, strict=True)
-        return [Alone(s, slice(at, at + s.count)) for s, at in places if s.alone]
+        """Those of prefill, in pieces."""
+        most = PIECE.get(self.device.type, PIECE["cpu"])
+        pieces = []
+        for segment, at in zip(self.segments, self.starts, strict=True):
+            if segment.alone:
+                size = -(-segment.count // -(-segment.count // most))
+                for first in range(0, segment.count, size):
+                    count = min(size, segment.count - first)
+                    part = Segment(segment.row, segment.start + first, count, alone=True)
+                    pieces.append(Alone(part, slice(at + first, at + first + count)))
+        return pieces
 
     @cached_property
     def runs(self) -> list[Run]:

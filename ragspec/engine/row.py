@@ -24,6 +24,7 @@ class Row:
     drafter: Any = None
     spec: SpecStats = field(default_factory=SpecStats)
     first_at: float | None = None
+    guessed: bytearray = field(default_factory=bytearray)  # per token of the answer: 1 where a draft had it
     copied: list[Copied] = field(default_factory=list)
 
     @property

@@ -40,6 +40,9 @@ class Runner(Protocol):
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield one outcome per request, in any order, pulling requests only as they are needed."""
 
+    def outlook(self) -> str:
+        """Return which engine will answer and how, as far as can be told before weights load; needs check()."""
+
     def about(self) -> dict[str, Any]:
         """Return what names this run for the stats file: versions, revision, dtype, device, batch size."""
 

@@ -112,6 +112,10 @@ class Runner:
     def _generation(self, request: Request, token_ids: list[int], spec: SpecStats) -> Generation:
         return Generation(request.index, token_ids, "length", spec, latency_s=self._args.delay_s)
 
+    def outlook(self) -> str:
+        """Return that nothing real will answer."""
+        return "the fake runner will answer: no model, for tests of the pipeline"
+
     def about(self) -> dict[str, Any]:
         """Return the one thing there is to know."""
         return {"model": "none", "batch_size": self._batch_size}

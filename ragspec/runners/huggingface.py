@@ -101,6 +101,15 @@ class Runner:
         if why and (args.engine == "ragspec" or self.method == "context"):
             raise ConfigError(f"{why}: stock generate() alone does that, and it has no {self._wanted()}")
 
+    def outlook(self) -> str:
+        """Return which engine will answer, as far as the config tells; needs check()."""
+        why = self._only_stock()
+        if why:
+            return f"stock generate() will answer: {why}"
+        return (
+            f"ragspec's batched engine will answer, method {self.method}; the model is checked against it after loading"
+        )
+
     def _wanted(self) -> str:
         return "method context" if self.method == "context" else "place in runner_args.engine: ragspec"
 

@@ -298,6 +298,11 @@ class Runner:
             cached_prompt_tokens=output.num_cached_tokens or 0,
         )
 
+    def outlook(self) -> str:
+        """Return what will answer; needs check()."""
+        place = "its CPU build" if self._on_cpu else "on a GPU"
+        return f"vLLM, {place}, will answer, method {self.method}, up to {self._rows} records at once"
+
     def about(self) -> dict[str, Any]:
         """Return what ran: model, revision, batch size, the arguments that vLLM got."""
         return {

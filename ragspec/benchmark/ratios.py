@@ -1,0 +1,30 @@
+"""Ratios of paired passes with a confidence interval.
+
+Two passes that ran one after the other saw the same machine; so the ratio is taken pair by pair. Speeds are products
+of many causes, so the interval is Student's t on logarithms. Limit: a few pairs say little, and the interval says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp, log, sqrt
+from statistics import mean, median, stdev
+
+# two-sided 95% quantiles of Student's t for 1, 2, ... degrees of freedom; beyond, the normal distribution's
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+NORMAL95 = 1.960
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float | None, float | None]:
+    """Return the median of positive ratios and a 95% interval of their geometric mean; None for one ratio alone.
+
+    The interval is drawn out to the median where that lies outside.
+    """
+    middle = median(ratios)
+    if len(ratios) < 2:
+        return middle, None, None
+    logs = [log(ratio) for ratio in ratios]
+    freedom = len(logs) - 1
+    quantile = T95[freedom - 1] if freedom <= len(T95) else NORMAL95
+    half = quantile * stdev(logs) / sqrt(len(logs))
+    return middle, min(middle, exp(mean(logs) - half)), max(middle, exp(mean(logs) + half))

@@ -1,0 +1,118 @@
+"""`ragspec tune`: times candidates on a sample of the user's own input, and writes the config of the winner.
+
+Passes in turn until the budget is spent; what is clearly behind after a round is not timed again. Speculation has to
+win every pair against plain decoding by some margin, or "off" wins. Limit: one batch size, the config's own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from ragspec.benchmark.plan import BASELINE, Candidate, make_plan
+from ragspec.benchmark.process import Worker, open_worker
+from ragspec.config import RunConfig
+from ragspec.errors import ConfigError
+from ragspec.machine import machine
+
+BEHIND = 0.85  # of the fastest of a round: not timed again
+MARGIN = 1.03  # that speculation has to win by
+OWN_LENGTHS = {"huggingface": (None,), "vllm": (4, 8)}  # None: chosen by the engine, step by step
+DRAFTERS = {"huggingface": ("context", "prompt_lookup"), "vllm": ("prompt_lookup", "suffix"), "fake": ()}
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What was chosen, and the evidence: a line per candidate."""
+
+    winner: Candidate
+    evidence: list[str]
+
+
+def tune(config: RunConfig, folder: Path, *, budget_s: float, limit: int, console: Console) -> Tuned:
+    """Time candidates within about `budget_s` seconds, loading included. Raises ConfigError and ModelError."""
+    deadline = time.monotonic() + budget_s
+    plan = candidates(config)
+    if len(plan) < 2:
+        raise ConfigError(f'runner: "{config.runner}" has no method that needs nothing more; set speculation first')
+    speeds: dict[str, list[float | None]] = {candidate.name: [] for candidate in plan}
+    with ExitStack() as stack:
+        alive: list[Worker] = []
+        for candidate in plan:
+            if alive and time.monotonic() > deadline - budget_s / 3:
+                console.print(f"{candidate.name}: left out, the budget is too small for it", markup=False)
+                continue
+            alive.append(stack.enter_context(open_worker(candidate, folder, limit, console)))
+        number = 0
+        while True:
+            number += 1
+            started = time.monotonic()
+            for worker in alive if number % 2 else reversed(alive):
+                console.print(f"{worker.candidate.name}: pass {number} ...", markup=False)
+                result = worker.measure()
+                if not result["records"]:
+                    raise ConfigError(f"{worker.candidate.name}: no record was answered; see {worker.answers}")
+                speeds[worker.candidate.name].append(result["tokens_per_s"])
+            best = max(speeds[worker.candidate.name][-1] or 0.0 for worker in alive)
+            alive = [
+                worker
+                for worker in alive
+                if worker.candidate.config.speculation.method == BASELINE
+                or (speeds[worker.candidate.name][-1] or 0.0) >= BEHIND * best
+            ]
+            if len(alive) < 2 or time.monotonic() + (time.monotonic() - started) > deadline:
+                break
+    return choose([candidate for candidate in plan if speeds[candidate.name]], speeds)
+
+
+def candidates(config: RunConfig) -> list[Candidate]:
+    """Return plain decoding, what the config says, and every method of the runner that needs no more than it has."""
+    methods = [BASELINE, config.speculation.method, *DRAFTERS.get(config.runner, ())]
+    if importlib.util.find_spec("arctic_inference") is None:
+        methods = [method for method in methods if method != "suffix" or method == config.speculation.method]
+    plan = []
+    for method in dict.fromkeys(methods):
+        own = method == config.speculation.method
+        lengths = (None,) if own or method in (BASELINE, "suffix") else OWN_LENGTHS.get(config.runner, (None,))
+        for length in lengths:
+            plan += make_plan(config, [method], [], [length] if length else [])
+    return plan
+
+
+def choose(plan: list[Candidate], speeds: dict[str, list[float | None]]) -> Tuned:
+    """Return the fastest candidate that beats plain decoding in every pair of passes, else plain decoding."""
+    plain = speeds[plan[0].name]
+    winner, best = plan[0], MARGIN
+    evidence = []
+    for candidate in plan:
+        mine = speeds[candidate.name]
+        ratios = [a / b for a, b in zip(mine, plain, strict=False) if a and b]
+        middle = median(ratios) if ratios else 0.0
+        rate = median([speed for speed in mine if speed] or [0.0])
+        evidence.append(f"{candidate.name}: {rate:.1f} tokens/s, {middle:.2f}x of {plan[0].name}, {len(mine)} passes")
+        if ratios and min(ratios) > 1.0 and middle > best:
+            winner, best = candidate, middle
+    return Tuned(winner, evidence)
+
+
+def write_config(tuned: Tuned, path: Path, sample: str) -> None:
+    """Write the winner's config with the evidence as comments. It stands alone: a template file is in it as text."""
+    about = machine()
+    comments = [
+        f"Chosen by `ragspec tune`: {tuned.winner.name}. Timed on {sample},",
+        f"on {about['processor']}, {about['cores']} cores{''.join(', ' + gpu for gpu in about['gpus'])}:",
+        *(f"  {line}" for line in tuned.evidence),
+    ]
+    values: dict[str, Any] = tuned.winner.config.model_dump(mode="json", exclude_defaults=True)
+    values.setdefault("speculation", {"method": tuned.winner.config.speculation.method})
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"# {line}\n" for line in comments) + text, encoding="utf-8")

@@ -1,0 +1,64 @@
+"""The commands: arguments in, exit code out. Nothing heavy is imported before a command runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from ragspec.cli.answer import generate
+from ragspec.cli.measure import benchmark, report
+from ragspec.cli.options import INTERRUPTED, Debug, set_debug
+from ragspec.cli.prove import doctor, tune, verify
+from ragspec.errors import RagspecError
+
+app = typer.Typer(
+    add_completion=True,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Batch RAG generation with speculative decoding: a JSONL of questions in, answers and their speed out.",
+)
+
+for command in (generate, benchmark, report, verify, tune, doctor):
+    app.command()(command)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    debug: Debug = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    """Take the options that stand before a command."""
+    set_debug(debug)
+    if version:
+        from ragspec import __version__
+
+        typer.echo(f"ragspec {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line; errors become one line and an exit code."""
+    try:
+        app(prog_name="ragspec", standalone_mode=True)
+    except RagspecError as error:
+        if os.environ.get("RAGSPEC_DEBUG"):
+            raise
+        print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except OSError as error:
+        if os.environ.get("RAGSPEC_DEBUG"):
+            raise
+        print(f"error: {error.filename or 'input or output'}: {error.strerror or error}", file=sys.stderr)
+        sys.exit(2)
+    except Exception as error:
+        if os.environ.get("RAGSPEC_DEBUG"):
+            raise
+        text = " ".join(str(error).split())
+        print(f"error: {type(error).__name__}: {text} (a bug? --debug shows where)", file=sys.stderr)
+        sys.exit(3)

@@ -1,0 +1,39 @@
+"""The options that commands share, and what they do alike. Nothing heavy is imported."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ragspec.config import RunConfig
+
+INTERRUPTED = 130
+
+Config = Annotated[str, typer.Option("--config", "-c", help="YAML config: ragspec's own or AutoGluon-RAG's.")]
+Input = Annotated[str | None, typer.Option("--input", "-i", metavar="FILE", help="JSONL to answer.")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a key; repeatable.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Read so many lines only.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+def set_debug(debug: bool) -> None:
+    """Show tracebacks from now on, if `debug`."""
+    if debug:
+        os.environ["RAGSPEC_DEBUG"] = "1"
+
+
+def load(config: str, override: list[str] | None, input: str | None) -> tuple[RunConfig, Console]:
+    """Return the config, its notes said, and the console on stderr."""
+    from ragspec.config import load_config
+    from ragspec.console import stderr
+
+    console = stderr()
+    run_config, notes = load_config(config, override or (), input=input)
+    for note in notes:
+        console.print(f"note: {note}", markup=False, style="yellow")
+    return run_config, console

@@ -1,0 +1,98 @@
+"""Charts as Vega-Lite specifications, drawn to SVG by vl-convert: no script in the page, no network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+WIDTH, HEIGHT = 460, 240
+PALETTE = ["#4c5b6b", "#0b7285", "#c2410c", "#6d28d9", "#15803d", "#b91c1c", "#a16207", "#1d4ed8"]
+STYLE = {
+    "background": None,
+    "font": "system-ui, sans-serif",
+    "view": {"stroke": None},
+    "axis": {"gridColor": "#e5e7eb", "domainColor": "#9ca3af", "tickColor": "#9ca3af", "labelFontSize": 11},
+    "range": {"category": PALETTE},
+    "legend": {"orient": "bottom", "title": None, "columns": 4, "symbolType": "stroke"},
+}
+Spec = dict[str, Any]
+
+
+def draw(spec: Spec) -> str:
+    """Return `spec` as an SVG element. Raises ImportError without vl-convert-python."""
+    import vl_convert
+
+    svg: str = vl_convert.vegalite_to_svg({**spec, "config": STYLE})
+    return svg[svg.index("<svg") :]
+
+
+def speed_ups(ratios: list[dict[str, Any]]) -> Spec:
+    """ratios: {name, median, low, high}; an interval that is None is not drawn."""
+    names = [ratio["name"] for ratio in ratios]
+    name: Spec = {"field": "name", "type": "nominal", "sort": names, "title": None, "axis": {"labelLimit": 320}}
+    scale = {"zero": False, "nice": True}
+    return {
+        "width": WIDTH,
+        "height": {"step": 30},
+        "data": {"values": ratios},
+        "layer": [
+            {
+                "mark": {"type": "rule", "color": "#9ca3af", "strokeDash": [4, 3]},
+                "encoding": {"x": {"datum": 1, "type": "quantitative"}},
+            },
+            {
+                "transform": [{"filter": "isValid(datum.low)"}],
+                "mark": {"type": "rule", "strokeWidth": 3, "color": "#99c8d1"},
+                "encoding": {
+                    "y": name,
+                    "x": {"field": "low", "type": "quantitative", "scale": scale, "title": "times as fast"},
+                    "x2": {"field": "high"},
+                },
+            },
+            {
+                "mark": {"type": "point", "filled": True, "size": 90, "color": PALETTE[1], "opacity": 1},
+                "encoding": {
+                    "y": name,
+                    "x": {"field": "median", "type": "quantitative", "scale": scale, "title": "times as fast"},
+                },
+            },
+        ],
+    }
+
+
+def lines(values: list[dict[str, Any]], x: str, y: str, *, log: bool = False, ordinal: bool = False) -> Spec:
+    """values: {series, x, y}. x and y: titles of the axes."""
+    scale: Spec = {"scale": {"type": "log", "nice": False}} if log else {}
+    kind = "ordinal" if ordinal else "quantitative"
+    axis: Spec = {"axis": {"labelAngle": 0}} if ordinal else {"axis": {"format": "~s", "grid": log}}
+    return {
+        "width": WIDTH,
+        "height": HEIGHT,
+        "data": {"values": values},
+        "mark": {"type": "line", "point": True, "strokeWidth": 2},
+        "encoding": {
+            "x": {"field": "x", "type": kind, "title": x, **scale, **axis},
+            "y": {"field": "y", "type": "quantitative", "title": y, **scale},
+            "color": {"field": "series", "type": "nominal", "sort": None},
+        },
+    }
+
+
+def histogram(values: list[dict[str, Any]], x: str) -> Spec:
+    """values: {series, value}, value between 0 and 1."""
+    return {
+        "width": WIDTH,
+        "height": HEIGHT,
+        "data": {"values": values},
+        "mark": {"type": "bar", "opacity": 0.75},
+        "encoding": {
+            "x": {
+                "field": "value",
+                "type": "quantitative",
+                "bin": {"step": 0.1, "extent": [0, 1]},
+                "title": x,
+                "axis": {"format": "%"},
+            },
+            "y": {"aggregate": "count", "type": "quantitative", "title": "records", "stack": None},
+            "color": {"field": "series", "type": "nominal", "sort": None},
+        },
+    }

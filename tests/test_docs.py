@@ -1,0 +1,68 @@
+"""What the docs take from the code is what the code says."""
+
+import json
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from tests.conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "docs"))
+import generate
+
+PAGES = sorted((ROOT / "docs" / "commands").glob("*.md"))
+REMEDY = "run `python docs/generate.py`"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_a_commands_page_has_its_help(path):
+    assert path.read_text() == generate.page_of(path), REMEDY
+
+
+def test_every_command_has_a_page():
+    from ragspec.cli import app
+
+    assert {command.callback.__name__ for command in app.registered_commands} == {path.stem for path in PAGES}
+
+
+def test_the_schema_is_the_configs():
+    assert (ROOT / "docs" / "config.schema.json").read_text() == generate.schema(), REMEDY
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "sample_configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_schema_takes_the_sample_configs(path):
+    config = yaml.safe_load(path.read_text())
+    if "model" not in config:
+        pytest.skip("AutoGluon-RAG's keys are translated, not described")
+    jsonschema.validate(config, schema())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model": "demo", "speculation": {"method": "suffix"}},  # vLLM has it, huggingface has not
+        {"model": "demo", "sampling": {"temprature": 1}},
+        {"model": "demo", "runner_args": {"engine": "other"}},
+        {"model": "demo", "runner": "other"},
+    ],
+)
+def test_the_schema_refuses_what_ragspec_refuses(config):
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(config, schema())
+
+
+def schema():
+    return json.loads((ROOT / "docs" / "config.schema.json").read_text())
+
+
+def test_links_between_pages_lead_somewhere():
+    import re
+
+    for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: {target}"
+    assert Path(ROOT / "README.md").exists()

@@ -1,0 +1,59 @@
+"""Tuning: speculation has to win every pair, or off wins; and what it writes is a config."""
+
+import yaml
+
+from ragspec.benchmark.plan import Candidate
+from ragspec.benchmark.tune import candidates, choose
+from ragspec.config import build_config
+from tests.conftest import SAMPLE
+from tests.test_cli import ragspec
+
+
+def plan(*methods):
+    return [Candidate(m, build_config({"model": "m", "input": "x", "speculation": {"method": m}})) for m in methods]
+
+
+def winner(**speeds):
+    return choose(plan(*speeds), speeds).winner.name
+
+
+def test_the_fastest_wins():
+    assert winner(none=[10.0, 10.0], context=[15.0, 14.0], prompt_lookup=[12.0, 12.0]) == "context"
+
+
+def test_off_wins_where_the_gain_is_small_or_not_sure():
+    assert winner(none=[10.0, 10.0], context=[10.2, 10.2]) == "none"
+    assert winner(none=[10.0, 10.0, 10.0], context=[14.0, 14.0, 9.9]) == "none"
+    assert winner(none=[10.0], context=[None]) == "none"
+
+
+def test_candidates_are_what_the_runner_can_do():
+    config = build_config({"model": "m", "input": "x", "speculation": {"method": "prompt_lookup", "num_tokens": 3}})
+    assert [c.name for c in candidates(config)] == ["none", "prompt_lookup", "context"]
+    assert candidates(config)[1].config.speculation.num_tokens == 3
+    names = [c.name for c in candidates(build_config({"model": "m", "runner": "vllm", "input": "x"}))]
+    assert names[:3] == ["none", "prompt_lookup-k4", "prompt_lookup-k8"]
+
+
+def test_tune_writes_a_config_that_runs(tiny, tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        f"model: {tiny}\ninput: {SAMPLE}\nsampling: {{max_new_tokens: 12}}\nprompt: {{max_prompt_tokens: 300}}"
+    )
+    out = tmp_path / "tuned.yaml"
+    done = ragspec("tune", "-c", config, "--limit", 2, "--budget", 5, "-o", out)
+    assert done.returncode == 0, done.stderr
+    text = out.read_text()
+    assert text.startswith("# Chosen by `ragspec tune`: ")
+    assert "none: " in text
+    assert yaml.safe_load(text)["speculation"]["method"] in ("none", "context", "prompt_lookup")
+    again = ragspec("generate", "-c", out, "--limit", 1, "-o", tmp_path / "a.jsonl")
+    assert again.returncode == 0, again.stderr
+
+
+def test_tune_without_choice_is_one_line(tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text(f"runner: fake\ninput: {SAMPLE}")
+    done = ragspec("tune", "-c", config)
+    assert done.returncode == 2
+    assert "has no method that needs nothing more" in done.stderr
