@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-WIDTH, HEIGHT = 460, 240
+WIDTH, HEIGHT = 430, 240  # of the plot; axes and legend come on top
 PALETTE = ["#4c5b6b", "#0b7285", "#c2410c", "#6d28d9", "#15803d", "#b91c1c", "#a16207", "#1d4ed8"]
 STYLE = {
     "background": None,
@@ -12,7 +12,7 @@ STYLE = {
     "view": {"stroke": None},
     "axis": {"gridColor": "#e5e7eb", "domainColor": "#9ca3af", "tickColor": "#9ca3af", "labelFontSize": 11},
     "range": {"category": PALETTE},
-    "legend": {"orient": "bottom", "title": None, "columns": 4, "symbolType": "stroke"},
+    "legend": {"orient": "bottom", "title": None, "columns": 3, "symbolType": "square"},
 }
 Spec = dict[str, Any]
 
@@ -28,10 +28,16 @@ def draw(spec: Spec) -> str:
 def speed_ups(ratios: list[dict[str, Any]]) -> Spec:
     """ratios: {name, median, low, high}; an interval that is None is not drawn."""
     names = [ratio["name"] for ratio in ratios]
-    name: Spec = {"field": "name", "type": "nominal", "sort": names, "title": None, "axis": {"labelLimit": 320}}
+    name: Spec = {
+        "field": "name",
+        "type": "nominal",
+        "sort": names,
+        "title": None,
+        "axis": {"labelLimit": 320, "minExtent": 190},
+    }
     scale = {"zero": False, "nice": True}
     return {
-        "width": WIDTH,
+        "width": WIDTH - 170,
         "height": {"step": 30},
         "data": {"values": ratios},
         "layer": [

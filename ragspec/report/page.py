@@ -114,19 +114,20 @@ def figures(results: dict[str, Any]) -> list[tuple[str, str, charts.Spec]]:
 
 
 def cost_curve(details: dict[str, Any]) -> charts.Spec | None:
-    """Return the chart of the first candidate that measured its steps, with the roofline."""
-    for detail in details.values():
-        cost, roof = detail["step_cost"], detail["roofline"]
-        if cost:
-            values = [{"series": "measured", "x": tokens, "y": 1e3 * seconds} for tokens, seconds in cost["points"]]
-            if roof and cost["parameters"]:
-                reading = cost["weight_bytes"] / roof["bytes_per_s"]
-                for tokens, _ in cost["points"]:
-                    counting = 2 * cost["parameters"] * tokens / roof["flops_per_s"]
-                    values.append({"series": "memory", "x": tokens, "y": 1e3 * reading})
-                    values.append({"series": "arithmetic", "x": tokens, "y": 1e3 * counting})
-            return charts.lines(values, "tokens in a step", "milliseconds", log=True)
-    return None
+    """Return the chart of the candidate that measured the largest steps, with the roofline."""
+    measured = [detail for detail in details.values() if detail["step_cost"]]
+    if not measured:
+        return None
+    detail = max(measured, key=lambda detail: len(detail["step_cost"]["points"]))
+    cost, roof = detail["step_cost"], detail["roofline"]
+    values = [{"series": "measured", "x": tokens, "y": 1e3 * seconds} for tokens, seconds in cost["points"]]
+    if roof and cost["parameters"]:
+        reading = cost["weight_bytes"] / roof["bytes_per_s"]
+        for tokens, _ in cost["points"]:
+            counting = 2 * cost["parameters"] * tokens / roof["flops_per_s"]
+            values.append({"series": "memory", "x": tokens, "y": 1e3 * reading})
+            values.append({"series": "arithmetic", "x": tokens, "y": 1e3 * counting})
+    return charts.lines(values, "tokens in a step", "milliseconds", log=True)
 
 
 def _series(row: dict[str, Any]) -> str:

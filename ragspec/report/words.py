@@ -29,7 +29,7 @@ def summary(results: dict[str, Any]) -> list[str]:
         f"({mean:.0f} an answer): the shorter the answers, the less speculation can do."
     )
     if share := _prompt_share(first):
-        sentences.append(f"Plain decoding spends {share:.0%} of its time on prompts, where no draft helps.")
+        sentences.append(f"{first['name']} spends {share:.0%} of its time on prompts, where no draft helps.")
     for ratio in results["ratios"]:
         if runs[ratio["baseline"]]["peer"] and ratio["metric"] == "tokens_per_s":
             sentences.append(
