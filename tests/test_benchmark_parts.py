@@ -1,0 +1,116 @@
+"""The benchmark's parts: intervals that hold, peers as their users run them, passes that survive an interruption."""
+
+import json
+import random
+from math import exp
+
+import pytest
+
+from ragspec.benchmark.details import pieces
+from ragspec.benchmark.plan import baseline_of, make_plan
+from ragspec.benchmark.ratios import interval
+from ragspec.config import build_config
+from ragspec.errors import ConfigError
+from tests.conftest import SAMPLE, write_jsonl
+from tests.test_cli import ragspec
+
+
+@pytest.mark.parametrize("pairs", [2, 3, 5, 20])
+def test_95_of_100_intervals_hold_the_truth(pairs):
+    rng = random.Random(pairs)
+    truth, held = 1.3, 0
+    for _ in range(3000):
+        ratios = [truth * exp(rng.gauss(0, 0.1)) for _ in range(pairs)]
+        middle, low, high = interval(ratios)
+        assert low <= middle <= high
+        held += low <= truth <= high
+    assert 0.935 < held / 3000 < 0.97  # drawn out to the median, a little more than 95
+
+
+def test_one_pair_has_no_interval():
+    assert interval([1.5]) == (1.5, None, None)
+
+
+def config(**more):
+    return build_config({"model": "m", "input": "x", "runner_args": {"batch_size": 4, "dtype": "float32"}, **more})
+
+
+def test_peers_are_run_as_their_users_run_them():
+    plan = make_plan(
+        config(speculation={"method": "context"}), [], [8], [], [], ["hf", "hf-lookup", "vllm", "vllm-ngram"]
+    )
+    peers = {c.name: c for c in plan if c.peer}
+    assert list(peers) == ["peer-hf", "peer-hf-lookup", "peer-vllm", "peer-vllm-ngram"]
+    assert peers["peer-hf"].config.runner_args == {"engine": "transformers", "batch_size": 1}
+    assert peers["peer-hf-lookup"].config.speculation.method == "prompt_lookup"
+    assert peers["peer-vllm"].config.runner_args == {"batch_size": 8}
+    assert peers["peer-vllm-ngram"].config.speculation.num_tokens == 8
+    assert baseline_of(plan[1], plan).name == "none-b8"
+    with pytest.raises(ConfigError, match=r'--peer: "vlm" is not known; did you mean "vllm"'):
+        make_plan(config(), peers=["vlm"])
+
+
+def test_runners_are_compared_in_what_each_has():
+    plan = make_plan(config(), ["none", "context", "suffix"], runner_names=["huggingface", "vllm"])
+    assert [c.name for c in plan] == ["huggingface-none", "huggingface-context", "vllm-none", "vllm-suffix"]
+    assert plan[0].config.runner_args["dtype"] == "float32"
+    assert plan[2].config.runner_args == {}
+    assert baseline_of(plan[3], plan).name == "vllm-none"
+
+
+class Letters:
+    """Bytes as tokens, so that a character may take several."""
+
+    def decode(self, ids):
+        return bytes(ids).decode(errors="replace")
+
+
+def test_pieces_say_where_every_token_came_from():
+    ids = list("né!".encode())
+    record = {"token_ids": ids, "guessed": [0, 1, 1, 0], "copied_tokens": [[1, 3, "d1"]]}
+    assert pieces(record, Letters()) == [
+        {"text": "n", "by": "target", "context": None},
+        {"text": "", "by": "draft", "context": "d1"},
+        {"text": "é", "by": "draft", "context": "d1"},
+        {"text": "!", "by": "target", "context": None},
+    ]
+
+
+def passes_of(done):
+    return [line for line in done.stderr.splitlines() if ": pass " in line]
+
+
+def test_an_interrupted_benchmark_goes_on(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("runner: fake\nsampling: {max_new_tokens: 4}")
+    source = write_jsonl(tmp_path / "in.jsonl", [{"id": str(i), "prompt": f"p {i}"} for i in range(3)])
+    command = ["benchmark", "-c", path, "-i", source, "-m", "none", "-o", tmp_path / "b"]
+    assert len(passes_of(ragspec(*command, "--repeat", 1))) == 1
+    again = ragspec(*command, "--repeat", 3, "--resume")
+    assert again.returncode == 0, again.stderr
+    assert passes_of(again) == ["none: pass 2 of 3 ...", "none: pass 3 of 3 ..."]
+    assert "passes kept from an earlier run: 1" in again.stderr
+    assert len(json.loads((tmp_path / "b" / "results.json").read_text())["runs"]) == 3
+    nothing_left = ragspec(*command, "--repeat", 3, "--resume")
+    assert passes_of(nothing_left) == []
+    assert nothing_left.returncode == 0
+    write_jsonl(tmp_path / "in.jsonl", [{"id": "0", "prompt": "another"}])
+    assert len(passes_of(ragspec(*command, "--repeat", 2, "--resume"))) == 2  # another input: nothing is kept
+
+
+def test_a_report_is_drawn_again_from_results_alone(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(f"runner: fake\ninput: {SAMPLE}\nsampling: {{max_new_tokens: 4}}")
+    out = tmp_path / "b"
+    assert ragspec("benchmark", "-c", path, "-m", "none", "-o", out, "--repeat", 1).returncode == 0
+    first = (out / "report.html").read_text()
+    for name in ("report.html", "passes/none.json", "outputs/none.jsonl"):
+        (out / name).unlink()
+    assert ragspec("report", out).returncode == 0
+    assert (out / "report.html").read_text() == first
+
+
+def test_a_report_of_nothing_is_one_line(tmp_path):
+    done = ragspec("report", tmp_path)
+    assert done.returncode == 2
+    assert "results.json: No such file or directory; give the folder of a finished benchmark" in done.stderr
