@@ -136,6 +136,13 @@ def browse(path, tmp_path):
     return done.stdout
 
 
+def test_a_report_can_leave_the_records_texts_out(results):
+    page = render(results, quote=False)
+    assert "Answers, token by token" not in page
+    assert "onerror" not in page
+    assert page.count("<svg") == 5
+
+
 def test_the_summary_says_no_clear_winner_where_chance_would_do(results):
     changed = copy.deepcopy(results)
     changed["ratios"] = [ratio("context", "none", 1.1, 0.9, 1.3)]

@@ -52,10 +52,13 @@ def benchmark(
 
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where a benchmark left its results.json.")],
+    answers: Annotated[
+        bool, typer.Option(help="Show answers token by token, with their questions and passages.")
+    ] = True,
 ) -> None:
     """Draw the report of a finished benchmark again."""
     from ragspec.benchmark.table import read_results
     from ragspec.console import stderr
     from ragspec.report.page import write_report
 
-    stderr().print(f"report in {write_report(read_results(folder), folder)}", markup=False)
+    stderr().print(f"report in {write_report(read_results(folder), folder, quote=answers)}", markup=False)

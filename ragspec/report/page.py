@@ -22,14 +22,17 @@ NAME = "report.html"
 POSITIONS = 16  # of a draft that the chart shows
 
 
-def write_report(results: dict[str, Any], folder: Path) -> Path:
-    """Write `folder`/report.html from the contents of results.json and return its path."""
+def write_report(results: dict[str, Any], folder: Path, *, quote: bool = True) -> Path:
+    """Write `folder`/report.html from the contents of results.json and return its path.
+
+    quote: show answers, with their questions and passages.
+    """
     path = folder / NAME
-    path.write_text(render(results), encoding="utf-8")
+    path.write_text(render(results, quote=quote), encoding="utf-8")
     return path
 
 
-def render(results: dict[str, Any]) -> str:
+def render(results: dict[str, Any], *, quote: bool = True) -> str:
     """Return the page."""
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
@@ -40,7 +43,7 @@ def render(results: dict[str, Any]) -> str:
         summary=summary(results),
         figures=[(title, text, Markup(charts.draw(spec))) for title, text, spec in figures(results)],  # noqa: S704
         rows=rows(results),
-        answers=answers(results),
+        answers=answers(results) if quote else [],
     )
 
 
