@@ -33,7 +33,8 @@ class SharedPool:
         self._known: set[int] = set()
 
     def add(self, token_ids: Sequence[int], source: int) -> None:
-        """Take in a text, once."""
+        """Take in a text, once; of an endless one the beginning."""
+        token_ids = token_ids[:SHARED_TOKENS]
         key = hash(tuple(token_ids))
         if key in self._known or len(token_ids) < 4:
             return
