@@ -419,3 +419,11 @@ def test_the_pool_forgets_before_it_outgrows_its_limit(monkeypatch):
     assert not pool.matches([1000 + i for i in range(5)])
     pool.add([1000 + i for i in range(10)], 3)  # what was forgotten is not known any more
     assert pool.matches([1000 + i for i in range(5)])
+
+
+def test_a_text_longer_than_the_pool_is_cut(monkeypatch):
+    monkeypatch.setattr(context, "SHARED_TOKENS", 100)
+    pool = SharedPool()
+    pool.add(range(1000), OTHER_OUTPUT)
+    assert len(pool._index.tokens) == 100
+    assert pool.matches([50, 51, 52])
