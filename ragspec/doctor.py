@@ -12,7 +12,7 @@ from ragspec.config import RunConfig
 from ragspec.errors import RagspecError
 from ragspec.hf.draft import width_of
 from ragspec.hf.tokenizer import load_tokenizer
-from ragspec.machine import free_bytes, machine
+from ragspec.machine import free_bytes, free_gpu_bytes, machine
 from ragspec.models import context_length, read_model_config, resolve, weights_bytes
 from ragspec.pipeline import make_prompts
 from ragspec.vocabulary import compare, fits
@@ -133,9 +133,7 @@ def _width(config: RunConfig, model: Any) -> int:
 def _free() -> int:
     import torch
 
-    if torch.cuda.is_available():
-        return sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
-    return free_bytes()
+    return free_gpu_bytes() if torch.cuda.is_available() else free_bytes()
 
 
 def _libraries() -> list[str]:

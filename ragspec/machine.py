@@ -1,4 +1,4 @@
-"""What this machine is, and how much of its memory is free. Nothing heavy is imported."""
+"""What this machine is, and how much of its memory is free. Nothing heavy is imported at the top."""
 
 from __future__ import annotations
 
@@ -44,6 +44,13 @@ def free_bytes() -> int:
     except (OSError, KeyError, ValueError):
         pass
     return free
+
+
+def free_gpu_bytes() -> int:
+    """Return the memory that is free on all GPUs together."""
+    import torch
+
+    return sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
 
 
 def _processor() -> str:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import orjson
 
 from ragspec.records import Tokenizer
 
@@ -19,25 +16,19 @@ SIDE = 1024  # of the square matrices multiplied to time arithmetic
 TRIES = 5
 
 
-def samples(answers: Path, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return the first answers of a pass as pieces of text, each with where it came from."""
-    shown: list[dict[str, Any]] = []
-    for line in answers.read_bytes().splitlines():
-        record = orjson.loads(line)
-        if "token_ids" in record and len(shown) < SHOWN:
-            shown.append(
-                {
-                    "id": record["id"],
-                    "question": record["question"],
-                    "pieces": pieces(record, tokenizer),
-                    "passages": [
-                        {"id": passage["id"], "text": passage["text"][:PASSAGE]} for passage in record["passages"]
-                    ],
-                    "guessed_known": bool(record["guessed"]),
-                    "speculation": record["speculation"],
-                }
-            )
-    return shown
+def samples(answers: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Return the first of a pass's answers as pieces of text, each with where it came from."""
+    return [
+        {
+            "id": record["id"],
+            "question": record["question"],
+            "pieces": pieces(record, tokenizer),
+            "passages": [{"id": passage["id"], "text": passage["text"][:PASSAGE]} for passage in record["passages"]],
+            "guessed_known": bool(record["guessed"]),
+            "speculation": record["speculation"],
+        }
+        for record in answers[:SHOWN]
+    ]
 
 
 def pieces(record: dict[str, Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -57,14 +48,10 @@ def pieces(record: dict[str, Any], tokenizer: Tokenizer) -> list[dict[str, Any]]
     return found
 
 
-def acceptance_by_record(answers: Path) -> list[float]:
-    """Return the share of drafted tokens that was accepted, for every record that had a draft."""
-    rates = []
-    for line in answers.read_bytes().splitlines():
-        spec = orjson.loads(line).get("speculation") or {}
-        if spec.get("acceptance_rate") is not None:
-            rates.append(spec["acceptance_rate"])
-    return rates
+def acceptance_by_record(answers: Sequence[dict[str, Any]]) -> list[float]:
+    """Return the share of drafted tokens that was accepted, for every answer that had a draft."""
+    rates = [record["speculation"]["acceptance_rate"] for record in answers]
+    return [rate for rate in rates if rate is not None]
 
 
 def roofline(device: str, dtype: str) -> dict[str, float] | None:

@@ -67,15 +67,13 @@ def run_benchmark(
     with ExitStack() as stack:
         workers = []
         for candidate in missing:
-            inner = ExitStack()
-            worker = inner.enter_context(open_worker(candidate, folder, limit, console))
+            worker = stack.enter_context(open_worker(candidate, folder, limit, console))
             entries[candidate.name]["ready"] = worker.ready
             if sequential:
-                with inner:
-                    for number in range(1, repeat + 1):
-                        measure(worker, number)
+                for number in range(1, repeat + 1):
+                    measure(worker, number)
+                stack.close()
             else:
-                stack.push(inner)
                 workers.append(worker)
         for number in range(1, repeat + 1):
             for worker in workers if number % 2 else reversed(workers):
@@ -90,6 +88,7 @@ def run_benchmark(
 def summarise(plan: list[Candidate], folder: Path, entries: Entries, repeat: int) -> dict[str, Any]:
     """Return the contents of results.json."""
     names = [candidate.name for candidate in plan]
+    passes = {name: entries[name]["results"][:repeat] for name in names}
     ready = {name: entries[name]["ready"] for name in names}
     return {
         "machine": machine(),
@@ -98,9 +97,9 @@ def summarise(plan: list[Candidate], folder: Path, entries: Entries, repeat: int
         "runs": [
             _row(candidate, number, result, ready[candidate.name], identical)
             for candidate, identical in _identical(plan, folder)
-            for number, result in enumerate(entries[candidate.name]["results"][:repeat], 1)
+            for number, result in enumerate(passes[candidate.name], 1)
         ],
-        "ratios": [ratio for candidate in plan for ratio in _ratios(candidate, plan, entries)],
+        "ratios": [ratio for candidate in plan for ratio in _ratios(candidate, plan, passes)],
         "ratio_interval": "95%, Student's t on the logarithms of the paired ratios",
         "details": {name: entries[name]["details"] for name in names},
         "configs": {candidate.name: candidate.config.model_dump(mode="json") for candidate in plan},
@@ -136,7 +135,9 @@ def _row(
     }
 
 
-def _ratios(candidate: Candidate, plan: list[Candidate], entries: Entries) -> Iterator[dict[str, Any]]:
+def _ratios(
+    candidate: Candidate, plan: list[Candidate], passes: dict[str, list[dict[str, Any]]]
+) -> Iterator[dict[str, Any]]:
     """Yield the candidate's ratios: to its baseline, and to every peer; a peer is only held against."""
     if candidate.peer:
         return
@@ -145,7 +146,7 @@ def _ratios(candidate: Candidate, plan: list[Candidate], entries: Entries) -> It
         if other is candidate:
             continue
         for metric in METRICS if other is baseline else METRICS[:1]:
-            pairs = zip(entries[candidate.name]["results"], entries[other.name]["results"], strict=False)
+            pairs = zip(passes[candidate.name], passes[other.name], strict=True)
             ratios = [mine[metric] / theirs[metric] for mine, theirs in pairs if mine[metric] and theirs[metric]]
             if ratios:
                 middle, low, high = interval(ratios)

@@ -22,7 +22,7 @@ def run_verify(config: RunConfig, folder: Path, *, limit: int | None, console: C
     if config.speculation.method == BASELINE:
         raise ConfigError("speculation.method: none has nothing to verify; set the method that you use")
     check_comparable(config)
-    plan = make_plan(config, [BASELINE, config.speculation.method], [], [])
+    plan = make_plan(config)
     answers = []
     for candidate in plan:
         with open_worker(candidate, folder, limit, console) as worker:

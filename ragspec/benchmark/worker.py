@@ -70,9 +70,11 @@ def serve(source: IO[bytes], sink: IO[bytes]) -> None:
 def details(runner: Runner, output: Path) -> dict[str, Any]:
     """Return what the report shows beside speeds; nothing of it is timed."""
     ran = runner.about()
+    lines = [orjson.loads(line) for line in output.read_bytes().splitlines()]
+    answers = [line for line in lines if "token_ids" in line]
     return {
-        "samples": samples(output, runner.tokenizer),
-        "acceptance_by_record": acceptance_by_record(output),
+        "samples": samples(answers, runner.tokenizer),
+        "acceptance_by_record": acceptance_by_record(answers),
         "step_cost": ran.get("step_cost"),
         "roofline": roofline(ran["device"], ran["dtype"]) if ran.get("step_cost") else None,
     }

@@ -23,7 +23,7 @@ from pydantic import ConfigDict, Field
 
 from ragspec.config import RunConfig, to_sampling
 from ragspec.errors import ConfigError, ModelError
-from ragspec.machine import free_bytes
+from ragspec.machine import free_bytes, free_gpu_bytes
 from ragspec.models import context_length, read_model_config, resolve
 from ragspec.records import Failure, Generation, Request, Sampling, record_seed
 from ragspec.runners.base import RunnerArgs
@@ -120,7 +120,7 @@ class Runner:
             check_build(spec, self._on_cpu)
             devices = None if self._on_cpu else _device_count()
             self.notes += check_parallel(extra, spec, devices)
-            check_memory(self._model_name, self._source.path, _free_bytes(self._on_cpu))
+            check_memory(self._model_name, self._source.path, free_bytes() if self._on_cpu else free_gpu_bytes())
             if lost := self._lost(self._default_sampling):
                 raise ConfigError(f"sampling.{lost}")
             self._engine_args = self._make_engine_args(extra, spec)
@@ -347,14 +347,6 @@ def _device_count() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def _free_bytes(on_cpu: bool) -> int:
-    if on_cpu:
-        return free_bytes()
-    import torch
-
-    return sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
 
 
 def _one_line(error: Exception) -> str:
