@@ -14,7 +14,7 @@ from ragspec.engine.allocate import LEAST_GAIN, StepCost, allocate
 from ragspec.engine.attention import attend
 from ragspec.engine.cache import RaggedCache
 from ragspec.engine.layout import PADDING, Layout, Segment
-from ragspec.engine.prefix import WORTH, grouped, shared
+from ragspec.engine.prefix import WORTH, grouped, largest_first, shared
 
 # -- allocate ---------------------------------------------------------------------------------------------------------
 
@@ -412,3 +412,11 @@ def test_packed_attention_is_right_for_any_segments(layout, window):
     wide = Layout(layout.segments, 64, CPU)  # a cache has slots by the 64
     out, expected = attended(wide, window)
     assert torch.allclose(out, expected, atol=1e-9)
+
+
+def test_the_largest_shared_prefixes_come_first():
+    prompts = [[1] * 40 + [n] for n in range(2)] + [[2] * 90 + [n] for n in range(4)] + [[3, 3, 3]]
+    random.Random(1).shuffle(prompts)
+    groups = largest_first(grouped(prompts), prompts)
+    assert [prompts[group[0]][0] for group in groups] == [2, 1, 3]
+    assert sorted(index for group in groups for index in group) == list(range(7))

@@ -14,7 +14,7 @@ LEVELS = [  # a module may import modules of lower lines only; a folder counts a
     {"engine"},
     {"runners.base"},
     {"config"},
-    {"prompts", "vllm_config", "provenance"},
+    {"prompts", "vllm", "provenance"},
     {"runners"},
     {"pipeline"},
     {"console", "benchmark", "report", "doctor", "schema"},

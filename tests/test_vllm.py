@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make setup-vllm)"),
 ]
-ARGS = {"enforce_eager": True, "max_model_len": 512, "batch_size": 4, "kv_cache_memory_bytes": 1 << 29}
+ARGS = {"enforce_eager": True, "max_model_len": 512, "batch_size": 4, "kv_cache_memory_bytes": 1 << 29, "lookahead": 8}
 RECORDS = 4
 
 
@@ -106,7 +106,7 @@ def test_requests_are_pulled_as_the_engine_has_room(engine):
     answers = engine.generate(endless())
     for finished in range(1, 30):
         next(answers)
-        assert pulled - finished <= 2 * ARGS["batch_size"]
+        assert pulled - finished <= 2 * ARGS["batch_size"] + ARGS["lookahead"]
     answers.close()
     engine._engine.abort_request([str(i) for i in range(pulled + 1)])
 
@@ -180,13 +180,79 @@ runner_args: {{enforce_eager: true, max_model_len: 512, batch_size: 4, kv_cache_
 """
 
 
-@pytest.mark.parametrize("method", ["none", "prompt_lookup", "suffix"])
+@pytest.mark.parametrize("method", ["none", "prompt_lookup", "suffix", "context", "auto"])
 def test_the_answers_are_those_of_hugging_face(demo, tmp_path, expected, method):
     if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
         pytest.skip("arctic-inference is not installed (make setup-vllm)")
     lines, _ = in_vllm(tmp_path, NATIVE.format(model=demo, method=method))
     assert [line["output"] for line in lines] == expected
     assert (sum(line["speculation"]["drafted"] for line in lines) > 0) == (method != "none")
+    if method in ("context", "auto"):
+        passages = {p["id"]: p["text"] for record in read_jsonl(SAMPLE) for p in record["contexts"]}
+        for line in lines:
+            for run in line["copied"]:
+                assert line["output"][run["start"] : run["end"]] in passages[run["context"]]
+
+
+@pytest.fixture(scope="module")
+def drafting(demo):
+    """An engine with our drafter, whose cache is so small that rows are preempted."""
+    from ragspec.runners.vllm import Runner
+
+    small = ARGS | {"kv_cache_memory_bytes": 36 << 20, "max_num_batched_tokens": 128, "batch_size": 6}
+    raw = make_config(demo, method="context", num_tokens=6).model_dump(exclude_none=True) | {"runner_args": small}
+    runner = Runner(build_config(raw))
+    runner.check()
+    with runner:
+        yield runner
+
+
+def with_passages(asked):
+    return [Request(r.index, r.id, r.token_ids, r.sampling, ((0, len(r.token_ids)),)) for r in asked]
+
+
+def test_our_drafter_in_vllm_changes_no_answer_where_rows_are_preempted(engine, drafting):
+    texts = [f"{text} Again: {text[:300]}" for text in TEXTS]
+    asked = with_passages(requests(engine, texts, max_new_tokens=48))
+    expected = {outcome.index: outcome.token_ids for outcome in engine.generate(asked)}
+    found = {outcome.index: outcome for outcome in drafting.generate(asked)}
+    assert {index: outcome.token_ids for index, outcome in found.items()} == expected
+    metrics = {metric.name: metric for metric in drafting._engine.get_metrics()}
+    assert metrics["vllm:num_preemptions"].value > 0
+    cited = 0
+    for request in asked:
+        outcome = found[request.index]
+        assert len(outcome.guessed) == len(outcome.token_ids)
+        assert abs(sum(outcome.guessed) - outcome.spec.accepted) <= 6  # vLLM counts beyond the answer's end
+        for run in outcome.copied:
+            length = run.end - run.start
+            assert outcome.token_ids[run.start : run.end] == request.token_ids[run.source : run.source + length]
+            cited += length
+    assert cited > 20
+    assert not drafting._proposer._rows._slots
+    assert not drafting._proposer._expected
+
+
+def test_records_that_begin_alike_are_answered_together(engine):
+    heads = [" ".join(TEXTS[i : i + 2])[:900] for i in range(4)]
+    asked = requests(engine, [f"{heads[i % 4]} {i}" for i in range(16)], max_new_tokens=2)
+    generations = list(engine.generate(asked))
+    assert {generation.index for generation in generations} == set(range(16))
+    per_head = [len(asked[i].token_ids) // 32 * 32 - 32 for i in range(4)]
+    cached = sum(generation.cached_prompt_tokens for generation in generations)
+    assert cached >= 2 * sum(per_head)  # of the four of a head three at most can take it from the cache
+
+
+def test_another_vllm_than_tried_drafts_by_prompt_lookup(demo, monkeypatch):
+    from ragspec.runners import vllm
+
+    monkeypatch.setattr(vllm, "TESTED", ("0.1.",))
+    runner = vllm.Runner(make_config(demo, method="context"))
+    runner.check()
+    assert runner.method == "prompt_lookup"
+    assert runner._engine_args["speculative_config"]["method"] == "ngram"
+    assert "additional_config" not in runner._engine_args
+    assert any("prompt_lookup drafts" in note for note in runner.notes)
 
 
 AUTOGLUON = """

@@ -7,7 +7,8 @@ import pytest
 from ragspec.config import SpeculationConfig, build_config, load_config
 from ragspec.errors import ConfigError
 from ragspec.runners import vllm
-from ragspec.vllm_config import check_build, check_memory, check_parallel, speculative_config
+from ragspec.vllm.config import check_build, check_memory, check_parallel, speculative_config
+from ragspec.vllm.requests import spec_stats
 
 
 def translated(**spec):
@@ -132,6 +133,6 @@ def test_steps_without_a_draft_are_counted_from_the_tokens():
         per_step_drafted = (4, 4, 0, 2)
         per_step_accepted = (4, 1, 0, 0)
 
-    stats = vllm._spec_stats(Metrics(), 12)
+    stats = spec_stats(Metrics(), 12)
     assert (stats.drafted, stats.accepted, stats.drafted_steps, stats.steps) == (10, 5, 3, 7)
-    assert vllm._spec_stats(None, 9).steps == 9
+    assert spec_stats(None, 9).steps == 9

@@ -17,7 +17,7 @@ from ragspec.errors import ConfigError
 from ragspec.suggest import did_you_mean
 
 BASELINE = "none"
-DRAFTED = ("draft_model", "eagle", "eagle3", "medusa", "dflash")  # methods that take a draft model
+DRAFTED = ("auto", "draft_model", "eagle", "eagle3", "medusa", "dflash")  # methods that take a draft model
 STOCK = {"runner": "huggingface", "runner_args": {"engine": "transformers", "batch_size": 1}}
 PEERS: dict[str, dict[str, Any]] = {
     "hf": STOCK | {"speculation": {"method": BASELINE}},  # one record at a time, as AutoGluon-RAG does

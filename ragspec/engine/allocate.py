@@ -12,10 +12,21 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import Protocol
 
 LEAST_GAIN = 1.02  # below this, not speculating is as good
 LEARN = 0.1  # weight of a new observation
 TRUST = 8.0  # observations after which a bucket's own correction counts half
+
+
+class Cost(Protocol):
+    """What a step takes, in seconds."""
+
+    def __call__(self, tokens: int, rows: int, reach: int) -> float:
+        """Return seconds for `tokens` in all, on `rows` rows of up to `reach` slots."""
+
+    def marginal(self, tokens: int, reach: int) -> float:
+        """Return seconds that one token more costs in a step of `tokens` that also computes prompts."""
 
 
 class StepCost:
@@ -88,7 +99,7 @@ class StepCost:
         return max(ys[0], ys[left] + slope * (tokens - xs[left]))
 
 
-def allocate(survivals: Sequence[Sequence[float]], cost: StepCost, reach: int, besides: int = 0) -> list[int]:
+def allocate(survivals: Sequence[Sequence[float]], cost: Cost, reach: int, besides: int = 0) -> list[int]:
     """Return how many tokens of each row's chain to verify.
 
     survivals: per row, the probability of each prefix of its chain. reach: slots of the longest row. besides: tokens
@@ -109,7 +120,7 @@ def allocate(survivals: Sequence[Sequence[float]], cost: StepCost, reach: int, b
 
 
 def _best(
-    slots: Sequence[tuple[float, int, int]], rows: int, cost: StepCost, reach: int, least_rate: float
+    slots: Sequence[tuple[float, int, int]], rows: int, cost: Cost, reach: int, least_rate: float
 ) -> tuple[int, float]:
     """Return how many of the slots, best first, make the most tokens per second, and how many that is.
 

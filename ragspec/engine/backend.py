@@ -20,8 +20,9 @@ from ragspec.engine.heap import keep_freed_memory
 from ragspec.engine.layout import Segment
 from ragspec.engine.linear import can_pack, pack_linears
 from ragspec.engine.probe import probe
-from ragspec.engine.proposers import ByRow, NoDrafts, Proposer
+from ragspec.engine.proposers import Auto, ByRow, NoDrafts, Proposer
 from ragspec.engine.selfcheck import difference, reference, tolerance
+from ragspec.engine.trial import Trial
 from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer
 
 SAMPLE = 64  # requests by which the batch size is chosen
@@ -34,8 +35,9 @@ class Refused(Exception):
 class EngineBackend:
     """Answers with the batched engine.
 
-    method: none, context, prompt_lookup or draft_model. draft: the loaded draft model. reach: tokens that it attends
-    to. rows None: chosen by memory and device. Raises Refused where the model does not compute the same in here.
+    method: none, context, prompt_lookup, draft_model, or auto for the best of them. draft: the loaded draft model.
+    reach: tokens that it attends to. rows None: chosen by memory and device. Raises Refused where the model does not
+    compute the same in here.
     """
 
     def __init__(
@@ -67,7 +69,15 @@ class EngineBackend:
         self._weights = _linear_weights(inner)
         self._model = _prepare(inner)
         self._draft = _prepare(draft) if draft is not None else None
-        self._drafter = _drafter(method, ngrams, isolate)
+        smallest, largest = ngrams
+        self._drafters: dict[str, Drafter] = {
+            "prompt_lookup": PromptLookup(smallest or 1, largest or max(3, smallest or 1)),
+            "context": ContextDrafter(isolate),
+        }
+        self._candidates = [method]
+        if method == "auto":
+            self._candidates = ["none", *self._drafters] + ["draft_model"] * (draft is not None)
+        self._trial = Trial(self._candidates)
         self._bytes_per_token = _bytes_per_token(self._model)
         if self._draft is not None:
             self._bytes_per_token += _bytes_per_token(self._draft)
@@ -101,17 +111,11 @@ class EngineBackend:
 
     def _engine(self, rows: int) -> Engine:
         self._model.resize(rows)
-        proposer: Proposer = NoDrafts()
-        if self._draft is not None:
-            self._draft.resize(rows)
-            width = int(self._model.inner.config.get_text_config().vocab_size)
-            proposer = DraftModel(self._draft, width, self._reach, self._num_tokens, self._cost)
-        elif self._drafter is not None:
-            proposer = ByRow(self._drafter, self._num_tokens, self._cost)
-        self.proposer = proposer
+        self._proposers = {name: self._proposer(name, rows) for name in self._candidates}
+        several = len(self._proposers) > 1
         return Engine(
             self._model,
-            proposer,
+            Auto(self._proposers, self._trial) if several else self._proposers[self._method],
             self._tokenizer,
             self._eos,
             clock=self.clock,
@@ -119,15 +123,27 @@ class EngineBackend:
             lookahead=self._lookahead,
         )
 
+    def _proposer(self, method: str, rows: int) -> Proposer:
+        if method == "draft_model":
+            assert self._draft is not None
+            self._draft.resize(rows)
+            width = int(self._model.inner.config.get_text_config().vocab_size)
+            return DraftModel(self._draft, width, self._reach, self._num_tokens, self._cost)
+        if method in self._drafters:
+            return ByRow(self._drafters[method], self._num_tokens, self._cost)
+        return NoDrafts()
+
     def _finish(self) -> None:
         clock = self.clock
+        if self._method == "auto":
+            self._note(self._trial.note())
         for note in clock.notes:
             self._note(note)
-        if self._num_tokens is None and self._method != "none" and clock.steps:
+        if self._num_tokens is None and self._method not in ("none", "auto") and clock.steps:
             off = 1 - clock.drafted_steps / clock.steps
             if off >= 0.5:
                 self._note(f"speculation was off in {off:.0%} of steps: drafts would have cost more than they bring")
-        outgrown = getattr(self.proposer, "outgrown", 0)
+        outgrown = getattr(self._proposers.get("draft_model"), "outgrown", 0)
         if outgrown:
             self._note(
                 f"{outgrown} records were longer than the {self._reach} tokens that the draft model attends to; "
@@ -152,7 +168,11 @@ class EngineBackend:
         if self._cost is not None:
             parameters, size = self._weights
             about["step_cost"] = {"points": self._cost.points, "parameters": parameters, "weight_bytes": size}
-        calibration = getattr(self._drafter, "calibration", None)
+        if self._method == "auto":
+            about["trial"] = {name: round(rate, 2) for name, rate in self._trial.rates().items()}
+            about["method"] = self._trial.chosen
+        best = (self._trial.chosen or "context") if self._method == "auto" else self._method
+        calibration = getattr(self._drafters.get(best), "calibration", None)
         if calibration is not None and calibration.error is not None:
             about["calibration_error"] = round(calibration.error, 4)
             about["guesses_scored"] = calibration.trials
@@ -188,12 +208,3 @@ def _linear_weights(inner: Any) -> tuple[int, int]:
 def _bytes_per_token(model: Model) -> int:
     model.logits([Segment(0, 0, 1)], [1], [0])
     return model.cache.bytes_per_token
-
-
-def _drafter(method: str, ngrams: tuple[int | None, int | None], isolate: bool) -> Drafter | None:
-    if method == "context":
-        return ContextDrafter(isolate)
-    if method == "prompt_lookup":
-        smallest, largest = ngrams
-        return PromptLookup(smallest or 1, largest or max(3, smallest or 1))
-    return None

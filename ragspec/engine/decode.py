@@ -17,7 +17,6 @@ import torch
 from ragspec.drafters.base import Draft
 from ragspec.engine.admission import Admission
 from ragspec.engine.allocate import StepCost
-from ragspec.engine.copied import note_copied, worth_citing
 from ragspec.engine.forward import Model
 from ragspec.engine.layout import Segment
 from ragspec.engine.proposers import Proposer
@@ -180,6 +179,8 @@ class Engine:
             return
         clock.steps += 1
         clock.drafted_steps += any(lengths)
+        if not prefill:
+            self._proposer.observe(emitted, ended - started)
         if self._cost is not None and prefill:
             self._cost.observe_beside(tokens + prefill, ended - drafted_at)
         elif self._cost is not None:
@@ -226,7 +227,7 @@ class Engine:
             if token in self._eos:
                 kept = kept[:count]
                 break
-        note_copied(row, draft, kept)
+        row.copies.note(row.written, draft, kept)
         row.tokens.extend(kept)
         row.computed = len(row.tokens) - 1
         accepted = min(len(kept), len(token_ids) - 1)
@@ -252,5 +253,5 @@ class Engine:
             time_to_first_token_s=first,
             cached_prompt_tokens=row.cached,
             guessed=bytes(row.guessed[: len(token_ids)]),
-            copied=worth_citing(row, len(token_ids)),
+            copied=row.copies.worth_citing(token_ids),
         )

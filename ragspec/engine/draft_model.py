@@ -19,6 +19,7 @@ from ragspec.drafters.base import Draft
 from ragspec.engine.allocate import LEAST_GAIN, StepCost
 from ragspec.engine.forward import Model
 from ragspec.engine.layout import Segment
+from ragspec.engine.proposers import NoDrafts
 from ragspec.engine.row import Row
 from ragspec.engine.sampling import draw, penalise, probabilities
 
@@ -28,7 +29,7 @@ LEARN = 0.05
 PROBE_EVERY = 64  # steps after which one token is tried where drafts did not pay
 
 
-class DraftModel:
+class DraftModel(NoDrafts):
     """The proposer. reach: tokens that the draft attends to. width: the target's vocabulary."""
 
     def __init__(

@@ -43,3 +43,12 @@ def grouped(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
             groups.append([index])
     groups.sort(key=min)
     return groups
+
+
+def largest_first(groups: list[list[int]], prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the groups that save the most computing first: what a group shares, for all but one of it."""
+
+    def saved(group: list[int]) -> int:
+        return shared(prompts[group[0]], prompts[group[-1]]) * (len(group) - 1)
+
+    return sorted(groups, key=saved, reverse=True)

@@ -1,13 +1,14 @@
-"""Who drafts for the engine's rows: nobody, a drafter per row, or a model for all rows (draft_model.py)."""
+"""Who drafts for the engine's rows: nobody, a drafter per row, a model for all rows (draft_model.py), or the best."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from ragspec.drafters.base import Draft, Drafter
+from ragspec.drafters.base import Draft, Drafter, RowDrafter
 from ragspec.engine.allocate import StepCost, allocate
 from ragspec.engine.row import Row
+from ragspec.engine.trial import Trial
 
 LONGEST = 24  # tokens of a draft at most, where the length is chosen by what pays
 
@@ -30,6 +31,9 @@ class Proposer(Protocol):
     def resize(self, rows: int) -> None:
         """All rows are gone; there is place for `rows` now."""
 
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A step of decoding alone, drafting included, wrote `tokens` in `seconds`."""
+
 
 class NoDrafts:
     """Plain decoding."""
@@ -45,6 +49,8 @@ class NoDrafts:
 
     def resize(self, rows: int) -> None: ...
 
+    def observe(self, tokens: int, seconds: float) -> None: ...
+
 
 class ByRow(NoDrafts):
     """A drafter that needs no model. num_tokens None: the length is chosen by what pays."""
@@ -53,15 +59,16 @@ class ByRow(NoDrafts):
         self._drafter = drafter
         self._num_tokens = num_tokens
         self._cost = cost
+        self._open: dict[int, RowDrafter] = {}  # by place
 
     def admit(self, row: Row, source: int, tokens: int) -> None:
-        row.drafter = self._drafter.open(row.request.token_ids, row.request.passages)
+        drafter = self._open[row.place] = self._drafter.open(row.request.token_ids, row.request.passages)
         if row.written:  # it was interrupted
-            row.drafter.extend(row.tokens[row.prompt_tokens :])
+            drafter.extend(row.tokens[row.prompt_tokens :])
 
     def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
         limit = self._num_tokens or LONGEST
-        drafts: list[Draft] = [row.drafter.propose(min(limit, row.room - 1)) for row in rows]
+        drafts: list[Draft] = [self._open[row.place].propose(min(limit, row.room - 1)) for row in rows]
         if self._num_tokens is None and self._cost is not None:
             reach = max((len(row.tokens) for row in rows), default=0)
             lengths = allocate([draft.survival for draft in drafts], self._cost, reach, besides)
@@ -69,7 +76,43 @@ class ByRow(NoDrafts):
         return drafts
 
     def extend(self, row: Row, token_ids: Sequence[int]) -> None:
-        row.drafter.extend(token_ids)
+        self._open[row.place].extend(token_ids)
 
     def finish(self, row: Row) -> None:
-        row.drafter.close()
+        self._open.pop(row.place).close()
+
+    def resize(self, rows: int) -> None:
+        self._open = {}
+
+
+class Auto(NoDrafts):
+    """Several proposers, each asked for some steps in turn; then the one whose steps wrote the most tokens a second.
+
+    All of them follow every row, so that each can go on where another was.
+    """
+
+    def __init__(self, proposers: Mapping[str, Proposer], trial: Trial) -> None:
+        self._proposers = proposers
+        self._trial = trial
+
+    def admit(self, row: Row, source: int, tokens: int) -> None:
+        for proposer in self._proposers.values():
+            proposer.admit(row, source, tokens)
+
+    def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
+        return self._proposers[self._trial.current].propose(rows, besides)
+
+    def extend(self, row: Row, token_ids: Sequence[int]) -> None:
+        for proposer in self._proposers.values():
+            proposer.extend(row, token_ids)
+
+    def finish(self, row: Row) -> None:
+        for proposer in self._proposers.values():
+            proposer.finish(row)
+
+    def resize(self, rows: int) -> None:
+        for proposer in self._proposers.values():
+            proposer.resize(rows)
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        self._trial.observe(tokens, seconds)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
+from ragspec.drafters.copied import Copies
 from ragspec.engine.sampling import Noise
-from ragspec.records import Copied, Request
+from ragspec.records import Request
 from ragspec.stats import SpecStats
 
 
@@ -21,11 +21,13 @@ class Row:
     place: int = -1
     computed: int = 0
     cached: int = 0  # prompt tokens whose keys and values came from another row
-    drafter: Any = None
     spec: SpecStats = field(default_factory=SpecStats)
     first_at: float | None = None
     guessed: bytearray = field(default_factory=bytearray)  # per token of the answer: 1 where a draft had it
-    copied: list[Copied] = field(default_factory=list)
+    copies: Copies = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.copies = Copies(self.request.token_ids, self.request.passages)
 
     @property
     def prompt_tokens(self) -> int:

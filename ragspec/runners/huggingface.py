@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ragspec.hf.draft import Draft
     from ragspec.hf.stock import StockBackend
 
-METHODS = ("none", "context", "prompt_lookup", "draft_model", "early_exit")
+METHODS = ("none", "auto", "context", "prompt_lookup", "draft_model", "early_exit")
 PLAIN_BATCH_SIZE = 8
 OURS = ("max_new_tokens", "max_length", "do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 DRAFT_KNOBS = ("assistant_lookbehind", "target_lookbehind")
@@ -70,8 +70,8 @@ class Runner:
         self._loaded: dict[str, Any] = {}
         self._seconds: tuple[float | None, float | None, int] = (0.0, 0.0, 0)
         self.method = config.speculation.method
-        self.remembers = config.speculation.method == "context" and not config.speculation.isolate
-        self.cites = config.speculation.method in ("context", "prompt_lookup")
+        self.remembers = config.speculation.method in ("auto", "context") and not config.speculation.isolate
+        self.cites = config.speculation.method in ("auto", "context", "prompt_lookup")
         self.notes: list[str] = []
 
     # -- before any weights ---------------------------------------------------------------------------------------
@@ -90,7 +90,8 @@ class Runner:
         tokenizer = load_tokenizer(self._source, trust_remote_code=args.trust_remote_code, **args.tokenizer_args)
         self.tokenizer = HFTokenizer(tokenizer, args.encode_args)
         self.context_length = context_length(self._hf_config)
-        self._draft = self._find_draft(tokenizer) if self.method == "draft_model" else None
+        wants_draft = self.method == "draft_model" or (self.method == "auto" and self._spec.draft_model)
+        self._draft = self._find_draft(tokenizer) if wants_draft else None
         if self.method == "early_exit":
             layers = self._hf_config.get_text_config().num_hidden_layers
             if (self._spec.early_exit_layer or 0) >= layers:
@@ -98,7 +99,7 @@ class Runner:
                     f"speculation.early_exit_layer: {self._spec.early_exit_layer} is not below the model's {layers}"
                 )
         why = self._only_stock()
-        if why and (args.engine == "ragspec" or self.method == "context"):
+        if why and self._needs_engine():
             raise ConfigError(f"{why}: stock generate() alone does that, and it has no {self._wanted()}")
 
     def outlook(self) -> str:
@@ -109,6 +110,9 @@ class Runner:
         return (
             f"ragspec's batched engine will answer, method {self.method}; the model is checked against it after loading"
         )
+
+    def _needs_engine(self) -> bool:
+        return self._args.engine == "ragspec" or self.method == "context"
 
     def _wanted(self) -> str:
         return "method context" if self.method == "context" else "place in runner_args.engine: ragspec"
@@ -223,7 +227,7 @@ class Runner:
                 reach=self._draft.context_length if self._draft else None,
             )
         except Refused as reason:
-            if self._args.engine == "ragspec" or self.method == "context":
+            if self._needs_engine():
                 raise ModelError(
                     f'"{self._model_name}": {reason}; set speculation.method and runner_args.engine to what stock '
                     "generate() has (prompt_lookup, engine: auto)"
@@ -235,6 +239,9 @@ class Runner:
         from ragspec.hf.stock import Speculation, StockBackend
 
         spec, asked = self._spec, self._args.batch_size
+        if self.method == "auto":
+            self.method = "draft_model" if self._draft else "prompt_lookup"
+            self.notes.append(f"method auto: {self.method}, untried: generate() keeps to one method")
         rows = 1
         if self.method == "none":
             rows = PLAIN_BATCH_SIZE if asked == "auto" else asked

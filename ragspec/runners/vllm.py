@@ -12,27 +12,40 @@ import gc
 import importlib.util
 import os
 import sys
-import warnings
+from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from itertools import islice
 from time import perf_counter
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field
 
 from ragspec.config import RunConfig, to_sampling
+from ragspec.engine.prefix import grouped, largest_first
 from ragspec.errors import ConfigError, ModelError
 from ragspec.machine import free_bytes, free_gpu_bytes
 from ragspec.models import context_length, read_model_config, resolve
-from ragspec.records import Failure, Generation, Request, Sampling, record_seed
+from ragspec.records import Failure, Generation, Request, Sampling
 from ragspec.runners.base import RunnerArgs
-from ragspec.stats import SpecStats
 from ragspec.suggest import did_you_mean
-from ragspec.vllm_config import check_build, check_memory, check_parallel, speculative_config
+from ragspec.vllm.config import (
+    OURS,
+    TESTED,
+    check_build,
+    check_memory,
+    check_parallel,
+    proposer_settings,
+    speculative_config,
+)
+from ragspec.vllm.environment import device_count, one_line, prepare
+from ragspec.vllm.requests import sampling_params, spec_stats
 
 METHODS = (
     "none",
+    "auto",
+    "context",
     "prompt_lookup",
     "draft_model",
     "suffix",
@@ -49,6 +62,7 @@ MIN_P_LOST = "vLLM ignores it while speculating, which would change answers; use
 CPU_SAMPLING_LOST = (
     "vLLM 0.32 on a CPU samples from uninitialised memory while speculating; use temperature 0 or method: none"
 )
+CPU_BLOCK = 32  # tokens; vLLM's own 128 leave out more of every shared prefix, and smaller ones its fast kernels
 AHEAD = 2  # records submitted per row of the engine's batch, so that a row never waits for one
 
 
@@ -58,10 +72,12 @@ class Args(RunnerArgs):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"  # max_num_seqs by its name in other runners
+    lookahead: Annotated[int, Field(ge=1)] = 4096  # records read ahead to bring shared prefixes together
     sampling_args: dict[str, Any] = {}  # to SamplingParams, beside the `sampling` section
 
     def neutral_keys(self) -> set[str]:
-        return {"batch_size", "max_num_seqs", "gpu_memory_utilization", "kv_cache_memory_bytes", "enforce_eager"}
+        memory = {"gpu_memory_utilization", "kv_cache_memory_bytes", "block_size"}
+        return {"batch_size", "max_num_seqs", "lookahead", "enforce_eager"} | memory
 
 
 @dataclass(slots=True)
@@ -85,7 +101,8 @@ class Runner:
         raw = config.speculation.speculative_config or {}
         self.method = str(raw.get("method", "draft_model")) if raw else config.speculation.method
         self.remembers = self.method == "suffix"  # its tree of past answers outlives a pass over the input
-        self.cites = False
+        self.cites = self.method in OURS
+        self._proposer: Any = None  # our drafter inside the engine, where it can be reached
         self.notes: list[str] = []
         self.prefill_s: float | None = None  # prefill and decoding share the engine's steps
         self.decode_s: float | None = None
@@ -100,7 +117,7 @@ class Runner:
                 'runner: vllm is not installed; pip install "ragspec[vllm]" on a machine with a GPU, '
                 "`make setup-vllm` (the CPU build) on one without"
             )
-        _quiet()
+        prepare()
         from ragspec.hf.tokenizer import HFTokenizer, load_tokenizer
 
         extra = dict(self._args.model_extra or {})
@@ -116,9 +133,10 @@ class Runner:
         with redirect_stdout(sys.stderr):
             from vllm.platforms import current_platform
 
+            spec = self._settle(spec)
             self._on_cpu = current_platform.is_cpu()
             check_build(spec, self._on_cpu)
-            devices = None if self._on_cpu else _device_count()
+            devices = None if self._on_cpu else device_count()
             self.notes += check_parallel(extra, spec, devices)
             check_memory(self._model_name, self._source.path, free_bytes() if self._on_cpu else free_gpu_bytes())
             if lost := self._lost(self._default_sampling):
@@ -126,10 +144,27 @@ class Runner:
             self._engine_args = self._make_engine_args(extra, spec)
             self.context_length: int | None = self._configure()
 
+    def _settle(self, spec: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return what drafts: prompt lookup in place of our own drafter on a vLLM that it was not tried with."""
+        import vllm
+
+        if self.method not in OURS:
+            return spec
+        if vllm.__version__.startswith(TESTED):
+            if self._spec.draft_model:
+                self.notes.append("speculation.draft_model: without effect; vLLM cannot change to it while it runs")
+            return spec
+        self.notes.append(
+            f"method {self.method} was tried with vLLM {TESTED[0]}x, this is {vllm.__version__}: prompt_lookup drafts"
+        )
+        self.method, self.cites = "prompt_lookup", False
+        self._spec = self._spec.model_copy(update={"method": self.method, "draft_model": None})
+        return speculative_config(self._spec)
+
     def _check_draft(self, trust: bool) -> tuple[str | None, bool]:
         """Return where the draft model is and whether its tokens are others than the target's."""
         name = self._spec.draft_model
-        if name is None or self.method == "none":
+        if name is None or self.method in ("none", *OURS):
             return None, False
         source = resolve(name, key="speculation.draft_model")
         if self.method != "draft_model":
@@ -161,11 +196,17 @@ class Runner:
             args["dtype"] = "float32"  # bfloat16 is emulated on CPUs without AVX-512
             if "kv_cache_memory_bytes" not in extra and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
                 args["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
+            args["block_size"] = CPU_BLOCK
         if self._args.batch_size != "auto":
             args["max_num_seqs"] = self._args.batch_size
         if spec is not None:
             args |= {"speculative_config": spec, "per_request_spec_decode_metrics": "detailed"}
+        if self.method in OURS:
+            extra = extra | {"additional_config": (extra.get("additional_config") or {}) | self._settings()}
         return args | extra
+
+    def _settings(self) -> dict[str, Any]:
+        return {"ragspec": proposer_settings(self._spec)}
 
     def _configure(self) -> int:
         """Let vLLM check all its arguments, no weights read; return the model length that holds."""
@@ -180,7 +221,7 @@ class Runner:
         try:
             config = EngineArgs(**self._engine_args).create_engine_config()
         except Exception as error:  # vLLM raises whatever its many checks raise; none of them has read weights
-            raise ConfigError(f"vLLM refuses the configuration: {_one_line(error)}") from error
+            raise ConfigError(f"vLLM refuses the configuration: {one_line(error)}") from error
         self._rows = int(config.scheduler_config.max_num_seqs)
         return int(config.model_config.max_model_len)
 
@@ -196,16 +237,27 @@ class Runner:
             except Exception as error:  # whatever stops an engine from starting
                 self._free()
                 raise ModelError(
-                    f'"{self._model_name}": vLLM could not start: {_one_line(error)} (if memory is short: lower '
+                    f'"{self._model_name}": vLLM could not start: {one_line(error)} (if memory is short: lower '
                     "runner_args.max_model_len, or choose a smaller model)"
                 ) from error
+        if self.method in OURS:
+            self._find_proposer()
         return self
+
+    def _find_proposer(self) -> None:
+        """Reach for our drafter in the engine; it does its work where it cannot be reached too, but tells nothing."""
+        if hasattr(self._engine, "model_executor"):  # the engine is in this process
+            found = self._engine.collective_rpc(lambda worker: getattr(worker.model_runner, "drafter", None))
+            self._proposer = found[0] if len(found) == 1 else None
+        if self._proposer is None:
+            self.cites = False
+            self.notes.append(f"method {self.method}: vLLM runs in other processes; passages are not cited or shared")
 
     def __exit__(self, *exc: object) -> None:
         self._free()
 
     def _free(self) -> None:
-        engine, self._engine = self._engine, None
+        engine, self._engine, self._proposer = self._engine, None, None
         if engine is not None:
             engine.engine_core.shutdown()
             del engine
@@ -226,7 +278,9 @@ class Runner:
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield outcomes as they finish, with a bounded number of requests in flight."""
         self._engine.reset_prefix_cache()  # of an earlier pass: a run starts as a fresh one does
-        source = iter(requests)
+        if self._proposer is not None:
+            self._proposer.reset()
+        source = self._by_prefix(requests)
         flying: dict[str, _Submitted] = {}
         more = True
         while True:
@@ -237,10 +291,22 @@ class Runner:
                 elif (refused := self._submit(request, flying)) is not None:
                     yield refused
             if not flying:
-                return
+                break
             for output in self._step():
                 if output.finished:
                     yield self._outcome(flying.pop(output.request_id), output)
+
+        if self.method == "auto" and self._proposer is not None:
+            self._trial = self._proposer.trial
+            self.notes += [note for note in [self._trial.note()] if note not in self.notes]
+
+    def _by_prefix(self, requests: Iterable[Request]) -> Iterator[Request]:
+        """Yield requests so that what they share is in the prefix cache: together, and what most share first."""
+        source = iter(requests)
+        while ahead := list(islice(source, self._args.lookahead)):
+            prompts = [array("i", request.token_ids) for request in ahead]
+            for group in largest_first(grouped(prompts), prompts):
+                yield from (ahead[index] for index in group)
 
     def _submit(self, request: Request, flying: dict[str, _Submitted]) -> Failure | None:
         if lost := self._lost(request.sampling):
@@ -248,9 +314,11 @@ class Runner:
         name = str(request.index)
         prompt = {"prompt_token_ids": request.token_ids}
         try:
-            self._engine.add_request(name, prompt, self._sampling_params(request))
+            self._engine.add_request(name, prompt, sampling_params(request, self._args.sampling_args))
         except Exception as error:  # whatever the engine refuses is this record's failure
-            return Failure(request.index, f"vLLM refuses it: {_one_line(error)}")
+            return Failure(request.index, f"vLLM refuses it: {one_line(error)}")
+        if self._proposer is not None:
+            self._proposer.expect(request.token_ids, request.passages)
         flying[name] = _Submitted(request, perf_counter())
         return None
 
@@ -259,43 +327,27 @@ class Runner:
             outputs: list[Any] = self._engine.step()
         except Exception as error:  # an engine that fails in a step has lost its rows
             raise ModelError(
-                f"vLLM's engine stopped: {_one_line(error)}; finished answers are kept, run again to go on"
+                f"vLLM's engine stopped: {one_line(error)}; finished answers are kept, run again to go on"
             ) from error
         return outputs
 
-    def _sampling_params(self, request: Request) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        sampling = request.sampling
-        greedy = sampling.temperature == 0
-        ours = {
-            "max_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": 1.0 if greedy else sampling.top_p,
-            "top_k": 0 if greedy else sampling.top_k,
-            "min_p": 0.0 if greedy else sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "stop": list(sampling.stop) or None,
-            "seed": None if greedy else record_seed(sampling.seed, request.id),
-            "output_kind": RequestOutputKind.FINAL_ONLY,
-        }
-        return SamplingParams(**ours | self._args.sampling_args)
-
     def _outcome(self, submitted: _Submitted, output: Any) -> Generation | Failure:
         request, answer = submitted.request, output.outputs[0]
+        token_ids = list(answer.token_ids)
+        known = self._proposer.finish(request.token_ids, token_ids) if self._proposer is not None else None
         if answer.finish_reason not in ("stop", "length"):
             return Failure(request.index, f"vLLM ended it with {answer.finish_reason!r}")
-        token_ids = list(answer.token_ids)
         metrics = output.metrics
         return Generation(
             request.index,
             token_ids,
             answer.finish_reason,
-            _spec_stats(answer.spec_decode_metrics, len(token_ids)),
+            spec_stats(answer.spec_decode_metrics, len(token_ids)),
             latency_s=perf_counter() - submitted.at,
             time_to_first_token_s=metrics.first_token_latency if metrics is not None else None,
             cached_prompt_tokens=output.num_cached_tokens or 0,
+            guessed=bytes(known.guessed[: len(token_ids)]) if known else b"",
+            copied=known.copies.worth_citing(token_ids) if known else (),
         )
 
     def outlook(self) -> str:
@@ -312,43 +364,3 @@ class Runner:
             "context_length": self.context_length or context_length(self._hf_config),
             "engine_args": {key: value for key, value in self._engine_args.items() if key != "model"},
         }
-
-
-def _spec_stats(metrics: Any, output_tokens: int) -> SpecStats:
-    """Return one request's counts. vLLM lists the steps that drafted; the others emitted one token each."""
-    stats = SpecStats()
-    if metrics is not None:
-        for drafted, accepted in zip(metrics.per_step_drafted, metrics.per_step_accepted, strict=True):
-            if drafted:
-                stats.record(drafted, accepted)
-    stats.steps += max(0, output_tokens - stats.accepted - stats.steps)
-    return stats
-
-
-def _quiet() -> None:
-    """Keep vLLM's log off stdout, which is for records, and its usage statistics at home."""
-    from ragspec.quiet import quiet
-
-    for name, value in {
-        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-        "VLLM_LOGGING_LEVEL": "INFO" if os.environ.get("RAGSPEC_DEBUG") else "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        # the engine in this process: an interruption ends it cleanly, and a CPU has nothing to overlap
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }.items():
-        os.environ.setdefault(name, value)
-    if not os.environ.get("RAGSPEC_DEBUG"):
-        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-    quiet()
-
-
-def _device_count() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or "no message"
-    return f"{type(error).__name__}: {text[:400]}"

@@ -18,6 +18,10 @@ from ragspec.models import weights_bytes
 # ragspec's word -> vLLM's, where they differ
 NAMES = {"prompt_lookup": "ngram"}
 # draft lengths for `auto`; the others' come with the draft's own config, or from vLLM
+OURS = ("auto", "context")  # methods that our own proposer serves
+PROPOSER = "ragspec.vllm.proposer.Proposer"
+MOST_TOKENS = 16  # of its drafts, where the length is chosen by what pays
+TESTED = ("0.32.",)  # versions of vLLM that it was tried with; the interface is experimental
 AUTO_TOKENS = {"prompt_lookup": 8, "draft_model": 4, "eagle": 3, "eagle3": 3}
 NGRAM_RANGE = (2, 4)  # vLLM's own default is 5 for both
 NEEDS_MODEL = ("draft_model", "eagle", "eagle3", "medusa", "dflash")
@@ -32,6 +36,9 @@ def speculative_config(spec: SpeculationConfig, draft_path: str | None = None) -
         return None
     if spec.method == "speculative_config":
         return dict(spec.speculative_config or {})
+    if spec.method in OURS:
+        most = MOST_TOKENS if spec.num_tokens == "auto" else spec.num_tokens
+        return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": most} | spec.extra
     config: dict[str, Any] = {"method": NAMES.get(spec.method, spec.method)}
     tokens = AUTO_TOKENS.get(spec.method) if spec.num_tokens == "auto" else spec.num_tokens
     if tokens is not None:
@@ -47,6 +54,17 @@ def speculative_config(spec: SpeculationConfig, draft_path: str | None = None) -
     if spec.num_tokens_by_batch_size is not None:
         config["num_speculative_tokens_per_batch_size"] = [tuple(step) for step in spec.num_tokens_by_batch_size]
     return config | spec.extra
+
+
+def proposer_settings(spec: SpeculationConfig) -> dict[str, Any]:
+    """Return what our proposer reads from vLLM's additional_config."""
+    smallest = spec.ngram_min or 1
+    return {
+        "method": spec.method,
+        "num_tokens": None if spec.num_tokens == "auto" else spec.num_tokens,
+        "isolate": spec.isolate,
+        "ngrams": [smallest, spec.ngram_max or max(3, smallest)],
+    }
 
 
 def check_build(config: dict[str, Any] | None, on_cpu: bool) -> None:

@@ -1,0 +1,66 @@
+"""Method auto: each method has its turn, and the one that writes most per second stays."""
+
+from ragspec.engine.proposers import Auto, ByRow, NoDrafts
+from ragspec.engine.trial import BLOCK, ROUNDS, Trial
+from tests.test_engine import Fixed, answers, ids, loaded, oracle, plain  # noqa: F401
+
+
+def feed(trial, rates, steps):
+    for _ in range(steps):
+        trial.observe(rates[trial.current], 1.0)
+
+
+def test_methods_take_turns_and_the_fastest_stays():
+    trial = Trial(["none", "slow", "fast"])
+    turns = []
+    for _ in range(BLOCK * 3 * ROUNDS):
+        turns.append(trial.current)
+        trial.observe({"none": 10, "slow": 9, "fast": 15}[trial.current], 1.0)
+    assert turns[: 3 * BLOCK] == ["none"] * BLOCK + ["slow"] * BLOCK + ["fast"] * BLOCK
+    assert {name: turns.count(name) for name in turns} == dict.fromkeys(["none", "slow", "fast"], BLOCK * ROUNDS)
+    assert trial.chosen == trial.current == "fast"
+    assert "fast (decode tokens/s in 48 steps" in trial.note()
+    assert "none 10.0" in trial.note()
+    feed(trial, {"fast": 1}, 50)
+    assert trial.chosen == "fast"
+    assert trial.rates()["fast"] == 15
+
+
+def test_where_nothing_is_clearly_faster_the_plainest_stays():
+    trial = Trial(["none", "a", "b"])
+    feed(trial, {"none": 100, "a": 101, "b": 60}, BLOCK * 3 * ROUNDS)
+    assert trial.chosen == "none"
+
+
+def test_too_few_steps_are_said_to_be_too_few():
+    trial = Trial(["none", "a"])
+    assert "too few steps" in trial.note()
+    feed(trial, {"none": 100, "a": 101}, 5)
+    assert trial.chosen is None
+    assert "too few steps to choose by (none 100.0, a 101.0)" in trial.note()
+
+
+def test_one_method_needs_no_trial():
+    assert Trial(["context"]).chosen == "context"
+
+
+class Unhurried(Trial):
+    """All steps take the same: what a method is worth is the tokens it writes."""
+
+    def observe(self, tokens, seconds):
+        super().observe(tokens, 1.0)
+
+
+def test_auto_answers_as_plain_decoding_and_keeps_the_best(loaded, tiny, plain):  # noqa: F811
+    proposers = {
+        "none": NoDrafts(),
+        "wrong": ByRow(Fixed(lambda tokens, prompt_tokens: [399 - tokens[-1], 1]), 2, None),
+        "oracle": ByRow(Fixed(oracle(plain, loaded, tiny)), 7, None),
+    }
+    trial = Unhurried(list(proposers))
+    for _ in range(3):
+        assert ids(answers(loaded, tiny, Auto(proposers, trial), rows=3)) == plain
+    assert trial.chosen == "oracle"
+    outcomes = answers(loaded, tiny, Auto(proposers, trial), rows=3)
+    assert ids(outcomes) == plain
+    assert all(outcome.spec.accepted == outcome.spec.drafted > 0 for outcome in outcomes.values())

@@ -1,0 +1,252 @@
+"""Our drafters as vLLM calls them: a scripted scheduler moves, preempts and fills rows as vLLM does."""
+
+import random
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ragspec.drafters.prompt_lookup import PromptLookup
+from ragspec.engine.line import LineCost
+from ragspec.vllm import rows
+from ragspec.vllm.proposer import Proposer
+
+LIMIT = 6
+LONGEST = 400
+
+
+def make(method="context", num_tokens=None, isolate=False, reach=LONGEST):
+    settings = {"method": method, "num_tokens": num_tokens, "isolate": isolate, "ngrams": [1, 3]}
+    return Proposer(
+        SimpleNamespace(
+            additional_config={"ragspec": settings},
+            speculative_config=SimpleNamespace(num_speculative_tokens=LIMIT),
+            model_config=SimpleNamespace(max_model_len=reach),
+        )
+    )
+
+
+@dataclass(eq=False)
+class Job:
+    """A record whose answer is known: what the target will write."""
+
+    prompt: list
+    answer: list
+    written: int = 0
+    waiting: int = 0  # steps until its prompt is complete
+    drafted: int = 0
+    accepted: int = 0
+    emissions: list = field(default_factory=list)
+
+    @property
+    def tokens(self):
+        return self.prompt + self.answer[: self.written]
+
+
+class Scheduler:
+    """vLLM's side: a persistent batch of slots, whose rows come, go, move and are told late."""
+
+    def __init__(self, proposer, jobs, slots=4, seed=0, silent=0.0):
+        self.random = random.Random(seed)
+        self.proposer, self.line, self.slots = proposer, list(jobs), slots
+        self.batch, self.silent = [], silent
+        self.moved = self.preempted = 0
+        self.done = []
+        self.seen = {}  # job -> what the proposer knew at its end
+        self.check = lambda job, draft: None
+
+    def run(self):
+        for job in self.line:
+            self.proposer.expect(job.prompt, [(0, len(job.prompt))])
+        drafts = {}
+        while self.line or self.batch:
+            self._change_rows(drafts)
+            sampled = [self._write(job, drafts.pop(job, [])) for job in self.batch]
+            asked = self.random.random() >= self.silent  # vLLM does not ask where rows are near the model's length
+            drafts = self._ask(sampled) if asked else {}
+            for job in [job for job in self.batch if job.written >= len(job.answer)]:
+                self.batch[self.batch.index(job)] = self.batch[-1]  # condensed: the last row takes the free slot
+                self.batch.pop()
+                self.seen[job] = self.proposer.finish(job.prompt, job.answer)
+                self.done.append(job)
+        return self
+
+    def _change_rows(self, drafts):
+        if len(self.batch) > 1 and self.random.random() < 0.3:
+            self.random.shuffle(self.batch)
+            self.moved += 1
+        if len(self.batch) > 1 and self.random.random() < 0.4:
+            job = self.batch.pop(self.random.randrange(len(self.batch)))
+            drafts.pop(job, None)
+            self.line.insert(0, job)
+            self.preempted += 1
+        while self.line and len(self.batch) < self.slots:
+            job = self.line.pop(0)
+            job.waiting = self.random.randrange(3)
+            self.batch.append(job)
+
+    def _write(self, job, draft):
+        if job.waiting:
+            job.waiting -= 1
+            return []
+        right = 0
+        rest = job.answer[job.written :]
+        while right < len(draft) and right < len(rest) - 1 and draft[right] == rest[right]:
+            right += 1
+        job.drafted, job.accepted = job.drafted + len(draft), job.accepted + right
+        job.written += right + 1
+        job.emissions.append(right + 1)
+        return rest[: right + 1]
+
+    def _ask(self, sampled):
+        lengths = np.zeros(self.slots, dtype=np.int32)
+        tokens = np.full((self.slots, LONGEST), -1, dtype=np.int32)
+        for slot, job in enumerate(self.batch):
+            lengths[slot] = len(job.tokens)
+            tokens[slot, : len(job.tokens)] = job.tokens
+        proposed = self.proposer.propose(sampled, lengths, tokens)
+        assert len(proposed) == len(sampled)
+        for job, draft, wrote in zip(self.batch, proposed, sampled, strict=True):
+            assert len(draft) <= LIMIT
+            assert wrote or not draft
+            self.check(job, draft)
+        return dict(zip(self.batch, proposed, strict=True))
+
+
+def jobs(count, seed=0):
+    """Prompts of which the answers copy pieces; some records begin alike, and two are the same."""
+    chance = random.Random(seed)
+    head = [chance.randrange(50) for _ in range(20)]
+    made = []
+    for number in range(count):
+        prompt = (head if number % 2 else []) + [chance.randrange(50) for _ in range(60)]
+        answer = []
+        while len(answer) < 30:
+            start = chance.randrange(len(prompt) - 12)
+            answer += [*prompt[start : start + chance.randrange(3, 12)], chance.randrange(50)]
+        made.append(Job(prompt, answer[: chance.randrange(2, 30)]))
+    made.append(Job(made[0].prompt, made[0].answer))
+    return made
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("silent", [0.0, 0.2])
+def test_every_row_is_known_by_its_tokens(seed, silent):
+    """Whatever moves, a row's draft is that of its own record: prompt lookup's, made from its tokens alone."""
+    proposer = make("prompt_lookup", num_tokens=LIMIT)
+    scheduler = Scheduler(proposer, jobs(12, seed), seed=seed, silent=silent)
+    compared = 0
+
+    def check(job, draft):
+        nonlocal compared
+        fresh = PromptLookup().open(job.prompt)
+        fresh.extend(job.tokens[len(job.prompt) :])
+        expected = fresh.propose(LIMIT).token_ids
+        shorter = min(len(draft), len(expected))  # how far it goes is a matter of calibration
+        assert draft[:shorter] == expected[:shorter]
+        compared += shorter
+
+    scheduler.check = check
+    scheduler.run()
+    assert len(scheduler.done) == 13
+    assert compared > 100
+    assert min(scheduler.moved, scheduler.preempted) > 0
+    for job, known in scheduler.seen.items():
+        if known is None:
+            assert silent  # it wrote its last token, or all, unseen
+            continue
+        whole = job.prompt + job.answer
+        assert known.tokens.tolist() == whole[: len(known.tokens)]
+        if not silent:
+            assert len(known.tokens) == len(whole)
+            assert known.prompt_tokens == len(job.prompt)
+            assert known.guessed == b"".join(b"\1" * (n - 1) + b"\0" for n in job.emissions)
+    assert silent or not proposer._rows._slots
+    assert not proposer._expected
+
+
+def test_a_row_taken_for_another_would_be_noticed(monkeypatch):
+    monkeypatch.setattr(rows, "_continues", lambda row, tokens, before: True)
+    with pytest.raises(AssertionError):
+        test_every_row_is_known_by_its_tokens(1, 0.0)
+
+
+def test_drafts_are_accepted_and_copies_cited():
+    proposer = make("context", num_tokens=LIMIT)
+    scheduler = Scheduler(proposer, jobs(20)).run()
+    drafted, accepted = (sum(getattr(job, name) for job in scheduler.done) for name in ("drafted", "accepted"))
+    assert accepted > 60
+    assert accepted / drafted > 0.3
+    cited = 0
+    for job, known in scheduler.seen.items():
+        for run in known.copies.worth_citing(job.answer):
+            length = run.end - run.start
+            assert job.answer[run.start : run.end] == job.prompt[run.source : run.source + length]
+            cited += length
+    assert cited > 60
+
+
+def test_the_pool_holds_the_passages_of_other_records_unless_isolated():
+    text = list(range(40))
+    for isolate, found in ((False, True), (True, False)):
+        proposer = make("context", num_tokens=LIMIT, isolate=isolate)
+        first, second = [*range(60, 70), *text], [*range(80, 95)]
+        proposer.expect(first, [(10, 50)])
+        tokens = np.full((2, LONGEST), -1, dtype=np.int32)
+        for slot, prompt in enumerate((first, second)):
+            tokens[slot, : len(prompt) + 1] = [*prompt, 5]
+        drafts = proposer.propose([[5], [5]], np.array([len(first) + 1, len(second) + 1]), tokens)
+        assert drafts[0][:2] == [6, 7]
+        assert (drafts[1][:1] == [6]) == found
+
+
+def test_drafts_end_at_the_models_length():
+    proposer = make("context", num_tokens=LIMIT, reach=54)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 5 + [1, 2]
+    tokens = np.zeros((1, LONGEST), dtype=np.int32)
+    for length in range(48, 55):
+        tokens[0, :length] = [*prompt, 3, 4, 5, 6, 7, 8, 9][:length]
+        (draft,) = proposer.propose([[int(tokens[0, length - 1])]], np.array([length]), tokens)
+        assert length + len(draft) < 54 or not draft
+        assert draft or length > 51
+
+
+def test_auto_tries_each_method_and_settles(monkeypatch):
+    monkeypatch.setattr("ragspec.vllm.proposer.time", SimpleNamespace(perf_counter=iter(range(10**6)).__next__))
+    proposer = make("auto", num_tokens=LIMIT)
+    scheduler = Scheduler(proposer, jobs(60), slots=2).run()
+    assert proposer.trial.chosen in ("prompt_lookup", "context")  # each step takes the same, and drafts are accepted
+    assert set(proposer.trial.rates()) == {"none", "prompt_lookup", "context"}
+    assert len(scheduler.done) == 61
+    late = [known for job, known in scheduler.seen.items() if known is not None][-1]
+    assert set(late.drafters) == {proposer.trial.chosen}
+
+
+def test_a_forgotten_record_is_given_up_when_too_many_are_away(monkeypatch):
+    monkeypatch.setattr(rows, "KEEP", 3)
+    proposer = make("context")
+    proposer.finish = lambda prompt, answer: None  # a runner in another process tells nothing
+    Scheduler(proposer, jobs(20)).run()
+    assert len(proposer._rows._away) <= 3
+
+
+def test_the_line_is_found_in_noise():
+    chance, cost = random.Random(0), LineCost()
+    for _ in range(200):
+        tokens = chance.randrange(8, 40)
+        cost.observe(tokens, (0.1 + 0.003 * tokens) * chance.uniform(0.9, 1.1) * (5 if chance.random() < 0.03 else 1))
+    assert cost(16) == pytest.approx(0.148, rel=0.12)
+    assert cost(32) == pytest.approx(0.196, rel=0.12)
+    flat = LineCost()
+    for _ in range(100):
+        flat.observe(chance.randrange(8, 40), 0.02)
+    assert flat.marginal() < 0.0001
+
+
+def test_before_any_step_a_token_more_is_cheap_beside_a_step():
+    cost = LineCost()
+    assert cost(1) < cost(4) < 1.5 * cost(1)
+    cost.observe(4, 0.05)
+    assert cost(4) == pytest.approx(0.05)
+    assert 0.05 < cost(8) < 0.07
