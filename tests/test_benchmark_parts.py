@@ -37,10 +37,15 @@ def config(**more):
 
 def test_peers_are_run_as_their_users_run_them():
     plan = make_plan(
-        config(speculation={"method": "context"}), [], [8], [], [], ["hf", "hf-lookup", "vllm", "vllm-ngram"]
+        config(speculation={"method": "context"}),
+        [],
+        [8],
+        [],
+        [],
+        ["hf", "hf-lookup", "vllm", "vllm-ngram", "vllm-suffix"],
     )
     peers = {c.name: c for c in plan if c.peer}
-    assert list(peers) == ["peer-hf", "peer-hf-lookup", "peer-vllm", "peer-vllm-ngram"]
+    assert list(peers) == ["peer-hf", "peer-hf-lookup", "peer-vllm", "peer-vllm-ngram", "peer-vllm-suffix"]
     assert peers["peer-hf"].config.runner_args == {"engine": "transformers", "batch_size": 1}
     assert peers["peer-hf-lookup"].config.speculation.method == "prompt_lookup"
     assert peers["peer-vllm"].config.runner_args == {"batch_size": 8}

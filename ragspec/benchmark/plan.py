@@ -19,14 +19,14 @@ from ragspec.suggest import did_you_mean
 BASELINE = "none"
 DRAFTED = ("auto", "draft_model", "eagle", "eagle3", "medusa", "dflash")  # methods that take a draft model
 STOCK = {"runner": "huggingface", "runner_args": {"engine": "transformers", "batch_size": 1}}
+AS_IT_COMES = {"runner": "vllm", "runner_args": {"lookahead": 1}}  # records in the order given, blocks of its own size
 PEERS: dict[str, dict[str, Any]] = {
     "hf": STOCK | {"speculation": {"method": BASELINE}},  # one record at a time, as AutoGluon-RAG does
     "hf-lookup": STOCK | {"speculation": {"method": "prompt_lookup"}},
-    "vllm": {"runner": "vllm", "speculation": {"method": BASELINE}},
-    "vllm-ngram": {
-        "runner": "vllm",
-        "speculation": {"method": "prompt_lookup", "num_tokens": 8, "ngram_min": 2, "ngram_max": 4},
-    },
+    "vllm": AS_IT_COMES | {"speculation": {"method": BASELINE}},
+    "vllm-ngram": AS_IT_COMES
+    | {"speculation": {"method": "prompt_lookup", "num_tokens": 8, "ngram_min": 2, "ngram_max": 4}},
+    "vllm-suffix": AS_IT_COMES | {"speculation": {"method": "suffix"}},
 }
 
 
@@ -103,6 +103,6 @@ def _peer(config: RunConfig, name: str, batch_size: int | None) -> Candidate:
         raise ConfigError(f'--peer: "{name}" is not known{did_you_mean(name, tuple(PEERS))}')
     raw = config.model_dump() | {"runner_args": {}} | PEERS[name]
     if raw["runner"] == "vllm" and batch_size is not None:
-        raw["runner_args"] = {"batch_size": batch_size}
+        raw["runner_args"] = raw["runner_args"] | {"batch_size": batch_size}
     checked = build_config(raw, f"--peer {name}")
     return Candidate(f"peer-{name}", checked, checked.runner_args.get("batch_size"), peer=True)

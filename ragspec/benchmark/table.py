@@ -46,13 +46,15 @@ def print_results(console: Console, results: dict[str, Any], folder: Path) -> No
         "identical",
     ):
         table.add_column(title, justify="left" if title == "method" else "right")
+    peers = {run["name"] for run in results["runs"] if run["peer"]}
+    ratios = [ratio for ratio in results["ratios"] if ratio["metric"] == "tokens_per_s"]
     for name in dict.fromkeys(run["name"] for run in results["runs"]):
         runs = [run for run in results["runs"] if run["name"] == name]
         rate = runs[0]["acceptance_rate"]
         table.add_row(
             Text(name),
             _median(runs, "tokens_per_s"),
-            _ratio(results, name),
+            next((_shown(ratio) for ratio in ratios if ratio["name"] == name and ratio["baseline"] not in peers), "-"),
             _median(runs, "decode_tokens_per_s"),
             "-" if rate is None else f"{rate:.1%}",
             f"{runs[0]['tokens_per_step'] or 0:.2f}",
@@ -60,6 +62,9 @@ def print_results(console: Console, results: dict[str, Any], folder: Path) -> No
             f"{runs[0]['identical']} of {runs[0]['records']}",
         )
     console.print(table)
+    for ratio in ratios:
+        if ratio["baseline"] in peers:
+            console.print(f"{ratio['name']} is {_shown(ratio)} {ratio['baseline']}", markup=False)
     console.print(f"results in {folder / 'results.json'}, answers in {folder / 'outputs'}", markup=False)
 
 
@@ -68,9 +73,6 @@ def _median(runs: list[dict[str, Any]], metric: str) -> str:
     return f"{median(values):.1f}" if values else "-"
 
 
-def _ratio(results: dict[str, Any], name: str) -> str:
-    for ratio in results["ratios"]:
-        if ratio["name"] == name and ratio["metric"] == "tokens_per_s":
-            interval = "" if ratio["low"] is None else f" ({ratio['low']:.2f} to {ratio['high']:.2f})"
-            return f"{ratio['median']:.2f}x{interval}"
-    return "-"
+def _shown(ratio: dict[str, Any]) -> str:
+    interval = "" if ratio["low"] is None else f" ({ratio['low']:.2f} to {ratio['high']:.2f})"
+    return f"{ratio['median']:.2f}x{interval}"

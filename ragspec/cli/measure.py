@@ -24,7 +24,8 @@ def benchmark(
     override: Set = None,
     runner: Annotated[list[str] | None, typer.Option("--runner", help="Runner to time; repeatable.")] = None,
     peer: Annotated[
-        list[str] | None, typer.Option(help="Another tool beside: hf, hf-lookup, vllm, vllm-ngram; repeatable.")
+        list[str] | None,
+        typer.Option(help="Another tool beside: hf, hf-lookup, vllm, vllm-ngram, vllm-suffix; repeatable."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep the passes of an interrupted run.")] = False,
     sequential: Annotated[bool, typer.Option(help="One model in memory at a time: no interleaving.")] = False,

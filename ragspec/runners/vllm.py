@@ -196,7 +196,8 @@ class Runner:
             args["dtype"] = "float32"  # bfloat16 is emulated on CPUs without AVX-512
             if "kv_cache_memory_bytes" not in extra and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
                 args["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
-            args["block_size"] = CPU_BLOCK
+            if self._args.lookahead > 1:
+                args["block_size"] = CPU_BLOCK
         if self._args.batch_size != "auto":
             args["max_num_seqs"] = self._args.batch_size
         if spec is not None:
