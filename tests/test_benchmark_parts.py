@@ -48,7 +48,7 @@ def test_peers_are_run_as_their_users_run_them():
     assert list(peers) == ["peer-hf", "peer-hf-lookup", "peer-vllm", "peer-vllm-ngram", "peer-vllm-suffix"]
     assert peers["peer-hf"].config.runner_args == {"engine": "transformers", "batch_size": 1}
     assert peers["peer-hf-lookup"].config.speculation.method == "prompt_lookup"
-    assert peers["peer-vllm"].config.runner_args == {"batch_size": 8}
+    assert peers["peer-vllm"].config.runner_args == {"lookahead": 1, "batch_size": 8}
     assert peers["peer-vllm-ngram"].config.speculation.num_tokens == 8
     assert baseline_of(plan[1], plan).name == "none-b8"
     with pytest.raises(ConfigError, match=r'--peer: "vlm" is not known; did you mean "vllm"'):
@@ -56,8 +56,9 @@ def test_peers_are_run_as_their_users_run_them():
 
 
 def test_runners_are_compared_in_what_each_has():
-    plan = make_plan(config(), ["none", "context", "suffix"], runner_names=["huggingface", "vllm"])
-    assert [c.name for c in plan] == ["huggingface-none", "huggingface-context", "vllm-none", "vllm-suffix"]
+    own = config(speculation={"method": "early_exit", "early_exit_layer": 4})
+    plan = make_plan(own, ["none", "early_exit", "suffix"], runner_names=["huggingface", "vllm"])
+    assert [c.name for c in plan] == ["huggingface-none", "huggingface-early_exit", "vllm-none", "vllm-suffix"]
     assert plan[0].config.runner_args["dtype"] == "float32"
     assert plan[2].config.runner_args == {}
     assert baseline_of(plan[3], plan).name == "vllm-none"

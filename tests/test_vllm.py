@@ -193,8 +193,8 @@ def test_the_answers_are_those_of_hugging_face(demo, tmp_path, expected, method)
     if method in ("context", "auto"):
         passages = {p["id"]: p["text"] for record in read_jsonl(SAMPLE) for p in record["contexts"]}
         for line in lines:
-            for run in line["copied"]:
-                assert line["output"][run["start"] : run["end"]] in passages[run["context"]]
+            for copy in line["copied"]:
+                assert line["output"][copy["start"] : copy["end"]] in passages[copy["context"]]
 
 
 def with_passages(asked):
@@ -219,9 +219,9 @@ def test_our_drafter_in_vllm_changes_no_answer_where_rows_are_preempted(demo, en
         outcome = found[request.index]
         assert len(outcome.guessed) == len(outcome.token_ids)
         assert abs(sum(outcome.guessed) - outcome.spec.accepted) <= 6  # vLLM counts beyond the answer's end
-        for run in outcome.copied:
-            length = run.end - run.start
-            assert outcome.token_ids[run.start : run.end] == request.token_ids[run.source : run.source + length]
+        for copy in outcome.copied:
+            length = copy.end - copy.start
+            assert outcome.token_ids[copy.start : copy.end] == request.token_ids[copy.source : copy.source + length]
             cited += length
     assert cited > 20
     assert not engine._proposer._rows._slots
