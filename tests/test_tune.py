@@ -32,7 +32,7 @@ def test_candidates_are_what_the_runner_can_do():
     assert [c.name for c in candidates(config)] == ["none", "prompt_lookup", "context"]
     assert candidates(config)[1].config.speculation.num_tokens == 3
     names = [c.name for c in candidates(build_config({"model": "m", "runner": "vllm", "input": "x"}))]
-    assert names[:3] == ["none", "prompt_lookup-k4", "prompt_lookup-k8"]
+    assert names[:4] == ["none", "context", "prompt_lookup-k4", "prompt_lookup-k8"]
 
 
 def test_tune_writes_a_config_that_runs(tiny, tmp_path):

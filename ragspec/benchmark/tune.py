@@ -25,8 +25,8 @@ from ragspec.machine import machine
 
 BEHIND = 0.85  # of the fastest of a round: not timed again
 MARGIN = 1.03  # that speculation has to win by
-OWN_LENGTHS = {"huggingface": (None,), "vllm": (4, 8)}  # None: chosen by the engine, step by step
-DRAFTERS = {"huggingface": ("context", "prompt_lookup"), "vllm": ("prompt_lookup", "suffix"), "fake": ()}
+LENGTHS = {"vllm": {"prompt_lookup": (4, 8)}}  # to try, where no engine chooses them step by step
+DRAFTERS = {"huggingface": ("context", "prompt_lookup"), "vllm": ("context", "prompt_lookup", "suffix"), "fake": ()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def candidates(config: RunConfig) -> list[Candidate]:
     plan = []
     for method in dict.fromkeys(methods):
         own = method == config.speculation.method
-        lengths = (None,) if own or method in (BASELINE, "suffix") else OWN_LENGTHS.get(config.runner, (None,))
+        lengths = (None,) if own else LENGTHS.get(config.runner, {}).get(method, (None,))
         for length in lengths:
             plan += make_plan(config, [method], [], [length] if length else [])
     return plan
