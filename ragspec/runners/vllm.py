@@ -103,6 +103,7 @@ class Runner:
         self.remembers = self.method == "suffix"  # its tree of past answers outlives a pass over the input
         self.cites = self.method in OURS
         self._proposer: Any = None  # our drafter inside the engine, where it can be reached
+        self._drafting: dict[str, Any] = {}  # what it says of itself
         self.notes: list[str] = []
         self.prefill_s: float | None = None  # prefill and decoding share the engine's steps
         self.decode_s: float | None = None
@@ -271,13 +272,20 @@ class Runner:
     def warm_up(self) -> None:
         """Answer a few tokens, so that the first record does not pay for lazy initialisation."""
         ids = self.tokenizer.encode("one two three one two three one two", special_tokens=True)
-        for _ in self.generate([Request(-1, "warm-up", ids, Sampling(max_new_tokens=8))]):
+        for _ in self._answer([Request(-1, "warm-up", ids, Sampling(max_new_tokens=8))]):
             pass
 
     # -- answering ------------------------------------------------------------------------------------------------
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield outcomes as they finish, with a bounded number of requests in flight."""
+        yield from self._answer(requests)
+        if self._proposer is not None:
+            self._drafting = self._proposer.about()
+            if self.method == "auto":
+                self.notes.append(self._proposer.trial.note())
+
+    def _answer(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         self._engine.reset_prefix_cache()  # of an earlier pass: a run starts as a fresh one does
         if self._proposer is not None:
             self._proposer.reset()
@@ -292,14 +300,10 @@ class Runner:
                 elif (refused := self._submit(request, flying)) is not None:
                     yield refused
             if not flying:
-                break
+                return
             for output in self._step():
                 if output.finished:
                     yield self._outcome(flying.pop(output.request_id), output)
-
-        if self.method == "auto" and self._proposer is not None:
-            self._trial = self._proposer.trial
-            self.notes += [note for note in [self._trial.note()] if note not in self.notes]
 
     def _by_prefix(self, requests: Iterable[Request]) -> Iterator[Request]:
         """Yield requests so that what they share is in the prefix cache: together, and what most share first."""
@@ -364,4 +368,5 @@ class Runner:
             "batch_size": self._rows,
             "context_length": self.context_length or context_length(self._hf_config),
             "engine_args": {key: value for key, value in self._engine_args.items() if key != "model"},
+            **self._drafting,
         }

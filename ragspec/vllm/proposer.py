@@ -71,6 +71,18 @@ class Proposer:
             self._expected.pop(key, None)
         return self._rows.finish(ids, answer)
 
+    def about(self) -> dict[str, Any]:
+        """Return what the drafts cost and how well they were judged."""
+        about: dict[str, Any] = {"drafting_s": round(self.drafting_s, 3)}
+        calibration = getattr(self._drafters.get(self.trial.chosen or "context"), "calibration", None)
+        if calibration is not None and calibration.error is not None:
+            about["calibration_error"] = round(calibration.error, 4)
+            about["guesses_scored"] = calibration.trials
+        if self._settings["method"] == "auto":
+            about["method"] = self.trial.chosen
+            about["trial"] = {name: round(rate, 2) for name, rate in self.trial.rates().items()}
+        return about
+
     # -- what vLLM asks -------------------------------------------------------------------------------------------
 
     def propose(
