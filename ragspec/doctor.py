@@ -55,7 +55,7 @@ def examine_config(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
     try:
         if config.model is not None:
             yield from _examine_model(config)
-        if config.speculation.draft_model:
+        if config.speculation.draft_model and config.speculation.method in ("auto", "draft_model"):
             yield from _examine_draft(config)
         runner: Any = runners.module(config.runner).Runner(config)
         runner.check()
@@ -94,7 +94,7 @@ def _examine_model(config: RunConfig) -> Iterator[Finding]:
 
 
 def _examine_draft(config: RunConfig) -> Iterator[Finding]:
-    """Compare the draft's tokens with the target's, one by one."""
+    """Compare the draft's tokens with the target's, one by one; a draft of no use is refused by the runner."""
     spec = config.speculation
     target, draft = resolve(config.model or ""), resolve(spec.draft_model or "", key="speculation.draft_model")
     tokens = [load_tokenizer(source) for source in (target, draft)]
@@ -108,8 +108,6 @@ def _examine_draft(config: RunConfig) -> Iterator[Finding]:
         yield Finding(
             "note", f"draft {spec.draft_model}: {why}; its texts are re-tokenised (universal assisted decoding)"
         )
-    else:
-        yield Finding("error", f"draft {spec.draft_model}: {why}")
 
 
 def _bytes_per_token(text: Any, size: int) -> int:

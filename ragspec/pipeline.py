@@ -124,7 +124,7 @@ class Batch:
         journal: Journal,
         limit: int | None,
         report: Report | None = None,
-        keep_token_ids: bool = False,
+        keep_details: bool = False,
     ) -> None:
         self.summary = RunSummary(method=runner.method)
         self._config = config
@@ -133,7 +133,7 @@ class Batch:
         self._journal = journal
         self._limit = limit
         self._report = report
-        self._keep_token_ids = keep_token_ids
+        self._keep_details = keep_details
         self._total = lines.count() if report else None
         if self._total is not None and limit is not None:
             self._total = min(self._total, limit)
@@ -284,7 +284,7 @@ class Batch:
             line["copied"] = copied_spans(self._runner.tokenizer, flight.prompt.kept, outcome, text)
         if flight.prompt.dropped:
             line["dropped_contexts"] = [passage.id for passage in flight.prompt.dropped]
-        if self._keep_token_ids:
+        if self._keep_details:
             line |= token_details(flight, outcome)
         return line | {"metadata": flight.record.metadata, "fingerprint": flight.fingerprint}
 

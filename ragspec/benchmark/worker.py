@@ -60,7 +60,7 @@ def serve(source: IO[bytes], sink: IO[bytes]) -> None:
                     continue
                 output.unlink(missing_ok=True)
                 with Lines(config.input or "") as lines, Journal(str(output)) as journal:
-                    batch = Batch(config, lines, runner, prompts, journal, task["limit"], keep_token_ids=True)
+                    batch = Batch(config, lines, runner, prompts, journal, task["limit"], keep_details=True)
                     batch.stream()
                 say({"result": batch.summary.to_json()})
     except RagspecError as error:
