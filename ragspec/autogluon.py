@@ -1,7 +1,7 @@
 """AutoGluon-RAG's generator settings, read as they stand: `translate(raw, "c.yaml")` -> (native config, notes).
 
-Source: AutoGluon-RAG 0.1, agrag/modules/generator. What ragspec does otherwise (no prompt in the answer, an attention
-mask, real batches) needs no key. Limit: the retrieval sections have no counterpart yet and are named in a note.
+Source: AutoGluon-RAG 0.1, agrag/modules. What ragspec does otherwise (no prompt in the answer, an attention mask, real
+batches) needs no key. Limit: of the retrieval sections, the keys in `RETRIEVAL_KEYS` count; others are named in a note.
 """
 
 from __future__ import annotations
@@ -19,8 +19,20 @@ GENERATOR_KEYS = (
     "generator_query_prefix",
     "num_gpus",
 )
-IGNORED_SECTIONS = ("shared", "data", "embedding", "vector_db", "retriever")
-NATIVE_KEYS = ("input", "output", "order", "prompt")  # may stand beside the generator's keys
+SECTIONS = ("shared", "data", "embedding", "vector_db", "retriever")
+RETRIEVAL_KEYS = {  # section -> its key -> the retrieval section's; all others have no counterpart
+    "data": {
+        "data_dir": "corpus",
+        "file_extns": "file_types",
+        "chunk_size": "chunk_size",
+        "chunk_overlap": "chunk_overlap",
+    },
+    "embedding": {"embedding_model": "embedding_model"},
+    "vector_db": {},
+    "retriever": {"retriever_top_k": "top_k", "reranker_model_name": "reranker_model"},
+}
+DEFAULT_INDEX = "ragspec_index"
+NATIVE_KEYS = ("input", "output", "order", "prompt", "retrieval")  # may stand beside the generator's keys
 HUGGINGFACE_KEYS = (
     "hf_model_params",
     "hf_tokenizer_init_params",
@@ -50,10 +62,8 @@ def translate(raw: dict[str, Any], source: str) -> tuple[dict[str, Any], list[st
     for key, value in raw.items():
         if key in GENERATOR_KEYS:
             generator[key] = value
-        elif key in IGNORED_SECTIONS:
-            notes.append(f"{source}: section {key}: ignored; ragspec takes contexts from the input records")
-        elif key != "generator" and key not in NATIVE_KEYS:
-            known = [*GENERATOR_KEYS, *NATIVE_KEYS, *IGNORED_SECTIONS]
+        elif key not in SECTIONS and key != "generator" and key not in NATIVE_KEYS:
+            known = [*GENERATOR_KEYS, *NATIVE_KEYS, *SECTIONS]
             raise ConfigError(
                 f'{source}: "{key}" is not a known key of an AutoGluon-RAG config{did_you_mean(key, known)}'
             )
@@ -66,6 +76,8 @@ def translate(raw: dict[str, Any], source: str) -> tuple[dict[str, Any], list[st
     if generator.get("generator_query_prefix"):
         prompt = _dict(config, "prompt", source)
         config["prompt"] = {"query_prefix": f"{generator['generator_query_prefix']}\n"} | prompt
+    if "retrieval" not in config and (retrieval := _retrieval(raw, source, notes)):
+        config["retrieval"] = retrieval
     platform = generator.get("generator_model_platform", "huggingface")
     args = _dict(generator, "generator_model_platform_args", source)
     gpus = generator.get("num_gpus")
@@ -81,6 +93,40 @@ def translate(raw: dict[str, Any], source: str) -> tuple[dict[str, Any], list[st
             "huggingface or vllm"
         )
     return config, notes
+
+
+def _retrieval(raw: dict[str, Any], source: str, notes: list[str]) -> dict[str, Any]:
+    """Return the `retrieval` section that the retrieval sections mean; empty where they name no documents."""
+    if raw.get("shared"):
+        notes.append(f"{source}: section shared: ignored")
+    sections = {name: _dict(raw, name, source) for name in RETRIEVAL_KEYS}
+    if not sections["data"].get("data_dir"):
+        notes += [
+            f"{source}: section {name}: ignored; without data.data_dir, contexts come with the input records"
+            for name, section in sections.items()
+            if section
+        ]
+        return {}
+    out: dict[str, Any] = {"index": DEFAULT_INDEX}
+    reranks = sections["retriever"].pop("use_reranker", False)
+    depth = sections["retriever"].pop("reranker_top_k", None)
+    for name, keys in RETRIEVAL_KEYS.items():
+        for key, value in sections[name].items():
+            if key in keys and value is not None:
+                out[keys[key]] = value
+        if ignored := [key for key in sections[name] if key not in keys]:
+            notes.append(f"{source}: section {name}: {', '.join(ignored)}: ignored")
+    if not reranks:
+        out.pop("reranker_model", None)
+    elif "reranker_model" not in out:
+        raise ConfigError(f"{source}: retriever.use_reranker: needs reranker_model_name beside it")
+    else:  # there, the retriever hands so many to the reranker, which keeps reranker_top_k
+        out["candidates"] = out.pop("top_k", 50)
+        out["top_k"] = depth or 10
+    notes.append(
+        f"{source}: contexts come from the LanceDB index {out['index']}; build it with ragspec index --config {source}"
+    )
+    return out
 
 
 def _huggingface(model: str, args: dict[str, Any], gpus: Any, source: str, notes: list[str]) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from types import NoneType
+from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -43,7 +44,7 @@ class PromptConfig(Section):
 
     source: Literal["auto", "query", "messages", "prompt"] = "auto"  # auto: the first of the three that is there
     system: str | None = None
-    template: str | None = None  # Jinja2 text of the user message, or the name of a .jinja file
+    template: str | None = None  # Jinja2 text of the user message, a .jinja file, or "citations"
     chat: Literal["auto"] | bool = "auto"  # auto: the model's chat template where it has one
     query_prefix: str = ""
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -80,6 +81,25 @@ class SpeculationConfig(Section):
     speculative_config: dict[str, Any] | None = None  # vllm: the whole of it as it is, for what comes next
 
 
+class RetrievalConfig(Section):
+    """Where contexts come from, for records that bring none; and how the index is built."""
+
+    index: Annotated[str, Field(min_length=1)]  # a folder, or an object store's address (s3://...)
+    top_k: Annotated[int, Field(ge=1)] = 5
+    mode: Literal["auto", "bm25", "dense", "hybrid"] = "auto"  # auto: hybrid where the index has vectors
+    candidates: Annotated[int, Field(ge=1)] = 50  # that each search hands to fusion and to the reranker
+    reranker_model: str | None = None  # a cross-encoder of sentence-transformers
+    order: Literal["score", "canonical"] = "score"  # canonical: by id, so that equal sets make equal prefixes
+    storage_options: dict[str, str] = {}  # of the object store
+    corpus: Annotated[list[str], BeforeValidator(_listed)] = []  # `ragspec index`: files and folders
+    file_types: Annotated[list[str], BeforeValidator(_listed)] = []  # `ragspec index`: endings to take; all by default
+    chunk_size: Annotated[int, Field(ge=16)] = 512  # tokens of a passage, its title counted
+    chunk_overlap: Annotated[int, Field(ge=0)] = 64  # tokens that neighbours may share
+    embedding_model: str | None = None  # a sentence-transformers model (hub id, folder, demo); none: words only
+    tokenizer: str | None = None  # whose tokens are counted; the embedding model's by default, else words
+    language: str = "English"  # of stemming and stop words; none: neither
+
+
 class RunConfig(Section):
     """One run: a model, a runner, records in, answers out."""
 
@@ -91,6 +111,7 @@ class RunConfig(Section):
     prompt: PromptConfig = PromptConfig()
     sampling: SamplingConfig = SamplingConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+    retrieval: RetrievalConfig | None = None
     runner_args: dict[str, Any] = {}
 
     def args(self) -> RunnerArgs:
@@ -141,6 +162,24 @@ def build_config(raw: dict[str, Any], source: str = "config") -> RunConfig:
     return _with_template_text(config, source)
 
 
+def load_retrieval(path: str | None, overrides: Sequence[str], direct: dict[str, Any]) -> RetrievalConfig:
+    """Return the retrieval section of config `path`, if one is named, with `direct` over it. Raises ConfigError."""
+    raw: dict[str, Any] = {}
+    source = path or "command line"
+    if path is not None:
+        raw = read_yaml(path)
+        if is_autogluon(raw):
+            raw, _ = translate(raw, path)
+    for override in overrides:
+        _set(raw, override)
+    section = {**(raw.get("retrieval") or {}), **direct}
+    if "index" not in section:
+        raise ConfigError(f"{source}: retrieval.index: missing; say where the index is (a folder)")
+    config = cast(RetrievalConfig, _validate(RetrievalConfig, section, source, "retrieval"))
+    _check_retrieval(config)
+    return config
+
+
 def _modernise(raw: dict[str, Any], source: str) -> list[str]:
     """Move vLLM's speculation arguments, today's and those of 2024, from `runner_args` to `speculation`."""
     args = raw.get("runner_args")
@@ -158,6 +197,8 @@ def _modernise(raw: dict[str, Any], source: str) -> list[str]:
 
 def _check(config: RunConfig) -> None:
     """Judge what one key cannot tell alone."""
+    if config.retrieval:
+        _check_retrieval(config.retrieval)
     spec = config.speculation
     runners.check_method(config.runner, spec.method)
     if (spec.speculative_config is not None) != (spec.method == "speculative_config"):
@@ -179,6 +220,13 @@ def _check(config: RunConfig) -> None:
         )
     if spec.ngram_min and spec.ngram_max and spec.ngram_min > spec.ngram_max:
         raise ConfigError(f"speculation.ngram_min: {spec.ngram_min} is over ngram_max ({spec.ngram_max})")
+
+
+def _check_retrieval(retrieval: RetrievalConfig) -> None:
+    if retrieval.chunk_overlap > retrieval.chunk_size // 2:
+        raise ConfigError(
+            f"retrieval.chunk_overlap: {retrieval.chunk_overlap} is over half of chunk_size ({retrieval.chunk_size})"
+        )
 
 
 def _with_template_text(config: RunConfig, source: str) -> RunConfig:
@@ -244,7 +292,8 @@ def _alternatives(model: type[BaseModel], path: list[str]) -> str:
 
 def _fields(model: type[BaseModel], path: list[str]) -> list[str]:
     for part in path:
-        inner = model.model_fields[part].annotation if part in model.model_fields else None
+        inner: Any = model.model_fields[part].annotation if part in model.model_fields else None
+        inner = next((choice for choice in get_args(inner) if choice is not NoneType), inner)  # left out: None
         if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
             return []
         model = inner

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
@@ -14,6 +15,10 @@ from rich.text import Text
 
 from ragspec.pipeline import Report
 from ragspec.stats import RunSummary
+
+if TYPE_CHECKING:
+    from ragspec.retrieval.build import BuildSummary
+    from ragspec.retrieval.corpus import Skipped
 
 REFRESH_S = 0.1
 PIPED_WIDTH = 120
@@ -68,9 +73,7 @@ def print_summary(console: Console, summary: RunSummary, output: str) -> None:
     """Print the table of a finished run, and its notes."""
     for note in summary.notes:
         console.print(f"note: {note}", markup=False, style="yellow")
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column()
+    table = _table()
     spec = summary.spec
     rows = [
         ("records", _records(summary)),
@@ -87,6 +90,8 @@ def print_summary(console: Console, summary: RunSummary, output: str) -> None:
             ("acceptance", f"{spec.acceptance_rate:.1%} ({spec.accepted:,} of {spec.drafted:,} drafted tokens)"),
             ("tokens per step", f"{summary.tokens_per_step:.2f} ({spec.mean_acceptance_length:.2f} where it drafted)"),
         ]
+    if summary.retrieval and summary.retrieval["queries"]:
+        rows.append(("retrieval", _retrieval(summary.retrieval)))
     rows.append(("output", "stdout" if output == "-" else output))
     for name, value in rows:
         table.add_row(name, Text(value))
@@ -104,6 +109,13 @@ def _records(summary: RunSummary) -> str:
     return ", ".join(parts)
 
 
+def _retrieval(found: dict[str, Any]) -> str:
+    return (
+        f"{found['queries']:,} searches ({found['mode']}), {found['ms_per_query']:.1f} ms each; "
+        f"answering waited {found['waited_s']:.1f} s for them"
+    )
+
+
 def _speed(summary: RunSummary) -> str:
     if summary.tokens_per_s is None:
         return "-"
@@ -111,3 +123,44 @@ def _speed(summary: RunSummary) -> str:
     if summary.decode_tokens_per_s is not None:
         text += f" ({summary.decode_tokens_per_s:.1f} in decoding alone)"
     return text
+
+
+@contextmanager
+def build_progress(console: Console) -> Iterator[tuple[Callable[[BuildSummary], None], Callable[[Skipped], None]]]:
+    """Yield what shows a build's progress, and what says which document was left out and why."""
+
+    def complain(skipped: Skipped) -> None:
+        console.print(f"skipped: {skipped.where}: {skipped.why}", markup=False, style="yellow")
+
+    if not console.is_terminal:
+        yield lambda _: None, complain
+        return
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True) as bar:
+        task = bar.add_task("indexing", total=None)
+
+        def report(summary: BuildSummary) -> None:
+            done = f"{summary.seen:,} documents read, {summary.unchanged:,} of them unchanged"
+            bar.update(task, description=f"{done}; {summary.chunks_written:,} passages written")
+
+        yield report, complain
+
+
+def print_build(console: Console, summary: BuildSummary, index: str) -> None:
+    """Print what a build did."""
+    for note in summary.notes:
+        console.print(f"note: {note}", markup=False, style="yellow")
+    documents = f"{summary.added:,} added, {summary.changed:,} changed, {summary.unchanged:,} unchanged"
+    documents += f", {summary.removed:,} removed, {summary.skipped:,} skipped"
+    table = _table()
+    table.add_row("documents", documents)
+    table.add_row("passages", f"{summary.chunks:,} in the index, {summary.chunks_written:,} written now")
+    table.add_row("time", f"{summary.seconds:.1f} s")
+    table.add_row("index", Text(index))
+    console.print(table)
+
+
+def _table() -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
+    return table

@@ -37,6 +37,9 @@ def parse_record(value: Any, line: int, source: str = "auto") -> Record:
     present = [key for key in SOURCES if value.get(key) is not None]
     if "body" in value and not present:
         return _parse_batch_line(value)
+    failed = value.get("error")
+    if isinstance(failed, dict) and isinstance(failed.get("message"), str) and not present:
+        raise RecordError(f"failed before it came here: {failed['message']}")  # an error line of an earlier command
     wanted = present[0] if source == "auto" and present else source
     if wanted not in present:
         missing = '"query", "messages" or "prompt"' if source == "auto" else f'"{source}" (prompt.source)'

@@ -21,10 +21,12 @@ from ragspec.errors import ConfigError, RecordError
 from ragspec.journal import Journal, check_writable, fingerprint, sibling, write_json
 from ragspec.jsonl import Line, Lines
 from ragspec.keyset import KeySet
-from ragspec.parsing import line_id, parse_record
+from ragspec.parsing import line_id, parse_record, record_id
 from ragspec.prompts import Prompt, PromptBuilder
 from ragspec.provenance import about, peak_memory_gib
 from ragspec.records import Failure, Generation, Passage, Record, Request, Sampling, Tokenizer
+from ragspec.retrieval.search import Retriever
+from ragspec.retrieval.stage import Ahead, Stage
 from ragspec.runners.base import Runner
 from ragspec.stats import RunSummary
 
@@ -65,12 +67,14 @@ def run(
         runner: Runner = runners.module(config.runner).Runner(config)
         runner.check()
         prompts = make_prompts(config, runner)
+        retriever = open_retriever(config)
+        identity = config.identity() | ({"index": retriever.index.identity} if retriever else {})
         if stats_path:
             check_writable(Path(stats_path), "--stats")
         journal = stack.enter_context(
-            Journal(config.output, config.identity(), order=config.order, resume=resume, retry_failed=retry_failed)
+            Journal(config.output, identity, order=config.order, resume=resume, retry_failed=retry_failed)
         )
-        batch = Batch(config, lines, runner, prompts, journal, limit, report)
+        batch = Batch(config, lines, runner, prompts, journal, limit, report, retriever=retriever)
         summary = batch.summary
         summary.notes += notes or []
         try:
@@ -125,6 +129,7 @@ class Batch:
         limit: int | None,
         report: Report | None = None,
         keep_details: bool = False,
+        retriever: Retriever | None = None,
     ) -> None:
         self.summary = RunSummary(method=runner.method)
         self._config = config
@@ -134,6 +139,7 @@ class Batch:
         self._limit = limit
         self._report = report
         self._keep_details = keep_details
+        self._retriever = retriever
         self._total = lines.count() if report else None
         if self._total is not None and limit is not None:
             self._total = min(self._total, limit)
@@ -183,7 +189,7 @@ class Batch:
     def _requests(self) -> Iterator[Request]:
         """Turn lines into requests. A line that cannot be one becomes an error line on the way."""
         seen = KeySet()
-        for index, line in enumerate(islice(self._lines, self._limit)):
+        for index, line in enumerate(self._source()):
             key = None
             try:
                 record = self._read(line, seen)
@@ -204,6 +210,25 @@ class Batch:
                 continue
             self._flights[index] = Flight(record, prompt, sampling, key)
             yield Request(index, record.id, prompt.token_ids, sampling, prompt.places)
+
+    def _source(self) -> Iterator[Line]:
+        """Yield the input's lines, those that want contexts with what the index has, found ahead of the model."""
+        lines = islice(self._lines, self._limit)
+        if self._retriever is None:
+            yield from lines
+            return
+        stage = Stage(self._retriever, self._unfinished)
+        ahead = Ahead(stage.fill(lines))
+        try:
+            yield from ahead
+        finally:
+            self.summary.retrieval = stage.to_json() | {"waited_s": round(ahead.waited_s, 4)}
+
+    def _unfinished(self, line: Line) -> bool:
+        try:
+            return fingerprint(line, record_id(line.value.get("id"), line.number)) not in self._journal.finished
+        except RecordError:
+            return False
 
     def _read(self, line: Line, seen: KeySet) -> Record:
         if isinstance(line.value, RecordError):
@@ -280,6 +305,8 @@ class Batch:
             "speculation": outcome.spec.to_json(self._runner.method),
             "contexts": [passage.id for passage in flight.prompt.kept],
         }
+        if any(passage.score is not None for passage in flight.prompt.kept):
+            line["context_scores"] = [passage.score for passage in flight.prompt.kept]
         if self._runner.cites:
             line["copied"] = copied_spans(self._runner.tokenizer, flight.prompt.kept, outcome, text)
         if flight.prompt.dropped:
@@ -309,6 +336,11 @@ def token_details(flight: Flight, outcome: Generation) -> dict[str, Any]:
 
 def _since(now: float | None, before: float | None) -> float | None:
     return None if now is None or before is None else now - before
+
+
+def open_retriever(config: RunConfig) -> Retriever | None:
+    """Return the search in the config's index, its models loaded; None where it has none. Raises ConfigError."""
+    return Retriever(config.retrieval) if config.retrieval else None
 
 
 def make_prompts(config: RunConfig, runner: Runner) -> PromptBuilder:

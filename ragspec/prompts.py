@@ -23,6 +23,14 @@ DEFAULT_TEMPLATE = """\
 
 {% endfor %}{% if contexts %}Question: {% endif %}{{ query }}{% if not chat %}
 Answer:{% endif %}"""
+CITATIONS = """\
+{% for passage in contexts %}[{{ loop.index }}] {% if passage.title %}{{ passage.title }}
+{% endif %}{{ passage.text }}
+
+{% endfor %}Question: {{ query }}{% if contexts %}
+Answer from the passages above, and cite each one you use by its number, like [1].{% endif %}{% if not chat %}
+Answer:{% endif %}"""
+NAMED = {"citations": CITATIONS}  # templates that a config may ask for by name
 VARIABLES = ("query", "contexts", "system", "metadata", "id", "chat")
 
 
@@ -48,7 +56,7 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self._context_length = context_length
         self._chat = tokenizer.has_chat_template if config.chat == "auto" else config.chat
-        self._template = _compile(config.template or DEFAULT_TEMPLATE)
+        self._template = _compile(NAMED.get(config.template or "", config.template) or DEFAULT_TEMPLATE)
 
     def build(self, record: Record, max_new_tokens: int, *, locate: bool = False) -> Prompt:
         """Return the prompt of `record`, leaving room for `max_new_tokens`. locate: say where the passages stand."""

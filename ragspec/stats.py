@@ -128,6 +128,7 @@ class RunSummary:
     spec: SpecStats = field(default_factory=SpecStats)
     time_to_first_token_s: Reservoir = field(default_factory=Reservoir)
     latency_s: Reservoir = field(default_factory=Reservoir)
+    retrieval: dict[str, Any] | None = None  # what the searches took; waited_s: seconds that answering waited for them
     about: dict[str, Any] = field(default_factory=dict)  # config, versions, hashes: whatever names the run
     notes: list[str] = field(default_factory=list)
 
@@ -178,6 +179,7 @@ class RunSummary:
             "latency_s": self.latency_s.percentiles(),
             "peak_memory_gib": _round(self.peak_memory_gib),
             "speculation": spec,
+            **({"retrieval": self.retrieval} if self.retrieval else {}),
             "notes": self.notes,
             **self.about,
         }

@@ -14,7 +14,7 @@ LEVELS = [  # a module may import modules of lower lines only; a folder counts a
     {"engine"},
     {"runners.base"},
     {"config"},
-    {"prompts", "vllm", "provenance"},
+    {"prompts", "vllm", "provenance", "retrieval"},
     {"runners"},
     {"pipeline"},
     {"console", "benchmark", "report", "doctor", "schema"},

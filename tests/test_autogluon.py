@@ -95,7 +95,7 @@ def test_every_sub_dictionary_of_the_huggingface_platform_is_honoured():
         "confidence_threshold": 0.3,
     }
     said = "\n".join(notes)
-    assert all(f"section {name}: ignored" in said for name in ("shared", "data", "retriever"))
+    assert all(f"section {name}: ignored" in said for name in ("shared", "data", "retriever"))  # no data_dir
     assert "return_tensors: dropped" in said
     assert "heuristic" in said
 
@@ -202,3 +202,46 @@ def test_dropped_arguments_are_named():
 def test_typical_acceptance_is_refused():
     with pytest.raises(ConfigError, match="typical acceptance changes the answers"):
         modernise({"speculative_model": "d", "spec_decoding_acceptance_method": "typical_acceptance_sampler"})
+
+
+FULL = {
+    "generator": {"generator_model_name": "m"},
+    "data": {
+        "data_dir": "docs/",
+        "file_extns": [".md", ".pdf"],
+        "chunk_size": 256,
+        "chunk_overlap": 32,
+        "web_urls": [],
+    },
+    "embedding": {"embedding_model": "BAAI/bge-small-en", "normalize_embeddings": True},
+    "vector_db": {"db_type": "faiss"},
+    "retriever": {"retriever_top_k": 20, "use_reranker": False, "reranker_model_name": "BAAI/bge-reranker-base"},
+}
+
+
+def test_the_retrieval_sections_become_ours():
+    raw, notes = translate(FULL, "c.yaml")
+    assert raw["retrieval"] == {
+        "index": "ragspec_index",
+        "corpus": "docs/",
+        "file_types": [".md", ".pdf"],
+        "chunk_size": 256,
+        "chunk_overlap": 32,
+        "embedding_model": "BAAI/bge-small-en",
+        "top_k": 20,
+    }
+    assert build_config(raw).retrieval.corpus == ["docs/"]
+    said = "\n".join(notes)
+    assert "section data: web_urls: ignored" in said
+    assert "section vector_db: db_type: ignored" in said
+    assert "ragspec index --config c.yaml" in said
+
+
+def test_a_reranker_takes_what_the_retriever_found():
+    raw, _ = translate(
+        FULL | {"retriever": {"use_reranker": True, "reranker_model_name": "r", "reranker_top_k": 3}}, "c"
+    )
+    assert raw["retrieval"]["reranker_model"] == "r"
+    assert (raw["retrieval"]["candidates"], raw["retrieval"]["top_k"]) == (50, 3)
+    with pytest.raises(ConfigError, match="reranker_model_name"):
+        translate(FULL | {"retriever": {"use_reranker": True}}, "c")

@@ -20,7 +20,7 @@ from ragspec.config import build_config
 from ragspec.errors import RagspecError
 from ragspec.journal import Journal
 from ragspec.jsonl import Lines
-from ragspec.pipeline import Batch, make_prompts
+from ragspec.pipeline import Batch, make_prompts, open_retriever
 from ragspec.provenance import about
 from ragspec.runners.base import Runner
 
@@ -38,6 +38,7 @@ def serve(source: IO[bytes], sink: IO[bytes]) -> None:
         runner: Runner = runners.module(config.runner).Runner(config)
         runner.check()
         prompts = make_prompts(config, runner)
+        retriever = open_retriever(config)
         started = time.perf_counter()
         with runner:
             load_s = time.perf_counter() - started
@@ -60,7 +61,9 @@ def serve(source: IO[bytes], sink: IO[bytes]) -> None:
                     continue
                 output.unlink(missing_ok=True)
                 with Lines(config.input or "") as lines, Journal(str(output)) as journal:
-                    batch = Batch(config, lines, runner, prompts, journal, task["limit"], keep_details=True)
+                    batch = Batch(
+                        config, lines, runner, prompts, journal, task["limit"], keep_details=True, retriever=retriever
+                    )
                     batch.stream()
                 say({"result": batch.summary.to_json()})
     except RagspecError as error:

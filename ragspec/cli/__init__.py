@@ -12,6 +12,7 @@ from ragspec.cli.answer import generate
 from ragspec.cli.measure import benchmark, report
 from ragspec.cli.options import INTERRUPTED, Debug, set_debug
 from ragspec.cli.prove import doctor, tune, verify
+from ragspec.cli.search import index, retrieve
 from ragspec.errors import RagspecError
 
 app = typer.Typer(
@@ -21,7 +22,7 @@ app = typer.Typer(
     help="Batch RAG generation with speculative decoding: a JSONL of questions in, answers and their speed out.",
 )
 
-for command in (generate, benchmark, report, verify, tune, doctor):
+for command in (generate, index, retrieve, benchmark, report, verify, tune, doctor):
     app.command()(command)
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import Annotated
 
 import typer
 
-from ragspec.cli.options import INTERRUPTED, Config, Debug, Limit, Set, set_debug
+from ragspec.cli.options import INTERRUPTED, Config, Debug, Limit, Set, quiet_pipe, set_debug
 
 
 def generate(
@@ -38,7 +36,7 @@ def generate(
     overrides = [*(override or ()), *(["speculation.isolate=true"] if isolate else [])]
     run_config, notes = load_config(config, overrides, input=input, output=output, order=order)
     try:
-        with progress(console) as report:
+        with quiet_pipe(), progress(console) as report:
             summary = run(
                 run_config,
                 limit=limit,
@@ -52,10 +50,6 @@ def generate(
         where = "" if run_config.output == "-" else "; run the same command again to go on"
         console.print(f"interrupted: finished answers are kept{where}", markup=False)
         raise typer.Exit(INTERRUPTED) from None
-    except BrokenPipeError:
-        # the reader has gone (`| head`): silence the interpreter's own flush at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit from None
     print_summary(console, summary, run_config.output)
     if summary.failed or summary.failed_before:
         raise typer.Exit(1)

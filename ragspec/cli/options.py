@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -37,3 +40,14 @@ def load(config: str, override: list[str] | None, input: str | None) -> tuple[Ru
     for note in notes:
         console.print(f"note: {note}", markup=False, style="yellow")
     return run_config, console
+
+
+@contextmanager
+def quiet_pipe() -> Iterator[None]:
+    """End the command without a word where the reader of its stdout has gone (`| head`)."""
+    try:
+        yield
+    except BrokenPipeError:
+        # silence the interpreter's own flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit from None

@@ -1,0 +1,107 @@
+"""`ragspec index` and `ragspec retrieve`: from documents to contexts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ragspec.cli.options import Debug, Limit, Set, quiet_pipe, set_debug
+
+if TYPE_CHECKING:
+    from ragspec.config import RetrievalConfig
+
+OptionalConfig = Annotated[str | None, typer.Option("--config", "-c", help="A config with a retrieval section.")]
+
+
+def index(
+    more: Annotated[list[str] | None, typer.Argument(metavar="[FILE]...", help="More of the corpus.")] = None,
+    corpus: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="JSONL of {id, title, text}, text, Markdown, HTML, PDF, or a folder."),
+    ] = None,
+    output: Annotated[str | None, typer.Option("--output", "-o", metavar="DIR", help="Where the index is.")] = None,
+    config: OptionalConfig = None,
+    chunk_size: Annotated[int | None, typer.Option(help="Tokens of a passage (512).")] = None,
+    chunk_overlap: Annotated[int | None, typer.Option(help="Tokens that neighbours may share (64).")] = None,
+    embedding_model: Annotated[
+        str | None, typer.Option(help="sentence-transformers model: hub id, folder, demo. None: words only.")
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Whose tokens are counted.")] = None,
+    language: Annotated[str | None, typer.Option(help="Of stemming and stop words (English), or none.")] = None,
+    override: Set = None,
+    debug: Debug = False,
+) -> None:
+    """Build a retrieval index, or bring it up to date: only new and changed documents are done again."""
+    from ragspec.console import build_progress, print_build, stderr
+    from ragspec.errors import ConfigError
+    from ragspec.retrieval.build import build
+
+    set_debug(debug)
+    console = stderr()
+    settings = _settings(
+        config,
+        override,
+        index=output,
+        corpus=[*(corpus or ()), *(more or ())] or None,
+        chunk_size=chunk_size,
+        chunk_overlap=chunk_overlap,
+        embedding_model=embedding_model,
+        tokenizer=tokenizer,
+        language=language,
+    )
+    if not settings.corpus:
+        raise ConfigError("--corpus: missing; give files or folders, or retrieval.corpus in the config")
+    with build_progress(console) as (report, complain):
+        summary = build(settings, report, complain)
+    print_build(console, summary, settings.index)
+    if summary.skipped:
+        raise typer.Exit(1)
+
+
+def retrieve(
+    source: Annotated[str | None, typer.Argument(metavar="[FILE|-]", help="The same as --input.")] = None,
+    index: Annotated[str | None, typer.Option(metavar="DIR", help="The index.")] = None,
+    input: Annotated[
+        str | None, typer.Option("--input", "-i", metavar="FILE|-", help="JSONL with queries; stdin by default.")
+    ] = None,
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE|-")] = "-",
+    top_k: Annotated[int | None, typer.Option("--top-k", "-k", help="Passages for each query (5).")] = None,
+    mode: Annotated[str | None, typer.Option(help="auto, bm25, dense or hybrid.")] = None,
+    reranker_model: Annotated[str | None, typer.Option(help="Cross-encoder that orders the best.")] = None,
+    order: Annotated[str | None, typer.Option(help="score, or canonical: by id.")] = None,
+    evaluate: Annotated[
+        bool, typer.Option("--evaluate", help="Print recall, MRR and time instead; lines need gold_doc_ids.")
+    ] = False,
+    config: OptionalConfig = None,
+    limit: Limit = None,
+    override: Set = None,
+    debug: Debug = False,
+) -> None:
+    """Queries in, the same records with contexts out. Records that have contexts pass as they are."""
+    from ragspec.console import stderr
+    from ragspec.retrieval.filter import measure, stream
+
+    set_debug(debug)
+    settings = _settings(
+        config, override, index=index, top_k=top_k, mode=mode, reranker_model=reranker_model, order=order
+    )
+    where = input or source or "-"
+    with quiet_pipe():
+        if evaluate:
+            measure(settings, where, output, limit)
+            return
+        passed = stream(settings, where, output, limit)
+    console = stderr()
+    if passed.untouched:
+        console.print(f"note: {passed.untouched:,} lines have contexts or no query: passed as they are", markup=False)
+    console.print(f"{passed.searched:,} queries, {passed.failed:,} error lines", markup=False)
+    if passed.failed:
+        raise typer.Exit(1)
+
+
+def _settings(path: str | None, override: list[str] | None, **given: Any) -> RetrievalConfig:
+    """Return the retrieval section: the config's, if one is named, with what the command line says over it."""
+    from ragspec.config import load_retrieval
+
+    return load_retrieval(path, override or (), {key: value for key, value in given.items() if value is not None})

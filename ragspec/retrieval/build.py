@@ -1,0 +1,156 @@
+"""Corpus -> index: `build(config.retrieval)` -> BuildSummary; only documents that are new or changed are redone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ragspec.config import RetrievalConfig
+from ragspec.errors import ConfigError
+from ragspec.keyset import KeySet
+from ragspec.retrieval.chunks import WORDS, Chunker, model_tokens, plain, word_tokens
+from ragspec.retrieval.corpus import Document, Skipped, documents
+from ragspec.retrieval.embedding import Embedder
+from ragspec.retrieval.readers import Unreadable
+from ragspec.retrieval.store import Chunk, Settings, Writer, building, searched
+
+WRITTEN_AT_ONCE = 4096  # passages
+Report = Callable[["BuildSummary"], None]
+Complain = Callable[[Skipped], None]
+
+
+@dataclass(slots=True)
+class BuildSummary:
+    """What a build did. Counts are of documents, but for `chunks` and `chunks_written`."""
+
+    added: int = 0
+    changed: int = 0
+    unchanged: int = 0
+    removed: int = 0
+    skipped: int = 0
+    chunks: int = 0  # in the index, when the build is done
+    chunks_written: int = 0
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def seen(self) -> int:
+        """How many documents have been looked at."""
+        return self.added + self.changed + self.unchanged + self.skipped
+
+
+def build(
+    config: RetrievalConfig, report: Report = lambda _: None, complain: Complain = lambda _: None
+) -> BuildSummary:
+    """Make the index at `config.index` that of `config.corpus`, and return what was done.
+
+    report: called after every document. complain: called for each one that is left out. Raises ConfigError; the index
+    is then as it was.
+    """
+    started = time.perf_counter()
+    summary = BuildSummary()
+    embedder = Embedder(config.embedding_model) if config.embedding_model else None
+    chunker, settings = _prepare(config, embedder, summary)
+    with building(config.index):
+        writer = Writer(config.index, config.storage_options or None, settings)
+        had = writer.rows
+        known = dict(writer.known())
+        if had and writer.begins_anew:
+            summary.notes.append(f"{config.index}: was built with other settings: all documents are done again")
+        pending: list[Chunk] = []
+        stale: list[str] = []
+        seen = KeySet()
+
+        def write() -> None:
+            if pending:
+                writer.add(pending, embedder and embedder.documents([searched(c.title, c.text) for c in pending]))
+                summary.chunks_written += len(pending)
+                pending.clear()
+
+        for item in documents(config.corpus, config.file_types):
+            try:
+                pending += _chunks(item, seen, known, stale, chunker, summary)
+            except _LeftOut as reason:
+                summary.skipped += 1
+                complain(reason.skipped)
+            if len(pending) >= WRITTEN_AT_ONCE:
+                write()
+            report(summary)
+        write()
+        if not summary.seen - summary.skipped:
+            raise ConfigError(f"--corpus: {', '.join(config.corpus)}: no document in it; the index is as it was")
+        summary.removed = len(known)
+        stale += known.values()
+        if stale:
+            writer.remove(stale)
+        if stale or summary.chunks_written:
+            writer.finish()
+        summary.chunks = writer.rows
+    summary.seconds = time.perf_counter() - started
+    return summary
+
+
+class _LeftOut(Exception):
+    def __init__(self, skipped: Skipped) -> None:
+        self.skipped = skipped
+
+
+def _chunks(
+    item: Document | Skipped,
+    seen: KeySet,
+    known: dict[str, str],
+    stale: list[str],
+    chunker: Chunker,
+    summary: BuildSummary,
+) -> list[Chunk]:
+    """Return the passages of a document that are to be written; what is left in `known` is no longer in the corpus."""
+    if isinstance(item, Skipped):
+        raise _LeftOut(item)
+    if not seen.add(item.id):
+        raise _LeftOut(Skipped(item.where, f'id "{item.id}" stands twice; the first document of that name is kept'))
+    if known.get(item.id) == item.digest:
+        del known[item.id]
+        summary.unchanged += 1
+        return []
+    try:
+        text = item.read()
+    except Unreadable as error:
+        raise _LeftOut(Skipped(item.where, str(error))) from None
+    texts = chunker.split(text)
+    if not texts:
+        raise _LeftOut(Skipped(item.where, "empty: no text in it"))
+    if (before := known.pop(item.id, None)) is None:
+        summary.added += 1
+    else:
+        summary.changed += 1
+        stale.append(before)
+    names = [item.id] if len(texts) == 1 else [f"{item.id}#{number}" for number in range(1, len(texts) + 1)]
+    return [Chunk(name, item.id, item.digest, text.title, chunk) for name, chunk in zip(names, texts, strict=True)]
+
+
+def _prepare(config: RetrievalConfig, embedder: Embedder | None, summary: BuildSummary) -> tuple[Chunker, Settings]:
+    """Return who cuts, and what the index is built with. The embedding model cuts what it cannot read, silently."""
+    size = config.chunk_size
+    if config.tokenizer:
+        tokens = model_tokens(config.tokenizer)
+    elif embedder and embedder.tokens is not None:
+        tokens = plain(embedder.tokens)
+    else:
+        tokens = word_tokens()
+    if embedder and embedder.max_tokens and size > (room := embedder.max_tokens - 2):
+        size = room
+        summary.notes.append(f"chunk_size: {room}, all that {config.embedding_model} reads, not {config.chunk_size}")
+    overlap = min(config.chunk_overlap, size // 2)
+    settings = Settings(
+        chunk_size=size,
+        chunk_overlap=overlap,
+        tokenizer=config.tokenizer or (config.embedding_model and "embedding_model") or WORDS,
+        language=config.language,
+        embedding_model=config.embedding_model,
+        dimension=embedder.dimension if embedder else None,
+    )
+    return Chunker(tokens, size, overlap), settings
+
+
+__all__ = ["BuildSummary", "build"]

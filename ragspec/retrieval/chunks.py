@@ -1,0 +1,72 @@
+"""A document's text -> passages of so many tokens, cut where its sentences, paragraphs or headings end."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from ragspec.errors import ConfigError
+from ragspec.models import resolve
+from ragspec.retrieval.readers import Text
+
+WORDS = "words"
+
+
+class Chunker:
+    """Cuts documents into passages of at most `size` tokens, the title counted, neighbours sharing up to `overlap`.
+
+    tokens: a `tokenizers.Tokenizer`. A passage never ends inside a word unless a word alone is too long.
+    Source of the rule: the semantic-text-splitter library.
+    """
+
+    def __init__(self, tokens: Any, size: int, overlap: int) -> None:
+        self._tokens = tokens
+        self._size = size
+        self._overlap = overlap
+        self._splitter = lru_cache(maxsize=64)(self._make_splitter)
+
+    def split(self, text: Text) -> list[str]:
+        """Return the passages of a document in order; none where it has no text."""
+        title = len(self._tokens.encode(text.title, add_special_tokens=False).ids) + 1 if text.title else 0
+        capacity = max(self._size // 2, self._size - title, 1)  # a long title must not eat the passage
+        chunks: list[str] = self._splitter(capacity, text.markdown).chunks(text.text)
+        return [chunk for chunk in chunks if chunk.strip()]
+
+    def _make_splitter(self, capacity: int, markdown: bool) -> Any:
+        from semantic_text_splitter import MarkdownSplitter, TextSplitter
+
+        kind = MarkdownSplitter if markdown else TextSplitter
+        return kind.from_huggingface_tokenizer(self._tokens, capacity, min(self._overlap, capacity // 2))
+
+
+def word_tokens() -> Any:
+    """Return a tokenizer without a model: words, punctuation marks and Chinese characters are a token each."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+    tokens = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))  # noqa: S106 (no password)
+    tokens.normalizer = normalizers.BertNormalizer(clean_text=False, strip_accents=False, lowercase=False)
+    tokens.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokens
+
+
+def model_tokens(name: str) -> Any:
+    """Return the tokenizer of a model (hub id, folder, demo). Raises ConfigError."""
+    from transformers import AutoTokenizer
+
+    source = resolve(name, key="retrieval.tokenizer")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.path)
+        return plain(tokenizer.backend_tokenizer)
+    except (OSError, ValueError, AttributeError) as error:
+        text = " ".join(str(error).split())[:160]
+        raise ConfigError(f'retrieval.tokenizer: "{name}": has no fast tokenizer that loads ({text})') from None
+
+
+def plain(tokens: Any) -> Any:
+    """Return a copy of a tokenizer that neither cuts nor pads."""
+    from tokenizers import Tokenizer
+
+    copy = Tokenizer.from_str(tokens.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    return copy

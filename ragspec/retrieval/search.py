@@ -1,0 +1,72 @@
+"""Questions -> passages: `Retriever(config.retrieval).search(["why?"])` -> a list of passages per question."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ragspec.config import RetrievalConfig
+from ragspec.errors import ConfigError
+from ragspec.records import Passage
+from ragspec.retrieval.embedding import Embedder, Reranker
+from ragspec.retrieval.store import Index, searched
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A passage that was found, and the document that it is part of."""
+
+    passage: Passage
+    document: str
+
+
+class Retriever:
+    """Searches one index. Raises ConfigError where the index is missing or was built with another model.
+
+    Modes: bm25 (words), dense (vectors), hybrid (both, by reciprocal rank fusion: Cormack et al. 2009); auto is hybrid
+    where the index has vectors. A reranker then orders the best `candidates`.
+    """
+
+    def __init__(self, config: RetrievalConfig) -> None:
+        self._config = config
+        self.index = Index(config.index, config.storage_options or None)
+        built_with = self.index.settings.embedding_model
+        if config.embedding_model and config.embedding_model != built_with:
+            raise ConfigError(
+                f'retrieval.embedding_model: "{config.embedding_model}": the index {config.index} was built with '
+                f"{built_with or 'none'}; name that one, or build the index again"
+            )
+        self.mode = config.mode if config.mode != "auto" else "hybrid" if built_with else "bm25"
+        if self.mode != "bm25" and not built_with:
+            raise ConfigError(
+                f'retrieval.mode: "{self.mode}": the index {config.index} has no vectors; build it with '
+                "--embedding-model, or use bm25"
+            )
+        self._embedder = Embedder(built_with) if built_with and self.mode != "bm25" else None
+        self._reranker = Reranker(config.reranker_model) if config.reranker_model else None
+
+    def search(self, queries: Sequence[str], top_k: int | None = None) -> list[list[Hit]]:
+        """Return the best `top_k` passages (the config's by default) of each query, in the config's order."""
+        count = top_k or self._config.top_k
+        vectors: Any = self._embedder.queries(queries) if self._embedder else [None] * len(queries)
+        return [self._one(query, vector, count) for query, vector in zip(queries, vectors, strict=True)]
+
+    def _one(self, query: str, vector: Any, count: int) -> list[Hit]:
+        depth = max(count, self._config.candidates)
+        if self.mode == "bm25":
+            rows = self.index.match(query, depth if self._reranker else count)
+        elif self.mode == "dense":
+            rows = self.index.near(vector, depth if self._reranker else count)
+        else:
+            rows = self.index.fused(query, vector, depth)
+        if self._reranker and rows:
+            scores = self._reranker.scores(query, [searched(row["title"], row["text"]) for row in rows])
+            rows = [row | {"score": score} for row, score in zip(rows, scores, strict=True)]
+            rows.sort(key=lambda row: -row["score"])
+        best = rows[:count]
+        if self._config.order == "canonical":  # the same passages make the same prompt, whatever their ranks
+            best.sort(key=lambda row: row["id"])
+        return [
+            Hit(Passage(row["id"], row["text"], row["title"], round(row["score"], 6)), row["document"]) for row in best
+        ]

@@ -1,0 +1,166 @@
+import gzip
+import io
+import json
+
+import pytest
+
+from ragspec.errors import ConfigError
+from ragspec.retrieval.chunks import Chunker, word_tokens
+from ragspec.retrieval.corpus import Skipped, documents
+from ragspec.retrieval.readers import Text, Unreadable, read_html, read_markdown, read_pdf, read_text
+
+
+def pdf_bytes(*pages, title=None, password=None):
+    """Return a PDF with one line of text a page."""
+    from pypdf import PdfWriter
+    from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
+
+    writer = PdfWriter()
+    font = DictionaryObject(
+        {
+            NameObject("/Type"): NameObject("/Font"),
+            NameObject("/Subtype"): NameObject("/Type1"),
+            NameObject("/BaseFont"): NameObject("/Helvetica"),
+        }
+    )
+    for text in pages:
+        page = writer.add_blank_page(width=600, height=400)
+        page[NameObject("/Resources")] = DictionaryObject(
+            {NameObject("/Font"): DictionaryObject({NameObject("/F1"): font})}
+        )
+        content = DecodedStreamObject()
+        content.set_data(f"BT /F1 12 Tf 40 300 Td ({text}) Tj ET".encode())
+        page[NameObject("/Contents")] = writer._add_object(content)
+    if title:
+        writer.add_metadata({"/Title": title})
+    if password:
+        writer.encrypt(password, algorithm="RC4-128")
+    out = io.BytesIO()
+    writer.write(out)
+    return out.getvalue()
+
+
+def of(*paths, **more):
+    return list(documents([str(path) for path in paths], **more))
+
+
+def test_a_folder_gives_every_form_of_document(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.txt").write_bytes("\ufeffplain text".encode())
+    (tmp_path / "sub" / "b.md").write_text("Intro\n\n# The pump #\n\nBody")
+    (tmp_path / "c.html").write_text(
+        "<title>Page &amp; co</title><style>p{}</style><nav>menu</nav><h2>Head</h2><p>One <b>bold</b> word."
+        "<script>alert(1)</script><ul><li>first<li>second</ul>"
+    )
+    (tmp_path / "d.pdf").write_bytes(pdf_bytes("Page one text", "Page two text", title="A manual"))
+    (tmp_path / "e.jsonl").write_text('{"id": "x1", "title": "T", "text": "from a line"}\n{"text": "no id"}\n')
+    (tmp_path / "f.jsonl.gz").write_bytes(gzip.compress(b'{"id": 7, "text": "packed"}\n'))
+    (tmp_path / ".hidden").write_text("not this")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("nor this")
+    found = {item.id: item.read() for item in of(tmp_path)}
+    assert list(found) == ["a.txt", "c.html", "d.pdf", "x1", "e.jsonl:2", "7", "sub/b.md"]
+    assert found["a.txt"] == Text("plain text")
+    assert found["sub/b.md"].title == "The pump"
+    page = found["c.html"]
+    assert page.title == "Page & co"
+    assert "One **bold** word." in page.text
+    assert "## Head" in page.text
+    assert "alert" not in page.text
+    assert "menu" not in page.text
+    assert found["d.pdf"].title == "A manual"
+    assert "Page one text" in found["d.pdf"].text
+    assert "Page two text" in found["d.pdf"].text
+    assert found["x1"] == Text("from a line", "T")
+    assert [item.id for item in of(tmp_path, file_types=["md", ".PDF"])] == ["d.pdf", "sub/b.md"]
+
+
+def test_digests_change_with_the_content_and_nothing_else(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"id": "d", "title": "T", "text": "x"}\n')
+    first = of(file)[0].digest
+    file.write_text('\n{"text": "x", "extra": 1, "id": "d", "title": "T"}\n')
+    assert of(file)[0].digest == first
+    for line in (
+        {"id": "d", "title": "T", "text": "y"},
+        {"id": "d", "title": "U", "text": "x"},
+        {"id": "d", "text": "x"},
+    ):
+        file.write_text(json.dumps(line))
+        assert of(file)[0].digest != first
+
+
+@pytest.mark.parametrize(
+    ("reader", "content", "why"),
+    [
+        (read_text, b"GIF89a\0\0", "binary"),
+        (read_text, b"caf\xe9", "UTF-8"),
+        (read_markdown, b"\0", "binary"),
+        (read_html, b"<p>\0", "binary"),
+        (read_pdf, b"%PDF-1.7 rubbish", "damaged"),
+        (read_pdf, b"", "damaged"),
+    ],
+)
+def test_what_cannot_be_read_says_why(reader, content, why):
+    with pytest.raises(Unreadable, match=why):
+        reader(content)
+
+
+def test_an_encrypted_pdf_says_so_and_a_scan_too():
+    with pytest.raises(Unreadable, match="encrypted: it needs a password"):
+        read_pdf(pdf_bytes("secret", password="p"))
+    with pytest.raises(Unreadable, match="without text"):
+        read_pdf(pdf_bytes(""))
+
+
+def test_bad_lines_are_left_out_one_by_one(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text(
+        '{"id": "a", "text": "x"}\nnot json\n[1]\n{"id": "b"}\n{"id": true, "text": "x"}\n'
+        '{"id": "c", "title": 3, "text": "x"}\n{"id": "d", "text": "x"}\n'
+    )
+    found = of(file)
+    assert [item.id for item in found if not isinstance(item, Skipped)] == ["a", "d"]
+    bad = [item for item in found if isinstance(item, Skipped)]
+    assert [item.where for item in bad] == [f"{file}:{line}" for line in (2, 3, 4, 5, 6)]
+    assert bad[0].why.startswith("not valid JSON")
+    assert '"title" must be a string' in bad[4].why
+
+
+def test_a_damaged_archive_keeps_what_came_before(tmp_path):
+    whole = gzip.compress(
+        b"".join(b'{"id": "d%d", "text": "%s"}\n' % (i, bytes(str(i * i), "ascii")) for i in range(9999))
+    )
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    found = of(tmp_path)
+    assert len(found) > 100
+    assert isinstance(found[-1], Skipped)
+    assert "damaged" in found[-1].why
+
+
+def test_a_missing_path_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="no such file or folder"):
+        of(tmp_path / "nowhere")
+
+
+def test_passages_hold_no_more_tokens_than_asked_and_overlap():
+    tokens = word_tokens()
+
+    def count(text):
+        return len(tokens.encode(text).ids)
+
+    text = " ".join(f"Sentence number {i} is here." for i in range(100))
+    chunks = Chunker(tokens, 32, 8).split(Text(text))
+    assert all(count(chunk) <= 32 for chunk in chunks)
+    assert len(chunks) > 15
+    assert all(chunk in text for chunk in chunks)  # nothing is rewritten
+    starts = [text.index(chunk) for chunk in chunks]
+    ends = [start + len(chunk) for start, chunk in zip(starts, chunks, strict=True)]
+    assert all(after < before for before, after in zip(ends, starts[1:], strict=False))  # neighbours share text
+    apart = Chunker(tokens, 32, 0).split(Text(text))
+    assert "".join(apart).replace(" ", "") == text.replace(" ", "")  # nothing is lost
+    assert all(chunk.endswith(".") for chunk in apart)  # cut where sentences end
+    titled = Chunker(tokens, 32, 0).split(Text(text, title="ten words " * 5))
+    assert max(map(count, titled)) <= 32 - 10
+    assert Chunker(tokens, 32, 0).split(Text(" \n ")) == []
+    assert len(Chunker(tokens, 16, 0).split(Text("中国的首都是北京。" * 10))) > 4  # no spaces, and yet words

@@ -1,0 +1,397 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from ragspec.config import RetrievalConfig, build_config
+from ragspec.errors import ConfigError, RagspecError
+from ragspec.jsonl import Line
+from ragspec.pipeline import run
+from ragspec.retrieval.build import build
+from ragspec.retrieval.evaluate import evaluate
+from ragspec.retrieval.search import Retriever
+from ragspec.retrieval.stage import Ahead, Stage
+from tests.conftest import ROOT, SAMPLE, read_jsonl, write_jsonl
+from tests.test_corpus import pdf_bytes
+
+DOCS = [
+    {"id": "lamp", "title": "Lighthouses", "text": "The keeper trims the lamp of the lighthouse every evening."},
+    {"id": "bread", "title": "Sourdough", "text": "Feed the starter with flour and water; the bread rises overnight."},
+    {"id": "pump", "title": "Pumps", "text": "A pump that runs dry is damaged; fill the housing with water first."},
+    {"id": "owl", "text": "Owls hunt mice in the dark, and hear them under the snow."},
+]
+
+
+def config(tmp_path, **more):
+    return RetrievalConfig(index=str(tmp_path / "idx"), corpus=[str(tmp_path / "docs.jsonl")], **more)
+
+
+def built(tmp_path, docs=DOCS, **more):
+    write_jsonl(tmp_path / "docs.jsonl", docs)
+    return build(config(tmp_path, **more))
+
+
+def ids(hits):
+    return [hit.passage.id for hit in hits]
+
+
+def test_words_find_passages_with_scores_titles_and_stems(tmp_path):
+    summary = built(tmp_path)
+    assert (summary.added, summary.chunks, summary.skipped) == (4, 4, 0)
+    retriever = Retriever(config(tmp_path, top_k=2))
+    assert retriever.mode == "bm25"
+    lamp, owl, title, nothing, odd = retriever.search(
+        ["trimming lamps", "owl hunting", "sourdough", "xylophone", 'what "is" AND (water OR c:\\ ~ *']
+    )
+    assert ids(lamp) == ["lamp"]
+    assert lamp[0].passage.text == DOCS[0]["text"]  # without the title that it was indexed with
+    assert lamp[0].passage.title == "Lighthouses"
+    assert owl[0].passage.title is None
+    assert ids(title) == ["bread"]
+    assert nothing == []
+    assert set(ids(odd)) == {"bread", "pump"}  # signs of query languages are but text
+    assert all(hit.passage.score > 0 for hit in lamp + owl + odd)
+
+
+def test_an_update_redoes_only_what_changed(tmp_path):
+    built(tmp_path)
+    before = Retriever(config(tmp_path)).index.identity
+    assert built(tmp_path).unchanged == 4
+    assert Retriever(config(tmp_path)).index.identity == before  # nothing to do: nothing done
+    changed = [DOCS[0] | {"text": "The lantern is electric now."}, *DOCS[2:], {"id": "new", "text": "Glaciers calve."}]
+    summary = built(tmp_path, changed)
+    assert (summary.added, summary.changed, summary.unchanged, summary.removed) == (1, 1, 2, 1)
+    assert (summary.chunks, summary.chunks_written) == (4, 2)
+    retriever = Retriever(config(tmp_path))
+    found = retriever.search(["lamp evening keeper", "electric lantern", "flour starter", "glaciers", "owls"])
+    assert [ids(hits) for hits in found] == [[], ["lamp"], [], ["new"], ["owl"]]
+    assert retriever.index.identity != before
+
+
+def test_other_settings_build_anew_and_long_documents_become_numbered_passages(tmp_path):
+    built(tmp_path)
+    long = {"id": "book", "title": "Book", "text": " ".join(f"Chapter {i} tells of wind {i}." for i in range(30))}
+    summary = built(tmp_path, [*DOCS, long], chunk_size=32, chunk_overlap=8)
+    assert summary.added == 5
+    assert "other settings" in summary.notes[0]
+    again = built(tmp_path, [*DOCS, long], chunk_size=32, chunk_overlap=8)
+    assert again.unchanged == 5
+    hits = Retriever(config(tmp_path, top_k=50)).search(["wind"])[0]
+    assert {hit.document for hit in hits} == {"book"}
+    assert sorted(ids(hits))[0] == "book#1"
+    assert len(set(ids(hits))) == len(hits) > 5
+
+
+def test_bad_documents_are_named_and_left_out(tmp_path):
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    (folder / "a.txt").write_text("good text here")
+    (folder / "b.pdf").write_bytes(b"%PDF-1.4 no")
+    (folder / "c.pdf").write_bytes(pdf_bytes("x", password="p"))
+    (folder / "d.bin").write_bytes(b"\0\1\2")
+    (folder / "e.md").write_text("  \n")
+    write_jsonl(folder / "f.jsonl", [{"id": "a.txt", "text": "another of that name"}, {"id": "ok", "text": "fine"}])
+    said = []
+    summary = build(RetrievalConfig(index=str(tmp_path / "idx"), corpus=[str(folder)]), complain=said.append)
+    assert (summary.added, summary.skipped) == (2, 5)
+    reasons = {os.path.relpath(item.where, folder): item.why for item in said}
+    assert list(reasons) == ["b.pdf", "c.pdf", "d.bin", "e.md", "f.jsonl:1"]
+    for word, why in zip(("damaged", "encrypted", "binary", "empty", "stands twice"), reasons.values(), strict=True):
+        assert word in why
+        assert "\n" not in why
+
+
+def test_nothing_to_index_leaves_the_index(tmp_path):
+    built(tmp_path)
+    with pytest.raises(ConfigError, match="no document in it"):
+        built(tmp_path, [])
+    assert ids(Retriever(config(tmp_path)).search(["owl"])[0]) == ["owl"]
+
+
+def test_a_missing_index_and_what_is_none(tmp_path):
+    with pytest.raises(ConfigError, match="no index there; build one: ragspec index"):
+        Retriever(config(tmp_path))
+    (tmp_path / "idx").mkdir()
+    with pytest.raises(ConfigError, match="no index there"):
+        Retriever(config(tmp_path))
+
+
+def test_a_killed_build_leaves_the_old_index_and_the_next_one_ends_it(tmp_path):
+    built(tmp_path)
+    more = [{"id": f"n{i}", "text": f"Number {i} of many comets."} for i in range(3000)]
+    write_jsonl(tmp_path / "docs.jsonl", more)
+    program = f"""
+import os, signal
+from ragspec.config import RetrievalConfig
+from ragspec.retrieval import build, store
+build.WRITTEN_AT_ONCE = 1000
+add = store.Writer.add
+def dies(self, chunks, vectors=None):
+    add(self, chunks, vectors)
+    if self.rows >= 2000: os.kill(os.getpid(), signal.SIGKILL)
+store.Writer.add = dies
+folder = {str(tmp_path)!r}
+build.build(RetrievalConfig(index=folder + "/idx", corpus=[folder + "/docs.jsonl"], chunk_size=SIZE))
+"""
+    for size in (512, 256):  # an update, and a build from the beginning
+        done = subprocess.run([sys.executable, "-c", program.replace("SIZE", str(size))], cwd=ROOT)
+        assert done.returncode == -signal.SIGKILL
+        retriever = Retriever(config(tmp_path))
+        assert retriever.index.rows == 4
+        assert [ids(hits) for hits in retriever.search(["comets", "owls"])] == [[], ["owl"]]
+    summary = built(tmp_path, [*DOCS, *more])
+    assert (summary.unchanged, summary.added) == (4, 3000)
+    assert Retriever(config(tmp_path)).index.rows == 3004
+
+
+def test_one_build_at_a_time(tmp_path):
+    from ragspec.retrieval.store import building
+
+    with building(str(tmp_path / "idx")), pytest.raises(ConfigError, match="another build is writing it"):
+        built(tmp_path)
+
+
+def test_a_reader_keeps_its_version_while_a_build_goes_on(tmp_path):
+    built(tmp_path)
+    retriever = Retriever(config(tmp_path))
+    built(tmp_path, DOCS[:1])
+    assert ids(retriever.search(["owl"])[0]) == ["owl"]
+    assert ids(Retriever(config(tmp_path)).search(["owl"])[0]) == []
+
+
+def test_vectors_find_what_shares_no_word_and_hybrid_has_both(tmp_path):
+    summary = built(tmp_path, embedding_model="demo", chunk_size=512)
+    assert summary.notes == ["chunk_size: 254, all that demo reads, not 512"]
+    question = "nocturnal birds of prey"
+    dense = Retriever(config(tmp_path, mode="dense", top_k=1))
+    hit = dense.search([question])[0][0]
+    assert hit.passage.id == "owl"
+    assert 0 < hit.passage.score <= 1
+    own = dense.search([f"{DOCS[0]['title']}\n{DOCS[0]['text']}"])[0][0]
+    assert own.passage.id == "lamp"
+    assert own.passage.score == pytest.approx(1, abs=1e-4)  # the cosine of a text with itself
+    assert Retriever(config(tmp_path, mode="bm25")).search([question])[0] == []
+    hybrid = Retriever(config(tmp_path, top_k=2))
+    assert hybrid.mode == "hybrid"
+    assert ids(hybrid.search([question])[0])[0] == "owl"
+    assert ids(hybrid.search(["runs dry"])[0])[0] == "pump"
+    with pytest.raises(ConfigError, match="was built with demo"):
+        Retriever(config(tmp_path, embedding_model="other/model"))
+    changed = built(tmp_path, DOCS[:3], embedding_model="demo")  # the vectors of the others stay
+    assert (changed.unchanged, changed.removed) == (3, 1)
+
+
+def test_dense_search_needs_vectors(tmp_path):
+    built(tmp_path)
+    with pytest.raises(ConfigError, match="has no vectors"):
+        Retriever(config(tmp_path, mode="dense"))
+    with pytest.raises(ConfigError, match="built with none"):
+        Retriever(config(tmp_path, embedding_model="demo"))
+
+
+def test_a_reranker_orders_by_its_own_scores(tmp_path):
+    import torch
+    from sentence_transformers import CrossEncoder
+    from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
+
+    words = sorted({word.strip(".,;").lower() for doc in DOCS for word in doc["text"].split()})
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
+    (tmp_path / "vocab.txt").write_text("\n".join(vocabulary))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = BertForSequenceClassification(BertConfig(vocab_size=len(vocabulary), num_labels=1, **sizes))
+    model.save_pretrained(tmp_path / "cross")
+    BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "cross")
+    built(tmp_path)
+    plain = Retriever(config(tmp_path)).search(["water lamp owls mice"])[0]
+    reranked = Retriever(config(tmp_path, reranker_model=str(tmp_path / "cross"))).search(["water lamp owls mice"])[0]
+    texts = [f"{hit.passage.title}\n{hit.passage.text}" if hit.passage.title else hit.passage.text for hit in plain]
+    scores = CrossEncoder(str(tmp_path / "cross")).predict([("water lamp owls mice", text) for text in texts])
+    expected = [hit.passage.id for _, hit in sorted(zip(scores, plain, strict=True), key=lambda pair: -pair[0])]
+    assert ids(reranked) == expected
+    assert len(reranked) == 4
+    best = Retriever(config(tmp_path, reranker_model=str(tmp_path / "cross"), top_k=1))
+    assert ids(best.search(["water lamp owls mice"])[0]) == expected[:1]  # of all candidates, not of the best one
+    with pytest.raises(ConfigError, match="no such folder"):
+        Retriever(config(tmp_path, reranker_model="./nowhere"))
+
+
+def test_canonical_order_is_that_of_ids(tmp_path):
+    built(tmp_path)
+    by_score = Retriever(config(tmp_path)).search(["water water pump", "bread water flour starter"])
+    canonical = Retriever(config(tmp_path, order="canonical")).search(["water water pump", "bread water flour starter"])
+    assert [ids(hits) for hits in by_score] == [["pump", "bread"], ["bread", "pump"]]
+    assert [ids(hits) for hits in canonical] == [["bread", "pump"], ["bread", "pump"]]
+
+
+class Found:
+    """Stands for a search: says what it was asked."""
+
+    mode = "bm25"
+
+    def __init__(self):
+        self.asked = []
+
+    def search(self, queries):
+        from ragspec.records import Passage
+        from ragspec.retrieval.search import Hit
+
+        self.asked.append(list(queries))
+        return [[Hit(Passage(f"for {query}", "t", None, 1.0), "d")] for query in queries]
+
+
+def test_the_stage_fills_only_what_lacks_contexts(tmp_path):
+    values = [
+        {"query": "a"},
+        {"query": "b", "contexts": ["own"]},
+        {"query": "c", "contexts": []},
+        {"query": " "},
+        {"messages": [{"role": "user", "content": "x"}]},
+        5,
+        {"query": "finished"},
+        *({"query": f"q{i}"} for i in range(20)),
+    ]
+    lines = [Line(number, json.dumps(value).encode(), value) for number, value in enumerate(values, 1)]
+    search = Found()
+    stage = Stage(search, lambda line: line.value["query"] != "finished")
+    out = list(stage.fill(lines))
+    assert [line.raw for line in out] == [line.raw for line in lines]  # fingerprints hold
+    assert out[0].value["contexts"] == [{"id": "for a", "text": "t", "score": 1.0}]
+    assert [line.value for line in out[1:7]] == values[1:7]
+    assert [query for batch in search.asked for query in batch] == ["a", *(f"q{i}" for i in range(20))]
+    assert stage.queries == 21
+
+
+def test_the_thread_runs_ahead_ends_with_its_reader_and_hands_on_errors():
+    made = []
+
+    def items():
+        for i in range(10_000):
+            made.append(i)
+            yield i
+
+    reader = iter(Ahead(items()))
+    assert next(reader) == 0
+    deadline = time.monotonic() + 30
+    while len(made) < 257 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert 257 <= len(made) < 300  # so far ahead, and no further
+    reader.close()
+    while any(thread.name == "retrieval" for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(thread.name == "retrieval" for thread in threading.enumerate())
+
+    def breaks():
+        yield 1
+        raise OSError("the disk\nis gone")
+
+    reader = iter(Ahead(breaks()))
+    assert next(reader) == 1
+    with pytest.raises(RagspecError, match="retrieval: the disk is gone"):
+        next(reader)
+
+
+def test_generate_retrieves_on_the_fly_and_goes_on_after_an_interruption(tmp_path):
+    built(tmp_path)
+    asked = [
+        {"id": "q1", "query": "lighthouse lamp"},
+        {"id": "q2", "query": "owls", "contexts": [{"id": "own", "text": "t"}]},
+        {"id": "q3", "query": "pump housing water", "tag": 1},
+    ]
+    questions = write_jsonl(tmp_path / "q.jsonl", asked)
+    raw = {
+        "runner": "fake",
+        "input": questions,
+        "output": str(tmp_path / "out.jsonl"),
+        "retrieval": {"index": str(tmp_path / "idx"), "top_k": 2},
+    }
+    run(build_config(raw), limit=2)
+    summary = run(build_config(raw))
+    assert (summary.records, summary.skipped) == (1, 2)
+    assert summary.retrieval["queries"] == 1  # the finished one was not searched again
+    lines = {line["id"]: line for line in read_jsonl(tmp_path / "out.jsonl")}
+    assert lines["q1"]["contexts"] == ["lamp"]
+    assert lines["q1"]["context_scores"][0] > 0
+    assert lines["q2"]["contexts"] == ["own"]
+    assert "context_scores" not in lines["q2"]
+    assert lines["q3"]["contexts"] == ["pump", "bread"]
+    assert lines["q3"]["metadata"] == {"tag": 1}
+    assert "retrieval" in json.loads((tmp_path / "out.stats.json").read_text())
+    built(tmp_path, DOCS[:2])
+    with pytest.raises(ConfigError, match=r"index.*was.*is now"):  # another index would give other answers
+        run(build_config(raw))
+
+
+def test_recall_and_mrr_are_those_of_documents(tmp_path):
+    built(tmp_path, chunk_size=16, chunk_overlap=0)
+    asked = [
+        {"query": "lamp lighthouse", "gold_doc_ids": ["lamp"]},
+        {"query": "water bread pump", "gold_doc_ids": ["bread", "owl"]},
+        {"query": "nothing matches zzz", "gold_doc_ids": ["owl"]},
+        {"query": "no gold"},
+    ]
+    result = evaluate([Line(i, b"", value) for i, value in enumerate(asked)], Retriever(config(tmp_path)))
+    assert result["recall@5"] == round((1 + 0.5 + 0) / 3, 4)
+    assert result["queries"] == 3
+    assert result["left_out"] == 1
+    assert 1 / 3 < result["mrr"] <= 2 / 3
+    with pytest.raises(ConfigError, match="gold_doc_ids"):
+        evaluate([], Retriever(config(tmp_path)))
+
+
+def command(*args, input=None):
+    return subprocess.run(
+        [sys.executable, "-m", "ragspec", *map(str, args)],
+        cwd=ROOT,
+        input=input,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_the_commands_make_a_pipeline(tmp_path):
+    (tmp_path / "a.md").write_text("# Pumps\n\nA pump that runs dry is damaged.")
+    (tmp_path / "b.pdf").write_bytes(b"no pdf")
+    done = command("index", "--corpus", tmp_path / "a.md", tmp_path / "b.pdf", SAMPLE, "--output", tmp_path / "idx")
+    assert done.returncode == 1, done.stderr  # something was left out
+    assert "b.pdf: damaged" in done.stderr
+    assert done.stdout == ""
+    lines = '{"id": "q1", "query": "What damages a pump?"}\nnot json\n{"id": "q3", "prompt": "Say hi"}\n'
+    found = command("retrieve", "--index", tmp_path / "idx", "-", "--top-k", 1, input=lines)
+    assert found.returncode == 1
+    first, second, third = map(json.loads, found.stdout.splitlines())
+    assert first["contexts"][0]["id"] == "a.md"
+    assert first["contexts"][0]["title"] == "Pumps"
+    assert "not valid JSON" in second["error"]["message"]
+    assert third == {"id": "q3", "prompt": "Say hi"}
+    answers = command("generate", "-c", "sample_configs/fake.yaml", "-i", "-", "-o", "-", input=found.stdout)
+    assert answers.returncode == 1
+    one, two, three = map(json.loads, answers.stdout.splitlines())
+    assert one["contexts"] == ["a.md"]
+    assert "failed before it came here" in two["error"]["message"]
+    assert three["output"]
+
+
+def test_commands_without_an_index_or_a_corpus_say_so(tmp_path):
+    for args, words in (
+        (["retrieve", "--index", tmp_path / "no", SAMPLE], "no index there"),
+        (["retrieve", SAMPLE], "retrieval.index: missing"),
+        (["index", "--output", tmp_path / "idx"], "--corpus: missing"),
+        (["index", "--corpus", tmp_path / "no", "--output", tmp_path / "idx"], "no such file or folder"),
+        (
+            ["index", "--corpus", SAMPLE, "--output", tmp_path / "idx", "--chunk-size", 20],
+            "chunk_overlap: 64 is over half",
+        ),
+        (["index", "--corpus", SAMPLE, "--output", tmp_path / "idx", "--language", "Klingon"], "language"),
+        (["retrieve", "--index", tmp_path / "no", "--mode", "magic", SAMPLE], "mode"),
+    ):
+        done = command(*args)
+        assert done.returncode == 2, done.stderr
+        assert words in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1, done.stderr
