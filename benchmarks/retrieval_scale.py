@@ -1,7 +1,7 @@
 """What an index of many passages takes: python benchmarks/retrieval_scale.py CORPUS.jsonl QUERIES.jsonl 100000 FOLDER
 
-Passages are words drawn from the corpus in the corpus's own lengths, so that term frequencies are real; vectors are random,
-as search time does not depend on what they mean (their recall is against an exact scan of the same ones).
+Passages are words drawn from the corpus in the corpus's own lengths, so that term frequencies are real; vectors are
+random, as search time does not depend on what they mean (their recall is against an exact scan of the same ones).
 """
 
 import json
@@ -21,6 +21,7 @@ STEP = 10_000
 
 
 def unit(rng, count):
+    """Return random vectors of length 1: (count, DIMENSION)."""
     vectors = rng.standard_normal((count, DIMENSION), dtype=numpy.float32)
     return vectors / numpy.linalg.norm(vectors, axis=1, keepdims=True)
 
@@ -38,6 +39,7 @@ def timed(search, items):
 
 
 def main(corpus, queries, count, folder):
+    """Build an index of `count` passages in `folder` and print what it takes."""
     texts = [json.loads(line)["text"].split() for line in Path(corpus).read_text().splitlines()]
     asked = [json.loads(line)["query"] for line in Path(queries).read_text().splitlines()][:100]
     words, lengths = [word for text in texts for word in text], [len(text) for text in texts]

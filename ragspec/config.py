@@ -59,7 +59,9 @@ class SamplingConfig(Section):
     top_k: Annotated[int, Field(ge=0)] = 0
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed)] = []
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed, json_schema_input_type=str | list[str])
+    ] = []
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
 
@@ -91,8 +93,12 @@ class RetrievalConfig(Section):
     reranker_model: str | None = None  # a cross-encoder of sentence-transformers
     order: Literal["score", "canonical"] = "score"  # canonical: by id, so that equal sets make equal prefixes
     storage_options: dict[str, str] = {}  # of the object store
-    corpus: Annotated[list[str], BeforeValidator(_listed)] = []  # `ragspec index`: files and folders
-    file_types: Annotated[list[str], BeforeValidator(_listed)] = []  # `ragspec index`: endings to take; all by default
+    corpus: Annotated[
+        list[str], BeforeValidator(_listed, json_schema_input_type=str | list[str])
+    ] = []  # `ragspec index`: files and folders
+    file_types: Annotated[
+        list[str], BeforeValidator(_listed, json_schema_input_type=str | list[str])
+    ] = []  # `ragspec index`: endings to take; all by default
     chunk_size: Annotated[int, Field(ge=16)] = 512  # tokens of a passage, its title counted
     chunk_overlap: Annotated[int, Field(ge=0)] = 64  # tokens that neighbours may share
     embedding_model: str | None = None  # a sentence-transformers model (hub id, folder, demo); none: words only

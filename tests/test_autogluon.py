@@ -204,7 +204,7 @@ def test_typical_acceptance_is_refused():
         modernise({"speculative_model": "d", "spec_decoding_acceptance_method": "typical_acceptance_sampler"})
 
 
-FULL = {
+RETRIEVING = {
     "generator": {"generator_model_name": "m"},
     "data": {
         "data_dir": "docs/",
@@ -220,7 +220,7 @@ FULL = {
 
 
 def test_the_retrieval_sections_become_ours():
-    raw, notes = translate(FULL, "c.yaml")
+    raw, notes = translate(RETRIEVING, "c.yaml")
     assert raw["retrieval"] == {
         "index": "ragspec_index",
         "corpus": "docs/",
@@ -239,9 +239,9 @@ def test_the_retrieval_sections_become_ours():
 
 def test_a_reranker_takes_what_the_retriever_found():
     raw, _ = translate(
-        FULL | {"retriever": {"use_reranker": True, "reranker_model_name": "r", "reranker_top_k": 3}}, "c"
+        RETRIEVING | {"retriever": {"use_reranker": True, "reranker_model_name": "r", "reranker_top_k": 3}}, "c"
     )
     assert raw["retrieval"]["reranker_model"] == "r"
     assert (raw["retrieval"]["candidates"], raw["retrieval"]["top_k"]) == (50, 3)
     with pytest.raises(ConfigError, match="reranker_model_name"):
-        translate(FULL | {"retriever": {"use_reranker": True}}, "c")
+        translate(RETRIEVING | {"retriever": {"use_reranker": True}}, "c")

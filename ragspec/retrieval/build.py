@@ -13,7 +13,7 @@ from ragspec.retrieval.chunks import WORDS, Chunker, model_tokens, plain, word_t
 from ragspec.retrieval.corpus import Document, Skipped, documents
 from ragspec.retrieval.embedding import Embedder
 from ragspec.retrieval.readers import Unreadable
-from ragspec.retrieval.store import Chunk, Settings, Writer, building, searched
+from ragspec.retrieval.store import Chunk, Settings, Writer, building, check_language, searched
 
 WRITTEN_AT_ONCE = 4096  # passages
 Report = Callable[["BuildSummary"], None]
@@ -50,6 +50,7 @@ def build(
     """
     started = time.perf_counter()
     summary = BuildSummary()
+    check_language(config.language)
     embedder = Embedder(config.embedding_model) if config.embedding_model else None
     chunker, settings = _prepare(config, embedder, summary)
     with building(config.index):

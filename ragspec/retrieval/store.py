@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 
 from ragspec.errors import ConfigError
+from ragspec.suggest import did_you_mean
 
 TABLE = "chunks"
 READY = "ready"
@@ -54,13 +55,9 @@ class Chunk:
 
 def connect(uri: str, options: dict[str, Any] | None = None) -> Any:
     """Return the database at a folder or an object store's address. Raises ConfigError."""
-    os.environ.setdefault("LANCEDB_LOG", "error")  # its warnings are for its programmers
+    library = _library()
     try:
-        import lancedb
-    except ImportError:
-        raise ConfigError('retrieval.index: needs LanceDB: pip install "ragspec[retrieval]"') from None
-    try:
-        return lancedb.connect(uri, storage_options=options or None)
+        return library.connect(uri, storage_options=options or None)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f'retrieval.index: "{uri}": cannot be opened ({_line(error)})') from None
 
@@ -225,6 +222,13 @@ def building(uri: str) -> Iterator[None]:
         yield
 
 
+def check_language(name: str) -> None:
+    """Raise ConfigError where LanceDB has no stemmer for a language."""
+    known = ["none", *_library().index.lang_mapping.values()]
+    if name not in known:
+        raise ConfigError(f'retrieval.language: "{name}": is not known{did_you_mean(name, known)}')
+
+
 def is_local(uri: str) -> bool:
     """Return whether `uri` is a folder, not an object store's address."""
     return "://" not in uri
@@ -264,6 +268,16 @@ def _schema(settings: Settings) -> Any:
     if settings.dimension:
         fields.append(("vector", pa.list_(pa.float32(), settings.dimension)))
     return pa.schema(fields, metadata={SETTINGS: orjson.dumps(asdict(settings))})
+
+
+def _library() -> Any:
+    os.environ.setdefault("LANCEDB_LOG", "error")  # its warnings are for its programmers
+    try:
+        import lancedb
+        import lancedb.index
+    except ImportError:
+        raise ConfigError('retrieval.index: needs LanceDB: pip install "ragspec[retrieval]"') from None
+    return lancedb
 
 
 def _line(error: Exception) -> str:
