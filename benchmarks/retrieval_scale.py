@@ -14,7 +14,8 @@ from statistics import median
 
 import numpy
 
-from ragspec.retrieval.store import Chunk, Index, Settings, Writer
+from ragspec.retrieval.store import Index, Settings
+from ragspec.retrieval.writer import Chunk, Writer
 
 DIMENSION = 384
 STEP = 10_000

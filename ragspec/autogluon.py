@@ -1,13 +1,14 @@
 """AutoGluon-RAG's generator settings, read as they stand: `translate(raw, "c.yaml")` -> (native config, notes).
 
 Source: AutoGluon-RAG 0.1, agrag/modules. What ragspec does otherwise (no prompt in the answer, an attention mask, real
-batches) needs no key. Limit: of the retrieval sections, the keys in `RETRIEVAL_KEYS` count; others are named in a note.
+batches) needs no key.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from ragspec.autogluon_retrieval import SECTIONS, translate_retrieval
 from ragspec.errors import ConfigError
 from ragspec.legacy_vllm import modernise
 from ragspec.suggest import did_you_mean
@@ -19,19 +20,6 @@ GENERATOR_KEYS = (
     "generator_query_prefix",
     "num_gpus",
 )
-SECTIONS = ("shared", "data", "embedding", "vector_db", "retriever")
-RETRIEVAL_KEYS = {  # section -> its key -> the retrieval section's; all others have no counterpart
-    "data": {
-        "data_dir": "corpus",
-        "file_extns": "file_types",
-        "chunk_size": "chunk_size",
-        "chunk_overlap": "chunk_overlap",
-    },
-    "embedding": {"embedding_model": "embedding_model"},
-    "vector_db": {},
-    "retriever": {"retriever_top_k": "top_k", "reranker_model_name": "reranker_model"},
-}
-DEFAULT_INDEX = "ragspec_index"
 NATIVE_KEYS = ("input", "output", "order", "prompt", "retrieval")  # may stand beside the generator's keys
 HUGGINGFACE_KEYS = (
     "hf_model_params",
@@ -76,7 +64,9 @@ def translate(raw: dict[str, Any], source: str) -> tuple[dict[str, Any], list[st
     if generator.get("generator_query_prefix"):
         prompt = _dict(config, "prompt", source)
         config["prompt"] = {"query_prefix": f"{generator['generator_query_prefix']}\n"} | prompt
-    if "retrieval" not in config and (retrieval := _retrieval(raw, source, notes)):
+    if "retrieval" not in config and (
+        retrieval := translate_retrieval({name: _dict(raw, name, source) for name in SECTIONS}, source, notes)
+    ):
         config["retrieval"] = retrieval
     platform = generator.get("generator_model_platform", "huggingface")
     args = _dict(generator, "generator_model_platform_args", source)
@@ -93,40 +83,6 @@ def translate(raw: dict[str, Any], source: str) -> tuple[dict[str, Any], list[st
             "huggingface or vllm"
         )
     return config, notes
-
-
-def _retrieval(raw: dict[str, Any], source: str, notes: list[str]) -> dict[str, Any]:
-    """Return the `retrieval` section that the retrieval sections mean; empty where they name no documents."""
-    if raw.get("shared"):
-        notes.append(f"{source}: section shared: ignored")
-    sections = {name: _dict(raw, name, source) for name in RETRIEVAL_KEYS}
-    if not sections["data"].get("data_dir"):
-        notes += [
-            f"{source}: section {name}: ignored; without data.data_dir, contexts come with the input records"
-            for name, section in sections.items()
-            if section
-        ]
-        return {}
-    out: dict[str, Any] = {"index": DEFAULT_INDEX}
-    reranks = sections["retriever"].pop("use_reranker", False)
-    depth = sections["retriever"].pop("reranker_top_k", None)
-    for name, keys in RETRIEVAL_KEYS.items():
-        for key, value in sections[name].items():
-            if key in keys and value is not None:
-                out[keys[key]] = value
-        if ignored := [key for key in sections[name] if key not in keys]:
-            notes.append(f"{source}: section {name}: {', '.join(ignored)}: ignored")
-    if not reranks:
-        out.pop("reranker_model", None)
-    elif "reranker_model" not in out:
-        raise ConfigError(f"{source}: retriever.use_reranker: needs reranker_model_name beside it")
-    else:  # there, the retriever hands so many to the reranker, which keeps reranker_top_k
-        out["candidates"] = out.pop("top_k", 50)
-        out["top_k"] = depth or 10
-    notes.append(
-        f"{source}: contexts come from the LanceDB index {out['index']}; build it with ragspec index --config {source}"
-    )
-    return out
 
 
 def _huggingface(model: str, args: dict[str, Any], gpus: Any, source: str, notes: list[str]) -> dict[str, Any]:

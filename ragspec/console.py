@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-from ragspec.pipeline import Report
+from ragspec.batch import Report
 from ragspec.stats import RunSummary
 
 if TYPE_CHECKING:

@@ -4,14 +4,13 @@ import pytest
 import torch
 import transformers
 
-from ragspec.config import build_config
+from ragspec.config import build_config, to_sampling
 from ragspec.drafters.context import ContextDrafter
 from ragspec.engine import attention, backend, selfcheck
 from ragspec.engine.decode import Engine
 from ragspec.engine.proposers import ByRow
 from ragspec.errors import ConfigError, ModelError
 from ragspec.hf.tokenizer import HFTokenizer
-from ragspec.pipeline import to_sampling
 from ragspec.records import Request, Sampling
 from ragspec.runners import huggingface
 from tests.conftest import SAMPLE, read_jsonl, train_tokenizer

@@ -2,9 +2,8 @@
 
 import pytest
 
-from ragspec.config import build_config
+from ragspec.config import build_config, to_sampling
 from ragspec.errors import ConfigError, ModelError
-from ragspec.pipeline import to_sampling
 from ragspec.records import Failure, Request
 from ragspec.runners import huggingface
 from tests.conftest import SAMPLE, read_jsonl, save_gpt2, train_tokenizer

@@ -2,9 +2,10 @@ import json
 
 import pytest
 
+from ragspec.answers import cut_at_stop
 from ragspec.config import build_config
 from ragspec.errors import ConfigError
-from ragspec.pipeline import cut_at_stop, run
+from ragspec.pipeline import run
 from tests.conftest import read_jsonl, write_jsonl
 
 
@@ -228,17 +229,17 @@ def test_text_is_cut_at_the_first_stop_string():
 
 def test_generate_pulls_no_more_than_a_batch_ahead(tmp_path, monkeypatch):
     """Memory cannot grow with the input if records are read only as the runner asks for them."""
-    from ragspec import pipeline
+    from ragspec import batch
 
     seen = []
     most = 0
-    parse = pipeline.parse_record
+    parse = batch.parse_record
 
     def counting(value, line, source):
         seen.append(line)
         return parse(value, line, source)
 
-    monkeypatch.setattr(pipeline, "parse_record", counting)
+    monkeypatch.setattr(batch, "parse_record", counting)
 
     def report(summary, total):
         nonlocal most

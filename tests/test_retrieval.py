@@ -129,13 +129,13 @@ def test_a_killed_build_leaves_the_old_index_and_the_next_one_ends_it(tmp_path):
     program = f"""
 import os, signal
 from ragspec.config import RetrievalConfig
-from ragspec.retrieval import build, store
+from ragspec.retrieval import build, writer
 build.WRITTEN_AT_ONCE = 1000
-add = store.Writer.add
+add = writer.Writer.add
 def dies(self, chunks, vectors=None):
     add(self, chunks, vectors)
     if self.rows >= 2000: os.kill(os.getpid(), signal.SIGKILL)
-store.Writer.add = dies
+writer.Writer.add = dies
 folder = {str(tmp_path)!r}
 build.build(RetrievalConfig(index=folder + "/idx", corpus=[folder + "/docs.jsonl"], chunk_size=SIZE))
 """
@@ -151,7 +151,7 @@ build.build(RetrievalConfig(index=folder + "/idx", corpus=[folder + "/docs.jsonl
 
 
 def test_one_build_at_a_time(tmp_path):
-    from ragspec.retrieval.store import building
+    from ragspec.retrieval.writer import building
 
     with building(str(tmp_path / "idx")), pytest.raises(ConfigError, match="another build is writing it"):
         built(tmp_path)
@@ -404,9 +404,9 @@ def test_commands_without_an_index_or_a_corpus_say_so(tmp_path):
 def test_many_vectors_are_searched_through_an_index_and_stay_searchable_after_an_update(tmp_path, monkeypatch):
     import numpy
 
-    from ragspec.retrieval import store
+    from ragspec.retrieval import store, writer
 
-    monkeypatch.setattr(store, "VECTORS_INDEXED_FROM", 2000)
+    monkeypatch.setattr(writer, "VECTORS_INDEXED_FROM", 2000)
     rng = numpy.random.default_rng(0)
     settings = store.Settings(512, 64, "words", "English", "random", 16)
     uri = str(tmp_path / "idx")
@@ -414,9 +414,9 @@ def test_many_vectors_are_searched_through_an_index_and_stay_searchable_after_an
     def add(names):
         vectors = rng.standard_normal((len(names), 16)).astype(numpy.float32)
         vectors /= numpy.linalg.norm(vectors, axis=1, keepdims=True)
-        writer = store.Writer(uri, None, settings)
-        writer.add([store.Chunk(name, name, name, None, f"text {name}") for name in names], vectors)
-        writer.finish()
+        build = writer.Writer(uri, None, settings)
+        build.add([writer.Chunk(name, name, name, None, f"text {name}") for name in names], vectors)
+        build.finish()
         return dict(zip(names, vectors, strict=True))
 
     vectors = add([f"a{i}" for i in range(3000)]) | add([f"b{i}" for i in range(10)])

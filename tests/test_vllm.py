@@ -5,9 +5,9 @@ import signal
 
 import pytest
 
-from ragspec.config import build_config
+from ragspec.config import build_config, to_sampling
 from ragspec.errors import ConfigError
-from ragspec.pipeline import run, to_sampling
+from ragspec.pipeline import run
 from ragspec.records import Failure, Request
 from tests.conftest import SAMPLE, read_jsonl, write_jsonl
 from tests.test_cli import RAGSPEC, ragspec, start_interruptible, wait_for_lines

@@ -15,12 +15,13 @@ from typing import IO, Any
 import orjson
 
 from ragspec import runners
+from ragspec.batch import Batch
 from ragspec.benchmark.details import acceptance_by_record, roofline, samples
 from ragspec.config import build_config
 from ragspec.errors import RagspecError
 from ragspec.journal import Journal
 from ragspec.jsonl import Lines
-from ragspec.pipeline import Batch, make_prompts, open_retriever
+from ragspec.pipeline import make_prompts, open_retriever
 from ragspec.provenance import about
 from ragspec.runners.base import Runner
 

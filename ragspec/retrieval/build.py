@@ -13,7 +13,8 @@ from ragspec.retrieval.chunks import WORDS, Chunker, model_tokens, plain, word_t
 from ragspec.retrieval.corpus import Document, Skipped, documents
 from ragspec.retrieval.embedding import Embedder
 from ragspec.retrieval.readers import Unreadable
-from ragspec.retrieval.store import Chunk, Settings, Writer, building, check_language, searched
+from ragspec.retrieval.store import Settings, searched
+from ragspec.retrieval.writer import Chunk, Writer, building, check_language
 
 WRITTEN_AT_ONCE = 4096  # passages
 Report = Callable[["BuildSummary"], None]

@@ -1,0 +1,162 @@
+"""The index while it is built: versions of its table that nobody sees before `finish`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from ragspec.errors import ConfigError
+from ragspec.retrieval.store import READY, SETTINGS, TABLE, Settings, connect, is_local, library, searched, settings_of
+from ragspec.suggest import did_you_mean
+
+VECTORS_INDEXED_FROM = 100_000  # rows; fewer are compared one by one, exactly
+KEPT = timedelta(days=7)  # of old versions, for readers that began before a build
+FOR_EVER = timedelta(days=36500)
+DELETED_AT_ONCE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A passage on its way into the index."""
+
+    id: str
+    document: str
+    digest: str  # of its document
+    title: str | None
+    text: str
+
+
+class Writer:
+    """A build under way. `finish` makes it the index; without that nothing has changed for readers."""
+
+    def __init__(self, uri: str, options: dict[str, Any] | None, settings: Settings) -> None:
+        self._uri = uri
+        self._database = connect(uri, options)
+        self._settings = settings
+        self._table: Any = None
+        self._fresh = True  # whether the table is to be written anew
+        try:
+            table = self._database.open_table(TABLE)
+            tags = table.tags.list()
+        except (OSError, ValueError, RuntimeError):
+            return
+        if READY not in tags:
+            return
+        if table.version != tags[READY]["version"]:  # a build died here
+            table.checkout(READY)
+            table.restore()
+        self._table = table
+        self._fresh = settings_of(table, uri) != settings
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether what was there, if anything, was built with other settings."""
+        return self._fresh
+
+    @property
+    def rows(self) -> int:
+        """How many passages there are now."""
+        return 0 if self._table is None else int(self._table.count_rows())
+
+    def known(self) -> Iterator[tuple[str, str]]:
+        """Yield (document, digest) of every passage that may stay."""
+        if not self._fresh:
+            for batch in self._table.search().select(["document", "digest"]).to_batches():
+                yield from zip(batch["document"].to_pylist(), batch["digest"].to_pylist(), strict=True)
+
+    def add(self, chunks: Sequence[Chunk], vectors: Any = None) -> None:
+        """Write passages, with their vectors (len(chunks), dimension) if this index has any."""
+        import pyarrow as pa
+
+        schema = _schema(self._settings)
+        columns: list[Any] = [
+            [chunk.id for chunk in chunks],
+            [chunk.document for chunk in chunks],
+            [chunk.digest for chunk in chunks],
+            [chunk.title or "" for chunk in chunks],
+            [searched(chunk.title, chunk.text) for chunk in chunks],
+        ]
+        if vectors is not None:
+            flat = pa.array(vectors.reshape(-1), type=pa.float32())
+            columns.append(pa.FixedSizeListArray.from_arrays(flat, self._settings.dimension))
+        data = pa.table(columns, schema=schema)
+        if self._fresh:
+            self._table = self._database.create_table(TABLE, data, mode="overwrite")
+            self._fresh = False
+        else:
+            self._table.add(data)
+
+    def remove(self, digests: Iterable[str]) -> None:
+        """Take out the passages of documents with these digests."""
+        stale = sorted(set(digests))
+        for start in range(0, len(stale), DELETED_AT_ONCE):
+            names = ", ".join(f"'{digest}'" for digest in stale[start : start + DELETED_AT_ONCE])
+            self._table.delete(f"digest IN ({names})")
+
+    def finish(self) -> None:
+        """Bring the search structures up to date and show the result to readers."""
+        from lancedb.index import FTS, IvfFlat
+
+        table = self._table
+        have = {name for index in table.list_indices() for name in index.columns}
+        if "text" not in have:
+            stems = self._settings.language != "none"
+            language = self._settings.language if stems else "English"
+            config = FTS(base_tokenizer="icu", language=language, stem=stems, remove_stop_words=stems)
+            table.create_index("text", config=config)
+        if self._settings.dimension and "vector" not in have and table.count_rows() >= VECTORS_INDEXED_FROM:
+            table.create_index("vector", config=IvfFlat(distance_type="dot"))
+        if READY in table.tags.list():
+            table.optimize(cleanup_older_than=FOR_EVER)  # what is new enters the indexes; nothing is deleted
+            table.tags.update(READY, table.version)
+            table.optimize(cleanup_older_than=KEPT)
+        else:  # a first build: no reader can be at an older version
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                table.optimize(cleanup_older_than=timedelta(0))
+            table.tags.create(READY, table.version)
+
+
+@contextmanager
+def building(uri: str) -> Iterator[None]:
+    """Hold the index for one build. Raises ConfigError where another one does; object stores have no such lock."""
+    if not is_local(uri):
+        yield
+        return
+    import fcntl
+
+    folder = Path(uri)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"--output: {uri}: cannot be written ({error.strerror}); choose another folder") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"--output: {uri}: another build is writing it; wait for it") from None
+        yield
+
+
+def check_language(name: str) -> None:
+    """Raise ConfigError where LanceDB has no stemmer for a language."""
+    known = ["none", *library().index.lang_mapping.values()]
+    if name not in known:
+        raise ConfigError(f'retrieval.language: "{name}": is not known{did_you_mean(name, known)}')
+
+
+def _schema(settings: Settings) -> Any:
+    import pyarrow as pa
+
+    fields = [(name, pa.string()) for name in ("id", "document", "digest", "title", "text")]
+    if settings.dimension:
+        fields.append(("vector", pa.list_(pa.float32(), settings.dimension)))
+    return pa.schema(fields, metadata={SETTINGS: orjson.dumps(asdict(settings))})
