@@ -22,6 +22,7 @@ RETRIEVAL_KEYS = {  # section -> its key -> the retrieval section's; all others 
     "retriever": {"retriever_top_k": "top_k", "reranker_model_name": "reranker_model"},
 }
 DEFAULT_INDEX = "ragspec_index"
+CHARACTERS = 4  # of a token, about: AutoGluon-RAG counts characters
 
 
 def translate_retrieval(sections: dict[str, dict[str, Any]], source: str, notes: list[str]) -> dict[str, Any]:
@@ -47,6 +48,12 @@ def translate_retrieval(sections: dict[str, dict[str, Any]], source: str, notes:
                 out[keys[key]] = value
         if ignored := [key for key in sections[name] if key not in keys]:
             notes.append(f"{source}: section {name}: {', '.join(ignored)}: ignored")
+    for key in ("chunk_size", "chunk_overlap"):
+        if isinstance(out.get(key), int):
+            notes.append(f"{source}: data.{key}: {out[key]} characters, read as {out[key] // CHARACTERS} tokens")
+            out[key] //= CHARACTERS
+    if "embedding_model" not in out:
+        notes.append(f"{source}: no embedding_model: passages are searched by words")
     if not reranks:
         out.pop("reranker_model", None)
     elif "reranker_model" not in out:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from itertools import chain, islice
 
 from pydantic import ValidationError
@@ -19,7 +20,7 @@ from ragspec.prompts import PromptBuilder
 from ragspec.provenance import peak_memory_gib
 from ragspec.records import Failure, Generation, Record, Request, Sampling
 from ragspec.retrieval.search import Retriever
-from ragspec.retrieval.stage import Ahead, Stage
+from ragspec.retrieval.stage import Stage
 from ragspec.runners.base import Runner
 from ragspec.stats import RunSummary
 
@@ -73,7 +74,8 @@ class Batch:
             started = time.perf_counter()
             runner.warm_up()
             summary.warmup_s = time.perf_counter() - started
-            self.stream(chain([first], requests))
+            with closing(requests):  # searches under way end with the run, however it ends
+                self.stream(chain([first], requests))
         if self._changed:
             summary.notes.append(
                 f"{self._changed} records changed since they were answered: they are answered again, "
@@ -96,7 +98,7 @@ class Batch:
             summary.decode_tokens = runner.decode_tokens - decode_tokens
             summary.peak_memory_gib = peak_memory_gib()
 
-    def _requests(self) -> Iterator[Request]:
+    def _requests(self) -> Generator[Request, None, None]:
         """Turn lines into requests. A line that cannot be one becomes an error line on the way."""
         seen = KeySet()
         for index, line in enumerate(self._source()):
@@ -128,11 +130,10 @@ class Batch:
             yield from lines
             return
         stage = Stage(self._retriever, self._unfinished)
-        ahead = Ahead(stage.fill(lines))
         try:
-            yield from ahead
+            yield from stage.fill(lines)
         finally:
-            self.summary.retrieval = stage.to_json() | {"waited_s": round(ahead.waited_s, 4)}
+            self.summary.retrieval = stage.to_json()
 
     def _unfinished(self, line: Line) -> bool:
         try:

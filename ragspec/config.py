@@ -12,7 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, cast, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ragspec import runners
 from ragspec.autogluon import is_autogluon, translate
@@ -23,6 +23,7 @@ from ragspec.runners.base import RunnerArgs
 from ragspec.suggest import did_you_mean
 from ragspec.yaml_file import parse_yaml, read_yaml
 
+SECRET_WORDS = ("secret", "key", "token", "password", "credential")
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 
 
@@ -34,6 +35,10 @@ class Section(BaseModel):
 
 def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def _at_home(path: str) -> str:
+    return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
 BatchSizeRange = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=3, max_length=3)]
@@ -86,13 +91,15 @@ class SpeculationConfig(Section):
 class RetrievalConfig(Section):
     """Where contexts come from, for records that bring none; and how the index is built."""
 
-    index: Annotated[str, Field(min_length=1)]  # a folder, or an object store's address (s3://...)
+    index: Annotated[
+        str, Field(min_length=1), AfterValidator(_at_home)
+    ]  # a folder, or an object store's address (s3://...)
     top_k: Annotated[int, Field(ge=1)] = 5
     mode: Literal["auto", "bm25", "dense", "hybrid"] = "auto"  # auto: hybrid where the index has vectors
     candidates: Annotated[int, Field(ge=1)] = 50  # that each search hands to fusion and to the reranker
     reranker_model: str | None = None  # a cross-encoder of sentence-transformers
     order: Literal["score", "canonical"] = "score"  # canonical: by id, so that equal sets make equal prefixes
-    storage_options: dict[str, str] = {}  # of the object store
+    storage_options: dict[str, str] = {}  # of the object store; its secrets stay in the environment
     corpus: Annotated[
         list[str], BeforeValidator(_listed, json_schema_input_type=str | list[str])
     ] = []  # `ragspec index`: files and folders
@@ -104,6 +111,9 @@ class RetrievalConfig(Section):
     embedding_model: str | None = None  # a sentence-transformers model (hub id, folder, demo); none: words only
     tokenizer: str | None = None  # whose tokens are counted; the embedding model's by default, else words
     language: str = "English"  # of stemming and stop words; none: neither
+
+
+SEARCH_KEYS = ("top_k", "mode", "candidates", "reranker_model", "order")
 
 
 class RunConfig(Section):
@@ -128,6 +138,8 @@ class RunConfig(Section):
     def identity(self) -> dict[str, Any]:
         """Return the part of the config that an answer depends on; a resumed run must agree on it."""
         whole = self.model_dump(mode="json", exclude={"input", "output", "order"})
+        if self.retrieval:  # how the index was built is the index's own matter
+            whole["retrieval"] = {key: whole["retrieval"][key] for key in SEARCH_KEYS}
         if self.sampling.temperature == 0:  # what is sampled in a padded batch depends on the batch
             for key in self.args().neutral_keys():
                 whole["runner_args"].pop(key, None)
@@ -168,22 +180,32 @@ def build_config(raw: dict[str, Any], source: str = "config") -> RunConfig:
     return _with_template_text(config, source)
 
 
-def load_retrieval(path: str | None, overrides: Sequence[str], direct: dict[str, Any]) -> RetrievalConfig:
-    """Return the retrieval section of config `path`, if one is named, with `direct` over it. Raises ConfigError."""
+def load_retrieval(
+    path: str | None, overrides: Sequence[str], direct: dict[str, Any]
+) -> tuple[RetrievalConfig, list[str]]:
+    """Return the retrieval section of config `path`, if one is named, with `direct` over it, and notes.
+
+    Raises ConfigError, for the rest of the config too.
+    """
     raw: dict[str, Any] = {}
+    notes: list[str] = []
     source = path or "command line"
     if path is not None:
         raw = read_yaml(path)
         if is_autogluon(raw):
-            raw, _ = translate(raw, path)
+            raw, notes = translate(raw, path)
     for override in overrides:
         _set(raw, override)
-    section = {**(raw.get("retrieval") or {}), **direct}
-    if "index" not in section:
-        raise ConfigError(f"{source}: retrieval.index: missing; say where the index is (a folder)")
-    config = cast(RetrievalConfig, _validate(RetrievalConfig, section, source, "retrieval"))
+    section = raw.get("retrieval") or {}
+    if isinstance(section, dict):
+        raw["retrieval"] = section = {**section, **direct}
+        if "index" not in section:
+            raise ConfigError(f"{source}: retrieval.index: missing; say where the index is (a folder)")
+    raw = {key: value for key, value in raw.items() if value is not None}
+    config = cast(RunConfig, _validate(RunConfig, raw, source)).retrieval
+    assert config is not None
     _check_retrieval(config)
-    return config
+    return config, notes
 
 
 def _modernise(raw: dict[str, Any], source: str) -> list[str]:
@@ -205,6 +227,8 @@ def _check(config: RunConfig) -> None:
     """Judge what one key cannot tell alone."""
     if config.retrieval:
         _check_retrieval(config.retrieval)
+        if config.prompt.source not in ("auto", "query"):
+            raise ConfigError(f'prompt.source: "{config.prompt.source}": retrieval fills contexts of queries only')
     spec = config.speculation
     runners.check_method(config.runner, spec.method)
     if (spec.speculative_config is not None) != (spec.method == "speculative_config"):
@@ -233,6 +257,12 @@ def _check_retrieval(retrieval: RetrievalConfig) -> None:
         raise ConfigError(
             f"retrieval.chunk_overlap: {retrieval.chunk_overlap} is over half of chunk_size ({retrieval.chunk_size})"
         )
+    for key in retrieval.storage_options:
+        if any(word in key.lower() for word in SECRET_WORDS):
+            raise ConfigError(
+                f"retrieval.storage_options.{key}: secrets do not go into a config (it is written beside answers); "
+                f"set {key.upper()} in the environment"
+            )
 
 
 def _with_template_text(config: RunConfig, source: str) -> RunConfig:

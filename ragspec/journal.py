@@ -92,12 +92,17 @@ class Journal:
             with suppress(OSError) if kind else nullcontext():
                 self._file.close()
 
-    def put(self, index: int, line: dict[str, Any] | None) -> None:
+    def put(self, index: int, line: dict[str, Any] | bytes | None) -> None:
         """Write output line number `index`, or keep it until those before it came. None: nothing to write there.
+
+        bytes: a line as it is, without its line end.
 
         Raises TypeError, nothing written, where `line` is no JSON (nested too deep, say); ConfigError on a full disk.
         """
-        encoded = b"" if line is None else orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
+        if isinstance(line, bytes):
+            encoded = line + b"\n"
+        else:
+            encoded = b"" if line is None else orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
         if not self._in_order:
             self._write(encoded)
             return

@@ -225,8 +225,8 @@ def test_the_retrieval_sections_become_ours():
         "index": "ragspec_index",
         "corpus": "docs/",
         "file_types": [".md", ".pdf"],
-        "chunk_size": 256,
-        "chunk_overlap": 32,
+        "chunk_size": 64,  # there, characters
+        "chunk_overlap": 8,
         "embedding_model": "BAAI/bge-small-en",
         "top_k": 20,
     }

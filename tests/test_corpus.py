@@ -73,6 +73,13 @@ def test_a_folder_gives_every_form_of_document(tmp_path):
     assert "Page two text" in found["d.pdf"].text
     assert found["x1"] == Text("from a line", "T")
     assert [item.id for item in of(tmp_path, file_types=["md", ".PDF"])] == ["d.pdf", "sub/b.md"]
+    assert [item.id for item in of(tmp_path, file_types=["jsonl"])] == ["x1", "e.jsonl:2", "7"]
+
+
+def test_titles_of_markdown():
+    assert read_markdown(b"# Learn C#\n").title == "Learn C#"
+    assert read_markdown(b"```\n# a comment\n```\n\n# Real ##\n").title == "Real"
+    assert read_markdown(b"none").title is None
 
 
 def test_digests_change_with_the_content_and_nothing_else(tmp_path):

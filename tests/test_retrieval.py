@@ -9,13 +9,13 @@ import time
 import pytest
 
 from ragspec.config import RetrievalConfig, build_config
-from ragspec.errors import ConfigError, RagspecError
+from ragspec.errors import ConfigError
 from ragspec.jsonl import Line
 from ragspec.pipeline import run
 from ragspec.retrieval.build import build
 from ragspec.retrieval.evaluate import evaluate
 from ragspec.retrieval.search import Retriever
-from ragspec.retrieval.stage import Ahead, Stage
+from ragspec.retrieval.stage import AHEAD, BATCH, Stage
 from tests.conftest import ROOT, SAMPLE, read_jsonl, write_jsonl
 from tests.test_corpus import pdf_bytes
 
@@ -122,32 +122,158 @@ def test_a_missing_index_and_what_is_none(tmp_path):
         Retriever(config(tmp_path))
 
 
-def test_a_killed_build_leaves_the_old_index_and_the_next_one_ends_it(tmp_path):
-    built(tmp_path)
-    more = [{"id": f"n{i}", "text": f"Number {i} of many comets."} for i in range(3000)]
-    write_jsonl(tmp_path / "docs.jsonl", more)
-    program = f"""
-import os, signal
+KILLED = """
+import os, signal, sys
 from ragspec.config import RetrievalConfig
 from ragspec.retrieval import build, writer
+folder, size, at = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 build.WRITTEN_AT_ONCE = 1000
-add = writer.Writer.add
-def dies(self, chunks, vectors=None):
-    add(self, chunks, vectors)
-    if self.rows >= 2000: os.kill(os.getpid(), signal.SIGKILL)
-writer.Writer.add = dies
-folder = {str(tmp_path)!r}
-build.build(RetrievalConfig(index=folder + "/idx", corpus=[folder + "/docs.jsonl"], chunk_size=SIZE))
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def patch(owner, name, after):
+    real = getattr(owner, name)
+    def dies(self, *args, **more):
+        result = real(self, *args, **more)
+        if after(self):
+            die()
+        return result
+    setattr(owner, name, dies)
+
+import lancedb.table
+if at == "add":
+    patch(writer.Writer, "add", lambda self: self.rows >= 2000)
+elif at == "finish":
+    writer.Writer.finish = die
+else:  # a method of the table, called by finish
+    real = writer.Writer.finish
+    def finish(self):
+        patch(lancedb.table.LanceTable, at, lambda _: True)
+        real(self)
+    writer.Writer.finish = finish
+build.build(RetrievalConfig(index=folder + "/idx", corpus=[folder + "/docs.jsonl"], chunk_size=size))
 """
-    for size in (512, 256):  # an update, and a build from the beginning
-        done = subprocess.run([sys.executable, "-c", program.replace("SIZE", str(size))], cwd=ROOT)
-        assert done.returncode == -signal.SIGKILL
-        retriever = Retriever(config(tmp_path))
-        assert retriever.index.rows == 4
-        assert [ids(hits) for hits in retriever.search(["comets", "owls"])] == [[], ["owl"]]
-    summary = built(tmp_path, [*DOCS, *more])
+COMETS = [{"id": f"n{i}", "text": f"Number {i} of many comets."} for i in range(3000)]
+
+
+def killed(tmp_path, size, at):
+    return subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), str(size), at], cwd=ROOT).returncode
+
+
+@pytest.mark.parametrize("size", [512, 256], ids=["update", "anew"])
+@pytest.mark.parametrize("at", ["add", "finish", "optimize"])
+def test_a_killed_build_leaves_the_old_index_and_the_next_one_ends_it(tmp_path, at, size):
+    built(tmp_path)
+    write_jsonl(tmp_path / "docs.jsonl", COMETS)
+    assert killed(tmp_path, size, at) == -signal.SIGKILL
+    retriever = Retriever(config(tmp_path))
+    assert retriever.index.rows == 4
+    assert [ids(hits) for hits in retriever.search(["comets", "owls"])] == [[], ["owl"]]
+    summary = built(tmp_path, [*DOCS, *COMETS])
     assert (summary.unchanged, summary.added) == (4, 3000)
+    again = built(tmp_path, [*DOCS, *COMETS])
+    assert (again.unchanged, again.chunks) == (3004, 3004)
     assert Retriever(config(tmp_path)).index.rows == 3004
+
+
+@pytest.mark.parametrize("at", ["add", "create_index", "optimize"])
+def test_a_killed_first_build_is_no_index_and_the_next_one_begins_anew(tmp_path, at):
+    write_jsonl(tmp_path / "docs.jsonl", COMETS)
+    assert killed(tmp_path, 512, at) == -signal.SIGKILL
+    with pytest.raises(ConfigError, match="no index there"):
+        Retriever(config(tmp_path))
+    assert built(tmp_path).added == 4
+    assert Retriever(config(tmp_path)).index.rows == 4
+
+
+def test_old_versions_go_by_when_they_were_replaced():
+    from datetime import datetime, timedelta
+
+    from ragspec.retrieval.writer import KEPT, spent
+
+    now = datetime(2026, 3, 1)
+    days = [now - timedelta(days=ago) for ago in (30, 10, 8, 2, 0)]
+    assert timedelta(days=7) == KEPT
+    age = spent(days, now)  # what was made 8 days ago was the index until 2 days ago: it stays
+    assert [now - stamp < age for stamp in days] == [False, False, True, True, True]
+    assert spent(days[2:], now) is None
+    assert spent([now], now) is None
+
+
+def test_another_programs_table_is_left_alone(tmp_path):
+    import lancedb
+    import pyarrow
+
+    table = lancedb.connect(str(tmp_path / "idx")).create_table("chunks", pyarrow.table({"mine": [1, 2]}))
+    with pytest.raises(ConfigError, match="choose another folder"):
+        built(tmp_path)
+    with pytest.raises(ConfigError, match="no index there"):
+        Retriever(config(tmp_path))
+    assert table.to_arrow()["mine"].to_pylist() == [1, 2]
+
+
+def test_a_damaged_index_is_not_called_missing_nor_written_over(tmp_path):
+    built(tmp_path)
+    for file in (tmp_path / "idx" / "chunks.lance" / "_versions").iterdir():
+        file.write_bytes(b"junk")
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        Retriever(config(tmp_path))
+    with pytest.raises(ConfigError, match="cannot be written"):
+        built(tmp_path)
+
+
+def test_what_cannot_be_looked_at_stays_in_the_index(tmp_path):
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    (folder / "a.txt").write_text("alpha")
+    (folder / "b.jsonl").write_text('{"id": "b1", "text": "beta"}\n{"id": "b2", "text": "gamma"}\n')
+    settings = RetrievalConfig(index=str(tmp_path / "idx"), corpus=[str(folder)])
+    assert build(settings).added == 3
+    (folder / "a.txt").unlink()
+    (folder / "b.jsonl").rename(tmp_path / "b.jsonl")
+    (folder / "b.jsonl.gz").write_bytes(b"no archive at all")
+    (folder / "c.txt").write_text("delta")
+    said = []
+    summary = build(settings, complain=said.append)
+    assert "damaged" in said[0].why
+    assert (summary.removed, summary.chunks) == (0, 4)
+    assert "nothing is taken out" in summary.notes[0]
+    (folder / "b.jsonl.gz").unlink()
+    assert build(settings).removed == 3
+
+
+def test_a_parser_that_breaks_costs_its_document_only(tmp_path):
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    (folder / "deep.html").write_text("<div>" * 3000 + "x")
+    (folder / "odd.html").write_text("<p>text<![foo bar]><p>more")
+    (folder / "ok.txt").write_text("fine")
+    os.symlink(tmp_path, folder / "linked")
+    with open(os.fsencode(folder) + b"/caf\xe9.txt", "w") as file:
+        file.write("name")
+    os.mkfifo(folder / "pipe")
+    said = []
+    summary = build(RetrievalConfig(index=str(tmp_path / "idx"), corpus=[str(folder)]), complain=said.append)
+    reasons = "\n".join(f"{item.where}: {item.why}" for item in said)
+    assert summary.added in (1, 2)
+    for words in (
+        "deep.html: cannot be read (RecursionError",
+        "link to a folder",
+        "not UTF-8",
+        "pipe: no regular file",
+    ):
+        assert words in reasons
+
+
+def test_the_second_of_a_name_counts_where_the_first_cannot_be_read(tmp_path):
+    docs = [{"id": "d", "text": "  "}, {"id": "d", "text": "second"}, {"id": "d", "text": "third"}]
+    said = []
+    write_jsonl(tmp_path / "docs.jsonl", docs)
+    summary = build(config(tmp_path), complain=said.append)
+    assert (summary.added, summary.skipped) == (1, 2)
+    assert ["empty" in said[0].why, "stands twice" in said[1].why] == [True, True]
+    assert ids(Retriever(config(tmp_path)).search(["second"])[0]) == ["d"]
 
 
 def test_one_build_at_a_time(tmp_path):
@@ -268,33 +394,49 @@ def test_the_stage_fills_only_what_lacks_contexts(tmp_path):
     assert stage.queries == 21
 
 
-def test_the_thread_runs_ahead_ends_with_its_reader_and_hands_on_errors():
-    made = []
+def numbered(count):
+    return [Line(n, b"{}", {"query": f"q{n}"}) for n in range(count)]
 
-    def items():
-        for i in range(10_000):
-            made.append(i)
-            yield i
 
-    reader = iter(Ahead(items()))
-    assert next(reader) == 0
+def test_the_search_runs_ahead_while_the_reader_works():
+    search, read = Found(), []
+
+    def lines():
+        for line in numbered(1000):
+            read.append(line)
+            yield line
+
+    out = Stage(search).fill(lines())
+    assert next(out).value["contexts"][0]["id"] == "for q0"
     deadline = time.monotonic() + 30
-    while len(made) < 257 and time.monotonic() < deadline:
+    while len(search.asked) < AHEAD and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert 257 <= len(made) < 300  # so far ahead, and no further
-    reader.close()
-    while any(thread.name == "retrieval" for thread in threading.enumerate()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(thread.name == "retrieval" for thread in threading.enumerate())
+    assert len(search.asked) == AHEAD  # while nobody asked for more
+    assert len(read) == AHEAD * BATCH  # and no further: memory does not grow with the input
+    out.close()
+    assert not any(thread.name.startswith("retrieval") for thread in threading.enumerate())
 
-    def breaks():
-        yield 1
-        raise OSError("the disk\nis gone")
 
-    reader = iter(Ahead(breaks()))
-    assert next(reader) == 1
-    with pytest.raises(RagspecError, match="retrieval: the disk is gone"):
-        next(reader)
+def test_errors_of_the_search_and_of_the_input_come_where_they_belong():
+    class Breaks(Found):
+        def search(self, queries):
+            if "q40" in queries:
+                raise ConfigError("the disk is gone")
+            return super().search(queries)
+
+    out = Stage(Breaks()).fill(numbered(100))
+    assert [next(out).number for _ in range(32)] == list(range(32))
+    with pytest.raises(ConfigError, match="the disk is gone"):
+        next(out)
+
+    def torn():
+        yield from numbered(20)
+        raise ConfigError("the archive is damaged")
+
+    out = Stage(Found()).fill(torn())
+    assert [next(out).value["contexts"][0]["id"] for _ in range(20)] == [f"for q{n}" for n in range(20)]
+    with pytest.raises(ConfigError, match="damaged"):
+        next(out)
 
 
 def test_generate_retrieves_on_the_fly_and_goes_on_after_an_interruption(tmp_path):
@@ -371,12 +513,69 @@ def test_the_commands_make_a_pipeline(tmp_path):
     assert first["contexts"][0]["title"] == "Pumps"
     assert "not valid JSON" in second["error"]["message"]
     assert third == {"id": "q3", "prompt": "Say hi"}
+    assert found.stdout.splitlines()[2] == '{"id": "q3", "prompt": "Say hi"}'  # byte for byte
     answers = command("generate", "-c", "sample_configs/fake.yaml", "-i", "-", "-o", "-", input=found.stdout)
     assert answers.returncode == 1
     one, two, three = map(json.loads, answers.stdout.splitlines())
     assert one["contexts"] == ["a.md"]
     assert "failed before it came here" in two["error"]["message"]
     assert three["output"]
+
+
+def test_the_filter_keeps_what_json_libraries_lose(tmp_path):
+    built(tmp_path)
+    deep = "[" * 400 + "]" * 400
+    lines = [
+        '{"id": 123456789012345678901234, "query": "owls", "a": 1, "a": 2}',
+        f'{{"id": "x", "query": "owls", "deep": {deep}}}',
+        ' { "query" : "lamp" , "contexts" : null } ',
+        '{"query": "owls", "contexts": []}',
+    ]
+    done = command("retrieve", "--index", tmp_path / "idx", "-", "-k", 1, input="\n".join(lines))
+    assert done.returncode == 0, done.stderr
+    one, two, three, four = done.stdout.splitlines()
+    assert one.startswith(lines[0][:-1] + ',"contexts":[{"id":"owl"')
+    assert two.startswith(lines[1][:-1] + ',"contexts":[{"id":"owl"')
+    assert json.loads(three)["contexts"][0]["id"] == "lamp"
+    assert four == lines[3]
+    assert "1 lines have contexts or no query" in done.stderr
+    write_jsonl(tmp_path / "gold.jsonl", [{"query": "owls", "gold_doc_ids": ["owl"]}])
+    scored = command("retrieve", "--index", tmp_path / "idx", "--evaluate", tmp_path / "gold.jsonl")
+    assert json.loads(scored.stdout)["recall@5"] == 1.0
+
+
+def test_a_closed_pipe_and_an_interruption_end_quietly(tmp_path):
+    built(tmp_path)
+    many = "".join(f'{{"id": "q{i}", "query": "owls and lamps"}}\n' for i in range(3000))
+    (tmp_path / "many.jsonl").write_text(many)
+    raw = f"runner: fake\nrunner_args: {{delay_s: 0.2}}\nretrieval: {{index: {tmp_path / 'idx'}}}\n"
+    (tmp_path / "c.yaml").write_text(raw)
+    ragspec = f"{sys.executable} -m ragspec"
+    for line in (
+        f"{ragspec} retrieve --index {tmp_path / 'idx'} {tmp_path / 'many.jsonl'} | head -n 1",
+        f"cat {tmp_path / 'many.jsonl'} | {ragspec} generate -c {tmp_path / 'c.yaml'} -i - -o - | head -n 1",
+    ):
+        done = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert len(done.stdout.splitlines()) == 1
+        assert "Error" not in done.stderr, done.stderr
+    running = subprocess.Popen(
+        [*ragspec.split(), "generate", "-c", str(tmp_path / "c.yaml"), "-i", "-", "-o", str(tmp_path / "out.jsonl")],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    running.stdin.write(many[: 1 << 14].rpartition("\n")[0].encode() + b"\n")
+    running.stdin.flush()  # and left open: more might come
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (
+        (tmp_path / "out.jsonl").exists() and read_jsonl(tmp_path / "out.jsonl")
+    ):
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    said = running.communicate(timeout=60)[1].decode()
+    assert running.returncode == 130, said
+    assert "interrupted" in said
+    assert json.loads((tmp_path / "out.stats.json").read_text())["retrieval"]["queries"] > 0
 
 
 def test_commands_without_an_index_or_a_corpus_say_so(tmp_path):
@@ -394,6 +593,12 @@ def test_commands_without_an_index_or_a_corpus_say_so(tmp_path):
             'retrieval.language: "Klingon"',
         ),
         (["retrieve", "--index", tmp_path / "no", "--mode", "magic", SAMPLE], "mode"),
+        (["retrieve", "--index", tmp_path / "no", "--set", "top_k=3", SAMPLE], '"top_k" is not a known key'),
+        (["retrieve", "--index", tmp_path / "no", "--set", "retrieval=5", SAMPLE], "retrieval"),
+        (
+            ["retrieve", "--index", "s3://b/i", "--set", "retrieval.storage_options.aws_secret_access_key=x", SAMPLE],
+            "set AWS_SECRET_ACCESS_KEY in the environment",
+        ),
     ):
         done = command(*args)
         assert done.returncode == 2, done.stderr

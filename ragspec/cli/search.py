@@ -9,6 +9,8 @@ import typer
 from ragspec.cli.options import Debug, Limit, Set, quiet_pipe, set_debug
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ragspec.config import RetrievalConfig
 
 OptionalConfig = Annotated[str | None, typer.Option("--config", "-c", help="A config with a retrieval section.")]
@@ -40,6 +42,7 @@ def index(
     set_debug(debug)
     console = stderr()
     settings = _settings(
+        console,
         config,
         override,
         index=output,
@@ -83,8 +86,9 @@ def retrieve(
     from ragspec.retrieval.filter import measure, stream
 
     set_debug(debug)
+    console = stderr()
     settings = _settings(
-        config, override, index=index, top_k=top_k, mode=mode, reranker_model=reranker_model, order=order
+        console, config, override, index=index, top_k=top_k, mode=mode, reranker_model=reranker_model, order=order
     )
     where = input or source or "-"
     with quiet_pipe():
@@ -92,7 +96,6 @@ def retrieve(
             measure(settings, where, output, limit)
             return
         passed = stream(settings, where, output, limit)
-    console = stderr()
     if passed.untouched:
         console.print(f"note: {passed.untouched:,} lines have contexts or no query: passed as they are", markup=False)
     console.print(f"{passed.searched:,} queries, {passed.failed:,} error lines", markup=False)
@@ -100,8 +103,12 @@ def retrieve(
         raise typer.Exit(1)
 
 
-def _settings(path: str | None, override: list[str] | None, **given: Any) -> RetrievalConfig:
+def _settings(console: Console, path: str | None, override: list[str] | None, **given: Any) -> RetrievalConfig:
     """Return the retrieval section: the config's, if one is named, with what the command line says over it."""
     from ragspec.config import load_retrieval
 
-    return load_retrieval(path, override or (), {key: value for key, value in given.items() if value is not None})
+    direct = {key: value for key, value in given.items() if value is not None}
+    settings, notes = load_retrieval(path, override or (), direct)
+    for note in notes:
+        console.print(f"note: {note}", markup=False, style="yellow")
+    return settings

@@ -13,7 +13,7 @@ from ragspec.retrieval.chunks import WORDS, Chunker, model_tokens, plain, word_t
 from ragspec.retrieval.corpus import Document, Skipped, documents
 from ragspec.retrieval.embedding import Embedder
 from ragspec.retrieval.readers import Unreadable
-from ragspec.retrieval.store import Settings, searched
+from ragspec.retrieval.store import Settings, failing, searched
 from ragspec.retrieval.writer import Chunk, Writer, building, check_language
 
 WRITTEN_AT_ONCE = 4096  # passages
@@ -54,7 +54,7 @@ def build(
     check_language(config.language)
     embedder = Embedder(config.embedding_model) if config.embedding_model else None
     chunker, settings = _prepare(config, embedder, summary)
-    with building(config.index):
+    with building(config.index), failing(config.index, "written"):
         writer = Writer(config.index, config.storage_options or None, settings)
         had = writer.rows
         known = dict(writer.known())
@@ -63,6 +63,7 @@ def build(
         pending: list[Chunk] = []
         stale: list[str] = []
         seen = KeySet()
+        kept_all = ""  # the part of the corpus that may hide documents
 
         def write() -> None:
             if pending:
@@ -76,14 +77,19 @@ def build(
             except _LeftOut as reason:
                 summary.skipped += 1
                 complain(reason.skipped)
+                known.pop(reason.skipped.id or "", None)
+                kept_all = kept_all or (reason.skipped.where if reason.skipped.many else "")
             if len(pending) >= WRITTEN_AT_ONCE:
                 write()
             report(summary)
         write()
         if not summary.seen - summary.skipped:
             raise ConfigError(f"--corpus: {', '.join(config.corpus)}: no document in it; the index is as it was")
-        summary.removed = len(known)
-        stale += known.values()
+        if kept_all:
+            summary.notes.append(f"{kept_all}: could not be read, so nothing is taken out of the index")
+        else:
+            summary.removed = len(known)
+            stale += known.values()
         if stale:
             writer.remove(stale)
         if stale or summary.chunks_written:
@@ -109,19 +115,24 @@ def _chunks(
     """Return the passages of a document that are to be written; what is left in `known` is no longer in the corpus."""
     if isinstance(item, Skipped):
         raise _LeftOut(item)
-    if not seen.add(item.id):
+    if item.id in seen:
         raise _LeftOut(Skipped(item.where, f'id "{item.id}" stands twice; the first document of that name is kept'))
     if known.get(item.id) == item.digest:
+        seen.add(item.id)
         del known[item.id]
         summary.unchanged += 1
         return []
     try:
         text = item.read()
+        texts = chunker.split(text)
     except Unreadable as error:
         raise _LeftOut(Skipped(item.where, str(error))) from None
-    texts = chunker.split(text)
+    except Exception as error:  # parsers of other people's files may raise anything
+        why = f"cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
+        raise _LeftOut(Skipped(item.where, why)) from None
     if not texts:
         raise _LeftOut(Skipped(item.where, "empty: no text in it"))
+    seen.add(item.id)
     if (before := known.pop(item.id, None)) is None:
         summary.added += 1
     else:
@@ -134,10 +145,12 @@ def _chunks(
 def _prepare(config: RetrievalConfig, embedder: Embedder | None, summary: BuildSummary) -> tuple[Chunker, Settings]:
     """Return who cuts, and what the index is built with. The embedding model cuts what it cannot read, silently."""
     size = config.chunk_size
-    if config.tokenizer:
-        tokens = model_tokens(config.tokenizer)
-    elif embedder and embedder.tokens is not None:
+    if embedder and embedder.tokens is not None:
+        if config.tokenizer:
+            raise ConfigError("retrieval.tokenizer: has no use beside embedding_model, whose own tokens are counted")
         tokens = plain(embedder.tokens)
+    elif config.tokenizer:
+        tokens = model_tokens(config.tokenizer)
     else:
         tokens = word_tokens()
     if embedder and embedder.max_tokens and size > (room := embedder.max_tokens - 2):

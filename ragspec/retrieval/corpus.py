@@ -6,6 +6,7 @@ end a build. Limit: a file must fit in memory.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -14,7 +15,7 @@ from typing import Any
 
 from ragspec.errors import ConfigError, RecordError
 from ragspec.jsonl import Line, Lines
-from ragspec.retrieval.readers import READERS, Text, Unreadable, read_text
+from ragspec.retrieval.readers import READERS, Text, read_text
 
 JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
@@ -35,43 +36,65 @@ class Skipped:
 
     where: str
     why: str
+    id: str | None = None  # where it is known, and what is indexed of it may stay: it could not be looked at
+    many: bool = False  # whether documents that nobody knows of may lie behind it
 
 
 def documents(paths: Sequence[str], file_types: Sequence[str] = ()) -> Iterator[Document | Skipped]:
-    """Yield the documents of `paths`: files, and folders with all that is in them but hidden files.
+    """Yield the documents of `paths`: files, and folders with all that is in them but hidden files and folders.
 
-    file_types: endings to take (".md"); all by default. Raises ConfigError for a path that is not there.
+    file_types: endings to take from folders (".md"); all by default. Raises ConfigError for a path that is not there.
     """
     roots = [Path(path).expanduser() for path in paths]
     for root in roots:
         if not root.exists():
             raise ConfigError(f"--corpus: {root}: no such file or folder")
-    wanted = {f".{ending.lstrip('.').lower()}" for ending in file_types}
+    wanted = tuple(f".{ending.lstrip('.').lower()}" for ending in file_types)
     for root in roots:
-        for file, name in _files(root):
-            if not wanted or file.suffix.lower() in wanted:
-                yield from _of_file(file, name)
+        if not root.is_dir():
+            yield from _of_file(root, root.name)
+            continue
+        for item in _files(root):
+            if isinstance(item, Skipped):
+                yield item
+            elif not wanted or _unpacked(item.name).endswith(wanted):
+                yield from _of_file(item, item.relative_to(root).as_posix())
 
 
-def _files(root: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the files of a root with the names that ids are made of: the path inside the folder."""
-    if root.is_file():
-        yield root, root.name
-        return
-    for file in sorted(root.rglob("*")):
-        inside = file.relative_to(root)
-        if file.is_file() and not any(part.startswith(".") for part in inside.parts):
-            yield file, inside.as_posix()
+def _files(root: Path) -> Iterator[Path | Skipped]:
+    """Yield the files of a folder in the order of their paths, and what cannot be looked into."""
+    unreadable: list[OSError] = []
+    for folder, folders, files in os.walk(root, onerror=unreadable.append):
+        here = Path(folder)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in folders:
+            if (here / name).is_symlink():
+                yield Skipped(str(here / name), "a link to a folder; name that one as part of the corpus")
+        yield from (here / name for name in sorted(files) if not name.startswith("."))
+    for error in unreadable:
+        yield Skipped(str(error.filename), f"cannot be read ({error.strerror})", many=True)
+
+
+def _unpacked(name: str) -> str:
+    return name.lower().removesuffix(".gz").removesuffix(".zst")
 
 
 def _of_file(file: Path, name: str) -> Iterator[Document | Skipped]:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        yield Skipped(ascii(str(file)), "its name is not UTF-8; rename it")
+        return
     if name.lower().endswith(JSONL):
         yield from _of_jsonl(file, name)
         return
     try:
+        if file.exists() and not file.is_file():
+            yield Skipped(str(file), "no regular file")
+            return
         content = file.read_bytes()
     except OSError as error:
-        yield Skipped(str(file), f"cannot be read ({error.strerror})")
+        yield Skipped(str(file), f"cannot be read ({error.strerror})", id=name)
         return
     reader = READERS.get(file.suffix.lower(), read_text)
     yield Document(name, str(file), _digest(name, file.suffix.lower(), content), lambda: reader(content))
@@ -87,7 +110,7 @@ def _of_jsonl(file: Path, name: str) -> Iterator[Document | Skipped]:
                     where = f"{file}:{line.number}"
                     yield Skipped(where, str(error).removeprefix(f"{where}: "))
     except ConfigError as error:  # a damaged archive: what came before the damage is kept
-        yield Skipped(str(file), str(error).removeprefix(f"{file}:"))
+        yield Skipped(str(file), str(error).removeprefix(f"{file}:").strip(), many=True)
 
 
 def _of_line(line: Line, file: Path, name: str) -> Document:
@@ -109,6 +132,3 @@ def _of_line(line: Line, file: Path, name: str) -> Document:
 
 def _digest(doc: str, form: str, content: bytes) -> str:
     return blake2b(f"{doc}\0{form}\0".encode() + content, digest_size=12).hexdigest()
-
-
-__all__ = ["Document", "Skipped", "Text", "Unreadable", "documents"]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
+
+import orjson
 
 from ragspec.config import RetrievalConfig
 from ragspec.errors import RecordError
 from ragspec.journal import Journal
-from ragspec.jsonl import Lines
+from ragspec.jsonl import Line, Lines
 from ragspec.retrieval.evaluate import evaluate
 from ragspec.retrieval.search import Retriever
-from ragspec.retrieval.stage import Stage
+from ragspec.retrieval.stage import Stage, lacks_contexts
 
 
 @dataclass(slots=True)
@@ -24,7 +27,7 @@ class Passed:
 
 
 def stream(config: RetrievalConfig, source: str, output: str, limit: int | None = None) -> Passed:
-    """Copy the lines of `source` to `output`, contexts filled in; a line that is no JSON becomes an error line."""
+    """Copy the lines of `source` to `output`, contexts added; a line that is no JSON becomes an error line."""
     passed = Passed()
     with Lines(source) as lines:
         stage = Stage(Retriever(config))
@@ -32,15 +35,27 @@ def stream(config: RetrievalConfig, source: str, output: str, limit: int | None 
             for index, line in enumerate(stage.fill(islice(lines, limit))):
                 if isinstance(line.value, RecordError):
                     passed.failed += 1
-                    message = str(line.value)
-                    error = {"type": "RecordError", "message": message}
+                    error = {"type": "RecordError", "message": str(line.value)}
                     journal.put(index, {"id": str(line.number), "line": line.number, "error": error})
+                elif (written := _with_contexts(line)) is not None:
+                    passed.searched += 1
+                    journal.put(index, written)
                 else:
-                    journal.put(index, line.value)
                     passed.untouched += 1
-    passed.searched = stage.queries
-    passed.untouched -= stage.queries
+                    journal.put(index, line.raw)
     return passed
+
+
+def _with_contexts(line: Line) -> bytes | None:
+    """Return a line with the contexts that were found, all else byte for byte; None where none were looked for."""
+    raw = line.raw.strip()
+    before: Any = orjson.loads(raw)
+    if not lacks_contexts(before):
+        return None
+    contexts = orjson.dumps(line.value["contexts"])
+    if "contexts" in before:  # null: said anew
+        return orjson.dumps({**before, "contexts": line.value["contexts"]})
+    return raw.removesuffix(b"}").rstrip() + b',"contexts":' + contexts + b"}"
 
 
 def measure(config: RetrievalConfig, source: str, output: str, limit: int | None = None) -> None:

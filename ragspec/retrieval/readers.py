@@ -35,7 +35,7 @@ def read_text(content: bytes) -> Text:
 def read_markdown(content: bytes) -> Text:
     """Return Markdown with its first top heading as the title."""
     text = read_text(content).text
-    heading = re.search(r"^# +(.+?) *#*$", text, re.MULTILINE)
+    heading = re.search(r"^# +(.+?)(?: +#+)? *$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.MULTILINE)
     return Text(text, heading[1] if heading else None, markdown=True)
 
 

@@ -8,7 +8,10 @@ Source: LanceDB 0.40, tables, tags and full-text search. Limit: one build at a t
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ TABLE = "chunks"
 READY = "ready"
 SETTINGS = b"ragspec"
 FORMAT = 1
+COLUMNS = ["id", "document", "title", "text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +42,8 @@ class Settings:
 def connect(uri: str, options: dict[str, Any] | None = None) -> Any:
     """Return the database at a folder or an object store's address. Raises ConfigError."""
     lancedb = library()
-    try:
+    with failing(uri, "opened"):
         return lancedb.connect(uri, storage_options=options or None)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f'retrieval.index: "{uri}": cannot be opened ({_line(error)})') from None
 
 
 class Index:
@@ -51,21 +53,22 @@ class Index:
         missing = f'retrieval.index: "{uri}": no index there; build one: ragspec index --corpus FILES --output {uri}'
         if is_local(uri) and not Path(uri).is_dir():
             raise ConfigError(missing)
-        database = connect(uri, options)
-        try:
-            self._table = database.open_table(TABLE)
+        with failing(uri, "opened"):
+            table = open_table(connect(uri, options))
+            if table is None or READY not in table.tags.list():
+                raise ConfigError(missing)
+            self._table = table
             self._table.checkout(READY)
-        except (OSError, ValueError, RuntimeError):
-            raise ConfigError(missing) from None
+            self.rows: int = self._table.count_rows()
         self.uri = uri
         self.settings = settings_of(self._table, uri)
-        self.rows: int = self._table.count_rows()
 
     @property
     def identity(self) -> dict[str, Any]:
         """What an answer made from this index depends on."""
-        stamp = next((v["timestamp"] for v in self._table.list_versions() if v["version"] == self._table.version), "")
-        return {"version": self._table.version, "built": str(stamp), "rows": self.rows}
+        version = self._table.version
+        built = next(v["timestamp"] for v in self._table.list_versions() if v["version"] == version)
+        return {"version": version, "built": built.astimezone(UTC).isoformat(), "rows": self.rows}
 
     def match(self, query: str, count: int) -> list[dict[str, Any]]:
         """Return the `count` best rows by BM25."""
@@ -87,11 +90,33 @@ class Index:
 
         search = self._table.search(query_type="hybrid", vector_column_name="vector", fts_columns="text")
         search = search.vector(vector).text(MatchQuery(query, "text")).distance_type("dot").rerank(RRFReranker())
-        return [_row(row, "_relevance_score") for row in search.limit(count).to_list()]
+        with failing(self.uri, "searched"):
+            return [_row(row, "_relevance_score") for row in search.select(COLUMNS).limit(count).to_list()]
 
     def _rows(self, search: Any, score: str, count: int) -> list[dict[str, Any]]:
-        found = search.select(["id", "document", "title", "text", score]).limit(count).to_list()
-        return [_row(row, score) for row in found]
+        with failing(self.uri, "searched"):
+            return [_row(row, score) for row in search.select([*COLUMNS, score]).limit(count).to_list()]
+
+
+@contextmanager
+def failing(uri: str, what: str) -> Iterator[None]:
+    """Turn what LanceDB raises into one line."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f'retrieval.index: "{uri}": cannot be {what} ({_line(error)})') from error
+
+
+def open_table(database: Any) -> Any:
+    """Return the table of passages in its latest version, or None where there is none."""
+    page = None
+    while True:
+        found = database.list_tables(page_token=page)
+        if TABLE in found.tables:
+            return database.open_table(TABLE)
+        page = found.page_token
+        if not page:
+            return None
 
 
 def is_local(uri: str) -> bool:
@@ -105,7 +130,7 @@ def settings_of(table: Any, uri: str) -> Settings:
         return Settings(**orjson.loads((table.schema.metadata or {})[SETTINGS]))
     except (KeyError, TypeError, ValueError):
         raise ConfigError(
-            f'retrieval.index: "{uri}": not an index of this version of ragspec; build it again in another folder'
+            f'retrieval.index: "{uri}": holds no index of this version of ragspec; choose another folder'
         ) from None
 
 

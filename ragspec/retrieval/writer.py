@@ -6,14 +6,25 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from ragspec.errors import ConfigError
-from ragspec.retrieval.store import READY, SETTINGS, TABLE, Settings, connect, is_local, library, searched, settings_of
+from ragspec.retrieval.store import (
+    READY,
+    SETTINGS,
+    TABLE,
+    Settings,
+    connect,
+    is_local,
+    library,
+    open_table,
+    searched,
+    settings_of,
+)
 from ragspec.suggest import did_you_mean
 
 VECTORS_INDEXED_FROM = 100_000  # rows; fewer are compared one by one, exactly
@@ -42,18 +53,19 @@ class Writer:
         self._settings = settings
         self._table: Any = None
         self._fresh = True  # whether the table is to be written anew
-        try:
-            table = self._database.open_table(TABLE)
-            tags = table.tags.list()
-        except (OSError, ValueError, RuntimeError):
+        table = open_table(self._database)
+        if table is None:
             return
-        if READY not in tags:
+        built_with = settings_of(table, uri)  # a table of somebody else is not ours to write over
+        tags = table.tags.list()
+        if READY not in tags:  # a first build died here
             return
         if table.version != tags[READY]["version"]:  # a build died here
             table.checkout(READY)
             table.restore()
+            built_with = settings_of(table, uri)
         self._table = table
-        self._fresh = settings_of(table, uri) != settings
+        self._fresh = built_with != settings
 
     @property
     def begins_anew(self) -> bool:
@@ -116,12 +128,25 @@ class Writer:
         if READY in table.tags.list():
             table.optimize(cleanup_older_than=FOR_EVER)  # what is new enters the indexes; nothing is deleted
             table.tags.update(READY, table.version)
-            table.optimize(cleanup_older_than=KEPT)
+            stamps = [version["timestamp"] for version in table.list_versions()]
+            if age := spent(stamps, datetime.now()):
+                table.optimize(cleanup_older_than=age)
         else:  # a first build: no reader can be at an older version
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
                 table.optimize(cleanup_older_than=timedelta(0))
             table.tags.create(READY, table.version)
+
+
+def spent(stamps: Sequence[datetime], now: datetime) -> timedelta | None:
+    """Return from which age on versions made at `stamps` were replaced more than `KEPT` ago; None where none were.
+
+    What counts is when a version was replaced, not when it was made: until then readers begin with it.
+    """
+    old = [stamp for stamp in stamps if now - stamp >= KEPT]
+    if len(old) < 2:
+        return None
+    return now - max(old) + timedelta(milliseconds=1)
 
 
 @contextmanager
