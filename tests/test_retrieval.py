@@ -633,3 +633,23 @@ def test_many_vectors_are_searched_through_an_index_and_stay_searchable_after_an
         assert best["score"] == pytest.approx(1, abs=1e-4)
         assert index.match(name, 1)[0]["id"] == name
         assert index.fused(name, vectors[name], 5)[0]["id"] == name
+
+
+def test_a_hundred_thousand_passages_take_little_more_disk_than_their_texts(tmp_path):
+    from ragspec.retrieval.store import Index, Settings
+    from ragspec.retrieval.writer import Chunk, Writer
+
+    uri = str(tmp_path / "idx")
+    build = Writer(uri, None, Settings(512, 64, "words", "English"))
+    size = 0
+    for begin in range(0, 100_000, 20_000):
+        texts = [f"Passage {n} of shelf {n % 977} speaks of topic {n % 31}." for n in range(begin, begin + 20_000)]
+        size += sum(map(len, texts))
+        build.add([Chunk(f"d{n}", f"d{n}", f"{n:024x}", None, text) for n, text in enumerate(texts, begin)])
+    build.finish()
+    index = Index(uri)
+    assert index.rows == 100_000
+    found = index.match("passage 54321 shelf", 3)
+    assert found[0]["id"] == "d54321"
+    on_disk = sum(file.stat().st_size for file in (tmp_path / "idx").rglob("*") if file.is_file())
+    assert on_disk < 4 * size  # texts, ids, digests and postings, and no second copy of them
