@@ -23,6 +23,9 @@ TABLE = "chunks"
 READY = "ready"
 SETTINGS = b"ragspec"
 FORMAT = 1
+PROBES = (
+    64  # parts of the vector index that a search looks into; LanceDB's 20 lose half of what is near at 300,000 rows
+)
 COLUMNS = ["id", "document", "title", "text"]
 
 
@@ -79,7 +82,7 @@ class Index:
 
     def near(self, vector: Any, count: int) -> list[dict[str, Any]]:
         """Return the `count` rows whose vectors are nearest; `score` is the cosine."""
-        search = self._table.search(vector, vector_column_name="vector").distance_type("dot")
+        search = self._table.search(vector, vector_column_name="vector").distance_type("dot").nprobes(PROBES)
         rows = self._rows(search, "_distance", count)
         return [row | {"score": 1.0 - row["score"]} for row in rows]
 
@@ -89,7 +92,13 @@ class Index:
         from lancedb.rerankers import RRFReranker
 
         search = self._table.search(query_type="hybrid", vector_column_name="vector", fts_columns="text")
-        search = search.vector(vector).text(MatchQuery(query, "text")).distance_type("dot").rerank(RRFReranker())
+        search = (
+            search.vector(vector)
+            .text(MatchQuery(query, "text"))
+            .distance_type("dot")
+            .nprobes(PROBES)
+            .rerank(RRFReranker())
+        )
         with failing(self.uri, "searched"):
             return [_row(row, "_relevance_score") for row in search.select(COLUMNS).limit(count).to_list()]
 
