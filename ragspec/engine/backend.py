@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from ragspec.drafters.base import Drafter
-from ragspec.drafters.context import ContextDrafter
-from ragspec.drafters.prompt_lookup import PromptLookup
+from ragspec.drafters.choice import judged, model_free
 from ragspec.engine.allocate import StepCost
 from ragspec.engine.capacity import choose_rows, most_rows
 from ragspec.engine.decode import LOOKAHEAD, Clock, Engine
@@ -69,11 +67,7 @@ class EngineBackend:
         self._weights = _linear_weights(inner)
         self._model = _prepare(inner)
         self._draft = _prepare(draft) if draft is not None else None
-        smallest, largest = ngrams
-        self._drafters: dict[str, Drafter] = {
-            "prompt_lookup": PromptLookup(smallest or 1, largest or max(3, smallest or 1)),
-            "context": ContextDrafter(isolate),
-        }
+        self._drafters = model_free(ngrams, isolate)
         self._candidates = [method]
         if method == "auto":
             self._candidates = ["none", *self._drafters] + ["draft_model"] * (draft is not None)
@@ -169,14 +163,9 @@ class EngineBackend:
             parameters, size = self._weights
             about["step_cost"] = {"points": self._cost.points, "parameters": parameters, "weight_bytes": size}
         if self._method == "auto":
-            about["trial"] = {name: round(rate, 2) for name, rate in self._trial.rates().items()}
-            about["method"] = self._trial.chosen
+            about |= self._trial.about()
         best = (self._trial.chosen or "context") if self._method == "auto" else self._method
-        calibration = getattr(self._drafters.get(best), "calibration", None)
-        if calibration is not None and calibration.error is not None:
-            about["calibration_error"] = round(calibration.error, 4)
-            about["guesses_scored"] = calibration.trials
-        return about
+        return about | judged(self._drafters.get(best))
 
 
 def _prepare(inner: Any) -> Model:

@@ -9,6 +9,7 @@ had, its tokens stand in the answers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 BLOCK = 4  # steps of one method before the next has its turn
 ROUNDS = 4  # turns of each
@@ -49,6 +50,10 @@ class Trial:
         rates = self.rates()
         best = max(rates, key=lambda name: rates[name])
         return best if rates[best] > rates[self._names[0]] * LEAST_GAIN else self._names[0]
+
+    def about(self) -> dict[str, Any]:
+        """Return what the statistics say of the choice."""
+        return {"method": self.chosen, "trial": {name: round(rate, 2) for name, rate in self.rates().items()}}
 
     def note(self) -> str:
         """Return what was chosen, and by which figures."""

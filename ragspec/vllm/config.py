@@ -58,12 +58,11 @@ def speculative_config(spec: SpeculationConfig, draft_path: str | None = None) -
 
 def proposer_settings(spec: SpeculationConfig) -> dict[str, Any]:
     """Return what our proposer reads from vLLM's additional_config."""
-    smallest = spec.ngram_min or 1
     return {
         "method": spec.method,
         "num_tokens": None if spec.num_tokens == "auto" else spec.num_tokens,
         "isolate": spec.isolate,
-        "ngrams": [smallest, spec.ngram_max or max(3, smallest)],
+        "ngrams": [spec.ngram_min, spec.ngram_max],
     }
 
 

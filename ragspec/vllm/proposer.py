@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ragspec.drafters.base import Draft, Drafter
-from ragspec.drafters.context import ContextDrafter
+from ragspec.drafters.base import Draft
+from ragspec.drafters.choice import judged, model_free
 from ragspec.drafters.copied import Copies
-from ragspec.drafters.prompt_lookup import PromptLookup
 from ragspec.engine.allocate import allocate
 from ragspec.engine.line import LineCost
 from ragspec.engine.trial import Trial
@@ -37,11 +36,8 @@ class Proposer:
 
     def reset(self) -> None:
         """Forget everything: a run starts as a fresh one does."""
-        method, (smallest, largest) = self._settings["method"], self._settings["ngrams"]
-        known: dict[str, Drafter] = {
-            "prompt_lookup": PromptLookup(smallest, largest),
-            "context": ContextDrafter(self._settings["isolate"]),
-        }
+        method = self._settings["method"]
+        known = model_free(self._settings["ngrams"], self._settings["isolate"])
         self._drafters = known if method == "auto" else {method: known[method]}
         self.trial = Trial(["none", *known] if method == "auto" else [method])
         self.cost = LineCost()
@@ -74,14 +70,9 @@ class Proposer:
     def about(self) -> dict[str, Any]:
         """Return what the drafts cost and how well they were judged."""
         about: dict[str, Any] = {"drafting_s": round(self.drafting_s, 3)}
-        calibration = getattr(self._drafters.get(self.trial.chosen or "context"), "calibration", None)
-        if calibration is not None and calibration.error is not None:
-            about["calibration_error"] = round(calibration.error, 4)
-            about["guesses_scored"] = calibration.trials
         if self._settings["method"] == "auto":
-            about["method"] = self.trial.chosen
-            about["trial"] = {name: round(rate, 2) for name, rate in self.trial.rates().items()}
-        return about
+            about |= self.trial.about()
+        return about | judged(self._drafters.get(self.trial.chosen or "context"))
 
     # -- what vLLM asks -------------------------------------------------------------------------------------------
 
