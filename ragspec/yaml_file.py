@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ragspec.errors import ConfigError
+from ragspec.errors import ConfigError, flat
 
 
 class _Loader(yaml.SafeLoader):
@@ -58,4 +58,4 @@ def parse_yaml(text: str, source: str) -> Any:
     except RecursionError:
         raise ConfigError(f"{source}: nested too deep") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{source}: not valid YAML: {flat(error)}") from None

@@ -13,7 +13,7 @@ from ragspec.cli.measure import benchmark, report
 from ragspec.cli.options import INTERRUPTED, Debug, set_debug
 from ragspec.cli.prove import doctor, tune, verify
 from ragspec.cli.search import index, retrieve
-from ragspec.errors import RagspecError
+from ragspec.errors import RagspecError, flat
 
 app = typer.Typer(
     add_completion=True,
@@ -60,6 +60,6 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("RAGSPEC_DEBUG"):
             raise
-        text = " ".join(str(error).split())
+        text = flat(error)
         print(f"error: {type(error).__name__}: {text} (a bug? --debug shows where)", file=sys.stderr)
         sys.exit(3)

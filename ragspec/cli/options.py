@@ -33,12 +33,11 @@ def set_debug(debug: bool) -> None:
 def load(config: str, override: list[str] | None, input: str | None) -> tuple[RunConfig, Console]:
     """Return the config, its notes said, and the console on stderr."""
     from ragspec.config import load_config
-    from ragspec.console import stderr
+    from ragspec.console import print_notes, stderr
 
     console = stderr()
     run_config, notes = load_config(config, override or (), input=input)
-    for note in notes:
-        console.print(f"note: {note}", markup=False, style="yellow")
+    print_notes(console, notes)
     return run_config, console
 
 

@@ -106,9 +106,9 @@ def retrieve(
 def _settings(console: Console, path: str | None, override: list[str] | None, **given: Any) -> RetrievalConfig:
     """Return the retrieval section: the config's, if one is named, with what the command line says over it."""
     from ragspec.config import load_retrieval
+    from ragspec.console import print_notes
 
     direct = {key: value for key, value in given.items() if value is not None}
     settings, notes = load_retrieval(path, override or (), direct)
-    for note in notes:
-        console.print(f"note: {note}", markup=False, style="yellow")
+    print_notes(console, notes)
     return settings

@@ -23,6 +23,7 @@ from ragspec.engine.proposers import Proposer
 from ragspec.engine.row import Row
 from ragspec.engine.sampling import draw, penalise, probabilities
 from ragspec.engine.verify import agreement, reject
+from ragspec.errors import flat
 from ragspec.hf.stopping import ends_with_stop, trim
 from ragspec.records import Failure, Generation, Request, Tokenizer
 
@@ -90,7 +91,7 @@ class Engine:
 
     def _back_off(self, line: Admission, error: Exception) -> Failure | None:
         rows, places = line.rows(), max(1, len(line.places) // 2)
-        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        text = f"{type(error).__name__}: {flat(error, 300)}"
         failure = None
         if len(line.places) > 1:
             self.clock.notes.append(f"batch_size: went from {len(line.places)} to {places} rows after {text}")

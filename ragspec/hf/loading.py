@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ragspec.errors import ConfigError, ModelError
+from ragspec.errors import ConfigError, ModelError, flat
 from ragspec.models import ModelSource
 
 
@@ -71,7 +71,7 @@ def load_model(
         model = AutoModelForCausalLM.from_pretrained(source.path, **kwargs)
         return (model if "device_map" in kwargs else model.to(device)).eval()
     except Exception as error:  # whatever a model's own code raises while loading, it could not start
-        text = " ".join(str(error).split())[:300]
+        text = flat(error, 300)
         if "use_safetensors" not in extra:
             text += "; to load pickled weights all the same: runner_args.model_args.use_safetensors: false"
         raise ModelError(f'"{source.name}" could not be loaded: {type(error).__name__}: {text}') from error

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import StoppingCriteriaList
 
-from ragspec.errors import ModelError
+from ragspec.errors import ModelError, flat
 from ragspec.hf.acceptance import AcceptanceMeter, in_id_order
 from ragspec.hf.draft import Draft, width_of
 from ragspec.hf.stopping import StepClock, StopText, trim
@@ -131,7 +131,7 @@ class StockBackend:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             if len(batch) == 1:
-                text = " ".join(str(error).split())[:500]
+                text = flat(error, 500)
                 yield Failure(batch[0].index, f"{type(error).__name__}: {text}")
                 return
             for request in batch:

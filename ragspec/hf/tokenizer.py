@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ragspec.errors import ConfigError
+from ragspec.errors import ConfigError, flat
 from ragspec.models import ModelSource
 
 
@@ -48,5 +48,5 @@ def load_tokenizer(source: ModelSource, *, key: str = "model", trust_remote_code
             source.path, **{"revision": source.revision or "main", "trust_remote_code": trust_remote_code, **args}
         )
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        text = " ".join(str(error).split())[:200]
+        text = flat(error, 200)
         raise ConfigError(f'{key}: "{source.name}": its tokenizer cannot be loaded ({text})') from error

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ragspec.config import RetrievalConfig
-from ragspec.errors import ConfigError
+from ragspec.errors import ConfigError, flat
 from ragspec.keyset import KeySet
 from ragspec.retrieval.chunks import WORDS, Chunker, model_tokens, plain, word_tokens
 from ragspec.retrieval.corpus import Document, Skipped, documents
@@ -128,7 +128,7 @@ def _chunks(
     except Unreadable as error:
         raise _LeftOut(Skipped(item.where, str(error))) from None
     except Exception as error:  # parsers of other people's files may raise anything
-        why = f"cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
+        why = f"cannot be read ({type(error).__name__}: {flat(error, 120)})"
         raise _LeftOut(Skipped(item.where, why)) from None
     if not texts:
         raise _LeftOut(Skipped(item.where, "empty: no text in it"))
@@ -166,6 +166,3 @@ def _prepare(config: RetrievalConfig, embedder: Embedder | None, summary: BuildS
         dimension=embedder.dimension if embedder else None,
     )
     return Chunker(tokens, size, overlap), settings
-
-
-__all__ = ["BuildSummary", "build"]

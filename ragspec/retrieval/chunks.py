@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from ragspec.errors import ConfigError
+from ragspec.errors import ConfigError, flat
 from ragspec.models import resolve
 from ragspec.retrieval.readers import Text
 
@@ -58,8 +58,9 @@ def model_tokens(name: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(source.path)
         return plain(tokenizer.backend_tokenizer)
     except (OSError, ValueError, AttributeError) as error:
-        text = " ".join(str(error).split())[:160]
-        raise ConfigError(f'retrieval.tokenizer: "{name}": has no fast tokenizer that loads ({text})') from None
+        raise ConfigError(
+            f'retrieval.tokenizer: "{name}": has no fast tokenizer that loads ({flat(error, 160)})'
+        ) from None
 
 
 def plain(tokens: Any) -> Any:

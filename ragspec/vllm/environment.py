@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 
+from ragspec.errors import flat
+
 
 def prepare() -> None:
     """Keep vLLM's log off stdout, which is for records, and its usage statistics at home."""
@@ -33,5 +35,5 @@ def device_count() -> int:
 
 def one_line(error: Exception) -> str:
     """Return the error's type and text, as one line."""
-    text = " ".join(str(error).split()) or "no message"
+    text = flat(error) or "no message"
     return f"{type(error).__name__}: {text[:400]}"
