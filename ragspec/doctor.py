@@ -73,7 +73,7 @@ def _examine_index(config: RetrievalConfig) -> Finding:
     """Say what the index holds; its models are not loaded."""
     from ragspec.retrieval.store import Index
 
-    index = Index(config.index, config.storage_options or None)
+    index = Index(config.index, config.storage_options)
     model = index.settings.embedding_model
     vectors = f"vectors of {model}" if model else "no vectors: searched by words (BM25)"
     return Finding("ok", f"index {config.index}: {index.rows:,} passages, {vectors}")

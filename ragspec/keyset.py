@@ -13,7 +13,7 @@ class KeySet:
     """Strings or bytes, at about 3 microseconds each. The file is SQLite's own and is gone with the process."""
 
     def __init__(self, cache_mib: int = 16) -> None:
-        self._db = sqlite3.connect("", isolation_level=None, check_same_thread=False)  # looked at ahead, too
+        self._db = sqlite3.connect("", isolation_level=None)
         self._db.execute("PRAGMA journal_mode = OFF")
         self._db.execute("PRAGMA synchronous = OFF")
         self._db.execute(f"PRAGMA cache_size = -{cache_mib * 1024}")

@@ -55,7 +55,7 @@ def build(
     embedder = Embedder(config.embedding_model) if config.embedding_model else None
     chunker, settings = _prepare(config, embedder, summary)
     with building(config.index), failing(config.index, "written"):
-        writer = Writer(config.index, config.storage_options or None, settings)
+        writer = Writer(config.index, config.storage_options, settings)
         had = writer.rows
         known = dict(writer.known())
         if had and writer.begins_anew:

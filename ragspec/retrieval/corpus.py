@@ -15,6 +15,7 @@ from typing import Any
 
 from ragspec.errors import ConfigError, RecordError
 from ragspec.jsonl import Line, Lines
+from ragspec.parsing import record_id
 from ragspec.retrieval.readers import READERS, Text, read_text
 
 JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -120,11 +121,9 @@ def _of_line(line: Line, file: Path, name: str) -> Document:
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
         raise RecordError('a document is an object {"id", "title", "text"} with a text')
     key, title, text = value.get("id"), value.get("title"), value["text"]
-    if key is not None and (isinstance(key, bool) or not isinstance(key, str | int) or key == ""):
-        raise RecordError('"id" must be a non-empty string or a whole number')
     if title is not None and not isinstance(title, str):
         raise RecordError('"title" must be a string')
-    doc = f"{name}:{line.number}" if key is None else str(key)
+    doc = f"{name}:{line.number}" if key is None else record_id(key, line.number)
     return Document(
         doc, f"{file}:{line.number}", _digest(doc, title or "", text.encode()), lambda: Text(text, title or None)
     )

@@ -30,7 +30,7 @@ class Retriever:
 
     def __init__(self, config: RetrievalConfig) -> None:
         self._config = config
-        self.index = Index(config.index, config.storage_options or None)
+        self.index = Index(config.index, config.storage_options)
         built_with = self.index.settings.embedding_model
         if config.embedding_model and config.embedding_model != built_with:
             raise ConfigError(
