@@ -1,5 +1,6 @@
 """Drafters that need no model: what they guess, how sure they say they are, and what they may learn from."""
 
+import itertools
 import random
 from bisect import bisect_right
 
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from ragspec.drafters import context
 from ragspec.drafters.base import Draft
-from ragspec.drafters.calibration import FADE_AT, LENGTHS, PRIOR, Calibration, length_bucket
+from ragspec.drafters.calibration import LENGTHS, PRIOR, Calibration, length_bucket
 from ragspec.drafters.chain import LEAST_SURVIVAL, Match, Proposals
 from ragspec.drafters.context import DOUBTS, OTHER_OUTPUT, PROMPT, ContextDrafter, SharedPool
 from ragspec.drafters.index import PLACES, REACH, NgramIndex, match_length
@@ -42,59 +43,82 @@ def test_every_length_falls_into_the_bucket_that_begins_at_or_before_it():
         assert length_bucket(length) == bisect_right(LENGTHS, length) - 1
 
 
-def test_no_two_kinds_share_a_number_and_none_is_a_family():
-    kinds = [Calibration.kind(s, length, share) for s in SOURCES for length in LENGTHS for share in (0.4, 0.7, 1.0)]
-    assert len(set(kinds)) == len(kinds)
-    assert not {kind | 3 for kind in kinds} & set(kinds)
+def known(source=0, length=4, share=1.0, guess=7, before=8, **rest):
+    return Calibration.features(source, length, guess, before, share=share, **rest)
+
+
+def test_features_of_different_kinds_are_never_the_same():
+    ids = (0, 1, 2**21 - 1)
+    seen = [
+        known(source, length, share, guess, before, depth=depth, sources=sources, matches=matches)
+        for source, length, share in itertools.product(SOURCES, (1, 2, 40), (0.4, 0.7, 1.0))
+        for guess, before in itertools.product(ids, ids)
+        for depth, sources, matches in itertools.product((0, 1, 9), (1, 2, 4), (1, 9))
+        if depth < length
+    ]
+    kinds = [set(column) for column in zip(*seen, strict=True)]
+    assert all(a.isdisjoint(b) for a, b in itertools.combinations(kinds, 2))
+    assert len(kinds[0]) == len(SOURCES) * 3
+    assert len(kinds[1]) == 3 * 3 * 2
+    assert len(kinds[2]) == len(kinds[3]) == len(ids)
+
+
+def test_an_estimate_is_learnt_for_all_that_is_known_of_a_guess():
+    start = Calibration()
+    for others in (
+        known(guess=1, before=2, source=1, length=9, share=0.4),  # nothing but the beginning is the same
+        known(guess=7, before=2, source=1, length=9, share=0.4),
+        known(guess=1, before=8, source=1, length=9, share=0.4),
+        known(guess=1, before=2, source=0, length=4, share=0.4),
+        known(guess=1, before=2, source=1, length=9, share=1.0),
+    ):
+        calibration = Calibration()
+        for _ in range(30):
+            calibration.observe(known(), False)
+        shared = len(set(others) & set(known()))
+        assert (calibration.estimate(others) < start.estimate(others)) == bool(shared)
+        assert calibration.estimate(known()) < 0.1
 
 
 @pytest.mark.parametrize("hits", [0.0, 0.3, 0.9, 1.0])
 def test_an_estimate_comes_to_the_share_of_hits(hits):
     calibration = Calibration()
-    kind = calibration.kind(0, 4)
-    for n in range(400):
-        calibration.observe(kind, int(n * hits) < int((n + 1) * hits))
-    assert calibration.estimate(kind) == pytest.approx(hits, abs=0.03)
+    estimates = []
+    for n in range(600):
+        estimates.append(calibration.estimate(known()))
+        calibration.observe(known(), int(n * hits) < int((n + 1) * hits))
+    assert sum(estimates[300:]) / 300 == pytest.approx(hits, abs=0.03)
 
 
 def test_old_observations_fade():
     calibration = Calibration()
-    kind = calibration.kind(0, 4)
-    for _ in range(20 * FADE_AT):
-        calibration.observe(kind, True)
-    for _ in range(2 * FADE_AT):
-        calibration.observe(kind, False)
-    assert calibration.estimate(kind) < 0.2
-
-
-def test_a_kind_without_observations_leans_on_its_source_and_length():
-    calibration = Calibration()
+    for _ in range(10_000):
+        calibration.observe(known(), True)
     for _ in range(100):
-        calibration.observe(calibration.kind(0, 4, 1.0), False)
-    sibling, stranger = calibration.kind(0, 4, 0.4), calibration.kind(1, 4, 0.4)
-    assert calibration.estimate(sibling) < 0.1
-    assert calibration.estimate(stranger) == PRIOR[length_bucket(4)]
+        calibration.observe(known(), False)
+    assert calibration.estimate(known()) < 0.2
 
 
 @given(st.lists(st.tuples(st.sampled_from([0.4, 0.7, 1.0]), st.booleans()), max_size=40))
 def test_asking_for_an_estimate_changes_none(observations):
     asked, quiet = Calibration(), Calibration()
-    kinds = [asked.kind(0, 4, share) for share in (0.4, 0.7, 1.0)]
+    every = [known(share=share) for share in (0.4, 0.7, 1.0)]
     for share, hit in observations:
-        for kind in kinds:
-            asked.estimate(kind)
-        asked.observe(asked.kind(0, 4, share), hit)
-        quiet.observe(quiet.kind(0, 4, share), hit)
-    assert [asked.estimate(kind) for kind in kinds] == [quiet.estimate(kind) for kind in kinds]
+        for features in every:
+            asked.estimate(features)
+            asked.odds(0, 4)
+        asked.observe(known(share=share), hit)
+        quiet.observe(known(share=share), hit)
+    assert [asked.estimate(features) for features in every] == [quiet.estimate(features) for features in every]
 
 
-@given(st.lists(st.tuples(st.sampled_from(SOURCES), st.integers(0, 40), st.floats(0, 1), st.booleans()), max_size=60))
+@given(st.lists(st.tuples(st.sampled_from(SOURCES), st.integers(1, 40), st.floats(0, 1), st.booleans()), max_size=60))
 def test_estimates_are_probabilities_whatever_happens(observations):
     calibration = Calibration(DOUBTS)
     for source, length, share, hit in observations:
-        calibration.observe(calibration.kind(source, length, share), hit)
-    every = [calibration.kind(source, length, share) for source in SOURCES for length in LENGTHS for share in (0.4, 1)]
-    assert all(0 < calibration.estimate(kind) < 1 for kind in every)
+        calibration.observe(known(source, length, share), hit)
+    every = [known(source, length, share) for source in SOURCES for length in LENGTHS for share in (0.4, 1)]
+    assert all(0 < calibration.estimate(features) < 1 for features in every)
     assert calibration.trials == len(observations)
     assert calibration.hits == sum(hit for *_, hit in observations)
 
@@ -102,19 +126,29 @@ def test_estimates_are_probabilities_whatever_happens(observations):
 @pytest.mark.parametrize("source", SOURCES)
 def test_at_first_longer_matches_are_believed_more_and_other_records_less(source):
     calibration = Calibration(DOUBTS)
-    estimates = [calibration.estimate(calibration.kind(source, length)) for length in LENGTHS]
+    estimates = [calibration.odds(source, length) for length in LENGTHS]
     assert estimates == sorted(estimates)
-    own = [calibration.estimate(calibration.kind(PROMPT, length)) for length in LENGTHS]
+    own = [calibration.odds(PROMPT, length) for length in LENGTHS]
+    assert own == pytest.approx([prior / (1 - prior) for prior in PRIOR])
     assert source in (PROMPT, context.OUTPUT) or all(a < b for a, b in zip(estimates, own, strict=True))
+
+
+def test_at_first_more_agreement_is_believed_more():
+    calibration = Calibration()
+    for fewer, more in (({"share": 0.4}, {"share": 0.7}), ({"share": 0.7}, {"share": 1.0})):
+        assert calibration.estimate(known(**fewer)) < calibration.estimate(known(**more))
+    counts = [(1, 1), (1, 2), (2, 3), (3, 4)]
+    estimates = [calibration.estimate(known(sources=sources, matches=matches)) for sources, matches in counts]
+    assert estimates == sorted(set(estimates))
 
 
 @pytest.mark.parametrize(("truth", "low", "high"), [(0.5, 0.0, 0.03), (0.9, 0.37, 0.43)])
 def test_the_error_is_the_distance_between_estimates_and_what_came(truth, low, high, monkeypatch):
     calibration = Calibration()
     assert calibration.error is None
-    monkeypatch.setattr(calibration, "estimate", lambda kind: 0.5)  # estimates that never learn
+    monkeypatch.setattr(calibration, "estimate", lambda features: 0.5)  # estimates that never learn
     for n in range(1000):
-        calibration.observe(calibration.kind(0, 3), n % 10 < truth * 10)
+        calibration.observe(known(), n % 10 < truth * 10)
     assert low <= calibration.error <= high
 
 
@@ -123,15 +157,14 @@ def test_the_error_is_the_distance_between_estimates_and_what_came(truth, low, h
 
 def places_of(text, suffix, smallest, largest):
     """Return what NgramIndex.find promises, by looking everywhere."""
-    for n in range(min(largest, len(suffix)), smallest - 1, -1):
-        found = [end for end in range(n, len(text) + 1) if text[end - n : end] == suffix[-n:]]
-        if found and found[0] < len(text):  # at least one of them goes on
-            return found[-PLACES:]
-    return []
+    found = set()
+    for n in range(smallest, min(largest, len(suffix)) + 1):
+        found.update([end for end in range(n, len(text) + 1) if text[end - n : end] == suffix[-n:]][-PLACES:])
+    return sorted(found)
 
 
 @given(st.lists(TEXTS, max_size=4), TEXTS, st.sampled_from([(1, 3), (1, 1), (2, 4), (3, 3)]))
-def test_the_index_finds_the_latest_places_of_the_longest_known_ngram(chunks, suffix, sizes):
+def test_the_index_finds_the_latest_places_of_every_ngram(chunks, suffix, sizes):
     index, text = NgramIndex(*sizes), []
     for chunk in chunks:
         index.extend(chunk)
@@ -176,8 +209,8 @@ def test_a_long_match_outvotes_a_short_one():
 def test_agreement_raises_the_confidence_and_dissent_lowers_it():
     calibration = Calibration()
     for n in range(200):
-        calibration.observe(calibration.kind(0, 3, 1.0), True)
-        calibration.observe(calibration.kind(0, 3, 0.5), n % 2)
+        calibration.observe(known(0, 3, 1.0, guess=1), True)
+        calibration.observe(known(0, 3, 0.5, guess=1), n % 2)
     alone = Proposals(calibration).build([match([1])], 1, 0)
     disputed = Proposals(calibration).build([match([1]), match([2])], 1, 0)
     assert disputed.survival[0] < alone.survival[0]
@@ -186,7 +219,7 @@ def test_agreement_raises_the_confidence_and_dissent_lowers_it():
 def test_a_match_that_lost_a_vote_has_no_further_say():
     # the two that say 9 are outvoted together; after that, they would outvote each of the others by itself
     matches = [match([1, 2]), match([1, 5]), match([9, 7]), match([9, 7], length=1)]
-    assert Proposals(Calibration()).build(matches, 2, 0).token_ids == [1, 2]
+    assert Proposals(Calibration()).build(matches, 2, 0).token_ids == [1, 5]
 
 
 def test_a_chain_goes_on_with_those_that_have_not_ended():

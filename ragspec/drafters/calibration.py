@@ -1,18 +1,29 @@
-"""How often a guess of some kind came true: a hierarchical beta estimate, learnt while the run goes on.
+"""How likely a guess is right: logistic regression on what is known of the guess, learnt while the run goes on.
 
-A kind is (source, length of the match, share of the vote, who else agrees). Few observations lean on the source and
-length alone, and these on a prior. Old observations fade. Limit: the kinds are buckets; nothing is fitted between them.
+    probability = sigmoid(sum of the weights of its features)
+
+Its features: where the leading match stands and how long it is, how much of the vote agrees and of how many sources,
+the guessed token, the token before it, how the chain began. Each weight learns at its own pace (Adagrad, Duchi et al.
+2011), never slower than the run may change. They start from what other records taught (docs/log.md).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
+from math import exp, log, sqrt
+
+Features = tuple[int, ...]
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 7, 9, 13, 21)  # the least match length of each bucket
-PRIOR = (0.10, 0.20, 0.35, 0.50, 0.60, 0.65, 0.72, 0.80, 0.87, 0.92)
+PRIOR = (0.10, 0.30, 0.50, 0.63, 0.70, 0.75, 0.80, 0.83, 0.88, 0.93)
 SHARES = (0.5, 0.999)  # of the vote: minority, majority, all
-LEAN = 8.0  # observations that the parent's estimate is worth
-FADE_AT = 512  # observations after which a kind's counts are halved
+AGREEMENT = (-1.5, -0.6, 0.4)  # in log odds, of each share
+SECOND_SOURCE, THIRD_SOURCE, MORE_MATCHES = 0.2, 0.8, 1.0  # in log odds, where they agree
+PACE = 0.3
+SLOWEST = 25.0  # squared errors after which a weight's pace falls no further
+SURE = 5.0  # log odds that no estimate goes beyond
+_FAMILY, _AGREEING, _GUESS, _BEFORE, _START = (n << 32 for n in range(5))
 _LENGTH_BUCKET = [bisect_right(LENGTHS, length) - 1 for length in range(LENGTHS[-1] + 1)]
 
 
@@ -22,44 +33,82 @@ def length_bucket(length: int) -> int:
 
 
 class Calibration:
-    """Estimates per kind; a kind is an int that `kind()` makes."""
+    """The weights. doubts: log odds that a source begins with, more or less than the others."""
 
-    def __init__(self, doubts: dict[int, float] | None = None) -> None:
-        """doubts: factor on the prior of a source that has yet to prove itself."""
-        self._doubts = doubts or {}
-        self._counts: dict[int, list[float]] = {}  # kind or family -> [hits, trials]
+    def __init__(self, doubts: Mapping[int, float] | None = None) -> None:
+        self._doubts = dict(doubts or {})
+        self._weights: dict[int, float] = {}
+        self._errors: dict[int, float] = {}  # squared, summed
         self.hits = 0
         self.trials = 0
         self._bins = [[0.0, 0.0] for _ in range(10)]  # predicted, hits: for the calibration error
 
     @staticmethod
-    def kind(source: int, length: int, share: float = 1.0, sources: int = 1, matches: int = 1) -> int:
-        """Return the kind of a guess: of the leading match, and how many sources and matches agree with it."""
-        bucket = 0 if share < SHARES[0] else 1 if share < SHARES[1] else 2
-        witnesses = min(sources, 3) - 1 | (matches > sources) << 2
-        return witnesses << 12 | source << 8 | length_bucket(length) << 2 | bucket
+    def features(
+        source: int,
+        length: int,
+        guess: int,
+        before: int,
+        depth: int = 0,
+        share: float = 1.0,
+        sources: int = 1,
+        matches: int = 1,
+    ) -> Features:
+        """Return what is known of a guess.
 
-    def estimate(self, kind: int) -> float:
-        """Return the probability that a guess of this kind is right."""
-        source, bucket = kind >> 8 & 15, kind >> 2 & 63
-        prior = min(PRIOR[-1], PRIOR[bucket] * self._doubts.get(source, 1.0))  # a factor over 1 is no certainty
-        return _lean(self._counts.get(kind), _lean(self._counts.get(kind & 0xFFF | 3), prior))
+        source, length: of the leading match, with the chain's tokens so far. depth: tokens of the chain before this one.
+        share: of the vote. sources, matches: how many agree.
+        """
+        level = 0 if share < SHARES[0] else 1 if share < SHARES[1] else 2
+        return (
+            _FAMILY | source << 8 | length_bucket(length),
+            _AGREEING | (matches > sources) << 4 | (min(sources, 3) - 1) << 2 | level,
+            _GUESS | guess,
+            _BEFORE | before,
+            _START | min(length - depth, 12) << 2 | min(depth, 3),
+        )
 
-    def observe(self, kind: int, hit: bool) -> None:
+    def odds(self, source: int, length: int) -> float:
+        """Return the odds that a match goes on, by its source and length alone: what its vote weighs."""
+        return exp(self._weight(_FAMILY | source << 8 | length_bucket(length)))
+
+    def estimate(self, features: Features) -> float:
+        """Return the probability that such a guess is right."""
+        return 1 / (1 + exp(-max(-SURE, min(SURE, self._log_odds(features)))))
+
+    def observe(self, features: Features, hit: bool) -> None:
         """Learn from one guess that has been compared with what was written."""
-        estimate = self.estimate(kind)
+        estimate = self.estimate(features)
+        error = hit - estimate
         self.trials += 1
         self.hits += hit
         cell = self._bins[min(9, int(estimate * 10))]
         cell[0] += estimate
         cell[1] += hit
-        for key in (kind, kind & 0xFFF | 3):  # share bucket 3 does not occur: it stands for the family
-            counts = self._counts.setdefault(key, [0.0, 0.0])
-            counts[0] += hit
-            counts[1] += 1
-            if counts[1] >= FADE_AT:
-                counts[0] /= 2
-                counts[1] /= 2
+        if SURE <= (self._log_odds(features) if hit else -self._log_odds(features)):
+            return  # the weights would grow for ever, and take as long to come back
+        for feature in features:
+            squared = self._errors[feature] = min(SLOWEST, self._errors.get(feature, 1.0) + error * error)
+            self._weights[feature] = self._weight(feature) + PACE * error / sqrt(squared)
+
+    def _log_odds(self, features: Features) -> float:
+        known, total = self._weights, 0.0
+        for feature in features:
+            weight = known.get(feature)
+            total += self._weight(feature) if weight is None else weight
+        return total
+
+    def _weight(self, feature: int) -> float:
+        known = self._weights.get(feature)
+        if known is not None:
+            return known
+        if feature < _AGREEING:
+            prior = PRIOR[feature & 255]
+            return log(prior / (1 - prior)) + self._doubts.get(feature >> 8, 0.0)
+        if feature < _GUESS:
+            more = (0.0, SECOND_SOURCE, THIRD_SOURCE)[feature >> 2 & 3]
+            return AGREEMENT[feature & 3] + more + (MORE_MATCHES if feature & 16 else 0.0)
+        return 0.0
 
     @property
     def error(self) -> float | None:
@@ -67,8 +116,3 @@ class Calibration:
         if not self.trials:
             return None
         return sum(abs(predicted - hits) for predicted, hits in self._bins) / self.trials
-
-
-def _lean(counts: list[float] | None, parent: float) -> float:
-    hits, trials = counts or (0.0, 0.0)
-    return (hits + LEAN * parent) / (trials + LEAN)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ragspec.drafters.base import Draft
-from ragspec.drafters.calibration import Calibration
+from ragspec.drafters.calibration import Calibration, Features
 
 LEAST_SURVIVAL = 0.02  # a guess less likely than this is not made
 
@@ -29,15 +29,15 @@ class Proposals:
     def __init__(self, calibration: Calibration) -> None:
         self._calibration = calibration
         self._chain: list[int] = []  # the guess that is being scored
-        self._kinds: list[int] = []
+        self._features: list[Features] = []
         self._at = 0
 
     def build(self, matches: list[Match], limit: int, prompt_tokens: int) -> Draft:
         """Return the chain that the matches vote for, up to `limit` tokens."""
         calibration = self._calibration
-        draft, kinds = Draft(), []
+        draft, features = Draft(), []
         survival = 1.0
-        weights = [calibration.estimate(calibration.kind(m.source, m.length)) for m in matches]
+        weights = [calibration.odds(match.source, match.length) for match in matches]
         step = 0
         while matches and step < limit:
             votes: dict[int, float] = {}
@@ -52,7 +52,7 @@ class Proposals:
                 token = match.text[place]
                 votes[token] = vote = votes.get(token, 0.0) + weight
                 total += weight
-                if vote > best_weight:
+                if vote >= best_weight:  # of equals the later
                     best, best_weight = token, vote
             if not alive:
                 break
@@ -60,19 +60,21 @@ class Proposals:
             leader = max(agreeing, key=lambda pair: pair[1])[0]
             sources = len({match.source for match, _ in agreeing})
             share = best_weight / total
-            kind = calibration.kind(leader.source, leader.length + step, share, sources, len(agreeing))
-            survival *= calibration.estimate(kind)
+            place = leader.place + step
+            known = calibration.features(
+                leader.source, leader.length + step, best, leader.text[place - 1], step, share, sources, len(agreeing)
+            )
+            survival *= calibration.estimate(known)
             if survival < LEAST_SURVIVAL:
                 break
             draft.token_ids.append(best)
             draft.survival.append(survival)
-            place = leader.place + step
             draft.sources.append(place if leader.prompt and place < prompt_tokens else None)
-            kinds.append(kind)
+            features.append(known)
             matches, weights = [m for m, _ in agreeing], [w for _, w in agreeing]
             step += 1
         if not self._chain and draft.token_ids:
-            self._chain, self._kinds, self._at = draft.token_ids, kinds, 0
+            self._chain, self._features, self._at = draft.token_ids, features, 0
         return draft
 
     def score(self, token_ids: Sequence[int]) -> None:
@@ -81,7 +83,7 @@ class Proposals:
             if not self._chain:
                 return
             hit = self._chain[self._at] == token
-            self._calibration.observe(self._kinds[self._at], hit)
+            self._calibration.observe(self._features[self._at], hit)
             self._at += 1
             if not hit or self._at == len(self._chain):
                 self._chain = []

@@ -19,7 +19,7 @@ from ragspec.drafters.chain import Match, Proposals
 from ragspec.drafters.index import NgramIndex, match_length
 
 PROMPT, OUTPUT, OTHER_CONTEXT, OTHER_OUTPUT = range(4)
-DOUBTS = {OTHER_CONTEXT: 0.5, OTHER_OUTPUT: 0.7}
+DOUBTS = {OTHER_CONTEXT: -1.5, OTHER_OUTPUT: -0.8}  # in log odds
 SHARED_TOKENS = 200_000  # of other records, in memory at most
 SURE = 4  # tokens of a match in the row's own text, from which on the others are not asked
 

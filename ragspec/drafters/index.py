@@ -23,23 +23,25 @@ class NgramIndex:
         tokens, start = self.tokens, len(self.tokens)
         tokens.extend(token_ids)
         for n in range(self._smallest, self._largest + 1):
-            table = self._tables[n]
-            for end in range(max(n, start + 1), len(tokens) + 1):
-                places = table.setdefault(_key(tokens[end - n : end]), [])
-                places.append(end)
+            table, key, kept = self._tables[n], 0, (1 << BITS * n) - 1
+            for place in range(max(0, start + 1 - n), len(tokens)):
+                key = (key << BITS | tokens[place]) & kept  # of the n-gram that ends with this token
+                if place < max(n - 1, start):
+                    continue
+                places = table.setdefault(key, [])
+                places.append(place + 1)
                 if len(places) > PLACES:
                     del places[0]
 
     def find(self, suffix: Sequence[int]) -> list[int]:
-        """Return places whose text before them ends like `suffix`, latest last, by the longest n-gram that goes on.
+        """Return places whose text before them ends like `suffix`, by any n-gram, latest last.
 
-        The end of the text may be among them. An n-gram that stands there only (the suffix itself) is passed over.
+        The end of the text may be among them.
         """
-        for n in range(min(self._largest, len(suffix)), self._smallest - 1, -1):
-            places = self._tables[n].get(_key(suffix[-n:]))
-            if places and places[0] < len(self.tokens):
-                return places
-        return []
+        found: set[int] = set()
+        for n in range(self._smallest, min(self._largest, len(suffix)) + 1):
+            found.update(self._tables[n].get(_key(suffix[-n:]), ()))
+        return sorted(found)
 
 
 def _key(ngram: Sequence[int]) -> int:

@@ -25,27 +25,28 @@ class PromptLookup:
 
     def open(self, prompt: Sequence[int], passages: Sequence[tuple[int, int]] = ()) -> LookupRow:
         """Return the drafter of one record."""
-        return LookupRow(prompt, NgramIndex(self._smallest, self._largest), self.calibration)
+        return LookupRow(prompt, self._smallest, self._largest, self.calibration)
 
 
 class LookupRow:
     """Prompt lookup for one record."""
 
-    def __init__(self, prompt: Sequence[int], index: NgramIndex, calibration: Calibration) -> None:
-        index.extend(prompt)
-        self._index = index
+    def __init__(self, prompt: Sequence[int], smallest: int, largest: int, calibration: Calibration) -> None:
+        self._index = NgramIndex(smallest, largest)
+        self._index.extend(prompt)
+        self._largest = largest
         self._prompt_tokens = len(prompt)
         self._proposals = Proposals(calibration)
 
     def propose(self, limit: int) -> Draft:
-        """Return the continuation of the latest match."""
+        """Return the continuation of the latest place that ends like the longest n-gram there is."""
         tokens = self._index.tokens
         end = len(tokens)
-        place = next((p for p in reversed(self._index.find(tokens)) if p < end), None)
-        if place is None:
+        found = [(match_length(tokens, place, tokens), place) for place in self._index.find(tokens) if place < end]
+        if not found:
             return Draft()
-        match = Match(tokens, place, end, 0, match_length(tokens, place, tokens), True)
-        return self._proposals.build([match], limit, self._prompt_tokens)
+        length, place = max(found, key=lambda match: (min(match[0], self._largest), match[1]))
+        return self._proposals.build([Match(tokens, place, end, 0, length, True)], limit, self._prompt_tokens)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Take in what was written."""
