@@ -1,7 +1,7 @@
 """Method auto: each method has its turn, and the one that writes most per second stays."""
 
 from ragspec.engine.proposers import Auto, ByRow, NoDrafts
-from ragspec.engine.trial import BLOCK, ROUNDS, Trial
+from ragspec.engine.trial import BLOCK, PAUSE, ROUNDS, Trial
 from tests.test_engine import Fixed, answers, ids, loaded, oracle, plain  # noqa: F401
 
 
@@ -24,6 +24,26 @@ def test_methods_take_turns_and_the_fastest_stays():
     feed(trial, {"fast": 1}, 50)
     assert trial.chosen == "fast"
     assert trial.rates()["fast"] == 15
+
+
+def test_the_choice_is_made_anew_when_drafters_have_learnt_and_then_stays():
+    trial, length = Trial(["none", "quick", "slow"]), BLOCK * ROUNDS * 3
+    feed(trial, {"none": 10, "quick": 15, "slow": 12}, length)
+    assert (trial.chosen, trial.current, trial.settled) == ("quick", "quick", False)
+    better = {"none": 10, "quick": 15, "slow": 20}
+    for _ in range(PAUSE * length):
+        assert trial.current == "quick"
+        feed(trial, better, 1)
+    turns = set()
+    for _ in range(length):
+        turns.add(trial.current)
+        feed(trial, better, 1)
+        assert trial.rates()["slow"] == (20 if trial.settled else 12)  # those that the choice in force was made by
+    assert turns == {"none", "quick", "slow"}
+    assert (trial.chosen, trial.current, trial.settled) == ("slow", "slow", True)
+    assert trial.note().endswith("none 10.0, quick 15.0, slow 20.0; at first quick)")
+    feed(trial, {"slow": 1}, 10 * length)
+    assert trial.chosen == trial.current == "slow"
 
 
 def test_where_nothing_is_clearly_faster_the_plainest_stays():
@@ -51,6 +71,34 @@ class Unhurried(Trial):
         super().observe(tokens, 1.0)
 
 
+class Watched(NoDrafts):
+    """Drafts nothing, and remembers in which steps it was asked and in which it looked on."""
+
+    def __init__(self, seen, name):
+        self.seen, self.name = seen, name
+
+    def propose(self, rows, besides):
+        self.seen.append((self.name, "asked"))
+        return super().propose(rows, besides)
+
+    def watch(self, rows):
+        self.seen.append((self.name, "watched"))
+
+
+def test_those_whose_turn_it_is_not_look_on_until_the_choice_is_final():
+    seen = []
+    trial = Unhurried(["a", "b"])
+    auto = Auto({name: Watched(seen, name) for name in ("a", "b")}, trial)
+    for _ in range(10 * BLOCK * ROUNDS * 2):
+        seen.clear()
+        whose, settled = trial.current, trial.settled
+        auto.propose([], 0)
+        other = "b" if whose == "a" else "a"
+        assert sorted(seen) == sorted([(whose, "asked")] + [(other, "watched")] * (not settled))
+        auto.observe(1, 1.0)
+    assert settled
+
+
 def test_auto_answers_as_plain_decoding_and_keeps_the_best(loaded, tiny, plain):  # noqa: F811
     proposers = {
         "none": NoDrafts(),
@@ -58,9 +106,12 @@ def test_auto_answers_as_plain_decoding_and_keeps_the_best(loaded, tiny, plain):
         "oracle": ByRow(Fixed(oracle(plain, loaded, tiny)), 7, None),
     }
     trial = Unhurried(list(proposers))
-    for _ in range(3):
+    for _ in range(20):
         assert ids(answers(loaded, tiny, Auto(proposers, trial), rows=3)) == plain
+        if trial.settled:
+            break
     assert trial.chosen == "oracle"
+    assert trial.settled
     outcomes = answers(loaded, tiny, Auto(proposers, trial), rows=3)
     assert ids(outcomes) == plain
     assert all(outcome.spec.accepted == outcome.spec.drafted > 0 for outcome in outcomes.values())

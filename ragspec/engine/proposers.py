@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -21,6 +22,9 @@ class Proposer(Protocol):
 
     def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
         """Return a draft per row, no longer than pays. besides: tokens of the coming step that are not these rows'."""
+
+    def watch(self, rows: Sequence[Row]) -> None:
+        """Another proposer drafts for `rows` in this step; guess too, if it is cheap, and learn from what comes."""
 
     def extend(self, row: Row, token_ids: Sequence[int]) -> None:
         """The target wrote `token_ids`; they stand at the end of row.tokens already."""
@@ -42,6 +46,8 @@ class NoDrafts:
 
     def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
         return [Draft()] * len(rows)
+
+    def watch(self, rows: Sequence[Row]) -> None: ...
 
     def extend(self, row: Row, token_ids: Sequence[int]) -> None: ...
 
@@ -67,13 +73,19 @@ class ByRow(NoDrafts):
             drafter.extend(row.tokens[row.prompt_tokens :])
 
     def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
-        limit = self._num_tokens or LONGEST
-        drafts: list[Draft] = [self._open[row.place].propose(min(limit, row.room - 1)) for row in rows]
+        drafts = self._guess(rows)
         if self._num_tokens is None and self._cost is not None:
             reach = max((len(row.tokens) for row in rows), default=0)
             lengths = allocate([draft.survival for draft in drafts], self._cost, reach, besides)
             drafts = [draft.cut(length) for draft, length in zip(drafts, lengths, strict=True)]
         return drafts
+
+    def watch(self, rows: Sequence[Row]) -> None:
+        self._guess(rows)
+
+    def _guess(self, rows: Sequence[Row]) -> list[Draft]:
+        limit = self._num_tokens or LONGEST
+        return [self._open[row.place].propose(min(limit, row.room - 1)) for row in rows]
 
     def extend(self, row: Row, token_ids: Sequence[int]) -> None:
         self._open[row.place].extend(token_ids)
@@ -88,19 +100,27 @@ class ByRow(NoDrafts):
 class Auto(NoDrafts):
     """Several proposers, each asked for some steps in turn; then the one whose steps wrote the most tokens a second.
 
-    All of them follow every row, so that each can go on where another was.
+    All of them follow every row, so that each can go on where another was, and learn from every step.
     """
 
     def __init__(self, proposers: Mapping[str, Proposer], trial: Trial) -> None:
         self._proposers = proposers
         self._trial = trial
+        self._watching = 0.0  # seconds of this step that are nobody's fault
 
     def admit(self, row: Row, source: int, tokens: int) -> None:
         for proposer in self._proposers.values():
             proposer.admit(row, source, tokens)
 
     def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
-        return self._proposers[self._trial.current].propose(rows, besides)
+        asked = self._proposers[self._trial.current]
+        drafts = asked.propose(rows, besides)
+        started = time.perf_counter()
+        for proposer in self._proposers.values():
+            if proposer is not asked and not self._trial.settled:
+                proposer.watch(rows)
+        self._watching = time.perf_counter() - started
+        return drafts
 
     def extend(self, row: Row, token_ids: Sequence[int]) -> None:
         for proposer in self._proposers.values():
@@ -115,4 +135,4 @@ class Auto(NoDrafts):
             proposer.resize(rows)
 
     def observe(self, tokens: int, seconds: float) -> None:
-        self._trial.observe(tokens, seconds)
+        self._trial.observe(tokens, seconds - self._watching)

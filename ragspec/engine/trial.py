@@ -3,7 +3,7 @@
     speculation: {method: auto}
 
 The steps are interleaved, so that longer answers and a noisy machine meet all methods alike; whatever method a step
-had, its tokens stand in the answers.
+had, its tokens stand in the answers. Drafters learn as they go: what was chosen at first is chosen anew later.
 """
 
 from __future__ import annotations
@@ -13,43 +13,68 @@ from typing import Any
 
 BLOCK = 4  # steps of one method before the next has its turn
 ROUNDS = 4  # turns of each
+TRIALS = 2
+PAUSE = 2  # between the trials, in lengths of a trial
 LEAST_GAIN = 1.02  # over the first, below which the first is as good
 
 
 class Trial:
-    """names: the methods, the plainest first. The answer is in `chosen` as soon as it is known."""
+    """names: the methods, the plainest first. The latest answer is in `chosen`, None before there is one."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = list(names)
-        self._tokens = dict.fromkeys(self._names, 0)
-        self._seconds = dict.fromkeys(self._names, 0.0)
-        self._steps = 0
-        self.chosen: str | None = self._names[0] if len(self._names) == 1 else None
+        self._length = BLOCK * ROUNDS * len(self._names)
+        self._left = TRIALS if len(self._names) > 1 else 0
+        self._steps = 0  # of this trial, or of the pause after it
+        self._pausing = False
+        self._tokens: dict[str, int] = {}
+        self._seconds: dict[str, float] = {}
+        self._choices: list[str] = []
+        self._figures: dict[str, float] = {}  # of the last trial that was finished
+        self.chosen: str | None = None if self._left else self._names[0]
+
+    @property
+    def settled(self) -> bool:
+        """Whether the choice is final."""
+        return not self._left
 
     @property
     def current(self) -> str:
         """The method whose turn it is."""
-        return self.chosen or self._names[self._steps // BLOCK % len(self._names)]
+        if self.chosen and (self.settled or self._pausing):
+            return self.chosen
+        return self._names[self._steps // BLOCK % len(self._names)]
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Take in a step of the current method that wrote `tokens`."""
-        if self.chosen is not None:
+        if self.settled:
             return
         name = self.current
-        self._tokens[name] += tokens
-        self._seconds[name] += seconds
         self._steps += 1
-        if self._steps == BLOCK * ROUNDS * len(self._names):
-            self.chosen = self._best()
+        if self._pausing:
+            if self._steps == PAUSE * self._length:
+                self._steps, self._pausing = 0, False
+            return
+        self._tokens[name] = self._tokens.get(name, 0) + tokens
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        if self._steps == self._length:
+            self._decide()
 
-    def rates(self) -> dict[str, float]:
-        """Return decoded tokens per second of each method that had its turn."""
+    def _decide(self) -> None:
+        rates = self._figures = self._rates()
+        best = max(rates, key=lambda name: rates[name])
+        self.chosen = best if rates[best] > rates[self._names[0]] * LEAST_GAIN else self._names[0]
+        self._choices.append(self.chosen)
+        self._left -= 1
+        self._steps, self._pausing = 0, True
+        self._tokens, self._seconds = {}, {}
+
+    def _rates(self) -> dict[str, float]:
         return {name: self._tokens[name] / seconds for name, seconds in self._seconds.items() if seconds}
 
-    def _best(self) -> str:
-        rates = self.rates()
-        best = max(rates, key=lambda name: rates[name])
-        return best if rates[best] > rates[self._names[0]] * LEAST_GAIN else self._names[0]
+    def rates(self) -> dict[str, float]:
+        """Return decoded tokens per second of each method in the trial that decided, or in the first so far."""
+        return self._figures or self._rates()
 
     def about(self) -> dict[str, Any]:
         """Return what the statistics say of the choice."""
@@ -60,4 +85,5 @@ class Trial:
         shown = ", ".join(f"{name} {rate:.1f}" for name, rate in self.rates().items())
         if self.chosen is None:
             return f"method auto: too few steps to choose by ({shown or 'none'})"
-        return f"method auto: {self.chosen} (decode tokens/s in {self._steps} steps, taken in turn: {shown})"
+        before = f"; at first {self._choices[0]}" if len(self._choices) > 1 else ""
+        return f"method auto: {self.chosen} (decode tokens/s in {self._length} steps, taken in turn: {shown}{before})"

@@ -92,24 +92,23 @@ class Proposer:
             self.cost.observe(self._asked, seconds)
             self.trial.observe(written, seconds + self._spent)
         drafts = self._choose(rows)
+        watching = self._watch(rows)
         proposed: list[list[int]] = [[] for _ in sampled_token_ids]
         for slot, draft in drafts.items():
             rows[slot].draft = draft
             proposed[slot] = draft.token_ids
         self._asked = len(rows) + sum(len(draft.token_ids) for draft in drafts.values())
         self._since = time.perf_counter()
-        self._spent = self._since - started
-        self.drafting_s += self._spent
+        self.drafting_s += self._since - started
+        self._spent = self._since - started - watching
         return proposed
 
     def _open(self, prompt: np.ndarray) -> Tracked:
         token_ids = prompt.tolist()
         passages = self._expected.get(prompt.tobytes(), [()])[0]
-        chosen = self.trial.chosen
+        wanted = (self.trial.chosen,) if self.trial.settled else self._drafters
         drafters = {
-            name: drafter.open(token_ids, passages)
-            for name, drafter in self._drafters.items()
-            if chosen in (None, name)
+            name: drafter.open(token_ids, passages) for name, drafter in self._drafters.items() if name in wanted
         }
         return Tracked(prompt, len(prompt), drafters, Copies(token_ids, passages))
 
@@ -117,7 +116,7 @@ class Proposer:
         method = self.trial.current
         drafts: dict[int, Draft] = {}
         for slot, row in rows.items():
-            limit = min(self._settings["num_tokens"] or self._most, self._reach - len(row.tokens) - 1)
+            limit = self._limit(row)
             if method in row.drafters and limit > 0:
                 drafts[slot] = row.drafters[method].propose(limit)
         if self._settings["num_tokens"] is None and drafts:
@@ -125,3 +124,16 @@ class Proposer:
             lengths = allocate(chains, self.cost, 0)
             drafts = {slot: drafts[slot].cut(n) for slot, n in zip(rows, lengths, strict=True) if n}
         return drafts
+
+    def _watch(self, rows: dict[int, Tracked]) -> float:
+        """Let those guess too whose turn it is not, while the choice is open: they learn. Return the seconds it took."""
+        started = time.perf_counter()
+        if not self.trial.settled:
+            for row in rows.values():
+                for name, drafter in row.drafters.items():
+                    if name != self.trial.current:
+                        drafter.propose(self._limit(row))
+        return time.perf_counter() - started
+
+    def _limit(self, row: Tracked) -> int:
+        return min(self._settings["num_tokens"] or self._most, self._reach - len(row.tokens) - 1)
