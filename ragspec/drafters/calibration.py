@@ -23,6 +23,7 @@ SECOND_SOURCE, THIRD_SOURCE, MORE_MATCHES = 0.2, 0.8, 1.0  # in log odds, where 
 PACE = 0.3
 SLOWEST = 25.0  # squared errors after which a weight's pace falls no further
 SURE = 5.0  # log odds that no estimate goes beyond
+LEAST_ERROR = 1.001 / (1 + exp(SURE))  # of an estimate that is as sure as it may be, and right
 _FAMILY, _AGREEING, _GUESS, _BEFORE, _START = (n << 32 for n in range(5))
 _LENGTH_BUCKET = [bisect_right(LENGTHS, length) - 1 for length in range(LENGTHS[-1] + 1)]
 
@@ -56,8 +57,8 @@ class Calibration:
     ) -> Features:
         """Return what is known of a guess.
 
-        source, length: of the leading match, with the chain's tokens so far. depth: tokens of the chain before this one.
-        share: of the vote. sources, matches: how many agree.
+        source, length: of the leading match, with the chain's tokens so far. depth: tokens of the chain before this
+        one. share: of the vote. sources, matches: how many agree.
         """
         level = 0 if share < SHARES[0] else 1 if share < SHARES[1] else 2
         return (
@@ -74,7 +75,11 @@ class Calibration:
 
     def estimate(self, features: Features) -> float:
         """Return the probability that such a guess is right."""
-        return 1 / (1 + exp(-max(-SURE, min(SURE, self._log_odds(features)))))
+        known, total = self._weights, 0.0
+        for feature in features:
+            weight = known.get(feature)
+            total += self._weight(feature) if weight is None else weight
+        return 1 / (1 + exp(-max(-SURE, min(SURE, total))))
 
     def observe(self, features: Features, hit: bool) -> None:
         """Learn from one guess that has been compared with what was written."""
@@ -85,18 +90,11 @@ class Calibration:
         cell = self._bins[min(9, int(estimate * 10))]
         cell[0] += estimate
         cell[1] += hit
-        if SURE <= (self._log_odds(features) if hit else -self._log_odds(features)):
-            return  # the weights would grow for ever, and take as long to come back
+        if abs(error) <= LEAST_ERROR:
+            return  # at the bound: weights would grow for ever, and take as long to come back
         for feature in features:
             squared = self._errors[feature] = min(SLOWEST, self._errors.get(feature, 1.0) + error * error)
             self._weights[feature] = self._weight(feature) + PACE * error / sqrt(squared)
-
-    def _log_odds(self, features: Features) -> float:
-        known, total = self._weights, 0.0
-        for feature in features:
-            weight = known.get(feature)
-            total += self._weight(feature) if weight is None else weight
-        return total
 
     def _weight(self, feature: int) -> float:
         known = self._weights.get(feature)

@@ -3,7 +3,7 @@
     runner: vllm
     runner_args: {max_model_len: 4096, gpu_memory_utilization: 0.9}     # any argument of LLM(...)
 
-Source: vLLM 0.32, v1/engine/llm_engine.py. Limit: one engine in one process; several GPUs by tensor_parallel_size.
+The records in flight are in vllm/stream.py. Limit: one engine in one process; several GPUs by tensor_parallel_size.
 """
 
 from __future__ import annotations
@@ -12,18 +12,13 @@ import gc
 import importlib.util
 import os
 import sys
-from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
-from dataclasses import dataclass
-from itertools import islice
-from time import perf_counter
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field
 
 from ragspec.config import RunConfig, to_sampling
-from ragspec.engine.prefix import grouped, largest_first
 from ragspec.errors import ConfigError, ModelError
 from ragspec.machine import free_bytes, free_gpu_bytes
 from ragspec.models import context_length, read_model_config, resolve
@@ -40,7 +35,7 @@ from ragspec.vllm.config import (
     speculative_config,
 )
 from ragspec.vllm.environment import device_count, one_line, prepare
-from ragspec.vllm.requests import sampling_params, spec_stats
+from ragspec.vllm.stream import Stream
 
 METHODS = (
     "none",
@@ -63,7 +58,6 @@ CPU_SAMPLING_LOST = (
     "vLLM 0.32 on a CPU samples from uninitialised memory while speculating; use temperature 0 or method: none"
 )
 CPU_BLOCK = 32  # tokens; vLLM's own 128 leave out more of every shared prefix, and smaller ones its fast kernels
-AHEAD = 2  # records submitted per row of the engine's batch, so that a row never waits for one
 
 
 class Args(RunnerArgs):
@@ -78,12 +72,6 @@ class Args(RunnerArgs):
     def neutral_keys(self) -> set[str]:
         memory = {"gpu_memory_utilization", "kv_cache_memory_bytes", "block_size"}
         return {"batch_size", "max_num_seqs", "lookahead", "enforce_eager"} | memory
-
-
-@dataclass(slots=True)
-class _Submitted:
-    request: Request
-    at: float
 
 
 class Runner:
@@ -286,74 +274,16 @@ class Runner:
                 self.notes.append(self._proposer.trial.note())
 
     def _answer(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
-        self._engine.reset_prefix_cache()  # of an earlier pass: a run starts as a fresh one does
-        if self._proposer is not None:
-            self._proposer.reset()
-        source = self._by_prefix(requests)
-        flying: dict[str, _Submitted] = {}
-        more = True
-        while True:
-            while more and len(flying) < AHEAD * self._rows:
-                request = next(source, None)
-                if request is None:
-                    more = False
-                elif (refused := self._submit(request, flying)) is not None:
-                    yield refused
-            if not flying:
-                return
-            for output in self._step():
-                if output.finished:
-                    yield self._outcome(flying.pop(output.request_id), output)
-
-    def _by_prefix(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """Yield requests so that what they share is in the prefix cache: together, and what most share first."""
-        source = iter(requests)
-        while ahead := list(islice(source, self._args.lookahead)):
-            prompts = [array("i", request.token_ids) for request in ahead]
-            for group in largest_first(grouped(prompts), prompts):
-                yield from (ahead[index] for index in group)
-
-    def _submit(self, request: Request, flying: dict[str, _Submitted]) -> Failure | None:
-        if lost := self._lost(request.sampling):
-            return Failure(request.index, lost)
-        name = str(request.index)
-        prompt = {"prompt_token_ids": request.token_ids}
-        try:
-            self._engine.add_request(name, prompt, sampling_params(request, self._args.sampling_args))
-        except Exception as error:  # whatever the engine refuses is this record's failure
-            return Failure(request.index, f"vLLM refuses it: {one_line(error)}")
-        if self._proposer is not None:
-            self._proposer.expect(request.token_ids, request.passages)
-        flying[name] = _Submitted(request, perf_counter())
-        return None
-
-    def _step(self) -> list[Any]:
-        try:
-            outputs: list[Any] = self._engine.step()
-        except Exception as error:  # an engine that fails in a step has lost its rows
-            raise ModelError(
-                f"vLLM's engine stopped: {one_line(error)}; finished answers are kept, run again to go on"
-            ) from error
-        return outputs
-
-    def _outcome(self, submitted: _Submitted, output: Any) -> Generation | Failure:
-        request, answer = submitted.request, output.outputs[0]
-        token_ids = list(answer.token_ids)
-        known = self._proposer.finish(request.token_ids, token_ids) if self._proposer is not None else None
-        if answer.finish_reason not in ("stop", "length"):
-            return Failure(request.index, f"vLLM ended it with {answer.finish_reason!r}")
-        metrics = output.metrics
-        return Generation(
-            request.index,
-            token_ids,
-            answer.finish_reason,
-            spec_stats(answer.spec_decode_metrics, len(token_ids)),
-            latency_s=perf_counter() - submitted.at,
-            time_to_first_token_s=metrics.first_token_latency if metrics is not None else None,
-            cached_prompt_tokens=output.num_cached_tokens or 0,
-            guessed=bytes(known.guessed[: len(token_ids)]) if known else b"",
-            copied=known.copies.worth_citing(token_ids) if known else (),
+        args = self._args
+        stream = Stream(
+            self._engine,
+            self._proposer,
+            rows=self._rows,
+            lookahead=args.lookahead,
+            sampling_args=args.sampling_args,
+            lost=self._lost,
         )
+        return stream.run(requests)
 
     def outlook(self) -> str:
         """Return what will answer; needs check()."""

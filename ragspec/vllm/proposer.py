@@ -126,7 +126,7 @@ class Proposer:
         return drafts
 
     def _watch(self, rows: dict[int, Tracked]) -> float:
-        """Let those guess too whose turn it is not, while the choice is open: they learn. Return the seconds it took."""
+        """Let those guess, and learn, whose turn it is not, while the choice is open. Return the seconds it took."""
         started = time.perf_counter()
         if not self.trial.settled:
             for row in rows.values():
