@@ -10,7 +10,7 @@ from itertools import chain, islice
 from pydantic import ValidationError
 
 from ragspec.answers import Flight, output_line
-from ragspec.config import RunConfig, SamplingConfig, to_sampling
+from ragspec.config import RunConfig, to_sampling
 from ragspec.errors import RecordError
 from ragspec.journal import Journal, fingerprint
 from ragspec.jsonl import Line, Lines
@@ -22,6 +22,7 @@ from ragspec.records import Failure, Generation, Record, Request, Sampling
 from ragspec.retrieval.search import Retriever
 from ragspec.retrieval.stage import Stage
 from ragspec.runners.base import Runner
+from ragspec.sections import SamplingConfig
 from ragspec.stats import RunSummary
 
 Report = Callable[[RunSummary, int | None], None]  # called after each record with the totals and the input's lines

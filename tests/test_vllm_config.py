@@ -4,9 +4,10 @@ import importlib.util
 
 import pytest
 
-from ragspec.config import SpeculationConfig, build_config, load_config
+from ragspec.config import build_config, load_config
 from ragspec.errors import ConfigError
 from ragspec.runners import vllm
+from ragspec.sections import SpeculationConfig
 from ragspec.vllm.config import check_build, check_memory, check_parallel, speculative_config
 from ragspec.vllm.requests import spec_stats
 

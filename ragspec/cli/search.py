@@ -11,7 +11,7 @@ from ragspec.cli.options import Debug, Limit, Set, quiet_pipe, set_debug
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ragspec.config import RetrievalConfig
+    from ragspec.sections import RetrievalConfig
 
 OptionalConfig = Annotated[str | None, typer.Option("--config", "-c", help="A config with a retrieval section.")]
 

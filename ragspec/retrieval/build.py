@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ragspec.config import RetrievalConfig
 from ragspec.errors import ConfigError, flat
 from ragspec.keyset import KeySet
 from ragspec.retrieval.chunks import WORDS, Chunker, model_tokens, plain, word_tokens
@@ -15,6 +14,7 @@ from ragspec.retrieval.embedding import Embedder
 from ragspec.retrieval.readers import Unreadable
 from ragspec.retrieval.store import Settings, failing, searched
 from ragspec.retrieval.writer import Chunk, Writer, building, check_language
+from ragspec.sections import RetrievalConfig
 
 WRITTEN_AT_ONCE = 4096  # passages
 Report = Callable[["BuildSummary"], None]

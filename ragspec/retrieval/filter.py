@@ -8,13 +8,13 @@ from typing import Any
 
 import orjson
 
-from ragspec.config import RetrievalConfig
 from ragspec.errors import RecordError
 from ragspec.journal import Journal
 from ragspec.jsonl import Line, Lines
 from ragspec.retrieval.evaluate import evaluate
 from ragspec.retrieval.search import Retriever
 from ragspec.retrieval.stage import Stage, lacks_contexts
+from ragspec.sections import RetrievalConfig
 
 
 @dataclass(slots=True)

@@ -9,7 +9,6 @@ asks for generate(), `engine: ragspec` makes the fallback an error.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -21,7 +20,6 @@ from ragspec.models import ModelSource, context_length, read_model_config, resol
 from ragspec.quiet import quiet
 from ragspec.records import Failure, Generation, Request
 from ragspec.runners.base import RunnerArgs
-from ragspec.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from ragspec.engine.backend import EngineBackend
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
 
 METHODS = ("none", "auto", "context", "prompt_lookup", "draft_model", "early_exit")
 PLAIN_BATCH_SIZE = 8
-OURS = ("max_new_tokens", "max_length", "do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-DRAFT_KNOBS = ("assistant_lookbehind", "target_lookbehind")
 
 
 class Args(RunnerArgs):
@@ -133,45 +129,19 @@ class Runner:
         }
         return next((rule for rule, holds in rules.items() if holds), "")
 
-    def _refuse_unknown(self, section: str, given: dict[str, Any], known: set[str], ours: tuple[str, ...]) -> None:
-        """Raise ConfigError for a key that transformers would take without a word, or that ragspec sets itself."""
-        for key in given:
-            if key in ours:
-                raise ConfigError(
-                    f"runner_args.{section}.{key}: ragspec sets it (section sampling, and padding); take it out"
-                )
-            if key not in known:
-                raise ConfigError(f'"runner_args.{section}.{key}" is not known{did_you_mean(key, sorted(known))}')
-
     def _check_args(self) -> None:
-        from transformers import GenerationConfig, PreTrainedTokenizerBase
-
+        from ragspec.hf.arguments import check_draft_knobs, check_encode_args, check_generate_args
         from ragspec.hf.loading import check_device
 
-        generate = self._args.generate_args
-        if generate.get("num_return_sequences", 1) != 1:
-            raise ConfigError("runner_args.generate_args.num_return_sequences: must be 1: one answer a record")
-        if generate.get("num_beams", 1) != 1 and self.method != "none":
-            raise ConfigError(
-                f"runner_args.generate_args.num_beams: {generate['num_beams']} does not combine with speculation; "
-                "set speculation.method: none, or take num_beams out"
-            )
-        if generate.get("assistant_ensemble_weight") is not None:
-            raise ConfigError("runner_args.generate_args.assistant_ensemble_weight: changes the answers; take it out")
+        check_generate_args(self._args.generate_args, speculates=self.method != "none")
         if self._spec.num_tokens_by_batch_size is not None:
             self.notes.append(
                 "speculation.num_tokens_by_batch_size: without effect on runner huggingface; vllm has it, "
                 "and num_tokens: auto does it by what pays"
             )
-        self._refuse_unknown("generate_args", generate, set(vars(GenerationConfig())), OURS)
-        call = set(inspect.signature(PreTrainedTokenizerBase.__call__).parameters) - {"self", "text"}
-        self._refuse_unknown("encode_args", self._args.encode_args, call, ("return_tensors", "padding"))
+        check_encode_args(self._args.encode_args)
         check_device(self._args.device)
-        unknown = sorted(set(self._spec.extra) - set(DRAFT_KNOBS))
-        if unknown:
-            raise ConfigError(
-                f"speculation.extra.{unknown[0]}: is not known to transformers; known: {', '.join(DRAFT_KNOBS)}"
-            )
+        check_draft_knobs(self._spec.extra)
 
     def _find_draft(self, tokenizer: Any) -> Draft:
         from ragspec.hf.draft import find_draft, width_of

@@ -11,9 +11,9 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from ragspec.config import SpeculationConfig
 from ragspec.errors import ConfigError
 from ragspec.models import weights_bytes
+from ragspec.sections import SpeculationConfig
 
 # ragspec's word -> vLLM's, where they differ
 NAMES = {"prompt_lookup": "ngram"}

@@ -1,0 +1,56 @@
+"""What a config may hand on to transformers: it takes most misspelt keys without a word, so they are refused here."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ragspec.errors import ConfigError
+from ragspec.suggest import did_you_mean
+
+OURS = ("max_new_tokens", "max_length", "do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+DRAFT_KNOBS = ("assistant_lookbehind", "target_lookbehind")
+
+
+def check_generate_args(given: Mapping[str, Any], *, speculates: bool) -> None:
+    """Raise ConfigError for what generate() does not know, what ragspec sets itself, and what changes answers."""
+    from transformers import GenerationConfig
+
+    if given.get("num_return_sequences", 1) != 1:
+        raise ConfigError("runner_args.generate_args.num_return_sequences: must be 1: one answer a record")
+    if given.get("num_beams", 1) != 1 and speculates:
+        raise ConfigError(
+            f"runner_args.generate_args.num_beams: {given['num_beams']} does not combine with speculation; "
+            "set speculation.method: none, or take num_beams out"
+        )
+    if given.get("assistant_ensemble_weight") is not None:
+        raise ConfigError("runner_args.generate_args.assistant_ensemble_weight: changes the answers; take it out")
+    _refuse_unknown("generate_args", given, set(vars(GenerationConfig())), OURS)
+
+
+def check_encode_args(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what a tokenizer's call does not know."""
+    from transformers import PreTrainedTokenizerBase
+
+    known = set(inspect.signature(PreTrainedTokenizerBase.__call__).parameters) - {"self", "text"}
+    _refuse_unknown("encode_args", given, known, ("return_tensors", "padding"))
+
+
+def check_draft_knobs(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a setting of speculation that transformers does not have."""
+    unknown = sorted(set(given) - set(DRAFT_KNOBS))
+    if unknown:
+        raise ConfigError(
+            f"speculation.extra.{unknown[0]}: is not known to transformers; known: {', '.join(DRAFT_KNOBS)}"
+        )
+
+
+def _refuse_unknown(section: str, given: Mapping[str, Any], known: Collection[str], ours: Collection[str]) -> None:
+    for key in given:
+        if key in ours:
+            raise ConfigError(
+                f"runner_args.{section}.{key}: ragspec sets it (section sampling, and padding); take it out"
+            )
+        if key not in known:
+            raise ConfigError(f'"runner_args.{section}.{key}" is not known{did_you_mean(key, sorted(known))}')
