@@ -34,13 +34,14 @@ class NgramIndex:
                     del places[0]
 
     def find(self, suffix: Sequence[int]) -> list[int]:
-        """Return places whose text before them ends like `suffix`, by any n-gram, latest last.
+        """Return up to PLACES places whose text before them ends like `suffix`, latest last.
 
-        The end of the text may be among them.
+        Those of the longest n-gram come first, shorter ones fill up. The end of the text may be among them.
         """
-        found: set[int] = set()
-        for n in range(self._smallest, min(self._largest, len(suffix)) + 1):
-            found.update(self._tables[n].get(_key(suffix[-n:]), ()))
+        found: list[int] = []
+        for n in range(min(self._largest, len(suffix)), self._smallest - 1, -1):
+            places = self._tables[n].get(_key(suffix[-n:]), [])
+            found += [place for place in reversed(places) if place not in found][: PLACES - len(found)]
         return sorted(found)
 
 
