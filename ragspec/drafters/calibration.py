@@ -33,12 +33,28 @@ def length_bucket(length: int) -> int:
     return _LENGTH_BUCKET[length] if length <= LENGTHS[-1] else len(LENGTHS) - 1
 
 
+class Weights(dict[int, float]):
+    """Weights by feature; one that has learnt nothing yet is what it begins with, and is not stored for being asked."""
+
+    def __init__(self, doubts: Mapping[int, float]) -> None:
+        super().__init__()
+        self._doubts = doubts
+
+    def __missing__(self, feature: int) -> float:
+        if feature < _AGREEING:
+            prior = PRIOR[feature & 255]
+            return log(prior / (1 - prior)) + self._doubts.get(feature >> 8, 0.0)
+        if feature < _GUESS:
+            more = (0.0, SECOND_SOURCE, THIRD_SOURCE)[feature >> 2 & 3]
+            return AGREEMENT[feature & 3] + more + (MORE_MATCHES if feature & 16 else 0.0)
+        return 0.0
+
+
 class Calibration:
     """The weights. doubts: log odds that a source begins with, more or less than the others."""
 
     def __init__(self, doubts: Mapping[int, float] | None = None) -> None:
-        self._doubts = dict(doubts or {})
-        self._weights: dict[int, float] = {}
+        self._weights = Weights(doubts or {})
         self._errors: dict[int, float] = {}  # squared, summed
         self.hits = 0
         self.trials = 0
@@ -71,14 +87,11 @@ class Calibration:
 
     def odds(self, source: int, length: int) -> float:
         """Return the odds that a match goes on, by its source and length alone: what its vote weighs."""
-        return exp(self._weight(_FAMILY | source << 8 | length_bucket(length)))
+        return exp(self._weights[_FAMILY | source << 8 | length_bucket(length)])
 
     def estimate(self, features: Features) -> float:
         """Return the probability that such a guess is right."""
-        known, total = self._weights, 0.0
-        for feature in features:
-            weight = known.get(feature)
-            total += self._weight(feature) if weight is None else weight
+        total = sum(map(self._weights.__getitem__, features))
         return 1 / (1 + exp(-max(-SURE, min(SURE, total))))
 
     def observe(self, features: Features, hit: bool) -> None:
@@ -94,19 +107,7 @@ class Calibration:
             return  # at the bound: weights would grow for ever, and take as long to come back
         for feature in features:
             squared = self._errors[feature] = min(SLOWEST, self._errors.get(feature, 1.0) + error * error)
-            self._weights[feature] = self._weight(feature) + PACE * error / sqrt(squared)
-
-    def _weight(self, feature: int) -> float:
-        known = self._weights.get(feature)
-        if known is not None:
-            return known
-        if feature < _AGREEING:
-            prior = PRIOR[feature & 255]
-            return log(prior / (1 - prior)) + self._doubts.get(feature >> 8, 0.0)
-        if feature < _GUESS:
-            more = (0.0, SECOND_SOURCE, THIRD_SOURCE)[feature >> 2 & 3]
-            return AGREEMENT[feature & 3] + more + (MORE_MATCHES if feature & 16 else 0.0)
-        return 0.0
+            self._weights[feature] += PACE * error / sqrt(squared)
 
     @property
     def error(self) -> float | None:

@@ -26,7 +26,7 @@ class Trial:
         self._length = BLOCK * ROUNDS * len(self._names)
         self._left = TRIALS if len(self._names) > 1 else 0
         self._steps = 0  # of this trial, or of the pause after it
-        self._pausing = False
+        self._pausing = not self._left  # the chosen one has all turns
         self._tokens: dict[str, int] = {}
         self._seconds: dict[str, float] = {}
         self._choices: list[str] = []
@@ -41,7 +41,7 @@ class Trial:
     @property
     def current(self) -> str:
         """The method whose turn it is."""
-        if self.chosen and (self.settled or self._pausing):
+        if self.chosen and self._pausing:
             return self.chosen
         return self._names[self._steps // BLOCK % len(self._names)]
 

@@ -127,11 +127,11 @@ class Proposer:
 
     def _watch(self, rows: dict[int, Tracked]) -> float:
         """Let those guess, and learn, whose turn it is not, while the choice is open. Return the seconds it took."""
-        started = time.perf_counter()
+        started, current = time.perf_counter(), self.trial.current
         if not self.trial.settled:
             for row in rows.values():
                 for name, drafter in row.drafters.items():
-                    if name != self.trial.current:
+                    if name != current:
                         drafter.propose(self._limit(row))
         return time.perf_counter() - started
 

@@ -1,6 +1,6 @@
 """Records in flight in one engine, a bounded number of them, those that begin alike together.
 
-    >>> for outcome in Stream(engine, proposer, rows=16, lookahead=4096).run(requests): ...
+    >>> for outcome in Stream(engine, proposer, rows=16, lookahead=4096, sampling_args={}, lost=lost).run(requests): ...
 
 Source: vLLM 0.32, v1/engine/llm_engine.py, driven step by step: `LLM.generate` answers at the end, and one refused
 prompt aborts what is queued.
@@ -43,14 +43,14 @@ class Stream:
         *,
         rows: int,
         lookahead: int,
-        sampling_args: Mapping[str, Any] | None = None,
-        lost: Callable[[Sampling], str] = lambda sampling: "",
+        sampling_args: Mapping[str, Any],
+        lost: Callable[[Sampling], str],
     ) -> None:
         self._engine = engine
         self._proposer = proposer
         self._rows = rows
         self._lookahead = lookahead
-        self._sampling_args = dict(sampling_args or {})
+        self._sampling_args = dict(sampling_args)
         self._lost = lost
         self._flying: dict[str, _Submitted] = {}
 
