@@ -9,12 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragspec.engine import cache as cache_module
 from ragspec.engine import layout as layout_module
+from ragspec.engine.admission import Admission
 from ragspec.engine.allocate import LEAST_GAIN, StepCost, allocate
 from ragspec.engine.attention import attend
 from ragspec.engine.cache import RaggedCache
 from ragspec.engine.layout import PADDING, Layout, Segment
 from ragspec.engine.prefix import WORTH, grouped, largest_first, shared
+from ragspec.engine.proposers import NoDrafts
+from ragspec.records import Request, Sampling
 
 # -- allocate ---------------------------------------------------------------------------------------------------------
 
@@ -342,10 +346,10 @@ def test_a_token_sees_itself_and_what_came_before_it_inside_the_window(layout, w
             assert visible(row) == [in_sight(position, window) for position in line] * groups
         assert run.mask(window, groups, torch.float32) is mask
     for alone in layout.alone:
-        mask = alone.mask(window, torch.float32, CPU)
+        mask = alone.mask(window, groups, torch.float32, CPU)
         assert mask.shape[:2] == (1, 1)
         positions = range(alone.segment.start, alone.segment.start + alone.segment.count)
-        assert visible(mask[0, 0]) == [in_sight(position, window) for position in positions]
+        assert visible(mask[0, 0]) == [in_sight(position, window) for position in positions] * groups
 
 
 def test_masks_of_another_window_are_not_mixed_up():
@@ -385,6 +389,21 @@ def attended(layout, window, dtype=torch.float64):
     return out, expected
 
 
+def test_a_prompt_in_pieces_attends_as_a_whole(monkeypatch):
+    segments = [Segment(2, 0, 9, True), Segment(0, 3, 5), Segment(4, 2, 7, True)]
+    whole, expected = attended(Layout(segments, 64, CPU), None)
+    monkeypatch.setitem(layout_module.PIECE, "cpu", 4)
+    pieces = Layout(segments, 64, CPU)
+    assert [(alone.packed.start, alone.packed.stop) for alone in pieces.alone] == [
+        *((0, 4), (4, 8), (8, 9)),
+        *((14, 18), (18, 21)),
+    ]
+    for window in (None, 3):
+        out, expected = attended(pieces, window)
+        assert torch.allclose(out, expected, atol=1e-9)
+    assert torch.allclose(whole, attended(pieces, None)[0], atol=1e-9)
+
+
 def ragged_layout(slots):
     return Layout(
         [Segment(4, 0, 3), Segment(0, 5, 4, True), Segment(3, 7, 1), Segment(1, 0, 4, True), Segment(5, 9, 4)],
@@ -420,3 +439,24 @@ def test_the_largest_shared_prefixes_come_first():
     groups = largest_first(grouped(prompts), prompts)
     assert [prompts[group[0]][0] for group in groups] == [2, 1, 3]
     assert sorted(index for group in groups for index in group) == list(range(7))
+
+
+@pytest.mark.parametrize(("places", "grown"), [(4, [165, 255, 310]), (1, list(range(110, 311, 10)))])
+def test_a_cache_grows_for_those_who_come_next_too(monkeypatch, places, grown):
+    """Records of 100, 110, ... 300 tokens and 10 new ones: each time half as much again, at most what any needs."""
+    reserved = []
+    original = RaggedCache.reserve
+    monkeypatch.setattr(cache_module, "ROUND", 1)
+    monkeypatch.setattr(RaggedCache, "reserve", lambda self, slots: (reserved.append(slots), original(self, slots))[1])
+    requests = [Request(n, str(n), [n] * n, Sampling(max_new_tokens=10)) for n in range(100, 301, 10)]
+    line, cache, proposer = Admission(requests, places, 4096), RaggedCache(places), NoDrafts()
+    started = 0
+    line.fill(cache, proposer)
+    while rows := line.rows():
+        started += len(rows)
+        assert all(len(row.tokens) + 10 <= cache.slots for row in rows)
+        for row in rows:
+            line.release(row)
+        line.fill(cache, proposer)
+    assert started == len(requests)
+    assert reserved == grown

@@ -17,6 +17,7 @@ from ragspec.engine.sampling import Noise
 from ragspec.records import Request
 
 WAIT = 16  # tokens that are just being computed, for which a request waits a step
+AHEAD = 1.5
 SCAN = 256  # waiting requests looked at for one whose prefix is not being computed just now
 
 
@@ -30,6 +31,11 @@ class Waiting:
         self.group = group  # shared by requests of one prefix
         self.row = row
         self.tokens = array("i", row.tokens if row else request.token_ids)
+
+    @property
+    def slots(self) -> int:
+        """Slots that its place needs."""
+        return len(self.tokens) + self.request.sampling.max_new_tokens
 
 
 class Place:
@@ -97,7 +103,8 @@ class Admission:
                 return
             number, source, target, tokens = chosen
             waiting = self._line[number]
-            cache.reserve(len(waiting.tokens) + waiting.request.sampling.max_new_tokens)  # may fail: nobody has moved
+            if waiting.slots > cache.slots:
+                cache.reserve(self._room(waiting.slots))  # may fail: nobody has moved
             self._take(number)
             self._free.remove(target)
             row = waiting.row or _new_row(waiting.request)
@@ -111,6 +118,16 @@ class Admission:
             if not row.written:
                 row.cached = tokens
             self._latest = target
+
+    def _room(self, slots: int) -> int:
+        """Return how many slots to reserve where `slots` are needed: up to AHEAD times that, if others soon need them.
+
+        A cache that grows is copied; with one place, that costs little, and nobody may fail for what another needs.
+        """
+        if len(self.places) == 1:
+            return slots
+        soon = max(waiting.slots for waiting in islice(self._line, SCAN))
+        return max(slots, min(soon, int(AHEAD * slots)))
 
     def _look_ahead(self) -> None:
         if self._line:

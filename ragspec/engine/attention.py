@@ -1,7 +1,7 @@
 """Attention of packed rows over the ragged cache, in the place that transformers keeps for attention functions.
 
-Grouped heads share their keys without copies: in a batch, the queries of a group are further queries of one head;
-alone, the keys are expanded without being repeated. Source of the interface: transformers.AttentionInterface.
+Grouped heads share their keys without copies: the queries of a group are further queries of one head, or, where torch
+masks by itself, the keys are expanded without being repeated. Source of the interface: transformers.AttentionInterface.
 """
 
 from __future__ import annotations
@@ -82,12 +82,15 @@ def _attend_alone(
     segment = alone.segment
     end = segment.start + segment.count
     mine = queries[:, :, alone.packed]  # (kv_heads, groups, count, head_dim)
-    shape = (*mine.shape[:2], end, -1)
-    keys = layer.keys[:, segment.row, None, :end].expand(shape)  # a group's heads share one storage
-    values = layer.values[:, segment.row, None, :end].expand(shape)
+    kv_heads, groups, count, size = mine.shape
     if segment.start == 0 and (window is None or window >= end):
+        shape = (kv_heads, groups, end, -1)
+        keys = layer.keys[:, segment.row, None, :end].expand(shape)  # a group's heads share one storage
+        values = layer.values[:, segment.row, None, :end].expand(shape)
         out = attention(mine, keys, values, is_causal=True, scale=scaling)
     else:
-        mask = alone.mask(window, mine.dtype, mine.device)
-        out = attention(mine, keys, values, attn_mask=mask, scale=scaling)
+        folded = mine.reshape(1, kv_heads, groups * count, size)
+        keys, values = layer.keys[None, :, segment.row, :end], layer.values[None, :, segment.row, :end]
+        mask = alone.mask(window, groups, mine.dtype, mine.device)
+        out = attention(folded, keys, values, attn_mask=mask, scale=scaling).view(kv_heads, groups, count, -1)
     return out.permute(2, 0, 1, 3).flatten(1, 2)

@@ -64,8 +64,9 @@ class RaggedCache:
         for layer in self._layers.values():
             for name in ("keys", "values"):
                 old = getattr(layer, name)
-                new = old.new_zeros(old.shape[0], self.rows, self.slots, old.shape[3])
+                new = old.new_empty(old.shape[0], self.rows, self.slots, old.shape[3])
                 new[:, :, : old.shape[2]] = old
+                new[:, :, old.shape[2] :] = 0  # as in _empty
                 setattr(layer, name, new)
 
     @torch.inference_mode()

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 
 # torch's kernel for CPUs computes masked scores too, so a prompt attends in pieces, each to what it may see
-PIECE = {"cpu": 192, "cuda": 1 << 30}
+PIECE = {"cpu": 128, "cuda": 1 << 30}
 PADDING = {"cpu": 3, "cuda": 1 << 30}  # padded queries that a row may bring into a run rather than begin another
 
 
@@ -55,15 +55,15 @@ class Alone:
 
     segment: Segment
     packed: slice
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return what is added to the scores: (1, 1, count, start + count), 0 or -inf."""
-        if window not in self.masks:
+    def mask(self, window: int | None, groups: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return what is added to the scores: (1, 1, groups x count, start + count), 0 or -inf."""
+        if (window, groups) not in self.masks:
             start, end = self.segment.start, self.segment.start + self.segment.count
             ends = torch.arange(start + 1, end + 1, device=device)[None]
-            self.masks[window] = _mask(ends, end, window, 1, dtype)
-        return self.masks[window]
+            self.masks[window, groups] = _mask(ends, end, window, groups, dtype)
+        return self.masks[window, groups]
 
 
 class Layout:
@@ -91,9 +91,8 @@ class Layout:
         pieces = []
         for segment, at in zip(self.segments, self.starts, strict=True):
             if segment.alone:
-                size = -(-segment.count // -(-segment.count // most))
-                for first in range(0, segment.count, size):
-                    count = min(size, segment.count - first)
+                for first in range(0, segment.count, most):
+                    count = min(most, segment.count - first)
                     part = Segment(segment.row, segment.start + first, count, alone=True)
                     pieces.append(Alone(part, slice(at + first, at + first + count)))
         return pieces
