@@ -94,6 +94,7 @@ class Batch:
                 summary.generate_s = time.perf_counter() - started
         finally:
             summary.generate_s = time.perf_counter() - started
+            summary.method = runner.method  # a runner may have chosen another one while it loaded
             summary.prefill_s = _since(runner.prefill_s, prefill_s)
             summary.decode_s = _since(runner.decode_s, decode_s)
             summary.decode_tokens = runner.decode_tokens - decode_tokens

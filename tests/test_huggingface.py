@@ -4,6 +4,7 @@ import pytest
 
 from ragspec.config import build_config, to_sampling
 from ragspec.errors import ConfigError, ModelError
+from ragspec.pipeline import run
 from ragspec.records import Failure, Request
 from ragspec.runners import huggingface
 from tests.conftest import SAMPLE, read_jsonl, save_gpt2, train_tokenizer
@@ -344,3 +345,18 @@ def test_a_stop_string_is_noticed_in_the_step_that_completes_it(step):
         assert stopped == (end >= len("one two stop"))
         if stopped:
             break
+
+
+def test_auto_names_the_method_that_answered(tiny, tmp_path):
+    raw = {
+        "model": tiny,
+        "input": str(SAMPLE),
+        "output": str(tmp_path / "out.jsonl"),
+        "sampling": {"max_new_tokens": 4},
+        "speculation": {"method": "auto"},
+        "runner_args": {"engine": "transformers"},
+    }
+    summary = run(build_config(raw), limit=1)
+    (line,) = read_jsonl(tmp_path / "out.jsonl")
+    assert summary.method == line["speculation"]["method"] == "prompt_lookup"
+    assert any("untried" in note for note in summary.notes)
