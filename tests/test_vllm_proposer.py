@@ -235,19 +235,33 @@ def test_a_forgotten_record_is_given_up_when_too_many_are_away(monkeypatch):
 def test_the_line_is_found_in_noise():
     chance, cost = random.Random(0), LineCost()
     for _ in range(200):
-        tokens = chance.randrange(8, 40)
-        cost.observe(tokens, (0.1 + 0.003 * tokens) * chance.uniform(0.9, 1.1) * (5 if chance.random() < 0.03 else 1))
-    assert cost(16) == pytest.approx(0.148, rel=0.12)
-    assert cost(32) == pytest.approx(0.196, rel=0.12)
+        rows, drafts = chance.randrange(8, 17), chance.randrange(24)
+        seconds = (0.1 + 0.005 * rows + 0.003 * drafts) * chance.uniform(0.9, 1.1)
+        cost.observe(rows + drafts, rows, seconds * (5 if chance.random() < 0.03 else 1))
+    assert cost(16, 12) == pytest.approx(0.172, rel=0.12)
+    assert cost(32, 16) == pytest.approx(0.228, rel=0.12)
     flat = LineCost()
     for _ in range(100):
-        flat.observe(chance.randrange(8, 40), 0.02)
+        flat.observe(chance.randrange(8, 40), 8, 0.02)
     assert flat.marginal() < 0.0001
+
+
+def test_rows_that_come_and_go_do_not_make_drafts_look_dear():
+    chance, cost = random.Random(0), LineCost()
+    for _ in range(100):
+        rows = chance.randrange(4, 17)
+        cost.observe(rows, rows, 0.03 + 0.005 * rows)
+    assert cost(8, 8) == pytest.approx(0.07, rel=0.05)
+    assert cost(17, 16) - cost(16, 16) < 0.004
+    for _ in range(100):
+        rows, drafts = chance.randrange(4, 17), chance.randrange(24)
+        cost.observe(rows + drafts, rows, 0.03 + 0.005 * rows + 0.002 * drafts)
+    assert cost.marginal() == pytest.approx(0.002, rel=0.1)
 
 
 def test_before_any_step_a_token_more_is_cheap_beside_a_step():
     cost = LineCost()
-    assert cost(1) < cost(4) < 1.5 * cost(1)
-    cost.observe(4, 0.05)
-    assert cost(4) == pytest.approx(0.05)
-    assert 0.05 < cost(8) < 0.07
+    assert cost(1, 1) < cost(4, 1) < 1.5 * cost(1, 1)
+    cost.observe(4, 1, 0.05)
+    assert cost(4, 1) == pytest.approx(0.05)
+    assert 0.05 < cost(8, 1) < 0.07

@@ -1,42 +1,60 @@
-"""What a step costs in an engine that can be watched, not probed: seconds = a + b x tokens, fitted as it runs. Pure."""
+"""What a step costs in an engine that can be watched, not probed: seconds = a + b x rows + c x draft tokens, fitted as
+it runs. Rows count apart from drafts: a row's keys and values are read too, which makes its own token dearer. Pure."""
 
 from __future__ import annotations
 
 FADE = 0.98  # weight of the past at each observation
-LEAN = 64.0  # squared tokens of spread in the observations, at which the fitted slope counts half
+LEAN = 64.0  # squared tokens of spread in the observations, at which a fitted slope counts half
 PRIOR_TOKENS = 16.0  # tokens that cost as much as a step does at least
 
 
 class LineCost:
-    """A StepCost without probing. Limit: one line; rows and the cache's length are in it by the past fading."""
+    """A StepCost without probing. Limit: straight lines; the cache's length is in them by the past fading."""
 
     def __init__(self) -> None:
         self._weight = 0.0
-        self._tokens = 0.0  # mean
-        self._seconds = 0.0  # mean
-        self._spread = 0.0  # of tokens, weighted sum of squares
-        self._together = 0.0  # of tokens and seconds
+        self._rows = self._drafts = self._seconds = 0.0  # means
+        self._spread_rows = self._spread_drafts = self._common = 0.0  # weighted sums of products, about the means
+        self._rows_seconds = self._drafts_seconds = 0.0
+        self._slopes = (0.0, 0.0)
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """Learn from a step of `tokens`. One that was interrupted by something else counts little."""
+    def observe(self, tokens: int, rows: int, seconds: float) -> None:
+        """Learn from a step of `tokens` on `rows` rows. One that was interrupted by something else counts little."""
         if self._weight:
-            expected = self(tokens)
+            expected = self(tokens, rows)
             seconds = min(2 * expected, max(expected / 2, seconds))
         self._weight = FADE * self._weight + 1
-        off, late = tokens - self._tokens, seconds - self._seconds
-        self._tokens += off / self._weight
+        row, draft, late = rows - self._rows, tokens - rows - self._drafts, seconds - self._seconds
+        self._rows += row / self._weight
+        self._drafts += draft / self._weight
         self._seconds += late / self._weight
-        self._spread = FADE * self._spread + off * (tokens - self._tokens)
-        self._together = FADE * self._together + off * (seconds - self._seconds)
+        late = seconds - self._seconds
+        self._spread_rows = FADE * self._spread_rows + row * (rows - self._rows)
+        self._spread_drafts = FADE * self._spread_drafts + draft * (tokens - rows - self._drafts)
+        self._common = FADE * self._common + row * (tokens - rows - self._drafts)
+        self._rows_seconds = FADE * self._rows_seconds + row * late
+        self._drafts_seconds = FADE * self._drafts_seconds + draft * late
+        self._slopes = self._fit()
 
-    def __call__(self, tokens: int, rows: int = 0, reach: int = 0) -> float:
-        """Return seconds for `tokens` in all; in some unit of its own before it has seen a step."""
+    def _fit(self) -> tuple[float, float]:
+        """Return seconds per row and per draft token: least squares, drawn towards a prior (ridge regression)."""
+        prior = self._seconds / (PRIOR_TOKENS + self._rows + self._drafts)
+        rows, drafts = self._spread_rows + LEAN, self._spread_drafts + LEAN
+        by_rows, by_drafts = self._rows_seconds + LEAN * prior, self._drafts_seconds + LEAN * prior
+        determinant = rows * drafts - self._common**2
+        per_row = (by_rows * drafts - by_drafts * self._common) / determinant
+        per_draft = (by_drafts * rows - by_rows * self._common) / determinant
+        return max(0.0, per_row), max(0.0, per_draft)
+
+    def __call__(self, tokens: int, rows: int, reach: int = 0) -> float:
+        """Return seconds for `tokens` in all on `rows` rows; in some unit of its own before it has seen a step."""
         if not self._weight:
             return PRIOR_TOKENS + tokens
-        slope = self.marginal()
-        return max(self._seconds + slope * (tokens - self._tokens), slope * tokens, self._seconds / 8)
+        per_row, per_draft = self._slopes
+        drafts = tokens - rows
+        line = self._seconds + per_row * (rows - self._rows) + per_draft * (drafts - self._drafts)
+        return max(line, per_row * rows + per_draft * drafts, self._seconds / 8)
 
     def marginal(self, tokens: int = 0, reach: int = 0) -> float:
-        """Return seconds that a token more costs."""
-        prior = self._seconds / (PRIOR_TOKENS + self._tokens)
-        return max(0.0, (self._together + LEAN * prior) / (self._spread + LEAN))
+        """Return seconds that a draft token more costs."""
+        return self._slopes[1]

@@ -44,7 +44,7 @@ class Proposer:
         self.drafting_s = 0.0
         self._expected: dict[bytes, list[Sequence[tuple[int, int]]]] = {}  # passages, by the prompt's tokens
         self._rows = Rows(self._open)
-        self._asked = 0  # tokens of the step under way, where it only decodes
+        self._asked = (0, 0)  # tokens, and rows, of the step under way, where it only decodes
         self._since = 0.0  # when that step was handed over
         self._spent = 0.0  # seconds for its drafts
 
@@ -87,9 +87,9 @@ class Proposer:
         started = time.perf_counter()
         rows, prompts = self._rows.update(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         written = sum(len(ids) for ids in sampled_token_ids)
-        if self._asked and not prompts and written:
+        if any(self._asked) and not prompts and written:
             seconds = started - self._since
-            self.cost.observe(self._asked, seconds)
+            self.cost.observe(*self._asked, seconds)
             self.trial.observe(written, seconds + self._spent)
         drafts = self._choose(rows)
         watching = self._watch(rows)
@@ -97,7 +97,7 @@ class Proposer:
         for slot, draft in drafts.items():
             rows[slot].draft = draft
             proposed[slot] = draft.token_ids
-        self._asked = len(rows) + sum(len(draft.token_ids) for draft in drafts.values())
+        self._asked = (len(rows) + sum(len(draft.token_ids) for draft in drafts.values()), len(rows))
         self._since = time.perf_counter()
         self.drafting_s += self._since - started
         self._spent = self._since - started - watching
