@@ -4,7 +4,8 @@ it runs. Rows count apart from drafts: a row's keys and values are read too, whi
 from __future__ import annotations
 
 FADE = 0.98  # weight of the past at each observation
-LEAN = 64.0  # squared tokens of spread in the observations, at which a fitted slope counts half
+LEAN_ROWS = 64.0  # squared rows of spread in the observations, at which the fitted slope counts half
+LEAN_DRAFTS = 512.0  # the same of draft tokens: the prior is good, and steps are few and noisy
 PRIOR_TOKENS = 16.0  # tokens that cost as much as a step does at least
 
 
@@ -39,8 +40,8 @@ class LineCost:
     def _fit(self) -> tuple[float, float]:
         """Return seconds per row and per draft token: least squares, drawn towards a prior (ridge regression)."""
         prior = self._seconds / (PRIOR_TOKENS + self._rows + self._drafts)
-        rows, drafts = self._spread_rows + LEAN, self._spread_drafts + LEAN
-        by_rows, by_drafts = self._rows_seconds + LEAN * prior, self._drafts_seconds + LEAN * prior
+        rows, drafts = self._spread_rows + LEAN_ROWS, self._spread_drafts + LEAN_DRAFTS
+        by_rows, by_drafts = self._rows_seconds + LEAN_ROWS * prior, self._drafts_seconds + LEAN_DRAFTS * prior
         determinant = rows * drafts - self._common**2
         per_row = (by_rows * drafts - by_drafts * self._common) / determinant
         per_draft = (by_drafts * rows - by_rows * self._common) / determinant
