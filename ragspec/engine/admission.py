@@ -17,7 +17,7 @@ from ragspec.engine.sampling import Noise
 from ragspec.records import Request
 
 WAIT = 16  # tokens that are just being computed, for which a request waits a step
-AHEAD = 1.5
+AHEAD = 1.5  # times the slots needed, that a cache may grow by at once
 SCAN = 256  # waiting requests looked at for one whose prefix is not being computed just now
 
 
