@@ -79,8 +79,14 @@ def context_length(config: Any) -> int | None:
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         value = getattr(text, name, None)
         if isinstance(value, int) and value > 0:
-            return value
+            return int(value * _stretch(text))
     return None
+
+
+def _stretch(text: Any) -> float:
+    """Return by how much rotary frequencies that grow with the text stretch the length that a config names."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    return max(1.0, float(rope.get("factor") or 1.0)) if rope.get("rope_type") == "dynamic" else 1.0
 
 
 def _why(error: Exception) -> str:

@@ -20,13 +20,16 @@ class SpecStats:
 
     steps: target forwards that emitted tokens for the row, those without a draft counted.
     drafted_at[j], accepted_at[j]: steps, among those that drafted, that drafted or accepted exactly j tokens.
+    cut: tokens that steps wrote beyond the end of an answer, so that steps + accepted - cut = output tokens.
     """
 
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
+    cut: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+    _last: int = 0  # accepted in the last step that drafted
 
     def record(self, drafted: int, accepted: int) -> None:
         """Count one target step that verified `drafted` tokens and kept `accepted` of them."""
@@ -38,12 +41,25 @@ class SpecStats:
             self.accepted += accepted
             _bump(self.drafted_at, drafted)
             _bump(self.accepted_at, accepted)
+            self._last = accepted
+
+    def end(self, output_tokens: int) -> None:
+        """Say how many tokens the answer has: what the last step accepted beyond its end does not count."""
+        beyond = self.steps + self.accepted - output_tokens - 1  # the token behind the draft goes first
+        if beyond > 0 and self.accepted_at:
+            beyond = min(beyond, self._last)
+            self.accepted -= beyond
+            self.accepted_at[self._last] -= 1
+            self.accepted_at[self._last - beyond] += 1
+            self._last -= beyond
+        self.cut = self.steps + self.accepted - output_tokens
 
     def add(self, other: SpecStats) -> None:
         """Add another row's counts to these."""
         self.steps += other.steps
         self.drafted += other.drafted
         self.accepted += other.accepted
+        self.cut += other.cut
         for mine, theirs in ((self.drafted_at, other.drafted_at), (self.accepted_at, other.accepted_at)):
             for length, count in enumerate(theirs):
                 _bump(mine, length, count)

@@ -10,7 +10,7 @@ from ragspec.drafters.context import ContextDrafter
 from ragspec.drafters.prompt_lookup import PromptLookup
 from ragspec.engine import decode, layout
 from ragspec.engine.allocate import StepCost
-from ragspec.engine.backend import _prepare
+from ragspec.engine.backend import prepare
 from ragspec.engine.cache import RaggedCache
 from ragspec.engine.decode import Engine
 from ragspec.engine.draft_model import DraftModel
@@ -58,7 +58,7 @@ def loaded():
     def load(folder):
         if folder not in cache:
             inner = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-            cache[folder] = _prepare(inner), HFTokenizer(AutoTokenizer.from_pretrained(folder))
+            cache[folder] = prepare(inner), HFTokenizer(AutoTokenizer.from_pretrained(folder))
         return cache[folder]
 
     return load
@@ -152,7 +152,7 @@ def test_a_draft_model_changes_no_answer(loaded, tiny, plain, draft, rows, reque
     from transformers import AutoModelForCausalLM
 
     folder = request.getfixturevalue(draft)
-    drafting = _prepare(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+    drafting = prepare(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
     drafting.resize(rows)
     outcomes = answers(loaded, tiny, DraftModel(drafting, 400, None, 4, None), rows)
     assert ids(outcomes) == plain
@@ -169,8 +169,8 @@ def test_a_verifier_that_believes_everything_is_caught(loaded, tiny, plain, monk
 
 
 def test_a_mask_that_shows_a_rejected_draft_is_caught(loaded, tiny, plain, monkeypatch):
-    right = layout._mask
-    monkeypatch.setattr(layout, "_mask", lambda ends, *rest: right(ends + 1, *rest))
+    right = layout.sight
+    monkeypatch.setattr(layout, "sight", lambda queries, *rest: right(queries + 1, *rest))
     assert ids(answers(loaded, tiny, ByRow(Fixed(ragged(plain, loaded, tiny)), 7, None))) != plain
 
 
@@ -310,9 +310,11 @@ def test_a_record_that_fits_nowhere_fails_alone(loaded, tiny, plain, monkeypatch
     sizes = sorted(len(request.token_ids) for request in requests_for(tokenizer))
 
     def short(self, slots):
-        if slots > sizes[-1] + NEW - 1:
+        if slots > sizes[-1] + 2:
             raise torch.OutOfMemoryError("no room")
         original(self, slots)
+
+    assert sizes[-2] + NEW < sizes[-1] + 2
 
     monkeypatch.setattr(RaggedCache, "reserve", short)
     model, _ = loaded(tiny)

@@ -10,6 +10,7 @@ from ragspec.engine import attention, backend, selfcheck
 from ragspec.engine.decode import Engine
 from ragspec.engine.proposers import ByRow
 from ragspec.errors import ConfigError, ModelError
+from ragspec.hf.mending import mend
 from ragspec.hf.tokenizer import HFTokenizer
 from ragspec.records import Request, Sampling
 from ragspec.runners import huggingface
@@ -49,7 +50,11 @@ FAMILIES = {
         },
     ),
 }
-REFUSED = {"gemma2": ("Gemma2", {**SMALL, "head_dim": 8, "sliding_window": 10, "attn_logit_softcapping": 5.0})}
+OTHERS = {
+    "mistral-long": ("Mistral", {**SMALL, "sliding_window": 400}),
+    "mamba": ("Mamba", {"hidden_size": 32, "state_size": 8, "num_hidden_layers": 2}),
+}
+FAMILIES["gemma2"] = ("Gemma2", {**SMALL, "head_dim": 8, "sliding_window": 10, "attn_logit_softcapping": 5.0})
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +63,7 @@ def tokenizer(sample_texts):
 
 
 def build(family, tokenizer):
-    kind, settings = (FAMILIES | REFUSED)[family]
+    kind, settings = (FAMILIES | OTHERS)[family]
     torch.manual_seed(11)
     inner = tokenizer.inner
     config = getattr(transformers, f"{kind}Config")(
@@ -69,7 +74,7 @@ def build(family, tokenizer):
         if parameter.dim() > 1 and parameter.std() < 0.1:
             torch.nn.init.normal_(parameter, std=0.3)
         assert name
-    return model
+    return mend(model)
 
 
 def requests_for(tokenizer, lengths=(90, 40, 7, 63, 25)):
@@ -88,7 +93,7 @@ def test_a_family_gives_the_tokens_of_stock_generate(family, tokenizer):
         out = inner.generate(prompt, do_sample=False, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0)
         stock[request.index] = out[0, prompt.shape[1] :].tolist()
     assert len({tuple(answer) for answer in stock.values()}) == len(stock)  # not one loop for all
-    model = backend._prepare(inner)
+    model = backend.prepare(inner)
     for rows, tokens in ((1, None), (3, 5)):
         model.resize(rows)
         engine = Engine(model, ByRow(ContextDrafter(), tokens or 4, None), tokenizer, frozenset(), chunk=32)
@@ -96,26 +101,26 @@ def test_a_family_gives_the_tokens_of_stock_generate(family, tokenizer):
         assert answers == stock
 
 
-@pytest.mark.parametrize("family", REFUSED)
-def test_a_model_that_asks_for_more_than_the_engine_has_is_refused_and_left_as_it_was(family, tokenizer):
-    inner = build(family, tokenizer)
+def test_a_model_that_does_not_fit_is_refused_and_left_as_it_was(tokenizer):
+    inner = build("mamba", tokenizer)
     prompt = torch.tensor([next(iter(requests_for(tokenizer))).token_ids])
     before = inner.generate(prompt, do_sample=False, max_new_tokens=NEW, pad_token_id=0)
-    with pytest.raises(backend.Refused, match="softcap"):
-        backend._prepare(inner)
+    with pytest.raises(backend.Refused, match="recurrent state"):
+        backend.prepare(inner)
     assert torch.equal(inner.generate(prompt, do_sample=False, max_new_tokens=NEW, pad_token_id=0), before)
 
 
 @pytest.mark.parametrize("what", ["scaling", "window", "positions"])
 def test_the_self_check_finds_what_is_computed_wrongly(what, tokenizer, monkeypatch):
-    inner = build("llama", tokenizer)
+    inner = build("llama" if what != "window" else "mistral-long", tokenizer)
     right = attention.attend
 
     def wrong(module, query, key, value, mask, scaling=None, **kwargs):
         if what == "scaling":
             scaling = scaling * 1.05
         if what == "window":
-            kwargs["sliding_window"] = 20
+            assert mask is not None
+            mask = None  # 400 tokens: the self-check has 48
         return right(module, query, key, value, mask, scaling=scaling, **kwargs)
 
     monkeypatch.setattr(attention, "attend", wrong)
@@ -124,8 +129,8 @@ def test_the_self_check_finds_what_is_computed_wrongly(what, tokenizer, monkeypa
         monkeypatch.setattr(
             inner.model.rotary_emb, "forward", _shifted(inner.model.rotary_emb.forward, selfcheck.TOKENS)
         )
-    with pytest.raises(backend.Refused, match="other logits"):
-        backend._prepare(inner)
+    with pytest.raises(backend.Refused, match="sliding_window of 400" if what == "window" else "other logits"):
+        backend.prepare(inner)
 
 
 def _shifted(forward, tokens):
@@ -213,7 +218,7 @@ def test_memory_limits_the_batch_size(tiny, monkeypatch):
     [
         ("none", {"runner_args": {"engine": "transformers"}}, "engine: transformers"),
         ("early_exit", {"early_exit_layer": 1}, "early_exit"),
-        ("none", {"runner_args": {"generate_args": {"no_repeat_ngram_size": 3}}}, "generate_args"),
+        ("none", {"runner_args": {"generate_args": {"num_beams": 2}}}, "generate_args"),
         ("prompt_lookup", {"schedule": "heuristic_transient"}, "schedule"),
     ],
 )
@@ -228,12 +233,12 @@ def test_stock_generate_answers_where_only_it_can_and_says_so(tiny, method, sett
 
 
 def test_a_model_that_does_not_fit_falls_back_and_says_why(tokenizer, tmp_path):
-    build("gemma2", tokenizer).save_pretrained(tmp_path)
+    build("mamba", tokenizer).save_pretrained(tmp_path)
     tokenizer.inner.save_pretrained(tmp_path)
     _, about, runner = run(str(tmp_path))
     assert about["engine"] == "transformers"
-    assert any("softcap" in note for note in runner.notes)
-    with pytest.raises(ModelError, match="softcap"):
+    assert any("recurrent state" in note for note in runner.notes)
+    with pytest.raises(ModelError, match="recurrent state"):
         run(str(tmp_path), "context")
 
 

@@ -1,24 +1,28 @@
 """Which request gets which cache row: requests are looked at ahead, brought together by prefix, and start from what
-another row has computed already."""
+another row has computed already.
+
+Nothing here touches the cache: what is to be copied stands in a Start.
+"""
 
 from __future__ import annotations
 
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import count, islice
 
-from ragspec.engine.cache import RaggedCache
 from ragspec.engine.prefix import grouped, shared
-from ragspec.engine.proposers import Proposer
+from ragspec.engine.room import Room
 from ragspec.engine.row import Row
 from ragspec.engine.sampling import Noise
-from ragspec.records import Request
+from ragspec.records import Failure, Request
 
 WAIT = 16  # tokens that are just being computed, for which a request waits a step
-AHEAD = 1.5  # times the slots needed, that a cache may grow by at once
 SCAN = 256  # waiting requests looked at for one whose prefix is not being computed just now
+
+Agree = Callable[[int, int, int], bool]
 
 
 class Waiting:
@@ -33,19 +37,25 @@ class Waiting:
         self.tokens = array("i", row.tokens if row else request.token_ids)
 
     @property
-    def slots(self) -> int:
-        """Slots that its place needs."""
-        return len(self.tokens) + self.request.sampling.max_new_tokens
+    def base(self) -> int:
+        """Tokens that its row begins with (Row.base)."""
+        return self.row.base if self.row else len(self.tokens)
+
+    @property
+    def most(self) -> int:
+        """Tokens that its row may come to have."""
+        return len(self.request.token_ids) + self.request.sampling.max_new_tokens
 
 
 class Place:
     """A cache row, and whose keys and values it holds: those of the row under way, or of the last one."""
 
-    __slots__ = ("group", "left", "row")
+    __slots__ = ("base", "group", "left", "row")
 
     def __init__(self) -> None:
         self.row: Row | None = None
         self.left = array("i")
+        self.base = 0  # of the row that is, or was, there
         self.group = -1
 
     def offers(self, tokens: array[int]) -> tuple[int, int]:
@@ -57,12 +67,39 @@ class Place:
         return min(coming, self.row.computed), coming
 
 
-class Admission:
-    """The waiting line and the places."""
+@dataclass(frozen=True, slots=True)
+class Start:
+    """`row` begins at its place; its first `tokens` tokens are those of place `source`, perhaps its own."""
 
-    def __init__(self, requests: Iterable[Request], places: int, lookahead: int) -> None:
+    row: Row
+    source: int
+    tokens: int
+
+
+class Admission:
+    """The waiting line and the places.
+
+    step: tokens that a row may grow by in a step. agree: whether rows that began with so many tokens compute the same
+    for the first so many (Frequencies.agree). start: makes the row of a request.
+    """
+
+    def __init__(
+        self,
+        requests: Iterable[Request],
+        places: int,
+        lookahead: int,
+        *,
+        start: Callable[[Request], Row] | None = None,
+        room: Room | None = None,
+        step: int = 1,
+        agree: Agree | None = None,
+    ) -> None:
         self._source = iter(requests)
         self._lookahead = lookahead
+        self._start = start or new_row
+        self._room = room or Room()
+        self._step = step
+        self._agree = agree or (lambda base, other, tokens: True)
         self._line: deque[Waiting] = deque()
         self._groups = count()
         self._clear(places)
@@ -82,60 +119,79 @@ class Admission:
         place.row, place.left = None, array("i", row.tokens[: row.computed])
         self._free.append(row.place)
 
-    def interrupt(self, places: int) -> None:
-        """Send all rows back to the head of the line, and begin again with `places` empty places."""
-        rows = sorted(self.rows(), key=lambda row: row.started)
+    def interrupt(self, places: int, first: Row | None = None) -> None:
+        """Send all rows back to the head of the line, `first` before all, and have `places` empty places."""
+        rows = sorted(self.rows(), key=lambda row: (row is not first, row.started))
         self._clear(places)
         for row in reversed(rows):
             row.place, row.computed = -1, 0
             self._line.appendleft(Waiting(row.request, next(self._groups), row))
 
-    def give_up(self) -> Request:
-        """Take the first of the line out of it: it does not even fit alone."""
-        return self._take(0).request
+    def widen(self, most: int) -> int:
+        """Add places, up to `most`, while all rows could come to their end in them; return how many there are."""
+        needs = [len(row.request.token_ids) + row.request.sampling.max_new_tokens for row in self.rows()]
+        longest = max([*needs, *(waiting.most for waiting in islice(self._line, 1))], default=1)
+        for _ in range(len(self.places), min(most, self._room.rows(longest))):
+            self._free.append(len(self.places))
+            self.places.append(Place())
+        return len(self.places)
 
-    def fill(self, cache: RaggedCache, proposer: Proposer) -> None:
-        """Give free places to waiting requests, each with the longest prefix that another place has computed."""
+    def forget_beyond(self, slots: int) -> None:
+        """Places hold `slots` tokens at most from now on."""
+        for place in self.places:
+            del place.left[slots:]
+
+    def coming(self) -> int:
+        """Return how many tokens the longest of the rows under way and of those that come next may come to have."""
+        needs = [len(row.request.token_ids) + row.request.sampling.max_new_tokens for row in self.rows()]
+        return max([*needs, *(waiting.most for waiting in islice(self._line, SCAN))], default=0)
+
+    def admit(self) -> list[Start | Failure]:
+        """Give free places to waiting requests, each with the longest prefix that another place has computed.
+
+        In this order they must begin. A Failure is a request that not even an empty cache has room for.
+        """
+        decided: list[Start | Failure] = []
         while self._free:
-            self._look_ahead()
+            decided += self._look_ahead()
             chosen = self._choose()
             if chosen is None:
-                return
+                break
             number, source, target, tokens = chosen
-            waiting = self._line[number]
-            if waiting.slots > cache.slots:
-                cache.reserve(self._room(waiting.slots))  # may fail: nobody has moved
-            self._take(number)
+            waiting = self._take(number)
             self._free.remove(target)
-            row = waiting.row or _new_row(waiting.request)
+            row = waiting.row or self._start(waiting.request)
             place = self.places[target]
-            place.row, place.group = row, waiting.group  # from here on, a failure sends the row back to the line
-            row.place = target
-            if tokens and source != target:
-                cache.copy(source, target, tokens)
-            proposer.admit(row, source, tokens)
-            row.computed = tokens
+            place.row, place.group, place.base = row, waiting.group, waiting.base
+            row.place, row.computed = target, tokens
             if not row.written:
                 row.cached = tokens
+            decided.append(Start(row, source, tokens))
             self._latest = target
+        return decided
 
-    def _room(self, slots: int) -> int:
-        """Return how many slots to reserve where `slots` are needed: up to AHEAD times that, if others soon need them.
+    def _needs(self, waiting: Waiting) -> int:
+        return len(waiting.tokens) + self._step
 
-        A cache that grows is copied; with one place, that costs little, and nobody may fail for what another needs.
-        """
-        if len(self.places) == 1:
-            return slots
-        soon = max(waiting.slots for waiting in islice(self._line, SCAN))
-        return max(slots, min(soon, int(AHEAD * slots)))
-
-    def _look_ahead(self) -> None:
+    def _look_ahead(self) -> list[Failure]:
+        """Fill an empty line; return the requests that cannot be answered."""
         if self._line:
-            return
+            return []
         fresh = list(islice(self._source, self._lookahead))
         for indices in grouped([array("i", request.token_ids) for request in fresh]):
             group = next(self._groups)
             self._line.extend(Waiting(fresh[i], group) for i in indices)
+        refused = [(waiting, why) for waiting in self._line if (why := self._refusal(waiting))]
+        for waiting, _ in refused:
+            self._line.remove(waiting)
+        return [Failure(waiting.request.index, why) for waiting, why in refused]
+
+    def _refusal(self, waiting: Waiting) -> str:
+        """Return why a request cannot be answered, "" where it can."""
+        if not waiting.tokens:
+            return "the prompt has no tokens"
+        needs = self._needs(waiting)
+        return self._room.why(needs) if needs > self._room.slots(1) else ""
 
     def _take(self, number: int) -> Waiting:
         waiting = self._line[number]
@@ -145,14 +201,18 @@ class Admission:
     def _choose(self) -> tuple[int, int, int, int] | None:
         """Return the next to start: its number in the line, the place it begins like and how far, the place it gets.
 
-        One whose prefix is being computed right now waits for it, and others overtake it. A free place that holds what
-        waiting ones begin with is kept for these.
+        One whose prefix is being computed right now waits for it, and one that there is no room for beside the others
+        waits for their end; others overtake both. A free place that holds what waiting ones begin with is kept for
+        these.
         """
         heads: dict[int, int] = {}  # of each group, the first in the line
         for number, waiting in enumerate(islice(self._line, SCAN)):
             heads.setdefault(waiting.group, number)
         spare = next((i for i in self._free if self.places[i].group not in heads), None)
+        fits = self._room.slots(len(self.places))
         for group, number in heads.items():
+            if self._needs(self._line[number]) > fits:
+                continue
             source, now, coming = self._best_source(self._line[number])
             if coming >= now + WAIT:
                 continue
@@ -162,6 +222,8 @@ class Admission:
                 return number, source, target, now
         if self.rows() or not heads:
             return None
+        if self._needs(self._line[0]) > fits:
+            self._clear(self._room.rows(self._needs(self._line[0])))
         source, now, _ = self._best_source(self._line[0])
         return 0, source, source if source in self._free else self._free[0], now
 
@@ -171,13 +233,22 @@ class Admission:
         source, best, most = self._latest, 0, 0
         for index, place in enumerate(self.places):
             if place.group == waiting.group or index == self._latest:
-                now, coming = (min(last, tokens) for tokens in place.offers(waiting.tokens))
+                offered = place.offers(waiting.tokens)
+                now, coming = (self._usable(waiting.base, place.base, min(last, tokens)) for tokens in offered)
                 most = max(most, coming)
                 if now > best or (now == best and place.row is None):
                     source, best = index, now
         return source, best, most
 
+    def _usable(self, base: int, other: int, tokens: int) -> int:
+        """Return how many of the first `tokens` of a row that began with `other` tokens serve one of `base`."""
+        for part in (tokens, min(tokens, other)):
+            if self._agree(base, other, part):
+                return part
+        return 0
 
-def _new_row(request: Request) -> Row:
+
+def new_row(request: Request) -> Row:
+    """Return the row of a request."""
     noise = Noise(request.sampling.seed, request.id)
     return Row(request, list(request.token_ids), noise, time.perf_counter())

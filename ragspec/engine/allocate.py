@@ -53,6 +53,10 @@ class StepCost:
         """The probed curve: (tokens, seconds) of steps at short context."""
         return [(int(tokens), seconds) for tokens, seconds in zip(self._tokens, self._seconds, strict=True)]
 
+    def anew(self) -> StepCost:
+        """Return the cost as it was probed, without what was learnt since."""
+        return StepCost(self.points, self._per_slot, self._per_row_slot)
+
     def __call__(self, tokens: int, rows: int, reach: int) -> float:
         """Return seconds for `tokens` in all, on `rows` rows of up to `reach` slots."""
         return self._expected(tokens, rows, reach) * self._correction(tokens)

@@ -6,26 +6,47 @@ masks by itself, the keys are expanded without being repeated. Source of the int
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention as attention
 
+from ragspec.engine import masks
 from ragspec.engine.cache import LayerCache
 from ragspec.engine.layout import Alone, Layout, Run
+from ragspec.engine.masks import Rule
 
 NAME = "ragspec"
 
 
 class Unsupported(Exception):
-    """The model asks attention for something that is not here."""
+    """The model asks attention for something that is not here; the message ends a sentence that begins with "it"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a layer turns queries and keys into weights. cap: scores are cap * tanh(score / cap); None: as they are.
+
+    sinks: (heads,) a score of each head that takes weight and has no value; None: none.
+    """
+
+    scaling: float | None
+    cap: float | None
+    sinks: torch.Tensor | None
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's own attention computes them."""
+        return self.cap is None and self.sinks is None
 
 
 def register() -> None:
-    """Make the function known to transformers as `attn_implementation` "ragspec"; no mask is built for it."""
+    """Make the function known to transformers as `attn_implementation` "ragspec"."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
+    masks.register(NAME)
 
 
 def attend(
@@ -33,64 +54,94 @@ def attend(
     query: torch.Tensor,
     key: tuple[LayerCache, Layout],
     value: None,
-    attention_mask: None,
+    attention_mask: Rule | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return (1, T, heads, head_dim) for queries of (1, heads, T, head_dim).
 
-    key: what the cache's update() returned. Raises Unsupported for soft-capped scores and attention sinks.
+    key: what the cache's update() returned. attention_mask: what masks.py made of the model's mask; a window that is
+    only an argument counts for nothing, as in torch's own attention. Raises Unsupported for any other mask.
     """
-    for name in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise Unsupported(name)
+    if kwargs.get("position_bias") is not None:
+        raise Unsupported("adds a bias to its scores by position")
+    if attention_mask is not None and not isinstance(attention_mask, Rule):
+        raise Unsupported("builds an attention mask of its own")
+    if not isinstance(key, tuple):
+        raise Unsupported("attends to keys that did not pass through the cache")
+    scores = Scores(scaling, softcap, s_aux)
     layer, layout = key
     heads, tokens, _ = query.shape[1:]
     groups = heads // layer.keys.shape[0]
     queries = query[0].view(-1, groups, *query.shape[2:])  # (kv_heads, groups, T, head_dim)
     out = query.new_empty(tokens, heads, layer.values.shape[3])
     for run in layout.runs:
-        out[run.target] = _attend_together(layer, run, queries, scaling, sliding_window)
+        out[run.target] = _attend_together(layer, run, queries, scores, attention_mask)
     for alone in layout.alone:
-        out[alone.packed] = _attend_alone(layer, alone, queries, scaling, sliding_window)
+        out[alone.packed] = _attend_alone(layer, alone, queries, scores, attention_mask)
     return out[None], None
 
 
 def _attend_together(
-    layer: LayerCache, run: Run, queries: torch.Tensor, scaling: float | None, window: int | None
+    layer: LayerCache, run: Run, queries: torch.Tensor, scores: Scores, rule: Rule | None
 ) -> torch.Tensor:
     """Return (tokens of the run, heads, head_dim)."""
     kv_heads, groups, _, size = queries.shape
     rows = run.rows.stop - run.rows.start
     gathered = queries.index_select(2, run.gather).view(kv_heads, groups, rows, run.longest, size)
     folded = gathered.permute(2, 0, 1, 3, 4).reshape(rows, kv_heads, groups * run.longest, size)
-    keys = layer.keys[:, run.rows, : run.reach].transpose(0, 1)  # (rows, kv_heads, reach, head_dim)
-    values = layer.values[:, run.rows, : run.reach].transpose(0, 1)
-    mask = run.mask(window, groups, queries.dtype)
-    out = attention(folded, keys, values, attn_mask=mask, scale=scaling)
+    sight = run.sight(rule, groups, queries.dtype)
+    keys = layer.keys[:, run.rows, sight.first : run.reach].transpose(0, 1)  # (rows, kv_heads, slots, head_dim)
+    values = layer.values[:, run.rows, sight.first : run.reach].transpose(0, 1)
+    out = _weigh(folded, keys, values, sight.mask, scores, groups)
     out = out.view(rows, kv_heads, groups, run.longest, -1).permute(0, 3, 1, 2, 4)
     out = out.reshape(rows * run.longest, kv_heads * groups, -1)
     return out if run.keep is None else out[run.keep]
 
 
 def _attend_alone(
-    layer: LayerCache, alone: Alone, queries: torch.Tensor, scaling: float | None, window: int | None
+    layer: LayerCache, alone: Alone, queries: torch.Tensor, scores: Scores, rule: Rule | None
 ) -> torch.Tensor:
     """Return (count, heads, head_dim)."""
     segment = alone.segment
     end = segment.start + segment.count
     mine = queries[:, :, alone.packed]  # (kv_heads, groups, count, head_dim)
     kv_heads, groups, count, size = mine.shape
-    if segment.start == 0 and (window is None or window >= end):
+    begins = segment.start == 0 and scores.plain
+    if begins and (rule is None or alone.sight(rule, groups, mine.dtype, mine.device).causal):
         shape = (kv_heads, groups, end, -1)
         keys = layer.keys[:, segment.row, None, :end].expand(shape)  # a group's heads share one storage
         values = layer.values[:, segment.row, None, :end].expand(shape)
-        out = attention(mine, keys, values, is_causal=True, scale=scaling)
+        out = attention(mine, keys, values, is_causal=True, scale=scores.scaling)
     else:
         folded = mine.reshape(1, kv_heads, groups * count, size)
-        keys, values = layer.keys[None, :, segment.row, :end], layer.values[None, :, segment.row, :end]
-        mask = alone.mask(window, groups, mine.dtype, mine.device)
-        out = attention(folded, keys, values, attn_mask=mask, scale=scaling).view(kv_heads, groups, count, -1)
+        sight = alone.sight(rule, groups, mine.dtype, mine.device)
+        keys = layer.keys[None, :, segment.row, sight.first : end]
+        values = layer.values[None, :, segment.row, sight.first : end]
+        out = _weigh(folded, keys, values, sight.mask, scores, groups).view(kv_heads, groups, count, -1)
     return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _weigh(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scores: Scores, groups: int
+) -> torch.Tensor:
+    """Return the values weighed: (rows, kv_heads, groups x n, head_dim) for queries of that shape.
+
+    keys, values: (rows, kv_heads, slots, head_dim). mask: (rows, 1, groups x n, slots).
+    """
+    if scores.plain:
+        return attention(queries, keys, values, attn_mask=mask, scale=scores.scaling)
+    scaling = queries.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
+    weights = queries @ keys.transpose(2, 3) * scaling
+    if scores.cap is not None:
+        weights = scores.cap * torch.tanh(weights / scores.cap)
+    weights = (weights + mask).float()
+    if scores.sinks is not None:
+        kv_heads, count = queries.shape[1], queries.shape[2] // groups
+        sinks = scores.sinks.view(kv_heads, groups, 1).expand(-1, -1, count).reshape(1, kv_heads, -1, 1)
+        weights = torch.cat([weights, sinks.float().expand(len(queries), -1, -1, -1)], dim=-1)
+    weights = weights.softmax(-1)[..., : keys.shape[2]]
+    return weights.to(values.dtype) @ values

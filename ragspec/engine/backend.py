@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
@@ -10,19 +11,24 @@ import torch
 
 from ragspec.drafters.choice import judged, model_free
 from ragspec.engine.allocate import StepCost
-from ragspec.engine.capacity import choose_rows, most_rows
+from ragspec.engine.attention import Unsupported
+from ragspec.engine.capacity import budget_of, choose_rows, most_rows
 from ragspec.engine.decode import LOOKAHEAD, Clock, Engine
 from ragspec.engine.draft_model import DraftModel
 from ragspec.engine.forward import Model
 from ragspec.engine.heap import keep_freed_memory
 from ragspec.engine.layout import Segment
-from ragspec.engine.linear import can_pack, pack_linears
+from ragspec.engine.linear import can_pack, pack_linears, unpack_linears
 from ragspec.engine.probe import probe
 from ragspec.engine.proposers import Auto, ByRow, NoDrafts, Proposer
-from ragspec.engine.selfcheck import difference, reference, tolerance
+from ragspec.engine.room import Room
+from ragspec.engine.selfcheck import differs, tolerance
 from ragspec.engine.trial import Trial
+from ragspec.errors import flat
+from ragspec.hf.generation import GenerationRules, Processors
 from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer
 
+log = logging.getLogger(__name__)
 SAMPLE = 64  # requests by which the batch size is chosen
 
 
@@ -34,7 +40,8 @@ class EngineBackend:
     """Answers with the batched engine.
 
     method: none, context, prompt_lookup, draft_model, or auto for the best of them. draft: the loaded draft model.
-    reach: tokens that it attends to. rows None: chosen by memory and device. Raises Refused where the model does not
+    reach: tokens that it attends to. rows None: chosen by memory and device. rules: how logits become choices. Every
+    run begins as the first did: no drafter knows the records of an earlier one. Raises Refused where the model does not
     compute the same in here.
     """
 
@@ -52,6 +59,7 @@ class EngineBackend:
         isolate: bool = False,
         draft: Any = None,
         reach: int | None = None,
+        rules: GenerationRules | None = None,
     ) -> None:
         self.clock = Clock()
         self.notes: list[str] = []
@@ -63,28 +71,39 @@ class EngineBackend:
         self._rows = rows
         self._lookahead = lookahead
         self._reach = reach
-        self._cost: StepCost | None = None
+        self._rules = rules
+        self._ngrams, self._isolate = ngrams, isolate
+        self._probed: StepCost | None = None
         self._weights = _linear_weights(inner)
-        self._model = _prepare(inner)
-        self._draft = _prepare(draft) if draft is not None else None
-        self._drafters = model_free(ngrams, isolate)
-        self._candidates = [method]
-        if method == "auto":
-            self._candidates = ["none", *self._drafters] + ["draft_model"] * (draft is not None)
-        self._trial = Trial(self._candidates)
+        self._model = prepare(inner, self.notes)
+        try:
+            self._draft = prepare(draft) if draft is not None else None
+        except Refused as reason:
+            self._model.release()
+            raise Refused(f"of its draft model: {reason}") from reason
         self._bytes_per_token = _bytes_per_token(self._model)
         if self._draft is not None:
             self._bytes_per_token += _bytes_per_token(self._draft)
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        """Forget what was learnt."""
+        self._drafters = model_free(self._ngrams, self._isolate)
+        self._candidates = [self._method]
+        if self._method == "auto":
+            self._candidates = ["none", *self._drafters] + ["draft_model"] * (self._draft is not None)
+        self._trial = Trial(self._candidates)
+        self._cost = self._probed.anew() if self._probed else None
 
     def warm_up(self) -> None:
         """Run what the first record would pay for, and learn what steps cost where that decides the drafts' length."""
         if self._method == "none" or self._num_tokens is not None:
             ids = [1, 2, 3, 4]
-            for _ in self._engine(1).run([Request(0, "warm-up", ids, Sampling(max_new_tokens=4))]):
+            for _ in self._engine(1, Room()).run([Request(0, "warm-up", ids, Sampling(max_new_tokens=4))]):
                 pass
             self.clock = Clock()
         else:
-            self._cost = probe(self._model, self._rows or most_rows(self._model.device))
+            self._probed = probe(self._model, self._rows or most_rows(self._model.device))
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield outcomes as they finish."""
@@ -92,18 +111,21 @@ class EngineBackend:
         head = list(islice(source, SAMPLE if self._rows is None else 1))
         if not head:
             return
+        self._start_anew()
+        room = Room(self._bytes_per_token, budget_of(self._model.device))
         rows = self._rows
         if rows is None:
-            rows, why = choose_rows(head, self._bytes_per_token, self._model.device)
+            rows, why = choose_rows(head, room, self._model.device)
             self._note(why)
         self.batch_size = rows
-        engine = self._engine(rows)
+        engine = self._engine(rows, room)
+        before = self.clock.steps, self.clock.drafted_steps
         try:
             yield from engine.run(chain(head, source))
         finally:
-            self._finish()
+            self._finish(*before)
 
-    def _engine(self, rows: int) -> Engine:
+    def _engine(self, rows: int, room: Room) -> Engine:
         self._model.resize(rows)
         self._proposers = {name: self._proposer(name, rows) for name in self._candidates}
         several = len(self._proposers) > 1
@@ -115,7 +137,13 @@ class EngineBackend:
             clock=self.clock,
             cost=self._cost,
             lookahead=self._lookahead,
+            processors=self._processors if self._rules else None,
+            room=room,
         )
+
+    def _processors(self, request: Request) -> Processors | None:
+        assert self._rules is not None
+        return self._rules.processors(request.sampling, len(request.token_ids))
 
     def _proposer(self, method: str, rows: int) -> Proposer:
         if method == "draft_model":
@@ -127,14 +155,15 @@ class EngineBackend:
             return ByRow(self._drafters[method], self._num_tokens, self._cost)
         return NoDrafts()
 
-    def _finish(self) -> None:
+    def _finish(self, steps_before: int, drafted_before: int) -> None:
         clock = self.clock
+        steps, drafted = clock.steps - steps_before, clock.drafted_steps - drafted_before
         if self._method == "auto":
             self._note(self._trial.note())
         for note in clock.notes:
             self._note(note)
-        if self._num_tokens is None and self._method not in ("none", "auto") and clock.steps:
-            off = 1 - clock.drafted_steps / clock.steps
+        if self._num_tokens is None and self._method not in ("none", "auto") and steps:
+            off = 1 - drafted / steps
             if off >= 0.5:
                 self._note(f"speculation was off in {off:.0%} of steps: drafts would have cost more than they bring")
         outgrown = getattr(self._proposers.get("draft_model"), "outgrown", 0)
@@ -168,23 +197,40 @@ class EngineBackend:
         return about | judged(self._drafters.get(best))
 
 
-def _prepare(inner: Any) -> Model:
-    """Return the model ready for packed rows, proven to compute what it computes in transformers. Raises Refused."""
-    original = inner.config._attn_implementation
-    expected = reference(inner)
-    try:
-        model = Model(inner, 2)
-        error = difference(model, expected)
-    except Exception as failure:  # whatever a model does with what it is handed, it is no reason to fail the run
-        inner.set_attn_implementation(original)
-        text = " ".join(str(failure).split())[:120]
-        raise Refused(f"its code does not take packed rows ({type(failure).__name__}: {text})") from failure
-    if not error <= tolerance(inner.dtype):
-        inner.set_attn_implementation(original)
-        raise Refused(f"it computes other logits there (by {error:.1e} of the largest)")
+def prepare(inner: Any, notes: list[str] | None = None) -> Model:
+    """Return the model ready for packed rows, proven to compute what it computes in transformers.
+
+    Raises Refused, the model left as it was. notes: what the run should say of it goes there.
+    """
+    model = _checked(inner)
     if can_pack(inner):
         keep_freed_memory()
         pack_linears(inner)
+        found = differs(model, tolerance(inner.dtype))
+        if found:
+            unpack_linears(inner)
+            if notes is not None:
+                notes.append(f"linear layers are not packed: with packed weights the model {found}")
+    return model
+
+
+def _checked(inner: Any) -> Model:
+    if getattr(inner, "_is_stateful", False):
+        raise Refused("it keeps a recurrent state, which cannot take back a rejected draft")
+    model = None
+    try:
+        model = Model(inner, 2)
+        found = differs(model, tolerance(inner.dtype))
+    except Unsupported as reason:
+        found = str(reason)
+    except Exception as error:  # whatever a model does with what it is handed, it is no reason to fail the run
+        log.debug("the model does not run on the engine", exc_info=error)
+        found = f"does not take packed rows ({type(error).__name__}: {flat(error, 120)})"
+    if found:
+        if model is not None:
+            model.release()
+        raise Refused(f"it {found}")
+    assert model is not None
     return model
 
 

@@ -1,7 +1,7 @@
 """Keys and values of all rows: a row's slot is its token's position.
 
 Rows have lengths of their own; nothing is ever realigned. Stale slots beyond a row's length are masked, and written
-over when the row gets there. Limit: every row has room for the longest.
+over when the row gets there. Limit: every row has room for as many tokens as the longest needs (room.py).
 """
 
 from __future__ import annotations
@@ -55,18 +55,27 @@ class RaggedCache:
         # zeros: a masked slot still takes part in the arithmetic, and must not hold a NaN
         return like.new_zeros(like.shape[1], self.rows, self.slots, like.shape[3])
 
-    @torch.inference_mode()
     def reserve(self, slots: int) -> None:
         """Make room for `slots` tokens in every row."""
-        if slots <= self.slots:
-            return
-        self.slots = -(-slots // ROUND) * ROUND
+        if slots > self.slots:
+            self.resize(self.rows, slots)
+
+    @torch.inference_mode()
+    def resize(self, rows: int, slots: int) -> None:
+        """Have room for `rows` rows of `slots` tokens; what fits of the rows there are is kept.
+
+        One layer after the other, so that only one is there twice.
+        """
+        slots = -(-slots // ROUND) * ROUND
+        kept, most = min(rows, self.rows), min(slots, self.slots)
+        self.rows, self.slots = rows, slots
         for layer in self._layers.values():
             for name in ("keys", "values"):
                 old = getattr(layer, name)
-                new = old.new_empty(old.shape[0], self.rows, self.slots, old.shape[3])
-                new[:, :, : old.shape[2]] = old
-                new[:, :, old.shape[2] :] = 0  # as in _empty
+                new = old.new_empty(old.shape[0], rows, slots, old.shape[3])
+                new[:, :kept, :most] = old[:, :kept, :most]
+                new[:, :kept, most:] = 0  # as in _empty
+                new[:, kept:] = 0
                 setattr(layer, name, new)
 
     @torch.inference_mode()

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
+from ragspec.engine.room import Room
 from ragspec.machine import free_bytes
 from ragspec.records import Request
 
 MOST = {"cpu": 16, "cuda": 128}  # beyond, a step costs in proportion to its rows (docs/performance.md)
 SHARE = 0.5  # of free memory that keys and values may take
+TYPICAL = 0.9  # of the requests looked at need no more tokens than are reckoned with
 
 
 def most_rows(device: torch.device) -> int:
@@ -18,15 +20,21 @@ def most_rows(device: torch.device) -> int:
     return MOST.get(device.type, 16)
 
 
-def choose_rows(requests: Sequence[Request], bytes_per_token: int, device: torch.device) -> tuple[int, str]:
-    """Return the number of rows for requests like these, and why."""
-    slots = max(len(request.token_ids) + request.sampling.max_new_tokens for request in requests)
+def budget_of(device: torch.device) -> int:
+    """Return the bytes that keys and values may take on `device`."""
+    return int(free_on(device) * SHARE)
+
+
+def choose_rows(requests: Sequence[Request], room: Room, device: torch.device) -> tuple[int, str]:
+    """Return the number of rows for requests like these, and why. A few long ones among them do not count."""
+    needs = sorted(len(request.token_ids) + request.sampling.max_new_tokens for request in requests)
+    slots = needs[int(TYPICAL * (len(needs) - 1))]
     most = most_rows(device)
-    free = free_on(device)
-    fit = max(1, int(free * SHARE) // max(1, slots * bytes_per_token))
-    need = f"{slots:,} tokens of {bytes_per_token / 1024:,.0f} KiB a row"
+    fit = max(1, room.rows(slots))
+    need = f"{slots:,} tokens of {room.bytes_per_token / 1024:,.0f} KiB a row"
     if fit < most:
-        return fit, f"batch_size: auto chose {fit}: {need} fill half of the {free / (1 << 30):.1f} GiB that are free"
+        free = (room.budget or 0) / SHARE / (1 << 30)
+        return fit, f"batch_size: auto chose {fit}: {need} fill half of the {free:.1f} GiB that are free"
     return most, f"batch_size: auto chose {most}: more bring no more speed on this device ({need})"
 
 

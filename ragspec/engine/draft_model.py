@@ -66,18 +66,27 @@ class DraftModel(NoDrafts):
                 break
 
     def finish(self, row: Row) -> None:
-        self.outgrown += self._too_long(row)
+        self.outgrown += self._left(row) <= 0
 
     def resize(self, rows: int) -> None:
         self._model.resize(rows)
         self._computed = [0] * rows
         self._drafts = {}
 
+    def widen(self, rows: int) -> None:
+        cache = self._model.cache
+        cache.resize(rows, cache.slots)
+        self._computed = (self._computed + [0] * rows)[:rows]
+
+    def forget(self) -> None:
+        self._computed = [0] * len(self._computed)
+        self._drafts = {}
+
     # -- drafting -------------------------------------------------------------------------------------------------
 
     def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
         length = self._num_tokens or self._length(rows)
-        limits = {row.place: 0 if self._too_long(row) else min(length, row.room - 1) for row in rows}
+        limits = {row.place: max(0, min(length, row.room - 1, self._left(row))) for row in rows}
         drafts = {row.place: Draft() for row in rows}
         weights: dict[int, list[Any]] = {row.place: [] for row in rows}
         going = [row for row in rows if limits[row.place] > 0]
@@ -100,8 +109,9 @@ class DraftModel(NoDrafts):
                 self._drafts[row.place] = draft
         return [drafts[row.place] for row in rows]
 
-    def _too_long(self, row: Row) -> bool:
-        return self._reach is not None and len(row.tokens) + LONGEST > self._reach
+    def _left(self, row: Row) -> int:
+        """Return how many tokens behind a row the draft still attends to."""
+        return (1 << 30) if self._reach is None else self._reach - len(row.tokens)
 
     def _length(self, rows: Sequence[Row]) -> int:
         """Return the draft length that makes the most tokens per second; 0 where plain decoding does."""

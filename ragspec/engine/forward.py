@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from ragspec.engine.attention import NAME, register
 from ragspec.engine.cache import RaggedCache
+from ragspec.engine.frequencies import Frequencies
 from ragspec.engine.layout import Layout, Segment
 
 
@@ -17,12 +19,32 @@ class Model:
 
     def __init__(self, inner: Any, rows: int) -> None:
         register()
-        inner.set_attn_implementation(NAME)
         self.inner = inner
         self.device: torch.device = inner.device
         self.cache = RaggedCache(rows)
+        self._own_attention = inner.config._attn_implementation
         self._wanted: torch.Tensor | None = None  # of the running forward
+        self._hooks: list[Any] = []
+        inner.set_attn_implementation(NAME)
+        self.frequencies = Frequencies(inner, lambda: self.cache.layout)
         self._spare_last_layer()
+
+    def release(self) -> None:
+        """Leave the model as it was."""
+        self.inner.set_attn_implementation(self._own_attention)
+        self.frequencies.release()
+        for hook in self._hooks:
+            hook.remove()
+        self.cache = RaggedCache(0)
+
+    @contextmanager
+    def as_it_was(self) -> Iterator[Any]:
+        """Lend the model with its own attention, for a forward of transformers' own."""
+        self.inner.set_attn_implementation(self._own_attention)
+        try:
+            yield self.inner
+        finally:
+            self.inner.set_attn_implementation(NAME)
 
     def _spare_last_layer(self) -> None:
         """Let the last layer's MLP see only tokens whose logits are wanted: nothing else reads what it writes."""
@@ -31,8 +53,8 @@ class Model:
             if isinstance(module, torch.nn.ModuleList) and len(module) == depth:
                 mlp = getattr(module[-1], "mlp", None)
                 if isinstance(mlp, torch.nn.Module):
-                    mlp.register_forward_pre_hook(self._narrow)
-                    mlp.register_forward_hook(self._widen)
+                    self._hooks.append(mlp.register_forward_pre_hook(self._narrow))
+                    self._hooks.append(mlp.register_forward_hook(self._widen))
 
     def _narrow(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return inputs if self._wanted is None else (inputs[0][:, self._wanted], *inputs[1:])

@@ -4,7 +4,8 @@
 
 A slot is an absolute position, so a row of length n writes slots n, n+1, ...; rejected drafts only leave its length
 smaller. Segments of decode and verify attend together, one padded batch per run of neighbouring rows of similar length;
-those of prefill attend alone. Limit: in a run, attention is padded to the longest segment and to the longest row.
+those of prefill attend alone. What a query sees is the model's own rule (masks.py).
+Limit: in a run, attention is padded to the longest segment and to the longest row.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from functools import cached_property
 
 import torch
 
+from ragspec.engine.masks import Rule, Sight, sight
+
 # torch's kernel for CPUs computes masked scores too, so a prompt attends in pieces, each to what it may see
 PIECE = {"cpu": 128, "cuda": 1 << 30}
 PADDING = {"cpu": 3, "cuda": 1 << 30}  # padded queries that a row may bring into a run rather than begin another
@@ -21,12 +24,16 @@ PADDING = {"cpu": 3, "cuda": 1 << 30}  # padded queries that a row may bring int
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`count` tokens of a row, written to its slots from `start` on. alone: it does not attend in a batch (prefill)."""
+    """`count` tokens of a row, written to its slots from `start` on. alone: it does not attend in a batch (prefill).
+
+    base: tokens of the text that generate() would have begun with, where frequencies depend on it (frequencies.py).
+    """
 
     row: int
     start: int
     count: int
     alone: bool = False
+    base: int = 0
 
 
 @dataclass(slots=True)
@@ -38,15 +45,15 @@ class Run:
     gather: torch.Tensor  # (rows x longest,) packed index of each query, 0 where padded
     keep: torch.Tensor | None  # where in the padded batch the packed queries are; None: no padding
     longest: int
-    ends: torch.Tensor  # (rows, longest) slots that each query sees: its own position + 1
+    queries: torch.Tensor  # (rows, longest) position of each query; padded ones stand at the row's first
     target: slice | torch.Tensor  # packed indices, in the order of `keep`
-    masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
+    sights: dict[tuple[Rule | None, int], Sight] = field(default_factory=dict)
 
-    def mask(self, window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return what is added to the scores: (rows, 1, groups x longest, reach), 0 or -inf."""
-        if (window, groups) not in self.masks:
-            self.masks[window, groups] = _mask(self.ends, self.reach, window, groups, dtype)
-        return self.masks[window, groups]
+    def sight(self, rule: Rule | None, groups: int, dtype: torch.dtype) -> Sight:
+        """Return what the run's queries see, its mask (rows, 1, groups x longest, slots)."""
+        if (rule, groups) not in self.sights:
+            self.sights[rule, groups] = sight(self.queries, self.reach, rule, groups, dtype)
+        return self.sights[rule, groups]
 
 
 @dataclass(slots=True)
@@ -55,15 +62,15 @@ class Alone:
 
     segment: Segment
     packed: slice
-    masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
+    sights: dict[tuple[Rule | None, int], Sight] = field(default_factory=dict)
 
-    def mask(self, window: int | None, groups: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return what is added to the scores: (1, 1, groups x count, start + count), 0 or -inf."""
-        if (window, groups) not in self.masks:
+    def sight(self, rule: Rule | None, groups: int, dtype: torch.dtype, device: torch.device) -> Sight:
+        """Return what the piece's queries see, its mask (1, 1, groups x count, slots)."""
+        if (rule, groups) not in self.sights:
             start, end = self.segment.start, self.segment.start + self.segment.count
-            ends = torch.arange(start + 1, end + 1, device=device)[None]
-            self.masks[window, groups] = _mask(ends, end, window, groups, dtype)
-        return self.masks[window, groups]
+            queries = torch.arange(start, end, device=device)[None]
+            self.sights[rule, groups] = sight(queries, end, rule, groups, dtype)
+        return self.sights[rule, groups]
 
 
 class Layout:
@@ -74,10 +81,12 @@ class Layout:
         self.device = device
         positions: list[int] = []
         writes: list[int] = []
+        self.lengths: list[int] = []  # of the text whose forward each token belongs to in generate()
         self.starts: list[int] = []  # packed index of each segment's first token
         for segment in segments:
             self.starts.append(len(positions))
             positions.extend(range(segment.start, segment.start + segment.count))
+            self.lengths.extend(max(segment.base, at + 1) for at in range(segment.start, segment.start + segment.count))
             base = segment.row * slots + segment.start
             writes.extend(range(base, base + segment.count))
         self.tokens = len(positions)
@@ -121,14 +130,14 @@ class Layout:
     def _run(self, pairs: list[tuple[Segment, int]]) -> Run:
         longest = max(segment.count for segment, _ in pairs)
         gather: list[int] = []
-        ends: list[list[int]] = []
+        queries: list[list[int]] = []
         keep: list[int] = []
         packed: list[int] = []
         for number, (segment, at) in enumerate(pairs):
             pad = longest - segment.count
             gather.extend(range(at, at + segment.count))
             gather.extend([at] * pad)
-            ends.append(list(range(segment.start + 1, segment.start + segment.count + 1)) + [segment.start + 1] * pad)
+            queries.append([*range(segment.start, segment.start + segment.count), *[segment.start] * pad])
             keep.extend(range(number * longest, number * longest + segment.count))
             packed.extend(range(at, at + segment.count))
         tight = packed == list(range(packed[0], packed[0] + len(packed)))
@@ -138,16 +147,6 @@ class Layout:
             gather=torch.tensor(gather, device=self.device),
             keep=None if len(keep) == len(gather) else torch.tensor(keep, device=self.device),
             longest=longest,
-            ends=torch.tensor(ends, device=self.device),
+            queries=torch.tensor(queries, device=self.device),
             target=slice(packed[0], packed[0] + len(packed)) if tight else torch.tensor(packed, device=self.device),
         )
-
-
-def _mask(ends: torch.Tensor, reach: int, window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor:
-    """ends: (rows, queries). Returns (rows, 1, groups x queries, reach)."""
-    slots = torch.arange(reach, device=ends.device)
-    seen = slots < ends[..., None]  # (rows, queries, reach)
-    if window is not None:
-        seen &= slots >= ends[..., None] - window
-    mask = torch.zeros(seen.shape, dtype=dtype, device=ends.device).masked_fill_(~seen, float("-inf"))
-    return mask[:, None].repeat(1, 1, groups, 1)

@@ -28,6 +28,14 @@ class PackedLinear(torch.nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
         self.plain = weight if both and self.out_features <= WIDEST else None
 
+    def unpacked(self) -> torch.nn.Linear:
+        """Return the Linear that it was made from."""
+        weight = self.packed.to_dense() if self.plain is None else self.plain
+        linear = torch.nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+        linear.bias = self.bias
+        return linear
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (..., in_features). Returns (..., out_features)."""
         if self.plain is not None and x.shape[-2] >= MANY:
@@ -41,6 +49,14 @@ def can_pack(model: torch.nn.Module) -> bool:
     weight = next(model.parameters())
     known = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
     return known and weight.device.type == "cpu" and weight.dtype == torch.float32
+
+
+def unpack_linears(model: torch.nn.Module) -> None:
+    """Undo pack_linears. Weights that were shared with another module no longer are."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, PackedLinear):
+                setattr(module, name, child.unpacked())
 
 
 def pack_linears(model: torch.nn.Module) -> int:

@@ -35,6 +35,12 @@ class Proposer(Protocol):
     def resize(self, rows: int) -> None:
         """All rows are gone; there is place for `rows` now."""
 
+    def widen(self, rows: int) -> None:
+        """There is place for `rows` now; those that there were stay."""
+
+    def forget(self) -> None:
+        """propose() failed: what it was about to compute is not there."""
+
     def observe(self, tokens: int, seconds: float) -> None:
         """A step of decoding alone, drafting included, wrote `tokens` in `seconds`."""
 
@@ -54,6 +60,10 @@ class NoDrafts:
     def finish(self, row: Row) -> None: ...
 
     def resize(self, rows: int) -> None: ...
+
+    def widen(self, rows: int) -> None: ...
+
+    def forget(self) -> None: ...
 
     def observe(self, tokens: int, seconds: float) -> None: ...
 
@@ -133,6 +143,14 @@ class Auto(NoDrafts):
     def resize(self, rows: int) -> None:
         for proposer in self._proposers.values():
             proposer.resize(rows)
+
+    def widen(self, rows: int) -> None:
+        for proposer in self._proposers.values():
+            proposer.widen(rows)
+
+    def forget(self) -> None:
+        for proposer in self._proposers.values():
+            proposer.forget()
 
     def observe(self, tokens: int, seconds: float) -> None:
         self._trial.observe(tokens, seconds - self._watching)

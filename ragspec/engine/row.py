@@ -6,13 +6,17 @@ from dataclasses import dataclass, field
 
 from ragspec.drafters.copied import Copies
 from ragspec.engine.sampling import Noise
+from ragspec.hf.generation import Processors
 from ragspec.records import Request
 from ragspec.stats import SpecStats
 
 
 @dataclass(slots=True)
 class Row:
-    """`tokens` are prompt and answer; keys and values of the first `computed` of them are in the cache row `place`."""
+    """`tokens` are prompt and answer; keys and values of the first `computed` of them are in the cache row `place`.
+
+    base: tokens of the text that generate() would have begun with: the prompt, or all there were when it began anew.
+    """
 
     request: Request
     tokens: list[int]
@@ -20,13 +24,17 @@ class Row:
     started: float
     place: int = -1
     computed: int = 0
+    base: int = 0
+    processors: Processors | None = None  # what its logits go through, where anything changes them
     cached: int = 0  # prompt tokens whose keys and values came from another row
     spec: SpecStats = field(default_factory=SpecStats)
     first_at: float | None = None
+    reason: str = ""  # why the answer has ended; "" while it has not
     guessed: bytearray = field(default_factory=bytearray)  # per token of the answer: 1 where a draft had it
     copies: Copies = field(init=False)
 
     def __post_init__(self) -> None:
+        self.base = len(self.request.token_ids)
         self.copies = Copies(self.request.token_ids, self.request.passages)
 
     @property
@@ -43,6 +51,11 @@ class Row:
     def room(self) -> int:
         """Tokens that the answer may still have."""
         return self.request.sampling.max_new_tokens - self.written
+
+    @property
+    def samples(self) -> bool:
+        """Whether its tokens are drawn."""
+        return self.request.sampling.temperature > 0
 
     @property
     def ready(self) -> bool:

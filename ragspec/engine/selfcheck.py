@@ -1,47 +1,113 @@
-"""Does this model compute the same in the engine as in transformers? Asked of every model, once, after loading."""
+"""Does this model compute the same in the engine as in transformers? Asked of every model, once, after loading.
+
+The text is short; so each limit that the model's config names (a window, a chunk, an original length) is also lowered
+and the question asked again. A limit that cannot be lowered is crossed by a text of its length, where that is quick.
+"""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
 
+from ragspec.engine.attention import Unsupported
 from ragspec.engine.forward import Model
 from ragspec.engine.layout import Segment
+from ragspec.engine.limits import Limit, is_static, limits_of, lowered
 
 TOKENS = 48
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the largest logit; others: HALF
 HALF = 5e-2
+CHUNK = 512  # tokens of a forward while a limit is crossed
+PATIENCE_S = 30.0  # to cross a limit in full
+
+
+def differs(model: Model, tolerance: float) -> str:
+    """Return in which way the model computes otherwise in the engine than in transformers; "" where it does not.
+
+    Raises Unsupported where a limit cannot be checked. The cache is empty afterwards.
+    """
+    ids = token_ids(model.inner, TOKENS)
+    started = time.perf_counter()
+    expected = reference(model, ids)
+    seconds = time.perf_counter() - started
+    error = difference(model, expected)
+    if not error <= tolerance:
+        return f"computes other logits there (by {error:.1e} of the largest)"
+    for limit in limits_of(model.inner):
+        if limit.tokens < TOKENS:
+            continue  # the text has crossed it
+        with lowered(model.inner, limit):
+            near = reference(model, ids)
+            if _relative(near, expected) > tolerance:
+                error = difference(model, near)
+            elif is_static(model.inner, limit):
+                continue
+            else:
+                error = -1.0
+        if error < 0:
+            error = _cross(model, limit, seconds)
+        if not error <= tolerance:
+            return f"computes other logits beyond its {limit.name} of {limit.tokens} (by {error:.1e} of the largest)"
+    return ""
 
 
 @torch.inference_mode()
-def reference(inner: Any) -> torch.Tensor:
-    """Return transformers' own logits, (TOKENS, vocab), for a fixed text of token ids."""
-    logits: torch.Tensor = inner(torch.tensor([_token_ids(inner)], device=inner.device)).logits[0].float()
+def reference(model: Model, ids: list[int]) -> torch.Tensor:
+    """Return transformers' own logits, (tokens, vocab), for a text of token ids."""
+    with model.as_it_was() as inner:
+        text = torch.tensor([ids], device=model.device)
+        logits: torch.Tensor = inner(text, use_cache=False).logits[0].float()
     return logits
 
 
 def difference(model: Model, expected: torch.Tensor) -> float:
-    """Return the largest difference from `expected`, relative to its largest logit.
+    """Return the largest difference from `expected`, (TOKENS, vocab), relative to its largest logit.
 
-    The text goes through two rows at once, in chunks, as a draft with stale slots behind it, and token by token.
-    The cache is empty afterwards.
+    The text goes through two rows at once, in chunks, as a draft with stale slots behind it, and token by token; its
+    neighbour is another, shorter one. The cache is empty afterwards.
     """
-    ids = _token_ids(model.inner)
+    ids = token_ids(model.inner, TOKENS)
     rows = model.cache.rows
     model.resize(2)
     wrong = ids[::-1]
     half = TOKENS // 2
+
+    def mine(start: int, count: int, alone: bool = False) -> Segment:
+        return Segment(0, start, count, alone, base=TOKENS)
+
     parts = [
-        model.logits([Segment(0, 0, half, True), Segment(1, 0, 7, True)], ids[:half] + ids[:7], range(half)),
-        model.logits([Segment(0, half, 6), Segment(1, 7, 2)], wrong[:6] + ids[7:9], [6, 7])[:0],  # a rejected draft
-        model.logits([Segment(1, 9, 1), Segment(0, half, 5)], [ids[9], *ids[half : half + 5]], range(1, 6)),
-        model.logits([Segment(0, half + 5, 12, True)], ids[half + 5 : half + 17], range(12)),
-        *(model.logits([Segment(0, at, 1)], [ids[at]], [0]) for at in range(half + 17, TOKENS)),
+        model.logits([mine(0, half, True), Segment(1, 0, 7, True)], ids[:half] + ids[:7], range(half)),
+        model.logits([mine(half, 6), Segment(1, 7, 2)], wrong[:6] + ids[7:9], [6, 7])[:0],  # a rejected draft
+        model.logits([Segment(1, 9, 1), mine(half, 5)], [ids[9], *ids[half : half + 5]], range(1, 6)),
+        model.logits([mine(half + 5, 12, True)], ids[half + 5 : half + 17], range(12)),
+        *(model.logits([mine(at, 1)], [ids[at]], [0]) for at in range(half + 17, TOKENS)),
     ]
-    got = torch.cat(parts)
     model.resize(rows)
-    return float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+    return _relative(torch.cat(parts), expected)
+
+
+def _cross(model: Model, limit: Limit, seconds: float) -> float:
+    """Return the difference behind a text as long as the limit. seconds: what TOKENS of it take."""
+    length = limit.tokens + TOKENS
+    if seconds * length / TOKENS > PATIENCE_S:
+        raise Unsupported(f"has a {limit.name} of {limit.tokens} that a short check cannot cross")
+    ids = token_ids(model.inner, length)
+    expected = reference(model, ids)[-TOKENS:]
+    rows = model.cache.rows
+    model.resize(1)
+    for start in range(0, limit.tokens, CHUNK):
+        count = min(CHUNK, limit.tokens - start)
+        model.logits([Segment(0, start, count, True, base=length)], ids[start : start + count], [0])
+    last = range(limit.tokens, length)
+    got = torch.cat([model.logits([Segment(0, at, 1, base=length)], [ids[at]], [0]) for at in last])
+    model.resize(rows)
+    return _relative(got, expected)
+
+
+def _relative(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().max() / other.abs().max().clamp_min(1e-6))
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -49,6 +115,7 @@ def tolerance(dtype: torch.dtype) -> float:
     return TOLERANCE.get(dtype, HALF)
 
 
-def _token_ids(inner: Any) -> list[int]:
+def token_ids(inner: Any, count: int) -> list[int]:
+    """Return a text of `count` token ids, always the same."""
     width = int(inner.config.get_text_config().vocab_size)
-    return [(7919 * i + 11) % width for i in range(TOKENS)]
+    return [(7919 * i + 11) % width for i in range(count)]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ragspec.errors import ConfigError, ModelError, flat
+from ragspec.hf.mending import mend
 from ragspec.models import ModelSource
 
 
@@ -69,7 +70,7 @@ def load_model(
     }
     try:
         model = AutoModelForCausalLM.from_pretrained(source.path, **kwargs)
-        return (model if "device_map" in kwargs else model.to(device)).eval()
+        return mend((model if "device_map" in kwargs else model.to(device)).eval())
     except Exception as error:  # whatever a model's own code raises while loading, it could not start
         text = flat(error, 300)
         if "use_safetensors" not in extra:

@@ -20,6 +20,8 @@ from transformers import StoppingCriteriaList
 from ragspec.errors import ModelError, flat
 from ragspec.hf.acceptance import AcceptanceMeter, in_id_order
 from ragspec.hf.draft import Draft, width_of
+from ragspec.hf.generation import GenerationRules
+from ragspec.hf.rotary import forget, length_dependent
 from ragspec.hf.stopping import StepClock, StopText, trim
 from ragspec.hf.tokenizer import HFTokenizer
 from ragspec.records import Failure, Generation, Request, Sampling, record_seed
@@ -63,7 +65,7 @@ class StockBackend:
         speculation: Speculation,
         *,
         rows: int,
-        generate_args: dict[str, Any],
+        rules: GenerationRules,
         greedy_by_default: bool,
     ) -> None:
         self.clock = StockClock()
@@ -73,12 +75,11 @@ class StockBackend:
         self._tokenizer = tokenizer
         self._eos = eos
         self._spec = speculation
-        self._generate_args = generate_args
+        self._rules = rules
+        self._rotary = length_dependent(model)
         self._greedy_by_default = greedy_by_default
         self._sampling_draft: Any = None  # a copy: universal speculative sampling rewrites the draft's embeddings
         self._meter: AcceptanceMeter | None = None
-        pad = tokenizer.inner.pad_token_id
-        self._pad = pad if pad is not None else min(eos, default=0)
         if speculation.method != "none":
             self._speculate()
 
@@ -114,8 +115,10 @@ class StockBackend:
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield outcomes in the order of the requests; records of other sampling settings begin a new batch."""
-        for _, same in groupby(requests, key=lambda request: request.sampling):
-            while batch := list(islice(same, self.batch_size)):
+        for sampling, same in groupby(requests, key=lambda request: request.sampling):
+            # padding would change what depends on the tokens before, or on the length of the text
+            rows = 1 if self._rotary or self._rules.depends_on_text(sampling) else self.batch_size
+            while batch := list(islice(same, rows)):
                 yield from self._answer(batch)
         if self._meter and self._spec.draft and self._meter.outgrown:
             self.notes.append(
@@ -140,7 +143,7 @@ class StockBackend:
     def _call(self, batch: list[Request]) -> list[Generation]:
         sampling = batch[0].sampling
         width = max(len(request.token_ids) for request in batch)
-        rows = [[self._pad] * (width - len(request.token_ids)) + request.token_ids for request in batch]
+        rows = [[self._rules.pad] * (width - len(request.token_ids)) + request.token_ids for request in batch]
         masks = [[0] * (width - len(request.token_ids)) + [1] * len(request.token_ids) for request in batch]
         clock = StepClock(width)
         criteria = StoppingCriteriaList([clock])
@@ -150,6 +153,8 @@ class StockBackend:
             torch.manual_seed(record_seed(sampling.seed, batch[0].id))
         if self._meter:
             self._meter.start()
+        for module in self._rotary:
+            forget(module)
         device = self._model.device
         started = time.perf_counter()
         output = self._model.generate(
@@ -157,7 +162,7 @@ class StockBackend:
             attention_mask=torch.tensor(masks, device=device),
             generation_config=self._generation_config(sampling),
             stopping_criteria=criteria,
-            **self._assistant(sampling),
+            **{"tokenizer": self._tokenizer.inner, **self._assistant(sampling)},
         )
         answers = output[:, width:].tolist()
         ended = time.perf_counter()
@@ -169,29 +174,17 @@ class StockBackend:
             token_ids, reason = trim(answer, self._eos, sampling.stop, self._tokenizer)
             self.clock.decode_tokens += max(0, len(token_ids) - clock.first_step_tokens)
             spec = self._meter.stats if self._meter else SpecStats(steps=len(token_ids))
+            spec.end(len(token_ids))
             generations.append(Generation(request.index, token_ids, reason, spec, ended - started, first - started))
         return generations
 
     def _generation_config(self, sampling: Sampling) -> Any:
-        config = copy.deepcopy(self._model.generation_config)
-        config.max_length = None
-        config.max_new_tokens = sampling.max_new_tokens
-        config.eos_token_id = sorted(self._eos) or None
-        config.pad_token_id = self._pad
-        config.do_sample = sampling.temperature > 0
-        config.repetition_penalty = sampling.repetition_penalty
-        greedy = not config.do_sample
-        config.temperature = None if greedy else sampling.temperature
-        config.top_p = None if greedy else sampling.top_p
-        config.top_k = None if greedy else sampling.top_k
-        config.min_p = None if greedy or not sampling.min_p else sampling.min_p
+        config = self._rules.config(sampling)
         if self._spec.method == "prompt_lookup":
             config.prompt_lookup_num_tokens = self._spec.num_tokens or LOOKUP_TOKENS
             config.max_matching_ngram_size = self._spec.ngram_max
         elif self._spec.method == "early_exit":
             config.assistant_early_exit = self._spec.early_exit_layer
-        for name, value in self._generate_args.items():
-            setattr(config, name, value)
         return config
 
     def _assistant(self, sampling: Sampling) -> dict[str, Any]:
@@ -206,8 +199,8 @@ class StockBackend:
             model = self._sampling_draft
         kwargs: dict[str, Any] = {"assistant_model": model}
         if width_of(self._model.config) != draft.width:
-            # generate() insists on both where sizes differ; whether they are used is AcceptanceMeter's decision
-            kwargs |= {"tokenizer": self._tokenizer.inner, "assistant_tokenizer": draft.tokenizer}
+            # generate() insists on it where sizes differ; whether it is used is AcceptanceMeter's decision
+            kwargs["assistant_tokenizer"] = draft.tokenizer
         return kwargs
 
     def about(self) -> dict[str, Any]:

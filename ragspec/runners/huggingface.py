@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field
 
-from ragspec.config import RunConfig
+from ragspec.config import RunConfig, to_sampling
 from ragspec.errors import ConfigError, ModelError
 from ragspec.models import ModelSource, context_length, read_model_config, resolve
 from ragspec.quiet import quiet
@@ -24,6 +24,7 @@ from ragspec.runners.base import RunnerArgs
 if TYPE_CHECKING:
     from ragspec.engine.backend import EngineBackend
     from ragspec.hf.draft import Draft
+    from ragspec.hf.generation import GenerationRules
     from ragspec.hf.stock import StockBackend
 
 METHODS = ("none", "auto", "context", "prompt_lookup", "draft_model", "early_exit")
@@ -66,7 +67,8 @@ class Runner:
         self._loaded: dict[str, Any] = {}
         self._seconds: tuple[float | None, float | None, int] = (0.0, 0.0, 0)
         self.method = config.speculation.method
-        self.remembers = config.speculation.method in ("auto", "context") and not config.speculation.isolate
+        self.remembers = False
+        self._sampling = to_sampling(config.sampling)
         self.cites = config.speculation.method in ("auto", "context", "prompt_lookup")
         self.notes: list[str] = []
 
@@ -115,12 +117,15 @@ class Runner:
 
     def _only_stock(self) -> str:
         """Return the part of the config that only generate() serves, or ""."""
+        from ragspec.hf.generation import SERVED
+
         args, spec = self._args, self._spec
+        unserved = next((key for key in args.generate_args if key not in SERVED), "")
         rules = {
             "runner_args.engine: transformers": args.engine == "transformers",
             "speculation.method: early_exit": self.method == "early_exit",
             "speculation.draft_tokenizer: a draft of another vocabulary": self._draft and self._draft.other_tokens,
-            "runner_args.generate_args": args.generate_args,
+            f"runner_args.generate_args.{unserved}": unserved,
             "runner_args.num_gpus over 1": (args.num_gpus or 0) > 1,
             "runner_args.model_args.device_map": "device_map" in args.model_args,
             "speculation.schedule": spec.schedule != "constant",
@@ -163,6 +168,8 @@ class Runner:
     # -- weights --------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
+        from ragspec.hf.generation import GenerationRules
+
         model = self._load(self._source, self._args.model_args, self._args.revision)
         draft_model = self._load(self._draft.source, {}, None) if self._draft else None
         self._loaded = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
@@ -170,14 +177,23 @@ class Runner:
         eos = own if own is not None else self.tokenizer.inner.eos_token_id
         eos = self._args.generate_args.get("eos_token_id", eos)
         ends = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
+        pad = self.tokenizer.inner.pad_token_id
+        rules = GenerationRules(model, ends, min(ends, default=0) if pad is None else pad, self._args.generate_args)
+        if own := rules.overridden(self._sampling):
+            self.notes.append(
+                f"the model's generation_config asks for {own}; the config's sampling section decides: "
+                "write there what you want of it"
+            )
         why = self._only_stock()
+        if not why and (key := rules.only_stock()):
+            why = f"the model's generation_config.{key}"
         if not why:
-            why = self._start_engine(model, draft_model, ends)
+            why = self._start_engine(model, draft_model, ends, rules)
         if why:
-            self._start_stock(model, draft_model, ends, why)
+            self._start_stock(model, draft_model, ends, rules, why)
         return self
 
-    def _start_engine(self, model: Any, draft_model: Any, eos: frozenset[int]) -> str:
+    def _start_engine(self, model: Any, draft_model: Any, eos: frozenset[int], rules: GenerationRules) -> str:
         """Set up the engine; return why it cannot be, or ""."""
         from ragspec.engine.backend import EngineBackend, Refused
 
@@ -195,6 +211,7 @@ class Runner:
                 isolate=spec.isolate,
                 draft=draft_model,
                 reach=self._draft.context_length if self._draft else None,
+                rules=rules,
             )
         except Refused as reason:
             if self._needs_engine():
@@ -205,7 +222,7 @@ class Runner:
             return f'"{self._model_name}": {reason}'
         return ""
 
-    def _start_stock(self, model: Any, draft_model: Any, eos: frozenset[int], why: str) -> None:
+    def _start_stock(self, model: Any, draft_model: Any, eos: frozenset[int], rules: GenerationRules, why: str) -> None:
         from ragspec.hf.stock import Speculation, StockBackend
 
         spec, asked = self._spec, self._args.batch_size
@@ -238,7 +255,7 @@ class Runner:
                 draft_model=draft_model,
             ),
             rows=rows,
-            generate_args=self._args.generate_args,
+            rules=rules,
             greedy_by_default=self._greedy_by_default,
         )
 

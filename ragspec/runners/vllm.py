@@ -241,6 +241,7 @@ class Runner:
             self._proposer = found[0] if len(found) == 1 else None
         if self._proposer is None:
             self.cites = False
+            self.remembers = True  # it cannot be told that a pass begins
             self.notes.append(f"method {self.method}: vLLM runs in other processes; passages are not cited or shared")
 
     def __exit__(self, *exc: object) -> None:
@@ -278,6 +279,7 @@ class Runner:
         stream = Stream(
             self._engine,
             self._proposer,
+            self.tokenizer,
             rows=self._rows,
             lookahead=args.lookahead,
             sampling_args=args.sampling_args,

@@ -29,12 +29,17 @@ def sampling_params(request: Request, extra: dict[str, Any]) -> Any:
     return SamplingParams(**ours | extra)
 
 
-def spec_stats(metrics: Any, output_tokens: int) -> SpecStats:
-    """Return one request's counts. vLLM lists the steps that drafted; the others emitted one token each."""
+def spec_stats(metrics: Any, written: int, output_tokens: int) -> SpecStats:
+    """Return one request's counts. vLLM lists the steps that drafted; the others wrote one token each.
+
+    written: tokens that vLLM returned. output_tokens: those of them up to the end of the answer.
+    """
     stats = SpecStats()
     if metrics is not None:
         for drafted, accepted in zip(metrics.per_step_drafted, metrics.per_step_accepted, strict=True):
             if drafted:
                 stats.record(drafted, accepted)
-    stats.steps += max(0, output_tokens - stats.accepted - stats.steps)
+    # the step that computes the prompt never drafts; where none is left for it, the last draft outran the answer
+    stats.steps += max(min(1, written), written - stats.accepted - stats.steps)
+    stats.end(output_tokens)
     return stats

@@ -1,6 +1,6 @@
 """Records in flight in one engine, a bounded number of them, those that begin alike together.
 
-    >>> for outcome in Stream(engine, proposer, rows=16, lookahead=4096, sampling_args={}, lost=lost).run(requests): ...
+    >>> for outcome in Stream(engine, proposer, tokenizer, rows=16, ...).run(requests): ...
 
 Source: vLLM 0.32, v1/engine/llm_engine.py, driven step by step: `LLM.generate` answers at the end, and one refused
 prompt aborts what is queued.
@@ -17,7 +17,8 @@ from typing import Any
 
 from ragspec.engine.prefix import grouped, largest_first
 from ragspec.errors import ModelError
-from ragspec.records import Failure, Generation, Request, Sampling
+from ragspec.hf.stopping import trim
+from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer
 from ragspec.vllm.environment import one_line
 from ragspec.vllm.requests import sampling_params, spec_stats
 
@@ -40,6 +41,7 @@ class Stream:
         self,
         engine: Any,
         proposer: Any,
+        tokenizer: Tokenizer,
         *,
         rows: int,
         lookahead: int,
@@ -48,6 +50,7 @@ class Stream:
     ) -> None:
         self._engine = engine
         self._proposer = proposer
+        self._tokenizer = tokenizer
         self._rows = rows
         self._lookahead = lookahead
         self._sampling_args = dict(sampling_args)
@@ -107,8 +110,9 @@ class Stream:
 
     def _outcome(self, submitted: _Submitted, output: Any) -> Generation | Failure:
         request, answer = submitted.request, output.outputs[0]
-        token_ids = list(answer.token_ids)
-        known = self._proposer.finish(request.token_ids, token_ids) if self._proposer is not None else None
+        written = list(answer.token_ids)
+        token_ids, _ = trim(written, frozenset(), request.sampling.stop, self._tokenizer)  # it ends with a whole step
+        known = self._proposer.finish(request.token_ids, written) if self._proposer is not None else None
         if answer.finish_reason not in ("stop", "length"):
             return Failure(request.index, f"vLLM ended it with {answer.finish_reason!r}")
         metrics = output.metrics
@@ -116,7 +120,7 @@ class Stream:
             request.index,
             token_ids,
             answer.finish_reason,
-            spec_stats(answer.spec_decode_metrics, len(token_ids)),
+            spec_stats(answer.spec_decode_metrics, len(written), len(token_ids)),
             latency_s=perf_counter() - submitted.at,
             time_to_first_token_s=metrics.first_token_latency if metrics is not None else None,
             cached_prompt_tokens=output.num_cached_tokens or 0,

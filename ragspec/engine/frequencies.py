@@ -1,0 +1,107 @@
+"""Rotary embeddings whose frequencies depend on how long the text is (dynamic NTK, LongRoPE), token by token.
+
+transformers takes the frequencies of a forward from its largest position. Of a record that generate() answers alone,
+that is the prompt's length for all tokens of the prompt, and a later token's own position; so for each token it is
+known which length counts, whatever rows, drafts and chunks share our forward. The model's own code is asked, once for
+the tokens of each length, as if the text had that length.
+Source: transformers 5.19, modeling_rope_utils.dynamic_rope_update. Limit: one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from ragspec.engine.layout import Layout
+from ragspec.hf.rotary import effective_length, forget, kind_of, kinds_of, length_dependent, limit_of
+
+
+class Frequencies:
+    """The length-dependent rotary modules of a model, served per token while `layout()` says where tokens stand."""
+
+    def __init__(self, inner: Any, layout: Callable[[], Layout | None]) -> None:
+        self._layout = layout
+        self._modules = length_dependent(inner)
+        self.restart = _restart(inner, kinds_of(self._modules))
+        for module in self._modules:
+            module.forward = self._per_token(module, module.forward)
+
+    def release(self) -> None:
+        """Give the modules their own forward back."""
+        for module in self._modules:
+            del module.forward
+            forget(module)
+
+    def of(self, length: int) -> Hashable:
+        """Return what names the frequencies of a text of `length` tokens: equal for equal ones."""
+        return tuple(effective_length(length, kind, limit) for kind, limit in kinds_of(self._modules))
+
+    def agree(self, base: int, other: int, tokens: int) -> bool:
+        """Return whether the first `tokens` of two rows that began with `base` and `other` tokens may be shared.
+
+        Tokens of the second that lie beyond its base were computed one by one.
+        """
+        return not self._modules or self.of(base) == self.of(other) == self.of(max(other, tokens))
+
+    def _per_token(self, module: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def per_token(x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            layout = self._layout()
+            if layout is None:
+                return forward(x, position_ids, *args, **kwargs)
+            kind, limit = kind_of(module), limit_of(module)
+            effective = [effective_length(length, kind, limit) for length in layout.lengths]
+            lengths = torch.tensor(effective, device=x.device)
+            parts = []
+            for length in sorted(set(effective)):
+                chosen = (lengths == length).nonzero()[:, 0]
+                # one position more, the last of the text that counts: by it the model chooses
+                last = position_ids.new_full((*position_ids.shape[:-1], 1), length - 1)
+                forget(module)
+                found = forward(x, torch.cat([position_ids[..., chosen], last], -1), *args, **kwargs)
+                parts.append((chosen, found))
+            forget(module)
+            return _join(parts, len(layout.lengths))
+
+        return per_token
+
+
+def _restart(inner: Any, kinds: list[tuple[str, int]]) -> int | None:
+    """Return the length beyond which generate() computes the whole text anew, None where it never does.
+
+    Phi-3 and its relatives do when an answer outgrows the short frequencies; the model's own code says so.
+    """
+    for kind, limit in kinds:
+        if kind == "longrope":
+            text = torch.zeros(1, limit + 1, dtype=torch.long, device=inner.device)
+            inputs = inner.prepare_inputs_for_generation(text, past_key_values=_Seen(limit), use_cache=True)
+            if inputs.get("past_key_values") is None:
+                return limit
+    return None
+
+
+class _Seen:
+    """Looks like a cache that holds `tokens` tokens, to a model that prepares its next forward."""
+
+    is_compileable = False
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return 1
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._tokens
+
+
+def _join(parts: list[tuple[torch.Tensor, Any]], tokens: int) -> Any:
+    """Return the parts' outputs, (..., n + 1, size) or a tuple of such, put together in packed order."""
+    first = parts[0][1]
+    if isinstance(first, tuple):
+        return tuple(_join([(chosen, found[i]) for chosen, found in parts], tokens) for i in range(len(first)))
+    whole = first.new_empty(*first.shape[:-2], tokens, first.shape[-1])
+    for chosen, found in parts:
+        whole[..., chosen, :] = found[..., :-1, :]
+    return whole

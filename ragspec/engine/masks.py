@@ -1,0 +1,64 @@
+"""What a query may see, as the model itself says it: transformers' own mask functions, asked about packed rows.
+
+A model builds its masks (causal, sliding window, chunks, layer by layer) through an interface that transformers keeps
+for attention functions; there it gets a Rule in place of a tensor, and hands it on to attend() (attention.py).
+Source of the interface: transformers.AttentionMaskInterface. Limit: functions of query and slot; no padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rule:
+    """A mask function of transformers: (batch, head, query position, slot) -> bool."""
+
+    function: Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """Which slots some queries see: those before `first` none of them does.
+
+    mask: added to their scores over the slots from `first` on, 0 or -inf. causal: it is the plain causal mask.
+    """
+
+    first: int
+    mask: torch.Tensor
+    causal: bool
+
+
+def register(name: str) -> None:
+    """Make models whose attention is `name` build Rules."""
+    from transformers import AttentionMaskInterface
+
+    AttentionMaskInterface.register(name, rule_of)
+
+
+def rule_of(*, mask_function: Callable[..., torch.Tensor], attention_mask: Any = None, **_: Any) -> Rule | None:
+    """Return the rule of one kind of layer; None for the plain causal mask."""
+    from transformers.masking_utils import causal_mask_function
+
+    assert attention_mask is None  # rows are packed without padding
+    return None if mask_function is causal_mask_function else Rule(mask_function)
+
+
+def sight(queries: torch.Tensor, reach: int, rule: Rule | None, groups: int, dtype: torch.dtype) -> Sight:
+    """Return what queries at positions (rows, n) see of `reach` slots; the mask is (rows, 1, groups x n, slots)."""
+    slots = torch.arange(reach, device=queries.device)
+    causal = slots <= queries[..., None]  # (rows, n, reach)
+    seen, first, plain = causal, 0, True
+    if rule is not None:
+        zero = torch.zeros((), dtype=torch.long, device=queries.device)
+        seen = rule.function(zero, zero, queries[..., None], slots).expand_as(causal)
+        plain = bool(torch.equal(seen, causal))
+        if not plain:
+            first = int(seen.flatten(0, 1).any(0).to(torch.int8).argmax())
+            seen = seen[..., first:]
+    mask = torch.zeros(seen.shape, dtype=dtype, device=queries.device).masked_fill_(~seen, float("-inf"))
+    return Sight(first, mask[:, None].repeat(1, 1, groups, 1), plain)

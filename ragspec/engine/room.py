@@ -1,0 +1,61 @@
+"""How many rows of how many tokens there is memory for, and how to go on after memory ran out. Pure.
+
+>>> room = Room(bytes_per_token=1000, budget=64_000_000); room.rows(8000), room.slots(4)
+(8, 16000)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PATIENCE = 16  # steps without a failure before more is tried again; doubled by each failure that follows such a try
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Memory for keys and values. budget None: as much as is asked for."""
+
+    bytes_per_token: int = 0
+    budget: int | None = None
+
+    def rows(self, slots: int) -> int:
+        """Return how many rows of `slots` tokens fit."""
+        if self.budget is None or not self.bytes_per_token:
+            return 1 << 30
+        return self.budget // (max(1, slots) * self.bytes_per_token)
+
+    def slots(self, rows: int) -> int:
+        """Return how many tokens each of `rows` rows may have."""
+        if self.budget is None or not self.bytes_per_token:
+            return 1 << 62
+        return self.budget // (max(1, rows) * self.bytes_per_token)
+
+    def why(self, slots: int) -> str:
+        """Return why a record of `slots` tokens is refused."""
+        need, budget = slots * self.bytes_per_token / (1 << 30), (self.budget or 0) / (1 << 30)
+        return f"{slots:,} tokens need {need:.1f} GiB of keys and values; {budget:.1f} GiB may be used here"
+
+
+class Backoff:
+    """A number that failures halve and that comes back: `most` of something at once."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.limit = most
+        self._calm = 0
+        self._patience = PATIENCE
+        self._daring = False  # whether the last change was to try more again
+
+    def failed(self, count: int) -> None:
+        """`count` at once were too many."""
+        if self._daring:
+            self._patience *= 2
+        self.limit = max(1, min(self.limit, count) // 2)
+        self._calm, self._daring = 0, False
+
+    def succeeded(self) -> None:
+        """A step went well."""
+        self._calm += 1
+        if self._calm >= self._patience:
+            self._calm, self._daring = 0, self.limit < self.most
+            self.limit = min(self.most, self.limit * 2)

@@ -1,0 +1,151 @@
+"""What a model's own generation_config asks for, and how logits become choices by it, as generate() would do it.
+
+The keys of the config's `sampling` section decide, set or not; whatever else a model asks for (no_repeat_ngram_size,
+suppress_tokens, min_length, ...) is done with transformers' own processors, in transformers' own order.
+Source: transformers 5.19, generation/utils.py. Limit: one sequence at a time, no beams.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ragspec.errors import ModelError
+from ragspec.records import Sampling
+
+# keys of generation_config -> those of `sampling`, which decide in their place
+OVERRIDDEN = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+}
+# what the processors do: these keys change logits, and nothing else
+SERVED = (
+    "sequence_bias", "no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens", "forced_bos_token_id",
+    "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
+    "begin_suppress_tokens", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "renormalize_logits",
+    "eos_token_id", "pad_token_id", "bos_token_id",
+)  # fmt: skip
+# what only generate() itself does
+STOCK_ONLY = (
+    "num_beams", "num_beam_groups", "num_return_sequences", "penalty_alpha", "dola_layers", "diversity_penalty",
+    "constraints", "force_words_ids", "guidance_scale", "token_healing", "watermarking_config", "stop_strings",
+    "max_time", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "cache_implementation", "use_mtp",
+)  # fmt: skip
+NEUTRAL: tuple[Any, ...] = (None, False, 0, 1, 0.0, 1.0, "hybrid", "dynamic", [], {})
+# processors that look at nothing but the logits before them
+BY_LOGITS = {
+    "InfNanRemoveLogitsProcessor", "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper", "TopKLogitsWarper",
+    "TopPLogitsWarper", "TopHLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper", "EpsilonLogitsWarper",
+    "EtaLogitsWarper", "LogitNormalization",
+}  # fmt: skip
+
+
+class GenerationRules:
+    """How one model's logits become choices.
+
+    eos: ids that end an answer. pad: the id that fills up. given: `generate_args`, which win over the model's own.
+    """
+
+    def __init__(self, model: Any, eos: frozenset[int], pad: int, given: Mapping[str, Any] | None = None) -> None:
+        self._model = model
+        self._eos = eos
+        self.pad = pad
+        self._given = dict(given or {})
+        self._known: dict[Sampling, bool] = {}
+
+    def config(self, sampling: Sampling) -> Any:
+        """Return the GenerationConfig of an answer."""
+        config = copy.deepcopy(self._model.generation_config)
+        config.max_length = None
+        config.max_new_tokens = sampling.max_new_tokens
+        config.eos_token_id = sorted(self._eos) or None
+        config.pad_token_id = self.pad
+        config.do_sample = sampling.temperature > 0
+        config.repetition_penalty = sampling.repetition_penalty
+        greedy = not config.do_sample
+        config.temperature = None if greedy else sampling.temperature
+        config.top_p = None if greedy else sampling.top_p
+        config.top_k = None if greedy else sampling.top_k
+        own = self._model.generation_config.min_p  # transformers takes it where ours is None
+        config.min_p = sampling.min_p or (None if greedy or own is None else 0.0)
+        for name, value in self._given.items():
+            setattr(config, name, value)
+        return config
+
+    def processors(self, sampling: Sampling, prompt_tokens: int) -> Processors | None:
+        """Return what an answer's logits go through; None where nothing changes them."""
+        if self._known.get(sampling) is False:
+            return None
+        model = self._model
+        try:
+            config, _ = model._prepare_generation_config(self.config(sampling))
+            model._prepare_special_tokens(config, True, device=model.device)
+            config.max_length = prompt_tokens + sampling.max_new_tokens
+            if config.min_new_tokens is not None:
+                config.min_length = config.min_new_tokens + prompt_tokens
+            found = model._get_logits_processor(config, input_ids_seq_length=prompt_tokens, device=model.device)
+        except AttributeError as error:
+            raise ModelError(
+                f"this transformers version prepares generate() elsewhere ({error}); use transformers 5.16 to 5.19"
+            ) from error
+        # which there are depends on the sampling alone
+        self._known[sampling] = bool(found)
+        return Processors(found) if found else None
+
+    def depends_on_text(self, sampling: Sampling) -> bool:
+        """Return whether a choice depends on the tokens before it other than by its logits: padding would change it."""
+        processors = self.processors(sampling, 1)
+        return processors is not None and bool(processors.by_text)
+
+    def only_stock(self) -> str:
+        """Return the key of the model's generation_config that generate() alone serves; "" where there is none."""
+        own = self._model.generation_config.to_dict() | self._given
+        return next((key for key in STOCK_ONLY if own.get(key) not in NEUTRAL), "")
+
+    def overridden(self, sampling: Sampling) -> str:
+        """Return in words where the model's own sampling is another than the config's; "" where it is not."""
+        own = self._model.generation_config.to_dict()
+        greedy = sampling.temperature == 0
+        parts = []
+        if own.get("do_sample") and greedy:
+            parts.append("sampling instead of greedy decoding")
+        for theirs, ours in OVERRIDDEN.items():
+            value = own.get(theirs)
+            if value is None or value == getattr(sampling, ours) or (greedy and theirs != "repetition_penalty"):
+                continue
+            if theirs in ("top_k", "min_p") and not value:
+                continue
+            parts.append(f"{theirs} {value}")
+        return ", ".join(parts)
+
+
+class Processors:
+    """The logits processors of one answer, in order."""
+
+    def __init__(self, processors: Sequence[Any]) -> None:
+        self._processors = processors
+
+    @cached_property
+    def by_text(self) -> list[Any]:
+        """Those that look at the tokens before."""
+        return [one for one in self._processors if type(one).__name__ not in BY_LOGITS]
+
+    def __call__(self, logits: torch.Tensor, tokens: list[int], draft: Sequence[int] = ()) -> torch.Tensor:
+        """Return the processed logits, (k + 1, vocab): row i follows `tokens` and the first i of `draft`."""
+        if not self.by_text:
+            return self._apply(logits, tokens[-1:])
+        rows = [self._apply(logits[i : i + 1], [*tokens, *draft[:i]]) for i in range(len(draft) + 1)]
+        return torch.cat(rows)
+
+    def _apply(self, logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+        ids = torch.tensor([tokens], device=logits.device)
+        for processor in self._processors:
+            logits = processor(ids, logits)
+        return logits
