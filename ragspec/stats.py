@@ -29,7 +29,7 @@ class SpecStats:
     cut: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
-    _last: int = 0  # accepted in the last step that drafted
+    _last: int = field(default=0, compare=False)  # accepted in the last step that drafted
 
     def record(self, drafted: int, accepted: int) -> None:
         """Count one target step that verified `drafted` tokens and kept `accepted` of them."""

@@ -8,17 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.masking_utils import sliding_window_causal_mask_function
 
-from ragspec.engine import cache as cache_module
 from ragspec.engine import layout as layout_module
-from ragspec.engine.admission import Admission
+from ragspec.engine import masks
 from ragspec.engine.allocate import LEAST_GAIN, StepCost, allocate
 from ragspec.engine.attention import attend
 from ragspec.engine.cache import RaggedCache
 from ragspec.engine.layout import PADDING, Layout, Segment
 from ragspec.engine.prefix import WORTH, grouped, largest_first, shared
-from ragspec.engine.proposers import NoDrafts
-from ragspec.records import Request, Sampling
 
 # -- allocate ---------------------------------------------------------------------------------------------------------
 
@@ -279,8 +277,9 @@ def packed_tokens(layout):
     return [(s.row, s.start + i) for s in layout.segments for i in range(s.count)]
 
 
-def visible(mask):
-    return [[slot for slot, value in enumerate(query) if value == 0] for query in mask.tolist()]
+def window_rule(window):
+    """Return the rule that a model with a sliding window builds; None for plain causal attention."""
+    return None if window is None else masks.rule_of(mask_function=sliding_window_causal_mask_function(window))
 
 
 def in_sight(position, window):
@@ -334,28 +333,39 @@ def test_neighbouring_rows_of_similar_length_attend_together_and_no_others(layou
         assert one.stop < other.start or added * len(first) > PADDING["cpu"] or -added > PADDING["cpu"]
 
 
+def slots_seen(seen):
+    """Return, row by row, the slots that each query of a Sight sees."""
+    return [
+        [[seen.first + slot for slot, value in enumerate(query) if value == 0] for query in row]
+        for row in seen.mask[:, 0].tolist()
+    ]
+
+
 @given(layouts(), st.sampled_from([None, 1, 3, 8, 100]), st.integers(1, 3))
 def test_a_token_sees_itself_and_what_came_before_it_inside_the_window(layout, window, groups):
+    rule = window_rule(window)
     for run in layout.runs:
-        mask = run.mask(window, groups, torch.float32)
-        assert mask.shape == (run.rows.stop - run.rows.start, 1, groups * run.longest, run.reach)
-        assert set(mask.unique().tolist()) <= {0.0, float("-inf")}
+        seen = run.sight(rule, groups, torch.float32)
+        rows = run.rows.stop - run.rows.start
+        assert seen.mask.shape == (rows, 1, groups * run.longest, run.reach - seen.first)
+        assert set(seen.mask.unique().tolist()) <= {0.0, float("-inf")}
         positions = layout.positions[run.gather].view(-1, run.longest).tolist()
-        for row, line in zip(mask[:, 0], positions, strict=True):
-            # a padded query stands for its row's first: it must see something, or it would become a NaN
-            assert visible(row) == [in_sight(position, window) for position in line] * groups
-        assert run.mask(window, groups, torch.float32) is mask
+        # a padded query stands for its row's first: it must see something, or it would become a NaN
+        assert slots_seen(seen) == [[in_sight(position, window) for position in line] * groups for line in positions]
+        assert seen.first == min(in_sight(min(line), window)[0] for line in positions)
+        assert run.sight(rule, groups, torch.float32) is seen
     for alone in layout.alone:
-        mask = alone.mask(window, groups, torch.float32, CPU)
-        assert mask.shape[:2] == (1, 1)
+        seen = alone.sight(rule, groups, torch.float32, CPU)
         positions = range(alone.segment.start, alone.segment.start + alone.segment.count)
-        assert visible(mask[0, 0]) == [in_sight(position, window) for position in positions] * groups
+        assert slots_seen(seen) == [[in_sight(position, window) for position in positions] * groups]
+        assert seen.causal == all(in_sight(position, window)[0] == 0 for position in positions)
 
 
 def test_masks_of_another_window_are_not_mixed_up():
     run = Layout([Segment(0, 6, 2)], SLOTS, CPU).runs[0]
-    assert visible(run.mask(None, 1, torch.float32)[0, 0]) != visible(run.mask(2, 1, torch.float32)[0, 0])
-    assert run.mask(2, 2, torch.float32).shape != run.mask(2, 1, torch.float32).shape
+    two = window_rule(2)
+    assert slots_seen(run.sight(None, 1, torch.float32)) != slots_seen(run.sight(two, 1, torch.float32))
+    assert run.sight(two, 2, torch.float32).mask.shape != run.sight(two, 1, torch.float32).mask.shape
 
 
 def test_rows_in_packed_order_and_of_one_length_need_no_copies():
@@ -364,7 +374,7 @@ def test_rows_in_packed_order_and_of_one_length_need_no_copies():
     assert run.target == slice(0, 4)
 
 
-def attended(layout, window, dtype=torch.float64):
+def attended(layout, window, dtype=torch.float64, cap=None, sinks=False):
     """Return what attention makes of random queries, and what a loop over single tokens makes of them."""
     torch.manual_seed(layout.tokens)
     heads, kv_heads, size = 4, 2, 8
@@ -377,14 +387,19 @@ def attended(layout, window, dtype=torch.float64):
     layer.keys, layer.values = held[0], held[1]
     cache.update(keys, values, 0)
     queries = torch.randn(1, heads, layout.tokens, size, dtype=dtype)
-    out, _ = attend(None, queries, (layer, layout), None, None, scaling=0.3, sliding_window=window)
+    sink = torch.randn(heads, dtype=dtype) if sinks else None
+    rule = window_rule(window)
+    out, _ = attend(None, queries, (layer, layout), None, rule, scaling=0.3, softcap=cap, s_aux=sink)
 
     expected = torch.empty_like(out)
     for i, (row, position) in enumerate(packed_tokens(layout)):
         seen = in_sight(position, window)
         for head in range(heads):
             group = head // (heads // kv_heads)
-            weights = torch.softmax(0.3 * layer.keys[group, row, seen] @ queries[0, head, i], 0)
+            scores = 0.3 * layer.keys[group, row, seen] @ queries[0, head, i]
+            scores = cap * torch.tanh(scores / cap) if cap else scores
+            scores = torch.cat([scores, sink[head : head + 1]]) if sinks else scores
+            weights = torch.softmax(scores, 0)[: len(seen)]
             expected[0, i, head] = weights @ layer.values[group, row, seen]
     return out, expected
 
@@ -419,10 +434,18 @@ def test_packed_attention_is_that_of_each_token_by_itself(window):
 
 
 def test_a_mask_that_is_one_slot_off_is_caught(monkeypatch):
-    right = layout_module._mask
-    monkeypatch.setattr(layout_module, "_mask", lambda ends, *rest: right(ends - 1, *rest))
+    right = layout_module.sight
+    monkeypatch.setattr(layout_module, "sight", lambda queries, *rest: right(queries - (queries > 0).long(), *rest))
     out, expected = attended(ragged_layout(64), None)
     assert not torch.allclose(out, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("cap", "sinks"), [(0.5, False), (None, True), (0.5, True)])
+def test_capped_scores_and_sinks_are_those_of_each_token_by_itself(window, cap, sinks):
+    out, expected = attended(ragged_layout(64), window, cap=cap, sinks=sinks)
+    assert torch.allclose(out, expected, atol=1e-6)
+    assert not torch.allclose(out, attended(ragged_layout(64), window)[0], atol=1e-3)
 
 
 @settings(max_examples=20)
@@ -439,24 +462,3 @@ def test_the_largest_shared_prefixes_come_first():
     groups = largest_first(grouped(prompts), prompts)
     assert [prompts[group[0]][0] for group in groups] == [2, 1, 3]
     assert sorted(index for group in groups for index in group) == list(range(7))
-
-
-@pytest.mark.parametrize(("places", "grown"), [(4, [165, 255, 310]), (1, list(range(110, 311, 10)))])
-def test_a_cache_grows_for_those_who_come_next_too(monkeypatch, places, grown):
-    """Records of 100, 110, ... 300 tokens and 10 new ones: each time half as much again, at most what any needs."""
-    reserved = []
-    original = RaggedCache.reserve
-    monkeypatch.setattr(cache_module, "ROUND", 1)
-    monkeypatch.setattr(RaggedCache, "reserve", lambda self, slots: (reserved.append(slots), original(self, slots))[1])
-    requests = [Request(n, str(n), [n] * n, Sampling(max_new_tokens=10)) for n in range(100, 301, 10)]
-    line, cache, proposer = Admission(requests, places, 4096), RaggedCache(places), NoDrafts()
-    started = 0
-    line.fill(cache, proposer)
-    while rows := line.rows():
-        started += len(rows)
-        assert all(len(row.tokens) + 10 <= cache.slots for row in rows)
-        for row in rows:
-            line.release(row)
-        line.fill(cache, proposer)
-    assert started == len(requests)
-    assert reserved == grown

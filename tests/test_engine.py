@@ -304,29 +304,6 @@ def test_out_of_memory_costs_rows_but_no_record(loaded, tiny, plain, monkeypatch
     assert any("OutOfMemoryError" in note for note in answers.engine.clock.notes)
 
 
-def test_a_record_that_fits_nowhere_fails_alone(loaded, tiny, plain, monkeypatch):
-    original = RaggedCache.reserve
-    _, tokenizer = loaded(tiny)
-    sizes = sorted(len(request.token_ids) for request in requests_for(tokenizer))
-
-    def short(self, slots):
-        if slots > sizes[-1] + 2:
-            raise torch.OutOfMemoryError("no room")
-        original(self, slots)
-
-    assert sizes[-2] + NEW < sizes[-1] + 2
-
-    monkeypatch.setattr(RaggedCache, "reserve", short)
-    model, _ = loaded(tiny)
-    model.resize(4)
-    outcomes = list(Engine(model, NoDrafts(), tokenizer, frozenset()).run(requests_for(tokenizer)))
-    failed = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
-    assert len(failed) == 1
-    assert "OutOfMemoryError" in failed[0].message
-    rest = {outcome.index: outcome.token_ids for outcome in outcomes if not isinstance(outcome, Failure)}
-    assert rest == {index: tokens for index, tokens in plain.items() if index != failed[0].index}
-
-
 def test_what_was_copied_is_cited_with_its_passage(loaded, tiny, plain):
     """Passages made of what the model is going to say are found again, token for token."""
     tokenizer = loaded(tiny)[1]

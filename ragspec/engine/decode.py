@@ -32,7 +32,6 @@ from ragspec.records import Failure, Generation, Request, Tokenizer
 
 CHUNK = 512  # tokens of a step while prompts are computed; more is no faster on a CPU, and delays the other rows
 LOOKAHEAD = 4096  # requests read ahead to find shared prefixes
-AHEAD = 1.5  # times the slots needed, that a cache may grow by at once
 
 # what a forward may raise: out of memory (torch's own, and its RuntimeError on a CPU), ids that a model has no row for
 FORWARD = (RuntimeError, IndexError, MemoryError)
@@ -234,15 +233,13 @@ class Engine:
 
     def _reserve(self, line: Admission, work: Sequence[Work]) -> bool:
         """Make room for what the rows write, and ahead of it; return whether there is memory for it."""
-        cache, places = self._model.cache, len(line.places)
+        cache = self._model.cache
         slots = max(item.segment.start + item.segment.count for item in work)
-        if slots <= cache.slots:
-            return True
-        if slots > self._room.slots(places):
-            return False
-        if places > 1:  # one row alone may not fail for what others need
-            slots = max(slots, min(int(AHEAD * slots), line.coming(), self._room.slots(places)))
-        cache.reserve(slots)
+        if slots > cache.slots:
+            slots = self._room.ahead(slots, len(line.places), line.coming())
+            if not slots:
+                return False
+            cache.reserve(slots)
         return True
 
     def _forward(self, work: Sequence[Work]) -> tuple[Written, tuple[Row, str] | None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+AHEAD = 1.5  # times the slots needed, that a cache may grow by at once
 PATIENCE = 16  # steps without a failure before more is tried again; doubled by each failure that follows such a try
 
 
@@ -29,6 +30,17 @@ class Room:
         if self.budget is None or not self.bytes_per_token:
             return 1 << 62
         return self.budget // (max(1, rows) * self.bytes_per_token)
+
+    def ahead(self, slots: int, rows: int, coming: int) -> int:
+        """Return how many slots to reserve for each of `rows` rows where `slots` are needed, 0 where they do not fit.
+
+        A cache that grows is copied, so it grows for those that come next too, which need up to `coming`: by half at
+        most, and not for one row alone, which must not fail for what others need.
+        """
+        most = self.slots(rows)
+        if slots > most:
+            return 0
+        return slots if rows == 1 else max(slots, min(int(AHEAD * slots), coming, most))
 
     def why(self, slots: int) -> str:
         """Return why a record of `slots` tokens is refused."""

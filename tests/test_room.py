@@ -1,0 +1,291 @@
+"""Memory: how many rows of how many tokens, what a failure costs, and how rows come back."""
+
+import logging
+
+import pytest
+import torch
+
+from ragspec.drafters.context import ContextDrafter
+from ragspec.engine.admission import Admission
+from ragspec.engine.cache import RaggedCache
+from ragspec.engine.decode import Engine
+from ragspec.engine.proposers import ByRow, NoDrafts
+from ragspec.engine.room import AHEAD, PATIENCE, Backoff, Room
+from ragspec.records import Failure, Request, Sampling
+from tests.test_engine import NEW, answers, ids, loaded, plain, requests_for  # noqa: F401 (fixtures)
+
+# -- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def test_rows_and_slots_share_the_budget():
+    room = Room(bytes_per_token=10, budget=10_000)
+    for rows in range(1, 40):
+        slots = room.slots(rows)
+        assert rows * slots * 10 <= 10_000 < rows * (slots + 1) * 10
+        assert room.rows(slots) >= rows
+    assert room.rows(1001) == 0
+    assert "1,001 tokens" in room.why(1001)
+    assert Room().rows(1 << 40) > 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("slots", "rows", "coming", "expected"),
+    [
+        (110, 4, 310, int(AHEAD * 110)),
+        (110, 4, 120, 120),  # no more than anybody will need
+        (110, 4, 0, 110),
+        (110, 1, 310, 110),  # a row alone asks for its own need
+        (240, 4, 310, 250),  # all that there is
+        (251, 4, 310, 0),
+    ],
+)
+def test_a_cache_grows_for_those_who_come_next_too(slots, rows, coming, expected):
+    assert Room(bytes_per_token=1, budget=1000).ahead(slots, rows, coming) == expected
+
+
+def test_failures_halve_and_calm_brings_back():
+    backoff = Backoff(16)
+    backoff.failed(16)
+    assert backoff.limit == 8
+    for _ in range(PATIENCE):
+        assert backoff.limit == 8
+        backoff.succeeded()
+    assert backoff.limit == 16
+    backoff.failed(16)  # it was too early: the next try comes later
+    for _ in range(2 * PATIENCE):
+        assert backoff.limit == 8
+        backoff.succeeded()
+    assert backoff.limit == 16
+    for count in (16, 8, 4, 2, 1, 1):
+        backoff.failed(count)
+    assert backoff.limit == 1
+
+
+# -- the cache --------------------------------------------------------------------------------------------------------
+
+
+def test_a_cache_that_is_resized_keeps_what_fits():
+    cache = RaggedCache(3)
+    cache.reserve(64)
+    cache._layers[0] = type("Layer", (), {})()
+    cache._layers[0].keys = keys = torch.randn(2, 3, 64, 4)
+    cache._layers[0].values = values = torch.randn(2, 3, 64, 4)
+    cache.resize(5, 128)
+    layer = cache._layers[0]
+    assert layer.keys.shape == (2, 5, 128, 4)
+    assert torch.equal(layer.keys[:, :3, :64], keys)
+    assert torch.equal(layer.values[:, :3, :64], values)
+    assert not layer.keys[:, 3:].any()
+    assert not layer.keys[:, :, 64:].any()
+    cache.resize(2, 64)
+    assert torch.equal(layer.values, values[:, :2])
+
+
+# -- the engine -------------------------------------------------------------------------------------------------------
+
+
+def bytes_per_token(model):
+    from ragspec.engine.layout import Segment
+
+    model.logits([Segment(0, 0, 1)], [1], [0])
+    return model.cache.bytes_per_token
+
+
+def run(model, tokenizer, requests, proposer=None, rows=4, room=None, **settings):
+    model.resize(rows)
+    engine = Engine(model, proposer or NoDrafts(), tokenizer, frozenset(), room=room, **settings)
+    outcomes = {outcome.index: outcome for outcome in engine.run(requests)}
+    return outcomes, engine
+
+
+def tokens(outcomes):
+    return {index: o.token_ids for index, o in sorted(outcomes.items()) if not isinstance(o, Failure)}
+
+
+def test_a_long_limit_on_new_tokens_reserves_nothing(loaded, tiny, plain):  # noqa: F811
+    """One record may write 100,000 tokens; it writes a few, and the cache is as large as for the others."""
+    model, tokenizer = loaded(tiny)
+    model.resize(4)
+    requests = list(requests_for(tokenizer))
+    end = plain[3][6]
+    asked = [
+        Request(r.index, r.id, r.token_ids, Sampling(max_new_tokens=100_000 if r.index == 3 else NEW)) for r in requests
+    ]
+    engine = Engine(model, NoDrafts(), tokenizer, frozenset([end]))
+    outcomes = {outcome.index: outcome for outcome in engine.run(asked)}
+    assert outcomes[3].finish_reason == "stop"
+    longest = max(len(r.token_ids) for r in requests) + NEW
+    assert model.cache.slots <= AHEAD * longest + 64
+
+
+@pytest.mark.parametrize("fits", [1.0, 1.6, 3.1])
+def test_a_record_that_outgrows_the_memory_for_all_is_answered_with_fewer_rows(loaded, tiny, plain, fits):  # noqa: F811
+    model, tokenizer = loaded(tiny)
+    model.resize(4)
+    longest = max(len(r.token_ids) for r in requests_for(tokenizer)) + NEW + 25
+    room = Room(bytes_per_token(model), int(fits * longest * bytes_per_token(model)))
+    outcomes, _ = run(model, tokenizer, requests_for(tokenizer), ByRow(ContextDrafter(), 4, None), room=room)
+    assert tokens(outcomes) == plain
+    assert model.cache.rows * model.cache.slots <= room.slots(1) + 64 * model.cache.rows  # slots come by the 64
+
+
+def test_a_request_that_no_memory_is_enough_for_is_an_error_and_the_others_are_answered(loaded, tiny, plain):  # noqa: F811
+    model, tokenizer = loaded(tiny)
+    model.resize(4)
+    sizes = sorted(len(r.token_ids) for r in requests_for(tokenizer))
+    room = Room(1000, 1000 * (sizes[-2] + 26))
+    outcomes, _ = run(model, tokenizer, requests_for(tokenizer), room=room)
+    failed = {index: outcome for index, outcome in outcomes.items() if isinstance(outcome, Failure)}
+    (index,) = failed
+    assert "GiB of keys and values" in failed[index].message
+    assert tokens(outcomes) == {i: answer for i, answer in plain.items() if i != index}
+
+
+def test_an_answer_that_outgrows_all_memory_is_an_error_and_the_others_are_answered(loaded, tiny, plain):  # noqa: F811
+    model, tokenizer = loaded(tiny)
+    model.resize(4)
+    requests = [*requests_for(tokenizer), Request(99, "long", [5, 6, 7], Sampling(max_new_tokens=400))]
+    room = Room(1000, 1000 * 240)
+    outcomes, _ = run(model, tokenizer, requests, room=room)
+    assert isinstance(outcomes[99], Failure)
+    assert "GiB of keys and values" in outcomes[99].message
+    assert tokens(outcomes) == plain
+
+
+def test_rows_come_back_after_a_failure(loaded, tiny, plain, monkeypatch):  # noqa: F811
+    """Memory is short for a moment only: a while later, all rows are there again."""
+    model, tokenizer = loaded(tiny)
+    original, calls, rows = RaggedCache.update, [], []
+
+    def short(self, *args, **kwargs):
+        calls.append(1)
+        rows.append(self.rows)
+        if self.rows > 1 and 20 < len(calls) < 60:
+            raise torch.OutOfMemoryError("no room")
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(RaggedCache, "update", short)
+    requests = [
+        Request(10 * n + r.index, r.id, r.token_ids, r.sampling) for n in range(8) for r in requests_for(tokenizer)
+    ]
+    outcomes, engine = run(model, tokenizer, requests, rows=4)
+    assert tokens(outcomes) == {10 * n + index: answer for n in range(8) for index, answer in plain.items()}
+    assert min(rows) == 1
+    assert rows[-1] == 4
+    assert any("OutOfMemoryError" in note for note in engine.clock.notes)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), IndexError("no such id"), MemoryError()])
+def test_a_poisoned_record_costs_itself_only(loaded, tiny, plain, monkeypatch, error):  # noqa: F811
+    """Whatever batch it is in, its forward fails: it alone becomes an error, and the batch is as wide as before."""
+    model, tokenizer = loaded(tiny)
+    requests, inner, widths = list(requests_for(tokenizer)), model.inner.forward, []
+    used = {token for r in requests for token in r.token_ids} | {token for answer in plain.values() for token in answer}
+    poison = next(token for token in range(400) if token not in used)
+
+    def forward(input_ids, **kwargs):
+        if (input_ids == poison).any():
+            raise error
+        widths.append(model.cache.rows)
+        return inner(input_ids=input_ids, **kwargs)
+
+    monkeypatch.setattr(model.inner, "forward", forward)
+    requests.insert(3, Request(99, "bad", [5, poison, 7], Sampling(max_new_tokens=NEW)))
+    outcomes, _ = run(model, tokenizer, requests, ByRow(ContextDrafter(), 3, None), rows=4)
+    assert isinstance(outcomes[99], Failure)
+    assert type(error).__name__ in outcomes[99].message
+    assert tokens(outcomes) == plain
+    assert widths[-1] == 4
+
+
+def test_an_error_of_the_input_ends_the_run_as_itself(loaded, tiny):  # noqa: F811
+    model, tokenizer = loaded(tiny)
+
+    def source():
+        yield from list(requests_for(tokenizer))[:2]
+        raise EOFError("the archive is cut off")
+
+    with pytest.raises(EOFError, match="cut off"):
+        run(model, tokenizer, source(), lookahead=1)
+
+
+def test_what_no_forward_raises_ends_the_run_as_itself(loaded, tiny, monkeypatch):  # noqa: F811
+    model, tokenizer = loaded(tiny)
+    monkeypatch.setattr(model.inner, "forward", lambda **kwargs: {}["a bug of ours"])
+    with pytest.raises(KeyError, match="a bug of ours"):
+        run(model, tokenizer, requests_for(tokenizer))
+
+
+def test_records_that_finished_beside_an_error_are_handed_on(loaded, tiny, plain, monkeypatch):  # noqa: F811
+    """All end in one step; taking in the third answer raises, the two before it are there."""
+    model, tokenizer = loaded(tiny)
+    original, seen = Engine._within, []
+
+    def within(self, row, token_ids):
+        kept = original(self, row, token_ids)
+        if row.room <= len(kept):
+            seen.append(row.request.index)
+            if len(seen) == 3:
+                raise ValueError("a tokenizer that cannot decode this")
+        return kept
+
+    monkeypatch.setattr(Engine, "_within", within)
+    requests = [Request(i, f"r{i}", [5, 6, 7 + i], Sampling(max_new_tokens=3)) for i in range(4)]
+    model.resize(4)
+    answering = Engine(model, NoDrafts(), tokenizer, frozenset()).run(requests)
+    outcomes = [next(answering), next(answering)]
+    with pytest.raises(ValueError, match="cannot decode"):
+        next(answering)
+    assert [outcome.index for outcome in outcomes] == seen[:2]
+    assert len(seen) == 3
+
+
+class Broken(NoDrafts):
+    """Raises whenever it is asked for drafts."""
+
+    def propose(self, rows, besides):
+        raise RuntimeError("this drafter is broken")
+
+
+def test_a_drafter_that_raises_costs_drafts_and_is_named(loaded, tiny, plain):  # noqa: F811
+    model, tokenizer = loaded(tiny)
+    outcomes, engine = run(model, tokenizer, requests_for(tokenizer), Broken())
+    assert tokens(outcomes) == plain
+    assert any("this drafter is broken" in note for note in engine.clock.notes)
+
+
+def test_a_forward_that_fails_shows_its_traceback_in_debugging(loaded, tiny, monkeypatch, caplog):  # noqa: F811
+    model, tokenizer = loaded(tiny)
+
+    def forward(**kwargs):
+        raise RuntimeError("deep inside")
+
+    monkeypatch.setattr(model.inner, "forward", forward)
+    with caplog.at_level(logging.DEBUG, "ragspec"):
+        run(model, tokenizer, list(requests_for(tokenizer))[:1])
+    assert "in forward" in caplog.text
+    assert "deep inside" in caplog.text
+
+
+def test_an_empty_prompt_fails_alone(loaded, tiny, plain):  # noqa: F811
+    model, tokenizer = loaded(tiny)
+    requests = [Request(99, "empty", [], Sampling(max_new_tokens=NEW)), *requests_for(tokenizer)]
+    outcomes, _ = run(model, tokenizer, requests)
+    assert outcomes[99].message == "the prompt has no tokens"
+    assert tokens(outcomes) == plain
+
+
+def test_requests_too_long_for_the_others_wait_for_their_end():
+    """A long one goes last and alone, and short ones are not held up by it."""
+    room = Room(1, 400)
+    long = Request(0, "long", [1] * 300, Sampling(max_new_tokens=10))
+    short = [Request(i, str(i), [i] * 50, Sampling(max_new_tokens=10)) for i in range(1, 6)]
+    line = Admission([long, *short], 4, 4096, room=room, step=10)
+    order = []
+    while (started := line.admit()) or line.rows():
+        order.append(sorted(start.row.request.index for start in started))
+        for row in line.rows():
+            line.release(row)
+    assert order == [[1, 2, 3, 4], [5], [0]]
+    assert len(line.places) == 1
+    assert line.widen(4) == 4
