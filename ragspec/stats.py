@@ -171,6 +171,7 @@ class RunSummary:
     def to_json(self) -> dict[str, Any]:
         """Return the stats file's object."""
         spec = self.spec.to_json(self.method) | {
+            "cut": self.spec.cut,
             "drafted_steps": self.spec.drafted_steps,
             "tokens_per_step": _round(self.tokens_per_step),
             "acceptance_by_position": self.spec.acceptance_by_position,

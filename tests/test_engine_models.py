@@ -270,3 +270,40 @@ def test_sampling_with_a_draft_model_is_the_targets_own_distribution(tiny, tiny_
     chi = sum((plain[p] - drafted.get(p, 0)) ** 2 / (plain[p] + drafted.get(p, 0)) for p in common)
     degrees = len(common)
     assert chi < degrees + 4 * (2 * degrees) ** 0.5 + 8
+
+
+def passes(runner, config, count=2):
+    """Yield, pass by pass, the outcomes and what the backend had learnt from them."""
+    requests = [
+        Request(i, f"r{i}", runner.tokenizer.encode(r["query"], special_tokens=True), to_sampling(config.sampling))
+        for i, r in enumerate(read_jsonl(SAMPLE))
+    ]
+    backend_ = runner._backend
+    for _ in range(count):
+        outcomes = list(runner.generate(requests))
+        yield outcomes, [*backend_._drafters.values(), backend_._trial, backend_._cost or object()]
+
+
+@pytest.mark.parametrize("method", ["context", "prompt_lookup"])
+def test_a_second_pass_drafts_what_the_first_one_did(tiny, method):
+    """Answers of the first pass would be the best of drafts in the second."""
+    spec = {"method": method, "num_tokens": 6}
+    config = build_config({"model": tiny, "sampling": {"max_new_tokens": NEW}, "speculation": spec})
+    runner = huggingface.Runner(config)
+    runner.check()
+    with runner:
+        counts = [[(o.index, o.spec) for o in outcomes] for outcomes, _ in passes(runner, config)]
+    assert counts[0] == counts[1]
+    assert sum(spec.drafted for _, spec in counts[0]) > 0
+
+
+@pytest.mark.parametrize("method", ["context", "prompt_lookup", "auto"])
+def test_nothing_learnt_in_a_pass_is_left_in_the_next(tiny, method):
+    config = build_config({"model": tiny, "sampling": {"max_new_tokens": NEW}, "speculation": {"method": method}})
+    runner = huggingface.Runner(config)
+    runner.check()
+    with runner:
+        runner.warm_up()
+        (_, first), (_, second) = passes(runner, config)
+    assert not any(one is other for one, other in zip(first, second, strict=True))
+    assert not runner.remembers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -25,9 +26,12 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
 def set_debug(debug: bool) -> None:
-    """Show tracebacks from now on, if `debug`."""
+    """Show tracebacks from now on, if `debug`: of what ends the run, and of what costs a record only."""
     if debug:
         os.environ["RAGSPEC_DEBUG"] = "1"
+    if os.environ.get("RAGSPEC_DEBUG"):
+        logging.basicConfig(stream=sys.stderr, format="%(name)s: %(message)s")
+        logging.getLogger("ragspec").setLevel(logging.DEBUG)
 
 
 def load(config: str, override: list[str] | None, input: str | None) -> tuple[RunConfig, Console]:

@@ -8,6 +8,7 @@ Limit: transformers speculates one record at a time, so `rows` only counts for m
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -27,6 +28,9 @@ from ragspec.hf.tokenizer import HFTokenizer
 from ragspec.records import Failure, Generation, Request, Sampling, record_seed
 from ragspec.stats import SpecStats
 
+# what generate() raises for one record: out of memory, ids that the model has no row for, arguments it refuses
+FAILURES = (RuntimeError, IndexError, MemoryError, ValueError)
+log = logging.getLogger(__name__)
 LOOKUP_TOKENS = 10  # transformers' own default
 
 
@@ -130,7 +134,8 @@ class StockBackend:
         """Answer a batch; if it fails, answer its records one by one, so that one alone can be at fault."""
         try:
             yield from self._call(batch)
-        except Exception as error:  # any failure inside generation is this record's, not the run's
+        except FAILURES as error:
+            log.debug("generate() failed", exc_info=error)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             if len(batch) == 1:

@@ -8,6 +8,7 @@ prompt aborts what is queued.
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer
 from ragspec.vllm.environment import one_line
 from ragspec.vllm.requests import sampling_params, spec_stats
 
+log = logging.getLogger(__name__)
 AHEAD = 2  # records submitted per row of the engine's batch, so that a row never waits for one
 
 
@@ -93,6 +95,7 @@ class Stream:
         try:
             self._engine.add_request(name, prompt, sampling_params(request, self._sampling_args))
         except Exception as error:  # whatever the engine refuses is this record's failure
+            log.debug("vLLM refuses a record", exc_info=error)
             return Failure(request.index, f"vLLM refuses it: {one_line(error)}")
         if self._proposer is not None:
             self._proposer.expect(request.token_ids, request.passages)

@@ -1,0 +1,146 @@
+"""What a model's own generation_config asks for is done as generate() does it, drafts or not, or handed to it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ragspec.config import build_config, to_sampling
+from ragspec.records import Request
+from ragspec.runners import huggingface
+from tests.conftest import SAMPLE, read_jsonl
+
+NEW = 24
+ASKED = {
+    "no_repeat_ngram_size": 2,
+    "suppress_tokens": list(range(40, 90)),
+    "begin_suppress_tokens": list(range(100, 330)),
+    "bad_words_ids": [[n, n + 1] for n in range(90, 390)] + [[n] for n in range(330, 350)],
+    "min_new_tokens": 9,
+    "min_length": 40,
+    "forced_bos_token_id": 17,
+    "forced_eos_token_id": 5,
+    "exponential_decay_length_penalty": [4, 1.5],
+    "sequence_bias": [[[n], 4.0] for n in range(200, 260)],
+    "remove_invalid_values": True,
+}
+
+
+@pytest.fixture(scope="module")
+def asking(tiny, tmp_path_factory):
+    """Return a folder of the tiny model whose generation_config asks for something."""
+
+    def make(**asked):
+        folder = tmp_path_factory.mktemp("asking") / "model"
+        shutil.copytree(tiny, folder)
+        path = Path(folder) / "generation_config.json"
+        config = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(config | asked))
+        return str(folder)
+
+    return make
+
+
+def answered(folder, method="none", sampling=None, **runner_args):
+    config = build_config(
+        {
+            "model": folder,
+            "sampling": {"max_new_tokens": NEW, **(sampling or {})},
+            "speculation": {"method": method},
+            "runner_args": {"batch_size": 3, **runner_args},
+        }
+    )
+    runner = huggingface.Runner(config)
+    runner.check()
+    with runner:
+        requests = [
+            Request(i, f"r{i}", runner.tokenizer.encode(r["query"], special_tokens=True), to_sampling(config.sampling))
+            for i, r in enumerate(read_jsonl(SAMPLE)[:7])
+        ]
+        outcomes = {outcome.index: outcome for outcome in runner.generate(requests)}
+        about = runner.about()
+    return {index: outcomes[index] for index in sorted(outcomes)}, about["engine"], runner.notes
+
+
+def ids(outcomes):
+    return {index: outcome.token_ids for index, outcome in outcomes.items()}
+
+
+@pytest.mark.parametrize("key", ASKED)
+def test_the_engine_does_what_generation_config_asks_as_stock_generate_does(asking, tiny, key):
+    eos = {"eos_token_id": list(range(250, 300))} if "min" in key or "decay" in key else {}
+    folder = asking(**{key: ASKED[key]}, **eos)
+    stock, engine, _ = answered(folder, engine="transformers", batch_size=1)
+    assert engine == "transformers"
+    unasked, _, _ = answered(asking(**eos) if eos else tiny)
+    if key not in ("remove_invalid_values", "forced_bos_token_id"):  # the second is for prompts of one token
+        assert ids(stock) != ids(unasked)
+    for method in ("none", "context", "prompt_lookup"):
+        outcomes, engine, _ = answered(folder, method)
+        assert engine == "ragspec"
+        assert ids(outcomes) == ids(stock)
+
+
+def test_all_of_them_together(asking):
+    asked = {key: value for key, value in ASKED.items() if key != "forced_bos_token_id"}
+    folder = asking(**asked, eos_token_id=list(range(250, 300)))
+    stock, _, _ = answered(folder, engine="transformers", batch_size=1)
+    outcomes, engine, _ = answered(folder, "context")
+    assert engine == "ragspec"
+    assert ids(outcomes) == ids(stock)
+
+
+def test_generate_args_are_served_in_the_engine_where_they_only_change_logits(tiny):
+    asked = {"no_repeat_ngram_size": 2, "suppress_tokens": list(range(60))}
+    stock, _, _ = answered(tiny, engine="transformers", batch_size=1, generate_args=asked)
+    outcomes, engine, _ = answered(tiny, "context", generate_args=asked)
+    assert engine == "ragspec"
+    assert ids(outcomes) == ids(stock)
+
+
+@pytest.mark.parametrize("asked", [{"typical_p": 0.6}, {"epsilon_cutoff": 0.02}, {"eta_cutoff": 0.02}, {"top_h": 0.4}])
+def test_sampling_by_the_models_own_warpers_is_the_same_with_and_without_drafts(asking, tiny, asked):
+    sampling = {"temperature": 0.9, "seed": 4}
+    folder = asking(**asked, no_repeat_ngram_size=4)
+    plain, _, _ = answered(folder, "none", sampling, batch_size=1)
+    assert ids(plain) != ids(answered(tiny, "none", sampling)[0])
+    for method in ("context", "prompt_lookup"):
+        assert ids(answered(folder, method, sampling)[0]) == ids(plain)
+
+
+@pytest.mark.parametrize("asked", [{"num_beams": 3}, {"guidance_scale": 1.5}, {"stop_strings": ["the"]}])
+def test_what_only_generate_does_is_handed_to_it_and_said(asking, asked):
+    folder = asking(**asked)
+    _, engine, notes = answered(folder)
+    assert engine == "transformers"
+    (key,) = asked
+    assert any(note.startswith("stock generate() answers") and f"generation_config.{key}" in note for note in notes)
+
+
+def test_the_sampling_section_wins_over_the_models_own_and_the_run_says_so(asking, tiny):
+    folder = asking(do_sample=True, temperature=0.6, top_p=0.5, top_k=3, repetition_penalty=1.4)
+    expected, _, _ = answered(tiny)
+    for settings in ({}, {"engine": "transformers", "batch_size": 1}):
+        outcomes, _, notes = answered(folder, **settings)
+        assert ids(outcomes) == ids(expected)
+        (note,) = [note for note in notes if "generation_config asks for" in note]
+        assert "sampling instead of greedy decoding" in note
+        assert "repetition_penalty 1.4" in note
+    sampled = {"temperature": 0.6, "seed": 1}
+    ours, _, notes = answered(folder, sampling=sampled)
+    assert ids(ours) == ids(answered(tiny, sampling=sampled)[0])
+    assert any("top_p 0.5, top_k 3, repetition_penalty 1.4" in note for note in notes)
+
+
+def test_a_model_that_asks_for_nothing_is_not_talked_about(tiny):
+    assert not [note for note in answered(tiny)[2] if "generation_config" in note]
+
+
+@pytest.mark.parametrize("sampling", [{"repetition_penalty": 1.3}, {}])
+def test_padding_in_stock_batches_changes_no_answer(asking, tiny, sampling):
+    """Padding is the end token here: a penalty on what stands before would count it."""
+    folder = asking(no_repeat_ngram_size=3) if not sampling else tiny
+    alone, _, _ = answered(folder, "none", sampling, engine="transformers", batch_size=1)
+    together, _, _ = answered(folder, "none", sampling, engine="transformers", batch_size=4)
+    assert ids(together) == ids(alone)
