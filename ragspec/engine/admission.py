@@ -50,13 +50,24 @@ class Waiting:
 class Place:
     """A cache row, and whose keys and values it holds: those of the row under way, or of the last one."""
 
-    __slots__ = ("base", "group", "left", "row")
+    __slots__ = ("group", "left", "left_base", "row")
 
     def __init__(self) -> None:
         self.row: Row | None = None
         self.left = array("i")
-        self.base = 0  # of the row that is, or was, there
+        self.left_base = 0
         self.group = -1
+
+    @property
+    def base(self) -> int:
+        """Tokens that the row there began with, or the last one (Row.base)."""
+        return self.row.base if self.row else self.left_base
+
+    def leave(self) -> None:
+        """The row is gone; what it computed stays until the place is needed."""
+        assert self.row is not None
+        self.left, self.left_base = array("i", self.row.tokens[: self.row.computed]), self.row.base
+        self.row = None
 
     def offers(self, tokens: array[int]) -> tuple[int, int]:
         """Return how many of `tokens` it holds now, and how many it will."""
@@ -114,9 +125,8 @@ class Admission:
         return [place.row for place in self.places if place.row is not None]
 
     def release(self, row: Row) -> None:
-        """Free the place of a finished row; what it computed stays until the place is needed."""
-        place = self.places[row.place]
-        place.row, place.left = None, array("i", row.tokens[: row.computed])
+        """Free the place of a finished row."""
+        self.places[row.place].leave()
         self._free.append(row.place)
 
     def interrupt(self, places: int, first: Row | None = None) -> None:
@@ -162,7 +172,7 @@ class Admission:
             self._free.remove(target)
             row = waiting.row or self._start(waiting.request)
             place = self.places[target]
-            place.row, place.group, place.base = row, waiting.group, waiting.base
+            place.row, place.group = row, waiting.group
             row.place, row.computed = target, tokens
             if not row.written:
                 row.cached = tokens

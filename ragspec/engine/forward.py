@@ -41,10 +41,12 @@ class Model:
     def as_it_was(self) -> Iterator[Any]:
         """Lend the model with its own attention, for a forward of transformers' own."""
         self.inner.set_attn_implementation(self._own_attention)
+        self.frequencies.forget()
         try:
             yield self.inner
         finally:
             self.inner.set_attn_implementation(NAME)
+            self.frequencies.forget()
 
     def _spare_last_layer(self) -> None:
         """Let the last layer's MLP see only tokens whose logits are wanted: nothing else reads what it writes."""

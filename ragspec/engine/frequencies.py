@@ -34,6 +34,11 @@ class Frequencies:
             del module.forward
             forget(module)
 
+    def forget(self) -> None:
+        """Make the modules forget the texts that they have seen in forwards of transformers' own."""
+        for module in self._modules:
+            forget(module)
+
     def of(self, length: int) -> Hashable:
         """Return what names the frequencies of a text of `length` tokens: equal for equal ones."""
         return tuple(effective_length(length, kind, limit) for kind, limit in kinds_of(self._modules))

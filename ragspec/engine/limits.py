@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ragspec.hf.rotary import kinds_of, length_dependent
+from ragspec.hf.rotary import forget, kinds_of, length_dependent
 
 NAMES = re.compile(r"window|chunk|local_attention|index_topk|floor_scale|^original_max_position_embeddings$")
 NO_LIMITS = re.compile(r"layer|pattern|mamba|conv|num_")
@@ -61,6 +61,8 @@ def lowered(inner: Any, limit: Limit) -> Iterator[None]:
     finally:
         for held, name in found:
             held[name] = limit.tokens
+        for module in length_dependent(inner):
+            forget(module)
 
 
 def _holders(inner: Any) -> Iterator[dict[str, Any]]:
