@@ -202,35 +202,30 @@ def prepare(inner: Any, notes: list[str] | None = None) -> Model:
 
     Raises Refused, the model left as it was. notes: what the run should say of it goes there.
     """
-    model = _checked(inner)
-    if can_pack(inner):
-        keep_freed_memory()
-        pack_linears(inner)
-        found = differs(model, tolerance(inner.dtype))
-        if found:
-            unpack_linears(inner)
-            if notes is not None:
-                notes.append(f"linear layers are not packed: with packed weights the model {found}")
-    return model
-
-
-def _checked(inner: Any) -> Model:
     if getattr(inner, "_is_stateful", False):
         raise Refused("it keeps a recurrent state, which cannot take back a rejected draft")
-    model = None
+    left: list[str] = []
+    if can_pack(inner):
+        keep_freed_memory()
+        left = pack_linears(inner)
+    model, why, attention = None, "", inner.config._attn_implementation
     try:
         model = Model(inner, 2)
-        found = differs(model, tolerance(inner.dtype))
+        why = differs(model, tolerance(inner.dtype))
     except Unsupported as reason:
-        found = str(reason)
+        why = str(reason)
     except Exception as error:  # whatever a model does with what it is handed, it is no reason to fail the run
         log.debug("the model does not run on the engine", exc_info=error)
-        found = f"does not take packed rows ({type(error).__name__}: {flat(error, 120)})"
-    if found:
+        why = f"does not take packed rows ({type(error).__name__}: {flat(error, 120)})"
+    if why or model is None:
         if model is not None:
             model.release()
-        raise Refused(f"it {found}")
-    assert model is not None
+        elif inner.config._attn_implementation != attention:
+            inner.set_attn_implementation(attention)
+        unpack_linears(inner)
+        raise Refused(f"it {why}")
+    if left and notes is not None:
+        notes.append(f"{len(left)} linear layers are not packed: packed, they compute something else ({left[0]})")
     return model
 
 
