@@ -8,7 +8,7 @@ import torch
 from ragspec.drafters.base import Draft
 from ragspec.drafters.context import ContextDrafter
 from ragspec.drafters.prompt_lookup import PromptLookup
-from ragspec.engine import decode, layout
+from ragspec.engine import layout, work
 from ragspec.engine.allocate import StepCost
 from ragspec.engine.backend import prepare
 from ragspec.engine.cache import RaggedCache
@@ -163,7 +163,7 @@ def test_a_draft_model_changes_no_answer(loaded, tiny, plain, draft, rows, reque
 
 
 def test_a_verifier_that_believes_everything_is_caught(loaded, tiny, plain, monkeypatch):
-    monkeypatch.setattr(decode, "agreement", lambda draft, chosen: len(draft))
+    monkeypatch.setattr(work, "agreement", lambda draft, chosen: len(draft))
     drafter = Fixed(GUESSES["wrong"]())
     assert ids(answers(loaded, tiny, ByRow(drafter, 3, None))) != plain
 

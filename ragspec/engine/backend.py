@@ -13,7 +13,8 @@ from ragspec.drafters.choice import judged, model_free
 from ragspec.engine.allocate import StepCost
 from ragspec.engine.attention import Unsupported
 from ragspec.engine.capacity import budget_of, choose_rows, most_rows
-from ragspec.engine.decode import LOOKAHEAD, Clock, Engine
+from ragspec.engine.clock import Clock
+from ragspec.engine.decode import LOOKAHEAD, Engine
 from ragspec.engine.draft_model import DraftModel
 from ragspec.engine.forward import Model
 from ragspec.engine.heap import keep_freed_memory

@@ -8,81 +8,27 @@ with fewer rows, and a row that fails alone costs its own record only. Limit: on
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from ragspec.drafters.base import Draft
 from ragspec.engine.admission import Admission, Start, new_row
 from ragspec.engine.allocate import StepCost
+from ragspec.engine.clock import Clock, StepTimer
 from ragspec.engine.forward import Model
-from ragspec.engine.layout import Segment
 from ragspec.engine.proposers import LONGEST, Proposer
-from ragspec.engine.room import PATIENCE, Backoff, Room
+from ragspec.engine.retreat import FORWARD, Retreat, free_memory, told
+from ragspec.engine.room import PATIENCE, Room
 from ragspec.engine.row import Row
-from ragspec.engine.sampling import draw
-from ragspec.engine.verify import agreement, reject
-from ragspec.errors import flat
+from ragspec.engine.work import Work, Written, accept
 from ragspec.hf.generation import Processors
 from ragspec.hf.stopping import ends_with_stop, trim
 from ragspec.records import Failure, Generation, Request, Tokenizer
 
 CHUNK = 512  # tokens of a step while prompts are computed; more is no faster on a CPU, and delays the other rows
 LOOKAHEAD = 4096  # requests read ahead to find shared prefixes
-
-# what a forward may raise: out of memory (torch's own, and its RuntimeError on a CPU), ids that a model has no row for
-FORWARD = (RuntimeError, IndexError, MemoryError)
-log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Clock:
-    """Where the seconds went. A step that decodes and computes prompts is shared between the two by its tokens."""
-
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    decode_tokens: int = 0
-    drafting_s: float = 0.0  # within the two
-    steps: int = 0  # of decode
-    drafted_steps: int = 0
-    prompt_tokens: int = 0  # computed, prefixes of other rows not counted
-    notes: list[str] = field(default_factory=list)
-
-    def note(self, text: str) -> None:
-        """Say something once."""
-        if text not in self.notes:
-            self.notes.append(text)
-
-
-@dataclass(slots=True)
-class Work:
-    """What one row does in a step: its last token and a draft behind it (decodes), or a piece of its text.
-
-    writes: whether the last of `token_ids` is the row's last, so that a token follows.
-    """
-
-    row: Row
-    token_ids: list[int]
-    draft: Draft = field(default_factory=Draft)
-    decodes: bool = False
-    writes: bool = True
-
-    @property
-    def wanted(self) -> int:
-        """How many of its last tokens logits are wanted of."""
-        return 1 + len(self.draft.token_ids) if self.writes else 0
-
-    @property
-    def segment(self) -> Segment:
-        """Where its tokens go."""
-        row = self.row
-        return Segment(row.place, row.computed, len(self.token_ids), alone=not self.decodes, base=row.base)
-
-
-Written = list[tuple[Work, list[int]]]  # each row's work and the tokens that the target wrote
 
 
 class Engine:
@@ -115,10 +61,6 @@ class Engine:
         self._lookahead = lookahead
         self._processors = processors
         self._room = room or Room()
-        self._rows = Backoff(model.cache.rows)
-        self._together = Backoff(model.cache.rows)  # rows of one forward
-        self._suspect: Row | None = None  # a row that is tried alone
-        self._beside = 0  # rows that were there when it became one
         self._pause = 0  # steps without drafts, after a drafter failed
         self._pauses = 0
 
@@ -133,14 +75,14 @@ class Engine:
             step=1 + LONGEST,
             agree=self._model.frequencies.agree,
         )
+        retreat = Retreat(self._model, self._proposer, self._room, self.clock)
         while True:
-            if self._suspect is None:
-                line.widen(self._rows.limit)
+            line.widen(retreat.most)
             admitted = line.admit()
             yield from (outcome for outcome in admitted if isinstance(outcome, Failure))
             if not line.rows():
                 return
-            yield from self._step(line, [start for start in admitted if isinstance(start, Start)])
+            yield from self._step(line, retreat, [start for start in admitted if isinstance(start, Start)])
 
     def _row(self, request: Request) -> Row:
         row = new_row(request)
@@ -150,34 +92,39 @@ class Engine:
 
     # -- one step -------------------------------------------------------------------------------------------------
 
-    def _step(self, line: Admission, starts: Sequence[Start]) -> Iterator[Generation | Failure]:
+    def _step(self, line: Admission, retreat: Retreat, starts: Sequence[Start]) -> Iterator[Generation | Failure]:
         """Run one forward over all rows; yield the records that are finished."""
-        started = time.perf_counter()
-        text = None
+        timer, failure = StepTimer(), None
         try:
             self._begin(line, starts)
             work = self._plan(line)
-            drafted = time.perf_counter()
-            if not self._reserve(line, work):
-                yield from self._narrow(line, work)
-                return
+            timer.drafted()
+            fits = self._reserve(line, work)
         except FORWARD as error:
-            text = self._told(error)
-        if text is not None:  # out of the handler: the error holds what the forward allocated
-            yield from self._give_way(line, text)
+            failure = told(error)
+        if failure is not None:  # out of the handler: the error holds what was allocated
+            yield from retreat.give_way(line, failure)
             return
-        written, blamed = self._forward(work)
+        if not fits:
+            yield from retreat.narrow(line, work)
+            return
+        written, failed = self._forward(work, retreat)
         finished: list[Row] = []
         try:
             tokens = sum(self._commit(item, token_ids, finished) for item, token_ids in written)
-            self._count([item for item, _ in written], tokens, started, drafted)
+            seconds = timer.count([item for item, _ in written], tokens, self.clock, self._cost)
+            if seconds is not None:
+                self._proposer.observe(tokens, seconds)
         finally:  # what is finished is handed on, whatever became of the others
             for row in finished:
-                yield self._outcome(line, row)
-        if blamed is not None:
-            yield from self._isolate(line, *blamed)
+                line.release(row)
+                self._proposer.finish(row)
+                retreat.finished(row)
+                yield _outcome(row)
+        if failed is None:
+            retreat.succeeded()
         else:
-            self._rows.succeeded()
+            yield from retreat.isolate(line, *failed)
 
     def _begin(self, line: Admission, starts: Sequence[Start]) -> None:
         """Bring the cache to the places that there are, and to each new row what it shares with another."""
@@ -222,7 +169,7 @@ class Engine:
             self._pauses += 1
             self._pause = PATIENCE << min(self._pauses, 6)
             self._proposer.forget()
-            self.clock.note(f"drafting failed and paused for {self._pause} steps: {self._told(error)}")
+            self.clock.note(f"drafting failed and paused for {self._pause} steps: {told(error)}")
             return [Draft()] * len(rows)
         restart = self._model.frequencies.restart
         if restart is None:
@@ -234,7 +181,7 @@ class Engine:
     def _reserve(self, line: Admission, work: Sequence[Work]) -> bool:
         """Make room for what the rows write, and ahead of it; return whether there is memory for it."""
         cache = self._model.cache
-        slots = max(item.segment.start + item.segment.count for item in work)
+        slots = max(item.slots for item in work)
         if slots > cache.slots:
             slots = self._room.ahead(slots, len(line.places), line.coming())
             if not slots:
@@ -242,31 +189,30 @@ class Engine:
             cache.reserve(slots)
         return True
 
-    def _forward(self, work: Sequence[Work]) -> tuple[Written, tuple[Row, str] | None]:
+    def _forward(self, work: Sequence[Work], retreat: Retreat) -> tuple[Written, tuple[Row, str] | None]:
         """Return what the target wrote, row by row, and the row that failed in a forward of its own, if one did.
 
         A forward that fails is parted; rows that it did not come to have their turn in the next step.
         """
         written: Written = []
-        most = self._together.limit
+        most = retreat.together.limit
         parts = [work[at : at + most] for at in range(0, len(work), most)]
         while parts:
-            part, text = parts.pop(0), None
+            part, failure = parts.pop(0), None
             try:
-                written += self._accept(part, self._logits(part))
+                written += accept(part, self._logits(part))
             except FORWARD as error:
-                text = self._told(error)
-            if text is None:
+                failure = told(error)
+            if failure is None:
                 continue
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            free_memory()
             if len(part) == 1:
-                return written, (part[0].row, text)
-            self.clock.note(f"a forward of {len(part)} rows failed, and went on with fewer at once: {text}")
-            self._together.failed(len(part))
+                return written, (part[0].row, failure)
+            self.clock.note(f"a forward of {len(part)} rows failed, and went on with fewer at once: {failure}")
+            retreat.together.failed(len(part))
             half = len(part) // 2
             parts[:0] = [part[:half], part[half:]]
-        self._together.succeeded()
+        retreat.together.succeeded()
         return written, None
 
     def _logits(self, work: Sequence[Work]) -> torch.Tensor:
@@ -278,78 +224,7 @@ class Engine:
             wanted += range(len(token_ids) - item.wanted, len(token_ids))
         return self._model.logits([item.segment for item in work], token_ids, wanted)
 
-    # -- when a forward fails -------------------------------------------------------------------------------------
-
-    def _told(self, error: Exception) -> str:
-        log.debug("a forward failed", exc_info=error)
-        return f"{type(error).__name__}: {flat(error, 300)}"
-
-    def _give_way(self, line: Admission, text: str) -> Iterator[Failure]:
-        """Go on with half as many rows, the others back in the line; one alone is to blame itself."""
-        places = len(line.places)
-        if places == 1:
-            yield from (self._fail(line, row, text) for row in line.rows())
-        else:
-            self._rows.failed(places)
-            self.clock.note(f"batch_size: went from {places} to {self._rows.limit} rows after {text}")
-        self._begin_anew(line, self._rows.limit if places > 1 else 1)
-
-    def _narrow(self, line: Admission, work: Sequence[Work]) -> Iterator[Failure]:
-        """Go on with as few rows as there is memory for, now that one of them is so long."""
-        longest = max(work, key=lambda item: item.segment.start + item.segment.count)
-        slots = longest.segment.start + longest.segment.count
-        places = self._room.rows(slots)
-        if places:
-            self.clock.note(f"batch_size: went from {len(line.places)} to {places} rows for a record of {slots} tokens")
-        else:
-            yield self._fail(line, longest.row, self._room.why(slots))
-        self._begin_anew(line, max(1, places))
-
-    def _isolate(self, line: Admission, row: Row, text: str) -> Iterator[Failure]:
-        """Try a row that failed in a forward of its own without any others; if it is alone already, it fails."""
-        if len(line.rows()) == 1:
-            yield self._fail(line, row, text)
-            self._suspect = None
-            return
-        self._suspect, self._beside = row, len(line.places)
-        self._begin_anew(line, 1, first=row)
-
-    def _fail(self, line: Admission, row: Row, text: str) -> Failure:
-        line.release(row)
-        self._proposer.finish(row)
-        return Failure(row.request.index, text)
-
-    def _begin_anew(self, line: Admission, places: int, first: Row | None = None) -> None:
-        """Send all rows back to the line, and have an empty cache of `places` rows."""
-        line.interrupt(places, first)
-        self._model.resize(places)
-        self._proposer.resize(places)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
     # -- tokens ---------------------------------------------------------------------------------------------------
-
-    def _accept(self, work: Sequence[Work], logits: torch.Tensor) -> Written:
-        """Return what the target says after each row's tokens, cut at its first disagreement with the draft.
-
-        logits: (sum of what is wanted, vocab), row after row.
-        """
-        plain = all(item.row.processors is None and not item.row.samples for item in work if item.writes)
-        greedy = logits.argmax(-1).tolist() if plain else []
-        written: Written = []
-        at = 0
-        for item in work:
-            end = at + item.wanted
-            if not item.writes:
-                chosen = []
-            elif plain:
-                chosen = greedy[at:end]
-                chosen = chosen[: agreement(item.draft.token_ids, chosen) + 1]
-            else:
-                chosen = _choose(item, logits[at:end])
-            written.append((item, chosen))
-            at = end
-        return written
 
     def _commit(self, item: Work, token_ids: list[int], finished: list[Row]) -> int:
         """Take in what a row computed and wrote; return how many tokens its answer grew by, in decoding."""
@@ -384,71 +259,24 @@ class Engine:
         if stop:
             answer = row.tokens[row.prompt_tokens :] + kept
             if ends_with_stop(self._tokenizer, answer, len(kept), stop):
-                answer, row.reason = trim(answer, self._eos, stop, self._tokenizer)
-                kept = kept[: max(0, len(answer) - row.written)]
+                answer, reason = trim(answer, self._eos, stop, self._tokenizer)
+                if reason == "stop":
+                    kept, row.reason = kept[: max(0, len(answer) - row.written)], reason
         return kept
 
-    def _outcome(self, line: Admission, row: Row) -> Generation:
-        """Return the answer of a finished row, whose place is free from now on."""
-        line.release(row)
-        self._proposer.finish(row)
-        if row is self._suspect:  # with others beside it, it had failed
-            self._suspect = None
-            self._rows.failed(self._beside)
-        answer = row.tokens[row.prompt_tokens :]
-        row.spec.end(len(answer))
-        return Generation(
-            row.request.index,
-            answer,
-            row.reason or "length",
-            row.spec,
-            latency_s=time.perf_counter() - row.started,
-            time_to_first_token_s=None if row.first_at is None else row.first_at - row.started,
-            cached_prompt_tokens=row.cached,
-            guessed=bytes(row.guessed),
-            copied=row.copies.worth_citing(answer),
-        )
 
-    # -- time -----------------------------------------------------------------------------------------------------
-
-    def _count(self, work: Sequence[Work], written: int, started: float, drafted: float) -> None:
-        """Take in a step: what it decoded, what it computed of prompts, and where its seconds went."""
-        ended = time.perf_counter()
-        clock = self.clock
-        decoding = [item for item in work if item.decodes]
-        tokens = sum(len(item.token_ids) for item in decoding)
-        prefill = sum(len(item.token_ids) for item in work) - tokens
-        if not tokens + prefill:
-            return
-        share = tokens / (tokens + prefill)
-        clock.drafting_s += drafted - started
-        clock.prompt_tokens += prefill
-        clock.decode_s += share * (ended - started)
-        clock.prefill_s += (1 - share) * (ended - started)
-        clock.decode_tokens += written
-        if not decoding:
-            return
-        clock.steps += 1
-        clock.drafted_steps += any(item.draft.token_ids for item in decoding)
-        if not prefill:
-            self._proposer.observe(written, ended - started)
-        if self._cost is not None and prefill:
-            self._cost.observe_beside(tokens + prefill, ended - drafted)
-        elif self._cost is not None:
-            reach = max(len(item.row.tokens) for item in decoding)
-            self._cost.observe(tokens, len(decoding), reach, ended - drafted)
-
-
-def _choose(item: Work, logits: torch.Tensor) -> list[int]:
-    """Return what one row writes, by its own processors, and its own noise where it samples."""
-    row, guesses = item.row, item.draft.token_ids
-    if row.processors is not None:
-        logits = row.processors(logits, row.tokens, guesses)
-    if not row.samples:
-        chosen = logits.argmax(-1).tolist()
-    else:
-        weights = torch.softmax(logits.double(), dim=-1)
-        if item.draft.probabilities is not None:
-            return reject(weights, item.draft.probabilities, guesses, row.noise, row.written)
-        chosen = draw(weights, [row.noise.at(row.written + i) for i in range(len(guesses) + 1)])
-    return chosen[: agreement(guesses, chosen) + 1]
+def _outcome(row: Row) -> Generation:
+    """Return the answer of a finished row."""
+    answer = row.tokens[row.prompt_tokens :]
+    row.spec.end(len(answer))
+    return Generation(
+        row.request.index,
+        answer,
+        row.reason or "length",
+        row.spec,
+        latency_s=time.perf_counter() - row.started,
+        time_to_first_token_s=None if row.first_at is None else row.first_at - row.started,
+        cached_prompt_tokens=row.cached,
+        guessed=bytes(row.guessed),
+        copied=row.copies.worth_citing(answer),
+    )

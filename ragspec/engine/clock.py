@@ -1,0 +1,70 @@
+"""Where the seconds of a run went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ragspec.engine.allocate import StepCost
+from ragspec.engine.work import Work
+
+
+@dataclass(slots=True)
+class Clock:
+    """Where the seconds went. A step that decodes and computes prompts is shared between the two by its tokens."""
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    decode_tokens: int = 0
+    drafting_s: float = 0.0  # within the two
+    steps: int = 0  # of decode
+    drafted_steps: int = 0
+    prompt_tokens: int = 0  # computed, prefixes of other rows not counted
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        """Say something once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+class StepTimer:
+    """One step, timed from its making on."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._drafted = self._started
+
+    def drafted(self) -> None:
+        """Drafts are there, the forward begins."""
+        self._drafted = time.perf_counter()
+
+    def count(self, work: Sequence[Work], written: int, clock: Clock, cost: StepCost | None) -> float | None:
+        """Take the step, which ends now, into `clock` and `cost`; return its seconds if it did nothing but decode.
+
+        written: tokens that the decoding rows' answers grew by.
+        """
+        ended = time.perf_counter()
+        spent = ended - self._started
+        decoding = [item for item in work if item.decodes]
+        tokens = sum(len(item.token_ids) for item in decoding)
+        prefill = sum(len(item.token_ids) for item in work) - tokens
+        if not tokens + prefill:
+            return None
+        share = tokens / (tokens + prefill)
+        clock.drafting_s += self._drafted - self._started
+        clock.prompt_tokens += prefill
+        clock.decode_s += share * spent
+        clock.prefill_s += (1 - share) * spent
+        clock.decode_tokens += written
+        if not decoding:
+            return None
+        clock.steps += 1
+        clock.drafted_steps += any(item.draft.token_ids for item in decoding)
+        if cost is not None and prefill:
+            cost.observe_beside(tokens + prefill, ended - self._drafted)
+        elif cost is not None:
+            reach = max(len(item.row.tokens) for item in decoding)
+            cost.observe(tokens, len(decoding), reach, ended - self._drafted)
+        return None if prefill else spent

@@ -1,0 +1,86 @@
+"""What one row does in a step, and what the target says to it: the items of plan, forward, accept and commit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ragspec.drafters.base import Draft
+from ragspec.engine.layout import Segment
+from ragspec.engine.row import Row
+from ragspec.engine.sampling import draw
+from ragspec.engine.verify import agreement, reject
+
+
+@dataclass(slots=True)
+class Work:
+    """What one row does in a step: its last token and a draft behind it (decodes), or a piece of its text.
+
+    writes: whether the last of `token_ids` is the row's last, so that a token follows.
+    """
+
+    row: Row
+    token_ids: list[int]
+    draft: Draft = field(default_factory=Draft)
+    decodes: bool = False
+    writes: bool = True
+
+    @property
+    def wanted(self) -> int:
+        """How many of its last tokens logits are wanted of."""
+        return 1 + len(self.draft.token_ids) if self.writes else 0
+
+    @property
+    def segment(self) -> Segment:
+        """Where its tokens go."""
+        row = self.row
+        return Segment(row.place, row.computed, len(self.token_ids), alone=not self.decodes, base=row.base)
+
+    @property
+    def slots(self) -> int:
+        """How many slots its row needs for it."""
+        return self.row.computed + len(self.token_ids)
+
+
+Written = list[tuple[Work, list[int]]]  # each row's work and the tokens that the target wrote
+
+
+def accept(work: Sequence[Work], logits: torch.Tensor) -> Written:
+    """Return what the target says after each row's tokens, cut at its first disagreement with the draft.
+
+    logits: (sum of what is wanted, vocab), row after row.
+    """
+    writing = [item for item in work if item.writes]
+    plain = all(item.row.processors is None and not item.row.samples for item in writing)
+    greedy = logits.argmax(-1).tolist() if plain else []
+    written: Written = []
+    at = 0
+    for item in work:
+        end = at + item.wanted
+        if not item.writes:
+            chosen = []
+        elif plain:
+            chosen = greedy[at:end]
+            chosen = chosen[: agreement(item.draft.token_ids, chosen) + 1]
+        else:
+            chosen = _choose(item, logits[at:end])
+        written.append((item, chosen))
+        at = end
+    return written
+
+
+def _choose(item: Work, logits: torch.Tensor) -> list[int]:
+    """Return what one row writes, by its own processors, and its own noise where it samples."""
+    row, guesses = item.row, item.draft.token_ids
+    if row.processors is not None:
+        logits = row.processors(logits, row.tokens, guesses)
+    if not row.samples:
+        chosen = logits.argmax(-1).tolist()
+    else:
+        weights = torch.softmax(logits.double(), dim=-1)
+        if item.draft.probabilities is not None:
+            return reject(weights, item.draft.probabilities, guesses, row.noise, row.written)
+        chosen = draw(weights, [row.noise.at(row.written + i) for i in range(len(guesses) + 1)])
+    return chosen[: agreement(guesses, chosen) + 1]
