@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ragspec.config import build_config, to_sampling
+from ragspec.hf.generation import asked_beyond_sampling
 from ragspec.records import Request
 from ragspec.runners import huggingface
 from tests.conftest import SAMPLE, read_jsonl
@@ -144,3 +145,10 @@ def test_padding_in_stock_batches_changes_no_answer(asking, tiny, sampling):
     alone, _, _ = answered(folder, "none", sampling, engine="transformers", batch_size=1)
     together, _, _ = answered(folder, "none", sampling, engine="transformers", batch_size=4)
     assert ids(together) == ids(alone)
+
+
+def test_what_a_model_asks_for_beyond_sampling_is_found_in_its_folder(asking, tiny, tmp_path):
+    assert asked_beyond_sampling(tiny) == []
+    folder = asking(do_sample=True, temperature=0.6, no_repeat_ngram_size=2, num_beams=3, typical_p=1.0)
+    assert asked_beyond_sampling(folder) == ["no_repeat_ngram_size", "num_beams"]
+    assert asked_beyond_sampling(str(tmp_path)) == []

@@ -47,6 +47,18 @@ BY_LOGITS = {
 }  # fmt: skip
 
 
+def asked_beyond_sampling(path: str, revision: str | None = None) -> list[str]:
+    """Return the keys of a model's generation_config.json that change answers and are not the `sampling` section's."""
+    from transformers import GenerationConfig
+
+    try:
+        own = GenerationConfig.from_pretrained(path, revision=revision or "main").to_dict()
+    except OSError:
+        return []  # it has none
+    known = {*SERVED, *STOCK_ONLY} - {"eos_token_id", "pad_token_id", "bos_token_id"}
+    return sorted(key for key in known if own.get(key) not in NEUTRAL)
+
+
 class GenerationRules:
     """How one model's logits become choices.
 

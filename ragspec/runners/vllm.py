@@ -107,6 +107,7 @@ class Runner:
                 "`make setup-vllm` (the CPU build) on one without"
             )
         prepare()
+        from ragspec.hf.generation import asked_beyond_sampling
         from ragspec.hf.tokenizer import HFTokenizer, load_tokenizer
 
         extra = dict(self._args.model_extra or {})
@@ -114,6 +115,8 @@ class Runner:
         self._source = resolve(self._model_name, revision)
         self._hf_config = read_model_config(self._source, trust_remote_code=trust)
         self.tokenizer = HFTokenizer(load_tokenizer(self._source, trust_remote_code=trust))
+        if asked := asked_beyond_sampling(self._source.path, revision):
+            self.notes.append(f"the model's generation_config asks for {', '.join(asked)}: vLLM does not do it")
         draft_path, other_vocabulary = self._check_draft(trust)
         spec = speculative_config(self._spec, draft_path)
         if spec is not None and other_vocabulary:
