@@ -1,7 +1,7 @@
 """Lines in: `for line in open_lines("questions.jsonl.gz"): line.number, line.raw, line.value`.
 
 Plain, .gz and .zst files and stdin; a line that is no JSON comes as a value that says so, never as an exception.
-Limit: a line must fit in memory.
+Limit: a line has at most 256 MiB.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ import orjson
 import zstandard
 
 from ragspec.errors import ConfigError, RecordError
-from ragspec.zst import ZstReader
+from ragspec.zst import WIDEST, ZstReader
+
+LONGEST = 256 << 20  # bytes of a line
+PIECE = 1 << 20  # a line is read in pieces, so that one without an end is noticed before it fills the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +51,27 @@ class Lines:
         self._stack.close()
 
     def _open(self) -> IO[bytes]:
+        file = self._open_as_it_is()
+        if self.path.endswith(".gz"):
+            return cast(IO[bytes], self._stack.enter_context(gzip.open(file, "rb")))
+        if self.path.endswith(".zst"):
+            return io.BufferedReader(ZstReader(file), zstandard.DECOMPRESSION_RECOMMENDED_OUTPUT_SIZE)
+        return file
+
+    def _open_as_it_is(self) -> IO[bytes]:
         if self.path == "-":
+            if sys.stdin is None:
+                raise ConfigError("-: stdin is closed; --input takes a JSONL file or - for stdin")
             return sys.stdin.buffer
         path = Path(self.path)
         if path.is_dir():
             raise ConfigError(f"{path}: is a folder; --input takes a JSONL file or - for stdin")
         try:
-            file = self._stack.enter_context(path.open("rb"))
+            return self._stack.enter_context(path.open("rb"))
         except FileNotFoundError:
             raise ConfigError(f"{path}: no such file; --input takes a JSONL file or - for stdin") from None
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-        if path.suffix == ".gz":
-            return cast(IO[bytes], self._stack.enter_context(gzip.open(file, "rb")))
-        if path.suffix == ".zst":
-            return io.BufferedReader(ZstReader(file))
-        return file
 
     def __iter__(self) -> Iterator[Line]:
         number, raw = 0, b""
@@ -71,11 +79,9 @@ class Lines:
         def keep() -> Iterator[bytes]:
             """Hand every line to the reader and remember it, for hashing and for messages."""
             nonlocal number, raw
-            try:
-                for number, raw in enumerate(self._file, 1):  # noqa: B007 (read by the enclosing function)
-                    yield raw
-            except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
-                raise ConfigError(f"{self.path}:{number + 1}: the compressed data is damaged ({error})") from None
+            while raw := self._read_line(number + 1):
+                number += 1
+                yield raw
 
         reader = jsonlines.Reader(keep(), loads=orjson.loads)
         while True:
@@ -87,6 +93,25 @@ class Lines:
             except jsonlines.InvalidLineError as error:
                 value = RecordError(f"{self.path}:{number}: {_why(error)}")
             yield Line(number, raw.rstrip(b"\r\n"), value)
+
+    def _read_line(self, number: int) -> bytes:
+        """Return the next line with its end, "" at the end. Raises ConfigError where it cannot be had."""
+        pieces: list[bytes] = []
+        room = LONGEST
+        try:
+            while piece := self._file.readline(PIECE):
+                pieces.append(piece)
+                room -= len(piece)
+                if room < 0:
+                    raise ConfigError(
+                        f"{self.path}:{number}: the line is longer than {LONGEST >> 20} MiB; is this JSONL, "
+                        "one record a line?"
+                    )
+                if piece.endswith(b"\n"):
+                    break
+        except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+            raise ConfigError(f"{self.path}:{number}: {_what_failed(error)}") from None
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def count(self) -> int | None:
         """Return how many lines a plain file has, for a progress bar; None for pipes and compressed files."""
@@ -102,3 +127,12 @@ def _why(error: jsonlines.InvalidLineError) -> str:
     if isinstance(cause, UnicodeDecodeError):
         return f"not UTF-8 (byte {cause.start + 1} is 0x{cause.object[cause.start]:02x}); save the file as UTF-8"
     return f"not valid JSON ({cause}); one JSON object a line is expected"
+
+
+def _what_failed(error: Exception) -> str:
+    if isinstance(error, zstandard.ZstdError):
+        most = WIDEST >> 20
+        return f"the compressed data is damaged, or needs more than {most} MiB to be decompressed ({error})"
+    if isinstance(error, OSError) and error.errno is not None:  # gzip raises OSErrors of its own, without a number
+        return f"cannot be read ({error.strerror})"
+    return f"the compressed data is damaged ({error})"
