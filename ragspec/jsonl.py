@@ -1,13 +1,15 @@
 """Lines in: `for line in open_lines("questions.jsonl.gz"): line.number, line.raw, line.value`.
 
-Plain, .gz and .zst files and stdin; a line that is no JSON comes as a value that says so, never as an exception.
-Limit: a line has at most 256 MiB.
+Plain, .gz and .zst files and stdin; a line that is no JSON comes as a value that says so, never as an exception. What
+keeps its reader waiting (a pipe, a terminal) is read on a thread: see live.py. Limit: a line has at most 256 MiB.
 """
 
 from __future__ import annotations
 
 import gzip
 import io
+import os
+import stat
 import sys
 import zlib
 from collections.abc import Iterator
@@ -21,10 +23,12 @@ import orjson
 import zstandard
 
 from ragspec.errors import ConfigError, RecordError
+from ragspec.live import Live, Pipe
 from ragspec.zst import WIDEST, ZstReader
 
 LONGEST = 256 << 20  # bytes of a line
 PIECE = 1 << 20  # a line is read in pieces, so that one without an end is noticed before it fills the memory
+MARKS = (b"\xef\xbb\xbf", b"\x1e")  # that jsonlines skips before a value: of a file in UTF-8, of a JSON text sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +39,22 @@ class Line:
     raw: bytes
     value: Any
 
+    @property
+    def text(self) -> bytes:
+        """`raw` without a mark before it."""
+        return next((self.raw[len(mark) :] for mark in MARKS if self.raw.startswith(mark)), self.raw)
+
 
 class Lines:
-    """The lines of one input, opened at once (so that a missing file is known at once) and read lazily."""
+    """The lines of one input, opened at once (so that a missing file is known at once) and read lazily, once.
+
+    The iterator over a pipe has `poll` (see feed.py).
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._stack = ExitStack()
+        self._pipe: Pipe | None = None  # where the input may keep one waiting
         self._file = self._open()
 
     def __enter__(self) -> Self:
@@ -51,12 +64,14 @@ class Lines:
         self._stack.close()
 
     def _open(self) -> IO[bytes]:
-        file = self._open_as_it_is()
+        file: Any = self._open_as_it_is()
+        if self._waits(file):
+            file = self._pipe = self._stack.enter_context(Pipe(file.fileno()))
         if self.path.endswith(".gz"):
             return cast(IO[bytes], self._stack.enter_context(gzip.open(file, "rb")))
         if self.path.endswith(".zst"):
             return io.BufferedReader(ZstReader(file), zstandard.DECOMPRESSION_RECOMMENDED_OUTPUT_SIZE)
-        return file
+        return io.BufferedReader(self._pipe) if self._pipe else cast(IO[bytes], file)
 
     def _open_as_it_is(self) -> IO[bytes]:
         if self.path == "-":
@@ -73,7 +88,21 @@ class Lines:
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
 
+    @staticmethod
+    def _waits(file: IO[bytes]) -> bool:
+        try:
+            return not stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+        except io.UnsupportedOperation:  # a stand-in for stdin, in memory
+            return False
+
     def __iter__(self) -> Iterator[Line]:
+        if self._pipe is None:
+            return self._read()
+        live = Live(self._read(), self._pipe, size=lambda line: len(line.raw))
+        self._stack.callback(live.close)
+        return live
+
+    def _read(self) -> Iterator[Line]:
         number, raw = 0, b""
 
         def keep() -> Iterator[bytes]:

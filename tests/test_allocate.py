@@ -451,6 +451,7 @@ def test_a_cache_grows_for_those_who_come_next_too(monkeypatch, places, grown):
     requests = [Request(n, str(n), [n] * n, Sampling(max_new_tokens=10)) for n in range(100, 301, 10)]
     line, cache, proposer = Admission(requests, places, 4096), RaggedCache(places), NoDrafts()
     started = 0
+    line.look_ahead()
     line.fill(cache, proposer)
     while rows := line.rows():
         started += len(rows)

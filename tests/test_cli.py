@@ -151,10 +151,10 @@ def slow(out, questions, config, *more):
     return [*RAGSPEC, *map(str, args), "--set", "runner_args.delay_s=0.02", "--set", "runner_args.batch_size=2"]
 
 
-def start_interruptible(command):
+def start_interruptible(command, **more):
     """Start a process that can be interrupted, also where this one was started with SIGINT ignored (by `&`, say)."""
     default = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=default)
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=default, **more)
 
 
 def wait_for_lines(out, wanted, process):

@@ -135,3 +135,11 @@ def test_an_archive_cut_in_its_last_frame_is_noticed_wherever_the_cut_is(tmp_pat
     path.write_bytes(zstandard.compress(b'{"id": 1}\n') * 200 + zstandard.compress(b'{"id": 2}\n')[:-cut])
     with pytest.raises(ConfigError, match=r"in.zst:\d+: the compressed data is damaged"):
         values(path)
+
+
+@pytest.mark.parametrize("mark", [b"\xef\xbb\xbf", b"\x1e", b""])
+def test_a_mark_is_no_part_of_a_lines_text(tmp_path, mark):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes((mark + b' {"a": 1} \n') * 2)
+    with Lines(str(path)) as lines:
+        assert [(line.text, line.value) for line in lines] == [(b' {"a": 1} ', {"a": 1})] * 2

@@ -14,6 +14,7 @@ from ragspec.jsonl import Line
 from ragspec.pipeline import run
 from ragspec.retrieval.build import build
 from ragspec.retrieval.evaluate import evaluate
+from ragspec.retrieval.filter import stream
 from ragspec.retrieval.search import Retriever
 from ragspec.retrieval.stage import AHEAD, BATCH, Stage
 from ragspec.sections import RetrievalConfig
@@ -543,6 +544,20 @@ def test_the_filter_keeps_what_json_libraries_lose(tmp_path):
     write_jsonl(tmp_path / "gold.jsonl", [{"query": "owls", "gold_doc_ids": ["owl"]}])
     scored = command("retrieve", "--index", tmp_path / "idx", "--evaluate", tmp_path / "gold.jsonl")
     assert json.loads(scored.stdout)["recall@5"] == 1.0
+
+
+@pytest.mark.parametrize("mark", [b"\xef\xbb\xbf", b"\x1e"])
+def test_the_filter_takes_what_generate_takes(tmp_path, mark):
+    """A mark before a line is no part of it: it is skipped on reading, and not written in the middle of the output."""
+    built(tmp_path)
+    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    for line, wanted in (
+        (b'{"query": "owls"}', b'{"query": "owls","contexts":[{"id":"owl"'),
+        (b'{"query": "owls", "contexts": []}', b'{"query": "owls", "contexts": []}\n'),
+    ):
+        path.write_bytes(mark + line + b"\n" + mark + line)
+        stream(config(tmp_path, top_k=1), str(path), str(out))
+        assert [written.startswith(wanted) for written in out.read_bytes().splitlines(keepends=True)] == [True, True]
 
 
 def test_a_closed_pipe_and_an_interruption_end_quietly(tmp_path):

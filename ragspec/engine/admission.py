@@ -14,6 +14,7 @@ from ragspec.engine.prefix import grouped, shared
 from ragspec.engine.proposers import Proposer
 from ragspec.engine.row import Row
 from ragspec.engine.sampling import Noise
+from ragspec.feed import Feed
 from ragspec.records import Request
 
 WAIT = 16  # tokens that are just being computed, for which a request waits a step
@@ -61,7 +62,7 @@ class Admission:
     """The waiting line and the places."""
 
     def __init__(self, requests: Iterable[Request], places: int, lookahead: int) -> None:
-        self._source = iter(requests)
+        self._source = Feed(requests)
         self._lookahead = lookahead
         self._line: deque[Waiting] = deque()
         self._groups = count()
@@ -94,13 +95,23 @@ class Admission:
         """Take the first of the line out of it: it does not even fit alone."""
         return self._take(0).request
 
+    def look_ahead(self) -> None:
+        """Take in the requests that are there, if none wait; wait for one only where no row is under way.
+
+        What the input raises is raised here, and not where places are filled: it is no reason for fewer rows.
+        """
+        if self._line or not self._free:
+            return
+        fresh = self._source.take(max(self._lookahead, len(self._free)), wait=not self.rows())
+        for start in range(0, len(fresh), self._lookahead):
+            ahead = fresh[start : start + self._lookahead]
+            for indices in grouped([array("i", request.token_ids) for request in ahead]):
+                group = next(self._groups)
+                self._line.extend(Waiting(ahead[i], group) for i in indices)
+
     def fill(self, cache: RaggedCache, proposer: Proposer) -> None:
         """Give free places to waiting requests, each with the longest prefix that another place has computed."""
-        while self._free:
-            self._look_ahead()
-            chosen = self._choose()
-            if chosen is None:
-                return
+        while self._free and (chosen := self._choose()) is not None:
             number, source, target, tokens = chosen
             waiting = self._line[number]
             if waiting.slots > cache.slots:
@@ -128,14 +139,6 @@ class Admission:
             return slots
         soon = max(waiting.slots for waiting in islice(self._line, SCAN))
         return max(slots, min(soon, int(AHEAD * slots)))
-
-    def _look_ahead(self) -> None:
-        if self._line:
-            return
-        fresh = list(islice(self._source, self._lookahead))
-        for indices in grouped([array("i", request.token_ids) for request in fresh]):
-            group = next(self._groups)
-            self._line.extend(Waiting(fresh[i], group) for i in indices)
 
     def _take(self, number: int) -> Waiting:
         waiting = self._line[number]

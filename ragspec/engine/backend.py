@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from ragspec.engine.probe import probe
 from ragspec.engine.proposers import Auto, ByRow, NoDrafts, Proposer
 from ragspec.engine.selfcheck import difference, reference, tolerance
 from ragspec.engine.trial import Trial
+from ragspec.feed import Feed
 from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer
 
 SAMPLE = 64  # requests by which the batch size is chosen
@@ -88,10 +88,11 @@ class EngineBackend:
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield outcomes as they finish."""
-        source = iter(requests)
-        head = list(islice(source, SAMPLE if self._rows is None else 1))
+        source = Feed(requests)
+        head = source.take(SAMPLE if self._rows is None else 1, wait=True)
         if not head:
             return
+        source.put_back(head)
         rows = self._rows
         if rows is None:
             rows, why = choose_rows(head, self._bytes_per_token, self._model.device)
@@ -99,7 +100,7 @@ class EngineBackend:
         self.batch_size = rows
         engine = self._engine(rows)
         try:
-            yield from engine.run(chain(head, source))
+            yield from engine.run(source)
         finally:
             self._finish()
 

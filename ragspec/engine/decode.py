@@ -73,6 +73,7 @@ class Engine:
         """Yield one outcome per request, as they finish."""
         line = Admission(requests, self._model.cache.rows, self._lookahead)
         while True:
+            line.look_ahead()
             try:
                 line.fill(self._model.cache, self._proposer)
                 if not line.rows():

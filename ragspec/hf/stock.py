@@ -11,13 +11,14 @@ import copy
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import groupby, islice
+from itertools import takewhile
 from typing import Any
 
 import torch
 from transformers import StoppingCriteriaList
 
 from ragspec.errors import ModelError, flat
+from ragspec.feed import Feed
 from ragspec.hf.acceptance import AcceptanceMeter, in_id_order
 from ragspec.hf.draft import Draft, width_of
 from ragspec.hf.stopping import StepClock, StopText, trim
@@ -114,9 +115,11 @@ class StockBackend:
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield outcomes in the order of the requests; records of other sampling settings begin a new batch."""
-        for _, same in groupby(requests, key=lambda request: request.sampling):
-            while batch := list(islice(same, self.batch_size)):
-                yield from self._answer(batch)
+        source = Feed(requests)
+        while batch := source.take(self.batch_size, wait=True):
+            alike = list(takewhile(lambda request: request.sampling == batch[0].sampling, batch))
+            source.put_back(batch[len(alike) :])
+            yield from self._answer(alike)
         if self._meter and self._spec.draft and self._meter.outgrown:
             self.notes.append(
                 f"{self._meter.outgrown} records were longer than the {self._spec.draft.context_length} tokens that "
