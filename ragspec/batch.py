@@ -184,27 +184,34 @@ class Batch:
     def _skip(self, index: int, key: str) -> None:
         self.summary.skipped += 1
         self.summary.failed_before += key in self._journal.failed_before
-        self._journal.put(index, None)
+        self._journal.skip(index, key)
         self._tell()
 
     def _fail(self, index: int, name: str, key: str, kind: str, message: str, number: int | None = None) -> None:
-        self.summary.failed += 1
         place = {} if number is None else {"line": number}
         error = {"type": kind, "message": message}
-        self._journal.put(index, {"id": name, **place, "error": error, "fingerprint": key})
+        line = {"id": name, **place, "error": error, "fingerprint": key}
+        self._journal.put(index, line, counted=self._count_failure)
         self._tell()
+
+    def _count_failure(self) -> None:
+        self.summary.failed += 1
 
     def _finish(self, outcome: Generation | Failure) -> None:
         flight = self._flights.pop(outcome.index)
         if isinstance(outcome, Failure):
             self._fail(outcome.index, flight.record.id, flight.fingerprint, outcome.kind, outcome.message)
             return
+        line = output_line(flight, outcome, self._runner, details=self._keep_details)
         try:
-            self._journal.put(outcome.index, output_line(flight, outcome, self._runner, details=self._keep_details))
+            self._journal.put(outcome.index, line, counted=lambda: self._count(flight, outcome))
         except TypeError as error:  # metadata that can be read but not written back
             message = f"its metadata cannot be written ({error})"
             self._fail(outcome.index, flight.record.id, flight.fingerprint, "RecordError", message)
             return
+        self._tell()
+
+    def _count(self, flight: Flight, outcome: Generation) -> None:
         summary = self.summary
         summary.records += 1
         summary.prompt_tokens += len(flight.prompt.token_ids)
@@ -214,7 +221,6 @@ class Batch:
         summary.latency_s.add(outcome.latency_s)
         if outcome.time_to_first_token_s is not None:
             summary.time_to_first_token_s.add(outcome.time_to_first_token_s)
-        self._tell()
 
     def _tell(self) -> None:
         if self._report:
