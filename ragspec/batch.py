@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing
-from itertools import chain, islice
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
 
 from pydantic import ValidationError
 
 from ragspec.answers import Flight, output_line
 from ragspec.config import RunConfig, to_sampling
 from ragspec.errors import RecordError
+from ragspec.feed import Feed, Sieve
 from ragspec.journal import Journal, fingerprint
 from ragspec.jsonl import Line, Lines
 from ragspec.keyset import KeySet
@@ -51,7 +52,7 @@ class Batch:
         self._limit = limit
         self._report = report
         self._keep_details = keep_details
-        self._retriever = retriever
+        self._stage = Stage(retriever, self._unfinished) if retriever else None
         self._total = lines.count() if report else None
         if self._total is not None and limit is not None:
             self._total = min(self._total, limit)
@@ -62,34 +63,41 @@ class Batch:
 
     def answer(self) -> None:
         """Load the model if there is anything to answer, and answer it."""
+        with self._reading() as requests:
+            first = next(requests, None)  # errors before it are written without a model
+            if first is None:
+                if not (self.summary.failed or self.summary.skipped):
+                    self.summary.notes.append(f"{self._config.input}: no records in it; nothing to answer")
+                return
+            requests.put_back([first])
+            self._load_and_stream(requests)
+        if self._changed:
+            self.summary.notes.append(
+                f"{self._changed} records changed since they were answered: they are answered again, "
+                "and their old lines stay in the output above the new ones"
+            )
+
+    def _load_and_stream(self, requests: Feed[Request]) -> None:
         summary, runner = self.summary, self._runner
-        requests = self._requests()
-        first = next(requests, None)  # errors before it are written without a model
-        if first is None:
-            if not (summary.failed or summary.skipped):
-                summary.notes.append(f"{self._config.input}: no records in it; nothing to answer")
-            return
         started = time.perf_counter()
         with runner:
             summary.load_s = time.perf_counter() - started
             started = time.perf_counter()
             runner.warm_up()
             summary.warmup_s = time.perf_counter() - started
-            with closing(requests):  # searches under way end with the run, however it ends
-                self.stream(chain([first], requests))
-        if self._changed:
-            summary.notes.append(
-                f"{self._changed} records changed since they were answered: they are answered again, "
-                "and their old lines stay in the output above the new ones"
-            )
+            self._stream(requests)
 
-    def stream(self, requests: Iterable[Request] | None = None) -> None:
-        """Answer `requests` (all of the input by default) with a runner that is loaded, and time it."""
+    def stream(self) -> None:
+        """Answer the input with a runner that is loaded, and time it."""
+        with self._reading() as requests:
+            self._stream(requests)
+
+    def _stream(self, requests: Feed[Request]) -> None:
         summary, runner = self.summary, self._runner
         prefill_s, decode_s, decode_tokens = runner.prefill_s, runner.decode_s, runner.decode_tokens
         started = time.perf_counter()
         try:
-            for outcome in runner.generate(self._requests() if requests is None else requests):
+            for outcome in runner.generate(requests):
                 self._finish(outcome)
                 summary.generate_s = time.perf_counter() - started
         finally:
@@ -100,42 +108,47 @@ class Batch:
             summary.decode_tokens = runner.decode_tokens - decode_tokens
             summary.peak_memory_gib = peak_memory_gib()
 
-    def _requests(self) -> Generator[Request, None, None]:
-        """Turn lines into requests. A line that cannot be one becomes an error line on the way."""
-        seen = KeySet()
-        for index, line in enumerate(self._source()):
-            key = None
-            try:
-                record = self._read(line, seen)
-                key = fingerprint(line, record.id)
-                if key in self._journal.finished:
-                    self._skip(index, key)
-                    continue
-                self._changed += self._journal.resumed > 0 and record.id in self._journal.finished_ids
-                sampling = self._sampling(record)
-                prompt = self._prompts.build(record, sampling.max_new_tokens, locate=self._runner.cites)
-            except RecordError as error:
-                key = key or fingerprint(line, None)
-                if key in self._journal.finished:
-                    self._skip(index, key)
-                else:
-                    message = self._located(line, str(error))
-                    self._fail(index, line_id(line), key, "RecordError", message, line.number)
-                continue
-            self._flights[index] = Flight(record, prompt, sampling, key)
-            yield Request(index, record.id, prompt.token_ids, sampling, prompt.places)
-
-    def _source(self) -> Iterator[Line]:
-        """Yield the input's lines, those that want contexts with what the index has, found ahead of the model."""
-        lines = islice(self._lines, self._limit)
-        if self._retriever is None:
-            yield from lines
-            return
-        stage = Stage(self._retriever, self._unfinished)
+    @contextmanager
+    def _reading(self) -> Iterator[Feed[Request]]:
+        """Yield the input as requests; what is read and searched ahead of them ends with this, however it ends."""
+        requests = self._requests()
         try:
-            yield from stage.fill(lines)
+            yield requests
         finally:
-            self.summary.retrieval = stage.to_json()
+            requests.close()
+            if self._stage is not None:
+                self.summary.retrieval = self._stage.to_json()
+
+    def _requests(self) -> Feed[Request]:
+        """Return the lines as requests. A line that cannot be one becomes an error line on the way."""
+        lines: Feed[Line] = Feed(self._lines, self._limit)
+        if self._stage is not None:
+            lines = Feed(self._stage.fill(lines))
+        seen, numbers = KeySet(), count()
+        return Feed(Sieve(lines, lambda line: self._request(next(numbers), line, seen)))
+
+    def _request(self, index: int, line: Line, seen: KeySet) -> Request | None:
+        """Return the request that a line is; None where it needs no answer any more, or can have none."""
+        key = None
+        try:
+            record = self._read(line, seen)
+            key = fingerprint(line, record.id)
+            if key in self._journal.finished:
+                self._skip(index, key)
+                return None
+            self._changed += self._journal.resumed > 0 and record.id in self._journal.finished_ids
+            sampling = self._sampling(record)
+            prompt = self._prompts.build(record, sampling.max_new_tokens, locate=self._runner.cites)
+        except RecordError as error:
+            key = key or fingerprint(line, None)
+            if key in self._journal.finished:
+                self._skip(index, key)
+            else:
+                message = self._located(line, str(error))
+                self._fail(index, line_id(line), key, "RecordError", message, line.number)
+            return None
+        self._flights[index] = Flight(record, prompt, sampling, key)
+        return Request(index, record.id, prompt.token_ids, sampling, prompt.places)
 
     def _unfinished(self, line: Line) -> bool:
         try:
@@ -171,27 +184,34 @@ class Batch:
     def _skip(self, index: int, key: str) -> None:
         self.summary.skipped += 1
         self.summary.failed_before += key in self._journal.failed_before
-        self._journal.put(index, None)
+        self._journal.skip(index, key)
         self._tell()
 
     def _fail(self, index: int, name: str, key: str, kind: str, message: str, number: int | None = None) -> None:
-        self.summary.failed += 1
         place = {} if number is None else {"line": number}
         error = {"type": kind, "message": message}
-        self._journal.put(index, {"id": name, **place, "error": error, "fingerprint": key})
+        line = {"id": name, **place, "error": error, "fingerprint": key}
+        self._journal.put(index, line, counted=self._count_failure)
         self._tell()
+
+    def _count_failure(self) -> None:
+        self.summary.failed += 1
 
     def _finish(self, outcome: Generation | Failure) -> None:
         flight = self._flights.pop(outcome.index)
         if isinstance(outcome, Failure):
             self._fail(outcome.index, flight.record.id, flight.fingerprint, outcome.kind, outcome.message)
             return
+        line = output_line(flight, outcome, self._runner, details=self._keep_details)
         try:
-            self._journal.put(outcome.index, output_line(flight, outcome, self._runner, details=self._keep_details))
+            self._journal.put(outcome.index, line, counted=lambda: self._count(flight, outcome))
         except TypeError as error:  # metadata that can be read but not written back
             message = f"its metadata cannot be written ({error})"
             self._fail(outcome.index, flight.record.id, flight.fingerprint, "RecordError", message)
             return
+        self._tell()
+
+    def _count(self, flight: Flight, outcome: Generation) -> None:
         summary = self.summary
         summary.records += 1
         summary.prompt_tokens += len(flight.prompt.token_ids)
@@ -201,7 +221,6 @@ class Batch:
         summary.latency_s.add(outcome.latency_s)
         if outcome.time_to_first_token_s is not None:
             summary.time_to_first_token_s.add(outcome.time_to_first_token_s)
-        self._tell()
 
     def _tell(self) -> None:
         if self._report:

@@ -1,25 +1,30 @@
-"""The output file: appended line by line, flushed as records finish, resumed where it ended.
+"""The output file: appended line by line as records finish, resumed where it ended.
 
-Beside `answers.jsonl` stands `answers.run.json`, which names the config that began it. A line holds the fingerprint of
-the input line that it answers, so a resumed run knows what is finished whatever order the lines have.
-Limit: one process at a time may write an output (a lock sees to that).
+A line holds the fingerprint of the input line that it answers, so a resumed run knows what is finished whatever order
+the lines have. Finished means on disk: a line ahead of its turn waits in `answers.pending.jsonl` (spill.py), beside
+`answers.run.json`, which names the config (runstate.py). Limit: one process at a time may write an output (a lock sees
+to that).
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import os
 import sys
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from itertools import count
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, NamedTuple, Self
 
 import orjson
 
 from ragspec.errors import ConfigError
+from ragspec.interrupt import Interruptions
 from ragspec.jsonl import Line
 from ragspec.keyset import KeySet
+from ragspec.linefile import LineFile, write_all
+from ragspec.runstate import PENDING, RunState, sibling
+from ragspec.spill import Place, Shelf, Spill
 
 
 def fingerprint(line: Line, record_id: str | None) -> str:
@@ -28,35 +33,29 @@ def fingerprint(line: Line, record_id: str | None) -> str:
     return hashlib.blake2b(name.encode() + b"\0" + line.raw, digest_size=12).hexdigest()
 
 
-def sibling(output: str, suffix: str) -> Path:
-    """Return the path beside `output` with another ending: out/answers.jsonl -> out/answers.stats.json."""
+def is_resumable(output: str) -> bool:
+    """Return whether `output` is a file: pipes and devices (/dev/null, >(...)) take lines and keep none."""
     path = Path(output)
-    return path.with_name(path.name.removesuffix(".jsonl") + suffix)
+    return output != "-" and not output.startswith("/dev/") and (not path.exists() or path.is_file())
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write `value` to `path` whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_bytes(orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n")
-    draft.replace(path)
-
-
-def check_writable(path: Path, key: str) -> None:
-    """Raise ConfigError, beginning with `key`, where no file can be written at `path`."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise PermissionError
-    except OSError:
-        raise ConfigError(f"{key}: {path} cannot be written; choose another file") from None
+def whereabouts(output: str) -> str:
+    """Return where the finished lines of a run that ended early are, and how to go on, for a message."""
+    if not is_resumable(output):
+        return "what was finished is written"
+    pending = sibling(output, PENDING)
+    names = {Path(output): output, pending: f"{pending} (those ahead of their turn)"}
+    places = [name for path, name in names.items() if path.exists() and path.stat().st_size]
+    kept = f"finished answers are kept in {' and '.join(places)}" if places else "nothing was finished yet"
+    return f"{kept}; run the same command again to go on"
 
 
 class Journal:
     """Writes output lines in the asked order and knows which input lines are finished already.
 
-    output: a path, or - for stdout (nothing to resume there). identity: what a resumed run must agree on;
-    None for a file that is never resumed.
+    output: a path, or - for stdout (nothing to resume there). identity: what a resumed run must agree on; None for a
+    file that is never resumed. partial: whether a part of the input only is read, so that what an earlier run left may
+    belong to the rest of it.
     """
 
     def __init__(
@@ -67,191 +66,235 @@ class Journal:
         order: str = "input",
         resume: bool = True,
         retry_failed: bool = False,
+        partial: bool = False,
     ) -> None:
         self.output = output
         self.finished = KeySet()
         self.finished_ids = KeySet()
         self.failed_before = KeySet()  # those of `finished` that are error lines
         self.resumed = 0
+        self.resumable = is_resumable(output)
         self._in_order = order == "input"
-        self._waiting: dict[int, bytes] = {}
+        self._partial = partial
+        self._interruptions = Interruptions()
         self._next = 0
-        path = Path(output)
-        # pipes and devices (/dev/null, >(...)) take lines and keep none, so there is nothing to lock or to resume
-        self.resumable = output != "-" and not output.startswith("/dev/") and (not path.exists() or path.is_file())
-        self._file: IO[bytes] = self._open(path, identity, resume, retry_failed) if self.resumable else _stream(output)
+        self._silent: set[int] = set()  # those ahead of their turn that have nothing to write
+        self._ahead: Spill | Shelf = Shelf()
+        self._file: LineFile | _Stream
+        if self.resumable:
+            self._open(identity, resume, retry_failed)
+        else:
+            self._file = _Stream(output)
 
     def __enter__(self) -> Self:
+        self._interruptions.__enter__()
         return self
 
     def __exit__(self, kind: object, *rest: object) -> None:
-        if self.resumable and not kind:
-            os.fsync(self._file.fileno())
-        if self.output != "-":
-            # after an error of its own, the last line may still be in the buffer and fail again
-            with suppress(OSError) if kind else nullcontext():
-                self._file.close()
+        try:
+            if kind is None:
+                with self._writing():
+                    self._end()
+            else:
+                with suppress(OSError):  # the run has an error of its own to tell
+                    self._break_off()
+        finally:
+            self._interruptions.__exit__()
+            self._ahead.close()
+            self._file.close()
 
-    def put(self, index: int, line: dict[str, Any] | bytes | None) -> None:
-        """Write output line number `index`, or keep it until those before it came. None: nothing to write there.
+    def put(self, index: int, line: dict[str, Any] | bytes, counted: Callable[[], None] = lambda: None) -> None:
+        """Write output line number `index`; on disk, it waits for those before it. bytes: as it is, without a line end.
 
-        bytes: a line as it is, without its line end.
-
-        Raises TypeError, nothing written, where `line` is no JSON (nested too deep, say); ConfigError on a full disk.
+        counted: called when the line is on disk, and never else. Raises TypeError, nothing written, where `line` is no
+        JSON (nested too deep, say); ConfigError on a full disk.
         """
-        if isinstance(line, bytes):
-            encoded = line + b"\n"
-        else:
-            encoded = b"" if line is None else orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
+        encoded = line + b"\n" if isinstance(line, bytes) else orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
+        with self._writing():
+            if self._in_order and index != self._next:
+                self._ahead.add(index, encoded)
+            else:
+                self._file.append(encoded)
+                self._next += 1
+            counted()
+            self._take_turns()
+
+    def skip(self, index: int, key: str) -> None:
+        """Let line number `index` be the one of that fingerprint, which is finished already."""
         if not self._in_order:
-            self._write(encoded)
             return
-        self._waiting[index] = encoded
-        while self._next in self._waiting:
-            self._write(self._waiting.pop(self._next))
+        self._ahead.claim(index, key)
+        if index not in self._ahead:
+            self._silent.add(index)
+        with self._writing():
+            self._take_turns()
+
+    def _take_turns(self) -> None:
+        """Write what has waited for the line that was written last."""
+        while self._in_order:
+            if self._next in self._ahead:
+                self._file.append(self._ahead.get(self._next))
+                self._ahead.drop(self._next)
+            elif self._next in self._silent:
+                self._silent.remove(self._next)
+            else:
+                return
             self._next += 1
 
-    def _write(self, encoded: bytes) -> None:
-        if not encoded:
-            return
-        try:
-            self._file.write(encoded)
-            self._file.flush()
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise ConfigError(
-                f"{self.output}: cannot be written ({error.strerror}); finished answers are kept"
-            ) from None
+    def _end(self) -> None:
+        if not self._partial:
+            for line in self._ahead.rest():
+                self._file.append(line)
+        self._file.sync()
+        if not self._partial:
+            self._ahead.remove()
 
-    def _open(self, path: Path, identity: dict[str, Any] | None, resume: bool, retry_failed: bool) -> IO[bytes]:
+    def _break_off(self) -> None:
+        if isinstance(self._ahead, Shelf):  # nobody comes back for what waits
+            for line in self._ahead.rest():
+                self._file.append(line)
+        self._ahead.sync()
+        self._file.sync()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Let a file have what is counted as written, whenever Ctrl-C comes. A pipe may be full, and can be left."""
+        with self._interruptions.held_back() if self.resumable else nullcontext():
+            try:
+                yield
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                kept = f"; {whereabouts(self.output)}" if self.resumable else ""
+                where = error.filename or self.output
+                raise ConfigError(f"{where}: cannot be written ({error.strerror}){kept}") from None
+
+    # -- an output that is a file ---------------------------------------------------------------------------------
+
+    def _open(self, identity: dict[str, Any] | None, resume: bool, retry_failed: bool) -> None:
+        path = Path(self.output)
         if path.suffix in (".gz", ".zst"):
             raise ConfigError(f"{path}: answers are appended one by one, which {path.suffix} cannot; compress it after")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file: IO[bytes] = path.open("a+b")
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be written ({error.strerror}); choose another --output") from None
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(f"{path}: another run is writing it; wait for it, or choose another --output") from None
-        state = sibling(self.output, ".run.json")
-        if os.fstat(file.fileno()).st_size:
-            if not resume or identity is None:
-                file = _set_aside(path, file)
-            else:
-                file = self._resume(path, file, state, identity, retry_failed)
+        state = RunState(self.output)
+        spill = None
         if identity is not None:
-            try:
-                write_json(state, {"config": identity})
-            except OSError as error:
-                raise ConfigError(f"{state}: cannot be written ({error.strerror}); choose another --output") from None
-        return file
+            state.check_names()
+        with ExitStack() as opened, _opening(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = self._file = LineFile(path)
+            opened.callback(file.close)
+            if identity is not None:
+                spill = self._ahead = Spill(sibling(self.output, PENDING))
+                opened.callback(spill.close)
+            began = file.size or (spill is not None and spill.size)
+            if began and (identity is None or not resume):
+                _set_aside(file, spill)
+            elif began and identity is not None and spill is not None:
+                state.check_config(identity)
+                self._resume(file, spill, retry_failed)
+            if identity is not None:
+                state.write(identity)
+            opened.pop_all()
 
-    def _resume(
-        self, path: Path, file: IO[bytes], state: Path, identity: dict[str, Any], retry_failed: bool
-    ) -> IO[bytes]:
-        way_out = "; go on with the config that began it, choose another --output, or --no-resume (keeps it as a copy)"
-        try:
-            began = orjson.loads(state.read_bytes())["config"]
-        except (OSError, ValueError, KeyError, TypeError):
-            raise ConfigError(
-                f"{path}: holds lines, but {state.name} does not say which config wrote them{way_out}"
-            ) from None
-        changed = _difference(began, orjson.loads(orjson.dumps(identity)))
-        if changed:
-            raise ConfigError(f"{path}: was begun with another config: {changed}{way_out}")
-        _drop_torn_line(file)
+    def _resume(self, file: LineFile, spill: Spill, retry_failed: bool) -> None:
+        file.cut_torn_line()
         if retry_failed:
-            file = _without_error_lines(path, file)
-        file.seek(0)
-        for raw in file:
-            key, name, failed = _finishes(raw)
-            if key is None:
-                continue  # not a line of ours: it stays, and finishes nothing
-            self.finished.add(key)
-            (self.failed_before if failed else self.finished_ids).add(key if failed else name)
-            self.resumed += 1
-        file.seek(0, os.SEEK_END)
-        return file
+            file.replace(line for _, line in file if not _Finished.of(line).failed)
+        for _, line in file:
+            self._note(_Finished.of(line))
+        waiting: dict[str, Place] = {}
+        foreign = False
+        for place, line in spill.lines():
+            found = _Finished.of(line)
+            foreign |= found.key is None
+            # what is in the output too was moved there as the run was killed
+            if found.key is not None and found.key not in self.finished and not (found.failed and retry_failed):
+                waiting[found.key] = place
+                self._note(found)
+        if foreign:
+            spill.copy_aside(_free_number(spill.path))
+        spill.keep(waiting)
+        if not self._in_order:
+            for line in spill.rest():
+                file.append(line)
+            file.sync()
+            spill.remove()
+
+    def _note(self, found: _Finished) -> None:
+        if found.key is None:
+            return  # not a line of ours: it stays, and finishes nothing
+        self.finished.add(found.key)
+        if found.failed:
+            self.failed_before.add(found.key)
+        else:
+            self.finished_ids.add(found.id)
+        self.resumed += 1
 
 
-def _stream(output: str) -> IO[bytes]:
-    if output == "-":
-        return sys.stdout.buffer
+class _Finished(NamedTuple):
+    """What an output line finishes. key: the fingerprint; None where the line is not one of ours."""
+
+    key: str | None = None
+    id: str = ""
+    failed: bool = False
+
+    @classmethod
+    def of(cls, raw: bytes) -> _Finished:
+        try:
+            line = orjson.loads(raw)
+            key, name = line["fingerprint"], line["id"]
+        except (ValueError, KeyError, TypeError):
+            return cls()
+        return cls(key, name, "error" in line) if isinstance(key, str) and isinstance(name, str) else cls()
+
+
+class _Stream:
+    """stdout, a pipe or a device: written at once, kept by nobody."""
+
+    def __init__(self, output: str) -> None:
+        self._own = output != "-"
+        with _opening(Path(output)):
+            self._file: Any = open(output, "wb", buffering=0) if self._own else _stdout()  # noqa: SIM115 (see close)
+
+    def append(self, line: bytes) -> None:
+        write_all(self._file, line)
+
+    def sync(self) -> None:
+        """There is nothing that a power cut would spare."""
+
+    def close(self) -> None:
+        if self._own:
+            self._file.close()
+
+
+def _stdout() -> Any:
+    """Return stdout without its buffer: what a reader who has gone did not take must not come up again at exit."""
+    if sys.stdout is None:
+        raise ConfigError("-: stdout is closed; --output takes a file or - for stdout")
+    sys.stdout.flush()
+    return getattr(sys.stdout.buffer, "raw", sys.stdout.buffer)
+
+
+@contextmanager
+def _opening(path: Path) -> Iterator[None]:
+    """Say in one line why an output cannot be opened."""
     try:
-        return open(output, "wb")
+        yield
+    except BlockingIOError:
+        raise ConfigError(f"{path}: another run is writing it; wait for it, or choose another --output") from None
     except OSError as error:
-        raise ConfigError(f"{output}: cannot be written ({error.strerror}); choose another --output") from None
+        where = error.filename or path
+        raise ConfigError(f"{where}: cannot be written ({error.strerror}); choose another --output") from None
 
 
-def _drop_torn_line(file: IO[bytes]) -> None:
-    """Cut off a last line without its line end, as a killed run leaves it."""
-    size = os.fstat(file.fileno()).st_size
-    end = size
-    while end > 0:
-        start = max(0, end - (1 << 16))
-        file.seek(start)
-        newline = file.read(end - start).rfind(b"\n")
-        if newline >= 0:
-            end = start + newline + 1
-            break
-        end = start
-    if end < size:
-        file.truncate(end)
+def _set_aside(file: LineFile, spill: Spill | None) -> None:
+    """Move what is not to be resumed to NAME.1, NAME.2, ...: nothing written is ever lost."""
+    number = _free_number(file.path, *([spill.path] if spill else []))
+    if spill:
+        spill.set_aside(number)
+    if file.size:
+        file.set_aside(number)
 
 
-def _finishes(raw: bytes) -> tuple[str | None, str, bool]:
-    """Return the fingerprint, the id and the failure of an output line; a fingerprint of None where it is not ours."""
-    try:
-        line = orjson.loads(raw)
-        key, name = line["fingerprint"], line["id"]
-    except (ValueError, KeyError, TypeError):
-        return None, "", False
-    return (key, name, "error" in line) if isinstance(key, str) and isinstance(name, str) else (None, "", False)
-
-
-def _without_error_lines(path: Path, file: IO[bytes]) -> IO[bytes]:
-    """Replace the output by one without its error lines, whole or not at all, and return it open and locked."""
-    draft = path.with_name(f".{path.name}.retry")
-    draft.unlink(missing_ok=True)
-    kept = draft.open("a+b")
-    fcntl.flock(kept, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    file.seek(0)
-    for raw in file:
-        if not _finishes(raw)[2]:
-            kept.write(raw)
-    kept.flush()
-    os.fsync(kept.fileno())
-    draft.replace(path)
-    file.close()
-    return kept
-
-
-def _set_aside(path: Path, file: IO[bytes]) -> IO[bytes]:
-    """Move a file that is not to be resumed to NAME.1, NAME.2, ...: nothing written is ever lost."""
-    number = 1
-    while (old := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    path.rename(old)
-    file.close()
-    fresh = path.open("a+b")
-    fcntl.flock(fresh, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return fresh
-
-
-def _difference(old: Any, new: Any, path: str = "") -> str:
-    """Return "key: was A, is now B" for the first difference, or "" where there is none."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in sorted(old.keys() | new.keys()):
-            inner = _difference(old.get(key), new.get(key), f"{path}.{key}" if path else key)
-            if inner:
-                return inner
-        return ""
-    return "" if old == new else f"{path}: was {_shown(old)}, is now {_shown(new)}"
-
-
-def _shown(value: Any) -> str:
-    text = orjson.dumps(value).decode()
-    return text if len(text) <= 40 else text[:37] + "..."
+def _free_number(*paths: Path) -> int:
+    return next(n for n in count(1) if not any(path.with_name(f"{path.name}.{n}").exists() for path in paths))

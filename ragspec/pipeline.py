@@ -12,12 +12,13 @@ from ragspec import runners
 from ragspec.batch import Batch, Report
 from ragspec.config import RunConfig
 from ragspec.errors import ConfigError
-from ragspec.journal import Journal, check_writable, sibling, write_json
+from ragspec.journal import Journal
 from ragspec.jsonl import Lines
 from ragspec.prompts import PromptBuilder
 from ragspec.provenance import about
 from ragspec.retrieval.search import Retriever
 from ragspec.runners.base import Runner
+from ragspec.runstate import PENDING, STATE, STATISTICS, check_writable, sibling, write_json
 from ragspec.stats import RunSummary
 
 
@@ -50,7 +51,14 @@ def run(
         if stats_path:
             check_writable(Path(stats_path), "--stats")
         journal = stack.enter_context(
-            Journal(config.output, identity, order=config.order, resume=resume, retry_failed=retry_failed)
+            Journal(
+                config.output,
+                identity,
+                order=config.order,
+                resume=resume,
+                retry_failed=retry_failed,
+                partial=limit is not None,
+            )
         )
         batch = Batch(config, lines, runner, prompts, journal, limit, report, retriever=retriever)
         summary = batch.summary
@@ -68,9 +76,10 @@ def _check_paths(config: RunConfig, stats_path: str | None) -> None:
     """Raise ConfigError where one file would have two uses. The files beside the output count too."""
     uses = {"the input": config.input, "output": config.output, "--stats": stats_path}
     if config.output != "-":
-        uses["the run's state"] = str(sibling(config.output, ".run.json"))
+        uses["the run's state"] = str(sibling(config.output, STATE))
+        uses["the answers ahead of their turn"] = str(sibling(config.output, PENDING))
         if stats_path is None:
-            uses["the statistics"] = str(sibling(config.output, ".stats.json"))
+            uses["the statistics"] = str(sibling(config.output, STATISTICS))
     taken: dict[Path, str] = {}
     for use, name in uses.items():
         if name in (None, "-") or name.startswith("/dev/"):
@@ -84,7 +93,7 @@ def _write_stats(summary: RunSummary, path: Path | None, journal: Journal) -> No
     """Write the stats file. A run that found all finished leaves the one of the run that did the work."""
     idle = not (summary.records or summary.failed)
     if path is None and journal.resumable:
-        path = sibling(journal.output, ".stats.json")
+        path = sibling(journal.output, STATISTICS)
         if idle and path.exists():
             return
     if path is not None:

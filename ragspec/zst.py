@@ -1,26 +1,28 @@
 """A .zst file as a byte stream that notices a cut-off end.
 
-zstandard's own stream_reader (0.25) ends quietly in the middle of a frame, which would lose records without a word.
+zstandard's own stream_reader (0.25) ends quietly in the middle of a frame, which would lose records without a word; its
+decompressobj knows where a frame ends, but gives all that it makes of what it is fed. So it is fed little at a time.
 """
 
 from __future__ import annotations
 
 import io
-from typing import IO
+from typing import IO, Any
 
 import zstandard
 
-CHUNK = 1 << 17
+FEED = 1 << 10  # bytes; a block of 4 can become 128 KiB, so this much becomes 32 MiB at most
+WIDEST = 1 << 27  # bytes that a frame may look back; what the zstd command takes without being told to take more
 
 
 class ZstReader(io.RawIOBase):
-    """Decompresses one or more frames. Raises EOFError where the last one is not whole."""
+    """Decompresses one or more frames. Raises EOFError where the last one is not whole, ZstdError for what is none."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes] | io.RawIOBase) -> None:
         self._file = file
-        self._frame = zstandard.ZstdDecompressor().decompressobj()
-        self._begun = False  # whether the current frame has had any byte
-        self._ready = b""
+        self._frame: Any = None  # the one under way
+        self._fed = b""  # read, and not decompressed
+        self._ready = memoryview(b"")
 
     def readable(self) -> bool:
         """Return True: this stream is for reading."""
@@ -29,17 +31,22 @@ class ZstReader(io.RawIOBase):
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         """Fill `buffer` with decompressed bytes and return how many; 0 at the end."""
         while not self._ready:
-            chunk = self._frame.unused_data if self._frame.eof else self._file.read(CHUNK)
-            if self._frame.eof:
-                self._frame, self._begun = zstandard.ZstdDecompressor().decompressobj(), False
-                chunk = chunk or self._file.read(CHUNK)
-            if not chunk:
-                if self._begun:
+            self._fed = self._fed or self._file.read(FEED) or b""
+            if not self._fed:
+                if self._frame is not None:
                     raise EOFError("it ends in the middle of a frame")
                 return 0
-            self._begun = True
-            self._ready = self._frame.decompress(chunk)
+            self._decompress()
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]
         return count
+
+    def _decompress(self) -> None:
+        if self._frame is None:
+            self._frame = zstandard.ZstdDecompressor(max_window_size=WIDEST).decompressobj()
+        self._ready = memoryview(self._frame.decompress(self._fed))
+        ended = self._frame.eof
+        self._fed = self._frame.unused_data if ended else b""
+        if ended:
+            self._frame = None

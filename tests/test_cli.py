@@ -1,6 +1,7 @@
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -111,6 +112,41 @@ def test_a_full_disk_is_one_line(config, questions):
     assert done.stderr.startswith("error: /dev/full: cannot be written (No space left on device)")
 
 
+def answers_on_disk(out):
+    """Return the whole lines of an output and of those that wait for their turn, each once."""
+    waiting = out.with_name("out.pending.jsonl")
+    lines = read_jsonl(out) + (read_jsonl(waiting) if waiting.exists() else [])
+    return {line["fingerprint"]: line for line in lines}
+
+
+@pytest.mark.parametrize("order", ["input", "finish"])
+@pytest.mark.parametrize("full", [1000, 8000, 20_000])  # amid the first to wait, their moving, and the later ones
+def test_a_disk_that_fills_up_leaves_whole_lines_and_totals_that_add_up(config, questions, tmp_path, order, full):
+    out = tmp_path / "out.jsonl"
+    args = ["generate", "-c", config, "-i", questions, "-o", out, "--order", order]
+    args += ["--set", "runner_args.reverse=true", "--set", "runner_args.batch_size=20"]
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (full, resource.RLIM_INFINITY))  # noqa: E731
+    done = ragspec(*args, preexec_fn=limit)
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "cannot be written (File too large)" in done.stderr
+    kept = answers_on_disk(out)
+    for path in {"out.jsonl", "out.pending.jsonl"}:
+        if (tmp_path / path).exists():
+            assert (tmp_path / path).read_bytes()[-1:] in (b"", b"\n")
+            assert (str(tmp_path / path) in done.stderr) == ((tmp_path / path).stat().st_size > 0)
+    assert "run the same command again to go on" in done.stderr
+    if full > 5000:  # the statistics themselves fit
+        assert json.loads((tmp_path / "out.stats.json").read_text())["records"] == len(kept)
+    again = ragspec(*args)
+    assert again.returncode == 0, again.stderr
+    assert f"{200 - len(kept)} answered, {len(kept)} finished before" in again.stderr
+    ids = [line["id"] for line in read_jsonl(out)]
+    assert (
+        ids == [f"q{i}" for i in range(200)] if order == "input" else sorted(ids) == sorted(f"q{i}" for i in range(200))
+    )
+
+
 def test_names_are_no_markup(config, questions, tmp_path):
     done = ragspec("generate", "-c", config, "-i", questions, "-o", tmp_path / "out[/b][bold]x.jsonl")
     assert done.returncode == 0, done.stderr
@@ -151,10 +187,10 @@ def slow(out, questions, config, *more):
     return [*RAGSPEC, *map(str, args), "--set", "runner_args.delay_s=0.02", "--set", "runner_args.batch_size=2"]
 
 
-def start_interruptible(command):
+def start_interruptible(command, **more):
     """Start a process that can be interrupted, also where this one was started with SIGINT ignored (by `&`, say)."""
     default = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=default)
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=default, **more)
 
 
 def wait_for_lines(out, wanted, process):

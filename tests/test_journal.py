@@ -3,7 +3,7 @@ import json
 import pytest
 
 from ragspec.errors import ConfigError
-from ragspec.journal import Journal, fingerprint
+from ragspec.journal import Journal, fingerprint, whereabouts
 from ragspec.jsonl import Line
 from tests.conftest import read_jsonl
 
@@ -109,7 +109,7 @@ def test_retry_failed_that_dies_midway_loses_no_answer(path, monkeypatch, call):
     original = getattr(Path, call)
 
     def die(self, *args, **kwargs):
-        if self.name.endswith(".retry"):
+        if self.name.endswith(".draft"):
             raise KeyboardInterrupt
         return original(self, *args, **kwargs)
 
@@ -162,3 +162,18 @@ def test_fingerprint_changes_with_content_and_name():
     other = Line(2, b"{}", None)
     keys = {fingerprint(line, "a"), fingerprint(line, None), fingerprint(other, "a"), fingerprint(other, None)}
     assert len(keys) == 4
+
+
+def test_a_message_says_where_finished_lines_are(path):
+    again = "run the same command again to go on"
+    assert whereabouts("-") == whereabouts("/dev/null") == "what was finished is written"
+    assert whereabouts(str(path)) == f"nothing was finished yet; {again}"
+    with Journal(str(path), IDENTITY) as journal:
+        journal.put(1, answer("b"))
+        waiting = f"{path.parent / 'answers.pending.jsonl'} (those ahead of their turn)"
+        assert whereabouts(str(path)) == f"finished answers are kept in {waiting}; {again}"
+        journal.put(0, answer("a"))
+        journal.put(3, answer("d"))
+        assert whereabouts(str(path)) == f"finished answers are kept in {path} and {waiting}; {again}"
+        journal.put(2, answer("c"))
+        assert whereabouts(str(path)) == f"finished answers are kept in {path}; {again}"

@@ -1,10 +1,14 @@
 import gzip
+import io
+import tracemalloc
 
 import pytest
 import zstandard
 
+from ragspec import jsonl
 from ragspec.errors import ConfigError, RecordError
 from ragspec.jsonl import Lines
+from ragspec.zst import FEED, ZstReader
 
 TEXT = b'{"id": 1}\n\n  \n{"id": 2}\r\n{"id": 3}'
 
@@ -74,3 +78,68 @@ def test_missing_input_and_folder_are_known_on_opening(tmp_path):
         Lines(str(tmp_path / "nowhere.jsonl"))
     with pytest.raises(ConfigError, match="is a folder"):
         Lines(str(tmp_path))
+
+
+PACKED = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+def test_a_line_without_an_end_is_an_error_with_its_number_and_not_a_full_memory(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(jsonl, "LONGEST", 4 << 20)
+    path = tmp_path / f"bomb.jsonl{suffix}"
+    path.write_bytes(PACKED[suffix](b'{"id": 1}\n' + bytes(256 << 20)))
+    seen = []
+    tracemalloc.start()
+    try:
+        with Lines(str(path)) as lines, pytest.raises(ConfigError, match=r":2: the line is longer than 4 MiB"):
+            seen += lines
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert [line.value for line in seen] == [{"id": 1}]
+    assert peak < 64 << 20
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_the_bound_on_a_line_is_exact(tmp_path, monkeypatch, more):
+    monkeypatch.setattr(jsonl, "LONGEST", 3 << 20)
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'"%s"\n{}\n' % (b"x" * ((3 << 20) - 3 + more)))
+    if more:
+        with pytest.raises(ConfigError, match=":1: the line is longer than 3 MiB"):
+            values(path)
+    else:
+        assert [number for number, _ in values(path)] == [1, 2]
+
+
+def test_no_more_of_an_archive_is_decompressed_than_is_read():
+    """What waits between the decompressor and its reader is bounded: else reading is quadratic, and a bomb goes off."""
+    packed = io.BytesIO(zstandard.compress(b'{"id": 1, "query": "always the same"}\n' * 2_000_000, 19))
+    assert len(packed.getvalue()) > 3 * FEED
+    reader = ZstReader(packed)
+    assert reader.read(10) == b'{"id": 1, '
+    assert packed.tell() <= FEED
+
+
+def test_a_frame_that_wants_absurd_memory_is_refused(tmp_path):
+    path = tmp_path / "wide.zst"
+    window = (31 - 10) << 3  # of 2 GiB
+    path.write_bytes(b"\x28\xb5\x2f\xfd\x00" + bytes([window]) + b"\x53\x00\x00a")
+    with pytest.raises(ConfigError, match=r"wide.zst:1: .* needs more than 128 MiB to be decompressed"):
+        values(path)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 5, 9, 13])
+def test_an_archive_cut_in_its_last_frame_is_noticed_wherever_the_cut_is(tmp_path, cut):
+    path = tmp_path / "in.zst"
+    path.write_bytes(zstandard.compress(b'{"id": 1}\n') * 200 + zstandard.compress(b'{"id": 2}\n')[:-cut])
+    with pytest.raises(ConfigError, match=r"in.zst:\d+: the compressed data is damaged"):
+        values(path)
+
+
+@pytest.mark.parametrize("mark", [b"\xef\xbb\xbf", b"\x1e", b""])
+def test_a_mark_is_no_part_of_a_lines_text(tmp_path, mark):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes((mark + b' {"a": 1} \n') * 2)
+    with Lines(str(path)) as lines:
+        assert [(line.text, line.value) for line in lines] == [(b' {"a": 1} ', {"a": 1})] * 2

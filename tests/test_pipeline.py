@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 
@@ -144,7 +145,7 @@ def test_input_must_not_be_the_output(tmp_path):
         run(config.model_copy(update={"output": config.input}))
 
 
-@pytest.mark.parametrize("name", ["in.jsonl", "out.run.json", "out.stats.json"])
+@pytest.mark.parametrize("name", ["in.jsonl", "out.run.json", "out.stats.json", "out.pending.jsonl"])
 def test_no_file_gets_two_uses(tmp_path, name):
     source = tmp_path / name
     write_jsonl(source, questions(2))
@@ -248,3 +249,124 @@ def test_generate_pulls_no_more_than_a_batch_ahead(tmp_path, monkeypatch):
     run(fake(tmp_path, questions(500), runner_args={"batch_size": 5}), report=report)
     assert len(seen) == 500
     assert most <= 5
+
+
+def on_disk(tmp_path):
+    """Return the lines of the output and of those that wait, each once."""
+    waiting = tmp_path / "out.pending.jsonl"
+    lines = output(tmp_path) + (read_jsonl(waiting) if waiting.exists() else [])
+    return {line["fingerprint"]: line for line in lines}.values()
+
+
+def mixed(n):
+    """Return questions of which every seventh cannot be answered."""
+    return [{"id": f"q{i}"} if i % 7 == 3 else question for i, question in enumerate(questions(n))]
+
+
+@pytest.mark.parametrize("stop", [InterruptedError, KeyboardInterrupt])
+@pytest.mark.parametrize("order", ["input", "finish"])
+@pytest.mark.parametrize("after", [1, 2, 5, 13, 29])
+def test_the_totals_of_an_interrupted_run_and_of_the_next_one_add_up(tmp_path, order, after, stop):
+    args = {"reverse": True, "batch_size": 8, "fail_ids": ["q5", "q6"]}
+    config = fake(tmp_path, mixed(30), runner_args=args, order=order)
+
+    def report(summary, _):
+        if summary.records + summary.failed >= after:
+            raise stop
+
+    with pytest.raises(stop):
+        run(config, report=report)
+    stats = json.loads((tmp_path / "out.stats.json").read_text())
+    lines = on_disk(tmp_path)
+    assert (stats["records"], stats["failed"]) == (
+        sum("output" in line for line in lines),
+        sum("error" in line for line in lines),
+    )
+    assert stats["records"] + stats["failed"] == after
+    assert stats["output_tokens"] == sum(line.get("output_tokens", 0) for line in lines)
+    summary = run(config)
+    assert summary.skipped == after
+    assert summary.failed_before == stats["failed"]
+    assert summary.records + summary.failed + after == 30
+    written = [line["id"] for line in output(tmp_path)]
+    assert written == [f"q{i}" for i in range(30)] if order == "input" else len(set(written)) == len(written) == 30
+    assert not (tmp_path / "out.pending.jsonl").exists()
+
+
+def test_the_order_may_change_from_run_to_run(tmp_path):
+    args = {"reverse": True, "batch_size": 8}
+    config = fake(tmp_path, questions(30), runner_args=args)
+
+    def stop(summary, _):
+        if summary.records == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config, report=stop)
+    assert output(tmp_path) == []  # all five wait for the first
+    with pytest.raises(KeyboardInterrupt):
+        run(config.model_copy(update={"order": "finish"}), report=stop)
+    assert [line["id"] for line in output(tmp_path)] == ["q7", "q6", "q5", "q4", "q3", "q2", "q1", "q0", "q15", "q14"]
+    assert not (tmp_path / "out.pending.jsonl").exists()
+    run(config)
+    assert sorted(line["id"] for line in output(tmp_path)) == sorted(f"q{i}" for i in range(30))
+
+
+def test_retrying_drops_the_error_lines_that_wait_too(tmp_path):
+    config = fake(tmp_path, questions(16), runner_args={"reverse": True, "fail_ids": ["q6", "q12"]})
+
+    def stop(summary, _):
+        if summary.records + summary.failed == 12:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config, report=stop)
+    assert sum("error" in line for line in on_disk(tmp_path)) == 2
+    summary = run(config, retry_failed=True)
+    assert (summary.records, summary.failed, summary.skipped, summary.failed_before) == (4, 2, 10, 0)
+    assert sorted(line["id"] for line in output(tmp_path)) == sorted(f"q{i}" for i in range(16))
+
+
+def test_a_limited_run_keeps_the_order_of_what_an_earlier_one_left(tmp_path):
+    config = fake(tmp_path, questions(16), runner_args={"reverse": True, "batch_size": 16})
+
+    def stop(summary, _):
+        if summary.records == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config, report=stop)
+    assert run(config, limit=4).records == 4
+    assert len(on_disk(tmp_path)) == 10
+    assert run(config).records == 6
+    assert [line["id"] for line in output(tmp_path)] == [f"q{i}" for i in range(16)]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, ConfigError])
+def test_a_pipe_gets_what_is_finished_in_the_order_of_the_input_when_a_run_breaks_off(tmp_path, stop):
+    reading, writing = os.pipe()
+    config = fake(tmp_path, questions(16), runner_args={"reverse": True})
+
+    def report(summary, _):
+        if summary.records == 12:
+            raise stop
+
+    with pytest.raises(stop):
+        run(config.model_copy(update={"output": f"/dev/fd/{writing}"}), report=report)
+    os.close(writing)
+    with open(reading) as pipe:
+        assert [json.loads(line)["id"] for line in pipe] == [f"q{i}" for i in (*range(8), 12, 13, 14, 15)]
+
+
+def test_a_pipe_whose_reader_has_gone_leaves_an_interruption_one(tmp_path):
+    reading, writing = os.pipe()
+    config = fake(tmp_path, questions(16), runner_args={"reverse": True})
+
+    def stop(summary, _):
+        if summary.records == 3:
+            os.close(reading)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config.model_copy(update={"output": f"/dev/fd/{writing}"}), report=stop)
+    os.close(writing)

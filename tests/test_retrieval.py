@@ -12,8 +12,10 @@ from ragspec.config import build_config
 from ragspec.errors import ConfigError
 from ragspec.jsonl import Line
 from ragspec.pipeline import run
+from ragspec.retrieval import chunks, corpus
 from ragspec.retrieval.build import build
 from ragspec.retrieval.evaluate import evaluate
+from ragspec.retrieval.filter import stream
 from ragspec.retrieval.search import Retriever
 from ragspec.retrieval.stage import AHEAD, BATCH, Stage
 from ragspec.sections import RetrievalConfig
@@ -87,6 +89,37 @@ def test_other_settings_build_anew_and_long_documents_become_numbered_passages(t
     assert {hit.document for hit in hits} == {"book"}
     assert sorted(ids(hits))[0] == "book#1"
     assert len(set(ids(hits))) == len(hits) > 5
+
+
+NUMBERED = [
+    {"id": "book", "text": " ".join(f"Chapter {i} tells of wind {i}." for i in range(30))},
+    {"id": "book#1", "text": "A letter about the wind."},
+    {"id": "book#1#1", "text": "A second letter about the wind. " * 20},
+    {"id": "owl", "text": "Owls do not mind the wind."},
+    {"id": "part#0", "text": "Nor does the wind mind them."},
+]
+
+
+def test_no_two_documents_share_a_passage_id(tmp_path):
+    built(tmp_path, NUMBERED, chunk_size=32, chunk_overlap=8)
+    hits = Retriever(config(tmp_path, top_k=50)).search(["wind"])[0]
+    assert len(set(ids(hits))) == len(hits)
+    assert {hit.document for hit in hits} == {doc["id"] for doc in NUMBERED}
+    assert {"book#1", "book#1#1", "book#1#1#1", "owl", "part#0"} <= set(ids(hits))
+
+
+def test_an_index_of_before_passage_ids_were_unambiguous_comes_right_with_its_next_build(tmp_path, monkeypatch):
+    with monkeypatch.context() as before:
+        before.setattr(chunks, "looks_numbered", lambda _: False)
+        before.setattr(corpus, "looks_numbered", lambda _: False)
+        built(tmp_path, NUMBERED, chunk_size=32, chunk_overlap=8)
+    old = ids(Retriever(config(tmp_path, top_k=50)).search(["wind"])[0])
+    assert len(set(old)) < len(old)
+    summary = built(tmp_path, NUMBERED, chunk_size=32, chunk_overlap=8)
+    assert (summary.changed, summary.unchanged, summary.added, summary.removed) == (2, 3, 0, 0)
+    new = ids(Retriever(config(tmp_path, top_k=50)).search(["wind"])[0])
+    assert len(set(new)) == len(new) == len(old)
+    assert built(tmp_path, NUMBERED, chunk_size=32, chunk_overlap=8).unchanged == 5
 
 
 def test_bad_documents_are_named_and_left_out(tmp_path):
@@ -543,6 +576,20 @@ def test_the_filter_keeps_what_json_libraries_lose(tmp_path):
     write_jsonl(tmp_path / "gold.jsonl", [{"query": "owls", "gold_doc_ids": ["owl"]}])
     scored = command("retrieve", "--index", tmp_path / "idx", "--evaluate", tmp_path / "gold.jsonl")
     assert json.loads(scored.stdout)["recall@5"] == 1.0
+
+
+@pytest.mark.parametrize("mark", [b"\xef\xbb\xbf", b"\x1e"])
+def test_the_filter_takes_what_generate_takes(tmp_path, mark):
+    """A mark before a line is no part of it: it is skipped on reading, and not written in the middle of the output."""
+    built(tmp_path)
+    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    for line, wanted in (
+        (b'{"query": "owls"}', b'{"query": "owls","contexts":[{"id":"owl"'),
+        (b'{"query": "owls", "contexts": []}', b'{"query": "owls", "contexts": []}\n'),
+    ):
+        path.write_bytes(mark + line + b"\n" + mark + line)
+        stream(config(tmp_path, top_k=1), str(path), str(out))
+        assert [written.startswith(wanted) for written in out.read_bytes().splitlines(keepends=True)] == [True, True]
 
 
 def test_a_closed_pipe_and_an_interruption_end_quietly(tmp_path):

@@ -18,9 +18,9 @@ from ragspec.benchmark.plan import Candidate, baseline_of
 from ragspec.benchmark.process import Worker, answers_of, open_worker
 from ragspec.benchmark.ratios import interval
 from ragspec.errors import ConfigError
-from ragspec.journal import write_json
 from ragspec.jsonl import Lines
 from ragspec.machine import machine
+from ragspec.runstate import write_json
 
 METRICS = ("tokens_per_s", "decode_tokens_per_s")
 Entries = dict[str, dict[str, Any]]

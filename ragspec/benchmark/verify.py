@@ -14,7 +14,7 @@ from ragspec.benchmark.plan import BASELINE, Candidate, make_plan
 from ragspec.benchmark.process import open_worker
 from ragspec.config import RunConfig
 from ragspec.errors import ConfigError
-from ragspec.journal import write_json
+from ragspec.runstate import write_json
 
 
 def run_verify(config: RunConfig, folder: Path, *, limit: int | None, console: Console) -> Audit:

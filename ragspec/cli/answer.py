@@ -29,6 +29,7 @@ def generate(
     """Answer every record of the input. Run the same command again to go on after an interruption."""
     from ragspec.config import load_config
     from ragspec.console import print_summary, progress, stderr
+    from ragspec.journal import whereabouts
     from ragspec.pipeline import run
 
     set_debug(debug)
@@ -47,8 +48,7 @@ def generate(
                 report=report,
             )
     except KeyboardInterrupt:
-        where = "" if run_config.output == "-" else "; run the same command again to go on"
-        console.print(f"interrupted: finished answers are kept{where}", markup=False)
+        console.print(f"interrupted: {whereabouts(run_config.output)}", markup=False)
         raise typer.Exit(INTERRUPTED) from None
     print_summary(console, summary, run_config.output)
     if summary.failed or summary.failed_before:

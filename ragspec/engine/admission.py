@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
@@ -17,6 +17,7 @@ from ragspec.engine.prefix import grouped, shared
 from ragspec.engine.room import Room
 from ragspec.engine.row import Row
 from ragspec.engine.sampling import Noise
+from ragspec.feed import Feed
 from ragspec.records import Failure, Request
 
 WAIT = 16  # tokens that are just being computed, for which a request waits a step
@@ -30,7 +31,7 @@ class Waiting:
 
     __slots__ = ("group", "request", "row", "tokens")
 
-    def __init__(self, request: Request, group: int, row: Row | None = None) -> None:
+    def __init__(self, request: Request, group: int = -1, row: Row | None = None) -> None:
         self.request = request
         self.group = group  # shared by requests of one prefix
         self.row = row
@@ -105,7 +106,7 @@ class Admission:
         step: int = 1,
         agree: Agree | None = None,
     ) -> None:
-        self._source = iter(requests)
+        self._source = Feed(requests)
         self._lookahead = lookahead
         self._start = start or new_row
         self._room = room or Room()
@@ -184,17 +185,29 @@ class Admission:
         return len(waiting.tokens) + self._step
 
     def _look_ahead(self) -> list[Failure]:
-        """Fill an empty line; return the requests that cannot be answered."""
-        if self._line:
-            return []
-        fresh = list(islice(self._source, self._lookahead))
-        for indices in grouped([array("i", request.token_ids) for request in fresh]):
+        """Take in the requests that are there, if none wait, and for one only where no row is under way.
+
+        Returns those that cannot be answered.
+        """
+        refused: list[Failure] = []
+        while not self._line:
+            fresh = self._source.take(max(self._lookahead, len(self._free)), wait=not self.rows())
+            if not fresh:
+                break
+            for start in range(0, len(fresh), self._lookahead):
+                ahead = [Waiting(request) for request in fresh[start : start + self._lookahead]]
+                refusals = [(waiting, self._refusal(waiting)) for waiting in ahead]
+                refused += [Failure(waiting.request.index, why) for waiting, why in refusals if why]
+                self._line.extend(self._grouped([waiting for waiting, why in refusals if not why]))
+        return refused
+
+    def _grouped(self, ahead: Sequence[Waiting]) -> Iterator[Waiting]:
+        """Yield those that share a prefix one after the other."""
+        for indices in grouped([waiting.tokens for waiting in ahead]):
             group = next(self._groups)
-            self._line.extend(Waiting(fresh[i], group) for i in indices)
-        refused = [(waiting, why) for waiting in self._line if (why := self._refusal(waiting))]
-        for waiting, _ in refused:
-            self._line.remove(waiting)
-        return [Failure(waiting.request.index, why) for waiting, why in refused]
+            for index in indices:
+                ahead[index].group = group
+                yield ahead[index]
 
     def _refusal(self, waiting: Waiting) -> str:
         """Return why a request cannot be answered, "" where it can."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from ragspec.engine.room import Room
 from ragspec.engine.selfcheck import differs, tolerance
 from ragspec.engine.trial import Trial
 from ragspec.errors import flat
+from ragspec.feed import Feed
 from ragspec.hf.generation import GenerationRules, Processors
 from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer
 
@@ -108,10 +108,11 @@ class EngineBackend:
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield outcomes as they finish."""
-        source = iter(requests)
-        head = list(islice(source, SAMPLE if self._rows is None else 1))
+        source = Feed(requests)
+        head = source.take(SAMPLE if self._rows is None else 1, wait=True)
         if not head:
             return
+        source.put_back(head)
         self._start_anew()
         room = Room(self._bytes_per_token, budget_of(self._model.device))
         rows = self._rows
@@ -122,7 +123,7 @@ class EngineBackend:
         engine = self._engine(rows, room)
         before = self.clock.steps, self.clock.drafted_steps
         try:
-            yield from engine.run(chain(head, source))
+            yield from engine.run(source)
         finally:
             self._finish(*before)
 

@@ -12,13 +12,14 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import groupby, islice
+from itertools import takewhile
 from typing import Any
 
 import torch
 from transformers import StoppingCriteriaList
 
 from ragspec.errors import ModelError, flat
+from ragspec.feed import Feed
 from ragspec.hf.acceptance import AcceptanceMeter, in_id_order
 from ragspec.hf.draft import Draft, width_of
 from ragspec.hf.generation import GenerationRules
@@ -119,11 +120,14 @@ class StockBackend:
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield outcomes in the order of the requests; records of other sampling settings begin a new batch."""
-        for sampling, same in groupby(requests, key=lambda request: request.sampling):
+        source = Feed(requests)
+        while batch := source.take(self.batch_size, wait=True):
+            sampling = batch[0].sampling
             # padding would change what depends on the tokens before, or on the length of the text
             rows = 1 if self._rotary or self._rules.depends_on_text(sampling) else self.batch_size
-            while batch := list(islice(same, rows)):
-                yield from self._answer(batch)
+            alike = list(takewhile(lambda request: request.sampling == sampling, batch))[:rows]  # noqa: B023
+            source.put_back(batch[len(alike) :])
+            yield from self._answer(alike)
         if self._meter and self._spec.draft and self._meter.outgrown:
             self.notes.append(
                 f"{self._meter.outgrown} records were longer than the {self._spec.draft.context_length} tokens that "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ragspec.errors import ConfigError, flat
 from ragspec.keyset import KeySet
-from ragspec.retrieval.chunks import WORDS, Chunker, model_tokens, plain, word_tokens
+from ragspec.retrieval.chunks import WORDS, Chunker, model_tokens, passage_ids, plain, word_tokens
 from ragspec.retrieval.corpus import Document, Skipped, documents
 from ragspec.retrieval.embedding import Embedder
 from ragspec.retrieval.readers import Unreadable
@@ -138,7 +138,7 @@ def _chunks(
     else:
         summary.changed += 1
         stale.append(before)
-    names = [item.id] if len(texts) == 1 else [f"{item.id}#{number}" for number in range(1, len(texts) + 1)]
+    names = passage_ids(item.id, len(texts))
     return [Chunk(name, item.id, item.digest, text.title, chunk) for name, chunk in zip(names, texts, strict=True)]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -10,6 +12,21 @@ from ragspec.models import resolve
 from ragspec.retrieval.readers import Text
 
 WORDS = "words"
+
+
+def passage_ids(document: str, count: int) -> Sequence[str]:
+    """Return the ids of a document's passages: its own id where there is one, `id#1`, `id#2`, ... where there are more.
+
+    One whose own id is of that form gets a number in any case, so no two documents have a passage id in common.
+    """
+    if count == 1 and not looks_numbered(document):
+        return [document]
+    return [f"{document}#{number}" for number in range(1, count + 1)]
+
+
+def looks_numbered(document: str) -> bool:
+    """Return whether a document's id could be that of another one's passage."""
+    return re.search(r"#[1-9][0-9]*\Z", document) is not None
 
 
 class Chunker:

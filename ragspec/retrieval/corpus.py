@@ -16,6 +16,7 @@ from typing import Any
 from ragspec.errors import ConfigError, RecordError
 from ragspec.jsonl import Line, Lines
 from ragspec.parsing import record_id
+from ragspec.retrieval.chunks import looks_numbered
 from ragspec.retrieval.readers import READERS, Text, read_text
 
 JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -130,4 +131,8 @@ def _of_line(line: Line, file: Path, name: str) -> Document:
 
 
 def _digest(doc: str, form: str, content: bytes) -> str:
-    return blake2b(f"{doc}\0{form}\0".encode() + content, digest_size=12).hexdigest()
+    """Return what changes with a document, and with the ids of its passages."""
+    numbered = (
+        "#\0" if looks_numbered(doc) else ""
+    )  # they were not always: an index of then has others, to be done again
+    return blake2b(f"{doc}\0{form}\0{numbered}".encode() + content, digest_size=12).hexdigest()

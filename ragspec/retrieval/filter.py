@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import orjson
 
 from ragspec.errors import RecordError
+from ragspec.feed import Feed
 from ragspec.journal import Journal
 from ragspec.jsonl import Line, Lines
 from ragspec.retrieval.evaluate import evaluate
@@ -31,8 +33,8 @@ def stream(config: RetrievalConfig, source: str, output: str, limit: int | None 
     passed = Passed()
     with Lines(source) as lines:
         stage = Stage(Retriever(config))
-        with Journal(output, resume=False) as journal:
-            for index, line in enumerate(stage.fill(islice(lines, limit))):
+        with Journal(output, resume=False) as journal, closing(stage.fill(Feed(lines, limit))) as filled:
+            for index, line in enumerate(filled):
                 if isinstance(line.value, RecordError):
                     passed.failed += 1
                     error = {"type": "RecordError", "message": str(line.value)}
@@ -42,13 +44,13 @@ def stream(config: RetrievalConfig, source: str, output: str, limit: int | None 
                     journal.put(index, written)
                 else:
                     passed.untouched += 1
-                    journal.put(index, line.raw)
+                    journal.put(index, line.text)
     return passed
 
 
 def _with_contexts(line: Line) -> bytes | None:
     """Return a line with the contexts that were found, all else byte for byte; None where none were looked for."""
-    raw = line.raw.strip()
+    raw = line.text.strip()
     before: Any = orjson.loads(raw)
     if not lacks_contexts(before):
         return None

@@ -1,19 +1,19 @@
 """Lines without contexts -> the same lines with them, searched in batches on a thread of its own, ahead of the model.
 
 A line keeps its raw bytes, so a resumed run knows it again. Lines with contexts, and those without a query, pass as
-they are. Lines are read on the reader's own thread, so an interruption finds nobody else in the input.
+they are. A batch is what is there, so that a line which nobody follows is not kept waiting.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
-from ragspec.errors import ConfigError
+from ragspec.feed import Feed
 from ragspec.jsonl import Line
 from ragspec.records import Passage
 from ragspec.retrieval.search import Hit, Retriever
@@ -30,6 +30,11 @@ class Batch:
     places: list[int]
     found: Future[list[list[Hit]]] | None
 
+    @property
+    def done(self) -> bool:
+        """Whether nobody need wait for it."""
+        return self.found is None or self.found.done()
+
 
 class Stage:
     """Fills contexts in, and counts what it cost.
@@ -45,32 +50,12 @@ class Stage:
         self._retriever = retriever
         self._wanted = wanted  # whether a line matters: one that was answered before does not
 
-    def fill(self, lines: Iterable[Line]) -> Iterator[Line]:
-        """Yield `lines` in order, those that lack contexts with what was found for them.
+    def fill(self, lines: Iterable[Line]) -> Filled:
+        """Return `lines` in order, those that lack contexts with what was found for them; `close` it after use.
 
-        Where the input breaks off, what came before the break is yielded first, then its ConfigError raised.
+        Where the input breaks off, what came before the break is returned first, then its ConfigError raised.
         """
-        waiting: deque[Batch] = deque()
-        source, broken = iter(lines), None
-        ended, first = False, True
-        pool = ThreadPoolExecutor(1, "retrieval")
-        try:
-            while waiting or not ended:
-                while not ended and len(waiting) < AHEAD:
-                    batch: list[Line] = []
-                    try:
-                        while len(batch) < BATCH and (line := next(source, None)) is not None:
-                            batch.append(line)
-                    except ConfigError as error:
-                        broken = error
-                    ended = len(batch) < BATCH
-                    waiting.append(self._submit(batch, pool))
-                yield from self._finish(waiting.popleft(), first)
-                first = False
-        finally:
-            pool.shutdown(cancel_futures=True)
-        if broken:
-            raise broken
+        return Filled(self, Feed(lines))
 
     def to_json(self) -> dict[str, Any]:
         """Return what the statistics say of the searches."""
@@ -83,7 +68,8 @@ class Stage:
             "waited_s": round(self.waited_s, 4),
         }
 
-    def _submit(self, lines: list[Line], pool: ThreadPoolExecutor) -> Batch:
+    def begin(self, lines: list[Line], pool: ThreadPoolExecutor) -> Batch:
+        """Return `lines` with the search for them under way."""
         places = [place for place, line in enumerate(lines) if lacks_contexts(line.value) and self._wanted(line)]
         queries = [lines[place].value["query"] for place in places]
         return Batch(lines, places, pool.submit(self._search, queries) if queries else None)
@@ -95,7 +81,8 @@ class Stage:
         self.queries += len(queries)
         return found
 
-    def _finish(self, batch: Batch, first: bool) -> list[Line]:
+    def end(self, batch: Batch, first: bool) -> list[Line]:
+        """Return the lines of a batch with what was found; wait for it, if need be."""
         if batch.found is None:
             return batch.lines
         started = time.perf_counter()
@@ -107,6 +94,64 @@ class Stage:
             contexts = [_context(hit.passage) for hit in hits]
             batch.lines[place] = replace(line, value={**line.value, "contexts": contexts})
         return batch.lines
+
+
+class Filled:
+    """The lines with their contexts (a Pollable, see feed.py): batches of what is there are searched ahead."""
+
+    def __init__(self, stage: Stage, lines: Feed[Line]) -> None:
+        self._stage = stage
+        self._lines = lines
+        self._ready: deque[Line] = deque()
+        self._searched: deque[Batch] = deque()
+        self._first = True
+        self._pool = ThreadPoolExecutor(1, "retrieval")
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Line:
+        if not self._ready:
+            self._look_ahead(wait=True)
+            self._finish()
+        return self._ready.popleft()
+
+    def poll(self) -> Line | None:
+        """Return the next line, or None where none is there, or none but those that are just being searched."""
+        if not self._ready:
+            pressed = self._look_ahead(wait=False)
+            if not pressed and not self._lines.over and not (self._searched and self._searched[0].done):
+                return None
+            self._finish()
+        return self._ready.popleft()
+
+    def close(self) -> None:
+        """End the searches under way."""
+        self._pool.shutdown(cancel_futures=True)
+        self._lines.close()
+
+    def _look_ahead(self, *, wait: bool) -> bool:
+        """Let what is there be searched, as far as there is room; return whether there is more.
+
+        wait: for one line, where none is under way.
+        """
+        while not self._lines.over:
+            if len(self._searched) == AHEAD:
+                return True
+            lines = self._lines.take(BATCH, wait=wait and not self._searched)
+            if lines:
+                self._searched.append(self._stage.begin(lines, self._pool))
+            if len(lines) < BATCH:
+                return False
+        return False
+
+    def _finish(self) -> None:
+        """Make the lines of the first batch ready. Where there is none, raise what ended the lines."""
+        if self._searched:
+            self._ready.extend(self._stage.end(self._searched.popleft(), self._first))
+            self._first = False
+        else:
+            self._ready.append(next(self._lines))
 
 
 def lacks_contexts(value: Any) -> bool:

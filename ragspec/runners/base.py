@@ -38,7 +38,11 @@ class Runner(Protocol):
         """Run once what the first record would otherwise pay for."""
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
-        """Yield one outcome per request, in any order, pulling requests only as they are needed."""
+        """Yield one outcome per request, in any order, pulling requests only as they are needed.
+
+        A runner that pulls ahead takes what is there (`Feed(requests).take`), and waits for more only when it has
+        nothing to answer: whoever writes the input may be waiting for the answer.
+        """
 
     def outlook(self) -> str:
         """Return which engine will answer and how, as far as can be told before weights load; needs check()."""

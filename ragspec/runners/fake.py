@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
 from ragspec.config import RunConfig
+from ragspec.feed import Feed
 from ragspec.records import Failure, Generation, Request
 from ragspec.runners.base import RunnerArgs
 from ragspec.stats import SpecStats
@@ -88,8 +88,8 @@ class Runner:
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield batch after batch, each in the order it came (or, on request, the other way round)."""
-        source = iter(requests)
-        while batch := list(islice(source, self._batch_size)):
+        source = Feed(requests)
+        while batch := source.take(self._batch_size, wait=True):
             if self._args.delay_s:
                 time.sleep(self._args.delay_s)
             for request in reversed(batch) if self._args.reverse else batch:

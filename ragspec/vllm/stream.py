@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import logging
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from time import perf_counter
 from typing import Any
 
 from ragspec.engine.prefix import grouped, largest_first
 from ragspec.errors import ModelError
+from ragspec.feed import Feed
 from ragspec.hf.stopping import trim
 from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer
 from ragspec.vllm.environment import one_line
@@ -64,28 +65,20 @@ class Stream:
         self._engine.reset_prefix_cache()  # of an earlier pass: a run starts as a fresh one does
         if self._proposer is not None:
             self._proposer.reset()
-        source = self._by_prefix(requests)
-        more = True
+        source, line = Feed(requests), deque[Request]()
         while True:
-            while more and len(self._flying) < AHEAD * self._rows:
-                request = next(source, None)
-                if request is None:
-                    more = False
-                elif (refused := self._submit(request)) is not None:
+            while len(self._flying) < AHEAD * self._rows:
+                if not line:
+                    line.extend(_by_prefix(source.take(self._lookahead, wait=not self._flying)))
+                if not line:
+                    break
+                if (refused := self._submit(line.popleft())) is not None:
                     yield refused
             if not self._flying:
                 return
             for output in self._step():
                 if output.finished:
                     yield self._outcome(self._flying.pop(output.request_id), output)
-
-    def _by_prefix(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """Yield requests so that what they share is in the prefix cache: together, and what most share first."""
-        source = iter(requests)
-        while ahead := list(islice(source, self._lookahead)):
-            prompts = [array("i", request.token_ids) for request in ahead]
-            for group in largest_first(grouped(prompts), prompts):
-                yield from (ahead[index] for index in group)
 
     def _submit(self, request: Request) -> Failure | None:
         if lost := self._lost(request.sampling):
@@ -130,3 +123,9 @@ class Stream:
             guessed=bytes(known.guessed[: len(token_ids)]) if known else b"",
             copied=known.copies.worth_citing(token_ids) if known else (),
         )
+
+
+def _by_prefix(requests: list[Request]) -> list[Request]:
+    """Return requests so that what they share is in the prefix cache: together, and what most share first."""
+    prompts = [array("i", request.token_ids) for request in requests]
+    return [requests[index] for group in largest_first(grouped(prompts), prompts) for index in group]

@@ -1,0 +1,145 @@
+"""Mutated input lines: each of them is answered, or becomes one error line, and no other line is worse off."""
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+from tests.campaign.forked import ragspec
+
+FILE = 500  # lines of one
+RECORDS = [
+    {"id": "q1", "query": "Why?", "contexts": ["a passage", {"id": "d7", "title": "T", "text": "x", "score": 0.9}]},
+    {"id": "q2", "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]},
+    {"id": "q3", "messages": [{"role": "user", "content": [{"type": "text", "text": "Why?"}]}]},
+    {"id": "q4", "prompt": "Why?", "metadata": {"source": "s"}, "tag": [1, 2.5, None, True]},
+    {"custom_id": "q5", "body": {"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 20, "top_p": 0.5}},
+    {"custom_id": "q6", "body": {"prompt": "Why?", "temperature": 0.3, "stop": ["."], "seed": 4, "n": 1}},
+    {"id": "q7", "error": {"type": "RecordError", "message": "of an earlier command"}},
+]
+VALUES = [
+    *(None, True, False, 0, -1, 7, 2**53, 2**63, 2**64, -(2**63) - 1, 10**400, 0.5, -0.0, 1e308, 5e-324),
+    *("", " ", "x", "\0", "\ud800", "\u2028\u0085", "é" * 3000, [], {}, [[]], [{}], {"": ""}, {"id": {"id": 1}}),
+]
+BYTES = [
+    b"\0",
+    b"\xff",
+    b"\xc3",
+    b"\xed\xa0\x80",
+    b"\xef\xbb\xbf",
+    b"\x1e",
+    b"\r",
+    b"\n",
+    b"\x0b",
+    b"\x0c",
+    b"\x85",
+    b'"',
+    b"\\",
+]
+
+
+def campaign(count: int, seed: int, folder: Path) -> dict[str, int]:
+    """Send `count` lines through the fake runner; return what became of them."""
+    totals: Counter[str] = Counter()
+    for number, start in enumerate(range(0, count, FILE)):
+        chance = random.Random(f"{seed} lines {number}")
+        lines = [mutated(chance, place) for place in range(min(FILE, count - start))]
+        totals += _check(folder / f"lines-{number}", b"\n".join(lines) + chance.choice([b"", b"\n"]))
+    return dict(totals)
+
+
+def mutated(chance: random.Random, place: int) -> bytes:
+    """Return a line: a good one now and then, else one that was damaged once or several times."""
+    record = json.loads(json.dumps(chance.choice(RECORDS)))
+    for key in ("id", "custom_id"):
+        if key in record and chance.random() < 0.9:  # the others have an id that others have too
+            record[key] = f"{record[key]}-{place}"
+    for _ in range(chance.choice([0, 0, 1, 1, 3])):
+        _change_value(chance, record)
+    raw = json.dumps(record, ensure_ascii=chance.random() < 0.5, allow_nan=True).encode(errors="surrogatepass")
+    for _ in range(chance.choice([0, 0, 0, 1, 1, 3])):
+        raw = chance.choice(DAMAGES)(chance, raw)
+    return raw
+
+
+def _change_value(chance, record):
+    place = record
+    while True:
+        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+        if not keys:
+            return
+        key = chance.choice(keys)
+        inner = place[key]
+        if isinstance(inner, dict | list) and inner and chance.random() < 0.6:
+            place = inner
+            continue
+        change = chance.randrange(4)
+        if change == 0:
+            del place[key]
+        elif change == 1:
+            place[key] = [inner]
+        elif change == 2 and isinstance(place, dict):
+            place[chance.choice(["id", "query", "body", "contexts", "prompt", "metadata", "max_tokens", "zz"])] = inner
+        else:
+            place[key] = chance.choice(VALUES)
+        return
+
+
+def _flip(chance, raw):
+    at = chance.randrange(len(raw) or 1)
+    return raw[:at] + bytes([raw[at] ^ 1 << chance.randrange(8)]) + raw[at + 1 :] if raw else raw
+
+
+def _cut(chance, raw):
+    return raw[: chance.randrange(len(raw) + 1)]
+
+
+def _insert(chance, raw):
+    at = chance.randrange(len(raw) + 1)
+    return raw[:at] + chance.choice(BYTES) + raw[at:]
+
+
+def _nest(chance, raw):
+    depth = chance.choice([5, 200, 300, 1100, 20_000])
+    opened, closed = chance.choice([(b"[", b"]"), (b'{"a":', b"}")])
+    inner = opened * depth + (b"1" if closed == b"}" else b"") + closed * depth
+    return raw.replace(b":", b': %s, "b": ' % inner, 1)
+
+
+def _number(chance, raw):
+    return raw.replace(b":", b': %s, "b": ' % chance.choice([b"1e999", b"-1e999", b"9" * 5000, b"NaN", b"Infinity"]), 1)
+
+
+def _repeat(chance, raw):
+    return raw + raw if chance.random() < 0.5 else raw.replace(b"{", b'{"id": "other", ', 1)
+
+
+DAMAGES = [_flip, _flip, _cut, _insert, _nest, _number, _repeat]
+
+
+def _check(folder: Path, content: bytes) -> Counter:
+    folder.mkdir()
+    (folder / "in.jsonl").write_bytes(content)
+    (folder / "c.yaml").write_text("runner: fake\nrunner_args: {context_length: 4000, reverse: true}\n")
+    numbers = [number for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+    command = ["generate", "-c", "c.yaml", "-i", "in.jsonl", "-o", "out.jsonl"]
+    done = ragspec(folder, *command)
+    where = f"{folder}: {done.stderr}"
+    assert done.code in (0, 1), where
+    assert "Traceback" not in done.stderr, where
+    written = read_jsonl_bytes(folder / "out.jsonl")
+    assert len(written) == len(numbers), f"{len(written)} output lines for {len(numbers)} lines; {where}"
+    for line, number in zip(written, numbers, strict=True):
+        assert ("output" in line) != ("error" in line), f"{line}; {where}"
+        assert line.get("line", number) == number, f"{line} stands for line {number}; {where}"
+    before = (folder / "out.jsonl").read_bytes()
+    again = ragspec(folder, *command)
+    assert again.code == done.code, f"{folder}: {again.stderr}"
+    assert (folder / "out.jsonl").read_bytes() == before, f"{folder}: a second run changed the output"
+    failed = sum("error" in line for line in written)
+    return Counter(lines=len(numbers), answered=len(numbers) - failed, error_lines=failed, files=1)
+
+
+def read_jsonl_bytes(path):
+    """Return a file's values; lines end with a line feed and nothing else."""
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
