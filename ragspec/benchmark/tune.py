@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from ragspec.benchmark.plan import BASELINE, Candidate, make_plan
+from ragspec.baseline import PLAIN
+from ragspec.benchmark.plan import Candidate, make_plan
 from ragspec.benchmark.process import Worker, open_worker
 from ragspec.config import RunConfig
 from ragspec.errors import ConfigError
@@ -65,7 +66,7 @@ def tune(config: RunConfig, folder: Path, *, budget_s: float, limit: int, consol
             alive = [
                 worker
                 for worker in alive
-                if worker.candidate.config.speculation.method == BASELINE
+                if worker.candidate.config.speculation.method == PLAIN
                 or (speeds[worker.candidate.name][-1] or 0.0) >= BEHIND * best
             ]
             if len(alive) < 2 or time.monotonic() + (time.monotonic() - started) > deadline:
@@ -75,7 +76,7 @@ def tune(config: RunConfig, folder: Path, *, budget_s: float, limit: int, consol
 
 def candidates(config: RunConfig) -> list[Candidate]:
     """Return plain decoding, what the config says, and every method of the runner that needs no more than it has."""
-    methods = [BASELINE, config.speculation.method, *DRAFTERS.get(config.runner, ())]
+    methods = [PLAIN, config.speculation.method, *DRAFTERS.get(config.runner, ())]
     if importlib.util.find_spec("arctic_inference") is None:
         methods = [method for method in methods if method != "suffix" or method == config.speculation.method]
     plan = []

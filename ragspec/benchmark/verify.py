@@ -9,8 +9,9 @@ from typing import Any
 import orjson
 from rich.console import Console
 
+from ragspec.baseline import PLAIN
 from ragspec.benchmark.lossless import Audit, Parting, Verdict, judge, partings
-from ragspec.benchmark.plan import BASELINE, Candidate, make_plan
+from ragspec.benchmark.plan import Candidate, make_plan
 from ragspec.benchmark.process import open_worker
 from ragspec.config import RunConfig
 from ragspec.errors import ConfigError
@@ -19,7 +20,7 @@ from ragspec.journal import write_json
 
 def run_verify(config: RunConfig, folder: Path, *, limit: int | None, console: Console) -> Audit:
     """Audit `config` on its own input; write `folder`/verify.json, and a reproducer per bug. Raises ConfigError."""
-    if config.speculation.method == BASELINE:
+    if config.speculation.method == PLAIN:
         raise ConfigError("speculation.method: none has nothing to verify; set the method that you use")
     check_comparable(config)
     plan = make_plan(config)

@@ -66,7 +66,8 @@ def serve(source: IO[bytes], sink: IO[bytes]) -> None:
                         config, lines, runner, prompts, journal, task["limit"], keep_details=True, retriever=retriever
                     )
                     batch.stream()
-                say({"result": batch.summary.to_json()})
+                # only now is it known: a runner may choose it by the records
+                say({"result": batch.summary.to_json() | {"batch_size": runner.about().get("batch_size")}})
     except RagspecError as error:
         say({"error": str(error), "exit_code": error.exit_code})
 
