@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
@@ -51,6 +51,12 @@ def examine_machine() -> Iterator[Finding]:
 
 def examine_config(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
     """Yield what `config` would do: translated keys, model and memory, draft, engine; and the error that stops it."""
+    veil = config.veil()
+    for finding in _examine(config, notes):
+        yield replace(finding, text=veil(finding.text))
+
+
+def _examine(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
     for note in notes:
         yield Finding("note", note)
     try:

@@ -20,6 +20,7 @@ import orjson
 from ragspec.errors import ConfigError
 from ragspec.jsonl import Line
 from ragspec.keyset import KeySet
+from ragspec.private import write_private
 
 
 def fingerprint(line: Line, record_id: str | None) -> str:
@@ -35,11 +36,8 @@ def sibling(output: str, suffix: str) -> Path:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` to `path` whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_bytes(orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n")
-    draft.replace(path)
+    """Write `value` to `path` whole or not at all, readable by its owner only."""
+    write_private(path, orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n")
 
 
 def check_writable(path: Path, key: str) -> None:

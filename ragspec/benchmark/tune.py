@@ -23,6 +23,8 @@ from ragspec.benchmark.process import Worker, open_worker
 from ragspec.config import RunConfig
 from ragspec.errors import ConfigError
 from ragspec.machine import machine
+from ragspec.private import write_private
+from ragspec.secret import by_name
 
 BEHIND = 0.85  # of the fastest of a round: not timed again
 MARGIN = 1.03  # that speculation has to win by
@@ -112,8 +114,12 @@ def write_config(tuned: Tuned, path: Path, sample: str) -> None:
         f"on {about['processor']}, {about['cores']} cores{''.join(', ' + gpu for gpu in about['gpus'])}:",
         *(f"  {line}" for line in tuned.evidence),
     ]
-    values: dict[str, Any] = tuned.winner.config.model_dump(mode="json", exclude_defaults=True)
+    named: dict[str, str] = {}
+    values: dict[str, Any] = by_name(tuned.winner.config.model_dump(exclude_defaults=True), "", named)
     values.setdefault("speculation", {"method": tuned.winner.config.speculation.method})
+    if named:
+        comments.append("Secrets are not written. Before it runs, set in the environment:")
+        comments += [f"  {name}: what stood under {key}" for name, key in named.items()]
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"# {line}\n" for line in comments) + text, encoding="utf-8")
+    write_private(path, ("".join(f"# {line}\n" for line in comments) + text).encode())

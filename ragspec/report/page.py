@@ -15,6 +15,7 @@ import jinja2
 from markupsafe import Markup
 
 from ragspec.baseline import baselines, ratios_to_peers, ratios_to_plain
+from ragspec.private import write_private
 from ragspec.report import charts
 from ragspec.report.words import summary
 
@@ -29,7 +30,7 @@ def write_report(results: dict[str, Any], folder: Path, *, quote: bool = True) -
     quote: show answers, with their questions and passages.
     """
     path = folder / NAME
-    path.write_text(render(results, quote=quote), encoding="utf-8")
+    write_private(path, render(results, quote=quote).encode())
     return path
 
 

@@ -20,6 +20,7 @@ from ragspec.models import ModelSource, context_length, read_model_config, resol
 from ragspec.quiet import quiet
 from ragspec.records import Failure, Generation, Request
 from ragspec.runners.base import RunnerArgs
+from ragspec.secret import Settings, revealed
 
 if TYPE_CHECKING:
     from ragspec.engine.backend import EngineBackend
@@ -41,10 +42,10 @@ class Args(RunnerArgs):
     num_gpus: Annotated[int, Field(ge=0)] | None = None
     revision: str | None = None
     trust_remote_code: bool = False
-    model_args: dict[str, Any] = {}  # to from_pretrained of the model
-    tokenizer_args: dict[str, Any] = {}  # to from_pretrained of the tokenizer
-    encode_args: dict[str, Any] = {}  # to every call of the tokenizer
-    generate_args: dict[str, Any] = {}  # to generate()
+    model_args: Settings = {}  # to from_pretrained of the model
+    tokenizer_args: Settings = {}  # to from_pretrained of the tokenizer
+    encode_args: Settings = {}  # to every call of the tokenizer
+    generate_args: Settings = {}  # to generate()
 
     def neutral_keys(self) -> set[str]:
         return {"batch_size", "lookahead"}
@@ -83,8 +84,10 @@ class Runner:
         self._hf_config = read_model_config(self._source, trust_remote_code=args.trust_remote_code)
         if self._hf_config.is_encoder_decoder:
             raise ConfigError(f'model: "{self._model_name}" is an encoder-decoder; ragspec runs causal language models')
-        tokenizer = load_tokenizer(self._source, trust_remote_code=args.trust_remote_code, **args.tokenizer_args)
-        self.tokenizer = HFTokenizer(tokenizer, args.encode_args)
+        tokenizer = load_tokenizer(
+            self._source, trust_remote_code=args.trust_remote_code, **revealed(args.tokenizer_args)
+        )
+        self.tokenizer = HFTokenizer(tokenizer, revealed(args.encode_args))
         self.context_length = context_length(self._hf_config)
         wants_draft = self.method == "draft_model" or (self.method == "auto" and self._spec.draft_model)
         self._draft = self._find_draft(tokenizer) if wants_draft else None
@@ -233,12 +236,12 @@ class Runner:
                 early_exit_layer=spec.early_exit_layer,
                 schedule=spec.schedule,
                 confidence_threshold=spec.confidence_threshold,
-                knobs=spec.extra,
+                knobs=revealed(spec.extra),
                 draft=self._draft,
                 draft_model=draft_model,
             ),
             rows=rows,
-            generate_args=self._args.generate_args,
+            generate_args=revealed(self._args.generate_args),
             greedy_by_default=self._greedy_by_default,
         )
 
@@ -263,7 +266,7 @@ class Runner:
             num_gpus=args.num_gpus,
             revision=revision,
             trust_remote_code=args.trust_remote_code,
-            extra=extra,
+            extra=revealed(extra),
         )
 
     def warm_up(self) -> None:

@@ -24,6 +24,7 @@ from ragspec.machine import free_bytes, free_gpu_bytes
 from ragspec.models import context_length, read_model_config, resolve
 from ragspec.records import Failure, Generation, Request, Sampling
 from ragspec.runners.base import RunnerArgs
+from ragspec.secret import Settings, revealed
 from ragspec.suggest import did_you_mean
 from ragspec.vllm.config import (
     OURS,
@@ -67,7 +68,7 @@ class Args(RunnerArgs):
 
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"  # max_num_seqs by its name in other runners
     lookahead: Annotated[int, Field(ge=1)] = 4096  # records read ahead to bring shared prefixes together
-    sampling_args: dict[str, Any] = {}  # to SamplingParams, beside the `sampling` section
+    sampling_args: Settings = {}  # to SamplingParams, beside the `sampling` section
 
     def neutral_keys(self) -> set[str]:
         memory = {"gpu_memory_utilization", "kv_cache_memory_bytes", "block_size"}
@@ -209,7 +210,7 @@ class Runner:
             if key not in known:
                 raise ConfigError(f'"runner_args.{key}" is not an argument of vLLM{did_you_mean(key, known)}')
         try:
-            config = EngineArgs(**self._engine_args).create_engine_config()
+            config = EngineArgs(**revealed(self._engine_args)).create_engine_config()
         except Exception as error:  # vLLM raises whatever its many checks raise; none of them has read weights
             raise ConfigError(f"vLLM refuses the configuration: {one_line(error)}") from error
         self._rows = int(config.scheduler_config.max_num_seqs)
@@ -223,7 +224,7 @@ class Runner:
             from vllm.v1.engine.llm_engine import LLMEngine
 
             try:
-                self._engine = LLMEngine.from_engine_args(EngineArgs(**self._engine_args))
+                self._engine = LLMEngine.from_engine_args(EngineArgs(**revealed(self._engine_args)))
             except Exception as error:  # whatever stops an engine from starting
                 self._free()
                 raise ModelError(
@@ -280,7 +281,7 @@ class Runner:
             self._proposer,
             rows=self._rows,
             lookahead=args.lookahead,
-            sampling_args=args.sampling_args,
+            sampling_args=revealed(args.sampling_args),
             lost=self._lost,
         )
         return stream.run(requests)
