@@ -60,6 +60,7 @@ class SpeculationConfig(Section):
     num_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     draft_model: Address | None = None
     draft_tokenizer: Address | None = None  # a draft of another vocabulary: universal assisted decoding
+    draft_trust_remote_code: bool = False  # run code that comes with the draft model and its tokenizer
     ngram_max: Annotated[int, Field(ge=1)] | None = None  # prompt_lookup: longest n-gram looked up
     ngram_min: Annotated[int, Field(ge=1)] | None = None  # prompt_lookup: shortest
     isolate: bool = False  # context: no drafts from other records' passages and answers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ragspec.errors import ConfigError, flat
-from ragspec.models import ModelSource
+from ragspec.models import TRUST_KEY, ModelSource, brings_code, needs_code
 
 
 class HFTokenizer:
@@ -39,14 +39,25 @@ class HFTokenizer:
         return text
 
 
-def load_tokenizer(source: ModelSource, *, key: str = "model", trust_remote_code: bool = False, **args: Any) -> Any:
-    """Return the transformers tokenizer of a model. Raises ConfigError beginning with `key`."""
+def load_tokenizer(
+    source: ModelSource,
+    *,
+    key: str = "model",
+    trust_remote_code: bool = False,
+    trust_key: str = TRUST_KEY,
+    extra: dict[str, Any] | None = None,
+) -> Any:
+    """Return the transformers tokenizer of a model. Raises ConfigError beginning with `key`.
+
+    trust_key: what would let the tokenizer's own code run, for the message. extra: further from_pretrained arguments.
+    """
     from transformers import AutoTokenizer
 
+    args = {"revision": source.revision or "main", "trust_remote_code": trust_remote_code, **(extra or {})}
     try:
-        return AutoTokenizer.from_pretrained(
-            source.path, **{"revision": source.revision or "main", "trust_remote_code": trust_remote_code, **args}
-        )
+        return AutoTokenizer.from_pretrained(source.path, **args)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        if not args["trust_remote_code"] and brings_code(source):
+            raise ConfigError(f'{key}: "{source.name}": its tokenizer {needs_code(trust_key)}') from error
         text = flat(error, 200)
         raise ConfigError(f'{key}: "{source.name}": its tokenizer cannot be loaded ({text})') from error

@@ -85,7 +85,7 @@ class Runner:
         if self._hf_config.is_encoder_decoder:
             raise ConfigError(f'model: "{self._model_name}" is an encoder-decoder; ragspec runs causal language models')
         tokenizer = load_tokenizer(
-            self._source, trust_remote_code=args.trust_remote_code, **revealed(args.tokenizer_args)
+            self._source, trust_remote_code=args.trust_remote_code, extra=revealed(args.tokenizer_args)
         )
         self.tokenizer = HFTokenizer(tokenizer, revealed(args.encode_args))
         self.context_length = context_length(self._hf_config)
@@ -153,7 +153,7 @@ class Runner:
             self._spec.draft_model or "",
             self._spec.draft_tokenizer,
             (self._model_name, tokenizer, width_of(self._hf_config)),
-            trust_remote_code=self._args.trust_remote_code,
+            trust_remote_code=self._spec.draft_trust_remote_code,
             remedy="for universal assisted decoding",
         )
         if self._spec.draft_tokenizer and not draft.other_tokens:
@@ -166,8 +166,10 @@ class Runner:
     # -- weights --------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        model = self._load(self._source, self._args.model_args, self._args.revision)
-        draft_model = self._load(self._draft.source, {}, None) if self._draft else None
+        args = self._args
+        model = self._load(self._source, args.model_args, args.revision, args.trust_remote_code)
+        trust = self._spec.draft_trust_remote_code
+        draft_model = self._load(self._draft.source, {}, None, trust) if self._draft else None
         self._loaded = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
         own = model.generation_config.eos_token_id
         eos = own if own is not None else self.tokenizer.inner.eos_token_id
@@ -255,7 +257,7 @@ class Runner:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _load(self, source: ModelSource, extra: dict[str, Any], revision: str | None) -> Any:
+    def _load(self, source: ModelSource, extra: dict[str, Any], revision: str | None, trust: bool) -> Any:
         from ragspec.hf.loading import load_model, pick_device
 
         args = self._args
@@ -265,7 +267,7 @@ class Runner:
             dtype=args.dtype,
             num_gpus=args.num_gpus,
             revision=revision,
-            trust_remote_code=args.trust_remote_code,
+            trust_remote_code=trust,
             extra=revealed(extra),
         )
 

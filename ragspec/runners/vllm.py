@@ -27,9 +27,11 @@ from ragspec.runners.base import RunnerArgs
 from ragspec.secret import Settings, revealed
 from ragspec.suggest import did_you_mean
 from ragspec.vllm.config import (
+    DRAFT_TRUST_KEYS,
     OURS,
     TESTED,
     check_build,
+    check_draft_code,
     check_memory,
     check_parallel,
     proposer_settings,
@@ -117,6 +119,7 @@ class Runner:
         self.tokenizer = HFTokenizer(load_tokenizer(self._source, trust_remote_code=trust))
         draft_path, other_vocabulary = self._check_draft(trust)
         spec = speculative_config(self._spec, draft_path)
+        check_draft_code(spec, self._source.path, trust, self._spec.draft_trust_remote_code)
         if spec is not None and other_vocabulary:
             spec["use_heterogeneous_vocab"] = True
         # vLLM's modules read the environment as they are imported
@@ -166,8 +169,9 @@ class Runner:
             name,
             self._spec.draft_tokenizer,
             (self._model_name, self.tokenizer.inner, width),
-            trust_remote_code=trust,
+            trust_remote_code=trust and self._spec.draft_trust_remote_code,
             remedy="to draft in the tokens that both have",
+            trust_key=DRAFT_TRUST_KEYS,
         )
         # vLLM compares sizes only: paddings that differ need its mapping too, which is then the identity
         return draft.source.path, draft.other_tokens or draft.width != width
