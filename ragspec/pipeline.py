@@ -60,6 +60,7 @@ def run(
             batch.answer()
         finally:
             summary.notes += [note for note in map(veil, runner.notes) if note not in summary.notes]
+            summary.notes += prompts.notes
             summary.about = about(config, runner)
             _write_stats(summary, Path(stats_path) if stats_path else None, journal)
     return summary

@@ -35,6 +35,7 @@ class PromptConfig(Section):
     template: str | None = None  # Jinja2 text of the user message, a .jinja file, or "citations"
     chat: Literal["auto"] | bool = "auto"  # auto: the model's chat template where it has one
     query_prefix: str = ""
+    allow_special_tokens: bool = False  # of records: `<|im_end|>` in a passage ends a turn
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
 
 

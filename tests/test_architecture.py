@@ -16,6 +16,7 @@ LEVELS = [  # a module may import modules of lower lines only; a folder counts a
     {"engine"},
     {"runners.base"},
     {"config"},
+    {"foreign", "templates"},
     {"prompts", "vllm", "provenance", "retrieval"},
     {"runners"},
     {"answers"},
