@@ -307,6 +307,7 @@ def told(folder):
 COMMANDS = {
     "generate": ["generate", "--limit", "2"],
     "benchmark": ["benchmark", "--limit", "2", "--repeat", "1", "-o", "run"],
+    "verify": ["verify", "--limit", "2", "-o", "run"],
     "tune": ["tune", "--limit", "1", "--budget", "1", "-o", "run/tuned.yaml"],
 }
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
 
 from ragspec.benchmark.lossless import Parting
-from ragspec.engine.sampling import Noise, penalise, probabilities
-from ragspec.hf.loading import load_model, pick_device
-from ragspec.models import resolve
+from ragspec.engine.sampling import Noise, draw, penalise, probabilities
 from ragspec.records import Sampling
 
 SPLITS = (1, 4, 16)  # tokens of the last forward, after a first one that filled the cache: the shapes of decoding
@@ -23,19 +22,11 @@ class ModelReferee:
     def __init__(self, model: Any) -> None:
         self._model = model
 
-    @classmethod
-    def load(cls, name: str, revision: str | None, args: dict[str, Any]) -> ModelReferee:
-        """Load the target model as its runner did. args: the run's runner_args."""
-        device = pick_device(args.get("device", "auto"), args.get("num_gpus"))
-        dtype, trust = args.get("dtype", "auto"), bool(args.get("trust_remote_code"))
-        source = resolve(name, revision)
-        return cls(load_model(source, device=device, dtype=dtype, revision=revision, trust_remote_code=trust))
-
     @torch.inference_mode()
     def judge(self, parting: Parting) -> tuple[float, float, float]:
         """Return the shortfalls of the speculative and of the plain token, and the difference that shapes make."""
         ids = parting.prompt + parting.common
-        sampling = Sampling(**{**parting.sampling, "stop": tuple(parting.sampling["stop"])})
+        sampling = sampling_of(parting.sampling)
         scores = [self._scores(logits, ids, sampling) for logits in self._logits(ids)]
         noise = max(float((other - scores[0]).abs().max()) for other in scores[1:])
         least = LEAST.get(self._model.dtype, LEAST_HALF) * float(scores[0].abs().max())
@@ -46,6 +37,19 @@ class ModelReferee:
             point = Noise(sampling.seed, parting.id).at(parting.position) * float(scores[0][-1])
         shortfalls = [_shortfall(scores[0], token, point) for token in (parting.speculative, parting.plain)]
         return shortfalls[0], shortfalls[1], max(noise, least)
+
+    @torch.inference_mode()
+    def choices(self, name: str, prompt: list[int], answer: list[int], sampling: Sampling) -> list[int]:
+        """Return what model and noise choose at each place of a sampled answer, given what precedes it."""
+        if not answer:
+            return []
+        text = torch.tensor([prompt + answer[:-1]], device=self._model.device)
+        keep = {"logits_to_keep": len(answer)} if "logits_to_keep" in signature(self._model.forward).parameters else {}
+        logits = self._model(text, **keep).logits[0, -len(answer) :].float()  # (len(answer), vocab)
+        seen = [prompt + answer[:at] for at in range(len(answer))]
+        weights = probabilities(penalise(logits, sampling.repetition_penalty, seen), sampling)
+        noise = Noise(sampling.seed, name)
+        return draw(weights, [noise.at(at) for at in range(len(answer))])
 
     def _logits(self, ids: list[int]) -> list[torch.Tensor]:
         """Return the logits after `ids`, (vocab,) in float32, in one forward and in two of several shapes."""
@@ -64,6 +68,11 @@ class ModelReferee:
         if sampling.temperature == 0:
             return logits[0]
         return probabilities(logits, sampling)[0].cumsum(0)
+
+
+def sampling_of(settings: dict[str, Any]) -> Sampling:
+    """Return the sampling of an answer's line."""
+    return Sampling(**{**settings, "stop": tuple(settings["stop"])})
 
 
 def _shortfall(scores: torch.Tensor, token: int, point: float | None) -> float:

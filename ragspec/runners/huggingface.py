@@ -171,10 +171,9 @@ class Runner:
         trust = self._spec.draft_trust_remote_code
         draft_model = self._load(self._draft.source, {}, None, trust) if self._draft else None
         self._loaded = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
-        own = model.generation_config.eos_token_id
-        eos = own if own is not None else self.tokenizer.inner.eos_token_id
-        eos = self._args.generate_args.get("eos_token_id", eos)
-        ends = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
+        from ragspec.hf.stopping import end_tokens
+
+        ends = end_tokens(model, self.tokenizer.inner, args.generate_args)
         why = self._only_stock()
         if not why:
             why = self._start_engine(model, draft_model, ends)

@@ -218,6 +218,8 @@ class Runner:
         except Exception as error:  # vLLM raises whatever its many checks raise; none of them has read weights
             raise ConfigError(f"vLLM refuses the configuration: {one_line(error)}") from error
         self._rows = int(config.scheduler_config.max_num_seqs)
+        self._dtype = str(config.model_config.dtype).removeprefix("torch.")
+        self._quantized = config.model_config.quantization is not None
         return int(config.model_config.max_model_len)
 
     # -- weights --------------------------------------------------------------------------------------------------
@@ -301,6 +303,8 @@ class Runner:
             "model": self._source.path,
             "revision": getattr(self._hf_config, "_commit_hash", None),
             "batch_size": self._rows,
+            "dtype": self._dtype,
+            "quantized": self._quantized,
             "context_length": self.context_length or context_length(self._hf_config),
             "engine_args": {key: value for key, value in self._engine_args.items() if key != "model"},
             **self._drafting,
