@@ -57,6 +57,7 @@ class Batch:
         if self._total is not None and limit is not None:
             self._total = min(self._total, limit)
         self._prompts = prompts
+        self._veil = config.veil()
         self._default_sampling = to_sampling(config.sampling)
         self._flights: dict[int, Flight] = {}
         self._changed = 0
@@ -189,7 +190,7 @@ class Batch:
 
     def _fail(self, index: int, name: str, key: str, kind: str, message: str, number: int | None = None) -> None:
         place = {} if number is None else {"line": number}
-        error = {"type": kind, "message": message}
+        error = {"type": kind, "message": self._veil(message)}
         line = {"id": name, **place, "error": error, "fingerprint": key}
         self._journal.put(index, line, counted=self._count_failure)
         self._tell()

@@ -20,11 +20,13 @@ from ragspec.errors import ConfigError
 from ragspec.legacy_vllm import modernise
 from ragspec.records import Sampling
 from ragspec.runners.base import RunnerArgs
+from ragspec.secret import Address, Secret, Settings, as_given, concealed, secrets_in
+from ragspec.secret_words import names_secret
 from ragspec.sections import PromptConfig, RetrievalConfig, SamplingConfig, Section, SpeculationConfig
 from ragspec.suggest import did_you_mean
+from ragspec.veil import Veil
 from ragspec.yaml_file import parse_yaml, read_yaml
 
-SECRET_WORDS = ("secret", "key", "token", "password", "credential")
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 SEARCH_KEYS = ("top_k", "mode", "candidates", "reranker_model", "order")
 
@@ -32,7 +34,7 @@ SEARCH_KEYS = ("top_k", "mode", "candidates", "reranker_model", "order")
 class RunConfig(Section):
     """One run: a model, a runner, records in, answers out."""
 
-    model: str | None = None
+    model: Address | None = None
     runner: str = "huggingface"
     input: str | None = None  # a path, or - for stdin
     output: str = "-"  # a path, or - for stdout
@@ -41,12 +43,21 @@ class RunConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     retrieval: RetrievalConfig | None = None
-    runner_args: dict[str, Any] = {}
+    runner_args: Settings = {}
 
     def args(self) -> RunnerArgs:
         """Return `runner_args` as the runner's own model. Raises ConfigError."""
         model: type[RunnerArgs] = runners.module(self.runner).Args
         return cast(RunnerArgs, _validate(model, self.runner_args, "config", "runner_args"))
+
+    def as_given(self) -> dict[str, Any]:
+        """Return the config as the user wrote it, secrets in the clear: for another process, never for a file."""
+        whole: dict[str, Any] = as_given(self.model_dump())
+        return whole
+
+    def veil(self) -> Veil:
+        """Return what takes this config's secrets out of messages."""
+        return Veil(self.model_dump())
 
     def identity(self) -> dict[str, Any]:
         """Return the part of the config that an answer depends on; a resumed run must agree on it."""
@@ -71,15 +82,17 @@ def load_config(path: str, overrides: Sequence[str] = (), **direct: Any) -> tupl
     Raises ConfigError.
     """
     raw = read_yaml(path)
-    notes: list[str] = []
-    if is_autogluon(raw):
-        raw, notes = translate(raw, path)
-    for override in overrides:
-        _set(raw, override)
-    notes += _modernise(raw, path)
-    raw |= {key: value for key, value in direct.items() if value is not None}
-    raw = {key: value for key, value in raw.items() if value is not None}  # a section with all its keys commented out
-    return build_config(raw, path), notes
+    with Veil(concealed(raw)).over_errors():
+        notes: list[str] = []
+        if is_autogluon(raw):
+            raw, notes = translate(raw, path)
+        for override in overrides:
+            _set(raw, override)
+        notes += _modernise(raw, path)
+        raw |= {key: value for key, value in direct.items() if value is not None}
+        raw = {key: value for key, value in raw.items() if value is not None}  # a section with all keys commented out
+        config = build_config(raw, path)
+    return config, [config.veil()(note) for note in notes]
 
 
 def build_config(raw: dict[str, Any], source: str = "config") -> RunConfig:
@@ -90,6 +103,7 @@ def build_config(raw: dict[str, Any], source: str = "config") -> RunConfig:
         config.args()
     except ConfigError as error:
         raise ConfigError(f"{source}: {str(error).removeprefix('config: ')}") from None
+    _check_references(config.model_dump(), source)
     return _with_template_text(config, source)
 
 
@@ -100,24 +114,24 @@ def load_retrieval(
 
     Raises ConfigError, for the rest of the config too.
     """
-    raw: dict[str, Any] = {}
-    notes: list[str] = []
     source = path or "command line"
-    if path is not None:
-        raw = read_yaml(path)
+    raw = read_yaml(path) if path is not None else {}
+    with Veil(concealed(raw)).over_errors():
+        notes: list[str] = []
         if is_autogluon(raw):
-            raw, notes = translate(raw, path)
-    for override in overrides:
-        _set(raw, override)
-    section = raw.get("retrieval") or {}
-    if isinstance(section, dict):
-        raw["retrieval"] = section = {**section, **direct}
-        if "index" not in section:
-            raise ConfigError(f"{source}: retrieval.index: missing; say where the index is (a folder)")
-    raw = {key: value for key, value in raw.items() if value is not None}
-    config = cast(RunConfig, _validate(RunConfig, raw, source)).retrieval
-    assert config is not None
-    _check_retrieval(config)
+            raw, notes = translate(raw, source)
+        for override in overrides:
+            _set(raw, override)
+        section = raw.get("retrieval") or {}
+        if isinstance(section, dict):
+            raw["retrieval"] = section = {**section, **direct}
+            if "index" not in section:
+                raise ConfigError(f"{source}: retrieval.index: missing; say where the index is (a folder)")
+        raw = {key: value for key, value in raw.items() if value is not None}
+        config = cast(RunConfig, _validate(RunConfig, raw, source)).retrieval
+        assert config is not None
+        _check_retrieval(config)
+        _check_references({"retrieval": config.model_dump()}, source)
     return config, notes
 
 
@@ -170,12 +184,21 @@ def _check_retrieval(retrieval: RetrievalConfig) -> None:
         raise ConfigError(
             f"retrieval.chunk_overlap: {retrieval.chunk_overlap} is over half of chunk_size ({retrieval.chunk_size})"
         )
-    for key in retrieval.storage_options:
-        if any(word in key.lower() for word in SECRET_WORDS):
+    for key, value in retrieval.storage_options.items():
+        if names_secret(key) and not (isinstance(value, Secret) and value.is_reference):
             raise ConfigError(
-                f"retrieval.storage_options.{key}: secrets do not go into a config (it is written beside answers); "
-                f"set {key.upper()} in the environment"
+                f"retrieval.storage_options.{key}: an object store's secrets do not go into a config; set "
+                f"{key.upper()} in the environment, or write ${{NAME}} here, a variable's name"
             )
+
+
+def _check_references(value: Any, source: str) -> None:
+    """Raise ConfigError for an environment variable that the config names and that is not set."""
+    for path, secret in secrets_in(value):
+        try:
+            secret.reveal()
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {path}: {error}") from None
 
 
 def _with_template_text(config: RunConfig, source: str) -> RunConfig:
@@ -203,7 +226,7 @@ def _set(raw: dict[str, Any], override: str) -> None:
             place[parent] = {}
         place = place[parent]
         if not isinstance(place, dict):
-            raise ConfigError(f'--set: "{override}": "{parent}" holds a value, not keys')
+            raise ConfigError(f'--set: "{key}": "{parent}" holds a value, not keys')
     place[last] = parse_yaml(value, f"--set {key} (a value with YAML's special characters needs quotes)")
 
 
@@ -222,10 +245,13 @@ def _explain(model: type[BaseModel], error: dict[str, Any], prefix: str) -> str:
     if error["type"] == "extra_forbidden":
         return f'"{key}" is not a known key{did_you_mean(path[-1], _fields(model, path[:-1]))}'
     allowed = error["msg"].replace("Input should be ", "must be ").replace("String should", "must")
+    if error["type"] == "value_error":
+        return f"{key}.{allowed.removeprefix('Value error, ')}"
     if error["type"] == "model_type":
         allowed = "must hold keys and values"
     alternatives = _alternatives(model, path)
-    return f"{key}: {_short(error['input'])} is not allowed: {alternatives or allowed}"
+    value = concealed({path[-1] if path else "": error["input"]})
+    return f"{key}: {_short(*value.values())} is not allowed: {alternatives or allowed}"
 
 
 # pydantic adds the tried branch of a union to the location

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from ragspec import __version__, runners
 from ragspec.config import RunConfig
 from ragspec.errors import RagspecError
-from ragspec.hf.draft import width_of
+from ragspec.hf.draft import DRAFT_KEY, DRAFT_TRUST_KEY, width_of
 from ragspec.hf.tokenizer import load_tokenizer
 from ragspec.machine import free_bytes, free_gpu_bytes, machine
 from ragspec.models import context_length, read_model_config, resolve, weights_bytes
@@ -51,6 +51,12 @@ def examine_machine() -> Iterator[Finding]:
 
 def examine_config(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
     """Yield what `config` would do: translated keys, model and memory, draft, engine; and the error that stops it."""
+    veil = config.veil()
+    for finding in _examine(config, notes):
+        yield replace(finding, text=veil(finding.text))
+
+
+def _examine(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
     for note in notes:
         yield Finding("note", note)
     try:
@@ -109,9 +115,20 @@ def _examine_model(config: RunConfig) -> Iterator[Finding]:
 def _examine_draft(config: RunConfig) -> Iterator[Finding]:
     """Compare the draft's tokens with the target's, one by one; a draft of no use is refused by the runner."""
     spec = config.speculation
-    target, draft = resolve(config.model or ""), resolve(spec.draft_model or "", key="speculation.draft_model")
-    tokens = [load_tokenizer(source) for source in (target, draft)]
-    widths = [width_of(read_model_config(source)) for source in (target, draft)]
+    target, draft = resolve(config.model or ""), resolve(spec.draft_model or "", key=DRAFT_KEY)
+    trust = bool(config.runner_args.get("trust_remote_code"))
+    # vLLM runs the code of both, or of neither
+    draft_trust = spec.draft_trust_remote_code and (trust or config.runner != "vllm")
+    tokens = [
+        load_tokenizer(target, trust_remote_code=trust),
+        load_tokenizer(draft, key=DRAFT_KEY, trust_remote_code=draft_trust, trust_key=DRAFT_TRUST_KEY),
+    ]
+    widths = [
+        width_of(read_model_config(target, trust_remote_code=trust)),
+        width_of(
+            read_model_config(draft, key=DRAFT_KEY, trust_remote_code=draft_trust, trust_key=DRAFT_TRUST_KEY),
+        ),
+    ]
     result = compare(*tokens)
     fit, why = fits(tokens[0], widths[0], tokens[1], widths[1])
     total = result.shared + result.differing

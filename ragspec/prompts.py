@@ -8,30 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
-from typing import Any
-
-from jinja2 import StrictUndefined, TemplateError, meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from functools import lru_cache
 
 from ragspec.errors import ConfigError, RecordError
+from ragspec.foreign import Written, as_text
 from ragspec.records import Passage, Record, Tokenizer
 from ragspec.sections import PromptConfig
-
-DEFAULT_TEMPLATE = """\
-{% for passage in contexts %}{% if passage.title %}{{ passage.title }}
-{% endif %}{{ passage.text }}
-
-{% endfor %}{% if contexts %}Question: {% endif %}{{ query }}{% if not chat %}
-Answer:{% endif %}"""
-CITATIONS = """\
-{% for passage in contexts %}[{{ loop.index }}] {% if passage.title %}{{ passage.title }}
-{% endif %}{{ passage.text }}
-
-{% endfor %}Question: {{ query }}{% if contexts %}
-Answer from the passages above, and cite each one you use by its number, like [1].{% endif %}{% if not chat %}
-Answer:{% endif %}"""
-NAMED = {"citations": CITATIONS}  # templates that a config may ask for by name
-VARIABLES = ("query", "contexts", "system", "metadata", "id", "chat")
+from ragspec.templates import compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +39,16 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self._context_length = context_length
         self._chat = tokenizer.has_chat_template if config.chat == "auto" else config.chat
-        self._template = _compile(NAMED.get(config.template or "", config.template) or DEFAULT_TEMPLATE)
+        self._own_words = lru_cache(maxsize=256)(self._find_own_words)
+        self._controlled = False  # whether the record under way holds control words
+        self._held = 0  # records that did
+        self._template = compiled(config.template)
 
     def build(self, record: Record, max_new_tokens: int, *, locate: bool = False) -> Prompt:
         """Return the prompt of `record`, leaving room for `max_new_tokens`. locate: say where the passages stand."""
+        self._controlled = False
         prompt = self._build(record, max_new_tokens)
+        self._held += self._controlled
         return replace(prompt, places=self._places(record, prompt)) if locate and prompt.kept else prompt
 
     def _build(self, record: Record, max_new_tokens: int) -> Prompt:
@@ -105,8 +93,9 @@ class PromptBuilder:
 
     def _places(self, record: Record, prompt: Prompt) -> tuple[tuple[int, int], ...]:
         """Return the tokens that lie wholly inside each kept passage."""
-        text, special_tokens = self._write(record, prompt.kept)
-        offsets = self._tokenizer.offsets(text, special_tokens=special_tokens)
+        written = self._compose(record, prompt.kept)
+        text = written.text
+        offsets = self._tokenizer.offsets(text, special_tokens=written.special_tokens, own=written.own)
         if offsets is None or len(offsets) != len(prompt.token_ids):
             return ()
         ends = [end for _, end in offsets]
@@ -119,25 +108,61 @@ class PromptBuilder:
         return tuple(places)
 
     def _encode(self, record: Record, contexts: tuple[Passage, ...]) -> list[int]:
-        text, special_tokens = self._write(record, contexts)
-        return self._tokenizer.encode(text, special_tokens=special_tokens)
+        written = self._compose(record, contexts)
+        return self._tokenizer.encode(written.text, special_tokens=written.special_tokens, own=written.own)
+
+    def _compose(self, record: Record, contexts: tuple[Passage, ...]) -> Written:
+        """Return the prompt with no control token but the templates' own and the system prompt's."""
+        written = Written(*self._write(record, contexts))
+        controls = self._tokenizer.controls
+        if controls is None or self._config.allow_special_tokens:
+            return written
+        roles = tuple(message["role"] for message in record.messages or ({"role": "user"},))
+        if controls.found(written.text) == self._own_words(roles):
+            return written
+        guarded = as_text(record, contexts, written, self._write, self._tokenizer)
+        self._controlled |= guarded is not written
+        return guarded
+
+    def _find_own_words(self, roles: tuple[str, ...]) -> list[str] | None:
+        """Return the control words of a prompt with such messages and nothing in them; None where it has none."""
+        controls = self._tokenizer.controls
+        assert controls is not None
+        if bad := [role for role in roles if controls.found(role)]:
+            raise RecordError(f'"messages": the role "{bad[0]}" holds a control word of the model; take it out')
+        if not self._chat:
+            return controls.found(self._config.system or "")
+        try:
+            return controls.found(self._render_chat(self._with_system([{"role": r, "content": "x"} for r in roles])))
+        except RecordError:
+            return None
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of the prompts that were built."""
+        if not self._held:
+            return []
+        return [
+            f"{self._held} records hold control words of the model (such as <|im_end|>); they are encoded as text, or "
+            "prompt.allow_special_tokens: true lets them act"
+        ]
 
     def _write(self, record: Record, contexts: tuple[Passage, ...]) -> tuple[str, bool]:
         """Return the prompt's text, and whether the tokenizer is to add its special tokens to it."""
         if record.messages is not None and self._chat:
-            system = self._config.system
-            given = list(record.messages)
-            if system is not None and given[0]["role"] != "system":
-                given = [{"role": "system", "content": system}, *given]
-            return self._render_chat(given), False  # the template has written them
+            return self._render_chat(self._with_system(list(record.messages))), False  # the template has written them
         text = self._text(record, contexts)
         if self._chat:
-            system = self._config.system
-            head = [] if system is None else [{"role": "system", "content": system}]
-            return self._render_chat([*head, {"role": "user", "content": text}]), False
+            return self._render_chat(self._with_system([{"role": "user", "content": text}])), False
         if self._config.system is not None:
             text = f"{self._config.system}\n\n{text}"
         return text, True
+
+    def _with_system(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+        system = self._config.system
+        if system is None or messages[0]["role"] == "system":
+            return messages
+        return [{"role": "system", "content": system}, *messages]
 
     def _render_chat(self, messages: list[dict[str, str]]) -> str:
         try:
@@ -174,22 +199,3 @@ def rank(contexts: tuple[Passage, ...]) -> list[int]:
 
 def _keep(contexts: tuple[Passage, ...], positions: list[int]) -> tuple[Passage, ...]:
     return tuple(contexts[i] for i in sorted(positions))
-
-
-def _compile(text: str) -> Any:
-    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
-    try:
-        used = meta.find_undeclared_variables(environment.parse(text))
-        unknown = used - set(VARIABLES)
-        template = environment.from_string(text)
-    except TemplateError as error:
-        line = getattr(error, "lineno", None)
-        raise ConfigError(f"prompt.template{f':{line}' if line else ''}: not valid Jinja2: {error}") from None
-    if unknown:
-        raise ConfigError(f'prompt.template: "{sorted(unknown)[0]}" is not known; it may use {", ".join(VARIABLES)}')
-    if not used:
-        raise ConfigError(
-            f'prompt.template: "{text[:40]}" is the same for every record; write {{{{ query }}}} into it, or '
-            "give the name of a .jinja file"
-        )
-    return template

@@ -5,6 +5,7 @@ Standard library only. Past `Request` there are only token ids: no runner knows 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -99,15 +100,38 @@ class Failure:
     kind: str = "BackendError"
 
 
+Spans = Sequence[tuple[int, int]]  # (start, end) each
+
+
+class Controls(Protocol):
+    """The words that a tokenizer reads as control tokens, and where they stand in a text."""
+
+    words: frozenset[str]  # their normal forms too, where the tokenizer normalises
+
+    def normal(self, text: str) -> str: ...
+
+    def found(self, text: str) -> list[str]: ...
+
+    def apart(self, text: str) -> str: ...
+
+
 class Tokenizer(Protocol):
-    """What the pipeline needs of a tokenizer."""
+    """What the pipeline needs of a tokenizer. own: where control tokens stand in a text, all else being text."""
 
     has_chat_template: bool
 
-    def encode(self, text: str, *, special_tokens: bool) -> list[int]: ...
+    @property
+    def controls(self) -> Controls | None:
+        """Its control words, None where it has none."""
+
+    def encode(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[int]: ...
+
+    def control_ids(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[int]: ...
+
+    def control_spans(self, text: str, *, special_tokens: bool) -> Spans | None: ...
 
     def decode(self, token_ids: list[int]) -> str: ...
 
-    def offsets(self, text: str, *, special_tokens: bool) -> list[tuple[int, int]] | None: ...
+    def offsets(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[tuple[int, int]] | None: ...
 
     def render_chat(self, messages: list[dict[str, str]]) -> str: ...

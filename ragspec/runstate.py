@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from ragspec.errors import ConfigError
-from ragspec.linefile import sync_folder
+from ragspec.private import write_private
 
 STATE, STATISTICS, PENDING = ".run.json", ".stats.json", ".pending.jsonl"
 WAY_OUT = "; go on with the config that began it, choose another --output, or --no-resume (keeps it as a copy)"
@@ -26,15 +26,8 @@ def sibling(output: str, suffix: str) -> Path:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` to `path` whole or not at all, and so that it survives a power cut. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with draft.open("wb") as file:
-        file.write(orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-    sync_folder(path.parent)
+    """Write `value` to `path` whole or not at all, for its owner's eyes, to survive a power cut. Raises OSError."""
+    write_private(path, orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n")
 
 
 def check_writable(path: Path, key: str) -> None:

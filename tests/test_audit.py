@@ -10,7 +10,12 @@ import torch
 
 from ragspec.benchmark.lossless import SAFETY, Audit, judge, partings
 from ragspec.benchmark.referee import ModelReferee
-from tests.conftest import SAMPLE
+from ragspec.benchmark.reference import sample
+from ragspec.benchmark.target import Target, check_same_answers, stock_config
+from ragspec.config import build_config
+from ragspec.errors import ConfigError
+from ragspec.records import Request, Sampling
+from tests.conftest import SAMPLE, write_jsonl
 from tests.test_cli import ragspec
 
 GREEDY = {
@@ -53,17 +58,18 @@ def test_answers_are_matched_by_id_and_compared_to_the_first_difference():
 )
 def test_a_tie_lies_within_what_shapes_alone_do(values, tie):
     parting = next(partings([line("b", [1, 2])], [line("b", [1, 3])], Audit()))
-    assert judge(parting, Fixed(*values)).tie is tie
+    assert judge(parting, lambda: Fixed(*values)).tie is tie
 
 
 def test_an_answer_that_ends_early_is_never_a_tie():
     parting = next(partings([line("b", [1, 2])], [line("b", [1])], Audit()))
-    assert not judge(parting, Fixed(0.0, 0.0, 1.0)).tie
+    assert not judge(parting, lambda: Fixed(0.0, 0.0, 1.0)).tie
 
 
 @pytest.fixture(scope="module")
 def referee(tiny):
-    return ModelReferee.load(str(tiny), None, {})
+    target = Target(build_config({"model": str(tiny)}), {})
+    return ModelReferee(target.model, target.rules)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, GREEDY | {"repetition_penalty": 1.3}])
@@ -112,15 +118,6 @@ def config_of(tiny, tmp_path, **more):
     return path
 
 
-def test_verify_proves_that_nothing_changed(tiny, tmp_path):
-    config = config_of(tiny, tmp_path, sampling={"max_new_tokens": 24, "temperature": 0.8})
-    done = ragspec("verify", "-c", config, "--limit", 4, "-o", tmp_path / "v")
-    assert done.returncode == 0, done.stderr
-    assert "4 of 4 answers are identical" in done.stderr
-    audit = json.loads((tmp_path / "v" / "verify.json").read_text())
-    assert (audit["records"], audit["identical"], audit["ties"], audit["bugs"]) == (4, 4, [], [])
-
-
 def test_verify_finds_a_planted_wrong_verifier(tiny, tmp_path):
     """A verifier that accepts every draft unseen: answers change, and the audit must call that a bug."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -142,6 +139,161 @@ def test_verify_finds_a_planted_wrong_verifier(tiny, tmp_path):
     reproducer = json.loads(next((tmp_path / "v" / "bugs").iterdir()).read_text())
     assert reproducer["config"]["speculation"]["method"] == "prompt_lookup"
     assert reproducer["prompt_token_ids"]
+
+
+SELF_CHECK_OFF = """
+import ragspec.engine.selfcheck as selfcheck
+selfcheck.tolerance = lambda dtype: float("inf")
+"""
+FAULTS = {
+    "attention 1.05 times too sharp": """
+import ragspec.engine.attention as attention
+attend = attention.attend
+attention.attend = lambda module, query, *args, **kwargs: attend(module, query * 1.05, *args, **kwargs)
+""",
+    "another base of the rotary positions": """
+import ragspec.engine.forward as forward
+class Model(forward.Model):
+    def __init__(self, inner, rows):
+        super().__init__(inner, rows)
+        inner.model.rotary_emb.inv_freq *= 0.97
+forward.Model = Model
+""",
+}
+
+
+def verify_with(fault, config, tmp_path, *args):
+    (tmp_path / "sitecustomize.py").write_text(fault)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = ragspec(
+        "verify", "-c", config, "--limit", 4, "-o", tmp_path / "v", *args, env={**os.environ, "PYTHONPATH": path}
+    )
+    audit = json.loads((tmp_path / "v" / "verify.json").read_text())
+    return done, audit, {c["run"]: c for c in audit["reference"]["comparisons"]}
+
+
+@pytest.mark.parametrize(
+    ("fault", "temperature"),
+    [
+        ("attention 1.05 times too sharp", 0.0),
+        ("attention 1.05 times too sharp", 0.8),
+        ("another base of the rotary positions", 0.0),
+    ],
+)
+def test_a_fault_of_the_engine_itself_is_found(tiny, tmp_path, fault, temperature):
+    """It changes plain decoding and speculation alike: held against each other they are identical."""
+    config = config_of(tiny, tmp_path, sampling={"max_new_tokens": 24, "temperature": temperature})
+    done, audit, against = verify_with(SELF_CHECK_OFF + FAULTS[fault], config, tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert (audit["run"], audit["against"], audit["identical"], audit["bugs"]) == ("prompt_lookup", "none", 4, [])
+    for name in ("none", "prompt_lookup"):
+        assert against[name]["against"] == "stock generate()"
+        assert against[name]["bugs"]
+        assert all(bug["shortfall"] > SAFETY * bug["noise"] for bug in against[name]["bugs"])
+        assert f"{name} against stock generate(): {against[name]['identical']} of 4" in done.stderr
+        names = {path.name for path in (tmp_path / "v" / "bugs").iterdir()}
+        assert {f"{name}-stock-{bug['id']}.json" for bug in against[name]["bugs"]} <= names
+    assert "BUG: " in done.stderr
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_verify_proves_that_nothing_changed(tiny, tmp_path, temperature):
+    sampling = {"max_new_tokens": 24, "temperature": temperature, "top_p": 0.9, "repetition_penalty": 1.1}
+    done, audit, against = verify_with("", config_of(tiny, tmp_path, sampling=sampling), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "prompt_lookup against none: 4 of 4 answers are identical" in done.stderr
+    assert (audit["records"], audit["identical"], audit["ties"], audit["bugs"]) == (4, 4, [], [])
+    assert len(audit["reference"]["records"]) == 4
+    for name in ("none", "prompt_lookup"):
+        assert (against[name]["records"], against[name]["bugs"]) == (4, [])
+        assert f"{name} against stock generate(): " in done.stderr
+    assert audit["not_compared"] == []
+
+
+def test_the_reference_can_be_left_out(tiny, tmp_path):
+    fault = SELF_CHECK_OFF + FAULTS["attention 1.05 times too sharp"]
+    done, _, against = verify_with(fault, config_of(tiny, tmp_path), tmp_path, "--reference", 0)
+    assert done.returncode == 0
+    assert against == {}
+    assert "stock generate()" not in done.stderr
+
+
+def lines_of(lengths):
+    return [line(f"r{i}", [1]) | {"prompt_token_ids": [1] * length} for i, length in enumerate(lengths)]
+
+
+def test_the_sample_holds_the_longest_and_the_shortest_prompt():
+    lines = [*lines_of([5, 9, 2, 7, 3, 8, 4, 6]), {"id": "failed", "error": {}}]
+    draws = set()
+    for seed in range(20):
+        chosen = [line["id"] for line in sample(lines, 4, seed)]
+        assert len(chosen) == 4
+        assert {"r1", "r2"} <= set(chosen)
+        assert chosen == sorted(chosen), "in the order of the run"
+        assert chosen == [line["id"] for line in sample(lines, 4, seed)]
+        draws.add(tuple(chosen))
+    assert len(draws) > 5
+    assert [line["id"] for line in sample(lines, 1, 0)] == ["r1", "r2"]
+    assert [line["id"] for line in sample(lines, 99, 0)] == [f"r{i}" for i in range(8)]
+    assert sample([], 8, 0) == []
+
+
+def test_the_model_is_loaded_as_the_run_loads_it(tiny):
+    args = {"dtype": "bfloat16", "model_args": {"attn_implementation": "eager"}, "generate_args": {"eos_token_id": 7}}
+    target = Target(build_config({"model": str(tiny), "runner_args": args}), {})
+    assert target.model.dtype == torch.bfloat16
+    assert target.model.config._attn_implementation == "eager"
+    request = Request(0, "a", [5, 6, 7], Sampling(max_new_tokens=2))
+    assert len(next(iter(target.answers([request]))).token_ids) <= 2
+    vllm = build_config({"model": str(tiny), "runner": "vllm", "runner_args": {"max_model_len": 128}})
+    assert Target(vllm, {"dtype": "bfloat16"}).model.dtype == torch.bfloat16
+
+
+def test_revision_and_trust_reach_the_reference():
+    raw = {"model": "m", "runner_args": {"revision": "abc", "trust_remote_code": True}}
+    for runner in ("huggingface", "vllm"):
+        args = stock_config(build_config(raw | {"runner": runner}), {"dtype": "float16"}).args()
+        assert (args.revision, args.trust_remote_code, args.engine, args.batch_size) == (
+            *("abc", True, "transformers"),
+            1,
+        )
+
+
+@pytest.mark.parametrize(
+    ("args", "ran", "message"),
+    [
+        ({"hf_overrides": {"rope_theta": 5}}, {}, "runner_args.hf_overrides is vLLM's own"),
+        ({"sampling_args": {"min_tokens": 5}}, {}, "runner_args.sampling_args is vLLM's own"),
+        ({}, {"quantized": True}, "are not the checkpoint's"),
+    ],
+)
+def test_what_transformers_would_answer_otherwise_is_no_reference(args, ran, message):
+    with pytest.raises(ConfigError, match=message):
+        check_same_answers(build_config({"model": "m", "runner": "vllm", "runner_args": args}), ran)
+    check_same_answers(build_config({"model": "m", "runner": "vllm", "runner_args": {"max_model_len": 99}}), {})
+
+
+def test_a_run_without_a_reference_says_why(tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text(f"runner: fake\ninput: {SAMPLE}\nspeculation: {{method: prompt_lookup}}")
+    done = ragspec("verify", "-c", config, "--limit", 3, "-o", tmp_path / "v")
+    assert done.returncode == 0, done.stderr
+    assert "prompt_lookup against none: 3 of 3 answers are identical" in done.stderr
+    why = "stock generate(): runner fake has no model that transformers could load"
+    assert f"not compared: {why}" in done.stderr
+    assert json.loads((tmp_path / "v" / "verify.json").read_text())["not_compared"] == [why]
+
+
+def test_sampled_records_of_a_draft_model_are_left_out_and_said_so(tiny, tiny_draft, tmp_path):
+    """They have the same distribution with a draft model, and another text."""
+    body = {"prompt": "A kiln is", "max_tokens": 8}
+    records = [{"custom_id": "hot", "body": body | {"temperature": 1.0}}, {"custom_id": "cold", "body": body}]
+    source = write_jsonl(tmp_path / "in.jsonl", records)
+    speculation = {"method": "draft_model", "draft_model": str(tiny_draft), "num_tokens": 3}
+    done, audit, _ = verify_with("", config_of(tiny, tmp_path, input=source, speculation=speculation), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (audit["records"], audit["reference"]["records"]) == (1, ["cold"])
+    assert "1 sampled records: with draft_model they have the same distribution" in audit["not_compared"][0]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """Real vLLM (its CPU build will do) with the real demo model."""
 
 import importlib.util
+import json
 import signal
+import subprocess
 
 import pytest
 
@@ -284,3 +286,28 @@ def test_an_interruption_keeps_finished_answers_and_ends_the_process(demo, tmp_p
     assert process.returncode == 130, stderr
     assert "run the same command again to go on" in stderr
     assert 3 <= len(read_jsonl(output)) < 500
+
+
+def test_an_audit_of_vllm_has_stock_generate_beside_it(demo, tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text(NATIVE.format(model=demo, method="context").replace("24", "12"))
+    args = ["verify", "-c", config, "-i", SAMPLE, "--limit", "2", "--reference", "2", "-o", tmp_path / "v"]
+    done = subprocess.run([*RAGSPEC, *args], capture_output=True, text=True)  # three models load
+    assert done.returncode == 0, done.stderr
+    audit = json.loads((tmp_path / "v" / "verify.json").read_text())
+    found = {c["run"]: (c["records"], c["bugs"]) for c in audit["reference"]["comparisons"]}
+    assert found == {"none": (2, []), "context": (2, [])}
+    assert audit["not_compared"] == []
+
+
+def test_a_secret_reaches_vllm_and_nothing_that_is_written(demo):
+    from ragspec.runners.vllm import Runner
+    from ragspec.secret import revealed
+
+    raw = make_config(demo, method="context").model_dump()
+    raw["runner_args"] |= {"hf_token": "correct horse battery"}
+    runner = Runner(build_config(raw))
+    runner.check()
+    assert revealed(runner._engine_args)["hf_token"] == "correct horse battery"
+    assert "horse" not in json.dumps(runner.about())
+    assert runner.about()["dtype"] == "float32"

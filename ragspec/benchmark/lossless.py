@@ -7,7 +7,7 @@ shape of a forward may turn a tie; by how much, is measured on this machine too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -57,6 +57,11 @@ class Audit:
     bugs: list[Verdict] = field(default_factory=list)
     unanswered: list[str] = field(default_factory=list)
 
+    def add(self, verdict: Verdict) -> bool:
+        """Count a verdict; return whether it is a tie."""
+        (self.ties if verdict.tie else self.bugs).append(verdict)
+        return verdict.tie
+
     @property
     def records(self) -> int:
         """Records that were looked at."""
@@ -98,11 +103,14 @@ def partings(plain: Iterable[dict[str, Any]], speculative: Iterable[dict[str, An
     audit.unanswered += list(mine)
 
 
-def judge(parting: Parting, referee: Referee) -> Verdict:
-    """Return whether a parting is a tie. An answer that ended where the other went on is never one."""
+def judge(parting: Parting, referee: Callable[[], Referee]) -> Verdict:
+    """Return whether a parting is a tie. An answer that ended where the other went on is never one.
+
+    referee: gives the one to ask, which has to be loaded only then.
+    """
     if parting.plain is None or parting.speculative is None:
         return Verdict(parting.id, parting.position, parting.plain, parting.speculative, None, None, 0.0, False)
-    shortfall, plain_shortfall, noise = referee.judge(parting)
+    shortfall, plain_shortfall, noise = referee().judge(parting)
     tie = max(shortfall, plain_shortfall) <= SAFETY * noise
     return Verdict(
         parting.id, parting.position, parting.plain, parting.speculative, shortfall, plain_shortfall, noise, tie

@@ -13,8 +13,9 @@ from typing import Any
 import orjson
 from rich.console import Console
 
+from ragspec.baseline import missing
 from ragspec.benchmark.passes import Passes
-from ragspec.benchmark.plan import Candidate, baseline_of
+from ragspec.benchmark.plan import Candidate, baseline_of, setting_of
 from ragspec.benchmark.process import Worker, answers_of, open_worker
 from ragspec.benchmark.ratios import interval
 from ragspec.errors import ConfigError
@@ -90,25 +91,40 @@ def summarise(plan: list[Candidate], folder: Path, entries: Entries, repeat: int
     names = [candidate.name for candidate in plan]
     passes = {name: entries[name]["results"][:repeat] for name in names}
     ready = {name: entries[name]["ready"] for name in names}
+    sizes = {candidate.name: _batch_size(candidate, entries[candidate.name]) for candidate in plan}
+    baselines = {candidate.name: baseline_of(candidate, plan, sizes) for candidate in plan}
+    identical = {candidate.name: _identical(candidate, baselines[candidate.name], folder) for candidate in plan}
+    settings = [setting_of(candidate, sizes) for candidate in plan]
+    notes = {f"{name}: {note}" for name, message in ready.items() for note in message["notes"]}
+    notes |= {missing(one, settings) for one in settings if baselines[one.name] is None and not one.peer}
     return {
         "machine": machine(),
         "versions": {key: value for name in names for key, value in ready[name]["ready"]["versions"].items()},
         "input": plan[0].config.input,
         "runs": [
-            _row(candidate, number, result, ready[candidate.name], identical)
-            for candidate, identical in _identical(plan, folder)
+            _row(candidate, number, result, ready[candidate.name], sizes[candidate.name])
+            | {"identical": identical[candidate.name]}
+            for candidate in plan
             for number, result in enumerate(passes[candidate.name], 1)
         ],
-        "ratios": [ratio for candidate in plan for ratio in _ratios(candidate, plan, passes)],
+        "ratios": [
+            ratio for candidate in plan for ratio in _ratios(candidate, baselines[candidate.name], plan, passes)
+        ],
         "ratio_interval": "95%, Student's t on the logarithms of the paired ratios",
         "details": {name: entries[name]["details"] for name in names},
         "configs": {candidate.name: candidate.config.model_dump(mode="json") for candidate in plan},
-        "notes": sorted({f"{name}: {note}" for name, message in ready.items() for note in message["notes"]}),
+        "notes": sorted(notes),
     }
 
 
+def _batch_size(candidate: Candidate, entry: dict[str, Any]) -> int | None:
+    """Return how many records the candidate answered at once, as far as it says so, else what was asked of it."""
+    ran: int | None = entry["results"][-1].get("batch_size")
+    return ran or candidate.batch_size
+
+
 def _row(
-    candidate: Candidate, number: int, result: dict[str, Any], ready: dict[str, Any], identical: int
+    candidate: Candidate, number: int, result: dict[str, Any], ready: dict[str, Any], batch_size: int | None
 ) -> dict[str, Any]:
     spec = result["speculation"]
     kept = ("records", "failed", "prompt_tokens", "output_tokens", "generate_s", "prefill_s", "decode_s")
@@ -118,7 +134,7 @@ def _row(
         "peer": candidate.peer,
         "runner": candidate.config.runner,
         "method": candidate.config.speculation.method,
-        "batch_size": candidate.batch_size or ready["ready"]["runner"].get("batch_size"),
+        "batch_size": batch_size,
         "num_tokens": candidate.num_tokens or candidate.config.speculation.num_tokens,
         "repeat": number,
         **{key: result[key] for key in kept},
@@ -130,20 +146,18 @@ def _row(
         "acceptance_by_position": spec["acceptance_by_position"],
         "latency_s": result["latency_s"],
         "time_to_first_token_s": result["time_to_first_token_s"],
-        "identical": identical,
         "peak_memory_gib": result["peak_memory_gib"],
     }
 
 
 def _ratios(
-    candidate: Candidate, plan: list[Candidate], passes: dict[str, list[dict[str, Any]]]
+    candidate: Candidate, baseline: Candidate | None, plan: list[Candidate], passes: dict[str, list[dict[str, Any]]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the candidate's ratios: to its baseline, and to every peer; a peer is only held against."""
+    """Yield the candidate's ratios: to its baseline where it has one, and to every peer; a peer itself has none."""
     if candidate.peer:
         return
-    baseline = baseline_of(candidate, plan)
     for other in [baseline, *(peer for peer in plan if peer.peer)]:
-        if other is candidate:
+        if other is None or other is candidate:
             continue
         for metric in METRICS if other is baseline else METRICS[:1]:
             pairs = zip(passes[candidate.name], passes[other.name], strict=True)
@@ -161,17 +175,14 @@ def _ratios(
                 }
 
 
-def _identical(plan: list[Candidate], folder: Path) -> Iterator[tuple[Candidate, int]]:
-    """Yield each candidate with the number of its answers that are, token for token, the baseline's."""
-    cached: dict[str, dict[str, Any]] = {}
+def _identical(candidate: Candidate, baseline: Candidate | None, folder: Path) -> int | None:
+    """Return how many of the candidate's answers are, token for token, the baseline's; None without a baseline."""
+    if baseline is None:
+        return None
+    mine, theirs = _answers(candidate, folder), _answers(baseline, folder)
+    return sum(theirs.get(key) == tokens for key, tokens in mine.items())
 
-    def answers(candidate: Candidate) -> dict[str, Any]:
-        if candidate.name not in cached:
-            lines = answers_of(candidate, folder).read_bytes().splitlines()
-            records = (orjson.loads(line) for line in lines)
-            cached[candidate.name] = {record["id"]: record["token_ids"] for record in records if "token_ids" in record}
-        return cached[candidate.name]
 
-    for candidate in plan:
-        mine, theirs = answers(candidate), answers(plan[0] if candidate.peer else baseline_of(candidate, plan))
-        yield candidate, sum(theirs.get(key) == tokens for key, tokens in mine.items())
+def _answers(candidate: Candidate, folder: Path) -> dict[str, list[int]]:
+    records = (orjson.loads(line) for line in answers_of(candidate, folder).read_bytes().splitlines())
+    return {record["id"]: record["token_ids"] for record in records if "token_ids" in record}

@@ -6,24 +6,24 @@ too: another tool as its users run it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from ragspec import runners
+from ragspec.baseline import PLAIN, Setting, plain_of
 from ragspec.config import RunConfig, build_config
 from ragspec.errors import ConfigError
 from ragspec.suggest import did_you_mean
 
-BASELINE = "none"
 DRAFTED = ("auto", "draft_model", "eagle", "eagle3", "medusa", "dflash")  # methods that take a draft model
 STOCK = {"runner": "huggingface", "runner_args": {"engine": "transformers", "batch_size": 1}}
 AS_IT_COMES = {"runner": "vllm", "runner_args": {"lookahead": 1}}  # records in the order given, blocks of its own size
 PEERS: dict[str, dict[str, Any]] = {
-    "hf": STOCK | {"speculation": {"method": BASELINE}},  # one record at a time, as AutoGluon-RAG does
+    "hf": STOCK | {"speculation": {"method": PLAIN}},  # one record at a time, as AutoGluon-RAG does
     "hf-lookup": STOCK | {"speculation": {"method": "prompt_lookup"}},
-    "vllm": AS_IT_COMES | {"speculation": {"method": BASELINE}},
+    "vllm": AS_IT_COMES | {"speculation": {"method": PLAIN}},
     "vllm-ngram": AS_IT_COMES
     | {"speculation": {"method": "prompt_lookup", "num_tokens": 8, "ngram_min": 2, "ngram_max": 4}},
     "vllm-suffix": AS_IT_COMES | {"speculation": {"method": "suffix"}},
@@ -52,8 +52,8 @@ def make_plan(
     """Return the candidates, baselines first. Without `methods`: plain decoding and what the config says."""
     if config.input is None or config.input == "-":
         raise ConfigError("input: a benchmark reads its input several times; give a file with --input")
-    wanted = list(dict.fromkeys(methods)) or list(dict.fromkeys([BASELINE, config.speculation.method]))
-    wanted.sort(key=lambda method: method != BASELINE)
+    wanted = list(dict.fromkeys(methods)) or list(dict.fromkeys([PLAIN, config.speculation.method]))
+    wanted.sort(key=lambda method: method != PLAIN)
     several = list(dict.fromkeys(runner_names)) or [config.runner]
     sizes: Sequence[int | None] = list(dict.fromkeys(batch_sizes)) or [None]
     lengths: Sequence[int | None] = list(dict.fromkeys(num_tokens)) or [None]
@@ -62,17 +62,27 @@ def make_plan(
         if len(several) > 1 and method not in runners.module(runner).METHODS:
             continue  # what one runner has and the other lacks is timed where it is
         prefix = f"{runner}-" if len(several) > 1 else ""
-        for tokens in lengths if method != BASELINE else [None]:
+        for tokens in lengths if method != PLAIN else [None]:
             candidates.append(_candidate(config, prefix, runner, method, batch_size, tokens))
     return candidates + [_peer(config, name, sizes[0]) for name in dict.fromkeys(peers)]
 
 
-def baseline_of(candidate: Candidate, plan: Sequence[Candidate]) -> Candidate:
-    """Return what `candidate` is held against: its runner's plain decoding at its batch size, else the plan's first."""
-    own = [other for other in plan if not other.peer and other.config.runner == candidate.config.runner]
-    plain = [other for other in own if other.config.speculation.method == BASELINE]
-    same = [other for other in plain if other.batch_size == candidate.batch_size]
-    return (same or plain or list(plan))[0]
+def baseline_of(
+    candidate: Candidate, plan: Sequence[Candidate], sizes: Mapping[str, int | None] | None = None
+) -> Candidate | None:
+    """Return the plain decoding that `candidate` is held against, None where the plan has none of its kind.
+
+    sizes: the batch sizes that the candidates came to run with, by name; by default those that were asked for.
+    """
+    place = plain_of(setting_of(candidate, sizes), [setting_of(other, sizes) for other in plan])
+    return None if place is None else plan[place]
+
+
+def setting_of(candidate: Candidate, sizes: Mapping[str, int | None] | None = None) -> Setting:
+    """Return what makes `candidate` comparable with another."""
+    config = candidate.config
+    size = candidate.batch_size if sizes is None else sizes[candidate.name]
+    return Setting(candidate.name, config.runner, config.speculation.method, size, candidate.peer)
 
 
 def _candidate(

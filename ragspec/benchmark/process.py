@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import IO, Any
 
 import orjson
@@ -14,6 +15,10 @@ from rich.console import Console
 
 from ragspec.benchmark.plan import Candidate
 from ragspec.errors import ConfigError, ModelError
+from ragspec.private import open_private
+from ragspec.veil import Veil
+
+LOG_S = 5.0  # that the last lines of a log may take, where a child of the process holds on to it
 
 
 class Worker:
@@ -23,23 +28,27 @@ class Worker:
         self.candidate = candidate
         self.answers = answers_of(candidate, folder)
         self.log = folder / "logs" / f"{candidate.name}.log"
-        for path in (self.answers, self.log):
-            path.parent.mkdir(parents=True, exist_ok=True)
+        self.answers.parent.mkdir(parents=True, exist_ok=True)
         self._limit = limit
         self._passes = 0
         self._start()
 
     def _start(self) -> None:
-        self._log_file = self.log.open("ab" if self._passes else "wb")
+        log = open_private(self.log, append=bool(self._passes))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "ragspec.benchmark.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._log_file,
+            stderr=subprocess.PIPE,
         )
+        assert self._process.stderr is not None
+        self._copying = Thread(
+            target=copy_log, args=(self._process.stderr, log, self.candidate.config.veil()), daemon=True
+        )
+        self._copying.start()
         task = {
             "name": self.candidate.name,
-            "config": self.candidate.config.model_dump(mode="json"),
+            "config": self.candidate.config.as_given(),  # to its stdin: no file holds it
             "limit": self._limit,
             "output": str(self.answers),
         }
@@ -70,7 +79,7 @@ class Worker:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
             self._process.kill()
-        self._log_file.close()
+        self._copying.join(LOG_S)
 
     def _send(self, line: bytes) -> None:
         stdin: IO[bytes] | None = self._process.stdin
@@ -93,8 +102,17 @@ class Worker:
         return message
 
     def _died(self) -> ModelError:
+        self._copying.join(LOG_S)
         last = self.log.read_text(errors="replace").strip().splitlines()[-1:]
         return ModelError(f"{self.candidate.name}: its process ended ({''.join(last)[:200]}); see {self.log}")
+
+
+def copy_log(source: IO[bytes], log: IO[bytes], veil: Veil) -> None:
+    """Copy what a process says on its stderr to its log, without the secrets of its config."""
+    with source, log:
+        for line in source:
+            log.write(veil(line.decode(errors="replace")).encode())
+            log.flush()
 
 
 def answers_of(candidate: Candidate, folder: Path) -> Path:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ragspec.baseline import baselines, ratios_to_peers, ratios_to_plain
 from ragspec.errors import ConfigError
 
 
@@ -29,7 +30,7 @@ def read_results(folder: Path) -> dict[str, Any]:
 
 
 def print_results(console: Console, results: dict[str, Any], folder: Path) -> None:
-    """Print one row per candidate: medians over passes, and the paired ratio to its baseline."""
+    """Print one row per candidate: medians over passes, and the paired ratio to plain decoding of its kind."""
     machine = results["machine"]
     console.print(f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB", *machine["gpus"])
     for note in results["notes"]:
@@ -46,24 +47,24 @@ def print_results(console: Console, results: dict[str, Any], folder: Path) -> No
         "identical",
     ):
         table.add_column(title, justify="left" if title == "method" else "right")
-    peers = {run["name"] for run in results["runs"] if run["peer"]}
-    ratios = [ratio for ratio in results["ratios"] if ratio["metric"] == "tokens_per_s"]
+    plain = baselines(results["runs"])
+    to_plain = [ratio for ratio in ratios_to_plain(results) if ratio["metric"] == "tokens_per_s"]
     for name in dict.fromkeys(run["name"] for run in results["runs"]):
         runs = [run for run in results["runs"] if run["name"] == name]
         rate = runs[0]["acceptance_rate"]
         table.add_row(
             Text(name),
             _median(runs, "tokens_per_s"),
-            next((_shown(ratio) for ratio in ratios if ratio["name"] == name and ratio["baseline"] not in peers), "-"),
+            next((_shown(ratio) for ratio in to_plain if ratio["name"] == name), "-"),
             _median(runs, "decode_tokens_per_s"),
             "-" if rate is None else f"{rate:.1%}",
             f"{runs[0]['tokens_per_step'] or 0:.2f}",
             f"{runs[0]['output_tokens']:,}",
-            f"{runs[0]['identical']} of {runs[0]['records']}",
+            "-" if plain[name] is None else f"{runs[0]['identical']} of {runs[0]['records']}",
         )
     console.print(table)
-    for ratio in ratios:
-        if ratio["baseline"] in peers:
+    for ratio in ratios_to_peers(results):
+        if ratio["metric"] == "tokens_per_s":
             console.print(f"{ratio['name']} is {_shown(ratio)} {ratio['baseline']}", markup=False)
     console.print(f"results in {folder / 'results.json'}, answers in {folder / 'outputs'}", markup=False)
 

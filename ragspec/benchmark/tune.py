@@ -17,11 +17,14 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from ragspec.benchmark.plan import BASELINE, Candidate, make_plan
+from ragspec.baseline import PLAIN
+from ragspec.benchmark.plan import Candidate, make_plan
 from ragspec.benchmark.process import Worker, open_worker
 from ragspec.config import RunConfig
 from ragspec.errors import ConfigError
 from ragspec.machine import machine
+from ragspec.private import write_private
+from ragspec.secret import by_name
 
 BEHIND = 0.85  # of the fastest of a round: not timed again
 MARGIN = 1.03  # that speculation has to win by
@@ -65,7 +68,7 @@ def tune(config: RunConfig, folder: Path, *, budget_s: float, limit: int, consol
             alive = [
                 worker
                 for worker in alive
-                if worker.candidate.config.speculation.method == BASELINE
+                if worker.candidate.config.speculation.method == PLAIN
                 or (speeds[worker.candidate.name][-1] or 0.0) >= BEHIND * best
             ]
             if len(alive) < 2 or time.monotonic() + (time.monotonic() - started) > deadline:
@@ -75,7 +78,7 @@ def tune(config: RunConfig, folder: Path, *, budget_s: float, limit: int, consol
 
 def candidates(config: RunConfig) -> list[Candidate]:
     """Return plain decoding, what the config says, and every method of the runner that needs no more than it has."""
-    methods = [BASELINE, config.speculation.method, *DRAFTERS.get(config.runner, ())]
+    methods = [PLAIN, config.speculation.method, *DRAFTERS.get(config.runner, ())]
     if importlib.util.find_spec("arctic_inference") is None:
         methods = [method for method in methods if method != "suffix" or method == config.speculation.method]
     plan = []
@@ -111,8 +114,12 @@ def write_config(tuned: Tuned, path: Path, sample: str) -> None:
         f"on {about['processor']}, {about['cores']} cores{''.join(', ' + gpu for gpu in about['gpus'])}:",
         *(f"  {line}" for line in tuned.evidence),
     ]
-    values: dict[str, Any] = tuned.winner.config.model_dump(mode="json", exclude_defaults=True)
+    named: dict[str, str] = {}
+    values: dict[str, Any] = by_name(tuned.winner.config.model_dump(exclude_defaults=True), "", named)
     values.setdefault("speculation", {"method": tuned.winner.config.speculation.method})
+    if named:
+        comments.append("Secrets are not written. Before it runs, set in the environment:")
+        comments += [f"  {name}: what stood under {key}" for name, key in named.items()]
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"# {line}\n" for line in comments) + text, encoding="utf-8")
+    write_private(path, ("".join(f"# {line}\n" for line in comments) + text).encode())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,7 +18,7 @@ import orjson
 from ragspec import runners
 from ragspec.batch import Batch
 from ragspec.benchmark.details import acceptance_by_record, roofline, samples
-from ragspec.config import build_config
+from ragspec.config import RunConfig, build_config
 from ragspec.errors import RagspecError
 from ragspec.journal import Journal
 from ragspec.jsonl import Lines
@@ -36,39 +37,46 @@ def serve(source: IO[bytes], sink: IO[bytes]) -> None:
     try:
         task = orjson.loads(source.readline())
         config = build_config(task["config"], task["name"])
-        runner: Runner = runners.module(config.runner).Runner(config)
-        runner.check()
-        prompts = make_prompts(config, runner)
-        retriever = open_retriever(config)
-        started = time.perf_counter()
-        with runner:
-            load_s = time.perf_counter() - started
-            started = time.perf_counter()
-            runner.warm_up()
-            warmup_s = time.perf_counter() - started
-            say(
-                {
-                    "ready": about(config, runner),
-                    "load_s": load_s,
-                    "warmup_s": warmup_s,
-                    "notes": runner.notes,
-                    "remembers": runner.remembers,
-                }
-            )
-            output = Path(task["output"])
-            for command in source:
-                if command.strip() == b"details":
-                    say({"details": details(runner, output)})
-                    continue
-                output.unlink(missing_ok=True)
-                with Lines(config.input or "") as lines, Journal(str(output)) as journal:
-                    batch = Batch(
-                        config, lines, runner, prompts, journal, task["limit"], keep_details=True, retriever=retriever
-                    )
-                    batch.stream()
-                say({"result": batch.summary.to_json()})
+        with config.veil().over_errors():
+            _answer(config, task, source, say)
     except RagspecError as error:
         say({"error": str(error), "exit_code": error.exit_code})
+
+
+def _answer(config: RunConfig, task: dict[str, Any], source: IO[bytes], say: Callable[[dict[str, Any]], None]) -> None:
+    """Load what `config` names, and do what `source` says."""
+    runner: Runner = runners.module(config.runner).Runner(config)
+    runner.check()
+    prompts = make_prompts(config, runner)
+    retriever = open_retriever(config)
+    started = time.perf_counter()
+    with runner:
+        load_s = time.perf_counter() - started
+        started = time.perf_counter()
+        runner.warm_up()
+        warmup_s = time.perf_counter() - started
+        say(
+            {
+                "ready": about(config, runner),
+                "load_s": load_s,
+                "warmup_s": warmup_s,
+                "notes": [config.veil()(note) for note in runner.notes],
+                "remembers": runner.remembers,
+            }
+        )
+        output = Path(task["output"])
+        for command in source:
+            if command.strip() == b"details":
+                say({"details": details(runner, output)})
+                continue
+            output.unlink(missing_ok=True)
+            with Lines(config.input or "") as lines, Journal(str(output)) as journal:
+                batch = Batch(
+                    config, lines, runner, prompts, journal, task["limit"], keep_details=True, retriever=retriever
+                )
+                batch.stream()
+            # only now is it known: a runner may choose it by the records
+            say({"result": batch.summary.to_json() | {"batch_size": runner.about().get("batch_size")}})
 
 
 def details(runner: Runner, output: Path) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def main() -> None:
     except RagspecError as error:
         if os.environ.get("RAGSPEC_DEBUG"):
             raise
-        print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        _say(" ".join(str(error).splitlines()))
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -55,11 +55,16 @@ def main() -> None:
     except OSError as error:
         if os.environ.get("RAGSPEC_DEBUG"):
             raise
-        print(f"error: {error.filename or 'input or output'}: {error.strerror or error}", file=sys.stderr)
+        _say(f"{error.filename or 'input or output'}: {error.strerror or error}")
         sys.exit(2)
     except Exception as error:
         if os.environ.get("RAGSPEC_DEBUG"):
             raise
-        text = flat(error)
-        print(f"error: {type(error).__name__}: {text} (a bug? --debug shows where)", file=sys.stderr)
+        _say(f"{type(error).__name__}: {flat(error)} (a bug? --debug shows where)")
         sys.exit(3)
+
+
+def _say(message: str) -> None:
+    from ragspec.veil import Veil
+
+    print(f"error: {Veil()(message)}", file=sys.stderr)

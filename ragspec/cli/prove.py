@@ -17,17 +17,22 @@ def verify(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Findings and answers.")] = Path(
         "out/verify"
     ),
+    reference: Annotated[
+        int, typer.Option(min=0, help="Records that stock transformers answers too, two at least; 0: none.")
+    ] = 8,
+    seed: Annotated[int, typer.Option(help="Draws these records.")] = 0,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Answer the input with and without speculation, and prove that no answer changed."""
-    from ragspec.benchmark.verify import print_audit, run_verify
+    """Answer the input with and without speculation, a sample in stock transformers, and prove that nothing changed."""
+    from ragspec.benchmark.findings import print_findings
+    from ragspec.benchmark.verify import run_verify
 
     set_debug(debug)
     run_config, console = load(config, override, input)
-    audit = run_verify(run_config, output, limit=limit, console=console)
-    print_audit(console, audit, output)
-    if audit.bugs or audit.unanswered:
+    found = run_verify(run_config, output, limit=limit, console=console, reference=reference, seed=seed)
+    print_findings(console, found, output)
+    if found.failed:
         raise typer.Exit(1)
 
 

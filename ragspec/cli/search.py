@@ -38,6 +38,7 @@ def index(
     from ragspec.console import build_progress, print_build, stderr
     from ragspec.errors import ConfigError
     from ragspec.retrieval.build import build
+    from ragspec.veil import Veil
 
     set_debug(debug)
     console = stderr()
@@ -55,7 +56,7 @@ def index(
     )
     if not settings.corpus:
         raise ConfigError("--corpus: missing; give files or folders, or retrieval.corpus in the config")
-    with build_progress(console) as (report, complain):
+    with Veil(settings.model_dump()).over_errors(), build_progress(console) as (report, complain):
         summary = build(settings, report, complain)
     print_build(console, summary, settings.index)
     if summary.skipped:
@@ -84,6 +85,7 @@ def retrieve(
     """Queries in, the same records with contexts out. Records that have contexts pass as they are."""
     from ragspec.console import stderr
     from ragspec.retrieval.filter import measure, stream
+    from ragspec.veil import Veil
 
     set_debug(debug)
     console = stderr()
@@ -91,7 +93,7 @@ def retrieve(
         console, config, override, index=index, top_k=top_k, mode=mode, reranker_model=reranker_model, order=order
     )
     where = input or source or "-"
-    with quiet_pipe():
+    with quiet_pipe(), Veil(settings.model_dump()).over_errors():
         if evaluate:
             measure(settings, where, output, limit)
             return

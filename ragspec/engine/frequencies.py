@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ragspec.engine.layout import Layout
-from ragspec.hf.rotary import effective_length, forget, kind_of, kinds_of, length_dependent, limit_of
+from ragspec.hf.rotary import effective_length, forget, kind_of, kinds_of, length_dependent, limit_of, restart_length
 
 
 class Frequencies:
@@ -24,7 +24,7 @@ class Frequencies:
     def __init__(self, inner: Any, layout: Callable[[], Layout | None]) -> None:
         self._layout = layout
         self._modules = length_dependent(inner)
-        self.restart = _restart(inner, kinds_of(self._modules))
+        self.restart = restart_length(inner)
         for module in self._modules:
             module.forward = self._per_token(module, module.forward)
 
@@ -70,35 +70,6 @@ class Frequencies:
             return _join(parts, len(layout.lengths))
 
         return per_token
-
-
-def _restart(inner: Any, kinds: list[tuple[str, int]]) -> int | None:
-    """Return the length beyond which generate() computes the whole text anew, None where it never does.
-
-    Phi-3 and its relatives do when an answer outgrows the short frequencies; the model's own code says so.
-    """
-    for kind, limit in kinds:
-        if kind == "longrope":
-            text = torch.zeros(1, limit + 1, dtype=torch.long, device=inner.device)
-            inputs = inner.prepare_inputs_for_generation(text, past_key_values=_Seen(limit), use_cache=True)
-            if inputs.get("past_key_values") is None:
-                return limit
-    return None
-
-
-class _Seen:
-    """Looks like a cache that holds `tokens` tokens, to a model that prepares its next forward."""
-
-    is_compileable = False
-
-    def __init__(self, tokens: int) -> None:
-        self._tokens = tokens
-
-    def __len__(self) -> int:
-        return 1
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._tokens
 
 
 def _join(parts: list[tuple[torch.Tensor, Any]], tokens: int) -> Any:

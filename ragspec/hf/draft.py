@@ -10,6 +10,9 @@ from ragspec.hf.tokenizer import load_tokenizer
 from ragspec.models import ModelSource, context_length, read_model_config, resolve
 from ragspec.vocabulary import fits
 
+DRAFT_KEY = "speculation.draft_model"
+DRAFT_TRUST_KEY = "speculation.draft_trust_remote_code"
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:
@@ -28,21 +31,28 @@ def width_of(config: Any) -> int:
 
 
 def find_draft(
-    name: str, tokenizer_name: str | None, target: tuple[str, Any, int], *, trust_remote_code: bool, remedy: str
+    name: str,
+    tokenizer_name: str | None,
+    target: tuple[str, Any, int],
+    *,
+    trust_remote_code: bool,
+    remedy: str,
+    trust_key: str = DRAFT_TRUST_KEY,
 ) -> Draft:
     """Return the draft model `name`. Raises ConfigError where it is missing or speaks other tokens unasked.
 
     tokenizer_name: the `draft_tokenizer` of the config, which asks for a draft of other tokens. target: the target's
     name, tokenizer and width. remedy: what a draft_tokenizer would bring on this runner, for the message.
+    trust_remote_code: whether the draft's own code may run; `trust_key` would let it.
     """
-    key = "speculation.draft_model"
+    key = DRAFT_KEY
     source = resolve(name, key=key)
-    config = read_model_config(source, trust_remote_code=trust_remote_code, key=key)
+    config = read_model_config(source, trust_remote_code=trust_remote_code, key=key, trust_key=trust_key)
     tokenizer_source = source
     if tokenizer_name and tokenizer_name != name:
         key = "speculation.draft_tokenizer"
         tokenizer_source = resolve(tokenizer_name, key=key)
-    tokenizer = load_tokenizer(tokenizer_source, key=key, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(tokenizer_source, key=key, trust_remote_code=trust_remote_code, trust_key=trust_key)
     target_name, target_tokenizer, target_width = target
     fit, why = fits(target_tokenizer, target_width, tokenizer, width_of(config))
     if not fit and not tokenizer_name:

@@ -51,3 +51,34 @@ def forget(module: Any) -> None:
     for name in list(vars(module)):
         if name.endswith("max_seq_len_cached"):
             setattr(module, name, module.original_max_seq_len)
+
+
+def restart_length(model: Any) -> int | None:
+    """Return the length beyond which generate() computes the whole text anew, None where it never does.
+
+    Phi-3 and its relatives do when an answer outgrows the short frequencies; the model's own code says so.
+    """
+    import torch
+
+    for kind, limit in kinds_of(length_dependent(model)):
+        if kind == "longrope":
+            text = torch.zeros(1, limit + 1, dtype=torch.long, device=model.device)
+            inputs = model.prepare_inputs_for_generation(text, past_key_values=_Seen(limit), use_cache=True)
+            if inputs.get("past_key_values") is None:
+                return limit
+    return None
+
+
+class _Seen:
+    """Looks like a cache that holds `tokens` tokens, to a model that prepares its next forward."""
+
+    is_compileable = False
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return 1
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._tokens

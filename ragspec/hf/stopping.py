@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,13 @@ class StopText(StoppingCriteria):  # type: ignore[misc]
         answers = input_ids[:, self._prompt_length :].tolist()
         hits = [ends_with_stop(self._tokenizer, answer, fresh, self._stop) for answer in answers]
         return torch.tensor(hits, dtype=torch.bool, device=input_ids.device)
+
+
+def end_tokens(model: Any, tokenizer: Any, generate_args: Mapping[str, Any]) -> frozenset[int]:
+    """Return the tokens that end an answer: those of generate()'s arguments, else the model's, else the tokenizer's."""
+    own = model.generation_config.eos_token_id
+    found = generate_args.get("eos_token_id", own if own is not None else tokenizer.eos_token_id)
+    return frozenset([] if found is None else [found] if isinstance(found, int) else found)
 
 
 def ends_with_stop(tokenizer: Tokenizer, answer: Sequence[int], fresh: int, stop: Sequence[str]) -> bool:

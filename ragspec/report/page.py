@@ -14,6 +14,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from ragspec.baseline import baselines, ratios_to_peers, ratios_to_plain
+from ragspec.private import write_private
 from ragspec.report import charts
 from ragspec.report.words import summary
 
@@ -28,7 +30,7 @@ def write_report(results: dict[str, Any], folder: Path, *, quote: bool = True) -
     quote: show answers, with their questions and passages.
     """
     path = folder / NAME
-    path.write_text(render(results, quote=quote), encoding="utf-8")
+    write_private(path, render(results, quote=quote).encode())
     return path
 
 
@@ -53,16 +55,19 @@ def names_of(results: dict[str, Any]) -> list[str]:
 
 
 def rows(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return one row per candidate: medians over passes."""
+    """Return one row per candidate: medians over passes; ratio and identical are None where no plain run compares."""
     table = []
+    plain = baselines(results["runs"])
+    to_plain = [ratio for ratio in ratios_to_plain(results) if ratio["metric"] == "tokens_per_s"]
     for name in names_of(results):
         runs = [run for run in results["runs"] if run["name"] == name]
         row = dict(runs[0])
         for metric in ("tokens_per_s", "decode_tokens_per_s", "generate_s"):
             values = [run[metric] for run in runs if run[metric]]
             row[metric] = median(values) if values else None
-        ratios = [r for r in results["ratios"] if r["name"] == name and r["metric"] == "tokens_per_s"]
-        row["ratio"] = ratios[0] if ratios and not row["peer"] else None
+        row["ratio"] = next((ratio for ratio in to_plain if ratio["name"] == name), None)
+        if plain[name] is None:
+            row["identical"] = None
         row["passes"] = len(runs)
         table.append(row)
     return table
@@ -74,7 +79,7 @@ def figures(results: dict[str, Any]) -> list[tuple[str, str, charts.Spec]]:
     for metric, title in (("tokens_per_s", "Speed-up, end to end"), ("decode_tokens_per_s", "Speed-up of decoding")):
         ratios = [
             {**ratio, "name": f"{ratio['name']} / {ratio['baseline']}"}
-            for ratio in results["ratios"]
+            for ratio in [*ratios_to_plain(results), *ratios_to_peers(results)]
             if ratio["metric"] == metric
         ]
         if ratios:

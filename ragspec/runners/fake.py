@@ -16,7 +16,7 @@ from pydantic import Field
 
 from ragspec.config import RunConfig
 from ragspec.feed import Feed
-from ragspec.records import Failure, Generation, Request
+from ragspec.records import Failure, Generation, Request, Spans
 from ragspec.runners.base import RunnerArgs
 from ragspec.stats import SpecStats
 
@@ -41,14 +41,21 @@ class ByteTokenizer:
     """Every byte is a token; the vocabulary cannot grow."""
 
     has_chat_template = False
+    controls = None
 
-    def encode(self, text: str, *, special_tokens: bool) -> list[int]:
+    def encode(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[int]:
         return list(text.encode())
+
+    def control_ids(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[int]:
+        return []
+
+    def control_spans(self, text: str, *, special_tokens: bool) -> Spans | None:
+        return None
 
     def decode(self, token_ids: list[int]) -> str:
         return bytes(token_ids).decode(errors="replace")
 
-    def offsets(self, text: str, *, special_tokens: bool) -> list[tuple[int, int]] | None:
+    def offsets(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[tuple[int, int]] | None:
         return None
 
     def render_chat(self, messages: list[dict[str, str]]) -> str:

@@ -20,6 +20,7 @@ from ragspec.models import ModelSource, context_length, read_model_config, resol
 from ragspec.quiet import quiet
 from ragspec.records import Failure, Generation, Request
 from ragspec.runners.base import RunnerArgs
+from ragspec.secret import Settings, revealed
 
 if TYPE_CHECKING:
     from ragspec.engine.backend import EngineBackend
@@ -42,10 +43,10 @@ class Args(RunnerArgs):
     num_gpus: Annotated[int, Field(ge=0)] | None = None
     revision: str | None = None
     trust_remote_code: bool = False
-    model_args: dict[str, Any] = {}  # to from_pretrained of the model
-    tokenizer_args: dict[str, Any] = {}  # to from_pretrained of the tokenizer
-    encode_args: dict[str, Any] = {}  # to every call of the tokenizer
-    generate_args: dict[str, Any] = {}  # to generate()
+    model_args: Settings = {}  # to from_pretrained of the model
+    tokenizer_args: Settings = {}  # to from_pretrained of the tokenizer
+    encode_args: Settings = {}  # to every call of the tokenizer
+    generate_args: Settings = {}  # to generate()
 
     def neutral_keys(self) -> set[str]:
         return {"batch_size", "lookahead"}
@@ -85,8 +86,10 @@ class Runner:
         self._hf_config = read_model_config(self._source, trust_remote_code=args.trust_remote_code)
         if self._hf_config.is_encoder_decoder:
             raise ConfigError(f'model: "{self._model_name}" is an encoder-decoder; ragspec runs causal language models')
-        tokenizer = load_tokenizer(self._source, trust_remote_code=args.trust_remote_code, **args.tokenizer_args)
-        self.tokenizer = HFTokenizer(tokenizer, args.encode_args)
+        tokenizer = load_tokenizer(
+            self._source, trust_remote_code=args.trust_remote_code, extra=revealed(args.tokenizer_args)
+        )
+        self.tokenizer = HFTokenizer(tokenizer, revealed(args.encode_args))
         self.context_length = context_length(self._hf_config)
         wants_draft = self.method == "draft_model" or (self.method == "auto" and self._spec.draft_model)
         self._draft = self._find_draft(tokenizer) if wants_draft else None
@@ -155,7 +158,7 @@ class Runner:
             self._spec.draft_model or "",
             self._spec.draft_tokenizer,
             (self._model_name, tokenizer, width_of(self._hf_config)),
-            trust_remote_code=self._args.trust_remote_code,
+            trust_remote_code=self._spec.draft_trust_remote_code,
             remedy="for universal assisted decoding",
         )
         if self._spec.draft_tokenizer and not draft.other_tokens:
@@ -169,16 +172,16 @@ class Runner:
 
     def __enter__(self) -> Self:
         from ragspec.hf.generation import GenerationRules
+        from ragspec.hf.stopping import end_tokens
 
-        model = self._load(self._source, self._args.model_args, self._args.revision)
-        draft_model = self._load(self._draft.source, {}, None) if self._draft else None
+        args, given = self._args, revealed(self._args.generate_args)
+        model = self._load(self._source, args.model_args, args.revision, args.trust_remote_code)
+        trust = self._spec.draft_trust_remote_code
+        draft_model = self._load(self._draft.source, {}, None, trust) if self._draft else None
         self._loaded = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
-        own = model.generation_config.eos_token_id
-        eos = own if own is not None else self.tokenizer.inner.eos_token_id
-        eos = self._args.generate_args.get("eos_token_id", eos)
-        ends = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
+        ends = end_tokens(model, self.tokenizer.inner, given)
         pad = self.tokenizer.inner.pad_token_id
-        rules = GenerationRules(model, ends, min(ends, default=0) if pad is None else pad, self._args.generate_args)
+        rules = GenerationRules(model, ends, min(ends, default=0) if pad is None else pad, given)
         if own := rules.overridden(self._sampling):
             self.notes.append(
                 f"the model's generation_config asks for {own}; the config's sampling section decides: "
@@ -250,7 +253,7 @@ class Runner:
                 early_exit_layer=spec.early_exit_layer,
                 schedule=spec.schedule,
                 confidence_threshold=spec.confidence_threshold,
-                knobs=spec.extra,
+                knobs=revealed(spec.extra),
                 draft=self._draft,
                 draft_model=draft_model,
             ),
@@ -269,7 +272,7 @@ class Runner:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _load(self, source: ModelSource, extra: dict[str, Any], revision: str | None) -> Any:
+    def _load(self, source: ModelSource, extra: dict[str, Any], revision: str | None, trust: bool) -> Any:
         from ragspec.hf.loading import load_model, pick_device
 
         args = self._args
@@ -279,8 +282,8 @@ class Runner:
             dtype=args.dtype,
             num_gpus=args.num_gpus,
             revision=revision,
-            trust_remote_code=args.trust_remote_code,
-            extra=extra,
+            trust_remote_code=trust,
+            extra=revealed(extra),
         )
 
     def warm_up(self) -> None:

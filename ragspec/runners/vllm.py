@@ -24,11 +24,14 @@ from ragspec.machine import free_bytes, free_gpu_bytes
 from ragspec.models import context_length, read_model_config, resolve
 from ragspec.records import Failure, Generation, Request, Sampling
 from ragspec.runners.base import RunnerArgs
+from ragspec.secret import Settings, revealed
 from ragspec.suggest import did_you_mean
 from ragspec.vllm.config import (
+    DRAFT_TRUST_KEYS,
     OURS,
     TESTED,
     check_build,
+    check_draft_code,
     check_memory,
     check_parallel,
     proposer_settings,
@@ -67,7 +70,7 @@ class Args(RunnerArgs):
 
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"  # max_num_seqs by its name in other runners
     lookahead: Annotated[int, Field(ge=1)] = 4096  # records read ahead to bring shared prefixes together
-    sampling_args: dict[str, Any] = {}  # to SamplingParams, beside the `sampling` section
+    sampling_args: Settings = {}  # to SamplingParams, beside the `sampling` section
 
     def neutral_keys(self) -> set[str]:
         memory = {"gpu_memory_utilization", "kv_cache_memory_bytes", "block_size"}
@@ -115,10 +118,12 @@ class Runner:
         self._source = resolve(self._model_name, revision)
         self._hf_config = read_model_config(self._source, trust_remote_code=trust)
         self.tokenizer = HFTokenizer(load_tokenizer(self._source, trust_remote_code=trust))
-        if asked := asked_beyond_sampling(self._source.path, revision):
-            self.notes.append(f"the model's generation_config asks for {', '.join(asked)}: vLLM does not do it")
+        self._not_done = ", ".join(asked_beyond_sampling(self._source.path, revision))
+        if self._not_done:
+            self.notes.append(f"the model's generation_config asks for {self._not_done}: vLLM does not do it")
         draft_path, other_vocabulary = self._check_draft(trust)
         spec = speculative_config(self._spec, draft_path)
+        check_draft_code(spec, self._source.path, trust, self._spec.draft_trust_remote_code)
         if spec is not None and other_vocabulary:
             spec["use_heterogeneous_vocab"] = True
         # vLLM's modules read the environment as they are imported
@@ -168,8 +173,9 @@ class Runner:
             name,
             self._spec.draft_tokenizer,
             (self._model_name, self.tokenizer.inner, width),
-            trust_remote_code=trust,
+            trust_remote_code=trust and self._spec.draft_trust_remote_code,
             remedy="to draft in the tokens that both have",
+            trust_key=DRAFT_TRUST_KEYS,
         )
         # vLLM compares sizes only: paddings that differ need its mapping too, which is then the identity
         return draft.source.path, draft.other_tokens or draft.width != width
@@ -212,10 +218,12 @@ class Runner:
             if key not in known:
                 raise ConfigError(f'"runner_args.{key}" is not an argument of vLLM{did_you_mean(key, known)}')
         try:
-            config = EngineArgs(**self._engine_args).create_engine_config()
+            config = EngineArgs(**revealed(self._engine_args)).create_engine_config()
         except Exception as error:  # vLLM raises whatever its many checks raise; none of them has read weights
             raise ConfigError(f"vLLM refuses the configuration: {one_line(error)}") from error
         self._rows = int(config.scheduler_config.max_num_seqs)
+        self._dtype = str(config.model_config.dtype).removeprefix("torch.")
+        self._quantized = config.model_config.quantization is not None
         return int(config.model_config.max_model_len)
 
     # -- weights --------------------------------------------------------------------------------------------------
@@ -226,7 +234,7 @@ class Runner:
             from vllm.v1.engine.llm_engine import LLMEngine
 
             try:
-                self._engine = LLMEngine.from_engine_args(EngineArgs(**self._engine_args))
+                self._engine = LLMEngine.from_engine_args(EngineArgs(**revealed(self._engine_args)))
             except Exception as error:  # whatever stops an engine from starting
                 self._free()
                 raise ModelError(
@@ -285,7 +293,7 @@ class Runner:
             self.tokenizer,
             rows=self._rows,
             lookahead=args.lookahead,
-            sampling_args=args.sampling_args,
+            sampling_args=revealed(args.sampling_args),
             lost=self._lost,
         )
         return stream.run(requests)
@@ -301,6 +309,9 @@ class Runner:
             "model": self._source.path,
             "revision": getattr(self._hf_config, "_commit_hash", None),
             "batch_size": self._rows,
+            "dtype": self._dtype,
+            "quantized": self._quantized,
+            **({"not_done": self._not_done} if self._not_done else {}),
             "context_length": self.context_length or context_length(self._hf_config),
             "engine_args": {key: value for key, value in self._engine_args.items() if key != "model"},
             **self._drafting,

@@ -12,7 +12,7 @@ import importlib.util
 from typing import Any
 
 from ragspec.errors import ConfigError
-from ragspec.models import weights_bytes
+from ragspec.models import ModelSource, brings_code, weights_bytes
 from ragspec.sections import SpeculationConfig
 
 # ragspec's word -> vLLM's, where they differ
@@ -24,6 +24,8 @@ MOST_TOKENS = 16  # of its drafts, where the length is chosen by what pays
 TESTED = ("0.32.",)  # versions of vLLM that it was tried with; the interface is experimental
 AUTO_TOKENS = {"prompt_lookup": 8, "draft_model": 4, "eagle": 3, "eagle3": 3}
 NGRAM_RANGE = (2, 4)  # vLLM's own default is 5 for both
+MODEL_FREE = ("ngram", "ngram_gpu", "suffix", "custom_class")  # for vLLM's `model` is no model there
+DRAFT_TRUST_KEYS = "speculation.draft_trust_remote_code and runner_args.trust_remote_code"  # vLLM has one for both
 NEEDS_MODEL = ("draft_model", "eagle", "eagle3", "medusa", "dflash")
 
 
@@ -76,6 +78,24 @@ def check_build(config: dict[str, Any] | None, on_cpu: bool) -> None:
         )
     if on_cpu and method in ("ngram_gpu", "dspark"):
         raise ConfigError(f"speculation.method: {method} needs a GPU; on this machine use prompt_lookup or suffix")
+
+
+def check_draft_code(config: dict[str, Any] | None, target: str, trust: bool, draft_trust: bool) -> None:
+    """Raise ConfigError where vLLM would run code that comes with the draft, and only the target's was allowed.
+
+    vLLM loads both with the target's trust_remote_code (0.32, config/speculative.py): it cannot tell them apart.
+    target: the target's path.
+    """
+    config = config or {}
+    name = config.get("model")
+    if not trust or draft_trust or not name or name == target or config.get("method") in MODEL_FREE:
+        return
+    if brings_code(ModelSource(name, name, config.get("revision"))):
+        raise ConfigError(
+            f'speculation.draft_trust_remote_code: "{name}" brings its own code, and vLLM would run it, as '
+            "runner_args.trust_remote_code is true; set both to true if you trust the authors of both, "
+            "or choose another draft"
+        )
 
 
 def check_parallel(args: dict[str, Any], config: dict[str, Any] | None, devices: int | None) -> list[str]:

@@ -1,0 +1,77 @@
+"""What is taken for a secret: by the name of its key, or by what it looks like.
+
+    >>> [names_secret(key) for key in ("hf_token", "api_key", "num_tokens", "eos_token", "tokenizer", "sort_key")]
+    [True, True, False, False, False, False]
+
+A key that is wrongly taken for a secret costs little (a hash stands in the statistics), one that is missed is written
+everywhere; so an unknown `..._token` is one. Standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+LAST = {"token", "key", "secret", "password", "passwd", "passphrase", "pwd", "credential", "authorization", "auth"}
+LAST |= {"bearer", "apikey", "cookie", "secrets", "passwords", "credentials"}
+ALWAYS = {"secret", "password", "passwd", "passphrase", "pwd", "credential", "secrets", "passwords", "credentials"}
+RUN_TOGETHER = re.compile(r"(api|access|auth|secret|private)(token|key)s?$|password$|passwd$|secret$|credentials?$")
+PLURAL = {"keys", "tokens"}  # secrets only beside one of these
+OWNERS = {"api", "access", "auth", "secret", "private", "account", "hf", "bearer"}
+TRAILING = {"id", "value", "string"}  # of aws_access_key_id: what stands before decides
+# tokens of a vocabulary, and keys of mappings
+HARMLESS = {
+    "token": {"bos", "eos", "pad", "unk", "sep", "cls", "mask", "eot", "eom", "eod", "bot", "image", "audio", "video"}
+    | {"boi", "eoi", "start", "end", "stop", "prefix", "suffix", "middle", "new", "next", "last", "first", "special"}
+    | {"per", "draft", "bonus", "context", "prompt", "text", "extra", "language", "lang", "noise", "class", "by"},
+    "key": {"sort", "partition", "group", "cache", "primary", "foreign", "index", "map", "dict", "json", "row"}
+    | {"column", "label", "text", "image", "video", "audio", "lookup", "query", "feature", "id", "order", "name"},
+}
+VOCABULARY = re.compile(r"<[^<>]*>|\[[A-Za-z_]+\]|[\d.]+|.{0,2}")  # what a token of a vocabulary looks like, or its id
+WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+
+SHAPES = re.compile(
+    r"\bhf_(?:(?=\w*[0-9A-Z])\w{8,}|[a-z]{16,})"  # Hugging Face
+    r"|\bapi_org_\w{16,}"
+    r"|\bsk-[\w-]{8,}"  # OpenAI, Anthropic and those that copy them
+    r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"  # AWS
+    r"|\bgh[opsru]_\w{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}"
+    r"|\bxox[abprs]-[\w-]{10,}"  # Slack
+    r"|\bAIza[\w-]{30,}"  # Google
+    r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"  # a JSON web token
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*"
+    r"|\b[Bb]earer\s+[\w.~+/-]{8,}=*"
+    r"|\b(?:AccountKey|SharedAccessSignature|Password|Pwd)=[^;\s\"']{4,}"  # connection strings
+    r"|(?<=[?&])(?:sig|signature|token|api_key|apikey|access_token|X-Amz-Signature)=[^&\s\"']{4,}"
+)
+LOGIN = re.compile(r"(?<=://)[^\s/@:\"']*:[^\s/@\"']+(?=@)")  # user:password of an address
+NAMED = re.compile(r"""(["']?)(\b[A-Za-z_][\w.-]*)\1\s*[:=]\s*(["'])((?:(?!\3).)+)\3""")  # key: "value", key='value'
+
+
+def names_secret(key: str) -> bool:
+    """Return whether what stands under `key` is a secret."""
+    words = [word.lower() for word in WORD.findall(key)]
+    while len(words) > 1 and words[-1] in TRAILING:
+        words.pop()
+    if not words:
+        return False
+    last, before = words[-1], set(words[:-1])
+    if last in PLURAL:
+        return bool(before & OWNERS)
+    if RUN_TOGETHER.search(last):
+        return True
+    return last in LAST and not (before & HARMLESS.get(last, set()) and not before & OWNERS)
+
+
+def is_secret(value: Any, key: str) -> bool:
+    """Return whether `value`, a leaf under `key`, is a secret by that name. Token ids and switches are none."""
+    if not names_secret(key) or isinstance(value, bool) or value in (None, ""):
+        return False
+    sure = WORD.findall(key)[-1].lower() in ALWAYS
+    return isinstance(value, str | int | float) and (sure or not VOCABULARY.fullmatch(str(value)))
+
+
+def secret_parts(text: str) -> list[str]:
+    """Return the pieces of `text` that look like secrets, or that it names as one (a dictionary in a string)."""
+    named = [found[4] for found in NAMED.finditer(text) if is_secret(found[4], found[2])]
+    return [*LOGIN.findall(text), *SHAPES.findall(text), *named]
