@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
@@ -23,6 +24,7 @@ from ragspec.feed import Feed
 from ragspec.hf.acceptance import AcceptanceMeter, in_id_order
 from ragspec.hf.draft import Draft, width_of
 from ragspec.hf.generation import GenerationRules
+from ragspec.hf.padding import takes_padding
 from ragspec.hf.rotary import forget, length_dependent
 from ragspec.hf.stopping import StepClock, StopText, trim
 from ragspec.hf.tokenizer import HFTokenizer
@@ -124,7 +126,8 @@ class StockBackend:
         while batch := source.take(self.batch_size, wait=True):
             sampling = batch[0].sampling
             # padding would change what depends on the tokens before, or on the length of the text
-            rows = 1 if self._rotary or self._rules.depends_on_text(sampling) else self.batch_size
+            alone = bool(self._rotary) or self._rules.depends_on_text(sampling) or not self._takes_padding
+            rows = 1 if alone else self.batch_size
             alike = list(takewhile(lambda request: request.sampling == sampling, batch))[:rows]  # noqa: B023
             source.put_back(batch[len(alike) :])
             yield from self._answer(alike)
@@ -133,6 +136,19 @@ class StockBackend:
                 f"{self._meter.outgrown} records were longer than the {self._spec.draft.context_length} tokens that "
                 "the draft model attends to; they went on without drafts"
             )
+
+    @cached_property
+    def _takes_padding(self) -> bool:
+        """Whether a prompt is answered the same in a padded batch as alone."""
+        if self.batch_size == 1:
+            return True
+        try:
+            if takes_padding(self._model, self._rules.pad):
+                return True
+        except FAILURES as error:
+            log.debug("the model does not take padded prompts", exc_info=error)
+        self.notes.append("records are answered one at a time: padding changes what this model computes")
+        return False
 
     def _answer(self, batch: list[Request]) -> Iterator[Generation | Failure]:
         """Answer a batch; if it fails, answer its records one by one, so that one alone can be at fault."""
