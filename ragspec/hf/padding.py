@@ -1,4 +1,4 @@
-"""Is an answer the same when its prompt is padded in a batch? Asked of every model that stock generate() runs in batches.
+"""Is an answer the same when its prompt is padded? Asked of every model that stock generate() runs in batches.
 
 Models that number their tokens themselves, or whose masks forget the padding, answer a padded prompt otherwise.
 """
