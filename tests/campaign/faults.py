@@ -26,12 +26,12 @@ runner_args: {engine: ragspec, batch_size: 4, lookahead: 16}
 PATIENCE_S = 300
 
 
-def campaign(count: int, seed: int, folder: Path) -> dict[str, int]:
-    """Strike `count` times; return how often which way, and over how many runs and records."""
+def campaign(count: int, seed: int, folder: Path, model: str | None = None) -> dict[str, int]:
+    """Strike `count` times; return how often which way, over how many runs and records. model: a tiny one's folder."""
     totals: Counter[str] = Counter()
     for kind, share in SHARE.items():
         config = folder / f"{kind}.yaml"
-        config.write_text(FAKE if kind == "fake" else REAL % _tiny(folder / "tiny"))
+        config.write_text(FAKE if kind == "fake" else REAL % (model or _tiny(folder / "tiny")))
         number = 0
         struck = 0
         while struck < max(1, round(count * share)):
