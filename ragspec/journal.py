@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import count
@@ -78,7 +79,7 @@ class Journal:
         self._partial = partial
         self._interruptions = Interruptions()
         self._next = 0
-        self._silent: set[int] = set()  # those ahead of their turn that have nothing to write
+        self._silent: deque[tuple[int, int]] = deque()  # runs of lines ahead of their turn that have nothing to write
         self._ahead: Spill | Shelf = Shelf()
         self._file: LineFile | _Stream
         if self.resumable:
@@ -120,12 +121,13 @@ class Journal:
             self._take_turns()
 
     def skip(self, index: int, key: str) -> None:
-        """Let line number `index` be the one of that fingerprint, which is finished already."""
+        """Let line number `index`, higher than all skipped before, be the one of that fingerprint: it is finished."""
         if not self._in_order:
             return
         self._ahead.claim(index, key)
         if index not in self._ahead:
-            self._silent.add(index)
+            begin = self._silent.pop()[0] if self._silent and self._silent[-1][1] == index else index
+            self._silent.append((begin, index + 1))  # millions may be skipped behind one that is tried again
         with self._writing():
             self._take_turns()
 
@@ -135,11 +137,11 @@ class Journal:
             if self._next in self._ahead:
                 self._file.append(self._ahead.get(self._next))
                 self._ahead.drop(self._next)
-            elif self._next in self._silent:
-                self._silent.remove(self._next)
+                self._next += 1
+            elif self._silent and self._silent[0][0] == self._next:
+                self._next = self._silent.popleft()[1]
             else:
                 return
-            self._next += 1
 
     def _end(self) -> None:
         if not self._partial:

@@ -27,6 +27,7 @@ def sibling(output: str, suffix: str) -> Path:
 
 def write_json(path: Path, value: Any) -> None:
     """Write `value` to `path` whole or not at all, and so that it survives a power cut. Raises OSError."""
+    path = Path(os.path.realpath(path))  # a link stays one
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with draft.open("wb") as file:
