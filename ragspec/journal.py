@@ -9,7 +9,6 @@ to that).
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -23,7 +22,8 @@ from ragspec.errors import ConfigError
 from ragspec.interrupt import Interruptions
 from ragspec.jsonl import Line
 from ragspec.keyset import KeySet
-from ragspec.linefile import LineFile, write_all
+from ragspec.linefile import LineFile
+from ragspec.outstream import OutStream
 from ragspec.runstate import PENDING, RunState, sibling
 from ragspec.spill import Place, Shelf, Spill
 
@@ -81,11 +81,12 @@ class Journal:
         self._next = 0
         self._silent: deque[tuple[int, int]] = deque()  # runs of lines ahead of their turn that have nothing to write
         self._ahead: Spill | Shelf = Shelf()
-        self._file: LineFile | _Stream
+        self._file: LineFile | OutStream
         if self.resumable:
             self._open(identity, resume, retry_failed)
         else:
-            self._file = _Stream(output)
+            with _opening(output):
+                self._file = OutStream(output)
 
     def __enter__(self) -> Self:
         self._interruptions.__enter__()
@@ -181,7 +182,7 @@ class Journal:
         spill = None
         if identity is not None:
             state.check_names()
-        with ExitStack() as opened, _opening(path):
+        with ExitStack() as opened, _opening(self.output):
             path.parent.mkdir(parents=True, exist_ok=True)
             file = self._file = LineFile(path)
             opened.callback(file.close)
@@ -250,42 +251,15 @@ class _Finished(NamedTuple):
         return cls(key, name, "error" in line) if isinstance(key, str) and isinstance(name, str) else cls()
 
 
-class _Stream:
-    """stdout, a pipe or a device: written at once, kept by nobody."""
-
-    def __init__(self, output: str) -> None:
-        self._own = output != "-"
-        with _opening(Path(output)):
-            self._file: Any = open(output, "wb", buffering=0) if self._own else _stdout()  # noqa: SIM115 (see close)
-
-    def append(self, line: bytes) -> None:
-        write_all(self._file, line)
-
-    def sync(self) -> None:
-        """There is nothing that a power cut would spare."""
-
-    def close(self) -> None:
-        if self._own:
-            self._file.close()
-
-
-def _stdout() -> Any:
-    """Return stdout without its buffer: what a reader who has gone did not take must not come up again at exit."""
-    if sys.stdout is None:
-        raise ConfigError("-: stdout is closed; --output takes a file or - for stdout")
-    sys.stdout.flush()
-    return getattr(sys.stdout.buffer, "raw", sys.stdout.buffer)
-
-
 @contextmanager
-def _opening(path: Path) -> Iterator[None]:
+def _opening(output: str) -> Iterator[None]:
     """Say in one line why an output cannot be opened."""
     try:
         yield
     except BlockingIOError:
-        raise ConfigError(f"{path}: another run is writing it; wait for it, or choose another --output") from None
+        raise ConfigError(f"{output}: another run is writing it; wait for it, or choose another --output") from None
     except OSError as error:
-        where = error.filename or path
+        where = error.filename or output
         raise ConfigError(f"{where}: cannot be written ({error.strerror}); choose another --output") from None
 
 

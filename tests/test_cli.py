@@ -151,6 +151,16 @@ def test_a_disk_that_fills_up_leaves_whole_lines_and_totals_that_add_up(config, 
     )
 
 
+@pytest.mark.parametrize(("closed", "message"), [("<&-", "-: stdin is closed"), (">&-", "-: cannot be written")])
+def test_a_closed_stdin_or_stdout_is_one_line(config, questions, closed, message):
+    source = "-" if closed == "<&-" else questions
+    command = f"{' '.join(RAGSPEC)} generate -c {config} -i {source} -o - {closed}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {message}")
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_names_are_no_markup(config, questions, tmp_path):
     done = ragspec("generate", "-c", config, "-i", questions, "-o", tmp_path / "out[/b][bold]x.jsonl")
     assert done.returncode == 0, done.stderr
