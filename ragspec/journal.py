@@ -9,7 +9,7 @@ to that).
 from __future__ import annotations
 
 import hashlib
-import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import count
@@ -22,7 +22,8 @@ from ragspec.errors import ConfigError
 from ragspec.interrupt import Interruptions
 from ragspec.jsonl import Line
 from ragspec.keyset import KeySet
-from ragspec.linefile import LineFile, write_all
+from ragspec.linefile import LineFile
+from ragspec.outstream import OutStream
 from ragspec.runstate import PENDING, RunState, sibling
 from ragspec.spill import Place, Shelf, Spill
 
@@ -78,13 +79,14 @@ class Journal:
         self._partial = partial
         self._interruptions = Interruptions()
         self._next = 0
-        self._silent: set[int] = set()  # those ahead of their turn that have nothing to write
+        self._silent: deque[tuple[int, int]] = deque()  # runs of lines ahead of their turn that have nothing to write
         self._ahead: Spill | Shelf = Shelf()
-        self._file: LineFile | _Stream
+        self._file: LineFile | OutStream
         if self.resumable:
             self._open(identity, resume, retry_failed)
         else:
-            self._file = _Stream(output)
+            with _opening(output):
+                self._file = OutStream(output)
 
     def __enter__(self) -> Self:
         self._interruptions.__enter__()
@@ -120,12 +122,13 @@ class Journal:
             self._take_turns()
 
     def skip(self, index: int, key: str) -> None:
-        """Let line number `index` be the one of that fingerprint, which is finished already."""
+        """Let line number `index`, higher than all skipped before, be the one of that fingerprint: it is finished."""
         if not self._in_order:
             return
         self._ahead.claim(index, key)
         if index not in self._ahead:
-            self._silent.add(index)
+            begin = self._silent.pop()[0] if self._silent and self._silent[-1][1] == index else index
+            self._silent.append((begin, index + 1))  # millions may be skipped behind one that is tried again
         with self._writing():
             self._take_turns()
 
@@ -135,11 +138,11 @@ class Journal:
             if self._next in self._ahead:
                 self._file.append(self._ahead.get(self._next))
                 self._ahead.drop(self._next)
-            elif self._next in self._silent:
-                self._silent.remove(self._next)
+                self._next += 1
+            elif self._silent and self._silent[0][0] == self._next:
+                self._next = self._silent.popleft()[1]
             else:
                 return
-            self._next += 1
 
     def _end(self) -> None:
         if not self._partial:
@@ -179,7 +182,7 @@ class Journal:
         spill = None
         if identity is not None:
             state.check_names()
-        with ExitStack() as opened, _opening(path):
+        with ExitStack() as opened, _opening(self.output):
             path.parent.mkdir(parents=True, exist_ok=True)
             file = self._file = LineFile(path)
             opened.callback(file.close)
@@ -248,42 +251,15 @@ class _Finished(NamedTuple):
         return cls(key, name, "error" in line) if isinstance(key, str) and isinstance(name, str) else cls()
 
 
-class _Stream:
-    """stdout, a pipe or a device: written at once, kept by nobody."""
-
-    def __init__(self, output: str) -> None:
-        self._own = output != "-"
-        with _opening(Path(output)):
-            self._file: Any = open(output, "wb", buffering=0) if self._own else _stdout()  # noqa: SIM115 (see close)
-
-    def append(self, line: bytes) -> None:
-        write_all(self._file, line)
-
-    def sync(self) -> None:
-        """There is nothing that a power cut would spare."""
-
-    def close(self) -> None:
-        if self._own:
-            self._file.close()
-
-
-def _stdout() -> Any:
-    """Return stdout without its buffer: what a reader who has gone did not take must not come up again at exit."""
-    if sys.stdout is None:
-        raise ConfigError("-: stdout is closed; --output takes a file or - for stdout")
-    sys.stdout.flush()
-    return getattr(sys.stdout.buffer, "raw", sys.stdout.buffer)
-
-
 @contextmanager
-def _opening(path: Path) -> Iterator[None]:
+def _opening(output: str) -> Iterator[None]:
     """Say in one line why an output cannot be opened."""
     try:
         yield
     except BlockingIOError:
-        raise ConfigError(f"{path}: another run is writing it; wait for it, or choose another --output") from None
+        raise ConfigError(f"{output}: another run is writing it; wait for it, or choose another --output") from None
     except OSError as error:
-        where = error.filename or path
+        where = error.filename or output
         raise ConfigError(f"{where}: cannot be written ({error.strerror}); choose another --output") from None
 
 

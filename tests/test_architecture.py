@@ -22,7 +22,7 @@ LEVELS = [  # a module may import modules of lower lines only; a folder counts a
     },
     {"linefile"},
     {"secret", "private"},
-    {"veil", "feed", "spill"},
+    {"veil", "feed", "spill", "outstream"},
     {"runstate", "records", "sections", "yaml_file", "legacy_vllm", "jsonl", "autogluon_retrieval"},
     {"parsing", "autogluon", "journal", "models", "vocabulary", "drafters"},
     {"hf"},

@@ -121,8 +121,10 @@ def answers_on_disk(out):
 
 @pytest.mark.parametrize("order", ["input", "finish"])
 @pytest.mark.parametrize("full", [1000, 8000, 20_000])  # amid the first to wait, their moving, and the later ones
-def test_a_disk_that_fills_up_leaves_whole_lines_and_totals_that_add_up(config, questions, tmp_path, order, full):
+def test_a_disk_that_fills_up_leaves_whole_lines_and_totals_that_add_up(config, tmp_path, order, full):
     out = tmp_path / "out.jsonl"
+    records = [{"id": f"q{i}", "query": f"question {i}"} if i % 3 else {"id": f"q{i}"} for i in range(200)]
+    questions = write_jsonl(tmp_path / "in.jsonl", records)
     args = ["generate", "-c", config, "-i", questions, "-o", out, "--order", order]
     args += ["--set", "runner_args.reverse=true", "--set", "runner_args.batch_size=20"]
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (full, resource.RLIM_INFINITY))  # noqa: E731
@@ -137,14 +139,26 @@ def test_a_disk_that_fills_up_leaves_whole_lines_and_totals_that_add_up(config, 
             assert (str(tmp_path / path) in done.stderr) == ((tmp_path / path).stat().st_size > 0)
     assert "run the same command again to go on" in done.stderr
     if full > 5000:  # the statistics themselves fit
-        assert json.loads((tmp_path / "out.stats.json").read_text())["records"] == len(kept)
+        stats = json.loads((tmp_path / "out.stats.json").read_text())
+        assert stats["failed"] == sum("error" in line for line in kept.values())
+        assert stats["records"] + stats["failed"] == len(kept)
     again = ragspec(*args)
-    assert again.returncode == 0, again.stderr
-    assert f"{200 - len(kept)} answered, {len(kept)} finished before" in again.stderr
+    assert again.returncode == 1, again.stderr
+    assert f"{len(kept)} finished before" in again.stderr
     ids = [line["id"] for line in read_jsonl(out)]
     assert (
         ids == [f"q{i}" for i in range(200)] if order == "input" else sorted(ids) == sorted(f"q{i}" for i in range(200))
     )
+
+
+@pytest.mark.parametrize(("closed", "message"), [("<&-", "-: stdin is closed"), (">&-", "-: cannot be written")])
+def test_a_closed_stdin_or_stdout_is_one_line(config, questions, closed, message):
+    source = "-" if closed == "<&-" else questions
+    command = f"{' '.join(RAGSPEC)} generate -c {config} -i {source} -o - {closed}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {message}")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_names_are_no_markup(config, questions, tmp_path):

@@ -1,4 +1,5 @@
 import json
+import tracemalloc
 
 import pytest
 
@@ -177,3 +178,18 @@ def test_a_message_says_where_finished_lines_are(path):
         assert whereabouts(str(path)) == f"finished answers are kept in {path} and {waiting}; {again}"
         journal.put(2, answer("c"))
         assert whereabouts(str(path)) == f"finished answers are kept in {path}; {again}"
+
+
+def test_lines_that_are_skipped_behind_an_unfinished_one_take_no_memory(path):
+    with Journal(str(path), IDENTITY) as journal:
+        tracemalloc.start()
+        try:
+            for index in range(1, 100_001):
+                if index % 50_000:
+                    journal.skip(index, "f")
+            assert tracemalloc.get_traced_memory()[1] < 100_000
+        finally:
+            tracemalloc.stop()
+        for index in (100_000, 50_000, 0):
+            journal.put(index, answer(str(index)))
+        assert [line["id"] for line in read_jsonl(path)] == ["0", "50000", "100000"]

@@ -1,4 +1,5 @@
 import fcntl
+import json
 import os
 import stat
 from contextlib import suppress
@@ -64,6 +65,15 @@ def test_a_link_stays_a_link(tmp_path, options):
     assert (tmp_path / "answers.run.json").exists()  # beside the name that was given, as ever
     old = [line["id"] for file in target.parent.iterdir() for line in read_jsonl(file)]
     assert sorted(old) == (["a", "c"] if options.get("retry_failed") else ["a", "b", "c"])
+
+
+def test_a_link_to_a_state_file_stays_a_link(tmp_path):
+    target, link = tmp_path / "disk" / "stats.json", tmp_path / "stats.json"
+    target.parent.mkdir()
+    link.symlink_to(target)
+    write_json(link, {"a": 1})
+    assert link.is_symlink()
+    assert json.loads(target.read_bytes()) == {"a": 1}
 
 
 def test_a_file_that_is_replaced_keeps_its_permissions(path):

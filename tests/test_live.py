@@ -135,6 +135,15 @@ def test_lines_that_were_answered_before_keep_nobody_waiting(tmp_path):
     assert (summary.records, summary.skipped) == (3, 4)
 
 
+def test_a_limited_run_ends_without_waiting_for_what_it_does_not_read(tmp_path):
+    pipe = Pipe(tmp_path / "pipe")
+    pipe.write(SCRIPT[1], keep_open=True)
+    config = build_config({"runner": "fake", "input": str(pipe.path), "output": str(tmp_path / "out.jsonl")})
+    assert run(config, limit=3).records == 3
+    assert not [thread for thread in threading.enumerate() if thread.name == "input"]
+    pipe.file.close()
+
+
 def test_the_filter_passes_on_each_line_as_it_comes(tmp_path):
     built(tmp_path)
     command = [sys.executable, "-m", "ragspec", "retrieve", "--index", str(tmp_path / "idx"), "-"]

@@ -306,7 +306,7 @@ def test_the_order_may_change_from_run_to_run(tmp_path):
     assert output(tmp_path) == []  # all five wait for the first
     with pytest.raises(KeyboardInterrupt):
         run(config.model_copy(update={"order": "finish"}), report=stop)
-    assert [line["id"] for line in output(tmp_path)] == ["q7", "q6", "q5", "q4", "q3", "q2", "q1", "q0", "q15", "q14"]
+    assert [line["id"] for line in output(tmp_path)] == [f"q{i}" for i in (7, 6, 5, 4, 3, 12, 11, 10, 9, 8)]
     assert not (tmp_path / "out.pending.jsonl").exists()
     run(config)
     assert sorted(line["id"] for line in output(tmp_path)) == sorted(f"q{i}" for i in range(30))

@@ -18,6 +18,7 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, action="append", help="a part; repeatable")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="a folder for what the runs leave")
+    parser.add_argument("--model", help="the folder of a tiny model, else one is built")
     for name, (_, count) in PARTS.items():
         parser.add_argument(f"--{name}", type=int, default=count, help=f"how many ({count:,})")
     args = parser.parse_args()
@@ -29,7 +30,8 @@ def main() -> None:
             place = (args.keep or Path(folder)) / f"{name}-{args.seed}"
             place.mkdir(parents=True)
             started = time.monotonic()
-            found = part.campaign(getattr(args, name), args.seed, place)
+            more = {"model": args.model} if name == "faults" else {}
+            found = part.campaign(getattr(args, name), args.seed, place, **more)
             print(json.dumps({"part": name, "seed": args.seed, **found, "seconds": round(time.monotonic() - started)}))
             sys.stdout.flush()
 

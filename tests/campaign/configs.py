@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from copy import deepcopy
 from pathlib import Path
 
 import yaml
@@ -187,7 +188,7 @@ def _change_value(chance, value):
         elif change == 2:
             place[key] = [place[key]]
         else:
-            place[key] = chance.choice(VALUES)
+            place[key] = deepcopy(chance.choice(VALUES))
         return
 
 

@@ -3,6 +3,7 @@
 import json
 import random
 from collections import Counter
+from copy import deepcopy
 from pathlib import Path
 
 from tests.campaign.forked import ragspec
@@ -81,7 +82,7 @@ def _change_value(chance, record):
         elif change == 2 and isinstance(place, dict):
             place[chance.choice(["id", "query", "body", "contexts", "prompt", "metadata", "max_tokens", "zz"])] = inner
         else:
-            place[key] = chance.choice(VALUES)
+            place[key] = deepcopy(chance.choice(VALUES))
         return
 
 
