@@ -82,7 +82,7 @@ def load_config(path: str, overrides: Sequence[str] = (), **direct: Any) -> tupl
     Raises ConfigError.
     """
     raw = read_yaml(path)
-    with Veil(concealed(raw)).over_errors():
+    with _veil(raw, path).over_errors():
         notes: list[str] = []
         if is_autogluon(raw):
             raw, notes = translate(raw, path)
@@ -116,7 +116,7 @@ def load_retrieval(
     """
     source = path or "command line"
     raw = read_yaml(path) if path is not None else {}
-    with Veil(concealed(raw)).over_errors():
+    with _veil(raw, source).over_errors():
         notes: list[str] = []
         if is_autogluon(raw):
             raw, notes = translate(raw, source)
@@ -133,6 +133,13 @@ def load_retrieval(
         _check_retrieval(config)
         _check_references({"retrieval": config.model_dump()}, source)
     return config, notes
+
+
+def _veil(raw: dict[str, Any], source: str) -> Veil:
+    try:
+        return Veil(concealed(raw))
+    except RecursionError:
+        raise ConfigError(f"{source}: nested too deep, or in itself") from None
 
 
 def _modernise(raw: dict[str, Any], source: str) -> list[str]:

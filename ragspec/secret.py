@@ -2,7 +2,7 @@
 
     >>> config = concealed({"token": "hf_abcdefghijklmnopqrst", "proxy": "${PROXY}", "dtype": "auto"})
     >>> print(config["token"], config["proxy"], revealed(config)["token"])
-    secret:9aee0cda ${PROXY} hf_abcdefghijklmnopqrst
+    secret:a5bfa9b6 ${PROXY} hf_abcdefghijklmnopqrst
 
 The config holds no secret as text: a `Secret` is the string that may be shown, and whoever writes, prints or hashes it
 gets that. Only `revealed`, called where a library is handed its arguments, gives what it hides. So a place that forgets

@@ -16,7 +16,7 @@ from ragspec.config import build_config
 from ragspec.errors import ConfigError
 from ragspec.records import Request, Sampling
 from tests.conftest import SAMPLE, write_jsonl
-from tests.test_cli import ragspec
+from tests.test_cli import RAGSPEC, ragspec
 
 GREEDY = {
     **{"max_new_tokens": 8, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
@@ -165,8 +165,9 @@ forward.Model = Model
 def verify_with(fault, config, tmp_path, *args):
     (tmp_path / "sitecustomize.py").write_text(fault)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = ragspec(
-        "verify", "-c", config, "--limit", 4, "-o", tmp_path / "v", *args, env={**os.environ, "PYTHONPATH": path}
+    command = ["verify", "-c", config, "--limit", 4, "-o", tmp_path / "v", *args]
+    done = subprocess.run(
+        [*RAGSPEC, *map(str, command)], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
     )
     audit = json.loads((tmp_path / "v" / "verify.json").read_text())
     return done, audit, {c["run"]: c for c in audit["reference"]["comparisons"]}

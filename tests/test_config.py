@@ -70,6 +70,7 @@ def test_every_sample_config_loads(path, monkeypatch):
         ("model: demo\nmodel: demo", 'c.yaml:2: not valid YAML: key "model" stands twice'),
         ("- a\n- b", "must hold keys and values"),
         ("", "must hold keys and values"),
+        ("model: demo\nrunner_args: &a {model_args: *a}", "nested too deep, or in itself"),
         ("model: demo\nprompt: {template: nowhere.jinja}", 'prompt.template: cannot read "nowhere.jinja"'),
         ("model: demo\nsampling: 3", "sampling: 3 is not allowed: must hold keys and values"),
         ("model: demo\nsampling: {stop: ['']}", 'sampling.stop.0: "" is not allowed: must have at least 1 character'),

@@ -365,6 +365,18 @@ def test_a_tokenizer_in_python_gets_a_space_inside_the_words():
     assert "See < |im_end|> it" in "".join(chr(i) for i in found if i < 127)
 
 
+def test_a_tokenizer_without_a_list_of_added_tokens_has_no_control_words():
+    """mistral-common's, which reads none in texts."""
+
+    class Plain:
+        chat_template = None
+
+        def added_tokens_decoder(self):
+            raise NotImplementedError
+
+    assert HFTokenizer(Plain()).controls.found("<s>") == []
+
+
 def test_tokens_added_for_ordinary_text_are_no_control_tokens():
     """Gemma adds runs of newlines and HTML tags; a template may well hold a newline or a dash."""
     added = [AddedToken(word, special=False) for word in ("\n\n", "   ", "<table>", "--", "or", "<|fim|>", "<tool>")]

@@ -23,12 +23,14 @@ class Controls:
 
     def __init__(self, inner: Any) -> None:
         self.ids = control_ids(inner)
-        self._numbers = frozenset(self.ids.values()) - {inner.unk_token_id}  # that one may come of any character
-        self._normalizer = inner.backend_tokenizer.normalizer if inner.is_fast else None
+        self._numbers = frozenset(self.ids.values()) - {
+            getattr(inner, "unk_token_id", None)
+        }  # that one may come of any character
+        self._normalizer = inner.backend_tokenizer.normalizer if self.ids and inner.is_fast else None
         self._word = re.compile(pattern(self.ids)) if self.ids else None
         self._normal_word = None
         self.words = frozenset(self.ids)
-        if self._normalizer is not None and self.ids:
+        if self._normalizer is not None:
             self.words |= {normal for word in self.ids if (normal := self.normal(word).strip("▁ "))}
             self._normal_word = re.compile(pattern(self.words))
 
@@ -58,11 +60,14 @@ class Controls:
 
 
 def control_ids(inner: Any) -> dict[str, int]:
-    """Return the control words of a transformers tokenizer with their ids."""
+    """Return the control words of a transformers tokenizer with their ids, as far as it reads them in texts."""
     template = inner.chat_template or ""
     written = "".join(template.values()) if isinstance(template, dict) else str(template)
+    added = getattr(inner, "added_tokens_decoder", None)
+    if not isinstance(added, dict):
+        return {}  # mistral-common's, which finds no control tokens in texts
     found = {word: inner.convert_tokens_to_ids(word) for word in inner.all_special_tokens}
-    for index, token in inner.added_tokens_decoder.items():
+    for index, token in added.items():
         word = str(token)
         # a template's source has newlines and words of Jinja too: only what looks like a tag counts
         tag = any(map(str.isalnum, word)) and not (word[0].isalnum() or word[-1].isalnum())

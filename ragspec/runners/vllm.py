@@ -114,7 +114,7 @@ class Runner:
         from ragspec.hf.tokenizer import HFTokenizer, load_tokenizer
 
         extra = dict(self._args.model_extra or {})
-        trust, revision = bool(extra.get("trust_remote_code")), extra.get("revision")
+        trust, revision = bool(extra.get("trust_remote_code")), revealed(extra.get("revision"))
         self._source = resolve(self._model_name, revision)
         self._hf_config = read_model_config(self._source, trust_remote_code=trust)
         self.tokenizer = HFTokenizer(load_tokenizer(self._source, trust_remote_code=trust))
