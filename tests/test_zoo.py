@@ -18,6 +18,7 @@ UNASKED = "the engine does not ask the generation_config"
 LEGACY = {  # what old config files say, and configs still read
     ("blt", "num_hidden_layers"),
     ("dbrx", "rope_theta"),
+    ("phimoe", "original_max_position_embeddings"),
     *((kind, "global_head_dim") for kind in ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")),
     ("gemma4_text", "num_global_key_value_heads"),
 }

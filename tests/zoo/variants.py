@@ -36,7 +36,7 @@ def longrope(pretrained: int, parts: int = 4, **more: Any) -> dict[str, Any]:
 LLAMA3 = rope("llama3", original_max_position_embeddings=PRETRAINED, low_freq_factor=1.0, high_freq_factor=4.0)
 WINDOWS_ABOVE = {"use_sliding_window": True, "num_hidden_layers": 3, "max_window_layers": 1}
 OPEN = {"sliding_window": None}
-PHI3 = {"original_max_position_embeddings": PRETRAINED}  # phi3 asks here, too
+PHI = {"original_max_position_embeddings": PRETRAINED}  # the Phi family reads it here, too
 GEMMA4 = WINDOWED["gemma4_text"] | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
 
 ROPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,10 +46,10 @@ ROPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama: YaRN": ("llama", yarn()),
     "llama: llama3 RoPE": ("llama", LLAMA3),
     "llama: LongRoPE": ("llama", longrope(PRETRAINED)),
-    "phi3: LongRoPE": ("phi3", OPEN | PHI3 | longrope(PRETRAINED)),
+    "phi3: LongRoPE": ("phi3", OPEN | PHI | longrope(PRETRAINED)),
     "phi3: LongRoPE, far": ("phi3", OPEN | longrope(FAR) | {"original_max_position_embeddings": FAR}),
-    "phi3: partial LongRoPE and a window": ("phi3", PHI3 | longrope(PRETRAINED, 2, partial_rotary_factor=0.5)),
-    "phimoe: LongRoPE": ("phimoe", OPEN | longrope(PRETRAINED, short_mscale=1.1, long_mscale=1.2)),
+    "phi3: partial LongRoPE and a window": ("phi3", PHI | longrope(PRETRAINED, 2, partial_rotary_factor=0.5)),
+    "phimoe: LongRoPE": ("phimoe", OPEN | PHI | longrope(PRETRAINED, short_mscale=1.1, long_mscale=1.2)),
     "minicpm3: LongRoPE": ("minicpm3", LATENT["minicpm3"] | longrope(PRETRAINED, 2)),
     "gpt_oss: YaRN": ("gpt_oss", EXPERTS["gpt_oss"] | yarn()),
     "deepseek_v3: YaRN": ("deepseek_v3", LATENT["deepseek_v3"] | yarn(mscale=1.0, mscale_all_dim=1.0)),
