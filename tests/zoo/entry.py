@@ -1,0 +1,29 @@
+"""What is judged: a model's config, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One config. settings: what it has beside tiny.SMALL. generation: what its generation_config asks for."""
+
+    name: str
+    model_type: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    generation: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Who answers, why not the engine, and how that differs from stock generate(): a fault, or "".
+
+    ties: records that part from stock generate() where it finds two tokens equally likely.
+    """
+
+    by: Literal["engine", "stock"]
+    why: str = ""
+    fault: str = ""
+    ties: int = 0

@@ -1,0 +1,184 @@
+"""Who answers for a config: the engine with the tokens of stock generate(), or stock generate() itself.
+
+    >>> judge(Entry("llama", "llama"))
+    Outcome(by='engine', why='', fault='', ties=0)
+
+Limit: greedy answers, no end token, prompts of the lengths below.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from ragspec.config import build_config
+from ragspec.drafters.context import ContextDrafter
+from ragspec.engine import backend
+from ragspec.engine.decode import Engine
+from ragspec.engine.proposers import ByRow, NoDrafts, Proposer
+from ragspec.hf.tokenizer import HFTokenizer
+from ragspec.models import ModelSource
+from ragspec.records import Failure, Generation, Request, Sampling
+from ragspec.runners import huggingface
+from tests.conftest import SAMPLE, read_jsonl, train_tokenizer
+from tests.test_engine import Fixed
+from tests.zoo.entry import Entry, Outcome
+from tests.zoo.obstacle import obstacle
+from tests.zoo.tiny import VOCAB, build
+
+NEW = 20
+LENGTHS = (90, 9, 57, 75, 23)  # just below each limit of the configs (10, 24, 60), and beyond all of them
+SHARED = 64  # tokens that the two longest have in common
+ALONE = LENGTHS[:2]  # what one row answers: a short record over the slots of a long one
+PLAIN_IDS = range(1, 390)  # the others are a config's end, padding or image
+NO_END = 100_000  # an id that no model writes
+ROUNDINGS = 64  # of float32, relative to the largest score, within which two are equal
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What stock generate() wrote. scores: (NEW, vocab), those by which each token was chosen."""
+
+    token_ids: list[int]
+    scores: torch.Tensor
+
+    def ties_with(self, other: Sequence[int]) -> bool:
+        """Return whether `other` differs first where both tokens are equally likely."""
+        at = next(i for i, (a, b) in enumerate(zip(self.token_ids, other, strict=True)) if a != b)
+        step = self.scores[at]
+        gap = (step[self.token_ids[at]] - step[other[at]]).abs()
+        return bool(gap <= ROUNDINGS * torch.finfo(torch.float32).eps * step[step.isfinite()].abs().max())
+
+
+class Loaded(huggingface.Runner):
+    """The Hugging Face runner with a model that is in memory already."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(build_config({"model": "zoo", "sampling": {"max_new_tokens": NEW}}))
+        self._model = model
+        self._source, self._hf_config, self.context_length = ModelSource("zoo", "zoo"), model.config, None
+        self.tokenizer = tokenizer()
+
+    def _load(self, *args: Any) -> Any:
+        return self._model
+
+
+@cache
+def tokenizer() -> HFTokenizer:
+    """Return a tokenizer of VOCAB tokens."""
+    texts = [passage["text"] for record in read_jsonl(SAMPLE) for passage in record["contexts"]]
+    return HFTokenizer(train_tokenizer(VOCAB, texts))
+
+
+@cache
+def prompts() -> tuple[list[int], ...]:
+    """Return prompts of the sample's own text, one of each length."""
+    texts = [" ".join(passage["text"] for passage in record["contexts"]) for record in read_jsonl(SAMPLE)]
+    ids = [[i for i in tokenizer().encode(text, special_tokens=False) if i in PLAIN_IDS] for text in texts]
+    ids[3] = ids[0][:SHARED] + ids[3]
+    return tuple(own[:length] for own, length in zip(ids, LENGTHS, strict=False))
+
+
+def requests(lengths: Sequence[int] = LENGTHS) -> Iterator[Request]:
+    """Yield a request for each prompt of these lengths."""
+    for index, prompt in enumerate(prompts()):
+        if len(prompt) in lengths:
+            yield Request(index, f"r{index}", prompt, Sampling(max_new_tokens=NEW))
+
+
+def model_of(entry: Entry) -> Any:
+    """Return the entry's model, asked for nothing but what the entry says."""
+    model = build(entry.model_type, entry.settings)
+    model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=NO_END, pad_token_id=0, **entry.generation)
+    return model
+
+
+def judge(entry: Entry) -> Outcome:
+    """Return who answers, and whether the tokens are right in every order and with every draft that is tried."""
+    pristine = model_of(entry)
+    right = {request.index: stock_answer(pristine, request) for request in requests()}
+    if len({tuple(answer.token_ids) for answer in right.values()}) < len(right):
+        raise ValueError(f"{entry.name}: its answers say nothing, for they do not depend on the prompt")
+    try:
+        model = backend._prepare(copy.deepcopy(pristine))
+    except backend.Refused as reason:
+        fault, ties = _compare(right, stock_path(pristine))
+        return Outcome("stock", obstacle(pristine) or str(reason), fault, ties)
+    except Exception as error:
+        return Outcome("engine", fault=f"the self-check fails: {type(error).__name__}: {error}")
+    ties = 0
+    for rows, chunk, proposer, lengths in (
+        (3, 8, ByRow(ContextDrafter(), 4, None), LENGTHS),
+        (3, 32, ByRow(Fixed(_ragged(right)), 7, None), LENGTHS),
+        (1, 512, NoDrafts(), ALONE),
+    ):
+        fault, more = _compare(right, engine_answers(model, rows, chunk, proposer, lengths))
+        ties += more
+        if fault:
+            return Outcome("engine", fault=fault, ties=ties)
+    return Outcome("engine", ties=ties)
+
+
+@torch.inference_mode()
+def stock_answer(pristine: Any, request: Request) -> Answer:
+    """Return what generate() answers, alone, without a draft, from a model that has answered nothing before."""
+    model = copy.deepcopy(pristine)  # a dynamic RoPE remembers the longest text
+    prompt = torch.tensor([request.token_ids])
+    out = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=NEW,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    return Answer(out.sequences[0, prompt.shape[1] :].tolist(), torch.cat(out.scores).float())
+
+
+def engine_answers(
+    model: Any, rows: int, chunk: int, proposer: Proposer, lengths: Sequence[int]
+) -> list[Generation | Failure]:
+    """Return the engine's outcomes."""
+    model.resize(rows)
+    return list(Engine(model, proposer, tokenizer(), frozenset([NO_END]), chunk=chunk).run(requests(lengths)))
+
+
+def stock_path(model: Any) -> list[Generation | Failure]:
+    """Return the outcomes of the runner, which falls back to generate() and says so."""
+    with Loaded(model) as runner:
+        outcomes = list(runner.generate(requests()))
+        assert runner.about()["engine"] == "transformers"
+        assert any(note.startswith("stock generate() answers") for note in runner.notes)
+    return outcomes
+
+
+def _ragged(right: dict[int, Answer]) -> Callable[[list[int], int], list[int]]:
+    """Return a guess that is right up to a length that changes from step to step, and then wrong."""
+    texts = [[*request.token_ids, *right[request.index].token_ids] for request in requests()]
+
+    def guess(tokens: list[int], prompt_tokens: int) -> list[int]:
+        text = next((text for text in texts if text[: len(tokens)] == tokens), tokens)
+        good = text[len(tokens) :][: len(tokens) * 7 % 5]
+        return [*good, (tokens[-1] + 1) % VOCAB, 3, 5]
+
+    return guess
+
+
+def _compare(right: dict[int, Answer], outcomes: Sequence[Generation | Failure]) -> tuple[str, int]:
+    """Return the first fault, or "", and how many records part at a tie."""
+    ties = 0
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.index):
+        tokens = len(prompts()[outcome.index])
+        if isinstance(outcome, Failure):
+            return f"the prompt of {tokens} tokens fails: {outcome.message}", ties
+        if outcome.token_ids != right[outcome.index].token_ids:
+            if not right[outcome.index].ties_with(outcome.token_ids):
+                return f"another answer to the prompt of {tokens} tokens", ties
+            ties += 1
+    return "", ties

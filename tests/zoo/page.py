@@ -1,0 +1,96 @@
+"""docs/models.md: who answers for which model, as the zoo found it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.zoo.entry import Entry, Outcome
+from tests.zoo.others import ABSENT
+from tests.zoo.table import CLASSES, FAMILIES
+
+PATH = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+
+PAGE = """\
+# Which models run on the engine
+
+ragspec runs every causal language model that transformers can load. One of two backends answers:
+
+- **ragspec's batched engine** runs the model's own code over packed rows: batches, every draft, shared prefixes.
+- **Stock transformers `generate()`** answers for a model whose code does not fit the engine: in padded batches with
+  `method: none`, one record at a time with `prompt_lookup`, `draft_model` and `early_exit`.
+
+There is no list of models in ragspec. Every model is tried once it is loaded: its logits through two rows, chunks and
+a rejected draft must be those of its own forward. Where they are not, `generate()` answers, and the run says so on the
+terminal and under `notes` in the stats file:
+
+    stock generate() answers, not ragspec's engine: "my-model": it computes other logits there (by ...)
+
+`runner_args: {{engine: ragspec}}` makes that an error, and so does `method: context`, which only the engine has.
+`runner_args: {{engine: transformers}}` asks for `generate()` from the start.
+
+This page is what the tests found with transformers {version}: a tiny model of each class, with random weights and what
+its family has (small windows, several experts, soft-capped scores), answers prompts of 9 to 90 tokens in batches, with
+right and wrong drafts. What it says must be what `generate()` says to each prompt alone, token for token. A real model
+is tried again when it is loaded, so the table says what to expect; the run says what happened.
+
+Of the {classes} classes of causal models in transformers, {engine} run on the engine and {stock} on stock `generate()`;
+{absent} cannot be tried here.{faults}
+
+| Model type | Class | Answered by | Why |
+|---|---|---|---|
+{rows}
+
+What a family may be asked for beside that, one config each (`far`: with its limit behind the first 50 tokens):
+
+| Config | Answered by | Why |
+|---|---|---|
+{variants}
+
+`python -m tests.zoo` writes this page.
+"""
+FAULTS = """
+
+In the {count} rows marked **fault** the tokens are not yet those of `generate()` for each prompt alone.
+`runner_args: {{engine: transformers, batch_size: 1}}` gives these, but for dynamic RoPE, which transformers itself
+scales by the longest record so far."""
+WHO = {"engine": "engine", "stock": "stock `generate()`"}
+
+
+def page(outcomes: Mapping[str, Outcome]) -> str:
+    """Return the page. outcomes: by entry name."""
+    import transformers
+
+    found = [outcomes[entry.name] for entry in CLASSES]
+    count = sum(bool(outcomes[entry.name].fault) for entry in CLASSES + FAMILIES)
+    kinds = class_names()
+    rows = {entry.model_type: _class_row(entry, kinds[entry.model_type], outcomes[entry.name]) for entry in CLASSES}
+    rows |= {name: f"| {name} | {kinds[name]} | not tried | {why} |" for name, why in ABSENT.items()}
+    return PAGE.format(
+        version=".".join(transformers.__version__.split(".")[:2]),
+        classes=len(set(kinds.values())),
+        engine=sum(outcome.by == "engine" for outcome in found),
+        stock=sum(outcome.by == "stock" for outcome in found),
+        absent=len(ABSENT),
+        faults=FAULTS.format(count=count) if count else "",
+        rows="\n".join(rows[name] for name in sorted(rows)),
+        variants="\n".join(f"| {entry.name} | {_who(outcomes[entry.name])} |" for entry in FAMILIES),
+    )
+
+
+def class_names() -> dict[str, str]:
+    """Return the class of each model type that transformers knows as a causal model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def _class_row(entry: Entry, kind: str, outcome: Outcome) -> str:
+    return f"| {entry.model_type} | {kind} | {_who(outcome)} |"
+
+
+def _who(outcome: Outcome) -> str:
+    """Return who answers, and why, without the figures and messages that change from machine to machine."""
+    why = re.sub(r"\s*\(.*", "", outcome.why, flags=re.DOTALL)
+    return f"{WHO[outcome.by]}{', **fault**' if outcome.fault else ''} | {why}"
