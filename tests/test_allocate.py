@@ -380,16 +380,16 @@ def attended(layout, window, dtype=torch.float64, cap=None, sinks=False):
     heads, kv_heads, size = 4, 2, 8
     cache = RaggedCache(ROWS)
     cache.reserve(SLOTS)
-    cache.layout = layout
     keys, values = torch.randn(2, 1, kv_heads, layout.tokens, size, dtype=dtype)
-    (layer, _), _ = cache.update(keys, values, 0)
+    with cache.forward(layout):
+        layer = cache.write(keys, values)
     held = torch.randn(2, kv_heads, ROWS, cache.slots, size, dtype=dtype)  # what stood there, stale slots too
     layer.keys, layer.values = held[0], held[1]
-    cache.update(keys, values, 0)
     queries = torch.randn(1, heads, layout.tokens, size, dtype=dtype)
     sink = torch.randn(heads, dtype=dtype) if sinks else None
     rule = window_rule(window)
-    out, _ = attend(None, queries, (layer, layout), None, rule, scaling=0.3, softcap=cap, s_aux=sink)
+    with cache.forward(layout):
+        out, _ = attend(None, queries, keys, values, rule, scaling=0.3, softcap=cap, s_aux=sink)
 
     expected = torch.empty_like(out)
     for i, (row, position) in enumerate(packed_tokens(layout)):

@@ -13,15 +13,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as attention
 
 from ragspec.engine import masks
-from ragspec.engine.cache import LayerCache
-from ragspec.engine.layout import Alone, Layout, Run
-from ragspec.engine.masks import Rule
+from ragspec.engine.cache import LayerCache, RaggedCache
+from ragspec.engine.layout import Alone, Run
+from ragspec.engine.masks import Rule, Unsupported
 
 NAME = "ragspec"
-
-
-class Unsupported(Exception):
-    """The model asks attention for something that is not here; the message ends a sentence that begins with "it"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +48,8 @@ def register() -> None:
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: tuple[LayerCache, Layout],
-    value: None,
+    key: torch.Tensor,
+    value: torch.Tensor,
     attention_mask: Rule | None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -61,19 +57,21 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return (1, T, heads, head_dim) for queries of (1, heads, T, head_dim).
+    """Return (1, T, heads, head_dim) for queries of (1, heads, T, head_dim); the rows' own past is in the cache.
 
-    key: what the cache's update() returned. attention_mask: what masks.py made of the model's mask; a window that is
-    only an argument counts for nothing, as in torch's own attention. Raises Unsupported for any other mask.
+    key, value: (1, kv_heads, T, head_dim), of the forward's tokens. attention_mask: what masks.py made of the model's
+    mask; a window that is only an argument counts for nothing, as in torch's own attention. Raises Unsupported for any
+    other mask, and for what is not attention of the tokens to themselves.
     """
     if kwargs.get("position_bias") is not None:
         raise Unsupported("adds a bias to its scores by position")
     if attention_mask is not None and not isinstance(attention_mask, Rule):
         raise Unsupported("builds an attention mask of its own")
-    if not isinstance(key, tuple):
-        raise Unsupported("attends to keys that did not pass through the cache")
+    cache = RaggedCache.running.get(None)
+    if cache is None or cache.layout is None or key.shape[2] != cache.layout.tokens:
+        raise Unsupported("attends to more than its own tokens")
     scores = Scores(scaling, softcap, s_aux)
-    layer, layout = key
+    layer, layout = cache.write(key, value), cache.layout
     heads, tokens, _ = query.shape[1:]
     groups = heads // layer.keys.shape[0]
     queries = query[0].view(-1, groups, *query.shape[2:])  # (kv_heads, groups, T, head_dim)

@@ -10,7 +10,6 @@ import torch
 
 from ragspec.drafters.choice import judged, model_free
 from ragspec.engine.allocate import StepCost
-from ragspec.engine.attention import Unsupported
 from ragspec.engine.capacity import budget_of, choose_rows, most_rows
 from ragspec.engine.clock import Clock
 from ragspec.engine.decode import LOOKAHEAD, Engine
@@ -19,6 +18,8 @@ from ragspec.engine.forward import Model
 from ragspec.engine.heap import keep_freed_memory
 from ragspec.engine.layout import Segment
 from ragspec.engine.linear import can_pack, pack_linears, unpack_linears
+from ragspec.engine.masks import Unsupported
+from ragspec.engine.obstacle import keeps_state, obstacle
 from ragspec.engine.probe import probe
 from ragspec.engine.proposers import Auto, ByRow, NoDrafts, Proposer
 from ragspec.engine.room import Room
@@ -204,8 +205,8 @@ def prepare(inner: Any, notes: list[str] | None = None) -> Model:
 
     Raises Refused, the model left as it was. notes: what the run should say of it goes there.
     """
-    if getattr(inner, "_is_stateful", False):
-        raise Refused("it keeps a recurrent state, which cannot take back a rejected draft")
+    if keeps_state(inner):
+        raise Refused(f"it {obstacle(inner)}")
     left: list[str] = []
     if can_pack(inner):
         keep_freed_memory()
@@ -225,7 +226,7 @@ def prepare(inner: Any, notes: list[str] | None = None) -> Model:
         elif inner.config._attn_implementation != attention:
             inner.set_attn_implementation(attention)
         unpack_linears(inner)
-        raise Refused(f"it {why}")
+        raise Refused(f"it {obstacle(inner) or why}")
     if left and notes is not None:
         notes.append(f"{len(left)} linear layers are not packed: packed, they compute something else ({left[0]})")
     return model

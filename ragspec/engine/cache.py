@@ -6,6 +6,10 @@ over when the row gets there. Limit: every row has room for as many tokens as th
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -24,32 +28,53 @@ class LayerCache:
 
 
 class RaggedCache:
-    """Stands where transformers passes its own Cache. `layout` says where the forward's tokens go."""
+    """Stands where transformers passes its own Cache, whose update() hands a forward's keys and values through.
+
+    They are written where attention meets them (attention.py): models may expand, share or halve them on their way.
+    """
 
     is_compileable = False
+    running: ContextVar[RaggedCache] = ContextVar("running")  # that of the forward which is under way
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
         self.slots = 0
         self.layout: Layout | None = None
-        self._layers: dict[int, LayerCache] = {}
+        self._layers: list[LayerCache] = []  # in the order in which a forward attends
+        self._written: dict[tuple[int, int], tuple[Any, Any, LayerCache]] = {}  # by this forward
+        self._next = 0
 
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Any]:
-        """Write the forward's keys and values, (1, kv_heads, T, head_dim); return the layer for the attention function.
+    @contextmanager
+    def forward(self, layout: Layout) -> Iterator[None]:
+        """Be the cache that attention writes to, where `layout` says."""
+        self.layout = layout
+        token = self.running.set(self)
+        try:
+            yield
+        finally:
+            self.running.reset(token)
+            self.layout, self._next = None, 0
+            self._written.clear()
 
-        The models hand on what they get to the attention function, and that is ours (attention.py).
+    def write(self, keys: torch.Tensor, values: torch.Tensor) -> LayerCache:
+        """Write the forward's keys and values, (1, kv_heads, T, head_dim); return the layer with those of all rows.
+
+        What an earlier layer wrote is not written twice: later ones may share it.
         """
-        layer = self._layers.get(layer_idx)
-        if layer is None:
-            layer = LayerCache(self._empty(keys), self._empty(values))
-            self._layers[layer_idx] = layer
         assert self.layout is not None
+        names = id(keys), id(values)
+        first, second, layer = self._written.get(names, (None, None, None))
+        if layer is not None and first() is keys and second() is values:
+            return layer
+        if self._next == len(self._layers):
+            self._layers.append(LayerCache(self._empty(keys), self._empty(values)))
+        layer = self._layers[self._next]
+        self._next += 1
         for store, new in ((layer.keys, keys), (layer.values, values)):
             heads, rows, slots, size = store.shape
             store.view(heads, rows * slots, size).index_copy_(1, self.layout.writes, new[0])
-        return (layer, self.layout), None
+        self._written[names] = weakref.ref(keys), weakref.ref(values), layer
+        return layer
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         # zeros: a masked slot still takes part in the arithmetic, and must not hold a NaN
@@ -69,7 +94,7 @@ class RaggedCache:
         slots = -(-slots // ROUND) * ROUND
         kept, most = min(rows, self.rows), min(slots, self.slots)
         self.rows, self.slots = rows, slots
-        for layer in self._layers.values():
+        for layer in self._layers:
             for name in ("keys", "values"):
                 old = getattr(layer, name)
                 new = old.new_empty(old.shape[0], rows, slots, old.shape[3])
@@ -81,17 +106,22 @@ class RaggedCache:
     @torch.inference_mode()
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` slots of row `source` to row `target`."""
-        for layer in self._layers.values():
+        for layer in self._layers:
             layer.keys[:, target, :tokens] = layer.keys[:, source, :tokens]
             layer.values[:, target, :tokens] = layer.values[:, source, :tokens]
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in all layers; 0 before the first forward."""
-        stores = (store for layer in self._layers.values() for store in (layer.keys, layer.values))
+        stores = (store for layer in self._layers for store in (layer.keys, layer.values))
         return sum(s.shape[0] * s.shape[3] * s.element_size() for s in stores)
 
     # what models ask of a cache: position_ids come with every forward, so nothing is counted here
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0

@@ -80,19 +80,19 @@ class Model:
         """
         self.cache.reserve(max(segment.start + segment.count for segment in segments))
         layout = Layout(segments, self.cache.slots, self.device)
-        self.cache.layout = layout
         places = torch.tensor(wanted, dtype=torch.long, device=self.device)
         self._tokens = len(token_ids)
-        self._wanted = places if len(wanted) < len(token_ids) else None
+        self._wanted = None if len(wanted) == len(token_ids) else places if wanted else places.new_zeros(1)
         try:
-            output = self.inner(
-                input_ids=torch.tensor([token_ids], device=self.device),
-                position_ids=layout.positions[None],
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=places,
-            )
+            with self.cache.forward(layout):
+                output = self.inner(
+                    input_ids=torch.tensor([token_ids], device=self.device),
+                    position_ids=layout.positions[None],
+                    past_key_values=self.cache,
+                    use_cache=True,
+                    logits_to_keep=places,
+                )
         finally:
-            self.cache.layout = self._wanted = None
+            self._wanted = None
         logits: torch.Tensor = output.logits[0].float()
         return logits

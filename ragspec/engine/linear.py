@@ -35,6 +35,11 @@ class PackedLinear(torch.nn.Module):
         self.plain = weight if both and self.out_features <= WIDEST else None
         self._shared = [shared]  # in a list: it is the other module's parameter
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """(out_features, in_features), for code that asks a layer for it."""
+        return self.unpacked().weight
+
     def unpacked(self) -> torch.nn.Linear:
         """Return the Linear that it was made from."""
         weight = self.packed.to_dense() if self.plain is None else self.plain

@@ -14,6 +14,10 @@ from typing import Any
 import torch
 
 
+class Unsupported(Exception):
+    """The model asks attention for something that is not here; the message ends a sentence that begins with "it"."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Rule:
     """A mask function of transformers: (batch, head, query position, slot) -> bool."""
@@ -44,7 +48,8 @@ def rule_of(*, mask_function: Callable[..., torch.Tensor], attention_mask: Any =
     """Return the rule of one kind of layer; None for the plain causal mask."""
     from transformers.masking_utils import causal_mask_function
 
-    assert attention_mask is None  # rows are packed without padding
+    if attention_mask is not None and not attention_mask.all():
+        raise Unsupported("masks some of its tokens")  # rows are packed without padding
     return None if mask_function is causal_mask_function else Rule(mask_function)
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from ragspec.engine.attention import Unsupported
 from ragspec.engine.forward import Model
 from ragspec.engine.layout import Segment
-from ragspec.engine.limits import Limit, is_static, limits_of, lowered
+from ragspec.engine.masks import Unsupported
+from ragspec.hf.limits import Limit, is_static, limits_of, lowered
 
 TOKENS = 48
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the largest logit; others: HALF
