@@ -11,10 +11,6 @@ from tests.zoo.page import PATH, class_names, page
 from tests.zoo.table import ASKING, CLASSES, ENTRIES
 from tests.zoo.tiny import config_class
 
-PADDED = "generate() answers padded rows otherwise than a row alone"
-SCALED_LATE = "RoPE is scaled by the longest row, not by each row's own length"
-UNSEEN = "the limit lies behind the text of the self-check"
-UNASKED = "the engine does not ask the generation_config"
 LEGACY = {  # what old config files say, and configs still read
     ("blt", "num_hidden_layers"),
     ("dbrx", "rope_theta"),
@@ -22,31 +18,10 @@ LEGACY = {  # what old config files say, and configs still read
     *((kind, "global_head_dim") for kind in ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")),
     ("gemma4_text", "num_global_key_value_heads"),
 }
-FAILS_TODAY = {
-    **dict.fromkeys(
-        [
-            *["axk2", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "hy_v4", "llama4_text", "minimax_m3_vl_text"],
-            *["bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus"],
-            *["plbart", "prophetnet", "trocr", "whisper", "blt", "doge", "git", "reformer", "xlm", "xlnet"],
-            *["recurrent_gemma", "rwkv", "xlstm"],
-            *["llama: LongRoPE", "phi3: LongRoPE", "phi3: partial LongRoPE and a window", "phimoe: LongRoPE"],
-            *["llama4_text: chunks, far", "deepseek_v32: index, far", "doge: experts"],
-        ],
-        PADDED,
-    ),
-    **dict.fromkeys(["llama: dynamic RoPE", "llama: dynamic RoPE, far", "phi3: LongRoPE, far"], SCALED_LATE),
-    **dict.fromkeys(["qwen2_moe: windows in upper layers, far", "phimoe: window, far"], UNSEEN),
-    "hunyuan_v1_moe": "its router looks at the weight of a layer that is packed by then",
-    "moshi": "its last MLP does not take a chunk without tokens",
-    **dict.fromkeys([entry.name for entry in ASKING], UNASKED),
-}
 
 
-def params(entries):
-    for entry in entries:
-        why = FAILS_TODAY.get(entry.name)
-        marks = [pytest.mark.xfail(reason=why, strict=True, raises=AssertionError)] if why else []
-        yield pytest.param(entry, marks=marks, id=entry.name)
+def name_of(entry):
+    return entry.name
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +40,7 @@ def judged(request):
         yield lambda entry: coming[entry.name].result()
 
 
-@pytest.mark.parametrize("entry", params(ENTRIES))
+@pytest.mark.parametrize("entry", ENTRIES, ids=name_of)
 def test_a_model_is_answered_with_the_tokens_of_stock_generate(entry, judged):
     if entry.model_type not in class_names():
         pytest.skip(f"transformers {transformers.__version__} has no {entry.model_type}")
@@ -73,7 +48,7 @@ def test_a_model_is_answered_with_the_tokens_of_stock_generate(entry, judged):
     assert not outcome.fault, f"{class_names()[entry.model_type]}, answered by {outcome.by}: {outcome.fault}"
 
 
-@pytest.mark.parametrize("entry", params(ASKING))
+@pytest.mark.parametrize("entry", ASKING, ids=name_of)
 def test_what_a_generation_config_asks_for_is_done_as_stock_generate_does_it(entry, judged):
     outcome = judged(entry)
     assert not outcome.fault, f"generation_config: {entry.generation}, answered by {outcome.by}: {outcome.fault}"
@@ -85,11 +60,7 @@ def test_no_class_of_transformers_is_left_out():
     assert set(kinds.values()) <= met, "give each of these classes an entry in tests/zoo, or a reason in ABSENT"
 
 
-def test_every_known_failure_names_an_entry():
-    assert set(FAILS_TODAY) <= {entry.name for entry in ENTRIES + ASKING}
-
-
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", ENTRIES, ids=name_of)
 def test_an_entry_says_nothing_that_its_config_does_not_read(entry):
     if entry.model_type not in class_names():
         pytest.skip(f"transformers {transformers.__version__} has no {entry.model_type}")

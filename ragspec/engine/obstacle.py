@@ -1,4 +1,4 @@
-"""What a model's own declarations say against packed rows, in words for a user. Asked where the self-check has failed."""
+"""What a model's own declarations say against packed rows, in words for a user. Asked where a self-check failed."""
 
 from __future__ import annotations
 

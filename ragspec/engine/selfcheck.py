@@ -17,6 +17,7 @@ from ragspec.engine.masks import Unsupported
 from ragspec.hf.limits import Limit, is_static, limits_of, lowered
 
 TOKENS = 48
+STEPS = 7  # of them are written one by one
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the largest logit; others: HALF
 HALF = 5e-2
 CHUNK = 512  # tokens of a forward while a limit is crossed
@@ -35,7 +36,7 @@ def differs(model: Model, tolerance: float) -> str:
     seconds = time.perf_counter() - started
     error = _relative(got, expected)
     if not error <= tolerance:
-        return f"computes other logits there (by {error:.1e} of the largest)"
+        return f"computes other logits in packed rows (by {error:.1e} of the largest)"
     return _differs_beyond_limits(model, expected, tolerance, seconds)
 
 
@@ -59,11 +60,18 @@ def _differs_beyond_limits(model: Model, expected: torch.Tensor, tolerance: floa
 
 @torch.inference_mode()
 def reference(model: Model, ids: list[int]) -> torch.Tensor:
-    """Return transformers' own logits, (tokens, vocab), for a text of token ids."""
+    """Return transformers' own logits, (tokens, vocab), for a text of token ids.
+
+    They are computed as generate() does: the last STEPS tokens one by one, from the model's own cache.
+    """
+    text = torch.tensor([ids], device=model.device)
     with model.as_it_was() as inner:
-        text = torch.tensor([ids], device=model.device)
-        logits: torch.Tensor = inner(text, use_cache=False).logits[0].float()
-    return logits
+        outputs = [inner(text[:, :-STEPS], use_cache=True)]
+        for at in range(len(ids) - STEPS, len(ids)):
+            position = torch.tensor([[at]], device=model.device)
+            cache = outputs[-1].past_key_values
+            outputs.append(inner(text[:, at : at + 1], position_ids=position, past_key_values=cache, use_cache=True))
+    return torch.cat([output.logits[0].float() for output in outputs])
 
 
 def packed(model: Model) -> torch.Tensor:
@@ -79,14 +87,14 @@ def packed(model: Model) -> torch.Tensor:
     half = TOKENS // 2
 
     def mine(start: int, count: int, alone: bool = False) -> Segment:
-        return Segment(0, start, count, alone, base=TOKENS)
+        return Segment(0, start, count, alone, base=TOKENS - STEPS)
 
     parts = [
         model.logits([mine(0, half, True), Segment(1, 0, 7, True)], ids[:half] + ids[:7], range(half)),
         model.logits([mine(half, 6), Segment(1, 7, 2)], wrong[:6] + ids[7:9], [6, 7])[:0],  # a rejected draft
         model.logits([Segment(1, 9, 1), mine(half, 5)], [ids[9], *ids[half : half + 5]], range(1, 6)),
-        model.logits([mine(half + 5, 12, True)], ids[half + 5 : half + 17], range(12)),
-        *(model.logits([mine(at, 1)], [ids[at]], [0]) for at in range(half + 17, TOKENS)),
+        model.logits([mine(half + 5, 12, True)], ids[half + 5 : TOKENS - STEPS], range(12)),
+        *(model.logits([mine(at, 1)], [ids[at]], [0]) for at in range(TOKENS - STEPS, TOKENS)),
     ]
     model.resize(rows)
     return torch.cat(parts)
@@ -94,7 +102,7 @@ def packed(model: Model) -> torch.Tensor:
 
 def _cross(model: Model, limit: Limit, seconds: float) -> float:
     """Return the difference behind a text as long as the limit. seconds: what TOKENS of it take."""
-    length = limit.tokens + TOKENS
+    length = limit.tokens + STEPS
     if seconds * length / TOKENS > PATIENCE_S:
         raise Unsupported(f"has a {limit.name} of {limit.tokens} that a short check cannot cross")
     ids = token_ids(model.inner, length)
@@ -102,11 +110,11 @@ def _cross(model: Model, limit: Limit, seconds: float) -> float:
     model.resize(1)
     for start in range(0, limit.tokens, CHUNK):
         count = min(CHUNK, limit.tokens - start)
-        model.logits([Segment(0, start, count, True, base=length)], ids[start : start + count], [0])
+        model.logits([Segment(0, start, count, True, base=limit.tokens)], ids[start : start + count], [0])
     last = range(limit.tokens, length)
-    got = torch.cat([model.logits([Segment(0, at, 1, base=length)], [ids[at]], [0]) for at in last])
+    got = torch.cat([model.logits([Segment(0, at, 1, base=limit.tokens)], [ids[at]], [0]) for at in last])
     model.resize(rows)
-    return _relative(got, reference(model, ids)[-TOKENS:])
+    return _relative(got, reference(model, ids)[-STEPS:])
 
 
 def _relative(one: torch.Tensor, other: torch.Tensor) -> float:

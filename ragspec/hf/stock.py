@@ -126,7 +126,8 @@ class StockBackend:
         while batch := source.take(self.batch_size, wait=True):
             sampling = batch[0].sampling
             # padding would change what depends on the tokens before, or on the length of the text
-            alone = bool(self._rotary) or self._rules.depends_on_text(sampling) or not self._takes_padding
+            by_text = self._rules.depends_on_text(sampling) or self._rules.only_stock()
+            alone = bool(self._rotary or by_text) or not self._takes_padding
             rows = 1 if alone else self.batch_size
             alike = list(takewhile(lambda request: request.sampling == sampling, batch))[:rows]  # noqa: B023
             source.put_back(batch[len(alike) :])
