@@ -6,6 +6,7 @@ When the contexts do not fit, whole passages are dropped from the lowest-ranked 
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,6 +16,8 @@ from ragspec.foreign import Written, as_text
 from ragspec.records import Passage, Record, Tokenizer
 from ragspec.sections import PromptConfig
 from ragspec.templates import compiled
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,8 @@ class PromptBuilder:
         """Return the prompt of `record`, leaving room for `max_new_tokens`. locate: say where the passages stand."""
         self._controlled = False
         prompt = self._build(record, max_new_tokens)
+        if not prompt.token_ids:
+            raise RecordError("the prompt is empty; there is nothing to go on from")
         self._held += self._controlled
         return replace(prompt, places=self._places(record, prompt)) if locate and prompt.kept else prompt
 
@@ -168,6 +173,7 @@ class PromptBuilder:
         try:
             return self._tokenizer.render_chat(messages)
         except Exception as error:  # a program of the model's authors
+            log.debug("the chat template failed", exc_info=error)
             raise RecordError(f"the model's chat template refuses these messages: {error}") from None
 
     def _text(self, record: Record, contexts: tuple[Passage, ...]) -> str:
@@ -186,6 +192,7 @@ class PromptBuilder:
             )
             return text
         except Exception as error:  # a template is a program of the user's: it may raise anything
+            log.debug("the prompt template failed", exc_info=error)
             raise RecordError(f"prompt.template: {type(error).__name__}: {error}") from None
 
 

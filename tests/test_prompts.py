@@ -115,3 +115,8 @@ def test_templates_are_sandboxed_and_strict(template):
 def test_chat_asked_of_a_model_without_template_is_an_error():
     with pytest.raises(ConfigError, match="has no chat template"):
         build(RECORD, chat=True)
+
+
+def test_an_empty_prompt_is_its_records_failure():
+    with pytest.raises(RecordError, match="the prompt is empty"):
+        build(RECORD, template="{{ '' }}")

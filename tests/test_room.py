@@ -7,7 +7,7 @@ import torch
 
 from ragspec.drafters.context import ContextDrafter
 from ragspec.engine.admission import Admission
-from ragspec.engine.cache import RaggedCache
+from ragspec.engine.cache import LayerCache, RaggedCache
 from ragspec.engine.decode import Engine
 from ragspec.engine.proposers import ByRow, NoDrafts
 from ragspec.engine.room import AHEAD, PATIENCE, Backoff, Room
@@ -67,11 +67,10 @@ def test_failures_halve_and_calm_brings_back():
 def test_a_cache_that_is_resized_keeps_what_fits():
     cache = RaggedCache(3)
     cache.reserve(64)
-    cache._layers[0] = type("Layer", (), {})()
-    cache._layers[0].keys = keys = torch.randn(2, 3, 64, 4)
-    cache._layers[0].values = values = torch.randn(2, 3, 64, 4)
+    keys, values = torch.randn(2, 2, 3, 64, 4)
+    layer = LayerCache(keys, values)
+    cache._layers.append(layer)
     cache.resize(5, 128)
-    layer = cache._layers[0]
     assert layer.keys.shape == (2, 5, 128, 4)
     assert torch.equal(layer.keys[:, :3, :64], keys)
     assert torch.equal(layer.values[:, :3, :64], values)

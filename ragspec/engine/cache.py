@@ -63,9 +63,10 @@ class RaggedCache:
         """
         assert self.layout is not None
         names = id(keys), id(values)
-        first, second, layer = self._written.get(names, (None, None, None))
-        if layer is not None and first() is keys and second() is values:
-            return layer
+        if names in self._written:
+            first, second, layer = self._written[names]
+            if first() is keys and second() is values:
+                return layer
         if self._next == len(self._layers):
             self._layers.append(LayerCache(self._empty(keys), self._empty(values)))
         layer = self._layers[self._next]

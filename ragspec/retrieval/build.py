@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from ragspec.retrieval.store import Settings, failing, searched
 from ragspec.retrieval.writer import Chunk, Writer, building, check_language
 from ragspec.sections import RetrievalConfig
 
+log = logging.getLogger(__name__)
 WRITTEN_AT_ONCE = 4096  # passages
 Report = Callable[["BuildSummary"], None]
 Complain = Callable[[Skipped], None]
@@ -128,6 +130,7 @@ def _chunks(
     except Unreadable as error:
         raise _LeftOut(Skipped(item.where, str(error))) from None
     except Exception as error:  # parsers of other people's files may raise anything
+        log.debug("%s cannot be read", item.where, exc_info=error)
         why = f"cannot be read ({type(error).__name__}: {flat(error, 120)})"
         raise _LeftOut(Skipped(item.where, why)) from None
     if not texts:
