@@ -119,4 +119,4 @@ def test_chat_asked_of_a_model_without_template_is_an_error():
 
 def test_an_empty_prompt_is_its_records_failure():
     with pytest.raises(RecordError, match="the prompt is empty"):
-        build(RECORD, template="{{ '' }}")
+        build(RECORD, template="{% if query == 'other' %}{{ query }}{% endif %}")
