@@ -17,7 +17,7 @@ demo-vllm: setup-vllm
 # `make test VLLM=` leaves vLLM out: its tests are then skipped
 VLLM ?= setup-vllm
 test: setup $(VLLM) check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 setup: $(READY)
 
