@@ -4,7 +4,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TQDM_DISABLE"] = "1"
-if "PYTEST_XDIST_WORKER" in os.environ:  # several test processes share the cores, and tiny models gain nothing by threads
+if "PYTEST_XDIST_WORKER" in os.environ:  # test processes share the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import json
