@@ -10,8 +10,8 @@ is right of each guess and nothing else. Limit: other records' prompts are draft
 import json
 import sys
 
-from ragspec.drafters.base import Drafter, RowDrafter
-from ragspec.drafters.choice import model_free
+from ragspec.speculation.drafters.base import Drafter, RowDrafter
+from ragspec.speculation.drafters.choice import model_free
 
 COSTS = {1: 0.035, 4: 0.15, 8: 0.24, 16: 0.33}  # batch size: cost of one more token for every row, in steps
 THRESHOLDS = (0.08, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6)

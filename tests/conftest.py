@@ -127,7 +127,7 @@ def tiny_gpt2(tmp_path_factory, sample_texts):
 @pytest.fixture(scope="session")
 def demo():
     """The folder of the real demo model."""
-    from ragspec.models import resolve
+    from ragspec.models.resolve import resolve
 
     return resolve("demo").path
 

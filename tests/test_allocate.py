@@ -12,11 +12,11 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 
 from ragspec.engine import layout as layout_module
 from ragspec.engine import masks
-from ragspec.engine.allocate import LEAST_GAIN, StepCost, allocate
 from ragspec.engine.attention import attend
 from ragspec.engine.cache import RaggedCache
 from ragspec.engine.layout import PADDING, Layout, Segment
 from ragspec.engine.prefix import WORTH, grouped, largest_first, shared
+from ragspec.speculation.allocate import LEAST_GAIN, StepCost, allocate
 
 # -- allocate ---------------------------------------------------------------------------------------------------------
 

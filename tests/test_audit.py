@@ -8,11 +8,11 @@ import sys
 import pytest
 import torch
 
-from ragspec.benchmark.lossless import SAFETY, Audit, judge, partings
-from ragspec.benchmark.referee import ModelReferee
-from ragspec.benchmark.reference import sample
-from ragspec.benchmark.target import Target, check_same_answers, stock_config
-from ragspec.config import build_config
+from ragspec.audit.lossless import SAFETY, Audit, judge, partings
+from ragspec.audit.referee import ModelReferee
+from ragspec.audit.reference import sample
+from ragspec.audit.target import Target, check_same_answers, stock_config
+from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from ragspec.records import Request, Sampling
 from tests.conftest import SAMPLE, write_jsonl

@@ -1,9 +1,9 @@
 import pytest
 
-from ragspec.autogluon import translate
-from ragspec.config import build_config, load_config
+from ragspec.config.load import build_config, load_config
+from ragspec.config.translate.autogluon import translate
+from ragspec.config.translate.vllm import modernise
 from ragspec.errors import ConfigError
-from ragspec.legacy_vllm import modernise
 from tests.conftest import ROOT
 
 

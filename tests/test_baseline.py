@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from ragspec.baseline import Setting, baselines, missing, plain_of
+from ragspec.benchmark.baseline import Setting, baselines, missing, plain_of
 from ragspec.benchmark.plan import baseline_of, make_plan
 from ragspec.benchmark.table import print_results
-from ragspec.config import build_config
-from ragspec.console import stderr
+from ragspec.cli.console import stderr
+from ragspec.config.load import build_config
 from ragspec.report.page import figures, render, rows
 from ragspec.report.words import summary
 from tests.conftest import SAMPLE

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from ragspec.benchmark.plan import make_plan
-from ragspec.config import build_config
+from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from tests.conftest import SAMPLE, read_jsonl
 from tests.test_cli import ragspec

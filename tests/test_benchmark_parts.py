@@ -9,7 +9,7 @@ import pytest
 from ragspec.benchmark.details import pieces
 from ragspec.benchmark.plan import baseline_of, make_plan
 from ragspec.benchmark.ratios import interval
-from ragspec.config import build_config
+from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from tests.conftest import SAMPLE, write_jsonl
 from tests.test_cli import ragspec

@@ -1,6 +1,6 @@
 import pytest
 
-from ragspec.config import build_config, load_config
+from ragspec.config.load import build_config, load_config
 from ragspec.errors import ConfigError
 from tests.conftest import ROOT
 

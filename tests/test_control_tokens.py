@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
-from ragspec.config import build_config
+from ragspec.config.load import build_config
+from ragspec.config.sections import PromptConfig
 from ragspec.errors import RecordError
-from ragspec.foreign import Mask
-from ragspec.hf.controls import Controls, pattern
-from ragspec.hf.tokenizer import HFTokenizer
-from ragspec.pipeline import run
-from ragspec.prompts import PromptBuilder
+from ragspec.models.controls import Controls, pattern
+from ragspec.models.tokenizer import HFTokenizer
+from ragspec.prompts.builder import PromptBuilder
+from ragspec.prompts.foreign import Mask
 from ragspec.records import Passage, Record
-from ragspec.sections import PromptConfig
+from ragspec.run.session import run
 from tests.conftest import SAMPLE, read_jsonl, save_llama, train_tokenizer, write_jsonl
 
 TEXTS = [passage["text"] for record in read_jsonl(SAMPLE) for passage in record["contexts"]]

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from ragspec.config import build_config
-from ragspec.pipeline import run
+from ragspec.config.load import build_config
+from ragspec.run.session import run
 from tests.conftest import SAMPLE, read_jsonl
 from tests.test_cli import ragspec
 

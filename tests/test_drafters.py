@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragspec.drafters import context
-from ragspec.drafters.base import Draft
-from ragspec.drafters.calibration import LENGTHS, PRIOR, Calibration, length_bucket
-from ragspec.drafters.chain import LEAST_SURVIVAL, Match, Proposals
-from ragspec.drafters.context import DOUBTS, OTHER_OUTPUT, PROMPT, ContextDrafter, SharedPool
-from ragspec.drafters.index import PLACES, REACH, NgramIndex, match_length
-from ragspec.drafters.prompt_lookup import PromptLookup
+from ragspec.speculation.drafters import context
+from ragspec.speculation.drafters.base import Draft
+from ragspec.speculation.drafters.calibration import LENGTHS, PRIOR, Calibration, length_bucket
+from ragspec.speculation.drafters.chain import LEAST_SURVIVAL, Match, Proposals
+from ragspec.speculation.drafters.context import DOUBTS, OTHER_OUTPUT, PROMPT, ContextDrafter, SharedPool
+from ragspec.speculation.drafters.index import PLACES, REACH, NgramIndex, match_length
+from ragspec.speculation.drafters.prompt_lookup import PromptLookup
 
 TEXTS = st.lists(st.integers(0, 3), max_size=60)  # few tokens: everything repeats
 SOURCES = range(4)

@@ -5,18 +5,18 @@ import random
 import pytest
 import torch
 
-from ragspec.drafters.base import Draft
-from ragspec.drafters.context import ContextDrafter
-from ragspec.drafters.prompt_lookup import PromptLookup
 from ragspec.engine import layout, work
-from ragspec.engine.allocate import StepCost
 from ragspec.engine.backend import prepare
 from ragspec.engine.cache import RaggedCache
 from ragspec.engine.decode import Engine
 from ragspec.engine.draft_model import DraftModel
 from ragspec.engine.proposers import ByRow, NoDrafts
-from ragspec.hf.tokenizer import HFTokenizer
+from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Failure, Request, Sampling
+from ragspec.speculation.allocate import StepCost
+from ragspec.speculation.drafters.base import Draft
+from ragspec.speculation.drafters.context import ContextDrafter
+from ragspec.speculation.drafters.prompt_lookup import PromptLookup
 from tests.conftest import SAMPLE, read_jsonl
 
 NEW = 24

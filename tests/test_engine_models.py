@@ -4,16 +4,16 @@ import pytest
 import torch
 import transformers
 
-from ragspec.config import build_config, to_sampling
-from ragspec.drafters.context import ContextDrafter
+from ragspec.config.load import build_config, to_sampling
 from ragspec.engine import attention, backend, selfcheck
 from ragspec.engine.decode import Engine
 from ragspec.engine.proposers import ByRow
 from ragspec.errors import ConfigError, ModelError
-from ragspec.hf.mending import mend
-from ragspec.hf.tokenizer import HFTokenizer
+from ragspec.models.mending import mend
+from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Request, Sampling
-from ragspec.runners import huggingface
+from ragspec.runners.huggingface import runner as huggingface
+from ragspec.speculation.drafters.context import ContextDrafter
 from tests.conftest import SAMPLE, read_jsonl, train_tokenizer
 
 NEW = 20

@@ -1,7 +1,7 @@
 import pytest
 
 from ragspec.errors import ConfigError
-from ragspec.feed import Feed, Pollable, Sieve
+from ragspec.inputs.feed import Feed, Pollable, Sieve
 
 
 class Partner:

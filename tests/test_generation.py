@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ragspec.config import build_config, to_sampling
-from ragspec.hf.generation import asked_beyond_sampling
+from ragspec.config.load import build_config, to_sampling
+from ragspec.models.generation import asked_beyond_sampling
 from ragspec.records import Request
-from ragspec.runners import huggingface
+from ragspec.runners.huggingface import runner as huggingface
 from tests.conftest import SAMPLE, read_jsonl
 
 NEW = 24

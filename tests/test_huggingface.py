@@ -2,11 +2,11 @@
 
 import pytest
 
-from ragspec.config import build_config, to_sampling
+from ragspec.config.load import build_config, to_sampling
 from ragspec.errors import ConfigError, ModelError
-from ragspec.pipeline import run
 from ragspec.records import Failure, Request
-from ragspec.runners import huggingface
+from ragspec.run.session import run
+from ragspec.runners.huggingface import runner as huggingface
 from tests.conftest import SAMPLE, read_jsonl, save_gpt2, train_tokenizer
 
 PROMPTS = [
@@ -335,7 +335,7 @@ def test_prefill_and_decode_times_are_kept_apart(tiny):
 def test_a_stop_string_is_noticed_in_the_step_that_completes_it(step):
     import torch
 
-    from ragspec.hf.stopping import StopText
+    from ragspec.models.stopping import StopText
     from ragspec.runners.fake import ByteTokenizer
 
     prompt, text = list(b"stop stop "), list(b"one two stop three")

@@ -4,8 +4,8 @@ import tracemalloc
 import pytest
 
 from ragspec.errors import ConfigError
-from ragspec.journal import Journal, fingerprint, whereabouts
-from ragspec.jsonl import Line
+from ragspec.inputs.jsonl import Line
+from ragspec.outputs.journal import Journal, fingerprint, whereabouts
 from tests.conftest import read_jsonl
 
 IDENTITY = {"model": "m", "sampling": {"seed": 0}}

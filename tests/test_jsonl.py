@@ -5,10 +5,10 @@ import tracemalloc
 import pytest
 import zstandard
 
-from ragspec import jsonl
 from ragspec.errors import ConfigError, RecordError
-from ragspec.jsonl import Lines
-from ragspec.zst import FEED, ZstReader
+from ragspec.inputs import jsonl
+from ragspec.inputs.jsonl import Lines
+from ragspec.inputs.zst import FEED, ZstReader
 
 TEXT = b'{"id": 1}\n\n  \n{"id": 2}\r\n{"id": 3}'
 

@@ -7,16 +7,16 @@ import pytest
 import torch
 import transformers
 
-from ragspec.drafters.context import ContextDrafter
 from ragspec.engine import attention, backend, selfcheck
 from ragspec.engine.decode import Engine
 from ragspec.engine.forward import Model
 from ragspec.engine.proposers import ByRow
-from ragspec.hf import limits
-from ragspec.hf.limits import Limit, limits_of, lowered
-from ragspec.hf.mending import mend
-from ragspec.hf.rotary import effective_length, length_dependent
+from ragspec.models import limits
+from ragspec.models.limits import Limit, limits_of, lowered
+from ragspec.models.mending import mend
+from ragspec.models.rotary import effective_length, length_dependent
 from ragspec.records import Request, Sampling
+from ragspec.speculation.drafters.context import ContextDrafter
 
 SMALL = {
     "vocab_size": 400,

@@ -6,11 +6,11 @@ from contextlib import suppress
 
 import pytest
 
-from ragspec import linefile
 from ragspec.errors import ConfigError
-from ragspec.journal import Journal
-from ragspec.linefile import LineFile
-from ragspec.runstate import write_json
+from ragspec.outputs import linefile
+from ragspec.outputs.journal import Journal
+from ragspec.outputs.linefile import LineFile
+from ragspec.outputs.runstate import write_json
 from tests.conftest import read_jsonl
 from tests.test_journal import IDENTITY, answer, write
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from ragspec.config import build_config
+from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
-from ragspec.feed import Feed
-from ragspec.jsonl import Lines
-from ragspec.live import MOST
-from ragspec.pipeline import run
+from ragspec.inputs.feed import Feed
+from ragspec.inputs.jsonl import Lines
+from ragspec.inputs.live import MOST
+from ragspec.run.session import run
 from tests.conftest import read_jsonl
 from tests.test_cli import RAGSPEC, start_interruptible
 from tests.test_retrieval import built

@@ -2,7 +2,7 @@
 
 import os
 
-from ragspec import machine
+from ragspec.host import machine
 
 
 def test_free_memory_is_some_and_no_more_than_there_is():

@@ -2,10 +2,10 @@ import importlib.util
 
 import pytest
 
-from ragspec import models
 from ragspec.errors import ConfigError
-from ragspec.models import ModelSource, context_length, read_model_config, resolve
-from ragspec.vocabulary import compare, fits
+from ragspec.models import resolve as models
+from ragspec.models.resolve import ModelSource, context_length, read_model_config, resolve
+from ragspec.models.vocabulary import compare, fits
 from tests.conftest import train_tokenizer
 
 

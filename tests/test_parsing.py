@@ -1,7 +1,7 @@
 import pytest
 
 from ragspec.errors import RecordError
-from ragspec.parsing import parse_record
+from ragspec.inputs.record import parse_record
 from ragspec.records import Passage
 
 

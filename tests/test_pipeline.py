@@ -3,10 +3,10 @@ import os
 
 import pytest
 
-from ragspec.answers import cut_at_stop
-from ragspec.config import build_config
+from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
-from ragspec.pipeline import run
+from ragspec.outputs.answers import cut_at_stop
+from ragspec.run.session import run
 from tests.conftest import read_jsonl, write_jsonl
 
 
@@ -230,7 +230,7 @@ def test_text_is_cut_at_the_first_stop_string():
 
 def test_generate_pulls_no_more_than_a_batch_ahead(tmp_path, monkeypatch):
     """Memory cannot grow with the input if records are read only as the runner asks for them."""
-    from ragspec import batch
+    from ragspec.run import local as batch
 
     seen = []
     most = 0

@@ -1,10 +1,10 @@
 import pytest
 
+from ragspec.config.sections import PromptConfig
 from ragspec.errors import ConfigError, RecordError
-from ragspec.prompts import PromptBuilder, rank
+from ragspec.prompts.builder import PromptBuilder, rank
 from ragspec.records import Passage, Record
 from ragspec.runners.fake import ByteTokenizer
-from ragspec.sections import PromptConfig
 
 
 class ChatTokenizer(ByteTokenizer):

@@ -8,17 +8,17 @@ import time
 
 import pytest
 
-from ragspec.config import build_config
+from ragspec.config.load import build_config
+from ragspec.config.sections import RetrievalConfig
 from ragspec.errors import ConfigError
-from ragspec.jsonl import Line
-from ragspec.pipeline import run
+from ragspec.inputs.jsonl import Line
 from ragspec.retrieval import chunks, corpus
 from ragspec.retrieval.build import build
 from ragspec.retrieval.evaluate import evaluate
-from ragspec.retrieval.filter import stream
 from ragspec.retrieval.search import Retriever
 from ragspec.retrieval.stage import AHEAD, BATCH, Stage
-from ragspec.sections import RetrievalConfig
+from ragspec.run.retrieve import stream
+from ragspec.run.session import run
 from tests.conftest import ROOT, SAMPLE, read_jsonl, write_jsonl
 from tests.test_corpus import pdf_bytes
 
@@ -158,7 +158,7 @@ def test_a_missing_index_and_what_is_none(tmp_path):
 
 KILLED = """
 import os, signal, sys
-from ragspec.sections import RetrievalConfig
+from ragspec.config.sections import RetrievalConfig
 from ragspec.retrieval import build, writer
 folder, size, at = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 build.WRITTEN_AT_ONCE = 1000

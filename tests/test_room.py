@@ -5,13 +5,13 @@ import logging
 import pytest
 import torch
 
-from ragspec.drafters.context import ContextDrafter
 from ragspec.engine.admission import Admission
 from ragspec.engine.cache import LayerCache, RaggedCache
 from ragspec.engine.decode import Engine
 from ragspec.engine.proposers import ByRow, NoDrafts
 from ragspec.engine.room import AHEAD, PATIENCE, Backoff, Room
 from ragspec.records import Failure, Request, Sampling
+from ragspec.speculation.drafters.context import ContextDrafter
 from tests.test_engine import NEW, answers, ids, loaded, plain, requests_for  # noqa: F401 (fixtures)
 
 # -- arithmetic -------------------------------------------------------------------------------------------------------

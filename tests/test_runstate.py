@@ -3,7 +3,7 @@ import json
 import pytest
 
 from ragspec.errors import ConfigError
-from ragspec.journal import Journal
+from ragspec.outputs.journal import Journal
 from tests.conftest import read_jsonl
 from tests.test_journal import IDENTITY, answer, write
 

@@ -12,13 +12,13 @@ import yaml
 
 from ragspec.benchmark.plan import Candidate, make_plan
 from ragspec.benchmark.tune import Tuned, write_config
-from ragspec.config import build_config, load_config
+from ragspec.config.load import build_config, load_config
+from ragspec.config.secret import Secret, as_given, by_name, concealed, revealed
+from ragspec.config.secret_words import names_secret, secret_parts
+from ragspec.config.veil import Veil
 from ragspec.errors import ConfigError, ModelError
-from ragspec.journal import Journal
-from ragspec.runstate import write_json
-from ragspec.secret import Secret, as_given, by_name, concealed, revealed
-from ragspec.secret_words import names_secret, secret_parts
-from ragspec.veil import Veil
+from ragspec.outputs.journal import Journal
+from ragspec.outputs.runstate import write_json
 from tests.conftest import SAMPLE
 from tests.test_cli import ragspec
 

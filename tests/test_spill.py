@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ragspec import linefile, spill
-from ragspec.journal import Journal
+from ragspec.outputs import linefile, spill
+from ragspec.outputs.journal import Journal
 from tests.conftest import read_jsonl
 from tests.test_journal import IDENTITY, answer
 

@@ -1,7 +1,7 @@
 """Method auto: each method has its turn, and the one that writes most per second stays."""
 
 from ragspec.engine.proposers import Auto, ByRow, NoDrafts
-from ragspec.engine.trial import BLOCK, PAUSE, ROUNDS, Trial
+from ragspec.speculation.trial import BLOCK, PAUSE, ROUNDS, Trial
 from tests.test_engine import Fixed, answers, ids, loaded, oracle, plain  # noqa: F401
 
 

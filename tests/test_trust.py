@@ -6,13 +6,13 @@ import shutil
 
 import pytest
 
-from ragspec.config import build_config
-from ragspec.doctor import examine_config
+from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
-from ragspec.models import brings_code, resolve
+from ragspec.models.resolve import brings_code, resolve
 from ragspec.retrieval.chunks import model_tokens
-from ragspec.runners import huggingface
-from ragspec.vllm.config import check_draft_code
+from ragspec.run.doctor import examine_config
+from ragspec.runners.huggingface import runner as huggingface
+from ragspec.runners.vllm.config import check_draft_code
 from tests.conftest import SAMPLE
 
 CODE = """
@@ -123,7 +123,7 @@ def test_drafts_without_a_model_bring_no_code(config):
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make setup-vllm)")
 @pytest.mark.parametrize("method", ["draft_model", "speculative_config"])
 def test_the_vllm_runner_refuses_a_draft_with_code_unless_both_are_trusted(tiny, coded, method):
-    from ragspec.runners.vllm import Runner
+    from ragspec.runners.vllm.runner import Runner
 
     _, draft, mark = coded
     config = config_of(tiny, draft, trust=True, runner="vllm")

@@ -4,7 +4,7 @@ import yaml
 
 from ragspec.benchmark.plan import Candidate
 from ragspec.benchmark.tune import candidates, choose
-from ragspec.config import build_config
+from ragspec.config.load import build_config
 from tests.conftest import SAMPLE
 from tests.test_cli import ragspec
 

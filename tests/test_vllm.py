@@ -7,10 +7,10 @@ import subprocess
 
 import pytest
 
-from ragspec.config import build_config, to_sampling
+from ragspec.config.load import build_config, to_sampling
 from ragspec.errors import ConfigError
-from ragspec.pipeline import run
 from ragspec.records import Failure, Request
+from ragspec.run.session import run
 from tests.conftest import SAMPLE, read_jsonl, write_jsonl
 from tests.test_cli import RAGSPEC, ragspec, start_interruptible, wait_for_lines
 
@@ -50,7 +50,7 @@ def engine(demo):
 
     The one engine of this process: once its n-gram drafter has imported numba, vLLM 0.32 cannot start another.
     """
-    from ragspec.runners.vllm import Runner
+    from ragspec.runners.vllm.runner import Runner
 
     runner = Runner(make_config(demo, method="context", num_tokens=6))
     runner.check()
@@ -161,7 +161,7 @@ def test_a_stop_string_ends_the_answer(engine):
     ],
 )
 def test_what_cannot_run_is_known_before_any_weights_load(demo, change, message, request):
-    from ragspec.runners.vllm import Runner
+    from ragspec.runners.vllm.runner import Runner
 
     raw = {"model": demo, "runner": "vllm", "speculation": {"method": "prompt_lookup"}} | change
     if raw["speculation"].get("draft_model"):
@@ -209,7 +209,7 @@ def with_passages(asked):
 
 
 def test_our_drafter_in_vllm_changes_no_answer_where_rows_are_preempted(demo, engine):
-    from ragspec.runners import huggingface
+    from ragspec.runners.huggingface import runner as huggingface
 
     texts = [f"{text} Again: {text[:300]}" for text in TEXTS]
     asked = with_passages(requests(engine, texts, max_new_tokens=48))
@@ -246,7 +246,7 @@ def test_records_that_begin_alike_are_answered_together(engine):
 
 
 def test_another_vllm_than_tried_drafts_by_prompt_lookup(demo, monkeypatch):
-    from ragspec.runners import vllm
+    from ragspec.runners.vllm import runner as vllm
 
     monkeypatch.setattr(vllm, "TESTED", ("0.1.",))
     runner = vllm.Runner(make_config(demo, method="context"))
@@ -301,8 +301,8 @@ def test_an_audit_of_vllm_has_stock_generate_beside_it(demo, tmp_path):
 
 
 def test_a_secret_reaches_vllm_and_nothing_that_is_written(demo):
-    from ragspec.runners.vllm import Runner
-    from ragspec.secret import revealed
+    from ragspec.config.secret import revealed
+    from ragspec.runners.vllm.runner import Runner
 
     raw = make_config(demo, method="context").model_dump()
     raw["runner_args"] |= {"hf_token": "correct horse battery"}

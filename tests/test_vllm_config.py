@@ -4,12 +4,12 @@ import importlib.util
 
 import pytest
 
-from ragspec.config import build_config, load_config
+from ragspec.config.load import build_config, load_config
+from ragspec.config.sections import SpeculationConfig
 from ragspec.errors import ConfigError
-from ragspec.runners import vllm
-from ragspec.sections import SpeculationConfig
-from ragspec.vllm.config import check_build, check_memory, check_parallel, speculative_config
-from ragspec.vllm.requests import spec_stats
+from ragspec.runners.vllm import runner as vllm
+from ragspec.runners.vllm.config import check_build, check_memory, check_parallel, speculative_config
+from ragspec.runners.vllm.requests import spec_stats
 
 
 def translated(**spec):

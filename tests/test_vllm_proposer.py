@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ragspec.drafters.prompt_lookup import PromptLookup
-from ragspec.engine.line import LineCost
-from ragspec.vllm import rows
-from ragspec.vllm.proposer import Proposer
+from ragspec.runners.vllm import rows
+from ragspec.runners.vllm.proposer import Proposer
+from ragspec.speculation.drafters.prompt_lookup import PromptLookup
+from ragspec.speculation.fitted import LineCost
 
 LIMIT = 6
 LONGEST = 400
@@ -213,7 +213,7 @@ def test_drafts_end_at_the_models_length():
 
 
 def test_auto_tries_each_method_and_settles(monkeypatch):
-    monkeypatch.setattr("ragspec.vllm.proposer.time", SimpleNamespace(perf_counter=iter(range(10**6)).__next__))
+    monkeypatch.setattr("ragspec.runners.vllm.proposer.time", SimpleNamespace(perf_counter=iter(range(10**6)).__next__))
     proposer = make("auto", num_tokens=LIMIT)
     scheduler = Scheduler(proposer, jobs(300), slots=2).run()
     assert proposer.trial.settled

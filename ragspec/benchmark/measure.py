@@ -13,15 +13,15 @@ from typing import Any
 import orjson
 from rich.console import Console
 
-from ragspec.baseline import missing
+from ragspec.benchmark.baseline import missing
 from ragspec.benchmark.passes import Passes
 from ragspec.benchmark.plan import Candidate, baseline_of, setting_of
 from ragspec.benchmark.process import Worker, answers_of, open_worker
 from ragspec.benchmark.ratios import interval
 from ragspec.errors import ConfigError
-from ragspec.jsonl import Lines
-from ragspec.machine import machine
-from ragspec.runstate import write_json
+from ragspec.host.machine import machine
+from ragspec.inputs.jsonl import Lines
+from ragspec.outputs.runstate import write_json
 
 METRICS = ("tokens_per_s", "decode_tokens_per_s")
 Entries = dict[str, dict[str, Any]]

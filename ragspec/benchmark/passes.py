@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from ragspec.benchmark.plan import Candidate
-from ragspec.runstate import write_json
+from ragspec.outputs.runstate import write_json
 
 
 class Passes:

@@ -12,8 +12,8 @@ from itertools import product
 from typing import Any
 
 from ragspec import runners
-from ragspec.baseline import PLAIN, Setting, plain_of
-from ragspec.config import RunConfig, build_config
+from ragspec.benchmark.baseline import PLAIN, Setting, plain_of
+from ragspec.config.load import RunConfig, build_config
 from ragspec.errors import ConfigError
 from ragspec.suggest import did_you_mean
 

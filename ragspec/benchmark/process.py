@@ -14,9 +14,9 @@ import orjson
 from rich.console import Console
 
 from ragspec.benchmark.plan import Candidate
+from ragspec.config.veil import Veil
 from ragspec.errors import ConfigError, ModelError
-from ragspec.private import open_private
-from ragspec.veil import Veil
+from ragspec.outputs.private import open_private
 
 LOG_S = 5.0  # that the last lines of a log may take, where a child of the process holds on to it
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ragspec.baseline import baselines, ratios_to_peers, ratios_to_plain
+from ragspec.benchmark.baseline import baselines, ratios_to_peers, ratios_to_plain
 from ragspec.errors import ConfigError
 
 

@@ -17,14 +17,14 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from ragspec.baseline import PLAIN
+from ragspec.benchmark.baseline import PLAIN
 from ragspec.benchmark.plan import Candidate, make_plan
 from ragspec.benchmark.process import Worker, open_worker
-from ragspec.config import RunConfig
+from ragspec.config.load import RunConfig
+from ragspec.config.secret import by_name
 from ragspec.errors import ConfigError
-from ragspec.machine import machine
-from ragspec.private import write_private
-from ragspec.secret import by_name
+from ragspec.host.machine import machine
+from ragspec.outputs.private import write_private
 
 BEHIND = 0.85  # of the fastest of a round: not timed again
 MARGIN = 1.03  # that speculation has to win by

@@ -16,14 +16,14 @@ from typing import IO, Any
 import orjson
 
 from ragspec import runners
-from ragspec.batch import Batch
 from ragspec.benchmark.details import acceptance_by_record, roofline, samples
-from ragspec.config import RunConfig, build_config
+from ragspec.config.load import RunConfig, build_config
 from ragspec.errors import RagspecError
-from ragspec.journal import Journal
-from ragspec.jsonl import Lines
-from ragspec.pipeline import make_prompts, open_retriever
-from ragspec.provenance import about
+from ragspec.inputs.jsonl import Lines
+from ragspec.outputs.journal import Journal
+from ragspec.run.local import Batch
+from ragspec.run.provenance import about
+from ragspec.run.session import make_prompts, open_retriever
 from ragspec.runners.base import Runner
 
 

@@ -65,6 +65,6 @@ def main() -> None:
 
 
 def _say(message: str) -> None:
-    from ragspec.veil import Veil
+    from ragspec.config.veil import Veil
 
     print(f"error: {Veil()(message)}", file=sys.stderr)

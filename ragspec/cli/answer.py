@@ -27,10 +27,10 @@ def generate(
     debug: Debug = False,
 ) -> None:
     """Answer every record of the input. Run the same command again to go on after an interruption."""
-    from ragspec.config import load_config
-    from ragspec.console import print_summary, progress, stderr
-    from ragspec.journal import whereabouts
-    from ragspec.pipeline import run
+    from ragspec.cli.console import print_summary, progress, stderr
+    from ragspec.config.load import load_config
+    from ragspec.outputs.journal import whereabouts
+    from ragspec.run.session import run
 
     set_debug(debug)
     console = stderr()

@@ -59,7 +59,7 @@ def report(
 ) -> None:
     """Draw the report of a finished benchmark again."""
     from ragspec.benchmark.table import read_results
-    from ragspec.console import stderr
+    from ragspec.cli.console import stderr
     from ragspec.report.page import write_report
 
     stderr().print(f"report in {write_report(read_results(folder), folder, quote=answers)}", markup=False)

@@ -14,7 +14,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ragspec.config import RunConfig
+    from ragspec.config.load import RunConfig
 
 INTERRUPTED = 130
 
@@ -36,8 +36,8 @@ def set_debug(debug: bool) -> None:
 
 def load(config: str, override: list[str] | None, input: str | None) -> tuple[RunConfig, Console]:
     """Return the config, its notes said, and the console on stderr."""
-    from ragspec.config import load_config
-    from ragspec.console import print_notes, stderr
+    from ragspec.cli.console import print_notes, stderr
+    from ragspec.config.load import load_config
 
     console = stderr()
     run_config, notes = load_config(config, override or (), input=input)

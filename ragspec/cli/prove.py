@@ -25,8 +25,8 @@ def verify(
     debug: Debug = False,
 ) -> None:
     """Answer the input with and without speculation, a sample in stock transformers, and prove that nothing changed."""
-    from ragspec.benchmark.findings import print_findings
-    from ragspec.benchmark.verify import run_verify
+    from ragspec.audit.findings import print_findings
+    from ragspec.audit.verify import run_verify
 
     set_debug(debug)
     run_config, console = load(config, override, input)
@@ -68,13 +68,13 @@ def doctor(
     debug: Debug = False,
 ) -> None:
     """Say what this machine has, and what a config would do on it, before any weights load."""
-    from ragspec.console import stderr
-    from ragspec.doctor import examine_config, examine_machine
+    from ragspec.cli.console import stderr
+    from ragspec.run.doctor import examine_config, examine_machine
 
     set_debug(debug)
     findings = list(examine_machine())
     if config is not None:
-        from ragspec.config import load_config
+        from ragspec.config.load import load_config
 
         findings += examine_config(*load_config(config, override or ()))
     console, styles = stderr(), {"ok": "green", "note": "yellow", "error": "red"}

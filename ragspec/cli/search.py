@@ -11,7 +11,7 @@ from ragspec.cli.options import Debug, Limit, Set, quiet_pipe, set_debug
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ragspec.sections import RetrievalConfig
+    from ragspec.config.sections import RetrievalConfig
 
 OptionalConfig = Annotated[str | None, typer.Option("--config", "-c", help="A config with a retrieval section.")]
 
@@ -35,10 +35,10 @@ def index(
     debug: Debug = False,
 ) -> None:
     """Build a retrieval index, or bring it up to date: only new and changed documents are done again."""
-    from ragspec.console import build_progress, print_build, stderr
+    from ragspec.cli.console import build_progress, print_build, stderr
+    from ragspec.config.veil import Veil
     from ragspec.errors import ConfigError
     from ragspec.retrieval.build import build
-    from ragspec.veil import Veil
 
     set_debug(debug)
     console = stderr()
@@ -83,9 +83,9 @@ def retrieve(
     debug: Debug = False,
 ) -> None:
     """Queries in, the same records with contexts out. Records that have contexts pass as they are."""
-    from ragspec.console import stderr
-    from ragspec.retrieval.filter import measure, stream
-    from ragspec.veil import Veil
+    from ragspec.cli.console import stderr
+    from ragspec.config.veil import Veil
+    from ragspec.run.retrieve import measure, stream
 
     set_debug(debug)
     console = stderr()
@@ -107,8 +107,8 @@ def retrieve(
 
 def _settings(console: Console, path: str | None, override: list[str] | None, **given: Any) -> RetrievalConfig:
     """Return the retrieval section: the config's, if one is named, with what the command line says over it."""
-    from ragspec.config import load_retrieval
-    from ragspec.console import print_notes
+    from ragspec.cli.console import print_notes
+    from ragspec.config.load import load_retrieval
 
     direct = {key: value for key, value in given.items() if value is not None}
     settings, notes = load_retrieval(path, override or (), direct)

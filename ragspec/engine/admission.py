@@ -17,7 +17,7 @@ from ragspec.engine.prefix import grouped, shared
 from ragspec.engine.room import Room
 from ragspec.engine.row import Row
 from ragspec.engine.sampling import Noise
-from ragspec.feed import Feed
+from ragspec.inputs.feed import Feed
 from ragspec.records import Failure, Request
 
 WAIT = 16  # tokens that are just being computed, for which a request waits a step

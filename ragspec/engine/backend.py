@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from ragspec.drafters.choice import judged, model_free
-from ragspec.engine.allocate import StepCost
 from ragspec.engine.capacity import budget_of, choose_rows, most_rows
 from ragspec.engine.clock import Clock
 from ragspec.engine.decode import LOOKAHEAD, Engine
@@ -24,11 +22,13 @@ from ragspec.engine.probe import probe
 from ragspec.engine.proposers import Auto, ByRow, NoDrafts, Proposer
 from ragspec.engine.room import Room
 from ragspec.engine.selfcheck import differs, tolerance
-from ragspec.engine.trial import Trial
 from ragspec.errors import flat
-from ragspec.feed import Feed
-from ragspec.hf.generation import GenerationRules, Processors
+from ragspec.inputs.feed import Feed
+from ragspec.models.generation import GenerationRules, Processors
 from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer
+from ragspec.speculation.allocate import StepCost
+from ragspec.speculation.drafters.choice import judged, model_free
+from ragspec.speculation.trial import Trial
 
 log = logging.getLogger(__name__)
 SAMPLE = 64  # requests by which the batch size is chosen

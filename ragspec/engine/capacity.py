@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ragspec.engine.room import Room
-from ragspec.machine import free_bytes
+from ragspec.host.machine import free_bytes
 from ragspec.records import Request
 
 MOST = {"cpu": 16, "cuda": 128}  # beyond, a step costs in proportion to its rows (docs/performance.md)

@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ragspec.engine.allocate import StepCost
 from ragspec.engine.work import Work
+from ragspec.speculation.allocate import StepCost
 
 
 @dataclass(slots=True)

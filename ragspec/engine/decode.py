@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from ragspec.drafters.base import Draft
 from ragspec.engine.admission import Admission, Start, new_row
-from ragspec.engine.allocate import StepCost
 from ragspec.engine.clock import Clock, StepTimer
 from ragspec.engine.forward import Model
 from ragspec.engine.proposers import LONGEST, Proposer
@@ -23,9 +21,11 @@ from ragspec.engine.retreat import FORWARD, Retreat, free_memory, told
 from ragspec.engine.room import PATIENCE, Room
 from ragspec.engine.row import Row
 from ragspec.engine.work import Work, Written, accept
-from ragspec.hf.generation import Processors
-from ragspec.hf.stopping import ends_with_stop, trim
+from ragspec.models.generation import Processors
+from ragspec.models.stopping import ends_with_stop, trim
 from ragspec.records import Failure, Generation, Request, Tokenizer
+from ragspec.speculation.allocate import StepCost
+from ragspec.speculation.drafters.base import Draft
 
 CHUNK = 512  # tokens of a step while prompts are computed; more is no faster on a CPU, and delays the other rows
 LOOKAHEAD = 4096  # requests read ahead to find shared prefixes

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from ragspec.drafters.base import Draft
-from ragspec.engine.allocate import LEAST_GAIN, StepCost
 from ragspec.engine.forward import Model
 from ragspec.engine.layout import Segment
 from ragspec.engine.proposers import NoDrafts
 from ragspec.engine.row import Row
 from ragspec.engine.sampling import draw, penalise, probabilities
+from ragspec.speculation.allocate import LEAST_GAIN, StepCost
+from ragspec.speculation.drafters.base import Draft
 
 LONGEST = 12
 CHUNK = 512  # tokens of a forward while it catches up

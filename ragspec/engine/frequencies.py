@@ -15,7 +15,15 @@ from typing import Any
 import torch
 
 from ragspec.engine.layout import Layout
-from ragspec.hf.rotary import effective_length, forget, kind_of, kinds_of, length_dependent, limit_of, restart_length
+from ragspec.models.rotary import (
+    effective_length,
+    forget,
+    kind_of,
+    kinds_of,
+    length_dependent,
+    limit_of,
+    restart_length,
+)
 
 
 class Frequencies:

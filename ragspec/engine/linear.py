@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear as plain_linear
 
-from ragspec.machine import free_bytes
+from ragspec.host.machine import free_bytes
 
 ROWS_HINT = 64
 MANY = 64  # tokens from which on the plain form is faster

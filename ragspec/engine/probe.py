@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from ragspec.engine.allocate import StepCost
 from ragspec.engine.forward import Model
 from ragspec.engine.layout import Segment
+from ragspec.speculation.allocate import StepCost
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 SHORT = 32  # slots that a row of the curve's forwards sees

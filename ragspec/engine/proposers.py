@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from ragspec.drafters.base import Draft, Drafter, RowDrafter
-from ragspec.engine.allocate import StepCost, allocate
 from ragspec.engine.row import Row
-from ragspec.engine.trial import Trial
+from ragspec.speculation.allocate import StepCost, allocate
+from ragspec.speculation.drafters.base import Draft, Drafter, RowDrafter
+from ragspec.speculation.trial import Trial
 
 LONGEST = 24  # tokens of a draft at most, where the length is chosen by what pays
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ragspec.drafters.copied import Copies
 from ragspec.engine.sampling import Noise
-from ragspec.hf.generation import Processors
+from ragspec.models.generation import Processors
 from ragspec.records import Request
+from ragspec.speculation.citations import Copies
 from ragspec.stats import SpecStats
 
 

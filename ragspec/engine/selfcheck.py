@@ -14,7 +14,7 @@ import torch
 from ragspec.engine.forward import Model
 from ragspec.engine.layout import Segment
 from ragspec.engine.masks import Unsupported
-from ragspec.hf.limits import Limit, is_static, limits_of, lowered
+from ragspec.models.limits import Limit, is_static, limits_of, lowered
 
 TOKENS = 48
 STEPS = 7  # of them are written one by one

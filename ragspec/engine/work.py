@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ragspec.drafters.base import Draft
 from ragspec.engine.layout import Segment
 from ragspec.engine.row import Row
 from ragspec.engine.sampling import draw
 from ragspec.engine.verify import agreement, reject
+from ragspec.speculation.drafters.base import Draft
 
 
 @dataclass(slots=True)

@@ -14,8 +14,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from ragspec.baseline import baselines, ratios_to_peers, ratios_to_plain
-from ragspec.private import write_private
+from ragspec.benchmark.baseline import baselines, ratios_to_peers, ratios_to_plain
+from ragspec.outputs.private import write_private
 from ragspec.report import charts
 from ragspec.report.words import summary
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ragspec.baseline import baselines, ratios_to_peers, ratios_to_plain
+from ragspec.benchmark.baseline import baselines, ratios_to_peers, ratios_to_plain
 
 WORTH = 1.02  # a gain below it is none
 

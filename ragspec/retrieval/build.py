@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ragspec.config.sections import RetrievalConfig
 from ragspec.errors import ConfigError, flat
-from ragspec.keyset import KeySet
+from ragspec.inputs.keyset import KeySet
 from ragspec.retrieval.chunks import WORDS, Chunker, model_tokens, passage_ids, plain, word_tokens
 from ragspec.retrieval.corpus import Document, Skipped, documents
 from ragspec.retrieval.embedding import Embedder
 from ragspec.retrieval.readers import Unreadable
 from ragspec.retrieval.store import Settings, failing, searched
 from ragspec.retrieval.writer import Chunk, Writer, building, check_language
-from ragspec.sections import RetrievalConfig
 
 log = logging.getLogger(__name__)
 WRITTEN_AT_ONCE = 4096  # passages

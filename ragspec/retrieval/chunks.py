@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from ragspec.errors import ConfigError, flat
-from ragspec.models import brings_code, needs_code, resolve
+from ragspec.models.resolve import brings_code, needs_code, resolve
 from ragspec.retrieval.readers import Text
 
 WORDS = "words"

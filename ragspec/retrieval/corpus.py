@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ragspec.errors import ConfigError, RecordError
-from ragspec.jsonl import Line, Lines
-from ragspec.parsing import record_id
+from ragspec.inputs.jsonl import Line, Lines
+from ragspec.inputs.record import record_id
 from ragspec.retrieval.chunks import looks_numbered
 from ragspec.retrieval.readers import READERS, Text, read_text
 

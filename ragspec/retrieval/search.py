@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ragspec.config.sections import RetrievalConfig
 from ragspec.errors import ConfigError
 from ragspec.records import Passage
 from ragspec.retrieval.embedding import Embedder, Reranker
 from ragspec.retrieval.store import Index, searched
-from ragspec.sections import RetrievalConfig
 
 
 @dataclass(frozen=True, slots=True)

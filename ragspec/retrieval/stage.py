@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from ragspec.feed import Feed
-from ragspec.jsonl import Line
+from ragspec.inputs.feed import Feed
+from ragspec.inputs.jsonl import Line
 from ragspec.records import Passage
 from ragspec.retrieval.search import Hit, Retriever
 

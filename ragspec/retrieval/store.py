@@ -17,8 +17,8 @@ from typing import Any
 
 import orjson
 
+from ragspec.config.secret import revealed
 from ragspec.errors import ConfigError, flat
-from ragspec.secret import revealed
 
 TABLE = "chunks"
 READY = "ready"

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
-from ragspec.config import RunConfig
-from ragspec.feed import Feed
+from ragspec.config.load import RunConfig
+from ragspec.inputs.feed import Feed
 from ragspec.records import Failure, Generation, Request, Spans
 from ragspec.runners.base import RunnerArgs
 from ragspec.stats import SpecStats

@@ -60,10 +60,10 @@ def _be_ragspec(folder, said, told, args):
 def preload():
     """Import what every run needs, once."""
     import ragspec.cli
-    import ragspec.console
-    import ragspec.pipeline
+    import ragspec.cli.console
+    import ragspec.run.session
     import ragspec.runners.fake
-    import ragspec.runners.huggingface
-    import ragspec.runners.vllm  # noqa: F401
+    import ragspec.runners.huggingface.runner
+    import ragspec.runners.vllm.runner  # noqa: F401
 
     assert "torch" not in sys.modules

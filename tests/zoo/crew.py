@@ -25,7 +25,7 @@ def judging(entries: Iterable[Entry]) -> Iterator[dict[str, Future[Outcome]]]:
 def _start() -> None:
     import torch
 
-    from ragspec.quiet import quiet
+    from ragspec.host.quiet import quiet
 
     torch.set_num_threads(1)
     quiet()

@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from ragspec.config import build_config
-from ragspec.drafters.context import ContextDrafter
+from ragspec.config.load import build_config
 from ragspec.engine import backend
 from ragspec.engine.decode import Engine
 from ragspec.engine.proposers import ByRow, NoDrafts, Proposer
-from ragspec.hf.generation import GenerationRules
-from ragspec.hf.mending import mend
-from ragspec.hf.tokenizer import HFTokenizer
-from ragspec.models import ModelSource
+from ragspec.models.generation import GenerationRules
+from ragspec.models.mending import mend
+from ragspec.models.resolve import ModelSource
+from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Failure, Generation, Request, Sampling
-from ragspec.runners import huggingface
+from ragspec.runners.huggingface import runner as huggingface
+from ragspec.speculation.drafters.context import ContextDrafter
 from tests.conftest import SAMPLE, read_jsonl, train_tokenizer
 from tests.test_engine import Fixed
 from tests.zoo.entry import Entry, Outcome

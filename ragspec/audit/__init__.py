@@ -1,0 +1,1 @@
+"""The proof that no answer changed."""

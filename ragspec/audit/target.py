@@ -1,0 +1,100 @@
+"""The model of a run in stock transformers, loaded as its runner loads it: the audit's outside.
+
+Nothing of ours computes here: no cache rows, no packing, no drafts. What it shares with what it judges are the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ragspec.config.load import RunConfig, build_config
+from ragspec.config.secret import revealed
+from ragspec.errors import ConfigError
+from ragspec.records import Failure, Generation, Request
+
+# arguments of vLLM with which it computes something else than transformers does with the checkpoint, or than it is told
+OTHERWISE = ("hf_overrides", "kv_cache_dtype", "enable_lora", "sampling_args")
+
+
+class Target:
+    """The loaded target model of `config`. Raises ConfigError and ModelError where transformers cannot load it.
+
+    ran: what a run said of itself (`Runner.about`): vLLM chooses its dtype as it starts.
+    """
+
+    def __init__(self, config: RunConfig, ran: dict[str, Any]) -> None:
+        from ragspec.models.generation import GenerationRules
+        from ragspec.models.loading import load_model, pick_device
+        from ragspec.models.resolve import resolve
+        from ragspec.models.stopping import end_tokens
+        from ragspec.models.tokenizer import HFTokenizer, load_tokenizer
+        from ragspec.runners.huggingface.runner import Args
+
+        args = stock_config(config, ran).args()
+        assert isinstance(args, Args)
+        self._greedy = config.sampling.temperature == 0
+        source = resolve(config.model or "", args.revision)
+        tokenizer = load_tokenizer(
+            source, trust_remote_code=args.trust_remote_code, extra=revealed(args.tokenizer_args)
+        )
+        self.tokenizer = HFTokenizer(tokenizer, revealed(args.encode_args))
+        self.model = load_model(
+            source,
+            device=pick_device(args.device, args.num_gpus),
+            dtype=args.dtype,
+            num_gpus=args.num_gpus,
+            revision=args.revision,
+            trust_remote_code=args.trust_remote_code,
+            extra=revealed(args.model_args),
+        )
+        given = revealed(args.generate_args)
+        self._ends = end_tokens(self.model, tokenizer, given)
+        pad = tokenizer.pad_token_id
+        self.rules = GenerationRules(self.model, self._ends, min(self._ends, default=0) if pad is None else pad, given)
+
+    def answers(self, requests: Sequence[Request]) -> Iterator[Generation | Failure]:
+        """Yield what stock generate() answers, one record at a time."""
+        from ragspec.runners.huggingface.stock import Speculation, StockBackend
+
+        backend = StockBackend(
+            self.model,
+            self.tokenizer,
+            self._ends,
+            Speculation("none"),
+            rows=1,
+            rules=self.rules,
+            greedy_by_default=self._greedy,
+        )
+        return backend.generate(requests)
+
+
+def stock_config(config: RunConfig, ran: dict[str, Any]) -> RunConfig:
+    """Return `config` for stock generate() at batch 1. Raises ConfigError where that would be another model."""
+    if config.model is None:
+        raise ConfigError(f"runner {config.runner} has no model that transformers could load")
+    given = config.runner_args
+    if config.runner == "vllm":
+        given = {key: given[key] for key in given if key in ("revision", "trust_remote_code")}
+        given |= {"dtype": ran.get("dtype", "auto")}
+    args = {key: value for key, value in given.items() if key not in ("lookahead", "engine", "batch_size")}
+    raw = config.model_dump() | {
+        "runner": "huggingface",
+        "speculation": {"method": "none"},
+        "runner_args": args | {"engine": "transformers", "batch_size": 1},
+    }
+    return build_config(raw, "stock generate()")
+
+
+def check_same_answers(config: RunConfig, ran: dict[str, Any]) -> None:
+    """Raise ConfigError where the runner and transformers would differ by more than rounding, and rightly."""
+    given = config.runner_args
+    if config.runner != "vllm":
+        return
+    for key in OTHERWISE:
+        if given.get(key) not in (None, "auto", False, {}):
+            raise ConfigError(f"runner_args.{key} is vLLM's own: stock generate() would answer otherwise")
+    if asked := ran.get("not_done"):
+        raise ConfigError(f"the model's generation_config asks for {asked}, which vLLM does not do")
+    if ran.get("quantized") or given.get("load_format") == "dummy":
+        raise ConfigError("the weights that vLLM computes with are not the checkpoint's in transformers")

@@ -1,0 +1,154 @@
+"""`ragspec verify`: answers the input without and with speculation, and a sample of it in stock transformers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.console import Console
+
+from ragspec.audit.findings import Comparison, Findings
+from ragspec.audit.lossless import Audit, Parting, Verdict, judge, partings
+from ragspec.benchmark.baseline import PLAIN
+from ragspec.benchmark.plan import Candidate, make_plan
+from ragspec.benchmark.process import open_worker
+from ragspec.config.load import RunConfig
+from ragspec.errors import ConfigError, ModelError
+from ragspec.outputs.runstate import write_json
+
+STOCK = "stock generate()"
+KEYED = ("context", "prompt_lookup")  # methods of our engine that sample with noise that belongs to a place
+Line = dict[str, Any]
+
+
+def run_verify(
+    config: RunConfig, folder: Path, *, limit: int | None, console: Console, reference: int = 8, seed: int = 0
+) -> Findings:
+    """Audit `config` on its own input; write `folder`/verify.json, and a reproducer per bug. Raises ConfigError.
+
+    reference: records that stock generate() answers too, drawn by `seed`; 0 for none.
+    """
+    if config.speculation.method == PLAIN:
+        raise ConfigError("speculation.method: none has nothing to verify; set the method that you use")
+    check_comparable(config)
+    with config.veil().over_errors():
+        verification = _Verification(config, folder, limit, console)
+        verification.compare_runs()
+        if reference:
+            verification.compare_with_reference(reference, seed)
+        found = verification.findings
+    write_json(folder / "verify.json", found.to_json(STOCK, seed) | {"config": config.model_dump(mode="json")})
+    return found
+
+
+class _Verification:
+    """One audit: the runs' answers, the model they are judged by (loaded when it is needed), and what was found."""
+
+    def __init__(self, config: RunConfig, folder: Path, limit: int | None, console: Console) -> None:
+        self.findings = Findings()
+        self._config = config
+        self._folder = folder
+        self._console = console
+        self._plan = make_plan(config)
+        self._ran: dict[str, Any] = {}  # what the plain run said of itself
+        self._answers = [self._answer(candidate, limit) for candidate in self._plan]
+
+    def _answer(self, candidate: Candidate, limit: int | None) -> list[Line]:
+        with open_worker(candidate, self._folder, limit, self._console) as worker:
+            self._console.print(f"{candidate.name}: answering ...", markup=False)
+            worker.measure()
+            self._ran = self._ran or worker.ready["ready"]["runner"]
+            return [orjson.loads(line) for line in worker.answers.read_bytes().splitlines()]
+
+    def compare_runs(self) -> None:
+        """Hold the method against plain decoding."""
+        (plain, method), audit = self._plan, Audit()
+        one, two = ([line for line in answers if self._repeats(line)] for answers in self._answers)
+        if left := len(self._answers[0]) - len(one):
+            self.findings.left_out.append(
+                f"{left} sampled records: with {method.name} they have the same distribution, not the same text"
+            )
+        for parting in partings(one, two, audit):
+            if not audit.add(judge(parting, self._referee)):
+                self._write_reproducer(method, PLAIN, parting, audit.bugs[-1])
+        self.findings.comparisons.append(Comparison(method.name, plain.name, audit))
+
+    def _repeats(self, line: Line) -> bool:
+        """Return whether an answer has one text: greedy, or sampled with noise that belongs to its places."""
+        if "sampling" not in line or line["sampling"]["temperature"] == 0:
+            return True
+        return self._ran.get("engine") == "ragspec" and self._config.speculation.method in KEYED
+
+    def compare_with_reference(self, count: int, seed: int) -> None:
+        """Hold both runs against stock transformers, on a sample; say why where that cannot be."""
+        from ragspec.audit import reference
+        from ragspec.audit.target import check_same_answers
+
+        found = self.findings
+        in_both = {line["id"] for line in self._answers[1] if "token_ids" in line and self._repeats(line)}
+        lines = reference.sample([line for line in self._answers[0] if line["id"] in in_both], count, seed)
+        if not lines:
+            return
+        try:
+            check_same_answers(self._config, self._ran)
+            target = self._target
+        except (ConfigError, ModelError) as error:
+            found.left_out.append(f"{STOCK}: {error}")
+            return
+        self._console.print(f"{STOCK}: answering {len(lines)} records, one at a time ...", markup=False)
+        answers, failed = reference.greedy(target, lines)
+        found.left_out += [f"{STOCK}: {failure}" for failure in failed]
+        found.reference_ids = [line["id"] for line in lines]
+        sampled = {line["id"] for line in lines if line["sampling"]["temperature"] > 0}
+        for candidate, run in zip(self._plan, self._answers, strict=True):
+            audit = Audit()
+            bugs = reference.compare(answers, run, self._referee, audit)
+            drawn = [line for line in run if line["id"] in sampled]
+            bugs += reference.compare_draws(drawn, self._referee(), audit)
+            found.comparisons.append(Comparison(candidate.name, STOCK, audit))
+            for parting, verdict in zip(bugs, audit.bugs, strict=True):
+                self._write_reproducer(candidate, STOCK, parting, verdict)
+
+    @cached_property
+    def _target(self) -> Any:
+        from ragspec.audit.target import Target
+
+        self._console.print(f"{STOCK}: loading ...", markup=False)
+        return Target(self._config, self._ran)
+
+    def _referee(self) -> Any:
+        from ragspec.audit.referee import ModelReferee
+
+        return ModelReferee(self._target.model, self._target.rules)
+
+    def _write_reproducer(self, candidate: Candidate, against: str, parting: Parting, verdict: Verdict) -> None:
+        name = "".join(c if c.isalnum() or c in "-_." else "_" for c in parting.id)[:80]
+        if against == STOCK:
+            name = f"{candidate.name}-stock-{name}"
+        write_json(
+            self._folder / "bugs" / f"{name}.json",
+            {
+                "run": candidate.name,
+                "against": against,
+                "verdict": asdict(verdict),
+                "prompt_token_ids": parting.prompt,
+                "answer_before": parting.common,
+                "sampling": parting.sampling,
+                "config": candidate.config.model_dump(mode="json"),
+                "note": "what stood in the batch beside it can matter: if it alone shows nothing, take the whole input",
+            },
+        )
+
+
+def check_comparable(config: RunConfig) -> None:
+    """Raise ConfigError where answers are equal in distribution only, so that texts cannot be compared."""
+    spec, sampled = config.speculation, config.sampling.temperature > 0
+    stock = config.runner_args.get("engine") == "transformers"
+    if sampled and (config.runner == "vllm" or stock or spec.method not in KEYED):
+        raise ConfigError(
+            f"sampling.temperature: {config.sampling.temperature}: with {spec.method} on {config.runner} sampled "
+            "answers have the same distribution, not the same text; verify with --set sampling.temperature=0"
+        )

@@ -1,0 +1,28 @@
+"""The config as a JSON schema, for editors: completion and checks while a YAML file is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ragspec import runners
+from ragspec.config.load import RunConfig
+
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def config_schema() -> dict[str, Any]:
+    """Return the schema of a ragspec config; `runner_args` and methods depend on the runner."""
+    schema = RunConfig.model_json_schema()
+    modules = {name: runners.module(name) for name in runners.names()}
+    schema["properties"]["runner"]["enum"] = list(modules)
+    choices = []
+    for name, module in modules.items():
+        args = module.Args.model_json_schema(ref_template=f"#/$defs/{name}_{{model}}")
+        for inner, definition in args.pop("$defs", {}).items():
+            schema["$defs"][f"{name}_{inner}"] = definition
+        methods = {"properties": {"method": {"enum": list(module.METHODS)}}}
+        condition: dict[str, Any] = {"properties": {"runner": {"const": name}}}
+        if name != RunConfig.model_fields["runner"].default:
+            condition["required"] = ["runner"]
+        choices.append({"if": condition, "then": {"properties": {"runner_args": args, "speculation": methods}}})
+    return {"$schema": DRAFT, **schema, "title": "ragspec config", "allOf": choices}

@@ -1,0 +1,1 @@
+"""Configs of other tools and of other times as ragspec's."""

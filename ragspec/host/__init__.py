@@ -1,0 +1,1 @@
+"""The machine that ragspec runs on."""

@@ -1,0 +1,1 @@
+"""Where records come from: files, archives and pipes, line by line."""

@@ -1,0 +1,63 @@
+"""A draft model found and judged before any weights load: does it read and write the target's tokens?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ragspec.errors import ConfigError
+from ragspec.models.resolve import ModelSource, context_length, read_model_config, resolve
+from ragspec.models.tokenizer import load_tokenizer
+from ragspec.models.vocabulary import fits
+
+DRAFT_KEY = "speculation.draft_model"
+DRAFT_TRUST_KEY = "speculation.draft_trust_remote_code"
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Where a draft model is, and how its tokens relate to the target's."""
+
+    source: ModelSource
+    tokenizer: Any
+    context_length: int | None
+    width: int  # rows of its embeddings
+    other_tokens: bool  # its token ids mean other tokens than the target's
+
+
+def width_of(config: Any) -> int:
+    """Return the rows of a model's embeddings: its vocabulary and its padding."""
+    return int(config.get_text_config().vocab_size)
+
+
+def find_draft(
+    name: str,
+    tokenizer_name: str | None,
+    target: tuple[str, Any, int],
+    *,
+    trust_remote_code: bool,
+    remedy: str,
+    trust_key: str = DRAFT_TRUST_KEY,
+) -> Draft:
+    """Return the draft model `name`. Raises ConfigError where it is missing or speaks other tokens unasked.
+
+    tokenizer_name: the `draft_tokenizer` of the config, which asks for a draft of other tokens. target: the target's
+    name, tokenizer and width. remedy: what a draft_tokenizer would bring on this runner, for the message.
+    trust_remote_code: whether the draft's own code may run; `trust_key` would let it.
+    """
+    key = DRAFT_KEY
+    source = resolve(name, key=key)
+    config = read_model_config(source, trust_remote_code=trust_remote_code, key=key, trust_key=trust_key)
+    tokenizer_source = source
+    if tokenizer_name and tokenizer_name != name:
+        key = "speculation.draft_tokenizer"
+        tokenizer_source = resolve(tokenizer_name, key=key)
+    tokenizer = load_tokenizer(tokenizer_source, key=key, trust_remote_code=trust_remote_code, trust_key=trust_key)
+    target_name, target_tokenizer, target_width = target
+    fit, why = fits(target_tokenizer, target_width, tokenizer, width_of(config))
+    if not fit and not tokenizer_name:
+        raise ConfigError(
+            f'speculation.draft_model: "{name}" has another tokenizer than "{target_name}" ({why}); '
+            f"add `draft_tokenizer: {name}` {remedy}, choose a draft of the same family, or use method: prompt_lookup"
+        )
+    return Draft(source, tokenizer, context_length(config), width_of(config), not fit)

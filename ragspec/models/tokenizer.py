@@ -1,0 +1,101 @@
+"""A transformers tokenizer in the shape that the pipeline wants."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from ragspec.errors import ConfigError, flat
+from ragspec.models.controls import Controls
+from ragspec.models.renamed import Renamed
+from ragspec.models.resolve import TRUST_KEY, ModelSource, brings_code, needs_code
+from ragspec.records import Spans
+
+
+class HFTokenizer:
+    """Encodes prompts and decodes answers. encode_args go to every tokenizer call, over what ragspec passes."""
+
+    def __init__(self, inner: Any, encode_args: dict[str, Any] | None = None) -> None:
+        self.inner = inner
+        self.has_chat_template = bool(inner.chat_template)
+        self.controls = Controls(inner)
+        self._encode_args = {"verbose": False, **(encode_args or {})}
+
+    def encode(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[int]:
+        """Return the token ids of `text`, with the tokenizer's own special tokens around it if asked for.
+
+        own: where control words stand in `text` that are to be control tokens, all others being text. None: all are.
+        """
+        ids = self._call(text, own, special_tokens)["input_ids"]
+        return list(ids) if own is None else self._twin.ids(ids)
+
+    def control_ids(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[int]:
+        """Return the control tokens that encode() makes of the whole of `text`, in order."""
+        ids = self._call(text, own, special_tokens, truncation=False)["input_ids"]
+        return self.controls.among(ids if own is None else self._twin.ids(ids))
+
+    def control_spans(self, text: str, *, special_tokens: bool) -> Spans | None:
+        """Return where in `text` the control tokens of encode() stand, or None where they cannot be told apart."""
+        if not self.inner.is_fast:
+            return None
+        read = self._call(text, None, special_tokens, truncation=False, return_offsets_mapping=True)
+        spans = []
+        for token, (start, end) in zip(read["input_ids"], read["offset_mapping"], strict=True):
+            span = self.controls.span(text, start, end)  # spaces beside a word may belong to its token
+            if span is not None and self.controls.ids[text[slice(*span)]] == token:
+                spans.append(span)
+            elif start < end and self.controls.among([token]):
+                return None  # the tokenizer normalises, and reads another word as this one
+        return spans
+
+    def offsets(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[tuple[int, int]] | None:
+        """Return where in `text` each token of encode() stands, or None where the tokenizer does not know."""
+        if not self.inner.is_fast:
+            return None
+        found = self._call(text, own, special_tokens, return_offsets_mapping=True)["offset_mapping"]
+        offsets = [(start, end) for start, end in found]
+        return offsets if own is None else self._twin.places(offsets, text, own)
+
+    @cached_property
+    def _twin(self) -> Renamed:
+        return Renamed(self.inner, self.controls.ids)
+
+    def _call(self, text: str, own: Spans | None, special_tokens: bool, **more: Any) -> Any:
+        args = {"add_special_tokens": special_tokens, **self._encode_args, **more}
+        if own is None:
+            return self.inner(text, **args)
+        return self._twin.inner(self._twin.rename(text, own), **args)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of `token_ids`, special tokens left out."""
+        text: str = self.inner.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def render_chat(self, messages: list[dict[str, str]]) -> str:
+        """Return the chat as the model's template writes it, ending where the answer begins."""
+        text: str = self.inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return text
+
+
+def load_tokenizer(
+    source: ModelSource,
+    *,
+    key: str = "model",
+    trust_remote_code: bool = False,
+    trust_key: str = TRUST_KEY,
+    extra: dict[str, Any] | None = None,
+) -> Any:
+    """Return the transformers tokenizer of a model. Raises ConfigError beginning with `key`.
+
+    trust_key: what would let the tokenizer's own code run, for the message. extra: further from_pretrained arguments.
+    """
+    from transformers import AutoTokenizer
+
+    args = {"revision": source.revision or "main", "trust_remote_code": trust_remote_code, **(extra or {})}
+    try:
+        return AutoTokenizer.from_pretrained(source.path, **args)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        if not args["trust_remote_code"] and brings_code(source):
+            raise ConfigError(f'{key}: "{source.name}": its tokenizer {needs_code(trust_key)}') from error
+        text = flat(error, 200)
+        raise ConfigError(f'{key}: "{source.name}": its tokenizer cannot be loaded ({text})') from error

@@ -1,0 +1,276 @@
+"""The output file: appended line by line as records finish, resumed where it ended.
+
+A line holds the fingerprint of the input line that it answers, so a resumed run knows what is finished whatever order
+the lines have. Finished means on disk: a line ahead of its turn waits in `answers.pending.jsonl` (spill.py), beside
+`answers.run.json`, which names the config (runstate.py). Limit: one process at a time may write an output (a lock sees
+to that).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import orjson
+
+from ragspec.errors import ConfigError
+from ragspec.inputs.jsonl import Line
+from ragspec.inputs.keyset import KeySet
+from ragspec.outputs.interrupt import Interruptions
+from ragspec.outputs.linefile import LineFile
+from ragspec.outputs.outstream import OutStream
+from ragspec.outputs.runstate import PENDING, RunState, sibling
+from ragspec.outputs.spill import Place, Shelf, Spill
+
+
+def fingerprint(line: Line, record_id: str | None) -> str:
+    """Return what names an input line: its content with its id, or with its number where it has no id of its own."""
+    name = f"line {line.number}" if record_id is None else f"id {record_id}"
+    return hashlib.blake2b(name.encode() + b"\0" + line.raw, digest_size=12).hexdigest()
+
+
+def is_resumable(output: str) -> bool:
+    """Return whether `output` is a file: pipes and devices (/dev/null, >(...)) take lines and keep none."""
+    path = Path(output)
+    return output != "-" and not output.startswith("/dev/") and (not path.exists() or path.is_file())
+
+
+def whereabouts(output: str) -> str:
+    """Return where the finished lines of a run that ended early are, and how to go on, for a message."""
+    if not is_resumable(output):
+        return "what was finished is written"
+    pending = sibling(output, PENDING)
+    names = {Path(output): output, pending: f"{pending} (those ahead of their turn)"}
+    places = [name for path, name in names.items() if path.exists() and path.stat().st_size]
+    kept = f"finished answers are kept in {' and '.join(places)}" if places else "nothing was finished yet"
+    return f"{kept}; run the same command again to go on"
+
+
+class Journal:
+    """Writes output lines in the asked order and knows which input lines are finished already.
+
+    output: a path, or - for stdout (nothing to resume there). identity: what a resumed run must agree on; None for a
+    file that is never resumed. partial: whether a part of the input only is read, so that what an earlier run left may
+    belong to the rest of it.
+    """
+
+    def __init__(
+        self,
+        output: str,
+        identity: dict[str, Any] | None = None,
+        *,
+        order: str = "input",
+        resume: bool = True,
+        retry_failed: bool = False,
+        partial: bool = False,
+    ) -> None:
+        self.output = output
+        self.finished = KeySet()
+        self.finished_ids = KeySet()
+        self.failed_before = KeySet()  # those of `finished` that are error lines
+        self.resumed = 0
+        self.resumable = is_resumable(output)
+        self._in_order = order == "input"
+        self._partial = partial
+        self._interruptions = Interruptions()
+        self._next = 0
+        self._silent: deque[tuple[int, int]] = deque()  # runs of lines ahead of their turn that have nothing to write
+        self._ahead: Spill | Shelf = Shelf()
+        self._file: LineFile | OutStream
+        if self.resumable:
+            self._open(identity, resume, retry_failed)
+        else:
+            with _opening(output):
+                self._file = OutStream(output)
+
+    def __enter__(self) -> Self:
+        self._interruptions.__enter__()
+        return self
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        try:
+            if kind is None:
+                with self._writing():
+                    self._end()
+            else:
+                with suppress(OSError):  # the run has an error of its own to tell
+                    self._break_off()
+        finally:
+            self._interruptions.__exit__()
+            self._ahead.close()
+            self._file.close()
+
+    def put(self, index: int, line: dict[str, Any] | bytes, counted: Callable[[], None] = lambda: None) -> None:
+        """Write output line number `index`; on disk, it waits for those before it. bytes: as it is, without a line end.
+
+        counted: called when the line is on disk, and never else. Raises TypeError, nothing written, where `line` is no
+        JSON (nested too deep, say); ConfigError on a full disk.
+        """
+        encoded = line + b"\n" if isinstance(line, bytes) else orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
+        with self._writing():
+            if self._in_order and index != self._next:
+                self._ahead.add(index, encoded)
+            else:
+                self._file.append(encoded)
+                self._next += 1
+            counted()
+            self._take_turns()
+
+    def skip(self, index: int, key: str) -> None:
+        """Let line number `index`, higher than all skipped before, be the one of that fingerprint: it is finished."""
+        if not self._in_order:
+            return
+        self._ahead.claim(index, key)
+        if index not in self._ahead:
+            begin = self._silent.pop()[0] if self._silent and self._silent[-1][1] == index else index
+            self._silent.append((begin, index + 1))  # millions may be skipped behind one that is tried again
+        with self._writing():
+            self._take_turns()
+
+    def _take_turns(self) -> None:
+        """Write what has waited for the line that was written last."""
+        while self._in_order:
+            if self._next in self._ahead:
+                self._file.append(self._ahead.get(self._next))
+                self._ahead.drop(self._next)
+                self._next += 1
+            elif self._silent and self._silent[0][0] == self._next:
+                self._next = self._silent.popleft()[1]
+            else:
+                return
+
+    def _end(self) -> None:
+        if not self._partial:
+            for line in self._ahead.rest():
+                self._file.append(line)
+        self._file.sync()
+        if not self._partial:
+            self._ahead.remove()
+
+    def _break_off(self) -> None:
+        if isinstance(self._ahead, Shelf):  # nobody comes back for what waits
+            for line in self._ahead.rest():
+                self._file.append(line)
+        self._ahead.sync()
+        self._file.sync()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Let a file have what is counted as written, whenever Ctrl-C comes. A pipe may be full, and can be left."""
+        with self._interruptions.held_back() if self.resumable else nullcontext():
+            try:
+                yield
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                kept = f"; {whereabouts(self.output)}" if self.resumable else ""
+                where = error.filename or self.output
+                raise ConfigError(f"{where}: cannot be written ({error.strerror}){kept}") from None
+
+    # -- an output that is a file ---------------------------------------------------------------------------------
+
+    def _open(self, identity: dict[str, Any] | None, resume: bool, retry_failed: bool) -> None:
+        path = Path(self.output)
+        if path.suffix in (".gz", ".zst"):
+            raise ConfigError(f"{path}: answers are appended one by one, which {path.suffix} cannot; compress it after")
+        state = RunState(self.output)
+        spill = None
+        if identity is not None:
+            state.check_names()
+        with ExitStack() as opened, _opening(self.output):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = self._file = LineFile(path)
+            opened.callback(file.close)
+            if identity is not None:
+                spill = self._ahead = Spill(sibling(self.output, PENDING))
+                opened.callback(spill.close)
+            began = file.size or (spill is not None and spill.size)
+            if began and (identity is None or not resume):
+                _set_aside(file, spill)
+            elif began and identity is not None and spill is not None:
+                state.check_config(identity)
+                self._resume(file, spill, retry_failed)
+            if identity is not None:
+                state.write(identity)
+            opened.pop_all()
+
+    def _resume(self, file: LineFile, spill: Spill, retry_failed: bool) -> None:
+        file.cut_torn_line()
+        if retry_failed:
+            file.replace(line for _, line in file if not _Finished.of(line).failed)
+        for _, line in file:
+            self._note(_Finished.of(line))
+        waiting: dict[str, Place] = {}
+        foreign = False
+        for place, line in spill.lines():
+            found = _Finished.of(line)
+            foreign |= found.key is None
+            # what is in the output too was moved there as the run was killed
+            if found.key is not None and found.key not in self.finished and not (found.failed and retry_failed):
+                waiting[found.key] = place
+                self._note(found)
+        if foreign:
+            spill.copy_aside(_free_number(spill.path))
+        spill.keep(waiting)
+        if not self._in_order:
+            for line in spill.rest():
+                file.append(line)
+            file.sync()
+            spill.remove()
+
+    def _note(self, found: _Finished) -> None:
+        if found.key is None:
+            return  # not a line of ours: it stays, and finishes nothing
+        self.finished.add(found.key)
+        if found.failed:
+            self.failed_before.add(found.key)
+        else:
+            self.finished_ids.add(found.id)
+        self.resumed += 1
+
+
+class _Finished(NamedTuple):
+    """What an output line finishes. key: the fingerprint; None where the line is not one of ours."""
+
+    key: str | None = None
+    id: str = ""
+    failed: bool = False
+
+    @classmethod
+    def of(cls, raw: bytes) -> _Finished:
+        try:
+            line = orjson.loads(raw)
+            key, name = line["fingerprint"], line["id"]
+        except (ValueError, KeyError, TypeError):
+            return cls()
+        return cls(key, name, "error" in line) if isinstance(key, str) and isinstance(name, str) else cls()
+
+
+@contextmanager
+def _opening(output: str) -> Iterator[None]:
+    """Say in one line why an output cannot be opened."""
+    try:
+        yield
+    except BlockingIOError:
+        raise ConfigError(f"{output}: another run is writing it; wait for it, or choose another --output") from None
+    except OSError as error:
+        where = error.filename or output
+        raise ConfigError(f"{where}: cannot be written ({error.strerror}); choose another --output") from None
+
+
+def _set_aside(file: LineFile, spill: Spill | None) -> None:
+    """Move what is not to be resumed to NAME.1, NAME.2, ...: nothing written is ever lost."""
+    number = _free_number(file.path, *([spill.path] if spill else []))
+    if spill:
+        spill.set_aside(number)
+    if file.size:
+        file.set_aside(number)
+
+
+def _free_number(*paths: Path) -> int:
+    return next(n for n in count(1) if not any(path.with_name(f"{path.name}.{n}").exists() for path in paths))

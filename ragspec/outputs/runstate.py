@@ -1,0 +1,123 @@
+"""The files beside an output: `answers.run.json`, which says what began it, and the names of the others.
+
+>>> sibling("out/answers.jsonl", ".stats.json")
+PosixPath('out/answers.stats.json')
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from ragspec.errors import ConfigError
+from ragspec.outputs.private import write_private
+
+STATE, STATISTICS, PENDING = ".run.json", ".stats.json", ".pending.jsonl"
+WAY_OUT = "; go on with the config that began it, choose another --output, or --no-resume (keeps it as a copy)"
+
+
+def sibling(output: str, suffix: str) -> Path:
+    """Return the path beside `output` with another ending: out/answers.jsonl -> out/answers.stats.json."""
+    path = Path(output)
+    return path.with_name(path.name.removesuffix(".jsonl") + suffix)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` to `path` whole or not at all, for its owner's eyes, to survive a power cut. Raises OSError."""
+    write_private(path, orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n")
+
+
+def check_writable(path: Path, key: str) -> None:
+    """Raise ConfigError, beginning with `key`, where no file can be written at `path`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise PermissionError
+    except OSError:
+        raise ConfigError(f"{key}: {path} cannot be written; choose another file") from None
+
+
+class RunState:
+    """What `answers.run.json` says: the config that began the output `output`."""
+
+    def __init__(self, output: str) -> None:
+        self.path = sibling(output, STATE)
+        self._output = Path(output)
+
+    def check_names(self) -> None:
+        """Raise ConfigError where a file beside the output is another output's."""
+        twin = self._twin()
+        if twin is not None and self._is_state_of(twin):
+            raise ConfigError(
+                f"{self._output}: its state would be {self.path.name}, which is that of {twin.name}; "
+                "choose another --output"
+            )
+        pending = sibling(str(self._output), PENDING)
+        if sibling(str(pending), STATE).exists():
+            raise ConfigError(
+                f"{self._output}: answers ahead of their turn would wait in {pending.name}, which is another run's "
+                "output; choose another --output"
+            )
+
+    def _twin(self) -> Path | None:
+        """Return the other output that has the same files beside it: `a` and `a.jsonl` do."""
+        name = self._output.name
+        other = name.removesuffix(".jsonl") if name.endswith(".jsonl") else f"{name}.jsonl"
+        if not other or sibling(other, STATE) != sibling(name, STATE):
+            return None
+        return self._output.with_name(other)
+
+    def _is_state_of(self, twin: Path) -> bool:
+        owner = self._read().get("output")
+        if owner is not None:
+            return bool(owner == twin.name) and twin.is_file()
+        # one of before owners were named: that of the output which has lines
+        return self.path.exists() and _has_lines(twin) and not _has_lines(self._output)
+
+    def check_config(self, identity: dict[str, Any]) -> None:
+        """Raise ConfigError, naming the key, where another config began the output."""
+        began = self._read().get("config")
+        if not isinstance(began, dict):
+            raise ConfigError(
+                f"{self._output}: holds lines, but {self.path.name} does not say which config wrote them{WAY_OUT}"
+            )
+        changed = _difference(began, orjson.loads(orjson.dumps(identity)))
+        if changed:
+            raise ConfigError(f"{self._output}: was begun with another config: {changed}{WAY_OUT}")
+
+    def write(self, identity: dict[str, Any]) -> None:
+        """Say which config begins the output. Raises ConfigError."""
+        try:
+            write_json(self.path, {"config": identity, "output": self._output.name})
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot be written ({error.strerror}); choose another --output") from None
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            value = orjson.loads(self.path.read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+
+def _has_lines(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
+
+
+def _difference(old: Any, new: Any, path: str = "") -> str:
+    """Return "key: was A, is now B" for the first difference, or "" where there is none."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            inner = _difference(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+            if inner:
+                return inner
+        return ""
+    return "" if old == new else f"{path}: was {_shown(old)}, is now {_shown(new)}"
+
+
+def _shown(value: Any) -> str:
+    text = orjson.dumps(value).decode()
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,1 @@
+"""Record -> prompt: templates, the token budget for contexts, text that stays text."""

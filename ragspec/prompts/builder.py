@@ -1,0 +1,208 @@
+"""Record -> prompt token ids, within a token budget.
+
+The user message comes from a Jinja2 template (sandboxed), the whole from the model's chat template where it has one.
+When the contexts do not fit, whole passages are dropped from the lowest-ranked end.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ragspec.config.sections import PromptConfig
+from ragspec.errors import ConfigError, RecordError
+from ragspec.prompts.foreign import Written, as_text
+from ragspec.prompts.templates import compiled
+from ragspec.records import Passage, Record, Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the model sees, and which passages it sees: `kept` in prompt order, `dropped` lowest rank last."""
+
+    token_ids: list[int]
+    kept: tuple[Passage, ...]
+    dropped: tuple[Passage, ...] = ()
+    places: tuple[
+        tuple[int, int], ...
+    ] = ()  # of each of `kept`, in token_ids; (0, 0) where a template changed its text
+
+
+class PromptBuilder:
+    """Builds the prompts of one run. Raises ConfigError for a bad template, RecordError where a record cannot fit."""
+
+    def __init__(self, config: PromptConfig, tokenizer: Tokenizer, context_length: int | None) -> None:
+        if config.chat is True and not tokenizer.has_chat_template:
+            raise ConfigError("prompt.chat: true, but the model has no chat template; set prompt.chat: auto or false")
+        self._config = config
+        self._tokenizer = tokenizer
+        self._context_length = context_length
+        self._chat = tokenizer.has_chat_template if config.chat == "auto" else config.chat
+        self._own_words = lru_cache(maxsize=256)(self._find_own_words)
+        self._controlled = False  # whether the record under way holds control words
+        self._held = 0  # records that did
+        self._template = compiled(config.template)
+
+    def build(self, record: Record, max_new_tokens: int, *, locate: bool = False) -> Prompt:
+        """Return the prompt of `record`, leaving room for `max_new_tokens`. locate: say where the passages stand."""
+        self._controlled = False
+        prompt = self._build(record, max_new_tokens)
+        if not prompt.token_ids:
+            raise RecordError("the prompt is empty; there is nothing to go on from")
+        self._held += self._controlled
+        return replace(prompt, places=self._places(record, prompt)) if locate and prompt.kept else prompt
+
+    def _build(self, record: Record, max_new_tokens: int) -> Prompt:
+        limit, why = self._limit(max_new_tokens)
+        if not record.contexts:
+            ids = self._encode(record, ())
+            if len(ids) > limit:
+                raise RecordError(f"the prompt has {len(ids)} tokens, {why}; shorten it or lower max_new_tokens")
+            return Prompt(ids, ())
+        ids = self._encode(record, record.contexts)
+        if len(ids) <= limit:
+            return Prompt(ids, record.contexts)
+        return self._fit(record, limit, why)
+
+    def _fit(self, record: Record, limit: int, why: str) -> Prompt:
+        """Keep as many of the highest-ranked passages as fit (their number found by bisection)."""
+        ranked = rank(record.contexts)
+        best, low, high = self._encode(record, ()), 0, len(ranked) - 1
+        if len(best) > limit:
+            raise RecordError(f"the prompt has {len(best)} tokens even without its contexts, {why}")
+        while low < high:
+            middle = (low + high + 1) // 2
+            ids = self._encode(record, _keep(record.contexts, ranked[:middle]))
+            if len(ids) <= limit:
+                low, best = middle, ids
+            else:
+                high = middle - 1
+        dropped = tuple(record.contexts[i] for i in ranked[low:])
+        return Prompt(best, _keep(record.contexts, ranked[:low]), dropped)
+
+    def _limit(self, max_new_tokens: int) -> tuple[int, str]:
+        """Return the most tokens a prompt may have, and the words that explain it."""
+        limit, why = self._config.max_prompt_tokens or 0, f"over max_prompt_tokens ({self._config.max_prompt_tokens})"
+        if self._context_length is not None:
+            room = self._context_length - max_new_tokens
+            if not limit or room < limit:
+                limit = room
+                why = f"over the model's {self._context_length} less max_new_tokens ({max_new_tokens})"
+        elif not limit:
+            return 1 << 62, ""
+        return limit, why
+
+    def _places(self, record: Record, prompt: Prompt) -> tuple[tuple[int, int], ...]:
+        """Return the tokens that lie wholly inside each kept passage."""
+        written = self._compose(record, prompt.kept)
+        text = written.text
+        offsets = self._tokenizer.offsets(text, special_tokens=written.special_tokens, own=written.own)
+        if offsets is None or len(offsets) != len(prompt.token_ids):
+            return ()
+        ends = [end for _, end in offsets]
+        places = []
+        for passage in prompt.kept:
+            start = text.find(passage.text)
+            first = bisect_left(ends, start + 1)  # the token that holds the first character
+            last = bisect_left(ends, start + len(passage.text) + 1)
+            places.append((first, last) if start >= 0 and first < last else (0, 0))
+        return tuple(places)
+
+    def _encode(self, record: Record, contexts: tuple[Passage, ...]) -> list[int]:
+        written = self._compose(record, contexts)
+        return self._tokenizer.encode(written.text, special_tokens=written.special_tokens, own=written.own)
+
+    def _compose(self, record: Record, contexts: tuple[Passage, ...]) -> Written:
+        """Return the prompt with no control token but the templates' own and the system prompt's."""
+        written = Written(*self._write(record, contexts))
+        controls = self._tokenizer.controls
+        if controls is None or self._config.allow_special_tokens:
+            return written
+        roles = tuple(message["role"] for message in record.messages or ({"role": "user"},))
+        if controls.found(written.text) == self._own_words(roles):
+            return written
+        guarded = as_text(record, contexts, written, self._write, self._tokenizer)
+        self._controlled |= guarded is not written
+        return guarded
+
+    def _find_own_words(self, roles: tuple[str, ...]) -> list[str] | None:
+        """Return the control words of a prompt with such messages and nothing in them; None where it has none."""
+        controls = self._tokenizer.controls
+        assert controls is not None
+        if bad := [role for role in roles if controls.found(role)]:
+            raise RecordError(f'"messages": the role "{bad[0]}" holds a control word of the model; take it out')
+        if not self._chat:
+            return controls.found(self._config.system or "")
+        try:
+            return controls.found(self._render_chat(self._with_system([{"role": r, "content": "x"} for r in roles])))
+        except RecordError:
+            return None
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of the prompts that were built."""
+        if not self._held:
+            return []
+        return [
+            f"{self._held} records hold control words of the model (such as <|im_end|>); they are encoded as text, or "
+            "prompt.allow_special_tokens: true lets them act"
+        ]
+
+    def _write(self, record: Record, contexts: tuple[Passage, ...]) -> tuple[str, bool]:
+        """Return the prompt's text, and whether the tokenizer is to add its special tokens to it."""
+        if record.messages is not None and self._chat:
+            return self._render_chat(self._with_system(list(record.messages))), False  # the template has written them
+        text = self._text(record, contexts)
+        if self._chat:
+            return self._render_chat(self._with_system([{"role": "user", "content": text}])), False
+        if self._config.system is not None:
+            text = f"{self._config.system}\n\n{text}"
+        return text, True
+
+    def _with_system(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+        system = self._config.system
+        if system is None or messages[0]["role"] == "system":
+            return messages
+        return [{"role": "system", "content": system}, *messages]
+
+    def _render_chat(self, messages: list[dict[str, str]]) -> str:
+        try:
+            return self._tokenizer.render_chat(messages)
+        except Exception as error:  # a program of the model's authors
+            log.debug("the chat template failed", exc_info=error)
+            raise RecordError(f"the model's chat template refuses these messages: {error}") from None
+
+    def _text(self, record: Record, contexts: tuple[Passage, ...]) -> str:
+        if record.prompt is not None:
+            return record.prompt
+        if record.messages is not None:
+            return "\n\n".join(message["content"] for message in record.messages)
+        try:
+            text: str = self._template.render(
+                query=f"{self._config.query_prefix}{record.query}",
+                contexts=contexts,
+                system=self._config.system,
+                metadata=record.metadata,
+                id=record.id,
+                chat=self._chat,
+            )
+            return text
+        except Exception as error:  # a template is a program of the user's: it may raise anything
+            log.debug("the prompt template failed", exc_info=error)
+            raise RecordError(f"prompt.template: {type(error).__name__}: {error}") from None
+
+
+def rank(contexts: tuple[Passage, ...]) -> list[int]:
+    """Return positions, highest rank first: by score where every passage has one, else as they stand."""
+    positions = range(len(contexts))
+    if all(passage.score is not None for passage in contexts):
+        return sorted(positions, key=lambda i: -(contexts[i].score or 0.0))
+    return list(positions)
+
+
+def _keep(contexts: tuple[Passage, ...], positions: list[int]) -> tuple[Passage, ...]:
+    return tuple(contexts[i] for i in sorted(positions))

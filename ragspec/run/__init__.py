@@ -1,0 +1,1 @@
+"""A run from set-up to statistics."""

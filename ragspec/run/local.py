@@ -1,0 +1,232 @@
+"""One pass over the input: lines -> requests -> a loaded runner -> output lines, all of it pulled by the runner."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+
+from pydantic import ValidationError
+
+from ragspec.config.load import RunConfig, to_sampling
+from ragspec.config.sections import SamplingConfig
+from ragspec.errors import RecordError
+from ragspec.inputs.feed import Feed, Sieve
+from ragspec.inputs.jsonl import Line, Lines
+from ragspec.inputs.keyset import KeySet
+from ragspec.inputs.record import line_id, parse_record, record_id
+from ragspec.outputs.answers import Flight, output_line
+from ragspec.outputs.journal import Journal, fingerprint
+from ragspec.prompts.builder import PromptBuilder
+from ragspec.records import Failure, Generation, Record, Request, Sampling
+from ragspec.retrieval.search import Retriever
+from ragspec.retrieval.stage import Stage
+from ragspec.run.provenance import peak_memory_gib
+from ragspec.runners.base import Runner
+from ragspec.stats import RunSummary
+
+Report = Callable[[RunSummary, int | None], None]  # called after each record with the totals and the input's lines
+
+
+class Batch:
+    """One pass over the input: the state that the stages share."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        lines: Lines,
+        runner: Runner,
+        prompts: PromptBuilder,
+        journal: Journal,
+        limit: int | None,
+        report: Report | None = None,
+        keep_details: bool = False,
+        retriever: Retriever | None = None,
+    ) -> None:
+        self.summary = RunSummary(method=runner.method)
+        self._config = config
+        self._lines = lines
+        self._runner = runner
+        self._journal = journal
+        self._limit = limit
+        self._report = report
+        self._keep_details = keep_details
+        self._stage = Stage(retriever, self._unfinished) if retriever else None
+        self._total = lines.count() if report else None
+        if self._total is not None and limit is not None:
+            self._total = min(self._total, limit)
+        self._prompts = prompts
+        self._veil = config.veil()
+        self._default_sampling = to_sampling(config.sampling)
+        self._flights: dict[int, Flight] = {}
+        self._changed = 0
+
+    def answer(self) -> None:
+        """Load the model if there is anything to answer, and answer it."""
+        with self._reading() as requests:
+            first = next(requests, None)  # errors before it are written without a model
+            if first is None:
+                if not (self.summary.failed or self.summary.skipped):
+                    self.summary.notes.append(f"{self._config.input}: no records in it; nothing to answer")
+                return
+            requests.put_back([first])
+            self._load_and_stream(requests)
+        if self._changed:
+            self.summary.notes.append(
+                f"{self._changed} records changed since they were answered: they are answered again, "
+                "and their old lines stay in the output above the new ones"
+            )
+
+    def _load_and_stream(self, requests: Feed[Request]) -> None:
+        summary, runner = self.summary, self._runner
+        started = time.perf_counter()
+        with runner:
+            summary.load_s = time.perf_counter() - started
+            started = time.perf_counter()
+            runner.warm_up()
+            summary.warmup_s = time.perf_counter() - started
+            self._stream(requests)
+
+    def stream(self) -> None:
+        """Answer the input with a runner that is loaded, and time it."""
+        with self._reading() as requests:
+            self._stream(requests)
+
+    def _stream(self, requests: Feed[Request]) -> None:
+        summary, runner = self.summary, self._runner
+        prefill_s, decode_s, decode_tokens = runner.prefill_s, runner.decode_s, runner.decode_tokens
+        started = time.perf_counter()
+        try:
+            for outcome in runner.generate(requests):
+                self._finish(outcome)
+                summary.generate_s = time.perf_counter() - started
+        finally:
+            summary.generate_s = time.perf_counter() - started
+            summary.method = runner.method  # a runner may have chosen another one while it loaded
+            summary.prefill_s = _since(runner.prefill_s, prefill_s)
+            summary.decode_s = _since(runner.decode_s, decode_s)
+            summary.decode_tokens = runner.decode_tokens - decode_tokens
+            summary.peak_memory_gib = peak_memory_gib()
+
+    @contextmanager
+    def _reading(self) -> Iterator[Feed[Request]]:
+        """Yield the input as requests; what is read and searched ahead of them ends with this, however it ends."""
+        requests = self._requests()
+        try:
+            yield requests
+        finally:
+            requests.close()
+            if self._stage is not None:
+                self.summary.retrieval = self._stage.to_json()
+
+    def _requests(self) -> Feed[Request]:
+        """Return the lines as requests. A line that cannot be one becomes an error line on the way."""
+        lines: Feed[Line] = Feed(self._lines, self._limit)
+        if self._stage is not None:
+            lines = Feed(self._stage.fill(lines))
+        seen, numbers = KeySet(), count()
+        return Feed(Sieve(lines, lambda line: self._request(next(numbers), line, seen)))
+
+    def _request(self, index: int, line: Line, seen: KeySet) -> Request | None:
+        """Return the request that a line is; None where it needs no answer any more, or can have none."""
+        key = None
+        try:
+            record = self._read(line, seen)
+            key = fingerprint(line, record.id)
+            if key in self._journal.finished:
+                self._skip(index, key)
+                return None
+            self._changed += self._journal.resumed > 0 and record.id in self._journal.finished_ids
+            sampling = self._sampling(record)
+            prompt = self._prompts.build(record, sampling.max_new_tokens, locate=self._runner.cites)
+        except RecordError as error:
+            key = key or fingerprint(line, None)
+            if key in self._journal.finished:
+                self._skip(index, key)
+            else:
+                message = self._located(line, str(error))
+                self._fail(index, line_id(line), key, "RecordError", message, line.number)
+            return None
+        self._flights[index] = Flight(record, prompt, sampling, key)
+        return Request(index, record.id, prompt.token_ids, sampling, prompt.places)
+
+    def _unfinished(self, line: Line) -> bool:
+        try:
+            return fingerprint(line, record_id(line.value.get("id"), line.number)) not in self._journal.finished
+        except RecordError:
+            return False
+
+    def _read(self, line: Line, seen: KeySet) -> Record:
+        if isinstance(line.value, RecordError):
+            raise line.value
+        record = parse_record(line.value, line.number, self._config.prompt.source)
+        if not seen.add(record.id):
+            own = isinstance(line.value, dict) and ("id" in line.value or "custom_id" in line.value)
+            stands = "stands twice" if own else "(the line's number, as it has no id) is also another record's id"
+            raise RecordError(f'id "{record.id}" {stands}; the first record of that name is answered')
+        return record
+
+    def _located(self, line: Line, message: str) -> str:
+        where = f"{self._config.input}:{line.number}: "
+        return message if message.startswith(where) else where + message
+
+    def _sampling(self, record: Record) -> Sampling:
+        if not record.sampling:
+            return self._default_sampling
+        try:
+            merged = self._config.sampling.model_dump() | record.sampling
+            return to_sampling(SamplingConfig.model_validate(merged))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            name = "max_tokens" if first["loc"][0] == "max_new_tokens" else first["loc"][0]
+            raise RecordError(f'"body.{name}": {first["input"]!r}: {first["msg"]}') from None
+
+    def _skip(self, index: int, key: str) -> None:
+        self.summary.skipped += 1
+        self.summary.failed_before += key in self._journal.failed_before
+        self._journal.skip(index, key)
+        self._tell()
+
+    def _fail(self, index: int, name: str, key: str, kind: str, message: str, number: int | None = None) -> None:
+        place = {} if number is None else {"line": number}
+        error = {"type": kind, "message": self._veil(message)}
+        line = {"id": name, **place, "error": error, "fingerprint": key}
+        self._journal.put(index, line, counted=self._count_failure)
+        self._tell()
+
+    def _count_failure(self) -> None:
+        self.summary.failed += 1
+
+    def _finish(self, outcome: Generation | Failure) -> None:
+        flight = self._flights.pop(outcome.index)
+        if isinstance(outcome, Failure):
+            self._fail(outcome.index, flight.record.id, flight.fingerprint, outcome.kind, outcome.message)
+            return
+        line = output_line(flight, outcome, self._runner, details=self._keep_details)
+        try:
+            self._journal.put(outcome.index, line, counted=lambda: self._count(flight, outcome))
+        except TypeError as error:  # metadata that can be read but not written back
+            message = f"its metadata cannot be written ({error})"
+            self._fail(outcome.index, flight.record.id, flight.fingerprint, "RecordError", message)
+            return
+        self._tell()
+
+    def _count(self, flight: Flight, outcome: Generation) -> None:
+        summary = self.summary
+        summary.records += 1
+        summary.prompt_tokens += len(flight.prompt.token_ids)
+        summary.cached_prompt_tokens += outcome.cached_prompt_tokens
+        summary.output_tokens += len(outcome.token_ids)
+        summary.spec.add(outcome.spec)
+        summary.latency_s.add(outcome.latency_s)
+        if outcome.time_to_first_token_s is not None:
+            summary.time_to_first_token_s.add(outcome.time_to_first_token_s)
+
+    def _tell(self) -> None:
+        if self._report:
+            self._report(self.summary, self._total)
+
+
+def _since(now: float | None, before: float | None) -> float | None:
+    return None if now is None or before is None else now - before

@@ -1,0 +1,68 @@
+"""`ragspec retrieve`: JSONL in, the same lines with contexts out."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import orjson
+
+from ragspec.config.sections import RetrievalConfig
+from ragspec.errors import RecordError
+from ragspec.inputs.feed import Feed
+from ragspec.inputs.jsonl import Line, Lines
+from ragspec.outputs.journal import Journal
+from ragspec.retrieval.evaluate import evaluate
+from ragspec.retrieval.search import Retriever
+from ragspec.retrieval.stage import Stage, lacks_contexts
+
+
+@dataclass(slots=True)
+class Passed:
+    """What went through the filter, in lines."""
+
+    searched: int = 0
+    untouched: int = 0
+    failed: int = 0
+
+
+def stream(config: RetrievalConfig, source: str, output: str, limit: int | None = None) -> Passed:
+    """Copy the lines of `source` to `output`, contexts added; a line that is no JSON becomes an error line."""
+    passed = Passed()
+    with Lines(source) as lines:
+        stage = Stage(Retriever(config))
+        with Journal(output, resume=False) as journal, closing(stage.fill(Feed(lines, limit))) as filled:
+            for index, line in enumerate(filled):
+                if isinstance(line.value, RecordError):
+                    passed.failed += 1
+                    error = {"type": "RecordError", "message": str(line.value)}
+                    journal.put(index, {"id": str(line.number), "line": line.number, "error": error})
+                elif (written := _with_contexts(line)) is not None:
+                    passed.searched += 1
+                    journal.put(index, written)
+                else:
+                    passed.untouched += 1
+                    journal.put(index, line.text)
+    return passed
+
+
+def _with_contexts(line: Line) -> bytes | None:
+    """Return a line with the contexts that were found, all else byte for byte; None where none were looked for."""
+    raw = line.text.strip()
+    before: Any = orjson.loads(raw)
+    if not lacks_contexts(before):
+        return None
+    contexts = orjson.dumps(line.value["contexts"])
+    if "contexts" in before:  # null: said anew
+        return orjson.dumps({**before, "contexts": line.value["contexts"]})
+    return raw.removesuffix(b"}").rstrip() + b',"contexts":' + contexts + b"}"
+
+
+def measure(config: RetrievalConfig, source: str, output: str, limit: int | None = None) -> None:
+    """Write one object: how well the index answers the lines of `source`, whose documents are known."""
+    with Lines(source) as lines:
+        result = evaluate(islice(lines, limit), Retriever(config))
+    with Journal(output, resume=False) as journal:
+        journal.put(0, result)

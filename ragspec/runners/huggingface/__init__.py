@@ -1,0 +1,1 @@
+"""Hugging Face models: ragspec's engine, or stock generate()."""

@@ -1,0 +1,333 @@
+"""Hugging Face models: the batched engine where it fits, stock `generate()` where only that can do what is asked.
+
+    runner: huggingface
+    runner_args: {batch_size: 8, dtype: bfloat16, device: cuda}
+
+Which of the two answers, and why, stands in the notes and under `engine` in the stats file. `engine: transformers`
+asks for generate(), `engine: ragspec` makes the fallback an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import Field
+
+from ragspec.config.load import RunConfig, to_sampling
+from ragspec.config.secret import Settings, revealed
+from ragspec.errors import ConfigError, ModelError
+from ragspec.host.quiet import quiet
+from ragspec.models.resolve import ModelSource, context_length, read_model_config, resolve
+from ragspec.records import Failure, Generation, Request
+from ragspec.runners.base import RunnerArgs
+
+if TYPE_CHECKING:
+    from ragspec.engine.backend import EngineBackend
+    from ragspec.models.draft import Draft
+    from ragspec.models.generation import GenerationRules
+    from ragspec.runners.huggingface.stock import StockBackend
+
+METHODS = ("none", "auto", "context", "prompt_lookup", "draft_model", "early_exit")
+PLAIN_BATCH_SIZE = 8
+
+
+class Args(RunnerArgs):
+    """`runner_args` of the Hugging Face runner."""
+
+    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    engine: Literal["auto", "ragspec", "transformers"] = "auto"
+    lookahead: Annotated[int, Field(ge=1)] = 4096  # records read ahead to bring shared prefixes together
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on a CPU, else the model's own
+    device: str = "auto"
+    num_gpus: Annotated[int, Field(ge=0)] | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    model_args: Settings = {}  # to from_pretrained of the model
+    tokenizer_args: Settings = {}  # to from_pretrained of the tokenizer
+    encode_args: Settings = {}  # to every call of the tokenizer
+    generate_args: Settings = {}  # to generate()
+
+    def neutral_keys(self) -> set[str]:
+        return {"batch_size", "lookahead"}
+
+
+class Runner:
+    """Loads the model, and answers with the one backend or the other."""
+
+    def __init__(self, config: RunConfig) -> None:
+        args = config.args()
+        assert isinstance(args, Args)
+        assert config.model is not None
+        self._args = args
+        self._model_name = config.model
+        self._spec = config.speculation
+        self._greedy_by_default = config.sampling.temperature == 0
+        self._backend: EngineBackend | StockBackend | None = None
+        self._draft: Draft | None = None
+        self._loaded: dict[str, Any] = {}
+        self._seconds: tuple[float | None, float | None, int] = (0.0, 0.0, 0)
+        self.method = config.speculation.method
+        self.remembers = False
+        self._sampling = to_sampling(config.sampling)
+        self.cites = config.speculation.method in ("auto", "context", "prompt_lookup")
+        self.notes: list[str] = []
+
+    # -- before any weights ---------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Find model, draft and tokenizers. Raises ConfigError for whatever could not work."""
+        quiet()
+        self._check_args()
+        from ragspec.models.tokenizer import HFTokenizer, load_tokenizer
+
+        args = self._args
+        self._source = resolve(self._model_name, args.revision)
+        self._hf_config = read_model_config(self._source, trust_remote_code=args.trust_remote_code)
+        if self._hf_config.is_encoder_decoder:
+            raise ConfigError(f'model: "{self._model_name}" is an encoder-decoder; ragspec runs causal language models')
+        tokenizer = load_tokenizer(
+            self._source, trust_remote_code=args.trust_remote_code, extra=revealed(args.tokenizer_args)
+        )
+        self.tokenizer = HFTokenizer(tokenizer, revealed(args.encode_args))
+        self.context_length = context_length(self._hf_config)
+        wants_draft = self.method == "draft_model" or (self.method == "auto" and self._spec.draft_model)
+        self._draft = self._find_draft(tokenizer) if wants_draft else None
+        if self.method == "early_exit":
+            layers = self._hf_config.get_text_config().num_hidden_layers
+            if (self._spec.early_exit_layer or 0) >= layers:
+                raise ConfigError(
+                    f"speculation.early_exit_layer: {self._spec.early_exit_layer} is not below the model's {layers}"
+                )
+        why = self._only_stock()
+        if why and self._needs_engine():
+            raise ConfigError(f"{why}: stock generate() alone does that, and it has no {self._wanted()}")
+
+    def outlook(self) -> str:
+        """Return which engine will answer, as far as the config tells; needs check()."""
+        why = self._only_stock()
+        if why:
+            return f"stock generate() will answer: {why}"
+        return (
+            f"ragspec's batched engine will answer, method {self.method}; the model is checked against it after loading"
+        )
+
+    def _needs_engine(self) -> bool:
+        return self._args.engine == "ragspec" or self.method == "context"
+
+    def _wanted(self) -> str:
+        return "method context" if self.method == "context" else "place in runner_args.engine: ragspec"
+
+    def _only_stock(self) -> str:
+        """Return the part of the config that only generate() serves, or ""."""
+        from ragspec.models.generation import SERVED
+
+        args, spec = self._args, self._spec
+        unserved = next((key for key in args.generate_args if key not in SERVED), "")
+        rules = {
+            "runner_args.engine: transformers": args.engine == "transformers",
+            "speculation.method: early_exit": self.method == "early_exit",
+            "speculation.draft_tokenizer: a draft of another vocabulary": self._draft and self._draft.other_tokens,
+            f"runner_args.generate_args.{unserved}": unserved,
+            "runner_args.num_gpus over 1": (args.num_gpus or 0) > 1,
+            "runner_args.model_args.device_map": "device_map" in args.model_args,
+            "speculation.schedule": spec.schedule != "constant",
+            "speculation.confidence_threshold": spec.confidence_threshold is not None,
+            "speculation.extra": spec.extra,
+        }
+        return next((rule for rule, holds in rules.items() if holds), "")
+
+    def _check_args(self) -> None:
+        from ragspec.models.loading import check_device
+        from ragspec.runners.huggingface.arguments import check_draft_knobs, check_encode_args, check_generate_args
+
+        check_generate_args(self._args.generate_args, speculates=self.method != "none")
+        if self._spec.num_tokens_by_batch_size is not None:
+            self.notes.append(
+                "speculation.num_tokens_by_batch_size: without effect on runner huggingface; vllm has it, "
+                "and num_tokens: auto does it by what pays"
+            )
+        check_encode_args(self._args.encode_args)
+        check_device(self._args.device)
+        check_draft_knobs(self._spec.extra)
+
+    def _find_draft(self, tokenizer: Any) -> Draft:
+        from ragspec.models.draft import find_draft, width_of
+
+        draft = find_draft(
+            self._spec.draft_model or "",
+            self._spec.draft_tokenizer,
+            (self._model_name, tokenizer, width_of(self._hf_config)),
+            trust_remote_code=self._spec.draft_trust_remote_code,
+            remedy="for universal assisted decoding",
+        )
+        if self._spec.draft_tokenizer and not draft.other_tokens:
+            self.notes.append(
+                "speculation.draft_tokenizer: not needed, target and draft share their tokens; "
+                "drafts are handed over as they are"
+            )
+        return draft
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        from ragspec.models.generation import GenerationRules
+        from ragspec.models.stopping import end_tokens
+
+        args, given = self._args, revealed(self._args.generate_args)
+        model = self._load(self._source, args.model_args, args.revision, args.trust_remote_code)
+        trust = self._spec.draft_trust_remote_code
+        draft_model = self._load(self._draft.source, {}, None, trust) if self._draft else None
+        self._loaded = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
+        ends = end_tokens(model, self.tokenizer.inner, given)
+        pad = self.tokenizer.inner.pad_token_id
+        rules = GenerationRules(model, ends, min(ends, default=0) if pad is None else pad, given)
+        if own := rules.overridden(self._sampling):
+            self.notes.append(
+                f"the model's generation_config asks for {own}; the config's sampling section decides: "
+                "write there what you want of it"
+            )
+        why = self._only_stock()
+        if not why and (key := rules.only_stock()):
+            why = f"the model's generation_config.{key}"
+        if not why:
+            why = self._start_engine(model, draft_model, ends, rules)
+        if why:
+            self._start_stock(model, draft_model, ends, rules, why)
+        return self
+
+    def _start_engine(self, model: Any, draft_model: Any, eos: frozenset[int], rules: GenerationRules) -> str:
+        """Set up the engine; return why it cannot be, or ""."""
+        from ragspec.engine.backend import EngineBackend, Refused
+
+        spec, asked = self._spec, self._args.batch_size
+        try:
+            self._backend = EngineBackend(
+                model,
+                self.tokenizer,
+                eos,
+                method=self.method,
+                num_tokens=None if spec.num_tokens == "auto" else spec.num_tokens,
+                rows=None if asked == "auto" else asked,
+                lookahead=self._args.lookahead,
+                ngrams=(spec.ngram_min, spec.ngram_max),
+                isolate=spec.isolate,
+                draft=draft_model,
+                reach=self._draft.context_length if self._draft else None,
+                rules=rules,
+            )
+        except Refused as reason:
+            if self._needs_engine():
+                raise ModelError(
+                    f'"{self._model_name}": {reason}; set speculation.method and runner_args.engine to what stock '
+                    "generate() has (prompt_lookup, engine: auto)"
+                ) from reason
+            return f'"{self._model_name}": {reason}'
+        return ""
+
+    def _start_stock(self, model: Any, draft_model: Any, eos: frozenset[int], rules: GenerationRules, why: str) -> None:
+        from ragspec.runners.huggingface.stock import Speculation, StockBackend
+
+        spec, asked = self._spec, self._args.batch_size
+        if self.method == "auto":
+            self.method = "draft_model" if self._draft else "prompt_lookup"
+            self.notes.append(f"method auto: {self.method}, untried: generate() keeps to one method")
+        rows = 1
+        if self.method == "none":
+            rows = PLAIN_BATCH_SIZE if asked == "auto" else asked
+        elif asked not in ("auto", 1):
+            self.notes.append(
+                f"runner_args.batch_size: {asked} is without effect: generate() speculates one record at a time"
+            )
+        if spec.ngram_min is not None:
+            self.notes.append("speculation.ngram_min: without effect in generate()")
+        self.notes.append(f"stock generate() answers, not ragspec's engine: {why}")
+        self._backend = StockBackend(
+            model,
+            self.tokenizer,
+            eos,
+            Speculation(
+                method=self.method,
+                num_tokens=None if spec.num_tokens == "auto" else spec.num_tokens,
+                ngram_max=spec.ngram_max,
+                early_exit_layer=spec.early_exit_layer,
+                schedule=spec.schedule,
+                confidence_threshold=spec.confidence_threshold,
+                knobs=revealed(spec.extra),
+                draft=self._draft,
+                draft_model=draft_model,
+            ),
+            rows=rows,
+            rules=rules,
+            greedy_by_default=self._greedy_by_default,
+        )
+
+    def __exit__(self, *exc: object) -> None:
+        if self._backend is not None:
+            self._loaded |= self._backend.about()
+            self._seconds = (self.prefill_s, self.decode_s, self.decode_tokens)
+        self._backend = None
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _load(self, source: ModelSource, extra: dict[str, Any], revision: str | None, trust: bool) -> Any:
+        from ragspec.models.loading import load_model, pick_device
+
+        args = self._args
+        return load_model(
+            source,
+            device=pick_device(args.device, args.num_gpus),
+            dtype=args.dtype,
+            num_gpus=args.num_gpus,
+            revision=revision,
+            trust_remote_code=trust,
+            extra=revealed(extra),
+        )
+
+    def warm_up(self) -> None:
+        """Run once what the first record would otherwise pay for."""
+        assert self._backend is not None
+        self._backend.warm_up()
+
+    # -- answering ------------------------------------------------------------------------------------------------
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
+        """Yield outcomes as they finish."""
+        assert self._backend is not None
+        try:
+            yield from self._backend.generate(requests)
+        finally:
+            if self._backend is not None:
+                self.notes += [note for note in self._backend.notes if note not in self.notes]
+
+    @property
+    def prefill_s(self) -> float | None:
+        """Seconds for prompts."""
+        return self._backend.clock.prefill_s if self._backend else self._seconds[0]
+
+    @property
+    def decode_s(self) -> float | None:
+        """Seconds for everything after."""
+        return self._backend.clock.decode_s if self._backend else self._seconds[1]
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens written in decode_s."""
+        return self._backend.clock.decode_tokens if self._backend else self._seconds[2]
+
+    def about(self) -> dict[str, Any]:
+        """Return what ran: model, revision, dtype, device, engine, batch size, draft."""
+        about: dict[str, Any] = {
+            "model": self._source.path,
+            "revision": getattr(self._hf_config, "_commit_hash", None),
+            "context_length": self.context_length,
+        }
+        about |= self._loaded
+        if self._backend is not None:
+            about |= self._backend.about()
+        if self._draft:
+            about["draft_model"] = self._draft.source.path
+            about["draft_vocabulary"] = "other" if self._draft.other_tokens else "same"
+        return about

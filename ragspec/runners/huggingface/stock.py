@@ -1,0 +1,234 @@
+"""Stock transformers `generate()`: every speculation it has, at batch size 1; padded batches without.
+
+It answers what the engine does not take: early exit, drafts of another vocabulary, arguments of generate(), models
+whose code the engine does not fit.
+Limit: transformers speculates one record at a time, so `rows` only counts for method `none`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import takewhile
+from typing import Any
+
+import torch
+from transformers import StoppingCriteriaList
+
+from ragspec.errors import ModelError, flat
+from ragspec.inputs.feed import Feed
+from ragspec.models.draft import Draft, width_of
+from ragspec.models.generation import GenerationRules
+from ragspec.models.padding import takes_padding
+from ragspec.models.rotary import forget, length_dependent
+from ragspec.models.stopping import StepClock, StopText, trim
+from ragspec.models.tokenizer import HFTokenizer
+from ragspec.records import Failure, Generation, Request, Sampling, record_seed
+from ragspec.runners.huggingface.acceptance import AcceptanceMeter, in_id_order
+from ragspec.stats import SpecStats
+
+# what generate() raises for one record: out of memory, ids that the model has no row for, arguments it refuses
+FAILURES = (RuntimeError, IndexError, MemoryError, ValueError)
+log = logging.getLogger(__name__)
+LOOKUP_TOKENS = 10  # transformers' own default
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What generate() is to be told. draft_model: the loaded draft of `draft`. knobs: read from the drafting model."""
+
+    method: str
+    num_tokens: int | None = None
+    ngram_max: int | None = None
+    early_exit_layer: int | None = None
+    schedule: str = "constant"
+    confidence_threshold: float | None = None
+    knobs: dict[str, Any] = field(default_factory=dict)
+    draft: Draft | None = None
+    draft_model: Any = None
+
+
+@dataclass(slots=True)
+class StockClock:
+    """Where the seconds went. prefill_s: until first tokens, summed over batches."""
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    decode_tokens: int = 0
+
+
+class StockBackend:
+    """Answers with `generate()`, one call per batch. Raises ModelError where the model cannot take back a draft."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: HFTokenizer,
+        eos: frozenset[int],
+        speculation: Speculation,
+        *,
+        rows: int,
+        rules: GenerationRules,
+        greedy_by_default: bool,
+    ) -> None:
+        self.clock = StockClock()
+        self.notes: list[str] = []
+        self.batch_size = rows
+        self._model = model
+        self._tokenizer = tokenizer
+        self._eos = eos
+        self._spec = speculation
+        self._rules = rules
+        self._rotary = length_dependent(model)
+        self._greedy_by_default = greedy_by_default
+        self._sampling_draft: Any = None  # a copy: universal speculative sampling rewrites the draft's embeddings
+        self._meter: AcceptanceMeter | None = None
+        if speculation.method != "none":
+            self._speculate()
+
+    def _speculate(self) -> None:
+        spec = self._spec
+        if getattr(self._model, "_is_stateful", False):
+            raise ModelError("the model keeps a recurrent state, which cannot take back a draft; use method: none")
+        self._set_knobs(spec.draft_model if spec.draft else self._model)
+        tokenizers = None
+        if spec.draft and spec.draft.other_tokens:
+            tokenizers = (in_id_order(self._tokenizer.inner), in_id_order(spec.draft.tokenizer))
+        reach = spec.draft.context_length if spec.draft else None
+        self._meter = AcceptanceMeter(tokenizers, reach)
+        self._meter.attach(self._model)
+
+    def _set_knobs(self, drafter: Any) -> None:
+        """Set the draft's own settings where transformers reads them: on the drafting model's generation_config."""
+        knobs = drafter.generation_config
+        knobs.num_assistant_tokens_schedule = self._spec.schedule
+        if self._spec.num_tokens is not None:
+            knobs.num_assistant_tokens = self._spec.num_tokens
+        if self._spec.confidence_threshold is not None:
+            knobs.assistant_confidence_threshold = self._spec.confidence_threshold
+        for name, value in self._spec.knobs.items():
+            setattr(knobs, name, value)
+
+    def warm_up(self) -> None:
+        """Generate a few tokens, so that the first record does not pay for lazy initialisation."""
+        ids = self._tokenizer.encode("one two three one two three", special_tokens=True)
+        sampling = Sampling(max_new_tokens=4, temperature=0.0 if self._greedy_by_default else 1.0)
+        self._call([Request(0, "warm-up", ids, sampling)])
+        self.clock = StockClock()
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
+        """Yield outcomes in the order of the requests; records of other sampling settings begin a new batch."""
+        source = Feed(requests)
+        while batch := source.take(self.batch_size, wait=True):
+            sampling = batch[0].sampling
+            # padding would change what depends on the tokens before, or on the length of the text
+            by_text = self._rules.depends_on_text(sampling) or self._rules.only_stock()
+            alone = bool(self._rotary or by_text) or not self._takes_padding
+            rows = 1 if alone else self.batch_size
+            alike = list(takewhile(lambda request: request.sampling == sampling, batch))[:rows]  # noqa: B023
+            source.put_back(batch[len(alike) :])
+            yield from self._answer(alike)
+        if self._meter and self._spec.draft and self._meter.outgrown:
+            self.notes.append(
+                f"{self._meter.outgrown} records were longer than the {self._spec.draft.context_length} tokens that "
+                "the draft model attends to; they went on without drafts"
+            )
+
+    @cached_property
+    def _takes_padding(self) -> bool:
+        """Whether a prompt is answered the same in a padded batch as alone."""
+        if self.batch_size == 1:
+            return True
+        try:
+            if takes_padding(self._model, self._rules.pad):
+                return True
+        except FAILURES as error:
+            log.debug("the model does not take padded prompts", exc_info=error)
+        self.notes.append("records are answered one at a time: padding changes what this model computes")
+        return False
+
+    def _answer(self, batch: list[Request]) -> Iterator[Generation | Failure]:
+        """Answer a batch; if it fails, answer its records one by one, so that one alone can be at fault."""
+        try:
+            yield from self._call(batch)
+        except FAILURES as error:
+            log.debug("generate() failed", exc_info=error)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            if len(batch) == 1:
+                text = flat(error, 500)
+                yield Failure(batch[0].index, f"{type(error).__name__}: {text}")
+                return
+            for request in batch:
+                yield from self._answer([request])
+
+    def _call(self, batch: list[Request]) -> list[Generation]:
+        sampling = batch[0].sampling
+        width = max(len(request.token_ids) for request in batch)
+        rows = [[self._rules.pad] * (width - len(request.token_ids)) + request.token_ids for request in batch]
+        masks = [[0] * (width - len(request.token_ids)) + [1] * len(request.token_ids) for request in batch]
+        clock = StepClock(width)
+        criteria = StoppingCriteriaList([clock])
+        if sampling.stop:
+            criteria.append(StopText(self._tokenizer, sampling.stop, width))
+        if sampling.temperature > 0:
+            torch.manual_seed(record_seed(sampling.seed, batch[0].id))
+        if self._meter:
+            self._meter.start()
+        for module in self._rotary:
+            forget(module)
+        device = self._model.device
+        started = time.perf_counter()
+        output = self._model.generate(
+            input_ids=torch.tensor(rows, device=device),  # (batch, width), padded on the left
+            attention_mask=torch.tensor(masks, device=device),
+            generation_config=self._generation_config(sampling),
+            stopping_criteria=criteria,
+            **{"tokenizer": self._tokenizer.inner, **self._assistant(sampling)},
+        )
+        answers = output[:, width:].tolist()
+        ended = time.perf_counter()
+        first = clock.first_step_at or ended
+        self.clock.prefill_s += first - started
+        self.clock.decode_s += ended - first
+        generations = []
+        for request, answer in zip(batch, answers, strict=True):
+            token_ids, reason = trim(answer, self._eos, sampling.stop, self._tokenizer)
+            self.clock.decode_tokens += max(0, len(token_ids) - clock.first_step_tokens)
+            spec = self._meter.stats if self._meter else SpecStats(steps=len(token_ids))
+            spec.end(len(token_ids))
+            generations.append(Generation(request.index, token_ids, reason, spec, ended - started, first - started))
+        return generations
+
+    def _generation_config(self, sampling: Sampling) -> Any:
+        config = self._rules.config(sampling)
+        if self._spec.method == "prompt_lookup":
+            config.prompt_lookup_num_tokens = self._spec.num_tokens or LOOKUP_TOKENS
+            config.max_matching_ngram_size = self._spec.ngram_max
+        elif self._spec.method == "early_exit":
+            config.assistant_early_exit = self._spec.early_exit_layer
+        return config
+
+    def _assistant(self, sampling: Sampling) -> dict[str, Any]:
+        draft = self._spec.draft
+        if draft is None:
+            return {}
+        model = self._spec.draft_model
+        if draft.other_tokens and sampling.temperature > 0:
+            # transformers 5.19 prunes the draft's output layer in place for this, which greedy records must not see
+            if self._sampling_draft is None:
+                self._sampling_draft = copy.deepcopy(model)
+            model = self._sampling_draft
+        kwargs: dict[str, Any] = {"assistant_model": model}
+        if width_of(self._model.config) != draft.width:
+            # generate() insists on it where sizes differ; whether it is used is AcceptanceMeter's decision
+            kwargs["assistant_tokenizer"] = draft.tokenizer
+        return kwargs
+
+    def about(self) -> dict[str, Any]:
+        """Return what ran."""
+        return {"engine": "transformers", "batch_size": self.batch_size}

@@ -1,0 +1,1 @@
+"""vLLM, driven step by step, and our drafters inside it."""

@@ -1,0 +1,136 @@
+"""The `speculation` section in vLLM's words, and what a vLLM build or machine lacks, before any weights load.
+
+    >>> speculative_config(SpeculationConfig(method="prompt_lookup"))
+    {'method': 'ngram', 'num_speculative_tokens': 8, 'prompt_lookup_min': 2, 'prompt_lookup_max': 4}
+
+Source: vLLM 0.32, config/speculative.py. Limit: what only vLLM can judge is left to its own configuration step.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from ragspec.config.sections import SpeculationConfig
+from ragspec.errors import ConfigError
+from ragspec.models.resolve import ModelSource, brings_code, weights_bytes
+
+# ragspec's word -> vLLM's, where they differ
+NAMES = {"prompt_lookup": "ngram"}
+# draft lengths for `auto`; the others' come with the draft's own config, or from vLLM
+OURS = ("auto", "context")  # methods that our own proposer serves
+PROPOSER = "ragspec.runners.vllm.proposer.Proposer"
+MOST_TOKENS = 16  # of its drafts, where the length is chosen by what pays
+TESTED = ("0.32.",)  # versions of vLLM that it was tried with; the interface is experimental
+AUTO_TOKENS = {"prompt_lookup": 8, "draft_model": 4, "eagle": 3, "eagle3": 3}
+NGRAM_RANGE = (2, 4)  # vLLM's own default is 5 for both
+MODEL_FREE = ("ngram", "ngram_gpu", "suffix", "custom_class")  # for vLLM's `model` is no model there
+DRAFT_TRUST_KEYS = "speculation.draft_trust_remote_code and runner_args.trust_remote_code"  # vLLM has one for both
+NEEDS_MODEL = ("draft_model", "eagle", "eagle3", "medusa", "dflash")
+
+
+def speculative_config(spec: SpeculationConfig, draft_path: str | None = None) -> dict[str, Any] | None:
+    """Return what `LLM(speculative_config=...)` takes, or None for plain decoding. Raises ConfigError.
+
+    draft_path: where the draft model was found, in place of its name.
+    """
+    if spec.method == "none":
+        return None
+    if spec.method == "speculative_config":
+        return dict(spec.speculative_config or {})
+    if spec.method in OURS:
+        most = MOST_TOKENS if spec.num_tokens == "auto" else spec.num_tokens
+        return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": most} | spec.extra
+    config: dict[str, Any] = {"method": NAMES.get(spec.method, spec.method)}
+    tokens = AUTO_TOKENS.get(spec.method) if spec.num_tokens == "auto" else spec.num_tokens
+    if tokens is not None:
+        config["num_speculative_tokens"] = tokens
+    if spec.method in NEEDS_MODEL and not spec.draft_model:
+        raise ConfigError(f'speculation.draft_model: missing; method "{spec.method}" needs the name of its draft')
+    if spec.draft_model:
+        config["model"] = draft_path or spec.draft_model
+    if spec.method == "prompt_lookup":
+        low, high = NGRAM_RANGE
+        config["prompt_lookup_min"] = spec.ngram_min or min(low, spec.ngram_max or low)
+        config["prompt_lookup_max"] = spec.ngram_max or max(high, spec.ngram_min or high)
+    if spec.num_tokens_by_batch_size is not None:
+        config["num_speculative_tokens_per_batch_size"] = [tuple(step) for step in spec.num_tokens_by_batch_size]
+    return config | spec.extra
+
+
+def proposer_settings(spec: SpeculationConfig) -> dict[str, Any]:
+    """Return what our proposer reads from vLLM's additional_config."""
+    return {
+        "method": spec.method,
+        "num_tokens": None if spec.num_tokens == "auto" else spec.num_tokens,
+        "isolate": spec.isolate,
+        "ngrams": [spec.ngram_min, spec.ngram_max],
+    }
+
+
+def check_build(config: dict[str, Any] | None, on_cpu: bool) -> None:
+    """Raise ConfigError where this build of vLLM lacks the method of `config`."""
+    method = (config or {}).get("method")
+    if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
+        raise ConfigError(
+            "speculation.method: suffix needs another package: pip install --no-deps arctic-inference==0.1.1 "
+            "(it builds for three minutes and needs a C++ compiler)"
+        )
+    if on_cpu and method in ("ngram_gpu", "dspark"):
+        raise ConfigError(f"speculation.method: {method} needs a GPU; on this machine use prompt_lookup or suffix")
+
+
+def check_draft_code(config: dict[str, Any] | None, target: str, trust: bool, draft_trust: bool) -> None:
+    """Raise ConfigError where vLLM would run code that comes with the draft, and only the target's was allowed.
+
+    vLLM loads both with the target's trust_remote_code (0.32, config/speculative.py): it cannot tell them apart.
+    target: the target's path.
+    """
+    config = config or {}
+    name = config.get("model")
+    if not trust or draft_trust or not name or name == target or config.get("method") in MODEL_FREE:
+        return
+    if brings_code(ModelSource(name, name, config.get("revision"))):
+        raise ConfigError(
+            f'speculation.draft_trust_remote_code: "{name}" brings its own code, and vLLM would run it, as '
+            "runner_args.trust_remote_code is true; set both to true if you trust the authors of both, "
+            "or choose another draft"
+        )
+
+
+def check_parallel(args: dict[str, Any], config: dict[str, Any] | None, devices: int | None) -> list[str]:
+    """Return notes on multi-GPU arguments. devices: GPUs seen, None on a CPU. Raises ConfigError where none can run."""
+    sizes = {key: int(args.get(key) or 1) for key in ("tensor_parallel_size", "pipeline_parallel_size")}
+    wanted = sizes["tensor_parallel_size"] * sizes["pipeline_parallel_size"]
+    if devices is not None and wanted > devices:
+        shown = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
+        raise ConfigError(f"runner_args: {shown} needs {wanted} GPUs, this machine has {devices}; lower it")
+    if int(args.get("data_parallel_size") or 1) > 1:
+        raise ConfigError(
+            f"runner_args.data_parallel_size: {args['data_parallel_size']}: one process drives one engine; "
+            "split the input and start a run per GPU, or use tensor_parallel_size"
+        )
+    notes = []
+    if config:
+        own = config.get("draft_tensor_parallel_size")
+        if own is not None and own not in (1, sizes["tensor_parallel_size"]):
+            raise ConfigError(
+                f"speculation.extra.draft_tensor_parallel_size: {own} must be 1 or the target's "
+                f"({sizes['tensor_parallel_size']})"
+            )
+        if sizes["pipeline_parallel_size"] > 1:
+            notes.append(
+                f"runner_args.pipeline_parallel_size: {sizes['pipeline_parallel_size']}: drafts are made on the last "
+                "stage only; tensor_parallel_size combines better with speculation"
+            )
+    return notes
+
+
+def check_memory(name: str, path: str, free_bytes: int) -> None:
+    """Raise ConfigError where the weights alone are larger than the memory that is free."""
+    need = weights_bytes(path)
+    if need is not None and need > free_bytes:
+        raise ConfigError(
+            f'model: "{name}" has {need / 2**30:.1f} GiB of weights, {free_bytes / 2**30:.1f} GiB are free; choose a '
+            "smaller or quantised model, or spread it with runner_args.tensor_parallel_size"
+        )

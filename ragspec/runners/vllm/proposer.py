@@ -1,0 +1,139 @@
+"""Our drafters inside vLLM: the class that it loads for `speculative_config={"method": "custom_class", ...}`.
+
+    additional_config={"ragspec": {"method": "context", "num_tokens": None, "isolate": False, "ngrams": [1, 3]}}
+
+How many tokens: what pays by calibrated survival and by the seconds that vLLM's own steps take, the same rule as in our
+engine. Source: vLLM 0.32, v1/spec_decode/custom_class_proposer.py. Limit: Python per row and step, some 0.1 ms each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ragspec.runners.vllm.rows import Rows, Tracked
+from ragspec.speculation.allocate import allocate
+from ragspec.speculation.citations import Copies
+from ragspec.speculation.drafters.base import Draft
+from ragspec.speculation.drafters.choice import judged, model_free
+from ragspec.speculation.fitted import LineCost
+from ragspec.speculation.trial import Trial
+
+KEY = "ragspec"  # of our settings in vLLM's additional_config
+
+
+class Proposer:
+    """Drafts for vLLM's batch. Where it can be reached, it is told of requests (`expect`) and their end (`finish`)."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._settings = vllm_config.additional_config[KEY]
+        self._most = int(vllm_config.speculative_config.num_speculative_tokens)
+        self._reach = int(vllm_config.model_config.max_model_len)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: a run starts as a fresh one does."""
+        method = self._settings["method"]
+        known = model_free(self._settings["ngrams"], self._settings["isolate"])
+        self._drafters = known if method == "auto" else {method: known[method]}
+        self.trial = Trial(["none", *known] if method == "auto" else [method])
+        self.cost = LineCost()
+        self.drafting_s = 0.0
+        self._expected: dict[bytes, list[Sequence[tuple[int, int]]]] = {}  # passages, by the prompt's tokens
+        self._rows = Rows(self._open)
+        self._asked = (0, 0)  # tokens, and rows, of the step under way, where it only decodes
+        self._since = 0.0  # when that step was handed over
+        self._spent = 0.0  # seconds for its drafts
+
+    def load_model(self, target: Any) -> None:
+        """Do nothing: vLLM's CPU build asks every proposer to load."""
+
+    # -- what the runner tells ------------------------------------------------------------------------------------
+
+    def expect(self, prompt: Sequence[int], passages: Sequence[tuple[int, int]]) -> None:
+        """Take in where the passages of a prompt stand, before it is answered."""
+        self._expected.setdefault(np.asarray(prompt, dtype=np.int32).tobytes(), []).append(passages)
+
+    def finish(self, prompt: Sequence[int], answer: Sequence[int]) -> Tracked | None:
+        """Return what is known of a finished answer, None where nothing is."""
+        ids = np.asarray(prompt, dtype=np.int32)
+        key = ids.tobytes()
+        if key in self._expected and len(self._expected[key]) > 1:
+            self._expected[key].pop()  # another record has the same prompt
+        else:
+            self._expected.pop(key, None)
+        return self._rows.finish(ids, answer)
+
+    def about(self) -> dict[str, Any]:
+        """Return what the drafts cost and how well they were judged."""
+        about: dict[str, Any] = {"drafting_s": round(self.drafting_s, 3)}
+        if self._settings["method"] == "auto":
+            about |= self.trial.about()
+        return about | judged(self._drafters.get(self.trial.chosen or "context"))
+
+    # -- what vLLM asks -------------------------------------------------------------------------------------------
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Return drafts per slot, after a step. sampled_token_ids: what each slot wrote; the rest as in rows.py."""
+        started = time.perf_counter()
+        rows, prompts = self._rows.update(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+        written = sum(len(ids) for ids in sampled_token_ids)
+        if any(self._asked) and not prompts and written:
+            seconds = started - self._since
+            self.cost.observe(*self._asked, seconds)
+            self.trial.observe(written, seconds + self._spent)
+        drafts = self._choose(rows)
+        watching = self._watch(rows)
+        proposed: list[list[int]] = [[] for _ in sampled_token_ids]
+        for slot, draft in drafts.items():
+            rows[slot].draft = draft
+            proposed[slot] = draft.token_ids
+        self._asked = (len(rows) + sum(len(draft.token_ids) for draft in drafts.values()), len(rows))
+        self._since = time.perf_counter()
+        self.drafting_s += self._since - started
+        self._spent = self._since - started - watching
+        return proposed
+
+    def _open(self, prompt: np.ndarray) -> Tracked:
+        token_ids = prompt.tolist()
+        passages = self._expected.get(prompt.tobytes(), [()])[0]
+        wanted = (self.trial.chosen,) if self.trial.settled else self._drafters
+        drafters = {
+            name: drafter.open(token_ids, passages) for name, drafter in self._drafters.items() if name in wanted
+        }
+        return Tracked(prompt, len(prompt), drafters, Copies(token_ids, passages))
+
+    def _choose(self, rows: dict[int, Tracked]) -> dict[int, Draft]:
+        method = self.trial.current
+        drafts: dict[int, Draft] = {}
+        for slot, row in rows.items():
+            limit = self._limit(row)
+            if method in row.drafters and limit > 0:
+                drafts[slot] = row.drafters[method].propose(limit)
+        if self._settings["num_tokens"] is None and drafts:
+            chains = [drafts[slot].survival if slot in drafts else [] for slot in rows]
+            lengths = allocate(chains, self.cost, 0)
+            drafts = {slot: drafts[slot].cut(n) for slot, n in zip(rows, lengths, strict=True) if n}
+        return drafts
+
+    def _watch(self, rows: dict[int, Tracked]) -> float:
+        """Let those guess, and learn, whose turn it is not, while the choice is open. Return the seconds it took."""
+        started, current = time.perf_counter(), self.trial.current
+        if not self.trial.settled:
+            for row in rows.values():
+                for name, drafter in row.drafters.items():
+                    if name != current:
+                        drafter.propose(self._limit(row))
+        return time.perf_counter() - started
+
+    def _limit(self, row: Tracked) -> int:
+        return min(self._settings["num_tokens"] or self._most, self._reach - len(row.tokens) - 1)

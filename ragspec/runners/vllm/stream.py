@@ -1,0 +1,131 @@
+"""Records in flight in one engine, a bounded number of them, those that begin alike together.
+
+    >>> for outcome in Stream(engine, proposer, tokenizer, rows=16, ...).run(requests): ...
+
+Source: vLLM 0.32, v1/engine/llm_engine.py, driven step by step: `LLM.generate` answers at the end, and one refused
+prompt aborts what is queued.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from ragspec.engine.prefix import grouped, largest_first
+from ragspec.errors import ModelError
+from ragspec.inputs.feed import Feed
+from ragspec.models.stopping import trim
+from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer
+from ragspec.runners.vllm.environment import one_line
+from ragspec.runners.vllm.requests import sampling_params, spec_stats
+
+log = logging.getLogger(__name__)
+AHEAD = 2  # records submitted per row of the engine's batch, so that a row never waits for one
+
+
+@dataclass(slots=True)
+class _Submitted:
+    request: Request
+    at: float
+
+
+class Stream:
+    """One run. proposer: our drafter in the engine, or None.
+
+    lost: says what the engine would not do as a sampling asks, "" where there is nothing.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        proposer: Any,
+        tokenizer: Tokenizer,
+        *,
+        rows: int,
+        lookahead: int,
+        sampling_args: Mapping[str, Any],
+        lost: Callable[[Sampling], str],
+    ) -> None:
+        self._engine = engine
+        self._proposer = proposer
+        self._tokenizer = tokenizer
+        self._rows = rows
+        self._lookahead = lookahead
+        self._sampling_args = dict(sampling_args)
+        self._lost = lost
+        self._flying: dict[str, _Submitted] = {}
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
+        """Yield outcomes as they finish. Raises ModelError where the engine itself fails."""
+        self._engine.reset_prefix_cache()  # of an earlier pass: a run starts as a fresh one does
+        if self._proposer is not None:
+            self._proposer.reset()
+        source, line = Feed(requests), deque[Request]()
+        while True:
+            while len(self._flying) < AHEAD * self._rows:
+                if not line:
+                    line.extend(_by_prefix(source.take(self._lookahead, wait=not self._flying)))
+                if not line:
+                    break
+                if (refused := self._submit(line.popleft())) is not None:
+                    yield refused
+            if not self._flying:
+                return
+            for output in self._step():
+                if output.finished:
+                    yield self._outcome(self._flying.pop(output.request_id), output)
+
+    def _submit(self, request: Request) -> Failure | None:
+        if lost := self._lost(request.sampling):
+            return Failure(request.index, lost)
+        name = str(request.index)
+        prompt = {"prompt_token_ids": request.token_ids}
+        try:
+            self._engine.add_request(name, prompt, sampling_params(request, self._sampling_args))
+        except Exception as error:  # whatever the engine refuses is this record's failure
+            log.debug("vLLM refuses a record", exc_info=error)
+            return Failure(request.index, f"vLLM refuses it: {one_line(error)}")
+        if self._proposer is not None:
+            self._proposer.expect(request.token_ids, request.passages)
+        self._flying[name] = _Submitted(request, perf_counter())
+        return None
+
+    def _step(self) -> list[Any]:
+        try:
+            outputs: list[Any] = self._engine.step()
+        except Exception as error:  # an engine that fails in a step has lost its rows
+            raise ModelError(
+                f"vLLM's engine stopped: {one_line(error)}; finished answers are kept, run again to go on"
+            ) from error
+        return outputs
+
+    def _outcome(self, submitted: _Submitted, output: Any) -> Generation | Failure:
+        request, answer = submitted.request, output.outputs[0]
+        written = list(answer.token_ids)
+        token_ids, _ = trim(written, frozenset(), request.sampling.stop, self._tokenizer)  # it ends with a whole step
+        known = self._proposer.finish(request.token_ids, written) if self._proposer is not None else None
+        if answer.finish_reason not in ("stop", "length"):
+            return Failure(request.index, f"vLLM ended it with {answer.finish_reason!r}")
+        metrics = output.metrics
+        return Generation(
+            request.index,
+            token_ids,
+            answer.finish_reason,
+            spec_stats(answer.spec_decode_metrics, len(written), len(token_ids)),
+            latency_s=perf_counter() - submitted.at,
+            time_to_first_token_s=metrics.first_token_latency if metrics is not None else None,
+            cached_prompt_tokens=output.num_cached_tokens or 0,
+            guessed=bytes(known.guessed[: len(token_ids)]) if known else b"",
+            copied=known.copies.worth_citing(token_ids) if known else (),
+        )
+
+
+def _by_prefix(requests: list[Request]) -> list[Request]:
+    """Return requests so that what they share is in the prefix cache: together, and what most share first."""
+    prompts = [array("i", request.token_ids) for request in requests]
+    return [requests[index] for group in largest_first(grouped(prompts), prompts) for index in group]

@@ -1,0 +1,1 @@
+"""How to guess tokens and how many: methods, drafters, costs, lengths, citations."""

@@ -1,0 +1,89 @@
+"""A vote of several matches on what comes next, and the memory of what was guessed until it is known to be right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ragspec.speculation.drafters.base import Draft
+from ragspec.speculation.drafters.calibration import Calibration, Features
+
+LEAST_SURVIVAL = 0.02  # a guess less likely than this is not made
+
+
+@dataclass(slots=True)
+class Match:
+    """A place whose continuation may be the row's."""
+
+    text: Sequence[int]
+    place: int
+    end: int  # where the text, or the document in it, ends
+    source: int  # class of the calibration
+    length: int  # tokens before the place that agree with the row
+    prompt: bool  # whether `text` begins with the row's own prompt, so that places in it can be cited
+
+
+class Proposals:
+    """Builds chains from matches, and scores each chain against what the target wrote, verified or not."""
+
+    def __init__(self, calibration: Calibration) -> None:
+        self._calibration = calibration
+        self._chain: list[int] = []  # the guess that is being scored
+        self._features: list[Features] = []
+        self._at = 0
+
+    def build(self, matches: list[Match], limit: int, prompt_tokens: int) -> Draft:
+        """Return the chain that the matches vote for, up to `limit` tokens."""
+        calibration = self._calibration
+        draft, features = Draft(), []
+        survival = 1.0
+        weights = [calibration.odds(match.source, match.length) for match in matches]
+        step = 0
+        while matches and step < limit:
+            votes: dict[int, float] = {}
+            best, best_weight = -1, 0.0
+            total = 0.0
+            alive = []
+            for match, weight in zip(matches, weights, strict=True):
+                place = match.place + step
+                if place >= match.end:
+                    continue
+                alive.append((match, weight))
+                token = match.text[place]
+                votes[token] = vote = votes.get(token, 0.0) + weight
+                total += weight
+                if vote >= best_weight:  # of equals the later
+                    best, best_weight = token, vote
+            if not alive:
+                break
+            agreeing = [(m, w) for m, w in alive if m.text[m.place + step] == best] if len(votes) > 1 else alive
+            leader = max(agreeing, key=lambda pair: pair[1])[0]
+            sources = len({match.source for match, _ in agreeing})
+            share = best_weight / total
+            place = leader.place + step
+            known = calibration.features(
+                leader.source, leader.length + step, best, leader.text[place - 1], step, share, sources, len(agreeing)
+            )
+            survival *= calibration.estimate(known)
+            if survival < LEAST_SURVIVAL:
+                break
+            draft.token_ids.append(best)
+            draft.survival.append(survival)
+            draft.sources.append(place if leader.prompt and place < prompt_tokens else None)
+            features.append(known)
+            matches, weights = [m for m, _ in agreeing], [w for _, w in agreeing]
+            step += 1
+        if not self._chain and draft.token_ids:
+            self._chain, self._features, self._at = draft.token_ids, features, 0
+        return draft
+
+    def score(self, token_ids: Sequence[int]) -> None:
+        """Compare the chain that is being scored with tokens that the target wrote."""
+        for token in token_ids:
+            if not self._chain:
+                return
+            hit = self._chain[self._at] == token
+            self._calibration.observe(self._features[self._at], hit)
+            self._at += 1
+            if not hit or self._at == len(self._chain):
+                self._chain = []

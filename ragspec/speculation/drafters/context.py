@@ -1,0 +1,108 @@
+"""The RAG-aware drafter: how the row's contexts, its answer, other records' passages and finished answers go on.
+
+    speculation: {method: context}
+
+Several matches vote; every guess carries a probability learnt from the run itself (calibration.py), so the engine can
+verify only what pays. Passages and answers of other records are shared between rows: guesses depend on what ran
+before, answers never do. `isolate` switches the sharing off.
+Limit: exact token matches only; a paraphrase is no match.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from ragspec.speculation.drafters.base import Draft
+from ragspec.speculation.drafters.calibration import Calibration
+from ragspec.speculation.drafters.chain import Match, Proposals
+from ragspec.speculation.drafters.index import NgramIndex, match_length
+
+PROMPT, OUTPUT, OTHER_CONTEXT, OTHER_OUTPUT = range(4)
+DOUBTS = {OTHER_CONTEXT: -1.5, OTHER_OUTPUT: -0.8}  # in log odds
+SHARED_TOKENS = 200_000  # of other records, in memory at most
+SURE = 4  # tokens of a match in the row's own text, from which on the others are not asked
+
+
+class SharedPool:
+    """Texts of other records, one after the other; no match crosses from one to the next."""
+
+    def __init__(self) -> None:
+        self._index = NgramIndex(1, 4)
+        self._documents: list[tuple[int, int, int]] = []  # start, end, source
+        self._known: set[int] = set()
+
+    def add(self, token_ids: Sequence[int], source: int) -> None:
+        """Take in a text, once; of an endless one the beginning."""
+        token_ids = token_ids[:SHARED_TOKENS]
+        key = hash(tuple(token_ids))
+        if key in self._known or len(token_ids) < 4:
+            return
+        if len(self._index.tokens) + len(token_ids) > SHARED_TOKENS:
+            self.__init__()  # type: ignore[misc]  # the run has moved on from what stood there
+        self._known.add(key)
+        start = len(self._index.tokens)
+        self._index.extend(token_ids)
+        self._documents.append((start, len(self._index.tokens), source))
+
+    def matches(self, suffix: Sequence[int]) -> list[Match]:
+        """Return the places that end like `suffix`."""
+        found = []
+        for place in self._index.find(suffix):
+            number = bisect_right(self._documents, place - 1, key=lambda document: document[0]) - 1
+            start, end, source = self._documents[number]
+            length = match_length(self._index.tokens, place, suffix, floor=start)
+            if length > 0 and place < end:
+                found.append(Match(self._index.tokens, place, end, source, length, False))
+        return found
+
+
+class ContextDrafter:
+    """Drafts from the retrieved passages. isolate: each record for itself."""
+
+    def __init__(self, isolate: bool = False) -> None:
+        self.calibration = Calibration(DOUBTS)
+        self.pool = None if isolate else SharedPool()
+
+    def open(self, prompt: Sequence[int], passages: Sequence[tuple[int, int]] = ()) -> ContextRow:
+        """Return the drafter of one record."""
+        row = ContextRow(prompt, self.calibration, self.pool)
+        if self.pool is not None:
+            for start, end in passages:
+                self.pool.add(prompt[start:end], OTHER_CONTEXT)
+        return row
+
+
+class ContextRow:
+    """Drafts for one record."""
+
+    def __init__(self, prompt: Sequence[int], calibration: Calibration, pool: SharedPool | None) -> None:
+        self._index = NgramIndex()
+        self._index.extend(prompt)
+        self._prompt_tokens = len(prompt)
+        self._proposals = Proposals(calibration)
+        self._pool = pool
+
+    def propose(self, limit: int) -> Draft:
+        """Return the chain that all matches vote for."""
+        tokens = self._index.tokens
+        end = len(tokens)
+        matches = []
+        for place in self._index.find(tokens):
+            if place < end:
+                source = PROMPT if place < self._prompt_tokens else OUTPUT
+                length = match_length(tokens, place, tokens)
+                matches.append(Match(tokens, place, end, source, length, True))
+        if self._pool is not None and not any(match.length >= SURE for match in matches):
+            matches += self._pool.matches(tokens)
+        return self._proposals.build(matches, limit, self._prompt_tokens)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Take in what was written."""
+        self._proposals.score(token_ids)
+        self._index.extend(token_ids)
+
+    def close(self) -> None:
+        """Leave the finished answer to the other rows."""
+        if self._pool is not None:
+            self._pool.add(self._index.tokens[self._prompt_tokens :], OTHER_OUTPUT)

@@ -1,0 +1,57 @@
+"""Prompt lookup: the row's own prompt and answer, searched for the latest place that ends like the row does now.
+
+    speculation: {method: prompt_lookup, ngram_min: 1, ngram_max: 3}
+
+Source: Saxena 2023, "Prompt lookup decoding". Limit: one match, no vote; method `context` sees more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ragspec.speculation.drafters.base import Draft
+from ragspec.speculation.drafters.calibration import Calibration
+from ragspec.speculation.drafters.chain import Match, Proposals
+from ragspec.speculation.drafters.index import NgramIndex, match_length
+
+
+class PromptLookup:
+    """Drafts by n-grams of `smallest` to `largest` tokens."""
+
+    def __init__(self, smallest: int = 1, largest: int = 3) -> None:
+        self._smallest = smallest
+        self._largest = max(smallest, largest)
+        self.calibration = Calibration()
+
+    def open(self, prompt: Sequence[int], passages: Sequence[tuple[int, int]] = ()) -> LookupRow:
+        """Return the drafter of one record."""
+        return LookupRow(prompt, self._smallest, self._largest, self.calibration)
+
+
+class LookupRow:
+    """Prompt lookup for one record."""
+
+    def __init__(self, prompt: Sequence[int], smallest: int, largest: int, calibration: Calibration) -> None:
+        self._index = NgramIndex(smallest, largest)
+        self._index.extend(prompt)
+        self._largest = largest
+        self._prompt_tokens = len(prompt)
+        self._proposals = Proposals(calibration)
+
+    def propose(self, limit: int) -> Draft:
+        """Return the continuation of the latest place that ends like the longest n-gram there is."""
+        tokens = self._index.tokens
+        end = len(tokens)
+        found = [(match_length(tokens, place, tokens), place) for place in self._index.find(tokens) if place < end]
+        if not found:
+            return Draft()
+        length, place = max(found, key=lambda match: (min(match[0], self._largest), match[1]))
+        return self._proposals.build([Match(tokens, place, end, 0, length, True)], limit, self._prompt_tokens)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Take in what was written."""
+        self._proposals.score(token_ids)
+        self._index.extend(token_ids)
+
+    def close(self) -> None:
+        """Nothing is kept."""

@@ -1,1 +1,0 @@
-"""What vLLM needs of us: its own configuration (config), and drafts for its rows (proposer, rows)."""
