@@ -8,6 +8,19 @@
 Every message is one line: what is wrong, where, what is allowed, what to do.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return '; did you mean "x"?' where one of `known` is close, else '; known: a, b, c': the end of a message."""
+    from difflib import get_close_matches
+
+    choices = list(known)
+    near = get_close_matches(word, choices, n=1)
+    return f'; did you mean "{near[0]}"?' if near else f"; known: {', '.join(choices)}"
+
 
 def flat(error: Exception, most: int | None = None) -> str:
     """Return an error's text on one line, its first `most` characters."""

@@ -2,7 +2,8 @@
 
 import pytest
 
-from ragspec.config.load import build_config, to_sampling
+from ragspec.config.load import build_config
+from ragspec.config.run import to_sampling
 from ragspec.records import Request
 from ragspec.runners import module
 from ragspec.stats import SpecStats

@@ -4,7 +4,8 @@ import pytest
 import torch
 import transformers
 
-from ragspec.config.load import build_config, to_sampling
+from ragspec.config.load import build_config
+from ragspec.config.run import to_sampling
 from ragspec.engine import attention, backend, selfcheck
 from ragspec.engine.decode import Engine
 from ragspec.engine.proposers import ByRow

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ragspec.config.load import build_config, to_sampling
+from ragspec.config.load import build_config
+from ragspec.config.run import to_sampling
 from ragspec.models.generation import asked_beyond_sampling
 from ragspec.records import Request
 from ragspec.runners.huggingface import runner as huggingface

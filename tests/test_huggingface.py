@@ -2,7 +2,8 @@
 
 import pytest
 
-from ragspec.config.load import build_config, to_sampling
+from ragspec.config.load import build_config
+from ragspec.config.run import to_sampling
 from ragspec.errors import ConfigError, ModelError
 from ragspec.records import Failure, Request
 from ragspec.run.session import run

@@ -7,7 +7,8 @@ import subprocess
 
 import pytest
 
-from ragspec.config.load import build_config, to_sampling
+from ragspec.config.load import build_config
+from ragspec.config.run import to_sampling
 from ragspec.errors import ConfigError
 from ragspec.records import Failure, Request
 from ragspec.run.session import run

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ragspec.config.load import RunConfig, build_config
+from ragspec.config.load import build_config
+from ragspec.config.run import RunConfig
 from ragspec.config.secret import revealed
 from ragspec.errors import ConfigError
 from ragspec.records import Failure, Generation, Request

@@ -12,12 +12,12 @@ from rich.console import Console
 
 from ragspec.audit.findings import Comparison, Findings
 from ragspec.audit.lossless import Audit, Parting, Verdict, judge, partings
-from ragspec.benchmark.baseline import PLAIN
 from ragspec.benchmark.plan import Candidate, make_plan
 from ragspec.benchmark.process import open_worker
-from ragspec.config.load import RunConfig
+from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError, ModelError
 from ragspec.outputs.runstate import write_json
+from ragspec.speculation.methods import PLAIN
 
 STOCK = "stock generate()"
 KEYED = ("context", "prompt_lookup")  # methods of our engine that sample with noise that belongs to a place

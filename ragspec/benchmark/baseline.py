@@ -4,7 +4,7 @@
     >>> plain_of(Setting("a", "vllm", "context", 8), [plain]), plain_of(Setting("b", "vllm", "context", 4), [plain])
     (0, None)
 
-Everything that says "plain" (results.json, the table, the report) asks here. Standard library only.
+Everything that says "plain" (results.json, the table, the report) asks here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-PLAIN = "none"  # the method
+from ragspec.speculation.methods import PLAIN
 
 
 class Setting(NamedTuple):

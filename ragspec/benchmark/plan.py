@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from ragspec import runners
-from ragspec.benchmark.baseline import PLAIN, Setting, plain_of
-from ragspec.config.load import RunConfig, build_config
-from ragspec.errors import ConfigError
-from ragspec.suggest import did_you_mean
+from ragspec.benchmark.baseline import Setting, plain_of
+from ragspec.config.load import build_config
+from ragspec.config.run import RunConfig
+from ragspec.errors import ConfigError, did_you_mean
+from ragspec.speculation.methods import PLAIN, method_named, methods_of
 
-DRAFTED = ("auto", "draft_model", "eagle", "eagle3", "medusa", "dflash")  # methods that take a draft model
 STOCK = {"runner": "huggingface", "runner_args": {"engine": "transformers", "batch_size": 1}}
 AS_IT_COMES = {"runner": "vllm", "runner_args": {"lookahead": 1}}  # records in the order given, blocks of its own size
 PEERS: dict[str, dict[str, Any]] = {
@@ -59,7 +58,7 @@ def make_plan(
     lengths: Sequence[int | None] = list(dict.fromkeys(num_tokens)) or [None]
     candidates = []
     for runner, method, batch_size in product(several, wanted, sizes):
-        if len(several) > 1 and method not in runners.module(runner).METHODS:
+        if len(several) > 1 and method not in methods_of(runner):
             continue  # what one runner has and the other lacks is timed where it is
         prefix = f"{runner}-" if len(several) > 1 else ""
         for tokens in lengths if method != PLAIN else [None]:
@@ -90,7 +89,7 @@ def _candidate(
 ) -> Candidate:
     raw: dict[str, Any] = config.model_dump()
     spec = raw["speculation"] | {"method": method}
-    if method not in DRAFTED:
+    if not method_named(method).takes_draft:
         spec |= {"draft_model": None, "draft_tokenizer": None}
     if method != config.speculation.method:
         spec |= {"extra": {}, "speculative_config": None}

@@ -17,19 +17,18 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from ragspec.benchmark.baseline import PLAIN
 from ragspec.benchmark.plan import Candidate, make_plan
 from ragspec.benchmark.process import Worker, open_worker
-from ragspec.config.load import RunConfig
+from ragspec.config.run import RunConfig
 from ragspec.config.secret import by_name
 from ragspec.errors import ConfigError
 from ragspec.host.machine import machine
 from ragspec.outputs.private import write_private
+from ragspec.speculation.methods import FAKE, PLAIN, model_free
 
 BEHIND = 0.85  # of the fastest of a round: not timed again
 MARGIN = 1.03  # that speculation has to win by
 LENGTHS = {"vllm": {"prompt_lookup": (4, 8)}}  # to try, where no engine chooses them step by step
-DRAFTERS = {"huggingface": ("context", "prompt_lookup"), "vllm": ("context", "prompt_lookup", "suffix"), "fake": ()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,8 @@ def tune(config: RunConfig, folder: Path, *, budget_s: float, limit: int, consol
 
 def candidates(config: RunConfig) -> list[Candidate]:
     """Return plain decoding, what the config says, and every method of the runner that needs no more than it has."""
-    methods = [PLAIN, config.speculation.method, *DRAFTERS.get(config.runner, ())]
+    free = () if config.runner == FAKE else model_free(config.runner)
+    methods = [PLAIN, config.speculation.method, *free]
     if importlib.util.find_spec("arctic_inference") is None:
         methods = [method for method in methods if method != "suffix" or method == config.speculation.method]
     plan = []

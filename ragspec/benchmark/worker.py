@@ -17,7 +17,8 @@ import orjson
 
 from ragspec import runners
 from ragspec.benchmark.details import acceptance_by_record, roofline, samples
-from ragspec.config.load import RunConfig, build_config
+from ragspec.config.load import build_config
+from ragspec.config.run import RunConfig
 from ragspec.errors import RagspecError
 from ragspec.inputs.jsonl import Lines
 from ragspec.outputs.journal import Journal

@@ -14,7 +14,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ragspec.config.load import RunConfig
+    from ragspec.config.run import RunConfig
 
 INTERRUPTED = 130
 

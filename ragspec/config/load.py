@@ -6,73 +6,23 @@ Limit: only what the text of the config can tell is judged here; models and toke
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
-from pydantic import BaseModel, ValidationError
-
-from ragspec import runners
-from ragspec.config.secret import Address, Secret, Settings, as_given, concealed, secrets_in
+from ragspec.config.check import validate
+from ragspec.config.run import RunConfig
+from ragspec.config.secret import Secret, concealed, secrets_in
 from ragspec.config.secret_words import names_secret
-from ragspec.config.sections import PromptConfig, RetrievalConfig, SamplingConfig, Section, SpeculationConfig
+from ragspec.config.sections import RetrievalConfig
 from ragspec.config.translate.autogluon import is_autogluon, translate
 from ragspec.config.translate.vllm import modernise
 from ragspec.config.veil import Veil
 from ragspec.config.yaml_file import parse_yaml, read_yaml
 from ragspec.errors import ConfigError
-from ragspec.records import Sampling
-from ragspec.runners.base import RunnerArgs
-from ragspec.suggest import did_you_mean
+from ragspec.speculation.methods import check_method
 
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
-SEARCH_KEYS = ("top_k", "mode", "candidates", "reranker_model", "order")
-
-
-class RunConfig(Section):
-    """One run: a model, a runner, records in, answers out."""
-
-    model: Address | None = None
-    runner: str = "huggingface"
-    input: str | None = None  # a path, or - for stdin
-    output: str = "-"  # a path, or - for stdout
-    order: Literal["input", "finish"] = "input"
-    prompt: PromptConfig = PromptConfig()
-    sampling: SamplingConfig = SamplingConfig()
-    speculation: SpeculationConfig = SpeculationConfig()
-    retrieval: RetrievalConfig | None = None
-    runner_args: Settings = {}
-
-    def args(self) -> RunnerArgs:
-        """Return `runner_args` as the runner's own model. Raises ConfigError."""
-        model: type[RunnerArgs] = runners.module(self.runner).Args
-        return cast(RunnerArgs, _validate(model, self.runner_args, "config", "runner_args"))
-
-    def as_given(self) -> dict[str, Any]:
-        """Return the config as the user wrote it, secrets in the clear: for another process, never for a file."""
-        whole: dict[str, Any] = as_given(self.model_dump())
-        return whole
-
-    def veil(self) -> Veil:
-        """Return what takes this config's secrets out of messages."""
-        return Veil(self.model_dump())
-
-    def identity(self) -> dict[str, Any]:
-        """Return the part of the config that an answer depends on; a resumed run must agree on it."""
-        whole = self.model_dump(mode="json", exclude={"input", "output", "order"})
-        if self.retrieval:  # how the index was built is the index's own matter
-            whole["retrieval"] = {key: whole["retrieval"][key] for key in SEARCH_KEYS}
-        if self.sampling.temperature == 0:  # what is sampled in a padded batch depends on the batch
-            for key in self.args().neutral_keys():
-                whole["runner_args"].pop(key, None)
-        return whole
-
-
-def to_sampling(config: SamplingConfig) -> Sampling:
-    """Return the config's section as the plain value that travels with a request."""
-    return Sampling(**{**config.model_dump(), "stop": tuple(config.stop)})
 
 
 def load_config(path: str, overrides: Sequence[str] = (), **direct: Any) -> tuple[RunConfig, list[str]]:
@@ -97,7 +47,7 @@ def load_config(path: str, overrides: Sequence[str] = (), **direct: Any) -> tupl
 
 def build_config(raw: dict[str, Any], source: str = "config") -> RunConfig:
     """Return `raw` as a checked RunConfig; `source` begins every message. Raises ConfigError."""
-    config = cast(RunConfig, _validate(RunConfig, raw, source))
+    config = cast(RunConfig, validate(RunConfig, raw, source))
     try:
         _check(config)
         config.args()
@@ -128,7 +78,7 @@ def load_retrieval(
             if "index" not in section:
                 raise ConfigError(f"{source}: retrieval.index: missing; say where the index is (a folder)")
         raw = {key: value for key, value in raw.items() if value is not None}
-        config = cast(RunConfig, _validate(RunConfig, raw, source)).retrieval
+        config = cast(RunConfig, validate(RunConfig, raw, source)).retrieval
         assert config is not None
         _check_retrieval(config)
         _check_references({"retrieval": config.model_dump()}, source)
@@ -164,7 +114,7 @@ def _check(config: RunConfig) -> None:
         if config.prompt.source not in ("auto", "query"):
             raise ConfigError(f'prompt.source: "{config.prompt.source}": retrieval fills contexts of queries only')
     spec = config.speculation
-    runners.check_method(config.runner, spec.method)
+    check_method(config.runner, spec.method)
     if (spec.speculative_config is not None) != (spec.method == "speculative_config"):
         raise ConfigError(
             "speculation.speculative_config: goes with method: speculative_config (runner vllm), and with no other"
@@ -235,53 +185,3 @@ def _set(raw: dict[str, Any], override: str) -> None:
         if not isinstance(place, dict):
             raise ConfigError(f'--set: "{key}": "{parent}" holds a value, not keys')
     place[last] = parse_yaml(value, f"--set {key} (a value with YAML's special characters needs quotes)")
-
-
-def _validate(model: type[BaseModel], raw: Any, source: str, prefix: str = "") -> BaseModel:
-    try:
-        return model.model_validate(raw)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise ConfigError(f"{source}: {_explain(model, cast(dict[str, Any], first), prefix)}") from None
-
-
-def _explain(model: type[BaseModel], error: dict[str, Any], prefix: str) -> str:
-    """Return one line for pydantic's first complaint: key, value, what is allowed."""
-    path = [str(part) for part in error["loc"] if not (isinstance(part, str) and part in _UNION_TAGS)]
-    key = ".".join(([prefix] if prefix else []) + path)
-    if error["type"] == "extra_forbidden":
-        return f'"{key}" is not a known key{did_you_mean(path[-1], _fields(model, path[:-1]))}'
-    allowed = error["msg"].replace("Input should be ", "must be ").replace("String should", "must")
-    if error["type"] == "value_error":
-        return f"{key}.{allowed.removeprefix('Value error, ')}"
-    if error["type"] == "model_type":
-        allowed = "must hold keys and values"
-    alternatives = _alternatives(model, path)
-    value = concealed({path[-1] if path else "": error["input"]})
-    return f"{key}: {_short(*value.values())} is not allowed: {alternatives or allowed}"
-
-
-# pydantic adds the tried branch of a union to the location
-_UNION_TAGS = {"int", "bool", "str", "float", "literal['auto']", "constrained-int"}
-
-
-def _alternatives(model: type[BaseModel], path: list[str]) -> str:
-    """Return what a union of a type and "auto" takes; pydantic would complain of one branch only."""
-    if path[-1:] in (["num_tokens"], ["batch_size"]):
-        return 'must be a whole number from 1, or "auto"'
-    return 'must be true, false or "auto"' if path[-1:] == ["chat"] else ""
-
-
-def _fields(model: type[BaseModel], path: list[str]) -> list[str]:
-    for part in path:
-        inner: Any = model.model_fields[part].annotation if part in model.model_fields else None
-        inner = next((choice for choice in get_args(inner) if choice is not NoneType), inner)  # left out: None
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            return []
-        model = inner
-    return list(model.model_fields)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ragspec import runners
-from ragspec.config.load import RunConfig
+from ragspec.config.run import RunConfig
+from ragspec.speculation.methods import methods_of
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -20,7 +21,7 @@ def config_schema() -> dict[str, Any]:
         args = module.Args.model_json_schema(ref_template=f"#/$defs/{name}_{{model}}")
         for inner, definition in args.pop("$defs", {}).items():
             schema["$defs"][f"{name}_{inner}"] = definition
-        methods = {"properties": {"method": {"enum": list(module.METHODS)}}}
+        methods = {"properties": {"method": {"enum": list(methods_of(name))}}}
         condition: dict[str, Any] = {"properties": {"runner": {"const": name}}}
         if name != RunConfig.model_fields["runner"].default:
             condition["required"] = ["runner"]

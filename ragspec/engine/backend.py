@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ from ragspec.inputs.feed import Feed
 from ragspec.models.generation import GenerationRules, Processors
 from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer
 from ragspec.speculation.allocate import StepCost
-from ragspec.speculation.drafters.choice import judged, model_free
+from ragspec.speculation.drafters.calibration import judged
+from ragspec.speculation.methods import HF, DrafterSettings, drafters_on
+from ragspec.speculation.plugins import failures
 from ragspec.speculation.trial import Trial
 
 log = logging.getLogger(__name__)
@@ -41,7 +44,7 @@ class Refused(Exception):
 class EngineBackend:
     """Answers with the batched engine.
 
-    method: none, context, prompt_lookup, draft_model, or auto for the best of them. draft: the loaded draft model.
+    method: a word of speculation/methods.py, "auto" for the best of them. draft: the loaded draft model.
     reach: tokens that it attends to. rows None: chosen by memory and device. rules: how logits become choices. Every
     run begins as the first did: no drafter knows the records of an earlier one. Raises Refused where the model does not
     compute the same in here.
@@ -57,8 +60,7 @@ class EngineBackend:
         num_tokens: int | None,
         rows: int | None,
         lookahead: int = LOOKAHEAD,
-        ngrams: tuple[int | None, int | None] = (None, None),
-        isolate: bool = False,
+        drafting: DrafterSettings | None = None,
         draft: Any = None,
         reach: int | None = None,
         rules: GenerationRules | None = None,
@@ -74,8 +76,9 @@ class EngineBackend:
         self._lookahead = lookahead
         self._reach = reach
         self._rules = rules
-        self._ngrams, self._isolate = ngrams, isolate
         self._probed: StepCost | None = None
+        width = int(inner.config.get_text_config().vocab_size)
+        self._drafting = replace(drafting or DrafterSettings(), vocabulary=width)
         self._weights = _linear_weights(inner)
         self._model = prepare(inner, self.notes)
         try:
@@ -90,7 +93,7 @@ class EngineBackend:
 
     def _start_anew(self) -> None:
         """Forget what was learnt."""
-        self._drafters = model_free(self._ngrams, self._isolate)
+        self._drafters = drafters_on(HF, self._method, self._drafting)
         self._candidates = [self._method]
         if self._method == "auto":
             self._candidates = ["none", *self._drafters] + ["draft_model"] * (self._draft is not None)
@@ -163,7 +166,7 @@ class EngineBackend:
         steps, drafted = clock.steps - steps_before, clock.drafted_steps - drafted_before
         if self._method == "auto":
             self._note(self._trial.note())
-        for note in clock.notes:
+        for note in [*clock.notes, *failures(self._drafters.values())]:
             self._note(note)
         if self._num_tokens is None and self._method not in ("none", "auto") and steps:
             off = 1 - drafted / steps

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from ragspec.errors import ConfigError
+from ragspec.errors import ConfigError, did_you_mean
 from ragspec.retrieval.store import (
     READY,
     SETTINGS,
@@ -25,7 +25,6 @@ from ragspec.retrieval.store import (
     searched,
     settings_of,
 )
-from ragspec.suggest import did_you_mean
 
 VECTORS_INDEXED_FROM = 100_000  # rows; fewer are compared one by one, exactly
 KEPT = timedelta(days=7)  # of old versions, for readers that began before a build

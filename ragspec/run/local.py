@@ -9,7 +9,7 @@ from itertools import count
 
 from pydantic import ValidationError
 
-from ragspec.config.load import RunConfig, to_sampling
+from ragspec.config.run import RunConfig, to_sampling
 from ragspec.config.sections import SamplingConfig
 from ragspec.errors import RecordError
 from ragspec.inputs.feed import Feed, Sieve

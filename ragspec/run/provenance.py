@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ragspec import __version__
-from ragspec.config.load import RunConfig
+from ragspec.config.run import RunConfig
 from ragspec.runners.base import Runner
 
 LIBRARIES = ("torch", "transformers", "vllm")

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ragspec import runners
-from ragspec.config.load import RunConfig
+from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError
 from ragspec.inputs.jsonl import Lines
 from ragspec.outputs.journal import Journal

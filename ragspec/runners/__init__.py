@@ -1,36 +1,37 @@
-"""Runners by name. The module name is the word in the YAML and in every message."""
+"""Runners by name: the module, or folder, of that name is the word in the YAML and in every message."""
 
 from __future__ import annotations
 
 import pkgutil
 from importlib import import_module
-from types import ModuleType
+from typing import TYPE_CHECKING, Protocol, cast
 
-from ragspec.errors import ConfigError
-from ragspec.suggest import did_you_mean
+from ragspec.errors import ConfigError, did_you_mean
+from ragspec.runners.base import Runner, RunnerArgs
+
+if TYPE_CHECKING:
+    from ragspec.config.run import RunConfig
+
+
+class RunnerModule(Protocol):
+    """What a runner's module holds."""
+
+    Args: type[RunnerArgs]
+
+    @staticmethod
+    def Runner(config: RunConfig) -> Runner:
+        """Return the runner of a config, nothing loaded."""
 
 
 def names() -> list[str]:
-    """Return the `runner:` words, one per module of this folder that holds a `Runner`."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base" and not m.ispkg)
+    """Return the `runner:` words."""
+    return sorted(found.name for found in pkgutil.iter_modules(__path__) if found.name != "base")
 
 
-def module(name: str) -> ModuleType:
+def module(name: str) -> RunnerModule:
     """Return the module of runner `name`. Raises ConfigError, with the known names, for any other."""
-    if name not in names():
-        raise ConfigError(f'runner: "{name}" is not known{did_you_mean(name, names())}')
-    return import_module(f"{__name__}.{name}")
-
-
-def check_method(runner: str, method: str) -> None:
-    """Raise ConfigError unless `runner` has the speculation `method`."""
-    known: tuple[str, ...] = module(runner).METHODS
-    if method in known:
-        return
-    elsewhere = [name for name in names() if name != runner and method in module(name).METHODS]
-    if elsewhere:
-        raise ConfigError(
-            f'speculation.method: runner "{runner}" has no "{method}" (runner {" and ".join(elsewhere)} has it); '
-            f"it has {', '.join(known)}"
-        )
-    raise ConfigError(f'speculation.method: "{method}" is not known{did_you_mean(method, known)}')
+    for found in pkgutil.iter_modules(__path__):
+        if found.name == name and name != "base":
+            path = f"{__name__}.{name}.runner" if found.ispkg else f"{__name__}.{name}"
+            return cast(RunnerModule, import_module(path))
+    raise ConfigError(f'runner: "{name}" is not known{did_you_mean(name, names())}')

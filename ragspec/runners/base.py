@@ -1,7 +1,7 @@
 """What a runner is. A new runner is one new module in this folder: its name is the `runner:` word of the config.
 
-Such a module holds `METHODS` (the `speculation.method` words that it knows), `Args` (a pydantic model of its
-`runner_args`) and a class `Runner`. It imports nothing heavy before `check()` or `__enter__`.
+Such a module (or a folder's `runner` module) holds `Args`, a pydantic model of its `runner_args`, and a class `Runner`;
+its methods are in speculation/methods.py. It imports nothing heavy before `check()` or `__enter__`.
 """
 
 from __future__ import annotations

@@ -14,13 +14,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
-from ragspec.config.load import RunConfig
+from ragspec.config.run import RunConfig
 from ragspec.inputs.feed import Feed
 from ragspec.records import Failure, Generation, Request, Spans
 from ragspec.runners.base import RunnerArgs
+from ragspec.speculation.methods import PLAIN
 from ragspec.stats import SpecStats
 
-METHODS = ("none", "prompt_lookup")
 BATCH_SIZE = 8
 
 
@@ -106,7 +106,7 @@ class Runner:
         if request.id in self._fail_ids:
             return Failure(request.index, "the fake runner was told to fail here")
         token_ids = request.token_ids[-request.sampling.max_new_tokens :]
-        if self.method == "none":
+        if self.method == PLAIN:
             return self._generation(request, token_ids, SpecStats(steps=len(token_ids)))
         spec = SpecStats()
         left = len(token_ids)

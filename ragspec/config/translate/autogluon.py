@@ -10,8 +10,7 @@ from typing import Any
 
 from ragspec.config.translate.autogluon_retrieval import SECTIONS, translate_retrieval
 from ragspec.config.translate.vllm import modernise
-from ragspec.errors import ConfigError
-from ragspec.suggest import did_you_mean
+from ragspec.errors import ConfigError, did_you_mean
 
 GENERATOR_KEYS = (
     "generator_model_name",

@@ -6,8 +6,7 @@ import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ragspec.errors import ConfigError
-from ragspec.suggest import did_you_mean
+from ragspec.errors import ConfigError, did_you_mean
 
 OURS = ("max_new_tokens", "max_length", "do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 DRAFT_KNOBS = ("assistant_lookbehind", "target_lookbehind")

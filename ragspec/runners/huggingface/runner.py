@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field
 
-from ragspec.config.load import RunConfig, to_sampling
+from ragspec.config.run import RunConfig, to_sampling
 from ragspec.config.secret import Settings, revealed
 from ragspec.errors import ConfigError, ModelError
 from ragspec.host.quiet import quiet
 from ragspec.models.resolve import ModelSource, context_length, read_model_config, resolve
 from ragspec.records import Failure, Generation, Request
 from ragspec.runners.base import RunnerArgs
+from ragspec.speculation.methods import HF, PLAIN, DrafterSettings, method_named
 
 if TYPE_CHECKING:
     from ragspec.engine.backend import EngineBackend
@@ -28,7 +29,12 @@ if TYPE_CHECKING:
     from ragspec.models.generation import GenerationRules
     from ragspec.runners.huggingface.stock import StockBackend
 
-METHODS = ("none", "auto", "context", "prompt_lookup", "draft_model", "early_exit")
+    PLAIN,
+    "auto",
+    "prompt_lookup",
+    "draft_model",
+    "early_exit",
+)  # that generate() has, auto as one of them
 PLAIN_BATCH_SIZE = 8
 
 
@@ -70,7 +76,8 @@ class Runner:
         self.method = config.speculation.method
         self.remembers = False
         self._sampling = to_sampling(config.sampling)
-        self.cites = config.speculation.method in ("auto", "context", "prompt_lookup")
+        self._row = method_named(config.speculation.method)
+        self.cites = self._row.cites_on(HF)
         self.notes: list[str] = []
 
     # -- before any weights ---------------------------------------------------------------------------------------
@@ -91,8 +98,7 @@ class Runner:
         )
         self.tokenizer = HFTokenizer(tokenizer, revealed(args.encode_args))
         self.context_length = context_length(self._hf_config)
-        wants_draft = self.method == "draft_model" or (self.method == "auto" and self._spec.draft_model)
-        self._draft = self._find_draft(tokenizer) if wants_draft else None
+        self._draft = self._find_draft(tokenizer) if self._row.takes_draft and self._spec.draft_model else None
         if self.method == "early_exit":
             layers = self._hf_config.get_text_config().num_hidden_layers
             if (self._spec.early_exit_layer or 0) >= layers:
@@ -113,10 +119,10 @@ class Runner:
         )
 
     def _needs_engine(self) -> bool:
-        return self._args.engine == "ragspec" or self.method == "context"
+        return self._args.engine == "ragspec" or not self._row.stock
 
     def _wanted(self) -> str:
-        return "method context" if self.method == "context" else "place in runner_args.engine: ragspec"
+        return "place in runner_args.engine: ragspec" if self._row.stock else f"method {self.method}"
 
     def _only_stock(self) -> str:
         """Return the part of the config that only generate() serves, or ""."""
@@ -126,7 +132,7 @@ class Runner:
         unserved = next((key for key in args.generate_args if key not in SERVED), "")
         rules = {
             "runner_args.engine: transformers": args.engine == "transformers",
-            "speculation.method: early_exit": self.method == "early_exit",
+            f"speculation.method: {self.method}": not self._row.batches,
             "speculation.draft_tokenizer: a draft of another vocabulary": self._draft and self._draft.other_tokens,
             f"runner_args.generate_args.{unserved}": unserved,
             "runner_args.num_gpus over 1": (args.num_gpus or 0) > 1,
@@ -141,7 +147,7 @@ class Runner:
         from ragspec.models.loading import check_device
         from ragspec.runners.huggingface.arguments import check_draft_knobs, check_encode_args, check_generate_args
 
-        check_generate_args(self._args.generate_args, speculates=self.method != "none")
+        check_generate_args(self._args.generate_args, speculates=self.method != PLAIN)
         if self._spec.num_tokens_by_batch_size is not None:
             self.notes.append(
                 "speculation.num_tokens_by_batch_size: without effect on runner huggingface; vllm has it, "
@@ -210,8 +216,7 @@ class Runner:
                 num_tokens=None if spec.num_tokens == "auto" else spec.num_tokens,
                 rows=None if asked == "auto" else asked,
                 lookahead=self._args.lookahead,
-                ngrams=(spec.ngram_min, spec.ngram_max),
-                isolate=spec.isolate,
+                drafting=DrafterSettings(spec.ngram_min, spec.ngram_max, spec.isolate),
                 draft=draft_model,
                 reach=self._draft.context_length if self._draft else None,
                 rules=rules,
@@ -233,7 +238,7 @@ class Runner:
             self.method = "draft_model" if self._draft else "prompt_lookup"
             self.notes.append(f"method auto: {self.method}, untried: generate() keeps to one method")
         rows = 1
-        if self.method == "none":
+        if self.method == PLAIN:
             rows = PLAIN_BATCH_SIZE if asked == "auto" else asked
         elif asked not in ("auto", 1):
             self.notes.append(

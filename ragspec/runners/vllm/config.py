@@ -9,16 +9,17 @@ Source: vLLM 0.32, config/speculative.py. Limit: what only vLLM can judge is lef
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import asdict
 from typing import Any
 
 from ragspec.config.sections import SpeculationConfig
 from ragspec.errors import ConfigError
 from ragspec.models.resolve import ModelSource, brings_code, weights_bytes
+from ragspec.speculation.methods import PLAIN, VLLM, DrafterSettings, known_methods
 
 # ragspec's word -> vLLM's, where they differ
 NAMES = {"prompt_lookup": "ngram"}
 # draft lengths for `auto`; the others' come with the draft's own config, or from vLLM
-OURS = ("auto", "context")  # methods that our own proposer serves
 PROPOSER = "ragspec.runners.vllm.proposer.Proposer"
 MOST_TOKENS = 16  # of its drafts, where the length is chosen by what pays
 TESTED = ("0.32.",)  # versions of vLLM that it was tried with; the interface is experimental
@@ -26,7 +27,12 @@ AUTO_TOKENS = {"prompt_lookup": 8, "draft_model": 4, "eagle": 3, "eagle3": 3}
 NGRAM_RANGE = (2, 4)  # vLLM's own default is 5 for both
 MODEL_FREE = ("ngram", "ngram_gpu", "suffix", "custom_class")  # for vLLM's `model` is no model there
 DRAFT_TRUST_KEYS = "speculation.draft_trust_remote_code and runner_args.trust_remote_code"  # vLLM has one for both
-NEEDS_MODEL = ("draft_model", "eagle", "eagle3", "medusa", "dflash")
+
+
+def is_ours(method: str) -> bool:
+    """Return whether our own proposer drafts for it."""
+    row = known_methods().get(method)
+    return row is not None and VLLM in row.drafts_on
 
 
 def speculative_config(spec: SpeculationConfig, draft_path: str | None = None) -> dict[str, Any] | None:
@@ -34,19 +40,17 @@ def speculative_config(spec: SpeculationConfig, draft_path: str | None = None) -
 
     draft_path: where the draft model was found, in place of its name.
     """
-    if spec.method == "none":
+    if spec.method == PLAIN:
         return None
     if spec.method == "speculative_config":
         return dict(spec.speculative_config or {})
-    if spec.method in OURS:
+    if is_ours(spec.method):
         most = MOST_TOKENS if spec.num_tokens == "auto" else spec.num_tokens
         return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": most} | spec.extra
     config: dict[str, Any] = {"method": NAMES.get(spec.method, spec.method)}
     tokens = AUTO_TOKENS.get(spec.method) if spec.num_tokens == "auto" else spec.num_tokens
     if tokens is not None:
         config["num_speculative_tokens"] = tokens
-    if spec.method in NEEDS_MODEL and not spec.draft_model:
-        raise ConfigError(f'speculation.draft_model: missing; method "{spec.method}" needs the name of its draft')
     if spec.draft_model:
         config["model"] = draft_path or spec.draft_model
     if spec.method == "prompt_lookup":
@@ -58,13 +62,13 @@ def speculative_config(spec: SpeculationConfig, draft_path: str | None = None) -
     return config | spec.extra
 
 
-def proposer_settings(spec: SpeculationConfig) -> dict[str, Any]:
+def proposer_settings(spec: SpeculationConfig, vocabulary: int | None = None) -> dict[str, Any]:
     """Return what our proposer reads from vLLM's additional_config."""
+    drafting = DrafterSettings(spec.ngram_min, spec.ngram_max, spec.isolate, vocabulary)
     return {
         "method": spec.method,
         "num_tokens": None if spec.num_tokens == "auto" else spec.num_tokens,
-        "isolate": spec.isolate,
-        "ngrams": [spec.ngram_min, spec.ngram_max],
+        "drafting": asdict(drafting),
     }
 
 

@@ -1,6 +1,6 @@
 """Our drafters inside vLLM: the class that it loads for `speculative_config={"method": "custom_class", ...}`.
 
-    additional_config={"ragspec": {"method": "context", "num_tokens": None, "isolate": False, "ngrams": [1, 3]}}
+    additional_config={"ragspec": {"method": "context", "num_tokens": None, "drafting": {"isolate": False}}}
 
 How many tokens: what pays by calibrated survival and by the seconds that vLLM's own steps take, the same rule as in our
 engine. Source: vLLM 0.32, v1/spec_decode/custom_class_proposer.py. Limit: Python per row and step, some 0.1 ms each.
@@ -18,8 +18,10 @@ from ragspec.runners.vllm.rows import Rows, Tracked
 from ragspec.speculation.allocate import allocate
 from ragspec.speculation.citations import Copies
 from ragspec.speculation.drafters.base import Draft
-from ragspec.speculation.drafters.choice import judged, model_free
+from ragspec.speculation.drafters.calibration import judged
 from ragspec.speculation.fitted import LineCost
+from ragspec.speculation.methods import PLAIN, VLLM, DrafterSettings, drafters_on
+from ragspec.speculation.plugins import failures
 from ragspec.speculation.trial import Trial
 
 KEY = "ragspec"  # of our settings in vLLM's additional_config
@@ -37,9 +39,8 @@ class Proposer:
     def reset(self) -> None:
         """Forget everything: a run starts as a fresh one does."""
         method = self._settings["method"]
-        known = model_free(self._settings["ngrams"], self._settings["isolate"])
-        self._drafters = known if method == "auto" else {method: known[method]}
-        self.trial = Trial(["none", *known] if method == "auto" else [method])
+        self._drafters = drafters_on(VLLM, method, DrafterSettings(**self._settings["drafting"]))
+        self.trial = Trial([PLAIN, *self._drafters] if method == "auto" else [method])
         self.cost = LineCost()
         self.drafting_s = 0.0
         self._expected: dict[bytes, list[Sequence[tuple[int, int]]]] = {}  # passages, by the prompt's tokens
@@ -66,6 +67,11 @@ class Proposer:
         else:
             self._expected.pop(key, None)
         return self._rows.finish(ids, answer)
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of the drafters."""
+        return failures(self._drafters.values())
 
     def about(self) -> dict[str, Any]:
         """Return what the drafts cost and how well they were judged."""

@@ -18,42 +18,28 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field
 
-from ragspec.config.load import RunConfig, to_sampling
+from ragspec.config.run import RunConfig, to_sampling
 from ragspec.config.secret import Settings, revealed
-from ragspec.errors import ConfigError, ModelError
+from ragspec.errors import ConfigError, ModelError, did_you_mean
 from ragspec.host.machine import free_bytes, free_gpu_bytes
 from ragspec.models.resolve import context_length, read_model_config, resolve
 from ragspec.records import Failure, Generation, Request, Sampling
 from ragspec.runners.base import RunnerArgs
 from ragspec.runners.vllm.config import (
     DRAFT_TRUST_KEYS,
-    OURS,
     TESTED,
     check_build,
     check_draft_code,
     check_memory,
     check_parallel,
+    is_ours,
     proposer_settings,
     speculative_config,
 )
 from ragspec.runners.vllm.environment import device_count, one_line, prepare
 from ragspec.runners.vllm.stream import Stream
-from ragspec.suggest import did_you_mean
+from ragspec.speculation.methods import PLAIN, VLLM, method_named
 
-METHODS = (
-    "none",
-    "auto",
-    "context",
-    "prompt_lookup",
-    "draft_model",
-    "suffix",
-    "eagle",
-    "eagle3",
-    "medusa",
-    "mtp",
-    "dflash",
-    "speculative_config",
-)
 CPU_KV_CACHE_BYTES = 2 << 30  # vLLM would take nearly all memory, and a benchmark loads several engines
 MIN_P_LOST = "vLLM ignores it while speculating, which would change answers; use method: none, or take it out"
 # its expand_kernel writes each token's temperature, top_k and top_p into a copy that is dropped (cpu_triton_utils)
@@ -91,8 +77,8 @@ class Runner:
         self._default_sampling = to_sampling(config.sampling)
         raw = config.speculation.speculative_config or {}
         self.method = str(raw.get("method", "draft_model")) if raw else config.speculation.method
-        self.remembers = self.method == "suffix"  # its tree of past answers outlives a pass over the input
-        self.cites = self.method in OURS
+        self.remembers = not raw and VLLM in method_named(self.method).remembers
+        self.cites = is_ours(self.method)
         self._proposer: Any = None  # our drafter inside the engine, where it can be reached
         self._drafting: dict[str, Any] = {}  # what it says of itself
         self.notes: list[str] = []
@@ -145,7 +131,7 @@ class Runner:
         """Return what drafts: prompt lookup in place of our own drafter on a vLLM that it was not tried with."""
         import vllm
 
-        if self.method not in OURS:
+        if not is_ours(self.method):
             return spec
         if vllm.__version__.startswith(TESTED):
             if self._spec.draft_model:
@@ -161,7 +147,7 @@ class Runner:
     def _check_draft(self, trust: bool) -> tuple[str | None, bool]:
         """Return where the draft model is and whether its tokens are others than the target's."""
         name = self._spec.draft_model
-        if name is None or self.method in ("none", *OURS):
+        if name is None or self.method == PLAIN or is_ours(self.method):
             return None, False
         source = resolve(name, key="speculation.draft_model")
         if self.method != "draft_model":
@@ -182,7 +168,7 @@ class Runner:
 
     def _lost(self, sampling: Sampling) -> str:
         """Return what vLLM would not do as asked while speculating, "" where there is nothing."""
-        if self.method == "none" or sampling.temperature == 0:
+        if self.method == PLAIN or sampling.temperature == 0:
             return ""
         if self._on_cpu:
             return f"temperature: {CPU_SAMPLING_LOST}"
@@ -200,12 +186,14 @@ class Runner:
             args["max_num_seqs"] = self._args.batch_size
         if spec is not None:
             args |= {"speculative_config": spec, "per_request_spec_decode_metrics": "detailed"}
-        if self.method in OURS:
+        if is_ours(self.method):
             extra = extra | {"additional_config": (extra.get("additional_config") or {}) | self._settings()}
         return args | extra
 
     def _settings(self) -> dict[str, Any]:
-        return {"ragspec": proposer_settings(self._spec)}
+        from ragspec.models.draft import width_of
+
+        return {"ragspec": proposer_settings(self._spec, width_of(self._hf_config))}
 
     def _configure(self) -> int:
         """Let vLLM check all its arguments, no weights read; return the model length that holds."""
@@ -241,7 +229,7 @@ class Runner:
                     f'"{self._model_name}": vLLM could not start: {one_line(error)} (if memory is short: lower '
                     "runner_args.max_model_len, or choose a smaller model)"
                 ) from error
-        if self.method in OURS:
+        if is_ours(self.method):
             self._find_proposer()
         return self
 
@@ -282,6 +270,7 @@ class Runner:
         yield from self._answer(requests)
         if self._proposer is not None:
             self._drafting = self._proposer.about()
+            self.notes += self._proposer.notes
             if self.method == "auto":
                 self.notes.append(self._proposer.trial.note())
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from math import exp, log, sqrt
+from typing import Any
 
 Features = tuple[int, ...]
 
@@ -115,3 +116,11 @@ class Calibration:
         if not self.trials:
             return None
         return sum(abs(predicted - hits) for predicted, hits in self._bins) / self.trials
+
+
+def judged(drafter: Any) -> dict[str, Any]:
+    """Return how well a drafter judges its guesses, for the statistics; empty where it has made none."""
+    calibration = getattr(drafter, "calibration", None)
+    if calibration is None or calibration.error is None:
+        return {}
+    return {"calibration_error": round(calibration.error, 4), "guesses_scored": calibration.trials}

@@ -1,0 +1,60 @@
+"""One run, as the user wrote it: a model, a runner, records in, answers out."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+from ragspec.config.check import validate
+from ragspec.config.secret import Address, Settings, as_given
+from ragspec.config.sections import PromptConfig, RetrievalConfig, SamplingConfig, Section, SpeculationConfig
+from ragspec.config.veil import Veil
+from ragspec.records import Sampling
+from ragspec.runners.base import RunnerArgs
+
+SEARCH_KEYS = ("top_k", "mode", "candidates", "reranker_model", "order")
+
+
+class RunConfig(Section):
+    """One run: a model, a runner, records in, answers out."""
+
+    model: Address | None = None
+    runner: str = "huggingface"
+    input: str | None = None  # a path, or - for stdin
+    output: str = "-"  # a path, or - for stdout
+    order: Literal["input", "finish"] = "input"
+    prompt: PromptConfig = PromptConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    retrieval: RetrievalConfig | None = None
+    runner_args: Settings = {}
+
+    def args(self) -> RunnerArgs:
+        """Return `runner_args` as the runner's own model. Raises ConfigError."""
+        from ragspec import runners  # late: runners know the config
+
+        model = runners.module(self.runner).Args
+        return cast(RunnerArgs, validate(model, self.runner_args, "config", "runner_args"))
+
+    def as_given(self) -> dict[str, Any]:
+        """Return the config as the user wrote it, secrets in the clear: for another process, never for a file."""
+        whole: dict[str, Any] = as_given(self.model_dump())
+        return whole
+
+    def veil(self) -> Veil:
+        """Return what takes this config's secrets out of messages."""
+        return Veil(self.model_dump())
+
+    def identity(self) -> dict[str, Any]:
+        """Return the part of the config that an answer depends on; a resumed run must agree on it."""
+        whole = self.model_dump(mode="json", exclude={"input", "output", "order"})
+        if self.retrieval:  # how the index was built is the index's own matter
+            whole["retrieval"] = {key: whole["retrieval"][key] for key in SEARCH_KEYS}
+        if self.sampling.temperature == 0:  # what is sampled in a padded batch depends on the batch
+            for key in self.args().neutral_keys():
+                whole["runner_args"].pop(key, None)
+        return whole
+
+
+def to_sampling(config: SamplingConfig) -> Sampling:
+    """Return the config's section as the plain value that travels with a request."""
+    return Sampling(**{**config.model_dump(), "stop": tuple(config.stop)})

@@ -1,0 +1,153 @@
+"""The one table of methods: what `speculation.method` may say, where it runs, what it needs and what it gives.
+
+    >>> METHODS["context"].drafts_on
+    ('huggingface', 'vllm')
+
+A new drafter is one file in drafters/ and one row here; one from outside is an entry point in the group
+`ragspec.drafters` (plugins.py). Everything that asks "which methods" asks here: runners, config, schema, benchmark,
+tune, doctor, help and docs. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ragspec.errors import ConfigError, did_you_mean
+from ragspec.speculation.drafters.base import Drafter
+from ragspec.speculation.drafters.context import ContextDrafter
+from ragspec.speculation.drafters.prompt_lookup import PromptLookup
+
+PLAIN = "none"
+FAKE, HF, VLLM = "fake", "huggingface", "vllm"
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSettings:
+    """What a config says to drafters. ngram_min, ngram_max: None for the drafter's own. vocabulary: ids there are."""
+
+    ngram_min: int | None = None
+    ngram_max: int | None = None
+    isolate: bool = False
+    vocabulary: int | None = None
+
+
+Make = Callable[[DrafterSettings], Drafter]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A row. summary: what drafts, in a few words. runners: those that have it.
+
+    drafts_on: the runners on which `drafter`, one of ours or a plugin's, does the drafting; there its drafts are known
+    token by token, so answers can cite passages. needs: keys of the section without which it cannot run. takes_draft:
+    whether a draft model is of use. some_models: whether it takes parts that only some models have. stock: whether
+    transformers' generate() has it. batches: whether several records are answered at once. remembers: runners on which
+    drafts come from answers of earlier passes too.
+    """
+
+    summary: str
+    runners: tuple[str, ...]
+    drafter: Make | None = None
+    drafts_on: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    takes_draft: bool = False
+    some_models: bool = False
+    stock: bool = False
+    batches: bool = True
+    remembers: tuple[str, ...] = ()
+
+    def cites_on(self, runner: str) -> bool:
+        """Return whether its answers say which passages they copy."""
+        return runner in self.drafts_on
+
+
+def _prompt_lookup(settings: DrafterSettings) -> Drafter:
+    smallest = settings.ngram_min or 1
+    return PromptLookup(smallest, settings.ngram_max or max(3, smallest))
+
+
+def _context(settings: DrafterSettings) -> Drafter:
+    return ContextDrafter(settings.isolate)
+
+
+DRAFT = ("draft_model",)
+METHODS = {
+    PLAIN: Method("nothing: plain decoding", (FAKE, HF, VLLM), stock=True),
+    "auto": Method(
+        "the fastest of the methods that need no more than the config has, found as the run goes on",
+        (HF, VLLM),
+        drafts_on=(HF, VLLM),
+        takes_draft=True,
+        stock=True,
+    ),
+    "context": Method(
+        "the retrieved passages, the record's own text and other records' texts, by n-gram",
+        (HF, VLLM),
+        drafter=_context,
+        drafts_on=(HF, VLLM),
+    ),
+    "prompt_lookup": Method(
+        "the record's own text, by n-gram", (FAKE, HF, VLLM), _prompt_lookup, drafts_on=(HF,), stock=True
+    ),
+    "draft_model": Method("a smaller model", (HF, VLLM), needs=DRAFT, takes_draft=True, stock=True),
+    "early_exit": Method("the model's own first layers", (HF,), needs=("early_exit_layer",), stock=True, batches=False),
+    "suffix": Method("a suffix tree of texts and earlier answers", (VLLM,), remembers=(VLLM,)),
+    "eagle": Method("an EAGLE head", (VLLM,), needs=DRAFT, takes_draft=True),
+    "eagle3": Method("an EAGLE-3 head", (VLLM,), needs=DRAFT, takes_draft=True),
+    "medusa": Method("Medusa heads", (VLLM,), needs=DRAFT, takes_draft=True),
+    "mtp": Method("the model's own multi-token prediction layers", (VLLM,), some_models=True),
+    "dflash": Method("a DFlash block-diffusion draft", (VLLM,), needs=DRAFT, takes_draft=True),
+    "speculative_config": Method("whatever vLLM's speculative_config says", (VLLM,), needs=("speculative_config",)),
+}
+
+
+def known_methods() -> dict[str, Method]:
+    """Return the table with the plugins that are installed."""
+    from ragspec.speculation.plugins import plugins
+
+    return METHODS | {
+        name: Method(f"the drafter {name} (a plugin)", (HF, VLLM), drafter=make, drafts_on=(HF, VLLM))
+        for name, make in plugins().items()
+        if name not in METHODS
+    }
+
+
+def method_named(word: str) -> Method:
+    """Return the row of `word`. Raises ConfigError, with the nearest words, for any other."""
+    known = known_methods()
+    if word not in known:
+        raise ConfigError(f'speculation.method: "{word}" is not known{did_you_mean(word, tuple(known))}')
+    return known[word]
+
+
+def methods_of(runner: str) -> tuple[str, ...]:
+    """Return the methods that `runner` has, plain decoding first."""
+    return tuple(word for word, method in known_methods().items() if runner in method.runners)
+
+
+def model_free(runner: str) -> tuple[str, ...]:
+    """Return the speculation of `runner` that works with every model and needs nothing more, to be tried by tune."""
+    known = known_methods()
+    free = [word for word in methods_of(runner) if not (known[word].needs or known[word].takes_draft)]
+    return tuple(word for word in free if word != PLAIN and not known[word].some_models)
+
+
+def check_method(runner: str, word: str) -> None:
+    """Raise ConfigError unless `runner` has the method `word`."""
+    method = method_named(word)
+    if runner not in method.runners:
+        raise ConfigError(
+            f'speculation.method: runner "{runner}" has no "{word}" (runner {" and ".join(method.runners)} has it); '
+            f"it has {', '.join(methods_of(runner))}"
+        )
+
+
+def drafters_on(runner: str, method: str, settings: DrafterSettings) -> dict[str, Drafter]:
+    """Return a new drafter of each kind that `method` may use on `runner`: its own, or all of ours for "auto"."""
+    known = known_methods()
+    if method == "auto":
+        words = [word for word, row in METHODS.items() if row.drafter and HF in row.drafts_on]
+    else:
+        words = [method] if runner in known[method].drafts_on else []
+    return {word: make(settings) for word in words if (make := known[word].drafter) is not None}
