@@ -29,12 +29,6 @@ if TYPE_CHECKING:
     from ragspec.models.generation import GenerationRules
     from ragspec.runners.huggingface.stock import StockBackend
 
-    PLAIN,
-    "auto",
-    "prompt_lookup",
-    "draft_model",
-    "early_exit",
-)  # that generate() has, auto as one of them
 PLAIN_BATCH_SIZE = 8
 
 
