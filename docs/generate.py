@@ -1,6 +1,7 @@
 """Writes what the docs take from the code: `python docs/generate.py`. A test checks that it was run.
 
-Every page of docs/commands holds its command's --help between two markers; docs/config.schema.json is the config's.
+Every page of docs/commands holds its command's --help between two markers, docs/config.md its tables; the config's JSON
+schema is docs/config.schema.json.
 """
 
 import json
@@ -8,9 +9,16 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 DOCS = Path(__file__).resolve().parent
+KEYS = "| key | default | meaning |\n|---|---|---|\n"
+METHOD_KEYS = "| method | what drafts | runners | needs |\n|---|---|---|---|\n"
 BLOCK = re.compile(r"(<!-- help -->\n```text\n).*?(\n```\n<!-- /help -->)", re.DOTALL)
 
 
@@ -42,10 +50,58 @@ def schema() -> str:
     return json.dumps(config_schema(), indent=1, sort_keys=True) + "\n"
 
 
+def config_page() -> str:
+    """Return docs/config.md with the tables of today: keys, methods, runner_args."""
+    from ragspec import runners
+    from ragspec.config.run import RunConfig
+    from ragspec.speculation.methods import METHODS
+
+    text = (DOCS / "config.md").read_text(encoding="utf-8")
+    text = _put(text, "keys", KEYS + "\n".join(_key_rows(RunConfig)))
+    methods = [
+        f"| `{word}` | {method.summary} | {', '.join(name for name in method.runners if name != 'fake')} | "
+        f"{', '.join(f'`{key}`' for key in method.needs)} |"
+        for word, method in METHODS.items()
+    ]
+    text = _put(text, "methods", METHOD_KEYS + "\n".join(methods))
+    for name in ("huggingface", "vllm", "fake"):
+        text = _put(text, f"args {name}", KEYS + "\n".join(_key_rows(runners.module(name).Args)))
+    return text
+
+
+def _key_rows(model: Any, prefix: str = "") -> Iterator[str]:
+    """Yield a table row for every key of a section and of those in it."""
+    for name, field in model.model_fields.items():
+        inner = next((kind for kind in (field.annotation, *get_args(field.annotation)) if _is_section(kind)), None)
+        if inner is not None:
+            yield f"| **{name}** | | {' '.join(inner.__doc__.split())} |"
+            yield from _key_rows(inner, f"{name}.")
+        elif field.description:
+            meaning = " ".join(field.description.split()).replace("|", "\\|")
+            yield f"| `{prefix}{name}` | {_default(field)} | {meaning} |"
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required() or field.default in (None, ""):
+        return ""
+    return f"`{json.dumps(field.default).strip(chr(34))}`"
+
+
+def _put(text: str, name: str, table: str) -> str:
+    block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+    assert block.search(text), f"docs/config.md has no block {name}"
+    return block.sub(lambda found: f"{found[1]}{table}\n{found[2]}", text)
+
+
 def main() -> None:
     """Write all."""
     for path in sorted((DOCS / "commands").glob("*.md")):
         path.write_text(page_of(path), encoding="utf-8")
+    (DOCS / "config.md").write_text(config_page(), encoding="utf-8")
     (DOCS / "config.schema.json").write_text(schema(), encoding="utf-8")
 
 

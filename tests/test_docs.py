@@ -30,6 +30,7 @@ def test_every_command_has_a_page():
 
 def test_the_schema_is_the_configs():
     assert (ROOT / "docs" / "config.schema.json").read_text() == generate.schema(), REMEDY
+    assert (ROOT / "docs" / "config.md").read_text() == generate.config_page(), REMEDY
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "sample_configs").glob("*.yaml")), ids=lambda path: path.stem)
@@ -66,3 +67,20 @@ def test_links_between_pages_lead_somewhere():
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: {target}"
     assert Path(ROOT / "README.md").exists()
+
+
+def test_every_key_of_the_config_is_described():
+    from ragspec import runners
+    from ragspec.config.run import RunConfig
+
+    sections = {"prompt", "sampling", "speculation", "retrieval", "runner_args"}  # described by their docstrings
+    models = [RunConfig, *(runners.module(name).Args for name in runners.names())]
+    models += [field.annotation for field in RunConfig.model_fields.values() if isinstance(field.annotation, type)]
+    silent = [
+        f"{model.__name__}.{name}"
+        for model in models
+        if hasattr(model, "model_fields")
+        for name, field in model.model_fields.items()
+        if not field.description and name not in sections
+    ]
+    assert silent == []

@@ -18,10 +18,15 @@ class RunConfig(Section):
     """One run: a model, a runner, records in, answers out."""
 
     model: Address | None = None
+    """Hub id, folder, `.gguf` file (converted once into the user's cache), or `demo`."""
     runner: str = "huggingface"
-    input: str | None = None  # a path, or - for stdin
-    output: str = "-"  # a path, or - for stdout
+    """`huggingface`, `vllm`, or `fake` (no model: repeats the end of each prompt)."""
+    input: str | None = None
+    """JSONL file (`.gz`, `.zst`), or `-` for stdin. A line has at most 256 MiB."""
+    output: str = "-"
+    """JSONL file, or `-` for stdout."""
     order: Literal["input", "finish"] = "input"
+    """Order of the output lines: `input` (an answer ahead of its turn waits in `NAME.pending.jsonl`), or `finish`."""
     prompt: PromptConfig = PromptConfig()
     sampling: SamplingConfig = SamplingConfig()
     speculation: SpeculationConfig = SpeculationConfig()

@@ -1,4 +1,7 @@
-"""The parts of a config, as the user writes them: each a frozen model, closed to unknown keys."""
+"""The parts of a config, as the user writes them: each a frozen model, closed to unknown keys.
+
+The text under a key is its description: in the schema, in editors, and in docs/config.md.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from ragspec.config.secret import Address, Settings, StringSettings
 class Section(BaseModel):
     """The root of every part of the config: frozen, strict about types, closed to unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
 def _listed(value: Any) -> Any:
@@ -24,75 +27,120 @@ def _at_home(path: str) -> str:
     return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
+OneOrMore = Annotated[list[str], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
 BatchSizeRange = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=3, max_length=3)]
 
 
 class PromptConfig(Section):
     """How a record becomes a prompt."""
 
-    source: Literal["auto", "query", "messages", "prompt"] = "auto"  # auto: the first of the three that is there
+    source: Literal["auto", "query", "messages", "prompt"] = "auto"
+    """Which field of a record is the prompt; `auto` takes the first of `query`, `messages` and `prompt` it finds."""
     system: str | None = None
-    template: str | None = None  # Jinja2 text of the user message, a .jinja file, or "citations"
-    chat: Literal["auto"] | bool = "auto"  # auto: the model's chat template where it has one
+    """System prompt. A record's own `messages` may bring another."""
+    template: str | None = None
+    """Jinja2 text of the user message, the name of a `.jinja`, `.jinja2` or `.j2` file, or `citations` (passages are
+    numbered, and the answer is asked to cite them like `[1]`). It may use `query`, `contexts` (each with `id`, `title`,
+    `text`, `score`), `system`, `metadata`, `id` and `chat`."""
+    chat: Literal["auto"] | bool = "auto"
+    """Use the model's chat template: `auto` (if it has one), `true` or `false`."""
     query_prefix: str = ""
-    allow_special_tokens: bool = False  # of records: `<|im_end|>` in a passage ends a turn
+    """Text put before every query."""
+    allow_special_tokens: bool = False
+    """Let control words in records (`<|im_end|>`, `</s>`, `<think>`) act as control tokens; see
+    [below](#records-are-text)."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Longest prompt, in tokens. The model's context length less `max_new_tokens` always applies."""
 
 
 class SamplingConfig(Section):
     """How tokens are chosen, for every record that does not say otherwise."""
 
     max_new_tokens: Annotated[int, Field(ge=1)] = 128
+    """Longest answer, in tokens."""
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """0 is greedy decoding."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the most likely tokens that together have this probability; 1 is off."""
     top_k: Annotated[int, Field(ge=0)] = 0
+    """Sample from this many most likely tokens; 0 is off."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Leave out tokens less likely than this share of the most likely one; 0 is off."""
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Divide the scores of tokens that have appeared already; 1 is off."""
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed, json_schema_input_type=str | list[str])
     ] = []
+    """Texts that end an answer. They are not part of it."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Of the noise that sampling takes; each record's noise depends on this seed and on the record's id."""
 
 
 class SpeculationConfig(Section):
     """Where drafts come from and how long they are."""
 
     method: str = "none"
+    """What drafts; see [Methods](#methods)."""
     num_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Draft length. `auto`: as many tokens as pay, row by row and step by step, and none when none do (vLLM's own methods
+    and stock `generate()`: their own default; `context` in vLLM: up to 16)."""
     draft_model: Address | None = None
-    draft_tokenizer: Address | None = None  # a draft of another vocabulary: universal assisted decoding
-    draft_trust_remote_code: bool = False  # run code that comes with the draft model and its tokenizer
-    ngram_max: Annotated[int, Field(ge=1)] | None = None  # prompt_lookup: longest n-gram looked up
-    ngram_min: Annotated[int, Field(ge=1)] | None = None  # prompt_lookup: shortest
-    isolate: bool = False  # context: no drafts from other records' passages and answers
+    """Name of the draft model."""
+    draft_tokenizer: Address | None = None
+    """The draft's name again, if its vocabulary differs from the target's: universal assisted decoding."""
+    draft_trust_remote_code: bool = False
+    """Run code that comes with the draft model or its tokenizer; `runner_args.trust_remote_code` is for the target only.
+    vLLM 0.32 has one switch for both: there, a draft that brings code needs both keys."""
+    ngram_max: Annotated[int, Field(ge=1)] | None = None
+    """Longest n-gram that prompt lookup looks up (3 by default, 4 in vLLM)."""
+    ngram_min: Annotated[int, Field(ge=1)] | None = None
+    """Shortest n-gram that prompt lookup looks up (1 by default, 2 in vLLM; stock `generate()` has no such setting)."""
+    isolate: bool = False
+    """`context`, `auto`: draft from the record's own text only, not from other records' passages and answers
+    (`--isolate`)."""
     early_exit_layer: Annotated[int, Field(ge=1)] | None = None
-    confidence_threshold: Annotated[float, Field(ge=0, le=1)] | None = None  # a draft stops below this probability
-    schedule: Literal["constant", "heuristic_transient"] = "constant"  # of num_tokens, within one record
-    num_tokens_by_batch_size: list[BatchSizeRange] | None = None  # vllm: [first, last, num_tokens] a row
-    extra: Settings = {}  # huggingface: the draft's generation_config; vllm: further speculative_config keys
-    speculative_config: Settings | None = None  # vllm: the whole of it as it is, for what comes next
+    """The layer that `early_exit` drafts from."""
+    confidence_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+    """A draft model stops drafting below this probability (transformers' default: 0.4)."""
+    schedule: Literal["constant", "heuristic_transient"] = "constant"
+    """`heuristic_transient` lengthens and shortens drafts within one record."""
+    num_tokens_by_batch_size: list[BatchSizeRange] | None = None
+    """vllm: rows of `[first, last, num_tokens]`, for instance `[[1, 8, 5], [9, 256, 0]]`."""
+    extra: Settings = {}
+    """huggingface: `assistant_lookbehind`, `target_lookbehind`; vllm: further keys of `speculative_config`."""
+    speculative_config: Settings | None = None
+    """vllm, with `method: speculative_config`: vLLM's own, passed on as it is."""
 
 
 class RetrievalConfig(Section):
-    """Where contexts come from, for records that bring none; and how the index is built."""
+    """Contexts for records that have a `query` and no `contexts` (an empty list asks for none); how the index is built."""
 
-    index: Annotated[
-        Address, Field(min_length=1), AfterValidator(_at_home)
-    ]  # a folder, or an object store's address (s3://...)
+    index: Annotated[Address, Field(min_length=1), AfterValidator(_at_home)]
+    """Folder of the index, or an object store's address (`s3://...`)."""
     top_k: Annotated[int, Field(ge=1)] = 5
-    mode: Literal["auto", "bm25", "dense", "hybrid"] = "auto"  # auto: hybrid where the index has vectors
-    candidates: Annotated[int, Field(ge=1)] = 50  # that each search hands to fusion and to the reranker
-    reranker_model: Address | None = None  # a cross-encoder of sentence-transformers
-    order: Literal["score", "canonical"] = "score"  # canonical: by id, so that equal sets make equal prefixes
-    storage_options: StringSettings = {}  # of the object store; its secrets stay in the environment
-    corpus: Annotated[
-        list[str], BeforeValidator(_listed, json_schema_input_type=str | list[str])
-    ] = []  # `ragspec index`: files and folders
-    file_types: Annotated[
-        list[str], BeforeValidator(_listed, json_schema_input_type=str | list[str])
-    ] = []  # `ragspec index`: endings to take; all by default
-    chunk_size: Annotated[int, Field(ge=16)] = 512  # tokens of a passage, its title counted
-    chunk_overlap: Annotated[int, Field(ge=0)] = 64  # tokens that neighbours may share
-    embedding_model: Address | None = None  # a sentence-transformers model (hub id, folder, demo); none: words only
-    tokenizer: Address | None = None  # whose tokens are counted; the embedding model's by default, else words
-    language: str = "English"  # of stemming and stop words; none: neither
+    """Passages for each query."""
+    mode: Literal["auto", "bm25", "dense", "hybrid"] = "auto"
+    """`bm25`, `dense` or `hybrid`; `auto` is hybrid if the index has vectors, else BM25."""
+    candidates: Annotated[int, Field(ge=1)] = 50
+    """How many passages each search hands to rank fusion and to the reranker."""
+    reranker_model: Address | None = None
+    """A sentence-transformers cross-encoder: hub id or folder."""
+    order: Literal["score", "canonical"] = "score"
+    """Order of the passages in the prompt: by `score`, or `canonical` (by id, so that records with the same passages
+    share a prefix)."""
+    storage_options: StringSettings = {}
+    """Passed to LanceDB, for an object store. Credentials come from the environment (or `${NAME}`)."""
+    corpus: OneOrMore = []
+    """`ragspec index`: files and folders."""
+    file_types: OneOrMore = []
+    """`ragspec index`: file endings to take from folders, for instance `[.md, .pdf]`; all by default."""
+    chunk_size: Annotated[int, Field(ge=16)] = 512
+    """Tokens of a passage, its title included. No more than the embedding model reads."""
+    chunk_overlap: Annotated[int, Field(ge=0)] = 64
+    """Tokens that neighbouring passages may share."""
+    embedding_model: Address | None = None
+    """A sentence-transformers model: hub id, folder, or `demo`. None: search by words only."""
+    tokenizer: Address | None = None
+    """Without an embedding model: the model whose tokens are counted; by default words and punctuation marks are."""
+    language: str = "English"
+    """Of stemming and stop words (LanceDB's names), or `none`."""

@@ -54,7 +54,7 @@ class Runner(Protocol):
 class RunnerArgs(BaseModel):
     """The root of every runner's `runner_args` model: unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
     def neutral_keys(self) -> set[str]:
         """Keys that cannot change an answer, so that a resumed run may change them."""

@@ -28,10 +28,15 @@ class Args(RunnerArgs):
     """`runner_args` of the fake runner."""
 
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Records at a time."""
     context_length: Annotated[int, Field(ge=2)] | None = None
-    delay_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # seconds a batch takes
-    fail_ids: list[str] = []  # records that fail inside generation
-    reverse: bool = False  # finish each batch last record first
+    """Most bytes of prompt and answer together."""
+    delay_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Seconds that a batch takes."""
+    fail_ids: list[str] = []
+    """Ids of records that fail inside generation."""
+    reverse: bool = False
+    """Finish each batch last record first."""
 
     def neutral_keys(self) -> set[str]:
         return {"batch_size", "delay_s", "reverse"}

@@ -36,17 +36,33 @@ class Args(RunnerArgs):
     """`runner_args` of the Hugging Face runner."""
 
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Records at a time. `auto`: what memory holds and the device gains from; the run says what it chose. In stock
+    `generate()` 8 without speculation, else 1."""
     engine: Literal["auto", "ragspec", "transformers"] = "auto"
-    lookahead: Annotated[int, Field(ge=1)] = 4096  # records read ahead to bring shared prefixes together
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on a CPU, else the model's own
+    """What answers: ragspec's batched engine if it can, else stock `generate()`. `ragspec` makes the fallback an error,
+    `transformers` asks for `generate()`."""
+    lookahead: Annotated[int, Field(ge=1)] = 4096
+    """Records read ahead, to bring those that share a prefix together."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """`auto` is float32 on a CPU and the model's own elsewhere."""
     device: str = "auto"
+    """`cuda`, `mps` or `cpu`; `auto` takes the first of them that is there."""
     num_gpus: Annotated[int, Field(ge=0)] | None = None
+    """0: run on the CPU; 2 or more: spread the layers over that many GPUs."""
     revision: str | None = None
+    """Of the model on the hub."""
     trust_remote_code: bool = False
-    model_args: Settings = {}  # to from_pretrained of the model
-    tokenizer_args: Settings = {}  # to from_pretrained of the tokenizer
-    encode_args: Settings = {}  # to every call of the tokenizer
-    generate_args: Settings = {}  # to generate()
+    """Run code that comes with the model. Not the draft's (`speculation.draft_trust_remote_code`); embedding models and
+    rerankers never run any."""
+    model_args: Settings = {}
+    """Passed to `from_pretrained` of the model (weights are safetensors unless `use_safetensors: false` is among them)."""
+    tokenizer_args: Settings = {}
+    """Passed to `from_pretrained` of the tokenizer."""
+    encode_args: Settings = {}
+    """Passed to every call of the tokenizer."""
+    generate_args: Settings = {}
+    """Override the model's `generation_config`. Whatever only changes logits (`no_repeat_ngram_size`, `suppress_tokens`,
+    `min_new_tokens`, ...) is served by either engine; anything else makes stock `generate()` answer."""
 
     def neutral_keys(self) -> set[str]:
         return {"batch_size", "lookahead"}

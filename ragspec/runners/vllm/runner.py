@@ -52,11 +52,15 @@ CPU_BLOCK = 32  # tokens; vLLM's own 128 leave out more of every shared prefix, 
 class Args(RunnerArgs):
     """`runner_args` of the vLLM runner: any argument of `LLM(...)`, and these."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, use_attribute_docstrings=True)
 
-    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"  # max_num_seqs by its name in other runners
-    lookahead: Annotated[int, Field(ge=1)] = 4096  # records read ahead to bring shared prefixes together
-    sampling_args: Settings = {}  # to SamplingParams, beside the `sampling` section
+    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Most records in one step: `max_num_seqs` by the name it has in the other runners."""
+    lookahead: Annotated[int, Field(ge=1)] = 4096
+    """Records read ahead, to submit those that share a prefix together. 1: in the order given, in blocks of vLLM's own
+    size."""
+    sampling_args: Settings = {}
+    """Passed to `SamplingParams`, beside the `sampling` section."""
 
     def neutral_keys(self) -> set[str]:
         memory = {"gpu_memory_utilization", "kv_cache_memory_bytes", "block_size"}
