@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from ragspec import runners
 from ragspec.config.check import validate
 from ragspec.config.run import RunConfig
 from ragspec.config.secret import Secret, concealed, secrets_in
@@ -114,6 +115,7 @@ def _check(config: RunConfig) -> None:
         if config.prompt.source not in ("auto", "query"):
             raise ConfigError(f'prompt.source: "{config.prompt.source}": retrieval fills contexts of queries only')
     spec = config.speculation
+    runners.module(config.runner)
     check_method(config.runner, spec.method)
     if (spec.speculative_config is not None) != (spec.method == "speculative_config"):
         raise ConfigError(

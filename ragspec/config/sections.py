@@ -82,15 +82,15 @@ class SpeculationConfig(Section):
     method: str = "none"
     """What drafts; see [Methods](#methods)."""
     num_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Draft length. `auto`: as many tokens as pay, row by row and step by step, and none when none do (vLLM's own methods
-    and stock `generate()`: their own default; `context` in vLLM: up to 16)."""
+    """Draft length. `auto`: as many tokens as pay, row by row and step by step, and none when none do (vLLM's own
+    methods and stock `generate()`: their own default; `context` in vLLM: up to 16)."""
     draft_model: Address | None = None
     """Name of the draft model."""
     draft_tokenizer: Address | None = None
     """The draft's name again, if its vocabulary differs from the target's: universal assisted decoding."""
     draft_trust_remote_code: bool = False
-    """Run code that comes with the draft model or its tokenizer; `runner_args.trust_remote_code` is for the target only.
-    vLLM 0.32 has one switch for both: there, a draft that brings code needs both keys."""
+    """Run code that comes with the draft model or its tokenizer; `runner_args.trust_remote_code` is for the target
+    only. vLLM 0.32 has one switch for both: there, a draft that brings code needs both keys."""
     ngram_max: Annotated[int, Field(ge=1)] | None = None
     """Longest n-gram that prompt lookup looks up (3 by default, 4 in vLLM)."""
     ngram_min: Annotated[int, Field(ge=1)] | None = None
@@ -113,7 +113,7 @@ class SpeculationConfig(Section):
 
 
 class RetrievalConfig(Section):
-    """Contexts for records that have a `query` and no `contexts` (an empty list asks for none); how the index is built."""
+    """Contexts for records that have a `query` and no `contexts`, and how the index is built."""
 
     index: Annotated[Address, Field(min_length=1), AfterValidator(_at_home)]
     """Folder of the index, or an object store's address (`s3://...`)."""
