@@ -55,14 +55,15 @@ class Args(RunnerArgs):
     """Run code that comes with the model. Not the draft's (`speculation.draft_trust_remote_code`); embedding models and
     rerankers never run any."""
     model_args: Settings = {}
-    """Passed to `from_pretrained` of the model. Weights are safetensors unless `use_safetensors: false` is among them."""
+    """Passed to `from_pretrained` of the model. Weights are safetensors unless `use_safetensors: false` is in it."""
     tokenizer_args: Settings = {}
     """Passed to `from_pretrained` of the tokenizer."""
     encode_args: Settings = {}
     """Passed to every call of the tokenizer."""
     generate_args: Settings = {}
     """Override the model's `generation_config`. Whatever only changes logits (`no_repeat_ngram_size`,
-    `suppress_tokens`, `min_new_tokens`, ...) is served by either engine; anything else makes stock `generate()` answer."""
+    `suppress_tokens`, `min_new_tokens`, ...) is served by either engine; anything else makes stock `generate()`
+    answer."""
 
     def neutral_keys(self) -> set[str]:
         return {"batch_size", "lookahead"}
