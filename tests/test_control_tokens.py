@@ -18,7 +18,7 @@ from ragspec.models.tokenizer import HFTokenizer
 from ragspec.prompts.builder import PromptBuilder
 from ragspec.prompts.foreign import Mask
 from ragspec.records import Passage, Record
-from ragspec.run.session import run
+from ragspec.run.generate import generate as run
 from tests.conftest import SAMPLE, read_jsonl, save_llama, train_tokenizer, write_jsonl
 
 TEXTS = [passage["text"] for record in read_jsonl(SAMPLE) for passage in record["contexts"]]

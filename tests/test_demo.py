@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ragspec.config.load import build_config
-from ragspec.run.session import run
+from ragspec.run.generate import generate as run
 from tests.conftest import SAMPLE, read_jsonl
 from tests.test_cli import ragspec
 

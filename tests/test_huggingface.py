@@ -6,7 +6,7 @@ from ragspec.config.load import build_config
 from ragspec.config.run import to_sampling
 from ragspec.errors import ConfigError, ModelError
 from ragspec.records import Failure, Request
-from ragspec.run.session import run
+from ragspec.run.generate import generate as run
 from ragspec.runners.huggingface import runner as huggingface
 from tests.conftest import SAMPLE, read_jsonl, save_gpt2, train_tokenizer
 

@@ -4,7 +4,7 @@ import tracemalloc
 import pytest
 
 from ragspec.errors import ConfigError
-from ragspec.inputs.jsonl import Line
+from ragspec.inputs.base import Row
 from ragspec.outputs.journal import Journal, fingerprint, whereabouts
 from tests.conftest import read_jsonl
 
@@ -159,8 +159,8 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path, name, message):
 
 
 def test_fingerprint_changes_with_content_and_name():
-    line = Line(1, json.dumps({"id": "a"}).encode(), None)
-    other = Line(2, b"{}", None)
+    line = Row(1, json.dumps({"id": "a"}).encode(), None)
+    other = Row(2, b"{}", None)
     keys = {fingerprint(line, "a"), fingerprint(line, None), fingerprint(other, "a"), fingerprint(other, None)}
     assert len(keys) == 4
 

@@ -7,14 +7,14 @@ import zstandard
 
 from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs import jsonl
-from ragspec.inputs.jsonl import Lines
+from ragspec.inputs.jsonl import JsonlSource
 from ragspec.inputs.zst import FEED, ZstReader
 
 TEXT = b'{"id": 1}\n\n  \n{"id": 2}\r\n{"id": 3}'
 
 
 def values(path):
-    with Lines(str(path)) as lines:
+    with JsonlSource(str(path)) as lines:
         return [(line.number, line.value) for line in lines]
 
 
@@ -75,9 +75,9 @@ def test_damaged_compressed_data_is_an_error_and_never_a_silent_end(tmp_path, na
 
 def test_missing_input_and_folder_are_known_on_opening(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
-        Lines(str(tmp_path / "nowhere.jsonl"))
+        JsonlSource(str(tmp_path / "nowhere.jsonl"))
     with pytest.raises(ConfigError, match="is a folder"):
-        Lines(str(tmp_path))
+        JsonlSource(str(tmp_path))
 
 
 PACKED = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
@@ -91,7 +91,7 @@ def test_a_line_without_an_end_is_an_error_with_its_number_and_not_a_full_memory
     seen = []
     tracemalloc.start()
     try:
-        with Lines(str(path)) as lines, pytest.raises(ConfigError, match=r":2: the line is longer than 4 MiB"):
+        with JsonlSource(str(path)) as lines, pytest.raises(ConfigError, match=r":2: the line is longer than 4 MiB"):
             seen += lines
     finally:
         peak = tracemalloc.get_traced_memory()[1]
@@ -141,5 +141,5 @@ def test_an_archive_cut_in_its_last_frame_is_noticed_wherever_the_cut_is(tmp_pat
 def test_a_mark_is_no_part_of_a_lines_text(tmp_path, mark):
     path = tmp_path / "in.jsonl"
     path.write_bytes((mark + b' {"a": 1} \n') * 2)
-    with Lines(str(path)) as lines:
+    with JsonlSource(str(path)) as lines:
         assert [(line.text, line.value) for line in lines] == [(b' {"a": 1} ', {"a": 1})] * 2

@@ -15,9 +15,9 @@ import pytest
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from ragspec.inputs.feed import Feed
-from ragspec.inputs.jsonl import Lines
+from ragspec.inputs.jsonl import JsonlSource
 from ragspec.inputs.live import MOST
-from ragspec.run.session import run
+from ragspec.run.generate import generate as run
 from tests.conftest import read_jsonl
 from tests.test_cli import RAGSPEC, start_interruptible
 from tests.test_retrieval import built
@@ -185,7 +185,7 @@ def test_a_full_pipe_is_looked_at_as_far_ahead_as_a_file(tmp_path):
     assert len(data) > 1 << 16  # more than the pipe itself holds
     pipe = Pipe(tmp_path / "pipe")
     pipe.write(data, keep_open=True)
-    with Lines(str(pipe.path)) as lines:
+    with JsonlSource(str(pipe.path)) as lines:
         feed = Feed(lines)
         feed.put_back([next(feed)])
         assert pipe.written.wait(PATIENCE_S)  # as it is while a model loads
@@ -197,7 +197,7 @@ def test_a_full_pipe_is_looked_at_as_far_ahead_as_a_file(tmp_path):
 def test_no_more_than_a_bound_is_read_ahead(tmp_path):
     pipe = Pipe(tmp_path / "pipe")
     pipe.write(question("q") * (3 * MOST))
-    with Lines(str(pipe.path)) as lines:
+    with JsonlSource(str(pipe.path)) as lines:
         live = iter(lines)
         next(live)
         deadline = time.monotonic() + PATIENCE_S
@@ -211,7 +211,7 @@ def test_no_more_than_a_bound_is_read_ahead(tmp_path):
 def test_half_a_line_is_not_there_yet(tmp_path):
     pipe = Pipe(tmp_path / "pipe")
     pipe.write(question("a") + b'{"id": "b", "que', keep_open=True)
-    with Lines(str(pipe.path)) as lines:
+    with JsonlSource(str(pipe.path)) as lines:
         feed = Feed(lines)
         assert [line.value["id"] for line in feed.take(9, wait=True)] == ["a"]
         assert feed.take(9, wait=False) == []

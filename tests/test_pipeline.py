@@ -6,7 +6,7 @@ import pytest
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from ragspec.outputs.answers import cut_at_stop
-from ragspec.run.session import run
+from ragspec.run.generate import generate as run
 from tests.conftest import read_jsonl, write_jsonl
 
 

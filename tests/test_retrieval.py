@@ -11,14 +11,14 @@ import pytest
 from ragspec.config.load import build_config
 from ragspec.config.sections import RetrievalConfig
 from ragspec.errors import ConfigError
-from ragspec.inputs.jsonl import Line
+from ragspec.inputs.base import Row
 from ragspec.retrieval import chunks, corpus
 from ragspec.retrieval.build import build
 from ragspec.retrieval.evaluate import evaluate
 from ragspec.retrieval.search import Retriever
 from ragspec.retrieval.stage import AHEAD, BATCH, Stage
+from ragspec.run.generate import generate as run
 from ragspec.run.retrieve import stream
-from ragspec.run.session import run
 from tests.conftest import ROOT, SAMPLE, read_jsonl, write_jsonl
 from tests.test_corpus import pdf_bytes
 
@@ -417,7 +417,7 @@ def test_the_stage_fills_only_what_lacks_contexts(tmp_path):
         {"query": "finished"},
         *({"query": f"q{i}"} for i in range(20)),
     ]
-    lines = [Line(number, json.dumps(value).encode(), value) for number, value in enumerate(values, 1)]
+    lines = [Row(number, json.dumps(value).encode(), value) for number, value in enumerate(values, 1)]
     search = Found()
     stage = Stage(search, lambda line: line.value["query"] != "finished")
     out = list(stage.fill(lines))
@@ -429,7 +429,7 @@ def test_the_stage_fills_only_what_lacks_contexts(tmp_path):
 
 
 def numbered(count):
-    return [Line(n, b"{}", {"query": f"q{n}"}) for n in range(count)]
+    return [Row(n, b"{}", {"query": f"q{n}"}) for n in range(count)]
 
 
 def test_the_search_runs_ahead_while_the_reader_works():
@@ -512,7 +512,7 @@ def test_recall_and_mrr_are_those_of_documents(tmp_path):
         {"query": "nothing matches zzz", "gold_doc_ids": ["owl"]},
         {"query": "no gold"},
     ]
-    result = evaluate([Line(i, b"", value) for i, value in enumerate(asked)], Retriever(config(tmp_path)))
+    result = evaluate([Row(i, b"", value) for i, value in enumerate(asked)], Retriever(config(tmp_path)))
     assert result["recall@5"] == round((1 + 0.5 + 0) / 3, 4)
     assert result["queries"] == 3
     assert result["left_out"] == 1

@@ -11,7 +11,7 @@ from ragspec.config.load import build_config
 from ragspec.config.run import to_sampling
 from ragspec.errors import ConfigError
 from ragspec.records import Failure, Request
-from ragspec.run.session import run
+from ragspec.run.generate import generate as run
 from tests.conftest import SAMPLE, read_jsonl, write_jsonl
 from tests.test_cli import RAGSPEC, ragspec, start_interruptible, wait_for_lines
 

@@ -20,7 +20,7 @@ from ragspec.benchmark.process import Worker, answers_of, open_worker
 from ragspec.benchmark.ratios import interval
 from ragspec.errors import ConfigError
 from ragspec.host.machine import machine
-from ragspec.inputs.jsonl import Lines
+from ragspec.inputs.base import open_source
 from ragspec.outputs.runstate import write_json
 
 METRICS = ("tokens_per_s", "decode_tokens_per_s")
@@ -41,7 +41,7 @@ def run_benchmark(
 
     resume: keep the passes that an interrupted run of the same plan left in `folder`.
     """
-    with Lines(plan[0].config.input or ""):
+    with open_source(plan[0].config.input or ""):
         pass  # a missing input is known before anything loads
     store = Passes(folder, limit, resume)
     entries = {candidate.name: store.open(candidate) for candidate in plan}

@@ -15,16 +15,14 @@ from typing import IO, Any
 
 import orjson
 
-from ragspec import runners
 from ragspec.benchmark.details import acceptance_by_record, roofline, samples
 from ragspec.config.load import build_config
 from ragspec.config.run import RunConfig
 from ragspec.errors import RagspecError
-from ragspec.inputs.jsonl import Lines
+from ragspec.inputs.base import open_source
 from ragspec.outputs.journal import Journal
-from ragspec.run.local import Batch
-from ragspec.run.provenance import about
-from ragspec.run.session import make_prompts, open_retriever
+from ragspec.run.local import LocalPass
+from ragspec.run.session import prepare
 from ragspec.runners.base import Runner
 
 
@@ -46,10 +44,8 @@ def serve(source: IO[bytes], sink: IO[bytes]) -> None:
 
 def _answer(config: RunConfig, task: dict[str, Any], source: IO[bytes], say: Callable[[dict[str, Any]], None]) -> None:
     """Load what `config` names, and do what `source` says."""
-    runner: Runner = runners.module(config.runner).Runner(config)
-    runner.check()
-    prompts = make_prompts(config, runner)
-    retriever = open_retriever(config)
+    session = prepare(config)
+    runner = session.runner
     started = time.perf_counter()
     with runner:
         load_s = time.perf_counter() - started
@@ -58,7 +54,7 @@ def _answer(config: RunConfig, task: dict[str, Any], source: IO[bytes], say: Cal
         warmup_s = time.perf_counter() - started
         say(
             {
-                "ready": about(config, runner),
+                "ready": session.about(),
                 "load_s": load_s,
                 "warmup_s": warmup_s,
                 "notes": [config.veil()(note) for note in runner.notes],
@@ -71,13 +67,11 @@ def _answer(config: RunConfig, task: dict[str, Any], source: IO[bytes], say: Cal
                 say({"details": details(runner, output)})
                 continue
             output.unlink(missing_ok=True)
-            with Lines(config.input or "") as lines, Journal(str(output)) as journal:
-                batch = Batch(
-                    config, lines, runner, prompts, journal, task["limit"], keep_details=True, retriever=retriever
-                )
-                batch.stream()
+            with open_source(config.input or "") as rows, Journal(str(output)) as journal:
+                executor = LocalPass(session, rows, journal, limit=task["limit"], keep_details=True)
+                executor.stream()
             # only now is it known: a runner may choose it by the records
-            say({"result": batch.summary.to_json() | {"batch_size": runner.about().get("batch_size")}})
+            say({"result": executor.summary.to_json() | {"batch_size": runner.about().get("batch_size")}})
 
 
 def details(runner: Runner, output: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def generate(
     from ragspec.cli.console import print_summary, progress, stderr
     from ragspec.config.load import load_config
     from ragspec.outputs.journal import whereabouts
-    from ragspec.run.session import run
+    from ragspec.run.generate import generate as answer
 
     set_debug(debug)
     console = stderr()
@@ -38,7 +38,7 @@ def generate(
     run_config, notes = load_config(config, overrides, input=input, output=output, order=order)
     try:
         with quiet_pipe(), progress(console) as report:
-            summary = run(
+            summary = answer(
                 run_config,
                 limit=limit,
                 resume=resume,

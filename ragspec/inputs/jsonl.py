@@ -1,4 +1,4 @@
-"""Lines in: `for line in open_lines("questions.jsonl.gz"): line.number, line.raw, line.value`.
+"""JSON Lines: `for row in JsonlSource("questions.jsonl.gz"): row.number, row.raw, row.value`.
 
 Plain, .gz and .zst files and stdin; a line that is no JSON comes as a value that says so, never as an exception. What
 keeps its reader waiting (a pipe, a terminal) is read on a thread: see live.py. Limit: a line has at most 256 MiB.
@@ -14,7 +14,6 @@ import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
@@ -23,33 +22,16 @@ import orjson
 import zstandard
 
 from ragspec.errors import ConfigError, RecordError
+from ragspec.inputs.base import Row
 from ragspec.inputs.live import Live, Pipe
 from ragspec.inputs.zst import WIDEST, ZstReader
 
 LONGEST = 256 << 20  # bytes of a line
 PIECE = 1 << 20  # a line is read in pieces, so that one without an end is noticed before it fills the memory
-MARKS = (b"\xef\xbb\xbf", b"\x1e")  # that jsonlines skips before a value: of a file in UTF-8, of a JSON text sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One non-empty line: its 1-based number, its bytes without the line end, and its JSON value or the error."""
-
-    number: int
-    raw: bytes
-    value: Any
-
-    @property
-    def text(self) -> bytes:
-        """`raw` without a mark before it."""
-        return next((self.raw[len(mark) :] for mark in MARKS if self.raw.startswith(mark)), self.raw)
-
-
-class Lines:
-    """The lines of one input, opened at once (so that a missing file is known at once) and read lazily, once.
-
-    The iterator over a pipe has `poll` (see feed.py).
-    """
+class JsonlSource:
+    """The non-empty lines of a file or of stdin; `raw` is a line without its end."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -95,14 +77,14 @@ class Lines:
         except io.UnsupportedOperation:  # a stand-in for stdin, in memory
             return False
 
-    def __iter__(self) -> Iterator[Line]:
+    def __iter__(self) -> Iterator[Row]:
         if self._pipe is None:
             return self._read()
-        live = Live(self._read(), self._pipe, size=lambda line: len(line.raw))
+        live = Live(self._read(), self._pipe, size=lambda row: len(row.raw))
         self._stack.callback(live.close)
         return live
 
-    def _read(self) -> Iterator[Line]:
+    def _read(self) -> Iterator[Row]:
         number, raw = 0, b""
 
         def keep() -> Iterator[bytes]:
@@ -121,7 +103,7 @@ class Lines:
                 return
             except jsonlines.InvalidLineError as error:
                 value = RecordError(f"{self.path}:{number}: {_why(error)}")
-            yield Line(number, raw.rstrip(b"\r\n"), value)
+            yield Row(number, raw.rstrip(b"\r\n"), value)
 
     def _read_line(self, number: int) -> bytes:
         """Return the next line with its end, "" at the end. Raises ConfigError where it cannot be had."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ragspec.errors import RecordError
-from ragspec.inputs.jsonl import Line
+from ragspec.inputs.base import Row
 from ragspec.records import Passage, Record
 
 OWN_FIELDS = {"id", "query", "contexts", "messages", "prompt", "metadata"}
@@ -71,11 +71,11 @@ def record_id(given: Any, line: int) -> str:
     return str(given)
 
 
-def line_id(line: Line) -> str:
-    """Return the id to put on the error line of a line that may be no record at all."""
-    value = line.value if isinstance(line.value, dict) else {}
+def line_id(row: Row) -> str:
+    """Return the id to put on the error line of a row that may be no record at all."""
+    value = row.value if isinstance(row.value, dict) else {}
     given = value.get("id", value.get("custom_id"))
-    return str(given) if isinstance(given, str | int) and given != "" else str(line.number)
+    return str(given) if isinstance(given, str | int) and given != "" else str(row.number)
 
 
 def _parse_batch_line(value: dict[str, Any]) -> Record:

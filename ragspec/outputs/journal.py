@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self
 import orjson
 
 from ragspec.errors import ConfigError
-from ragspec.inputs.jsonl import Line
+from ragspec.inputs.base import Row
 from ragspec.inputs.keyset import KeySet
 from ragspec.outputs.interrupt import Interruptions
 from ragspec.outputs.linefile import LineFile
@@ -28,10 +28,10 @@ from ragspec.outputs.runstate import PENDING, RunState, sibling
 from ragspec.outputs.spill import Place, Shelf, Spill
 
 
-def fingerprint(line: Line, record_id: str | None) -> str:
-    """Return what names an input line: its content with its id, or with its number where it has no id of its own."""
-    name = f"line {line.number}" if record_id is None else f"id {record_id}"
-    return hashlib.blake2b(name.encode() + b"\0" + line.raw, digest_size=12).hexdigest()
+def fingerprint(row: Row, record_id: str | None) -> str:
+    """Return what names an input row: its content with its id, or with its number where it has no id of its own."""
+    name = f"line {row.number}" if record_id is None else f"id {record_id}"
+    return hashlib.blake2b(name.encode() + b"\0" + row.raw, digest_size=12).hexdigest()
 
 
 def is_resumable(output: str) -> bool:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ragspec.errors import ConfigError, RecordError
-from ragspec.inputs.jsonl import Line, Lines
+from ragspec.inputs.base import Row
+from ragspec.inputs.jsonl import JsonlSource
 from ragspec.inputs.record import record_id
 from ragspec.retrieval.chunks import looks_numbered
 from ragspec.retrieval.readers import READERS, Text, read_text
@@ -104,7 +105,7 @@ def _of_file(file: Path, name: str) -> Iterator[Document | Skipped]:
 
 def _of_jsonl(file: Path, name: str) -> Iterator[Document | Skipped]:
     try:
-        with Lines(str(file)) as lines:
+        with JsonlSource(str(file)) as lines:
             for line in lines:
                 try:
                     yield _of_line(line, file, name)
@@ -115,8 +116,8 @@ def _of_jsonl(file: Path, name: str) -> Iterator[Document | Skipped]:
         yield Skipped(str(file), str(error).removeprefix(f"{file}:").strip(), many=True)
 
 
-def _of_line(line: Line, file: Path, name: str) -> Document:
-    value: Any = line.value
+def _of_line(row: Row, file: Path, name: str) -> Document:
+    value: Any = row.value
     if isinstance(value, RecordError):
         raise value
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
@@ -124,9 +125,9 @@ def _of_line(line: Line, file: Path, name: str) -> Document:
     key, title, text = value.get("id"), value.get("title"), value["text"]
     if title is not None and not isinstance(title, str):
         raise RecordError('"title" must be a string')
-    doc = f"{name}:{line.number}" if key is None else record_id(key, line.number)
+    doc = f"{name}:{row.number}" if key is None else record_id(key, row.number)
     return Document(
-        doc, f"{file}:{line.number}", _digest(doc, title or "", text.encode()), lambda: Text(text, title or None)
+        doc, f"{file}:{row.number}", _digest(doc, title or "", text.encode()), lambda: Text(text, title or None)
     )
 
 

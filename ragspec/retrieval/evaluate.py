@@ -8,7 +8,7 @@ from statistics import mean, median
 from typing import Any
 
 from ragspec.errors import ConfigError
-from ragspec.inputs.jsonl import Line
+from ragspec.inputs.base import Row
 from ragspec.retrieval.search import Retriever
 
 GOLD = "gold_doc_ids"
@@ -16,16 +16,16 @@ CUTS = (5, 10)
 DEPTH = 50  # passages: several may be of one document
 
 
-def evaluate(lines: Iterable[Line], retriever: Retriever) -> dict[str, Any]:
+def evaluate(rows: Iterable[Row], retriever: Retriever) -> dict[str, Any]:
     """Return recall at 5 and 10, MRR (at 10), the number of queries, and the median milliseconds of one.
 
-    Each line has a `query` and `gold_doc_ids`; those without are not counted. Recall is the share of a query's gold
+    Each row has a `query` and `gold_doc_ids`; those without are not counted. Recall is the share of a query's gold
     documents among its first k documents, averaged over queries. Raises ConfigError where there is none to count.
     """
     recalls: dict[int, list[float]] = {cut: [] for cut in CUTS}
     ranks, times, left_out = [], [], 0
-    for line in lines:
-        value = line.value
+    for row in rows:
+        value = row.value
         gold = value.get(GOLD) if isinstance(value, dict) else None
         if not (isinstance(gold, list) and gold and isinstance(value.get("query"), str)):
             left_out += 1

@@ -1,7 +1,7 @@
-"""Lines without contexts -> the same lines with them, searched in batches on a thread of its own, ahead of the model.
+"""Rows without contexts -> the same rows with them, searched in batches on a thread of its own, ahead of the model.
 
-A line keeps its raw bytes, so a resumed run knows it again. Lines with contexts, and those without a query, pass as
-they are. A batch is what is there, so that a line which nobody follows is not kept waiting.
+A row keeps its raw bytes, so a resumed run knows it again. Rows with contexts, and those without a query, pass as
+they are. A batch is what is there, so that a row which nobody follows is not kept waiting.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from ragspec.inputs.base import Row
 from ragspec.inputs.feed import Feed
-from ragspec.inputs.jsonl import Line
 from ragspec.records import Passage
 from ragspec.retrieval.search import Hit, Retriever
 
-BATCH = 16  # lines whose questions are searched together
+BATCH = 16  # rows whose questions are searched together
 AHEAD = 16  # batches that may wait for the model
 
 
 @dataclass(slots=True)
 class Batch:
-    """Lines under way: `found` is for those at `places`, in order."""
+    """Rows under way: `found` is for those at `places`, in order."""
 
-    lines: list[Line]
+    rows: list[Row]
     places: list[int]
     found: Future[list[list[Hit]]] | None
 
@@ -43,19 +43,19 @@ class Stage:
     there: nobody can have it sooner.
     """
 
-    def __init__(self, retriever: Retriever, wanted: Callable[[Line], bool] = lambda _: True) -> None:
+    def __init__(self, retriever: Retriever, wanted: Callable[[Row], bool] = lambda _: True) -> None:
         self.queries = 0
         self.search_s = 0.0
         self.waited_s = 0.0
         self._retriever = retriever
-        self._wanted = wanted  # whether a line matters: one that was answered before does not
+        self._wanted = wanted  # whether a row matters: one that was answered before does not
 
-    def fill(self, lines: Iterable[Line]) -> Filled:
-        """Return `lines` in order, those that lack contexts with what was found for them; `close` it after use.
+    def fill(self, rows: Iterable[Row]) -> Filled:
+        """Return `rows` in order, those that lack contexts with what was found for them; `close` it after use.
 
         Where the input breaks off, what came before the break is returned first, then its ConfigError raised.
         """
-        return Filled(self, Feed(lines))
+        return Filled(self, Feed(rows))
 
     def to_json(self) -> dict[str, Any]:
         """Return what the statistics say of the searches."""
@@ -68,11 +68,11 @@ class Stage:
             "waited_s": round(self.waited_s, 4),
         }
 
-    def begin(self, lines: list[Line], pool: ThreadPoolExecutor) -> Batch:
-        """Return `lines` with the search for them under way."""
-        places = [place for place, line in enumerate(lines) if lacks_contexts(line.value) and self._wanted(line)]
-        queries = [lines[place].value["query"] for place in places]
-        return Batch(lines, places, pool.submit(self._search, queries) if queries else None)
+    def begin(self, rows: list[Row], pool: ThreadPoolExecutor) -> Batch:
+        """Return `rows` with the search for them under way."""
+        places = [place for place, row in enumerate(rows) if lacks_contexts(row.value) and self._wanted(row)]
+        queries = [rows[place].value["query"] for place in places]
+        return Batch(rows, places, pool.submit(self._search, queries) if queries else None)
 
     def _search(self, queries: list[str]) -> list[list[Hit]]:
         started = time.perf_counter()
@@ -81,28 +81,28 @@ class Stage:
         self.queries += len(queries)
         return found
 
-    def end(self, batch: Batch, first: bool) -> list[Line]:
-        """Return the lines of a batch with what was found; wait for it, if need be."""
+    def end(self, batch: Batch, first: bool) -> list[Row]:
+        """Return the rows of a batch with what was found; wait for it, if need be."""
         if batch.found is None:
-            return batch.lines
+            return batch.rows
         started = time.perf_counter()
         found = batch.found.result()
         if not first:
             self.waited_s += time.perf_counter() - started
         for place, hits in zip(batch.places, found, strict=True):
-            line = batch.lines[place]
+            row = batch.rows[place]
             contexts = [_context(hit.passage) for hit in hits]
-            batch.lines[place] = replace(line, value={**line.value, "contexts": contexts})
-        return batch.lines
+            batch.rows[place] = replace(row, value={**row.value, "contexts": contexts})
+        return batch.rows
 
 
 class Filled:
-    """The lines with their contexts (a Pollable, see feed.py): batches of what is there are searched ahead."""
+    """The rows with their contexts (a Pollable, see feed.py): batches of what is there are searched ahead."""
 
-    def __init__(self, stage: Stage, lines: Feed[Line]) -> None:
+    def __init__(self, stage: Stage, rows: Feed[Row]) -> None:
         self._stage = stage
-        self._lines = lines
-        self._ready: deque[Line] = deque()
+        self._rows = rows
+        self._ready: deque[Row] = deque()
         self._searched: deque[Batch] = deque()
         self._first = True
         self._pool = ThreadPoolExecutor(1, "retrieval")
@@ -110,17 +110,17 @@ class Filled:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Line:
+    def __next__(self) -> Row:
         if not self._ready:
             self._look_ahead(wait=True)
             self._finish()
         return self._ready.popleft()
 
-    def poll(self) -> Line | None:
-        """Return the next line, or None where none is there, or none but those that are just being searched."""
+    def poll(self) -> Row | None:
+        """Return the next row, or None where none is there, or none but those that are just being searched."""
         if not self._ready:
             pressed = self._look_ahead(wait=False)
-            if not pressed and not self._lines.over and not (self._searched and self._searched[0].done):
+            if not pressed and not self._rows.over and not (self._searched and self._searched[0].done):
                 return None
             self._finish()
         return self._ready.popleft()
@@ -128,34 +128,34 @@ class Filled:
     def close(self) -> None:
         """End the searches under way."""
         self._pool.shutdown(cancel_futures=True)
-        self._lines.close()
+        self._rows.close()
 
     def _look_ahead(self, *, wait: bool) -> bool:
         """Let what is there be searched, as far as there is room; return whether there is more.
 
-        wait: for one line, where none is under way.
+        wait: for one row, where none is under way.
         """
-        while not self._lines.over:
+        while not self._rows.over:
             if len(self._searched) == AHEAD:
                 return True
-            lines = self._lines.take(BATCH, wait=wait and not self._searched)
-            if lines:
-                self._searched.append(self._stage.begin(lines, self._pool))
-            if len(lines) < BATCH:
+            rows = self._rows.take(BATCH, wait=wait and not self._searched)
+            if rows:
+                self._searched.append(self._stage.begin(rows, self._pool))
+            if len(rows) < BATCH:
                 return False
         return False
 
     def _finish(self) -> None:
-        """Make the lines of the first batch ready. Where there is none, raise what ended the lines."""
+        """Make the rows of the first batch ready. Where there is none, raise what ended the rows."""
         if self._searched:
             self._ready.extend(self._stage.end(self._searched.popleft(), self._first))
             self._first = False
         else:
-            self._ready.append(next(self._lines))
+            self._ready.append(next(self._rows))
 
 
 def lacks_contexts(value: Any) -> bool:
-    """Return whether a line's value has a question and no contexts: an empty list of them is a wish for none."""
+    """Return whether a row's value has a question and no contexts: an empty list of them is a wish for none."""
     return (
         isinstance(value, dict)
         and isinstance(value.get("query"), str)

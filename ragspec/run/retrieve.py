@@ -11,8 +11,8 @@ import orjson
 
 from ragspec.config.sections import RetrievalConfig
 from ragspec.errors import RecordError
+from ragspec.inputs.base import Row, open_source
 from ragspec.inputs.feed import Feed
-from ragspec.inputs.jsonl import Line, Lines
 from ragspec.outputs.journal import Journal
 from ragspec.retrieval.evaluate import evaluate
 from ragspec.retrieval.search import Retriever
@@ -31,7 +31,7 @@ class Passed:
 def stream(config: RetrievalConfig, source: str, output: str, limit: int | None = None) -> Passed:
     """Copy the lines of `source` to `output`, contexts added; a line that is no JSON becomes an error line."""
     passed = Passed()
-    with Lines(source) as lines:
+    with open_source(source) as lines:
         stage = Stage(Retriever(config))
         with Journal(output, resume=False) as journal, closing(stage.fill(Feed(lines, limit))) as filled:
             for index, line in enumerate(filled):
@@ -48,21 +48,21 @@ def stream(config: RetrievalConfig, source: str, output: str, limit: int | None 
     return passed
 
 
-def _with_contexts(line: Line) -> bytes | None:
-    """Return a line with the contexts that were found, all else byte for byte; None where none were looked for."""
-    raw = line.text.strip()
+def _with_contexts(row: Row) -> bytes | None:
+    """Return a row with the contexts that were found, all else byte for byte; None where none were looked for."""
+    raw = row.text.strip()
     before: Any = orjson.loads(raw)
     if not lacks_contexts(before):
         return None
-    contexts = orjson.dumps(line.value["contexts"])
+    contexts = orjson.dumps(row.value["contexts"])
     if "contexts" in before:  # null: said anew
-        return orjson.dumps({**before, "contexts": line.value["contexts"]})
+        return orjson.dumps({**before, "contexts": row.value["contexts"]})
     return raw.removesuffix(b"}").rstrip() + b',"contexts":' + contexts + b"}"
 
 
 def measure(config: RetrievalConfig, source: str, output: str, limit: int | None = None) -> None:
     """Write one object: how well the index answers the lines of `source`, whose documents are known."""
-    with Lines(source) as lines:
+    with open_source(source) as lines:
         result = evaluate(islice(lines, limit), Retriever(config))
     with Journal(output, resume=False) as journal:
         journal.put(0, result)

@@ -1,0 +1,47 @@
+"""What an input is: a source of rows. A new kind is one file in this folder and a line in `open_source`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+MARKS = (b"\xef\xbb\xbf", b"\x1e")  # that jsonlines skips before a value: of a file in UTF-8, of a JSON text sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One record of an input, as it came.
+
+    number: counted from 1, in the source's own order. raw: the bytes that it is known again by in a resumed run. value:
+    what they say (JSON), or a RecordError.
+    """
+
+    number: int
+    raw: bytes
+    value: Any
+
+    @property
+    def text(self) -> bytes:
+        """`raw` without a mark before it."""
+        return next((self.raw[len(mark) :] for mark in MARKS if self.raw.startswith(mark)), self.raw)
+
+
+class Source(AbstractContextManager["Source"], Protocol):
+    """Rows, read lazily and once. Opened when it is made, so that a missing input is known at once.
+
+    The iterator over a source that keeps its reader waiting (a pipe) has `poll` (feed.py).
+    """
+
+    def __iter__(self) -> Iterator[Row]: ...
+
+    def count(self) -> int | None:
+        """Return how many rows there are, for a progress bar; None where that is not known beforehand."""
+
+
+def open_source(name: str) -> Source:
+    """Return the source that `name` (a path, or - for stdin) means. Raises ConfigError."""
+    from ragspec.inputs.jsonl import JsonlSource
+
+    return JsonlSource(name)

@@ -1,0 +1,94 @@
+"""`generate(config) -> RunSummary`: one run, from rows to output lines and the statistics beside them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from ragspec.config.run import RunConfig
+from ragspec.errors import ConfigError
+from ragspec.inputs.base import open_source
+from ragspec.outputs.journal import Journal
+from ragspec.outputs.runstate import PENDING, STATE, STATISTICS, check_writable, sibling, write_json
+from ragspec.run.local import LocalPass, Report
+from ragspec.run.session import prepare
+from ragspec.stats import RunSummary
+
+
+def generate(
+    config: RunConfig,
+    *,
+    limit: int | None = None,
+    resume: bool = True,
+    retry_failed: bool = False,
+    stats_path: str | None = None,
+    notes: list[str] | None = None,
+    report: Report | None = None,
+) -> RunSummary:
+    """Answer every record of `config.input` into `config.output` and return the totals.
+
+    limit: read so many lines only. report: called as records finish. Raises ConfigError and ModelError.
+    """
+    if config.input is None:
+        raise ConfigError("input: missing; set it in the config, or give --input FILE (- for stdin)")
+    if retry_failed and limit is not None:
+        raise ConfigError("--retry-failed drops all error lines: it does not combine with --limit")
+    _check_paths(config, stats_path)
+    veil = config.veil()
+    with veil.over_errors(), ExitStack() as stack:
+        source = stack.enter_context(open_source(config.input))
+        session = prepare(config)
+        if stats_path:
+            check_writable(Path(stats_path), "--stats")
+        journal = stack.enter_context(
+            Journal(
+                config.output,
+                session.identity(),
+                order=config.order,
+                resume=resume,
+                retry_failed=retry_failed,
+                partial=limit is not None,
+            )
+        )
+        executor = LocalPass(session, source, journal, limit=limit, report=report)
+        summary = executor.summary
+        summary.notes += notes or []
+        try:
+            executor.answer()
+        finally:
+            summary.notes += [note for note in map(veil, session.runner.notes) if note not in summary.notes]
+            summary.notes += session.prompts.notes
+            summary.about = session.about()
+            _write_stats(summary, Path(stats_path) if stats_path else None, journal)
+    return summary
+
+
+def _check_paths(config: RunConfig, stats_path: str | None) -> None:
+    """Raise ConfigError where one file would have two uses. The files beside the output count too."""
+    uses = {"the input": config.input, "output": config.output, "--stats": stats_path}
+    if config.output != "-":
+        uses["the run's state"] = str(sibling(config.output, STATE))
+        uses["the answers ahead of their turn"] = str(sibling(config.output, PENDING))
+        if stats_path is None:
+            uses["the statistics"] = str(sibling(config.output, STATISTICS))
+    taken: dict[Path, str] = {}
+    for use, name in uses.items():
+        if name in (None, "-") or name.startswith("/dev/"):
+            continue
+        other = taken.setdefault(Path(name).resolve(), use)
+        if other != use:
+            raise ConfigError(f"{name} would be {other} and {use}; choose another --output")
+
+
+def _write_stats(summary: RunSummary, path: Path | None, journal: Journal) -> None:
+    """Write the stats file. A run that found all finished leaves the one of the run that did the work."""
+    idle = not (summary.records or summary.failed)
+    if path is None and journal.resumable:
+        path = sibling(journal.output, STATISTICS)
+        if idle and path.exists():
+            return
+    if path is not None:
+        try:
+            write_json(path, summary.to_json())
+        except OSError as error:
+            summary.notes.append(f"{path}: the statistics cannot be written ({error.strerror})")
