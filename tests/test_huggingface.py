@@ -335,7 +335,7 @@ def test_prefill_and_decode_times_are_kept_apart(tiny):
 def test_a_stop_string_is_noticed_in_the_step_that_completes_it(step):
     import torch
 
-    from ragspec.hf.stopping import StopText
+    from ragspec.hf.criteria import StopText
     from ragspec.runners.fake import ByteTokenizer
 
     prompt, text = list(b"stop stop "), list(b"one two stop three")

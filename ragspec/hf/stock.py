@@ -22,11 +22,12 @@ from transformers import StoppingCriteriaList
 from ragspec.errors import ModelError, flat
 from ragspec.feed import Feed
 from ragspec.hf.acceptance import AcceptanceMeter, in_id_order
+from ragspec.hf.criteria import StepClock, StopText
 from ragspec.hf.draft import Draft, width_of
 from ragspec.hf.generation import GenerationRules
 from ragspec.hf.padding import takes_padding
 from ragspec.hf.rotary import forget, length_dependent
-from ragspec.hf.stopping import StepClock, StopText, trim
+from ragspec.hf.stopping import trim
 from ragspec.hf.tokenizer import HFTokenizer
 from ragspec.records import Failure, Generation, Request, Sampling, record_seed
 from ragspec.stats import SpecStats
