@@ -336,8 +336,8 @@ def test_prefill_and_decode_times_are_kept_apart(tiny):
 def test_a_stop_string_is_noticed_in_the_step_that_completes_it(step):
     import torch
 
-    from ragspec.models.stopping import StopText
     from ragspec.runners.fake import ByteTokenizer
+    from ragspec.runners.huggingface.criteria import StopText
 
     prompt, text = list(b"stop stop "), list(b"one two stop three")
     criterion = StopText(ByteTokenizer(), ["stop"], len(prompt))

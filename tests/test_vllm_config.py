@@ -134,6 +134,16 @@ def test_steps_without_a_draft_are_counted_from_the_tokens():
         per_step_drafted = (4, 4, 0, 2)
         per_step_accepted = (4, 1, 0, 0)
 
-    stats = spec_stats(Metrics(), 12)
+    stats = spec_stats(Metrics(), 12, 12)
     assert (stats.drafted, stats.accepted, stats.drafted_steps, stats.steps) == (10, 5, 3, 7)
-    assert spec_stats(None, 9).steps == 9
+    assert spec_stats(None, 9, 9).steps == 9
+
+
+def test_tokens_behind_the_end_of_an_answer_are_cut_from_the_counts():
+    class Metrics:
+        per_step_drafted = (4, 4)
+        per_step_accepted = (4, 3)
+
+    stats = spec_stats(Metrics(), 10, 7)
+    assert stats.steps + stats.accepted - stats.cut == 7
+    assert stats.drafted >= stats.accepted
