@@ -20,7 +20,6 @@ import torch
 from transformers import StoppingCriteriaList
 
 from ragspec.errors import ModelError, flat
-<<<<<<< HEAD:ragspec/runners/huggingface/stock.py
 from ragspec.inputs.feed import Feed
 from ragspec.models.draft import Draft, width_of
 from ragspec.models.generation import GenerationRules
@@ -28,19 +27,9 @@ from ragspec.models.padding import takes_padding
 from ragspec.models.rotary import forget, length_dependent
 from ragspec.models.stopping import trim
 from ragspec.models.tokenizer import HFTokenizer
-=======
-from ragspec.feed import Feed
-from ragspec.models.acceptance import AcceptanceMeter, in_id_order
-from ragspec.models.criteria import StepClock, StopText
-from ragspec.models.draft import Draft, width_of
-from ragspec.models.generation import GenerationRules
-from ragspec.models.padding import takes_padding
-from ragspec.models.rotary import forget, length_dependent
-from ragspec.models.stopping import trim
-from ragspec.models.tokenizer import HFTokenizer
->>>>>>> main:ragspec/hf/stock.py
 from ragspec.records import Failure, Generation, Request, Sampling, record_seed
 from ragspec.runners.huggingface.acceptance import AcceptanceMeter, in_id_order
+from ragspec.runners.huggingface.criteria import StepClock, StopText
 from ragspec.stats import SpecStats
 
 # what generate() raises for one record: out of memory, ids that the model has no row for, arguments it refuses
