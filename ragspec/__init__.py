@@ -1,3 +1,79 @@
-"""Batch RAG generation with speculative decoding, from the command line."""
+"""Batch RAG generation with speculative decoding.
+
+    import ragspec
+
+    config = ragspec.load_config({"model": "demo", "speculation": {"method": "context"}})
+    with ragspec.Pipeline(config) as pipeline:
+        for answer in pipeline.answers([{"query": "Who wrote it?", "contexts": ["Ann wrote it."]}]):
+            print(answer["output"])
+
+These names are the public API; everything else may change. What they need is imported when they are first used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ragspec.config.run import RunConfig
+    from ragspec.errors import ConfigError, ModelError, RagspecError
+    from ragspec.run.generate import generate
+    from ragspec.run.pipeline import Pipeline
+    from ragspec.speculation.drafters.base import Draft, Drafter, RowDrafter
+    from ragspec.speculation.plugins import register as register_drafter
+    from ragspec.stats import RunSummary
 
 __version__ = "0.1.0"
+__all__ = [
+    "ConfigError",
+    "Draft",
+    "Drafter",
+    "ModelError",
+    "Pipeline",
+    "RagspecError",
+    "RowDrafter",
+    "RunConfig",
+    "RunSummary",
+    "generate",
+    "load_config",
+    "register_drafter",
+]
+_PLACES = {
+    **dict.fromkeys(["ConfigError", "ModelError", "RagspecError"], "ragspec.errors"),
+    **dict.fromkeys(["Draft", "Drafter", "RowDrafter"], "ragspec.speculation.drafters.base"),
+    "generate": "ragspec.run.generate",
+    "Pipeline": "ragspec.run.pipeline",
+    "RunConfig": "ragspec.config.run",
+    "RunSummary": "ragspec.stats",
+    "register_drafter": "ragspec.speculation.plugins",
+}
+
+
+def load_config(source: str | PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the checked config of a YAML file, or of a mapping with the same keys. Raises ConfigError.
+
+    overrides: "key.path=value" with YAML values, for a file. What is translated or ignored is logged.
+    """
+    import logging
+
+    from ragspec.config import load
+
+    if isinstance(source, Mapping):
+        return load.build_config(dict(source))
+    config, notes = load.load_config(str(source), overrides)
+    for note in notes:
+        logging.getLogger(__name__).warning(note)
+    return config
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_PLACES[name]), "register" if name == "register_drafter" else name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

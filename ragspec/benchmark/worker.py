@@ -69,7 +69,8 @@ def _answer(config: RunConfig, task: dict[str, Any], source: IO[bytes], say: Cal
             output.unlink(missing_ok=True)
             with open_source(config.input or "") as rows, Journal(str(output)) as journal:
                 executor = LocalPass(session, rows, journal, limit=task["limit"], keep_details=True)
-                executor.stream()
+                for _ in executor.stream():
+                    pass
             # only now is it known: a runner may choose it by the records
             say({"result": executor.summary.to_json() | {"batch_size": runner.about().get("batch_size")}})
 

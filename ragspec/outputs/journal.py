@@ -21,6 +21,7 @@ import orjson
 from ragspec.errors import ConfigError
 from ragspec.inputs.base import Row
 from ragspec.inputs.keyset import KeySet
+from ragspec.outputs.base import Sink
 from ragspec.outputs.interrupt import Interruptions
 from ragspec.outputs.linefile import LineFile
 from ragspec.outputs.outstream import OutStream
@@ -54,14 +55,14 @@ def whereabouts(output: str) -> str:
 class Journal:
     """Writes output lines in the asked order and knows which input lines are finished already.
 
-    output: a path, or - for stdout (nothing to resume there). identity: what a resumed run must agree on; None for a
-    file that is never resumed. partial: whether a part of the input only is read, so that what an earlier run left may
-    belong to the rest of it.
+    output: a path, or - for stdout, or a sink (nothing to resume there). identity: what a resumed run must agree on;
+    None for a file that is never resumed. partial: whether a part of the input only is read, so that what an earlier
+    run left may belong to the rest of it.
     """
 
     def __init__(
         self,
-        output: str,
+        output: str | Sink,
         identity: dict[str, Any] | None = None,
         *,
         order: str = "input",
@@ -69,20 +70,22 @@ class Journal:
         retry_failed: bool = False,
         partial: bool = False,
     ) -> None:
-        self.output = output
+        self.output = output if isinstance(output, str) else "memory"
         self.finished = KeySet()
         self.finished_ids = KeySet()
         self.failed_before = KeySet()  # those of `finished` that are error lines
         self.resumed = 0
-        self.resumable = is_resumable(output)
+        self.resumable = isinstance(output, str) and is_resumable(output)
         self._in_order = order == "input"
         self._partial = partial
         self._interruptions = Interruptions()
         self._next = 0
         self._silent: deque[tuple[int, int]] = deque()  # runs of lines ahead of their turn that have nothing to write
         self._ahead: Spill | Shelf = Shelf()
-        self._file: LineFile | OutStream
-        if self.resumable:
+        self._file: Sink
+        if not isinstance(output, str):
+            self._file = output
+        elif self.resumable:
             self._open(identity, resume, retry_failed)
         else:
             with _opening(output):

@@ -89,14 +89,15 @@ class LocalPass:
             started = time.perf_counter()
             runner.warm_up()
             summary.warmup_s = time.perf_counter() - started
-            self._stream(requests)
+            for _ in self._outcomes(requests):
+                pass
 
-    def stream(self) -> None:
-        """Answer the input with a runner that is loaded, and time it."""
+    def stream(self) -> Iterator[None]:
+        """Answer the input with a runner that is loaded, and time it; yield after each record that it answered."""
         with self._reading() as requests:
-            self._stream(requests)
+            yield from self._outcomes(requests)
 
-    def _stream(self, requests: Feed[Request]) -> None:
+    def _outcomes(self, requests: Feed[Request]) -> Iterator[None]:
         summary, runner = self.summary, self._runner
         prefill_s, decode_s, decode_tokens = runner.prefill_s, runner.decode_s, runner.decode_tokens
         started = time.perf_counter()
@@ -104,6 +105,7 @@ class LocalPass:
             for outcome in runner.generate(requests):
                 self._finish(outcome)
                 summary.generate_s = time.perf_counter() - started
+                yield
         finally:
             summary.generate_s = time.perf_counter() - started
             summary.method = runner.method  # a runner may have chosen another one while it loaded

@@ -1,0 +1,42 @@
+"""An input in memory: records as Python values.
+
+>>> [row.number for row in MemorySource([{"query": "Why?"}])]
+[1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+import orjson
+
+from ragspec.errors import RecordError
+from ragspec.inputs.base import Row
+
+
+class MemorySource:
+    """The records of an iterable, each what a line of a JSONL file would say."""
+
+    def __init__(self, records: Iterable[Any]) -> None:
+        self._records = records
+
+    def __enter__(self) -> MemorySource:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Row]:
+        for number, record in enumerate(self._records, 1):
+            value: Any
+            try:
+                raw = orjson.dumps(record)
+                value = orjson.loads(raw)  # tuples become lists, as in a file
+            except TypeError as error:
+                raw, value = b"", RecordError(f"record {number}: cannot be written as JSON ({error})")
+            yield Row(number, raw, value)
+
+    def count(self) -> int | None:
+        """Return how many there are, if that can be told without reading them."""
+        return len(self._records) if isinstance(self._records, Sized) else None
