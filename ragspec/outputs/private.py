@@ -25,7 +25,7 @@ def open_private(path: Path, *, append: bool = False) -> IO[bytes]:
 def write_private(path: Path, content: bytes) -> None:
     """Write `content` to `path` whole or not at all, so that it survives a power cut, readable by its owner only."""
     path = Path(os.path.realpath(path))  # a link stays one
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.draft")  # one name: what a killed run leaves is written over
     with open_private(draft) as file:
         file.write(content)
         file.flush()
