@@ -60,9 +60,10 @@ def test_speculation_in_vllms_words(spec, config):
     assert translated(**spec) == config
 
 
-def test_heads_need_the_name_of_their_draft():
-    with pytest.raises(ConfigError, match='"eagle" needs the name of its draft'):
-        translated(method="eagle")
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "medusa", "dflash"])
+def test_heads_need_the_name_of_their_draft(method):
+    with pytest.raises(ConfigError, match=f'"{method}" needs the name of a draft model'):
+        build_config({"model": "demo", "runner": "vllm", "speculation": {"method": method}})
 
 
 def test_a_raw_speculative_config_goes_with_its_method_only():

@@ -15,14 +15,19 @@ from ragspec.config.check import validate
 from ragspec.config.run import RunConfig
 from ragspec.config.secret import Secret, concealed, secrets_in
 from ragspec.config.secret_words import names_secret
-from ragspec.config.sections import RetrievalConfig
+from ragspec.config.sections import RetrievalConfig, SpeculationConfig
 from ragspec.config.translate.autogluon import is_autogluon, translate
 from ragspec.config.translate.vllm import modernise
 from ragspec.config.veil import Veil
 from ragspec.config.yaml_file import parse_yaml, read_yaml
 from ragspec.errors import ConfigError
-from ragspec.speculation.methods import check_method
+from ragspec.speculation.methods import check_method, method_named
 
+NEEDED = {
+    "draft_model": "the name of a draft model",
+    "early_exit_layer": "the layer to draft from, for instance 4",
+    "speculative_config": "what vLLM is to be told",
+}
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 
 
@@ -117,25 +122,29 @@ def _check(config: RunConfig) -> None:
     spec = config.speculation
     runners.module(config.runner)
     check_method(config.runner, spec.method)
-    if (spec.speculative_config is not None) != (spec.method == "speculative_config"):
+    if config.model is None and config.runner != "fake":
+        raise ConfigError('model: missing; give a hub id, a folder, a .gguf file or "demo"')
+    _check_method(spec)
+    if spec.ngram_min and spec.ngram_max and spec.ngram_min > spec.ngram_max:
+        raise ConfigError(f"speculation.ngram_min: {spec.ngram_min} is over ngram_max ({spec.ngram_max})")
+
+
+def _check_method(spec: SpeculationConfig) -> None:
+    """Judge the keys of the section by what the method needs and takes."""
+    method = method_named(spec.method)
+    for key in method.needs:
+        if getattr(spec, key) is None:
+            raise ConfigError(f'speculation.{key}: missing; method "{spec.method}" needs {NEEDED[key]}')
+    draft = spec.draft_model or spec.draft_tokenizer
+    if draft and not (method.takes_draft or method.some_models):
+        raise ConfigError(
+            f'speculation.draft_model: "{draft}" has no use with method "{spec.method}"; set speculation.method: '
+            "draft_model, or take the draft out"
+        )
+    if spec.speculative_config is not None and "speculative_config" not in method.needs:
         raise ConfigError(
             "speculation.speculative_config: goes with method: speculative_config (runner vllm), and with no other"
         )
-    if config.model is None and config.runner != "fake":
-        raise ConfigError('model: missing; give a hub id, a folder, a .gguf file or "demo"')
-    if spec.method == "draft_model" and not spec.draft_model:
-        raise ConfigError('speculation.draft_model: missing; method "draft_model" needs the name of a draft model')
-    if spec.method == "early_exit" and spec.early_exit_layer is None:
-        raise ConfigError(
-            'speculation.early_exit_layer: missing; method "early_exit" needs the layer to draft from, for instance 4'
-        )
-    if spec.method in ("none", "context", "prompt_lookup") and (spec.draft_model or spec.draft_tokenizer):
-        raise ConfigError(
-            f'speculation.draft_model: "{spec.draft_model or spec.draft_tokenizer}" has no use with method '
-            f'"{spec.method}"; set speculation.method: draft_model, or take the draft out'
-        )
-    if spec.ngram_min and spec.ngram_max and spec.ngram_min > spec.ngram_max:
-        raise ConfigError(f"speculation.ngram_min: {spec.ngram_min} is over ngram_max ({spec.ngram_max})")
 
 
 def _check_retrieval(retrieval: RetrievalConfig) -> None:
