@@ -69,6 +69,14 @@ def config_page() -> str:
     return text
 
 
+def performance_page() -> str:
+    """Return docs/performance.md with the tables of benchmarks/results/."""
+    sys.path.insert(0, str(DOCS))
+    from results import tables
+
+    return _put((DOCS / "performance.md").read_text(encoding="utf-8"), "results", "\n" + tables())
+
+
 def _key_rows(model: Any, prefix: str = "") -> Iterator[str]:
     """Yield a table row for every key of a section and of those in it."""
     for name, field in model.model_fields.items():
@@ -93,7 +101,7 @@ def _default(field: FieldInfo) -> str:
 
 def _put(text: str, name: str, table: str) -> str:
     block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-    assert block.search(text), f"docs/config.md has no block {name}"
+    assert block.search(text), f"a page has no block {name}"
     return block.sub(lambda found: f"{found[1]}{table}\n{found[2]}", text)
 
 
@@ -101,6 +109,7 @@ def main() -> None:
     """Write all."""
     for path in sorted((DOCS / "commands").glob("*.md")):
         path.write_text(page_of(path), encoding="utf-8")
+    (DOCS / "performance.md").write_text(performance_page(), encoding="utf-8")
     (DOCS / "config.md").write_text(config_page(), encoding="utf-8")
     (DOCS / "config.schema.json").write_text(schema(), encoding="utf-8")
 

@@ -33,6 +33,11 @@ def test_the_schema_is_the_configs():
     assert (ROOT / "docs" / "config.md").read_text() == generate.config_page(), REMEDY
 
 
+def test_the_figures_are_those_of_the_result_files():
+    assert list((ROOT / "benchmarks" / "results").glob("*.json"))
+    assert (ROOT / "docs" / "performance.md").read_text() == generate.performance_page(), REMEDY
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "sample_configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_schema_takes_the_sample_configs(path):
     config = yaml.safe_load(path.read_text())

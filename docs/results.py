@@ -1,0 +1,93 @@
+"""benchmarks/results/*.json as the tables of docs/performance.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+COLUMNS = ("", "batch", "tokens/s", "vs plain", "decode tokens/s", "vs plain", "accepted", "tokens a step", "identical")
+Results = dict[str, Any]
+
+
+def tables(folder: Path = RESULTS) -> str:
+    """Return a section for each result file, in the order of their names."""
+    files = sorted(folder.glob("*.json"))
+    return "\n".join(_section(json.loads(path.read_text(encoding="utf-8"))) for path in files)
+
+
+def _section(results: Results) -> str:
+    head = f"## {results['question']}\n\n{results['input']}. {_conditions(results)}\n\n    {results['command']}\n"
+    columns, rows = (results["columns"], results["rows"]) if "rows" in results else (COLUMNS, list(_rows(results)))
+    lines = [_line(columns), _line(["---"] * len(columns)), *map(_line, rows)]
+    return head + "\n" + "\n".join(lines) + "\n" + _note(results)
+
+
+def _conditions(results: Results) -> str:
+    """Return where and with what it was measured."""
+    machine = results["machine"]
+    gpus = "".join(f", {gpu}" for gpu in machine["gpus"])
+    parts = [f"{machine['processor']}, {machine['cores']} cores{gpus}"]
+    parts.append(", ".join(f"{name} {version}" for name, version in results["versions"].items() if name != "python"))
+    if "runs" in results:
+        parts += [f"{_passes(results)}", f"{_range(run['output_tokens'] for run in results['runs'])} output tokens a pass"]
+    return "; ".join(parts) + "."
+
+
+def _passes(results: Results) -> str:
+    passes = {run["repeat"] for run in results["runs"]}
+    return "one pass each" if len(passes) == 1 else f"{len(passes)} passes each, in turn"
+
+
+def _rows(results: Results) -> Iterator[list[str]]:
+    """Yield a row for each thing that was timed: medians of its passes."""
+    for name in dict.fromkeys(run["name"] for run in results["runs"]):
+        runs = [run for run in results["runs"] if run["name"] == name]
+        first = runs[0]
+        yield [
+            f"{first['method']}{', as its users run it' if first['peer'] else ''} ({first['runner']})",
+            str(first["batch_size"] or ""),
+            _figure(runs, "tokens_per_s", "{:.1f}"),
+            _ratio(results, name, "tokens_per_s"),
+            _figure(runs, "decode_tokens_per_s", "{:.1f}"),
+            _ratio(results, name, "decode_tokens_per_s"),
+            _figure(runs, "acceptance_rate", "{:.0%}"),
+            _figure(runs, "tokens_per_step", "{:.2f}"),
+            "" if first["identical"] is None else f"{min(run['identical'] for run in runs)} of {first['records']}",
+        ]
+
+
+def _figure(runs: list[Results], key: str, form: str) -> str:
+    values = [run[key] for run in runs if run[key] is not None]
+    return form.format(median(values)) if values else ""
+
+
+def _ratio(results: Results, name: str, metric: str) -> str:
+    """Return the ratio to plain decoding of the same runner and batch size, with its interval where there is one."""
+    plain = {run["name"] for run in results["runs"] if run["method"] == "none" and not run["peer"]}
+    for ratio in results["ratios"]:
+        if ratio["name"] == name and ratio["metric"] == metric and ratio["baseline"] in plain:
+            low, high = ratio["low"], ratio["high"]
+            interval = "" if low is None else f" ({low:.2f} to {high:.2f})"
+            return f"{ratio['median']:.2f}x{interval}"
+    return ""
+
+
+def _note(results: Results) -> str:
+    """Return the ratios to other tools, in words."""
+    peers = {run["name"] for run in results.get("runs", ()) if run["peer"]}
+    found = [ratio for ratio in results.get("ratios", ()) if ratio["baseline"] in peers and ratio["metric"] == "tokens_per_s"]
+    said = [f"{ratio['name']} is {ratio['median']:.2f}x of {ratio['baseline']}" for ratio in found]
+    return f"\n{'; '.join(said)}.\n" if said else ""
+
+
+def _range(values: Any) -> str:
+    low, high = min(found := list(values)), max(found)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _line(cells: Any) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
