@@ -33,7 +33,10 @@ def _conditions(results: Results) -> str:
     parts = [f"{machine['processor']}, {machine['cores']} cores{gpus}"]
     parts.append(", ".join(f"{name} {version}" for name, version in results["versions"].items() if name != "python"))
     if "runs" in results:
-        parts += [f"{_passes(results)}", f"{_range(run['output_tokens'] for run in results['runs'])} output tokens a pass"]
+        parts += [
+            f"{_passes(results)}",
+            f"{_range(run['output_tokens'] for run in results['runs'])} output tokens a pass",
+        ]
     return "; ".join(parts) + "."
 
 
@@ -79,7 +82,9 @@ def _ratio(results: Results, name: str, metric: str) -> str:
 def _note(results: Results) -> str:
     """Return the ratios to other tools, in words."""
     peers = {run["name"] for run in results.get("runs", ()) if run["peer"]}
-    found = [ratio for ratio in results.get("ratios", ()) if ratio["baseline"] in peers and ratio["metric"] == "tokens_per_s"]
+    found = [
+        ratio for ratio in results.get("ratios", ()) if ratio["baseline"] in peers and ratio["metric"] == "tokens_per_s"
+    ]
     said = [f"{ratio['name']} is {ratio['median']:.2f}x of {ratio['baseline']}" for ratio in found]
     return f"\n{'; '.join(said)}.\n" if said else ""
 

@@ -11,15 +11,19 @@ from ragspec.runners.base import Runner, RunnerArgs
 
 if TYPE_CHECKING:
     from ragspec.config.run import RunConfig
+    from ragspec.runners import fake
+    from ragspec.runners.huggingface import runner as huggingface
+    from ragspec.runners.vllm import runner as vllm
 
 
 class RunnerModule(Protocol):
     """What a runner's module holds."""
 
-    Args: type[RunnerArgs]
+    @property
+    def Args(self) -> type[RunnerArgs]:
+        """Return the model of the runner's `runner_args`."""
 
-    @staticmethod
-    def Runner(config: RunConfig) -> Runner:
+    def Runner(self, config: RunConfig, /) -> Runner:
         """Return the runner of a config, nothing loaded."""
 
 
@@ -35,3 +39,9 @@ def module(name: str) -> RunnerModule:
             path = f"{__name__}.{name}.runner" if found.ispkg else f"{__name__}.{name}"
             return cast(RunnerModule, import_module(path))
     raise ConfigError(f'runner: "{name}" is not known{did_you_mean(name, names())}')
+
+
+if TYPE_CHECKING:  # a type error here: a runner that is none
+    _fake: RunnerModule = fake
+    _huggingface: RunnerModule = huggingface
+    _vllm: RunnerModule = vllm

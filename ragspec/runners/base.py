@@ -17,15 +17,30 @@ from ragspec.records import Failure, Generation, Request, Tokenizer
 class Runner(Protocol):
     """Answers requests. A context manager: weights load on enter and are freed on exit."""
 
-    tokenizer: Tokenizer
-    context_length: int | None  # tokens of prompt and answer together; None where there is no limit
     method: str  # the speculation that runs
     remembers: bool  # whether drafts come from answers of earlier calls of generate() too
     cites: bool  # whether drafts know which passage they copy, so that requests should say where these stand
     notes: list[str]  # what the user should know: fallbacks, arguments without effect
-    prefill_s: float | None  # seconds until first tokens, summed over batches; None where not known apart
-    decode_s: float | None
-    decode_tokens: int
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The target's."""
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens of prompt and answer together; None for no limit."""
+
+    @property
+    def prefill_s(self) -> float | None:
+        """Seconds until first tokens, summed over batches; None if they are not known apart."""
+
+    @property
+    def decode_s(self) -> float | None:
+        """Seconds after that."""
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens written in decode_s."""
 
     def check(self) -> None:
         """Find model and tokenizers and judge the config by them, before any weights load. Raises ConfigError."""
