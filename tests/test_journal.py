@@ -5,7 +5,8 @@ import pytest
 
 from ragspec.errors import ConfigError
 from ragspec.inputs.base import Row
-from ragspec.outputs.journal import Journal, fingerprint, whereabouts
+from ragspec.outputs.journal import Journal
+from ragspec.outputs.ledger import fingerprint, whereabouts
 from tests.conftest import read_jsonl
 
 IDENTITY = {"model": "m", "sampling": {"seed": 0}}
@@ -44,8 +45,8 @@ def test_finish_order_writes_at_once(path):
 def test_resume_knows_finished_lines_and_appends(path):
     write(path, answer("a"), answer("b"))
     with Journal(str(path), IDENTITY) as journal:
-        assert "f-a" in journal.finished
-        assert "f-c" not in journal.finished
+        assert "f-a" in journal.ledger
+        assert "f-c" not in journal.ledger
         journal.put(0, answer("c"))
     assert [line["id"] for line in read_jsonl(path)] == ["a", "b", "c"]
 
@@ -58,7 +59,7 @@ def test_a_torn_last_line_is_cut_off_and_nothing_else(path, torn):
     whole = path.read_bytes()
     path.write_bytes(whole + torn)
     with Journal(str(path), IDENTITY) as journal:
-        assert "f-c" not in journal.finished
+        assert "f-c" not in journal.ledger
     assert path.read_bytes() == whole
 
 
@@ -96,8 +97,8 @@ def test_retry_failed_drops_error_lines_only(path):
         path, answer("a"), {"id": "b", "error": {"message": "no"}, "fingerprint": "f-b"}, answer("c", output='"error":')
     )
     with Journal(str(path), IDENTITY, retry_failed=True) as journal:
-        assert "f-a" in journal.finished
-        assert "f-b" not in journal.finished
+        assert "f-a" in journal.ledger
+        assert "f-b" not in journal.ledger
         journal.put(0, answer("b"))
     assert [line["id"] for line in read_jsonl(path)] == ["a", "c", "b"]
 
@@ -129,7 +130,7 @@ def test_a_line_of_somebody_elses_in_the_output_stays_and_stops_nothing(path, fo
     with path.open("a") as file:
         file.write(f"{foreign}\n")
     with Journal(str(path), IDENTITY, retry_failed=retry) as journal:
-        assert "f-a" in journal.finished
+        assert "f-a" in journal.ledger
     assert foreign in path.read_text()
 
 

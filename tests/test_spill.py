@@ -39,7 +39,7 @@ def go(folder, finishing=range(COUNT), *, failing=(), **options):
     with Journal(str(folder / "answers.jsonl"), IDENTITY, **options) as journal:
         left = []
         for index in range(COUNT):
-            if f"f-{index}" in journal.finished:
+            if f"f-{index}" in journal.ledger:
                 journal.skip(index, f"f-{index}")
             else:
                 left.append(index)

@@ -8,31 +8,23 @@ to that).
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import orjson
 
 from ragspec.errors import ConfigError
-from ragspec.inputs.base import Row
-from ragspec.inputs.keyset import KeySet
 from ragspec.outputs.base import Sink
 from ragspec.outputs.interrupt import Interruptions
+from ragspec.outputs.ledger import Finished, Ledger
 from ragspec.outputs.linefile import LineFile
 from ragspec.outputs.outstream import OutStream
 from ragspec.outputs.runstate import PENDING, RunState, sibling
 from ragspec.outputs.spill import Place, Shelf, Spill
-
-
-def fingerprint(row: Row, record_id: str | None) -> str:
-    """Return what names an input row: its content with its id, or with its number where it has no id of its own."""
-    name = f"line {row.number}" if record_id is None else f"id {record_id}"
-    return hashlib.blake2b(name.encode() + b"\0" + row.raw, digest_size=12).hexdigest()
 
 
 def is_resumable(output: str) -> bool:
@@ -71,10 +63,7 @@ class Journal:
         partial: bool = False,
     ) -> None:
         self.output = output if isinstance(output, str) else "memory"
-        self.finished = KeySet()
-        self.finished_ids = KeySet()
-        self.failed_before = KeySet()  # those of `finished` that are error lines
-        self.resumed = 0
+        self.ledger = Ledger()
         self.resumable = isinstance(output, str) and is_resumable(output)
         self._in_order = order == "input"
         self._partial = partial
@@ -205,18 +194,18 @@ class Journal:
     def _resume(self, file: LineFile, spill: Spill, retry_failed: bool) -> None:
         file.cut_torn_line()
         if retry_failed:
-            file.replace(line for _, line in file if not _Finished.of(line).failed)
+            file.replace(line for _, line in file if not Finished.of(line).failed)
         for _, line in file:
-            self._note(_Finished.of(line))
+            self.ledger.note(Finished.of(line))
         waiting: dict[str, Place] = {}
         foreign = False
         for place, line in spill.lines():
-            found = _Finished.of(line)
+            found = Finished.of(line)
             foreign |= found.key is None
             # what is in the output too was moved there as the run was killed
-            if found.key is not None and found.key not in self.finished and not (found.failed and retry_failed):
+            if found.key is not None and found.key not in self.ledger and not (found.failed and retry_failed):
                 waiting[found.key] = place
-                self._note(found)
+                self.ledger.note(found)
         if foreign:
             spill.copy_aside(_free_number(spill.path))
         spill.keep(waiting)
@@ -225,33 +214,6 @@ class Journal:
                 file.append(line)
             file.sync()
             spill.remove()
-
-    def _note(self, found: _Finished) -> None:
-        if found.key is None:
-            return  # not a line of ours: it stays, and finishes nothing
-        self.finished.add(found.key)
-        if found.failed:
-            self.failed_before.add(found.key)
-        else:
-            self.finished_ids.add(found.id)
-        self.resumed += 1
-
-
-class _Finished(NamedTuple):
-    """What an output line finishes. key: the fingerprint; None where the line is not one of ours."""
-
-    key: str | None = None
-    id: str = ""
-    failed: bool = False
-
-    @classmethod
-    def of(cls, raw: bytes) -> _Finished:
-        try:
-            line = orjson.loads(raw)
-            key, name = line["fingerprint"], line["id"]
-        except (ValueError, KeyError, TypeError):
-            return cls()
-        return cls(key, name, "error" in line) if isinstance(key, str) and isinstance(name, str) else cls()
 
 
 @contextmanager

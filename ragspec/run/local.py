@@ -20,7 +20,8 @@ from ragspec.inputs.feed import Feed, Sieve
 from ragspec.inputs.keyset import KeySet
 from ragspec.inputs.record import line_id, parse_record, record_id
 from ragspec.outputs.answers import Flight, output_line
-from ragspec.outputs.journal import Journal, fingerprint
+from ragspec.outputs.journal import Journal
+from ragspec.outputs.ledger import fingerprint
 from ragspec.records import Failure, Generation, Record, Request, Sampling
 from ragspec.retrieval.stage import Stage
 from ragspec.run.provenance import peak_memory_gib
@@ -53,6 +54,7 @@ class LocalPass:
         self._runner = session.runner
         self._prompts = session.prompts
         self._journal = journal
+        self._ledger = journal.ledger
         self._limit = limit
         self._report = report
         self._keep_details = keep_details
@@ -139,15 +141,15 @@ class LocalPass:
         try:
             record = self._read(row, seen)
             key = fingerprint(row, record.id)
-            if key in self._journal.finished:
+            if key in self._ledger:
                 self._skip(index, key)
                 return None
-            self._changed += self._journal.resumed > 0 and record.id in self._journal.finished_ids
+            self._changed += self._ledger.resumed > 0 and self._ledger.answered(record.id)
             sampling = self._sampling(record)
             prompt = self._prompts.build(record, sampling.max_new_tokens, locate=self._runner.cites)
         except RecordError as error:
             key = key or fingerprint(row, None)
-            if key in self._journal.finished:
+            if key in self._ledger:
                 self._skip(index, key)
             else:
                 message = self._located(row, str(error))
@@ -158,7 +160,7 @@ class LocalPass:
 
     def _unfinished(self, row: Row) -> bool:
         try:
-            return fingerprint(row, record_id(row.value.get("id"), row.number)) not in self._journal.finished
+            return fingerprint(row, record_id(row.value.get("id"), row.number)) not in self._ledger
         except RecordError:
             return False
 
@@ -189,7 +191,7 @@ class LocalPass:
 
     def _skip(self, index: int, key: str) -> None:
         self.summary.skipped += 1
-        self.summary.failed_before += key in self._journal.failed_before
+        self.summary.failed_before += self._ledger.failed(key)
         self._journal.skip(index, key)
         self._tell()
 

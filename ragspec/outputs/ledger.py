@@ -1,0 +1,71 @@
+"""What is finished: the input rows that an output has answers or error lines of, known again by their fingerprints.
+
+>>> ledger = Ledger(); ledger.note(Finished("a1b2", "q1")); "a1b2" in ledger
+True
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+import orjson
+
+from ragspec.inputs.base import Row
+from ragspec.inputs.keyset import KeySet
+
+
+def fingerprint(row: Row, record_id: str | None) -> str:
+    """Return what names an input row: its content with its id, or with its number where it has no id of its own."""
+    name = f"line {row.number}" if record_id is None else f"id {record_id}"
+    return hashlib.blake2b(name.encode() + b"\0" + row.raw, digest_size=12).hexdigest()
+
+
+class Finished(NamedTuple):
+    """What an output line finishes. key: the fingerprint; None where the line is not one of ours."""
+
+    key: str | None = None
+    id: str = ""
+    failed: bool = False
+
+    @classmethod
+    def of(cls, raw: bytes) -> Finished:
+        """Return what the line `raw` finishes."""
+        try:
+            line = orjson.loads(raw)
+            key, name = line["fingerprint"], line["id"]
+        except (ValueError, KeyError, TypeError):
+            return cls()
+        return cls(key, name, "error" in line) if isinstance(key, str) and isinstance(name, str) else cls()
+
+
+class Ledger:
+    """The finished rows of earlier runs. resumed: how many lines there were."""
+
+    def __init__(self) -> None:
+        self.resumed = 0
+        self._finished = KeySet()
+        self._answered_ids = KeySet()
+        self._failed = KeySet()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._finished
+
+    def note(self, found: Finished) -> None:
+        """Take in a line. One that is not ours stays where it is, and finishes nothing."""
+        if found.key is None:
+            return
+        self._finished.add(found.key)
+        if found.failed:
+            self._failed.add(found.key)
+        else:
+            self._answered_ids.add(found.id)
+        self.resumed += 1
+
+    def failed(self, key: str) -> bool:
+        """Return whether a finished row has an error line."""
+        return key in self._failed
+
+    def answered(self, record_id: str) -> bool:
+        """Return whether some row of this id has an answer, whatever it said then."""
+        return record_id in self._answered_ids
