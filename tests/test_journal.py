@@ -5,8 +5,8 @@ import pytest
 
 from ragspec.errors import ConfigError
 from ragspec.inputs.base import Row
-from ragspec.outputs.journal import Journal
-from ragspec.outputs.ledger import fingerprint, whereabouts
+from ragspec.outputs.journal import Journal, whereabouts
+from ragspec.outputs.ledger import fingerprint
 from tests.conftest import read_jsonl
 
 IDENTITY = {"model": "m", "sampling": {"seed": 0}}
