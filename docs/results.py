@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+from textwrap import fill
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
@@ -20,7 +21,8 @@ def tables(folder: Path = RESULTS) -> str:
 
 
 def _section(results: Results) -> str:
-    head = f"## {results['question']}\n\n{results['input']}. {_conditions(results)}\n\n    {results['command']}\n"
+    conditions = fill(f"{results['input']}. {_conditions(results)}", 118, break_on_hyphens=False)
+    head = f"## {results['question']}\n\n{conditions}\n\n    {results['command']}\n"
     columns, rows = (results["columns"], results["rows"]) if "rows" in results else (COLUMNS, list(_rows(results)))
     lines = [_line(columns), _line(["---"] * len(columns)), *map(_line, rows)]
     return head + "\n" + "\n".join(lines) + "\n" + _note(results)
