@@ -96,3 +96,31 @@ def test_what_a_step_accepted_beyond_the_end_does_not_count():
     whole.record(4, 4)
     whole.end(5)
     assert (whole.accepted, whole.cut) == (4, 0)
+
+
+@pytest.mark.parametrize("method", ["context", "prompt_lookup"])
+def test_a_second_pass_begins_as_the_first_did(tiny, method):
+    """A drafter that knew the answers of an earlier pass would have nearly all of its drafts accepted."""
+    raw = {
+        "model": tiny,
+        "sampling": {"max_new_tokens": 24},
+        "speculation": {"method": method, "num_tokens": 4},
+        "runner_args": {"batch_size": 1, "lookahead": 1},
+    }
+    config = build_config(raw)
+    runner = module("huggingface").Runner(config)
+    runner.check()
+    sampling = to_sampling(config.sampling)
+    texts = [record["query"] * 3 for record in read_jsonl(SAMPLE)]
+    requests = [
+        Request(i, f"r{i}", runner.tokenizer.encode(text, special_tokens=True), sampling)
+        for i, text in enumerate(texts)
+    ]
+    passes = []
+    with runner:
+        runner.warm_up()
+        for _ in range(2):
+            outcomes = list(runner.generate(requests))
+            passes.append([(o.index, o.spec.drafted, o.spec.accepted, o.token_ids) for o in outcomes])
+    assert sum(drafted for _, drafted, _, _ in passes[0]) > 0
+    assert passes[0] == passes[1]

@@ -229,6 +229,13 @@ def test_an_answer_ends_at_the_end_token_inside_a_draft(loaded, tiny, plain):
         assert outcome.token_ids == tokens[: tokens.index(end) + 1]
         assert outcome.finish_reason == "stop"
         assert outcome.spec.accepted <= len(outcome.token_ids)
+        assert counted(outcome)
+
+
+def counted(outcome):
+    """Return whether an outcome's counts add up to its tokens."""
+    spec = outcome.spec
+    return spec.drafted >= spec.accepted and spec.steps + spec.accepted - spec.cut == len(outcome.token_ids)
 
 
 @pytest.mark.parametrize("new", [1, 2, 5, 8, 9])
@@ -249,9 +256,14 @@ def test_a_stop_string_ends_an_answer_wherever_drafts_cut_it(loaded, tiny, plain
     assert without[4].finish_reason == "stop"
     assert stop in tokenizer.decode(without[4].token_ids)
     assert stop not in tokenizer.decode(without[4].token_ids[:-1])
+    cut = 0
     for length in (1, 2, 3, 7, 20):
         guess = oracle(plain, loaded, tiny)
-        assert ids(answers(loaded, tiny, ByRow(Fixed(guess), length, None), sampling=sampling)) == ids(without)
+        outcomes = answers(loaded, tiny, ByRow(Fixed(guess), length, None), sampling=sampling)
+        assert ids(outcomes) == ids(without)
+        assert all(map(counted, outcomes.values()))
+        cut += sum(outcome.spec.cut for outcome in outcomes.values())
+    assert cut, "no draft outran an answer"
 
 
 @pytest.mark.parametrize("chunk", [8, 50])
