@@ -2,11 +2,11 @@
 
 import random
 from collections import Counter
-from copy import deepcopy
 from pathlib import Path
 
 import yaml
 
+from tests.campaign.damage import change_value, cut, flip
 from tests.campaign.forked import ragspec
 
 BASES = [
@@ -162,43 +162,12 @@ def mutated(chance: random.Random) -> bytes:
     if chance.random() < 0.5:
         value = yaml.safe_load(text)
         for _ in range(chance.choice([0, 1, 1, 2, 4])):
-            _change_value(chance, value)
+            change_value(chance, value, VALUES, KEYS, 0.75)
         text = yaml.safe_dump(value, sort_keys=False, allow_unicode=chance.random() < 0.5)
     raw = text.encode()
     for _ in range(chance.choice([0, 0, 1, 1, 2, 6])):
         raw = chance.choice(DAMAGES)(chance, raw)
     return raw
-
-
-def _change_value(chance, value):
-    place = value
-    while True:
-        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
-        if not keys:
-            return
-        key = chance.choice(keys)
-        if isinstance(place[key], dict | list) and place[key] and chance.random() < 0.75:
-            place = place[key]
-            continue
-        change = chance.randrange(5)
-        if change == 0:
-            del place[key]
-        elif change == 1 and isinstance(place, dict):
-            place[chance.choice(KEYS)] = place[key]
-        elif change == 2:
-            place[key] = [place[key]]
-        else:
-            place[key] = deepcopy(chance.choice(VALUES))
-        return
-
-
-def _flip(chance, raw):
-    at = chance.randrange(len(raw) or 1)
-    return raw[:at] + bytes([raw[at] ^ 1 << chance.randrange(8)]) + raw[at + 1 :] if raw else raw
-
-
-def _cut(chance, raw):
-    return raw[: chance.randrange(len(raw) + 1)]
 
 
 def _drop(chance, raw):
@@ -229,4 +198,4 @@ def _insert(chance, raw):
     return raw[:at] + word + raw[at:]
 
 
-DAMAGES = [_flip, _flip, _cut, _drop, _repeat, _indent, _insert]
+DAMAGES = [flip, flip, cut, _drop, _repeat, _indent, _insert]

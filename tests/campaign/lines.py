@@ -3,9 +3,9 @@
 import json
 import random
 from collections import Counter
-from copy import deepcopy
 from pathlib import Path
 
+from tests.campaign.damage import change_value, cut, flip
 from tests.campaign.forked import ragspec
 
 FILE = 500  # lines of one
@@ -18,6 +18,7 @@ RECORDS = [
     {"custom_id": "q6", "body": {"prompt": "Why?", "temperature": 0.3, "stop": ["."], "seed": 4, "n": 1}},
     {"id": "q7", "error": {"type": "RecordError", "message": "of an earlier command"}},
 ]
+KEYS = ["id", "query", "body", "contexts", "prompt", "metadata", "max_tokens", "zz"]
 VALUES = [
     *(None, True, False, 0, -1, 7, 2**53, 2**63, 2**64, -(2**63) - 1, 10**400, 0.5, -0.0, 1e308, 5e-324),
     *("", " ", "x", "\0", "\ud800", "\u2028\u0085", "é" * 3000, [], {}, [[]], [{}], {"": ""}, {"id": {"id": 1}}),
@@ -56,43 +57,11 @@ def mutated(chance: random.Random, place: int) -> bytes:
         if key in record and chance.random() < 0.9:  # the others have an id that others have too
             record[key] = f"{record[key]}-{place}"
     for _ in range(chance.choice([0, 0, 1, 1, 3])):
-        _change_value(chance, record)
+        change_value(chance, record, VALUES, KEYS, 0.6)
     raw = json.dumps(record, ensure_ascii=chance.random() < 0.5, allow_nan=True).encode(errors="surrogatepass")
     for _ in range(chance.choice([0, 0, 0, 1, 1, 3])):
         raw = chance.choice(DAMAGES)(chance, raw)
     return raw
-
-
-def _change_value(chance, record):
-    place = record
-    while True:
-        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
-        if not keys:
-            return
-        key = chance.choice(keys)
-        inner = place[key]
-        if isinstance(inner, dict | list) and inner and chance.random() < 0.6:
-            place = inner
-            continue
-        change = chance.randrange(4)
-        if change == 0:
-            del place[key]
-        elif change == 1:
-            place[key] = [inner]
-        elif change == 2 and isinstance(place, dict):
-            place[chance.choice(["id", "query", "body", "contexts", "prompt", "metadata", "max_tokens", "zz"])] = inner
-        else:
-            place[key] = deepcopy(chance.choice(VALUES))
-        return
-
-
-def _flip(chance, raw):
-    at = chance.randrange(len(raw) or 1)
-    return raw[:at] + bytes([raw[at] ^ 1 << chance.randrange(8)]) + raw[at + 1 :] if raw else raw
-
-
-def _cut(chance, raw):
-    return raw[: chance.randrange(len(raw) + 1)]
 
 
 def _insert(chance, raw):
@@ -115,7 +84,7 @@ def _repeat(chance, raw):
     return raw + raw if chance.random() < 0.5 else raw.replace(b"{", b'{"id": "other", ', 1)
 
 
-DAMAGES = [_flip, _flip, _cut, _insert, _nest, _number, _repeat]
+DAMAGES = [flip, flip, cut, _insert, _nest, _number, _repeat]
 
 
 def _check(folder: Path, content: bytes) -> Counter:
