@@ -31,7 +31,7 @@ def _explain(model: type[BaseModel], error: dict[str, Any], prefix: str) -> str:
     if error["type"] == "value_error":
         return f"{key}.{allowed.removeprefix('Value error, ')}"
     if error["type"] == "model_type":
-        allowed = "must hold keys and values"
+        allowed = "must contain keys and values"
     alternatives = _alternatives(model, path)
     value = concealed({path[-1] if path else "": error["input"]})
     return f"{key}: {_short(*value.values())} is not allowed: {alternatives or allowed}"

@@ -95,7 +95,7 @@ def _veil(raw: dict[str, Any], source: str) -> Veil:
     try:
         return Veil(concealed(raw))
     except RecursionError:
-        raise ConfigError(f"{source}: nested too deep, or in itself") from None
+        raise ConfigError(f"{source}: nested too deeply, or contains itself") from None
 
 
 def _modernise(raw: dict[str, Any], source: str) -> list[str]:
@@ -108,7 +108,7 @@ def _modernise(raw: dict[str, Any], source: str) -> list[str]:
         return []
     if raw.get("speculation"):
         moved = ", ".join(key for key in args if key not in rest)
-        raise ConfigError(f"{source}: runner_args.{moved}: says again what speculation says; keep the one or the other")
+        raise ConfigError(f"{source}: runner_args.{moved}: repeats what speculation says; keep only one of them")
     raw |= {"runner_args": rest, "speculation": speculation}
     return [f"{source}: runner_args.{note}" for note in notes]
 
@@ -118,7 +118,10 @@ def _check(config: RunConfig) -> None:
     if config.retrieval:
         _check_retrieval(config.retrieval)
         if config.prompt.source not in ("auto", "query"):
-            raise ConfigError(f'prompt.source: "{config.prompt.source}": retrieval fills contexts of queries only')
+            raise ConfigError(
+                f'prompt.source: "{config.prompt.source}": retrieval only fills in contexts for `query` records; '
+                "set prompt.source: query, or remove retrieval"
+            )
     spec = config.speculation
     runners.module(config.runner)
     check_method(config.runner, spec.method)
@@ -126,7 +129,7 @@ def _check(config: RunConfig) -> None:
         raise ConfigError('model: missing; give a hub id, a folder, a .gguf file or "demo"')
     _check_method(spec)
     if spec.ngram_min and spec.ngram_max and spec.ngram_min > spec.ngram_max:
-        raise ConfigError(f"speculation.ngram_min: {spec.ngram_min} is over ngram_max ({spec.ngram_max})")
+        raise ConfigError(f"speculation.ngram_min: {spec.ngram_min} is greater than ngram_max ({spec.ngram_max})")
 
 
 def _check_method(spec: SpeculationConfig) -> None:
@@ -138,25 +141,23 @@ def _check_method(spec: SpeculationConfig) -> None:
     draft = spec.draft_model or spec.draft_tokenizer
     if draft and not (method.takes_draft or method.some_models):
         raise ConfigError(
-            f'speculation.draft_model: "{draft}" has no use with method "{spec.method}"; set speculation.method: '
-            "draft_model, or take the draft out"
+            f'speculation.draft_model: "{draft}" has no effect with method "{spec.method}"; set speculation.method: '
+            "draft_model, or remove the draft"
         )
     if spec.speculative_config is not None and "speculative_config" not in method.needs:
-        raise ConfigError(
-            "speculation.speculative_config: goes with method: speculative_config (runner vllm), and with no other"
-        )
+        raise ConfigError("speculation.speculative_config: only valid with method: speculative_config (runner vllm)")
 
 
 def _check_retrieval(retrieval: RetrievalConfig) -> None:
     if retrieval.chunk_overlap > retrieval.chunk_size // 2:
         raise ConfigError(
-            f"retrieval.chunk_overlap: {retrieval.chunk_overlap} is over half of chunk_size ({retrieval.chunk_size})"
+            f"retrieval.chunk_overlap: {retrieval.chunk_overlap} exceeds half of chunk_size ({retrieval.chunk_size})"
         )
     for key, value in retrieval.storage_options.items():
         if names_secret(key) and not (isinstance(value, Secret) and value.is_reference):
             raise ConfigError(
-                f"retrieval.storage_options.{key}: an object store's secrets do not go into a config; set "
-                f"{key.upper()} in the environment, or write ${{NAME}} here, a variable's name"
+                f"retrieval.storage_options.{key}: do not put an object store's secrets into a config; set "
+                f"{key.upper()} in the environment, or write ${{NAME}} here, where NAME is an environment variable"
             )
 
 
@@ -194,5 +195,5 @@ def _set(raw: dict[str, Any], override: str) -> None:
             place[parent] = {}
         place = place[parent]
         if not isinstance(place, dict):
-            raise ConfigError(f'--set: "{key}": "{parent}" holds a value, not keys')
+            raise ConfigError(f'--set: "{key}": "{parent}" is a value and has no keys')
     place[last] = parse_yaml(value, f"--set {key} (a value with YAML's special characters needs quotes)")

@@ -159,7 +159,9 @@ def _kept(value: Any, read: Any) -> Any:
 def _settings(value: dict[str, Any]) -> dict[str, Any]:
     for path, text in _texts(value):
         if SHOWN.search(text) and not isinstance(text, Secret):
-            raise ValueError(f"{path} stands for a secret that was not written; put it there, or ${{NAME}}")
+            raise ValueError(
+                f"{path} is a placeholder for a secret that was not saved; put the secret there, or ${{NAME}}"
+            )
     concealed_value: dict[str, Any] = concealed(value)
     return concealed_value
 

@@ -116,7 +116,7 @@ class JsonlSource:
                 if room < 0:
                     raise ConfigError(
                         f"{self.path}:{number}: the line is longer than {LONGEST >> 20} MiB; is this JSONL, "
-                        "one record a line?"
+                        "one record per line?"
                     )
                 if piece.endswith(b"\n"):
                     break
@@ -137,7 +137,7 @@ def _why(error: jsonlines.InvalidLineError) -> str:
     cause = error.__cause__
     if isinstance(cause, UnicodeDecodeError):
         return f"not UTF-8 (byte {cause.start + 1} is 0x{cause.object[cause.start]:02x}); save the file as UTF-8"
-    return f"not valid JSON ({cause}); one JSON object a line is expected"
+    return f"not valid JSON ({cause}); each line must be one JSON object"
 
 
 def _what_failed(error: Exception) -> str:

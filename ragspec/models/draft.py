@@ -57,7 +57,7 @@ def find_draft(
     fit, why = fits(target_tokenizer, target_width, tokenizer, width_of(config))
     if not fit and not tokenizer_name:
         raise ConfigError(
-            f'speculation.draft_model: "{name}" has another tokenizer than "{target_name}" ({why}); '
+            f'speculation.draft_model: the tokenizer of "{name}" differs from that of "{target_name}" ({why}); '
             f"add `draft_tokenizer: {name}` {remedy}, choose a draft of the same family, or use method: prompt_lookup"
         )
     return Draft(source, tokenizer, context_length(config), width_of(config), not fit)

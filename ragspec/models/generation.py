@@ -105,7 +105,7 @@ class GenerationRules:
             found = model._get_logits_processor(config, input_ids_seq_length=prompt_tokens, device=model.device)
         except AttributeError as error:
             raise ModelError(
-                f"this transformers version prepares generate() elsewhere ({error}); use transformers 5.16 to 5.19"
+                f"this version of transformers is not supported ({error}); use transformers 5.16 to 5.19"
             ) from error
         # which there are depends on the sampling alone
         self._known[sampling] = bool(found)

@@ -49,7 +49,7 @@ def resolve(name: str, revision: str | None = None, key: str = "model") -> Model
         return ModelSource(name, str(_converted(path)))
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(f'{key}: "{name}": the folder has no config.json; it must hold a transformers model')
+            raise ConfigError(f'{key}: "{name}": the folder has no config.json; it must contain a transformers model')
         return ModelSource(name, str(path))
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise ConfigError(f'{key}: "{name}": no such folder')
@@ -94,7 +94,7 @@ def brings_code(source: ModelSource) -> bool:
 def needs_code(trust_key: str | None) -> str:
     """Return what a message says of a model that cannot load without its own code; no key: nothing lets that run."""
     if trust_key is None:
-        return "needs its own code to load, which runs for the model and its draft only; choose another"
+        return "needs its own code to load, which ragspec runs only for the model and its draft; choose another"
     return f"needs its own code to load; set {trust_key}: true if you trust its authors"
 
 
@@ -126,8 +126,8 @@ def _why(error: Exception) -> str:
         return "is a gated model; accept its terms on the hub and log in with `hf auth login`"
     if isinstance(error, OSError):
         return (
-            "is no folder here, not in the cache and cannot be fetched from the hub (misspelt, private, or offline?); "
-            f"the hub's client says: {text[:160]}"
+            "is not a local folder, is not in the cache, and could not be fetched from the hub (misspelt, private, or "
+            f"offline?); the hub client says: {text[:160]}"
         )
     return text[:300]
 

@@ -47,7 +47,7 @@ def fits(target: Any, target_size: int, draft: Any, draft_size: int) -> tuple[bo
         return False, f"{result.differing:,} of {total:,} tokens differ: {result.example}"
     highest_ours, highest_theirs = max(target.get_vocab().values()), max(draft.get_vocab().values())
     if highest_ours >= draft_size:
-        return False, f"the target has token {highest_ours}, the draft reads {draft_size:,} tokens only"
+        return False, f"the target has token {highest_ours}, but the draft reads only {draft_size:,} tokens"
     if highest_theirs >= target_size:
-        return False, f"the draft has token {highest_theirs}, the target reads {target_size:,} tokens only"
+        return False, f"the draft has token {highest_theirs}, but the target reads only {target_size:,} tokens"
     return True, ""

@@ -36,9 +36,9 @@ def is_resumable(output: str) -> bool:
 def whereabouts(output: str) -> str:
     """Return where the finished lines of a run that ended early are, and how to go on, for a message."""
     if not is_resumable(output):
-        return "what was finished is written"
+        return "finished answers have been written"
     pending = sibling(output, PENDING)
-    names = {Path(output): output, pending: f"{pending} (those ahead of their turn)"}
+    names = {Path(output): output, pending: f"{pending} (answers waiting for earlier ones)"}
     places = [name for path, name in names.items() if path.exists() and path.stat().st_size]
     kept = f"finished answers are kept in {' and '.join(places)}" if places else "nothing was finished yet"
     return f"{kept}; run the same command again to go on"
@@ -169,7 +169,10 @@ class Journal:
     def _open(self, identity: dict[str, Any] | None, resume: bool, retry_failed: bool) -> None:
         path = Path(self.output)
         if path.suffix in (".gz", ".zst"):
-            raise ConfigError(f"{path}: answers are appended one by one, which {path.suffix} cannot; compress it after")
+            raise ConfigError(
+                f"{path}: answers are appended one by one, which {path.suffix} does not allow; "
+                "compress the file afterwards"
+            )
         state = RunState(self.output)
         spill = None
         if identity is not None:

@@ -127,7 +127,7 @@ def write_all(file: IO[bytes] | Any, data: bytes) -> None:
     while left:
         written = file.write(left)
         if written is None:  # somebody made it a file that does not wait
-            raise BlockingIOError(11, "it takes nothing just now")
+            raise BlockingIOError(11, "it is not accepting data right now")
         left = left[written:]
 
 

@@ -16,7 +16,7 @@ from ragspec.errors import ConfigError
 from ragspec.outputs.private import write_private
 
 STATE, STATISTICS, PENDING = ".run.json", ".stats.json", ".pending.jsonl"
-WAY_OUT = "; go on with the config that began it, choose another --output, or --no-resume (keeps it as a copy)"
+WAY_OUT = "; use the config it was started with, choose another --output, or use --no-resume (which keeps it as a copy)"
 
 
 def sibling(output: str, suffix: str) -> Path:
@@ -52,13 +52,13 @@ class RunState:
         twin = self._twin()
         if twin is not None and self._is_state_of(twin):
             raise ConfigError(
-                f"{self._output}: its state would be {self.path.name}, which is that of {twin.name}; "
+                f"{self._output}: its state file would be {self.path.name}, which belongs to {twin.name}; "
                 "choose another --output"
             )
         pending = sibling(str(self._output), PENDING)
         if sibling(str(pending), STATE).exists():
             raise ConfigError(
-                f"{self._output}: answers ahead of their turn would wait in {pending.name}, which is another run's "
+                f"{self._output}: answers waiting for earlier ones would go to {pending.name}, which is another run's "
                 "output; choose another --output"
             )
 
@@ -82,11 +82,11 @@ class RunState:
         began = self._read().get("config")
         if not isinstance(began, dict):
             raise ConfigError(
-                f"{self._output}: holds lines, but {self.path.name} does not say which config wrote them{WAY_OUT}"
+                f"{self._output}: contains lines, but {self.path.name} does not say which config wrote them{WAY_OUT}"
             )
         changed = _difference(began, orjson.loads(orjson.dumps(identity)))
         if changed:
-            raise ConfigError(f"{self._output}: was begun with another config: {changed}{WAY_OUT}")
+            raise ConfigError(f"{self._output}: was started with a different config: {changed}{WAY_OUT}")
 
     def write(self, identity: dict[str, Any]) -> None:
         """Say which config begins the output. Raises ConfigError."""

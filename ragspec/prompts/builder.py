@@ -52,7 +52,7 @@ class PromptBuilder:
         self._controlled = False
         prompt = self._build(record, max_new_tokens)
         if not prompt.token_ids:
-            raise RecordError("the prompt is empty; there is nothing to go on from")
+            raise RecordError("the prompt is empty; there is nothing to continue")
         self._held += self._controlled
         return replace(prompt, places=self._places(record, prompt)) if locate and prompt.kept else prompt
 
@@ -134,7 +134,7 @@ class PromptBuilder:
         controls = self._tokenizer.controls
         assert controls is not None
         if bad := [role for role in roles if controls.found(role)]:
-            raise RecordError(f'"messages": the role "{bad[0]}" holds a control word of the model; take it out')
+            raise RecordError(f'"messages": the role "{bad[0]}" contains a control word of the model; remove it')
         if not self._chat:
             return controls.found(self._config.system or "")
         try:
@@ -148,8 +148,8 @@ class PromptBuilder:
         if not self._held:
             return []
         return [
-            f"{self._held} records hold control words of the model (such as <|im_end|>); they are encoded as text, or "
-            "prompt.allow_special_tokens: true lets them act"
+            f"{self._held} records contain control words of the model (such as <|im_end|>); they are encoded as text "
+            "unless prompt.allow_special_tokens is true"
         ]
 
     def _write(self, record: Record, contexts: tuple[Passage, ...]) -> tuple[str, bool]:

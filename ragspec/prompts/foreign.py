@@ -53,8 +53,8 @@ def as_text(
             return way
     word = next((Counter(controls.found(written.text)) - Counter(wanted)).elements(), "a control word")
     raise RecordError(
-        f'the record holds "{word}", which the model would read as a control token; take it out, or set '
-        "prompt.allow_special_tokens: true if it is meant so"
+        f'the record contains "{word}", which the model would read as a control token; remove it, or set '
+        "prompt.allow_special_tokens: true if that is intended"
     )
 
 

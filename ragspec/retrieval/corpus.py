@@ -72,7 +72,7 @@ def _files(root: Path) -> Iterator[Path | Skipped]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in folders:
             if (here / name).is_symlink():
-                yield Skipped(str(here / name), "a link to a folder; name that one as part of the corpus")
+                yield Skipped(str(here / name), "a link to a folder; add that folder to the corpus instead")
         yield from (here / name for name in sorted(files) if not name.startswith("."))
     for error in unreadable:
         yield Skipped(str(error.filename), f"cannot be read ({error.strerror})", many=True)
@@ -93,7 +93,7 @@ def _of_file(file: Path, name: str) -> Iterator[Document | Skipped]:
         return
     try:
         if file.exists() and not file.is_file():
-            yield Skipped(str(file), "no regular file")
+            yield Skipped(str(file), "not a regular file")
             return
         content = file.read_bytes()
     except OSError as error:

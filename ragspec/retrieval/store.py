@@ -139,7 +139,7 @@ def settings_of(table: Any, uri: str) -> Settings:
         return Settings(**orjson.loads((table.schema.metadata or {})[SETTINGS]))
     except (KeyError, TypeError, ValueError):
         raise ConfigError(
-            f'retrieval.index: "{uri}": holds no index of this version of ragspec; choose another folder'
+            f'retrieval.index: "{uri}": contains no index that this version of ragspec can read; choose another folder'
         ) from None
 
 

@@ -32,7 +32,7 @@ def generate(
     if config.input is None:
         raise ConfigError("input: missing; set it in the config, or give --input FILE (- for stdin)")
     if retry_failed and limit is not None:
-        raise ConfigError("--retry-failed drops all error lines: it does not combine with --limit")
+        raise ConfigError("--retry-failed drops all error lines: it cannot be combined with --limit")
     _check_paths(config, stats_path)
     veil = config.veil()
     with veil.over_errors(), ExitStack() as stack:
@@ -68,7 +68,7 @@ def _check_paths(config: RunConfig, stats_path: str | None) -> None:
     uses = {"the input": config.input, "output": config.output, "--stats": stats_path}
     if config.output != "-":
         uses["the run's state"] = str(sibling(config.output, STATE))
-        uses["the answers ahead of their turn"] = str(sibling(config.output, PENDING))
+        uses["the file of waiting answers"] = str(sibling(config.output, PENDING))
         if stats_path is None:
             uses["the statistics"] = str(sibling(config.output, STATISTICS))
     taken: dict[Path, str] = {}
@@ -77,7 +77,7 @@ def _check_paths(config: RunConfig, stats_path: str | None) -> None:
             continue
         other = taken.setdefault(Path(name).resolve(), use)
         if other != use:
-            raise ConfigError(f"{name} would be {other} and {use}; choose another --output")
+            raise ConfigError(f"{name} would be both {other} and {use}; choose another --output")
 
 
 def _write_stats(summary: RunSummary, path: Path | None, journal: Journal) -> None:

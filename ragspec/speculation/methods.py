@@ -75,7 +75,7 @@ DRAFT = ("draft_model",)
 METHODS = {
     PLAIN: Method("nothing: plain decoding", (FAKE, HF, VLLM), stock=True),
     "auto": Method(
-        "the fastest of the methods that need no more than the config has, found as the run goes on",
+        "the fastest of the methods that the config allows, found during the run",
         (HF, VLLM),
         drafts_on=(HF, VLLM),
         takes_draft=True,
@@ -138,8 +138,8 @@ def check_method(runner: str, word: str) -> None:
     method = method_named(word)
     if runner not in method.runners:
         raise ConfigError(
-            f'speculation.method: runner "{runner}" has no "{word}" (runner {" and ".join(method.runners)} has it); '
-            f"it has {', '.join(methods_of(runner))}"
+            f'speculation.method: runner "{runner}" does not have "{word}" (it needs runner '
+            f"{' or '.join(method.runners)}); choose one of {', '.join(methods_of(runner))}"
         )
 
 

@@ -95,8 +95,8 @@ class Guarded:
         except Exception as error:  # other people's code: whatever it raises, answers do not depend on it
             log.debug("the drafter %s failed", self._name, exc_info=error)
             self.failure = (
-                f"the drafter {self._name} failed in {what} ({type(error).__name__}: {flat(error, 120)}): "
-                "no drafts of it since"
+                f"the drafter {self._name} failed in {what} ({type(error).__name__}: {flat(error, 120)}); "
+                "it drafted no more after that"
             )
             self._inner = None
             return None

@@ -57,7 +57,7 @@ def translate_retrieval(sections: dict[str, dict[str, Any]], source: str, notes:
     if not reranks:
         out.pop("reranker_model", None)
     elif "reranker_model" not in out:
-        raise ConfigError(f"{source}: retriever.use_reranker: needs reranker_model_name beside it")
+        raise ConfigError(f"{source}: retriever.use_reranker: needs reranker_model_name as well")
     else:  # there, the retriever hands so many to the reranker, which keeps reranker_top_k
         out["candidates"] = out.pop("top_k", 50)
         out["top_k"] = depth or 10

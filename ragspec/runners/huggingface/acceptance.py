@@ -32,7 +32,8 @@ class AcceptanceMeter:
         build = getattr(model, "_get_candidate_generator", None)
         if build is None:
             raise ModelError(
-                "this transformers version builds its candidate generators elsewhere; use transformers 5.16 to 5.19"
+                "this version of transformers is not supported (its candidate generators have moved); "
+                "use transformers 5.16 to 5.19"
             )
         target, draft = self._tokenizers
         width = model.config.get_text_config().vocab_size

@@ -94,7 +94,7 @@ class StockBackend:
     def _speculate(self) -> None:
         spec = self._spec
         if getattr(self._model, "_is_stateful", False):
-            raise ModelError("the model keeps a recurrent state, which cannot take back a draft; use method: none")
+            raise ModelError("the model keeps a recurrent state, which cannot undo a rejected draft; use method: none")
         self._set_knobs(spec.draft_model if spec.draft else self._model)
         tokenizers = None
         if spec.draft and spec.draft.other_tokens:
@@ -135,8 +135,8 @@ class StockBackend:
             yield from self._answer(alike)
         if self._meter and self._spec.draft and self._meter.outgrown:
             self.notes.append(
-                f"{self._meter.outgrown} records were longer than the {self._spec.draft.context_length} tokens that "
-                "the draft model attends to; they went on without drafts"
+                f"{self._meter.outgrown} records outgrew the draft model's {self._spec.draft.context_length} "
+                "tokens and continued without drafts"
             )
 
     @cached_property

@@ -78,7 +78,7 @@ def check_build(config: dict[str, Any] | None, on_cpu: bool) -> None:
     if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
         raise ConfigError(
             "speculation.method: suffix needs another package: pip install --no-deps arctic-inference==0.1.1 "
-            "(it builds for three minutes and needs a C++ compiler)"
+            "(building it takes three minutes and a C++ compiler)"
         )
     if on_cpu and method in ("ngram_gpu", "dspark"):
         raise ConfigError(f"speculation.method: {method} needs a GPU; on this machine use prompt_lookup or suffix")

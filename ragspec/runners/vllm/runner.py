@@ -41,7 +41,7 @@ from ragspec.runners.vllm.stream import Stream
 from ragspec.speculation.methods import PLAIN, VLLM, method_named
 
 CPU_KV_CACHE_BYTES = 2 << 30  # vLLM would take nearly all memory, and a benchmark loads several engines
-MIN_P_LOST = "vLLM ignores it while speculating, which would change answers; use method: none, or take it out"
+MIN_P_LOST = "vLLM ignores it while speculating, which would change answers; use method: none, or remove it"
 # its expand_kernel writes each token's temperature, top_k and top_p into a copy that is dropped (cpu_triton_utils)
 CPU_SAMPLING_LOST = (
     "vLLM 0.32 on a CPU samples from uninitialised memory while speculating; use temperature 0 or method: none"
@@ -110,7 +110,7 @@ class Runner:
         self.tokenizer = HFTokenizer(load_tokenizer(self._source, trust_remote_code=trust))
         self._not_done = ", ".join(asked_beyond_sampling(self._source.path, revision))
         if self._not_done:
-            self.notes.append(f"the model's generation_config asks for {self._not_done}: vLLM does not do it")
+            self.notes.append(f"the model's generation_config asks for {self._not_done}, which vLLM does not do")
         draft_path, other_vocabulary = self._check_draft(trust)
         spec = speculative_config(self._spec, draft_path)
         check_draft_code(spec, self._source.path, trust, self._spec.draft_trust_remote_code)
@@ -139,10 +139,11 @@ class Runner:
             return spec
         if vllm.__version__.startswith(TESTED):
             if self._spec.draft_model:
-                self.notes.append("speculation.draft_model: without effect; vLLM cannot change to it while it runs")
+                self.notes.append("speculation.draft_model: has no effect; vLLM cannot switch to it during a run")
             return spec
         self.notes.append(
-            f"method {self.method} was tried with vLLM {TESTED[0]}x, this is {vllm.__version__}: prompt_lookup drafts"
+            f"method {self.method} has only been tested with vLLM {TESTED[0]}x, and this is {vllm.__version__}; "
+            "prompt_lookup is used instead"
         )
         self.method, self.cites = "prompt_lookup", False
         self._spec = self._spec.model_copy(update={"method": self.method, "draft_model": None})
@@ -294,7 +295,7 @@ class Runner:
     def outlook(self) -> str:
         """Return what will answer; needs check()."""
         place = "its CPU build" if self._on_cpu else "on a GPU"
-        return f"vLLM, {place}, will answer, method {self.method}, up to {self._rows} records at once"
+        return f"vLLM ({place}) will answer, with method {self.method} and up to {self._rows} records at once"
 
     def about(self) -> dict[str, Any]:
         """Return what ran: model, revision, batch size, the arguments that vLLM got."""
