@@ -42,7 +42,7 @@ _UNION_TAGS = {"int", "bool", "str", "float", "literal['auto']", "constrained-in
 
 
 def _alternatives(model: type[BaseModel], path: list[str]) -> str:
-    """Return what a union of a type and "auto" takes; pydantic would complain of one branch only."""
+    """Return what a union of a type and "auto" takes; pydantic would complain about only one branch."""
     if path[-1:] in (["num_tokens"], ["batch_size"]):
         return 'must be a whole number from 1, or "auto"'
     return 'must be true, false or "auto"' if path[-1:] == ["chat"] else ""

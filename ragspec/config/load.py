@@ -1,7 +1,7 @@
 """What the user wrote, checked: `load_config("c.yaml", ["sampling.seed=1"])` -> (RunConfig, notes).
 
 Unknown keys are errors with a suggestion; every message names file, key, value and what is allowed.
-Limit: only what the text of the config can tell is judged here; models and tokenizers are `Runner.check`'s business.
+Limit: only the config's text is checked here; models and tokenizers are checked by `Runner.check`.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _modernise(raw: dict[str, Any], source: str) -> list[str]:
 
 
 def _check(config: RunConfig) -> None:
-    """Judge what one key cannot tell alone."""
+    """Check what depends on several keys."""
     if config.retrieval:
         _check_retrieval(config.retrieval)
         if config.prompt.source not in ("auto", "query"):
@@ -133,7 +133,7 @@ def _check(config: RunConfig) -> None:
 
 
 def _check_method(spec: SpeculationConfig) -> None:
-    """Judge the keys of the section by what the method needs and takes."""
+    """Check the section's keys against what the method needs and takes."""
     method = method_named(spec.method)
     for key in method.needs:
         if getattr(spec, key) is None:
@@ -162,7 +162,7 @@ def _check_retrieval(retrieval: RetrievalConfig) -> None:
 
 
 def _check_references(value: Any, source: str) -> None:
-    """Raise ConfigError for an environment variable that the config names and that is not set."""
+    """Raise ConfigError for an environment variable that the config names but that is not set."""
     for path, secret in secrets_in(value):
         try:
             secret.reveal()
@@ -171,7 +171,7 @@ def _check_references(value: Any, source: str) -> None:
 
 
 def _with_template_text(config: RunConfig, source: str) -> RunConfig:
-    """Put the text of a template file in the place of its name, so that the resolved config stands alone."""
+    """Replace the name of a template file by its text, so that the resolved config needs no other file."""
     template = config.prompt.template
     if template is None or not template.endswith(TEMPLATE_SUFFIXES):
         return config

@@ -31,7 +31,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(path: str) -> dict[str, Any]:
-    """Return the mapping that file `path` holds. Raises ConfigError naming file, line and what is wrong."""
+    """Return the mapping in file `path`. Raises ConfigError naming file, line and what is wrong."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:

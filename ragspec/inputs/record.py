@@ -1,7 +1,7 @@
 """One input line's JSON value -> Record. Raises RecordError with one line that says what was expected.
 
 The forms: `query` (+ `contexts`), `messages`, `prompt`, or an OpenAI batch line (`custom_id` + `body`).
-Where a line has several, the first of that order that is there is used (`prompt.source` chooses otherwise).
+If a line has several, the first of them in that order is used, unless `prompt.source` names another.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def record_id(given: Any, line: int) -> str:
 
 
 def line_id(row: Row) -> str:
-    """Return the id to put on the error line of a row that may be no record at all."""
+    """Return the id to put on the error line of a row that may not be a record at all."""
     value = row.value if isinstance(row.value, dict) else {}
     given = value.get("id", value.get("custom_id"))
     return str(given) if isinstance(given, str | int) and given != "" else str(row.number)

@@ -39,10 +39,10 @@ def find_draft(
     remedy: str,
     trust_key: str = DRAFT_TRUST_KEY,
 ) -> Draft:
-    """Return the draft model `name`. Raises ConfigError where it is missing or speaks other tokens unasked.
+    """Return the draft model `name`. Raises ConfigError if it is missing or has other tokens unasked.
 
     tokenizer_name: the `draft_tokenizer` of the config, which asks for a draft of other tokens. target: the target's
-    name, tokenizer and width. remedy: what a draft_tokenizer would bring on this runner, for the message.
+    name, tokenizer and width. remedy: what a draft_tokenizer would do on this runner, for the message.
     trust_remote_code: whether the draft's own code may run; `trust_key` would let it.
     """
     key = DRAFT_KEY

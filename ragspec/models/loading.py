@@ -24,7 +24,7 @@ def pick_device(asked: str, num_gpus: int | None) -> str:
 
 
 def check_device(asked: str) -> None:
-    """Raise ConfigError where there is no such device here."""
+    """Raise ConfigError if there is no such device here."""
     import torch
 
     try:

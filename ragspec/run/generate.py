@@ -27,7 +27,7 @@ def generate(
 ) -> RunSummary:
     """Answer every record of `config.input` into `config.output` and return the totals.
 
-    limit: read so many lines only. report: called as records finish. Raises ConfigError and ModelError.
+    limit: read only this many lines. report: called as records finish. Raises ConfigError and ModelError.
     """
     if config.input is None:
         raise ConfigError("input: missing; set it in the config, or give --input FILE (- for stdin)")
@@ -64,7 +64,7 @@ def generate(
 
 
 def _check_paths(config: RunConfig, stats_path: str | None) -> None:
-    """Raise ConfigError where one file would have two uses. The files beside the output count too."""
+    """Raise ConfigError if one file would have two uses. The files beside the output count too."""
     uses = {"the input": config.input, "output": config.output, "--stats": stats_path}
     if config.output != "-":
         uses["the run's state"] = str(sibling(config.output, STATE))
@@ -81,7 +81,7 @@ def _check_paths(config: RunConfig, stats_path: str | None) -> None:
 
 
 def _write_stats(summary: RunSummary, path: Path | None, journal: Journal) -> None:
-    """Write the stats file. A run that found all finished leaves the one of the run that did the work."""
+    """Write the stats file. A run that found everything finished keeps the file of the run that did the work."""
     idle = not (summary.records or summary.failed)
     if path is None and journal.resumable:
         path = sibling(journal.output, STATISTICS)

@@ -32,9 +32,9 @@ Report = Callable[[RunSummary, int | None], None]  # called after each record wi
 
 
 class LocalPass:
-    """One pass of a session over a source, in this process. limit: read so many rows only.
+    """One pass of a session over a source, in this process. limit: read only this many rows.
 
-    report: called as records finish. keep_details: write what an audit and a report need, too.
+    report: called as records finish. keep_details: also write what an audit and a report need.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class LocalPass:
         return Feed(Sieve(rows, lambda row: self._request(next(numbers), row, seen)))
 
     def _request(self, index: int, row: Row, seen: KeySet) -> Request | None:
-        """Return the request that a row is; None where it needs no answer any more, or can have none."""
+        """Return the request that a row is; None if it needs no answer any more, or can have none."""
         key = None
         try:
             record = self._read(row, seen)

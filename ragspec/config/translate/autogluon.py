@@ -1,7 +1,7 @@
-"""AutoGluon-RAG's generator settings, read as they stand: `translate(raw, "c.yaml")` -> (native config, notes).
+"""AutoGluon-RAG's generator settings, read as they are: `translate(raw, "c.yaml")` -> (native config, notes).
 
-Source: AutoGluon-RAG 0.1, agrag/modules. What ragspec does otherwise (no prompt in the answer, an attention mask, real
-batches) needs no key.
+Source: AutoGluon-RAG 0.1, agrag/modules. What ragspec does differently (no prompt in the answer, an attention mask,
+real batches) needs no key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GENERATOR_KEYS = (
     "generator_query_prefix",
     "num_gpus",
 )
-NATIVE_KEYS = ("input", "output", "order", "prompt", "retrieval")  # may stand beside the generator's keys
+NATIVE_KEYS = ("input", "output", "order", "prompt", "retrieval")  # may appear beside the generator's keys
 HUGGINGFACE_KEYS = (
     "hf_model_params",
     "hf_tokenizer_init_params",
@@ -40,7 +40,7 @@ def is_autogluon(raw: dict[str, Any]) -> bool:
 
 
 def translate(raw: dict[str, Any], source: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the native config that `raw` means, unchecked, and a note for all that was not taken over as it stands.
+    """Return the native config that `raw` means, unchecked, and a note for everything that was not taken over as it is.
 
     Raises ConfigError for platforms that are not ours and for settings that would change the answers.
     """
@@ -196,7 +196,7 @@ def _refuse_unknown(section: dict[str, Any], known: tuple[str, ...], where: str)
 
 
 def _dict(section: dict[str, Any], key: str, source: str) -> dict[str, Any]:
-    """Return a copy of the mapping under `key`, empty where there is none."""
+    """Return a copy of the mapping under `key`, empty if there is none."""
     value = section.get(key)
     if value is None:
         return {}

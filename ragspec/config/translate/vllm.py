@@ -3,7 +3,7 @@
     >>> modernise({"speculative_model": "[ngram]", "num_speculative_tokens": 5, "ngram_prompt_lookup_max": 4})[1]
     {'method': 'prompt_lookup', 'num_tokens': 5, 'ngram_max': 4, 'ngram_min': 1}
 
-They were removed in March 2025 (vLLM 0.8). Limit: `speculative_disable_by_batch_size` has an approximate heir only.
+They were removed in March 2025 (vLLM 0.8). Limit: `speculative_disable_by_batch_size` has only a rough successor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAMES = (
     *RENAMED,
     *DROPPED,
 )
-MOST_ROWS = 1024  # the end of a batch-size range that is to have none
+MOST_ROWS = 1024  # the end of the range of batch sizes without speculation
 
 
 def modernise(init: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:

@@ -1,4 +1,4 @@
-"""What a config may hand on to transformers: it takes most misspelt keys without a word, so they are refused here."""
+"""What a config may pass to transformers, which silently accepts most misspelt keys: they are refused here."""
 
 from __future__ import annotations
 

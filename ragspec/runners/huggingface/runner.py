@@ -1,9 +1,9 @@
-"""Hugging Face models: the batched engine where it fits, stock `generate()` where only that can do what is asked.
+"""Hugging Face models: the batched engine if it fits, stock `generate()` if only that can do what is asked.
 
     runner: huggingface
     runner_args: {batch_size: 8, dtype: bfloat16, device: cuda}
 
-Which of the two answers, and why, stands in the notes and under `engine` in the stats file. `engine: transformers`
+Which of the two answers is under `engine` in the stats file, and why is in the notes. `engine: transformers`
 asks for generate(), `engine: ragspec` makes the fallback an error.
 """
 
@@ -36,8 +36,8 @@ class Args(RunnerArgs):
     """`runner_args` of the Hugging Face runner."""
 
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Records at a time. `auto`: what memory holds and the device gains from; the run says what it chose. In stock
-    `generate()` 8 without speculation, else 1."""
+    """Records at a time. `auto`: as many as fit in memory and make the device faster; the run says what it chose. In
+    stock `generate()` 8 without speculation, else 1."""
     engine: Literal["auto", "ragspec", "transformers"] = "auto"
     """What answers: ragspec's batched engine if it can, else stock `generate()`. `ragspec` makes the fallback an error,
     `transformers` asks for `generate()`."""
@@ -46,7 +46,7 @@ class Args(RunnerArgs):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto` is float32 on a CPU and the model's own elsewhere."""
     device: str = "auto"
-    """`cuda`, `mps` or `cpu`; `auto` takes the first of them that is there."""
+    """`cuda`, `mps` or `cpu`; `auto` takes the first of them that is available."""
     num_gpus: Annotated[int, Field(ge=0)] | None = None
     """0: run on the CPU; 2 or more: spread the layers over that many GPUs."""
     revision: str | None = None
@@ -70,7 +70,7 @@ class Args(RunnerArgs):
 
 
 class Runner:
-    """Loads the model, and answers with the one backend or the other."""
+    """Loads the model, and answers with one backend or the other."""
 
     def __init__(self, config: RunConfig) -> None:
         args = config.args()
@@ -140,7 +140,7 @@ class Runner:
         return f", and it does not have method {self.method}"
 
     def _only_stock(self) -> str:
-        """Return the part of the config that only generate() serves, or ""."""
+        """Return the part of the config that only generate() supports, or ""."""
         from ragspec.models.generation import SERVED
 
         args, spec = self._args, self._spec

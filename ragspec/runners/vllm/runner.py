@@ -55,7 +55,7 @@ class Args(RunnerArgs):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, use_attribute_docstrings=True)
 
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Most records in one step: `max_num_seqs` by the name it has in the other runners."""
+    """Most records in one step: `max_num_seqs` under the name it has in the other runners."""
     lookahead: Annotated[int, Field(ge=1)] = 4096
     """Records read ahead, to submit those that share a prefix together. 1: in the order given, in blocks of vLLM's own
     size."""
@@ -83,8 +83,8 @@ class Runner:
         self.method = str(raw.get("method", "draft_model")) if raw else config.speculation.method
         self.remembers = not raw and VLLM in method_named(self.method).remembers
         self.cites = is_ours(self.method)
-        self._proposer: Any = None  # our drafter inside the engine, where it can be reached
-        self._drafting: dict[str, Any] = {}  # what it says of itself
+        self._proposer: Any = None  # our drafter inside the engine, if it can be reached
+        self._drafting: dict[str, Any] = {}  # what it says about itself
         self.notes: list[str] = []
         self.prefill_s: float | None = None  # prefill and decoding share the engine's steps
         self.decode_s: float | None = None
@@ -132,7 +132,7 @@ class Runner:
             self.context_length: int | None = self._configure()
 
     def _settle(self, spec: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return what drafts: prompt lookup in place of our own drafter on a vLLM that it was not tried with."""
+        """Return what drafts: prompt lookup in place of our own drafter on a vLLM that it was not tested with."""
         import vllm
 
         if not is_ours(self.method):
@@ -150,7 +150,7 @@ class Runner:
         return speculative_config(self._spec)
 
     def _check_draft(self, trust: bool) -> tuple[str | None, bool]:
-        """Return where the draft model is and whether its tokens are others than the target's."""
+        """Return where the draft model is and whether its tokens differ from the target's."""
         name = self._spec.draft_model
         if name is None or self.method == PLAIN or is_ours(self.method):
             return None, False
@@ -172,7 +172,7 @@ class Runner:
         return draft.source.path, draft.other_tokens or draft.width != width
 
     def _lost(self, sampling: Sampling) -> str:
-        """Return what vLLM would not do as asked while speculating, "" where there is nothing."""
+        """Return what vLLM would not do as asked while speculating, "" if there is nothing."""
         if self.method == PLAIN or sampling.temperature == 0:
             return ""
         if self._on_cpu:
@@ -201,7 +201,7 @@ class Runner:
         return {"ragspec": proposer_settings(self._spec, width_of(self._hf_config))}
 
     def _configure(self) -> int:
-        """Let vLLM check all its arguments, no weights read; return the model length that holds."""
+        """Let vLLM check all its arguments, no weights read; return the model length that applies."""
         from dataclasses import fields
 
         from vllm.engine.arg_utils import EngineArgs
@@ -239,7 +239,7 @@ class Runner:
         return self
 
     def _find_proposer(self) -> None:
-        """Reach for our drafter in the engine; it does its work where it cannot be reached too, but tells nothing."""
+        """Reach for our drafter in the engine; if it cannot be reached, it still drafts but reports nothing."""
         if hasattr(self._engine, "model_executor"):  # the engine is in this process
             found = self._engine.collective_rpc(lambda worker: getattr(worker.model_runner, "drafter", None))
             self._proposer = found[0] if len(found) == 1 else None
