@@ -41,8 +41,8 @@ def test_tutorial_configuration_3_is_vllm_with_a_draft_model():
         "runner": "vllm",
         "speculation": {"method": "draft_model", "draft_model": "facebook/opt-125m", "num_tokens": 5},
     }
-    assert any("speculative_model: of vLLM before 0.8" in note for note in notes)
-    assert any("num_speculative_tokens: of vLLM before 0.8" in note for note in notes)
+    assert any("speculative_model: from vLLM before 0.8" in note for note in notes)
+    assert any("num_speculative_tokens: from vLLM before 0.8" in note for note in notes)
 
 
 FULL = {
@@ -108,7 +108,7 @@ def huggingface(**generate):
 def test_without_do_sample_a_temperature_is_without_effect_and_said_to_be():
     raw, notes = huggingface(temperature=0.9, top_p=0.5)
     assert raw["sampling"] == {}
-    assert "temperature, top_p: without effect" in notes[0]
+    assert "temperature, top_p: no effect" in notes[0]
 
 
 def test_prompt_lookup_and_early_exit_are_read_from_generate_params():
@@ -128,9 +128,9 @@ def test_prompt_lookup_and_early_exit_are_read_from_generate_params():
         ({"generator_model_name": "m", "generator_model_platfrom": "vllm"}, 'did you mean "generator_model_platform"'),
         (
             {"generator_model_name": "m", "generator_model_platform_args": {"hf_params": {}}},
-            "hf_params: is not a known key",
+            "hf_params is not a known key",
         ),
-        ({"generator_model_name": "m", "generator_model_platform_args": [1]}, "must hold keys and values"),
+        ({"generator_model_name": "m", "generator_model_platform_args": [1]}, "must contain keys and values"),
     ],
 )
 def test_what_is_not_ours_is_a_clear_error(raw, message):

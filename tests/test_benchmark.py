@@ -70,7 +70,10 @@ def test_a_benchmark_of_nothing_is_an_error(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("model: no/such", 'none: model: "no/such": is no folder here'), ("runner: fake", "nowhere.jsonl: no such file")],
+    [
+        ("model: no/such", 'none: model: "no/such": is not a local folder'),
+        ("runner: fake", "nowhere.jsonl: no such file"),
+    ],
 )
 def test_a_benchmark_that_cannot_start_is_one_line(tmp_path, text, message):
     config = tmp_path / "c.yaml"

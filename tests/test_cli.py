@@ -72,7 +72,7 @@ def test_a_closed_pipe_ends_quietly(config, tmp_path):
         ("runner: fak", ["-i", "x"], 2, 'did you mean "fake"?'),
         ("runner: fake", ["-i", "{in}", "-o", "/proc/nowhere/x.jsonl"], 2, "cannot be written"),
         ("runner: fake", ["-i", "{in}", "--set", "sampling.temperature=.nan"], 2, "sampling.temperature: NaN"),
-        ("model: no/such-model", ["-i", "{in}"], 2, 'model: "no/such-model": is no folder here'),
+        ("model: no/such-model", ["-i", "{in}"], 2, 'model: "no/such-model": is not a local folder'),
         (
             "runner: fake",
             ["-i", "{in}", "--stats", "/proc/nowhere/s.json"],
@@ -184,7 +184,7 @@ def test_an_empty_input_is_exit_code_0_with_a_warning(config, tmp_path):
     (tmp_path / "in.jsonl").write_text("")
     done = ragspec("generate", "-c", config, "-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl")
     assert done.returncode == 0
-    assert "no records in it" in done.stderr
+    assert "contains no records" in done.stderr
 
 
 def test_resume_with_a_changed_config_is_refused(config, questions, tmp_path):

@@ -267,7 +267,7 @@ def test_it_does_not_matter_where_in_a_record_it_stands(where):
     expected = control_ids(tokenizer, build.build(plain, 10).token_ids)
     assert control_ids(tokenizer, build.build(record, 10).token_ids) == expected
     assert build.notes
-    assert "1 records hold control words" in build.notes[0]
+    assert "1 records contain control words" in build.notes[0]
 
 
 def test_what_the_operator_writes_still_acts():
@@ -470,7 +470,7 @@ def test_a_run_says_that_a_record_held_control_words(tmp_path, sample_texts):
     }
     summary = run(build_config(raw))
     assert summary.records == 2
-    assert any(note.startswith("1 records hold control words") for note in summary.notes)
+    assert any(note.startswith("1 records contain control words") for note in summary.notes)
     lines = read_jsonl(tmp_path / "out.jsonl")
     allowed = run(build_config(raw | {"prompt": {"allow_special_tokens": True}, "output": str(tmp_path / "all.jsonl")}))
     assert not any("control words" in note for note in allowed.notes)

@@ -26,7 +26,7 @@ def test_a_config_that_works(tiny, tmp_path):
     done = examine(tmp_path, model=str(tiny), speculation={"method": "context"})
     assert done.returncode == 0, done.stderr
     assert "keys and values" in done.stderr
-    assert "ragspec's batched engine will answer, method context" in done.stderr
+    assert "ragspec's batched engine will answer, with method context" in done.stderr
 
 
 def test_a_fallback_is_said(tiny, tmp_path):

@@ -168,11 +168,11 @@ def test_fingerprint_changes_with_content_and_name():
 
 def test_a_message_says_where_finished_lines_are(path):
     again = "run the same command again to go on"
-    assert whereabouts("-") == whereabouts("/dev/null") == "what was finished is written"
+    assert whereabouts("-") == whereabouts("/dev/null") == "finished answers have been written"
     assert whereabouts(str(path)) == f"nothing was finished yet; {again}"
     with Journal(str(path), IDENTITY) as journal:
         journal.put(1, answer("b"))
-        waiting = f"{path.parent / 'answers.pending.jsonl'} (those ahead of their turn)"
+        waiting = f"{path.parent / 'answers.pending.jsonl'} (answers waiting for earlier ones)"
         assert whereabouts(str(path)) == f"finished answers are kept in {waiting}; {again}"
         journal.put(0, answer("a"))
         journal.put(3, answer("d"))

@@ -75,4 +75,4 @@ def test_padding_fits_and_missing_rows_do_not(sample_texts):
     tokenizer = train_tokenizer(400, sample_texts)
     assert fits(tokenizer, 400, tokenizer, 448)[0]
     assert fits(tokenizer, 448, tokenizer, 400)[0]
-    assert "the draft reads 300 tokens only" in fits(tokenizer, 400, tokenizer, 300)[1]
+    assert "the draft reads only 300 tokens" in fits(tokenizer, 400, tokenizer, 300)[1]

@@ -55,7 +55,7 @@ def test_openai_content_parts_are_joined():
         ({"id": True, "query": "q"}, '"id" must be'),
         ({"messages": []}, '"messages" must be a non-empty list'),
         ({"messages": [{"role": "user"}]}, '"messages" item 1: "content" must be a string, got nothing'),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only parts of"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only content parts"),
         ({"custom_id": "c", "body": 3}, '"body" must be an object'),
         ({"custom_id": "c", "body": {"prompt": "p", "n": 2}}, '"body.n" must be 1'),
         ({"custom_id": "c", "body": {"prompt": "p", "tools": []}}, '"body.tools" is not supported'),

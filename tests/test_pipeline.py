@@ -72,7 +72,7 @@ def test_one_bad_record_is_an_error_line_and_the_batch_goes_on(tmp_path):
     assert "must be a JSON object" in messages["4"]
     assert "no prompt" in messages["empty"]
     assert '"contexts" must be a list' in messages["ctx"]
-    assert 'in.jsonl:7: id "good" stands twice' in messages["good"]
+    assert 'in.jsonl:7: id "good" appears twice' in messages["good"]
     assert "over the model's 40 less max_new_tokens (8)" in messages["long"]
     assert "told to fail" in messages["fails"]
     assert '"body.temperature": -1' in messages["hot"]
@@ -131,7 +131,7 @@ def test_retry_failed_tries_error_lines_again(tmp_path):
 def test_an_empty_input_is_no_error_but_a_warning(tmp_path, content):
     summary = run(fake(tmp_path, content))
     assert summary.records == summary.failed == 0
-    assert any("no records in it" in note for note in summary.notes)
+    assert any("contains no records" in note for note in summary.notes)
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
@@ -141,7 +141,7 @@ def test_limit_reads_so_many_lines(tmp_path):
 
 def test_input_must_not_be_the_output(tmp_path):
     config = fake(tmp_path, questions(1))
-    with pytest.raises(ConfigError, match="would be the input and output"):
+    with pytest.raises(ConfigError, match="would be both the input and output"):
         run(config.model_copy(update={"output": config.input}))
 
 
@@ -152,10 +152,10 @@ def test_no_file_gets_two_uses(tmp_path, name):
     before = source.read_bytes()
     config = build_config({"runner": "fake", "input": str(source), "output": str(tmp_path / "out.jsonl")})
     if name == "in.jsonl":
-        with pytest.raises(ConfigError, match="would be the input and --stats"):
+        with pytest.raises(ConfigError, match="would be both the input and --stats"):
             run(config, stats_path=str(source))
     else:
-        with pytest.raises(ConfigError, match="would be the input and the"):
+        with pytest.raises(ConfigError, match="would be both the input and the"):
             run(config)
     assert source.read_bytes() == before
 
@@ -188,7 +188,7 @@ def test_contexts_without_a_query_come_back_under_metadata(tmp_path):
 
 
 def test_retry_failed_needs_all_of_the_input(tmp_path):
-    with pytest.raises(ConfigError, match="does not combine with --limit"):
+    with pytest.raises(ConfigError, match="cannot be combined with --limit"):
         run(fake(tmp_path, questions(1)), retry_failed=True, limit=1)
 
 

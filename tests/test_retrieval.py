@@ -82,7 +82,7 @@ def test_other_settings_build_anew_and_long_documents_become_numbered_passages(t
     long = {"id": "book", "title": "Book", "text": " ".join(f"Chapter {i} tells of wind {i}." for i in range(30))}
     summary = built(tmp_path, [*DOCS, long], chunk_size=32, chunk_overlap=8)
     assert summary.added == 5
-    assert "other settings" in summary.notes[0]
+    assert "different settings" in summary.notes[0]
     again = built(tmp_path, [*DOCS, long], chunk_size=32, chunk_overlap=8)
     assert again.unchanged == 5
     hits = Retriever(config(tmp_path, top_k=50)).search(["wind"])[0]
@@ -136,14 +136,14 @@ def test_bad_documents_are_named_and_left_out(tmp_path):
     assert (summary.added, summary.skipped) == (2, 5)
     reasons = {os.path.relpath(item.where, folder): item.why for item in said}
     assert list(reasons) == ["b.pdf", "c.pdf", "d.bin", "e.md", "f.jsonl:1"]
-    for word, why in zip(("damaged", "encrypted", "binary", "empty", "stands twice"), reasons.values(), strict=True):
+    for word, why in zip(("damaged", "encrypted", "binary", "empty", "appears twice"), reasons.values(), strict=True):
         assert word in why
         assert "\n" not in why
 
 
 def test_nothing_to_index_leaves_the_index(tmp_path):
     built(tmp_path)
-    with pytest.raises(ConfigError, match="no document in it"):
+    with pytest.raises(ConfigError, match="contains no documents"):
         built(tmp_path, [])
     assert ids(Retriever(config(tmp_path)).search(["owl"])[0]) == ["owl"]
 
@@ -295,7 +295,7 @@ def test_a_parser_that_breaks_costs_its_document_only(tmp_path):
         "deep.html: cannot be read (RecursionError",
         "link to a folder",
         "not UTF-8",
-        "pipe: no regular file",
+        "pipe: not a regular file",
     ):
         assert words in reasons
 
@@ -306,7 +306,7 @@ def test_the_second_of_a_name_counts_where_the_first_cannot_be_read(tmp_path):
     write_jsonl(tmp_path / "docs.jsonl", docs)
     summary = build(config(tmp_path), complain=said.append)
     assert (summary.added, summary.skipped) == (1, 2)
-    assert ["empty" in said[0].why, "stands twice" in said[1].why] == [True, True]
+    assert ["empty" in said[0].why, "appears twice" in said[1].why] == [True, True]
     assert ids(Retriever(config(tmp_path)).search(["second"])[0]) == ["d"]
 
 
@@ -327,7 +327,7 @@ def test_a_reader_keeps_its_version_while_a_build_goes_on(tmp_path):
 
 def test_vectors_find_what_shares_no_word_and_hybrid_has_both(tmp_path):
     summary = built(tmp_path, embedding_model="demo", chunk_size=512)
-    assert summary.notes == ["chunk_size: 254, all that demo reads, not 512"]
+    assert summary.notes == ["chunk_size: 254 instead of 512: demo reads no more"]
     question = "nocturnal birds of prey"
     dense = Retriever(config(tmp_path, mode="dense", top_k=1))
     hit = dense.search([question])[0][0]
@@ -552,7 +552,7 @@ def test_the_commands_make_a_pipeline(tmp_path):
     assert answers.returncode == 1
     one, two, three = map(json.loads, answers.stdout.splitlines())
     assert one["contexts"] == ["a.md"]
-    assert "failed before it came here" in two["error"]["message"]
+    assert "failed in an earlier step" in two["error"]["message"]
     assert three["output"]
 
 
@@ -634,7 +634,7 @@ def test_commands_without_an_index_or_a_corpus_say_so(tmp_path):
         (["index", "--corpus", tmp_path / "no", "--output", tmp_path / "idx"], "no such file or folder"),
         (
             ["index", "--corpus", SAMPLE, "--output", tmp_path / "idx", "--chunk-size", 20],
-            "chunk_overlap: 64 is over half",
+            "chunk_overlap: 64 exceeds half",
         ),
         (
             ["index", "--corpus", DOCUMENTS, "--output", tmp_path / "idx", "--language", "Klingon"],

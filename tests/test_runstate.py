@@ -22,7 +22,7 @@ def test_two_outputs_never_share_a_state(tmp_path, names, old):
     if old:
         legacy(first)
     before = (tmp_path / "a.run.json").read_bytes()
-    with pytest.raises(ConfigError, match=f"a.run.json, which is that of {names[0]}; choose another --output"):
+    with pytest.raises(ConfigError, match=f"a.run.json, which belongs to {names[0]}; choose another --output"):
         Journal(str(second), IDENTITY)
     assert not second.exists()
     assert (tmp_path / "a.run.json").read_bytes() == before

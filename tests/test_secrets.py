@@ -160,7 +160,7 @@ def test_a_password_may_hold_what_looks_like_a_variable():
 
 def test_a_hash_of_a_secret_is_not_taken_for_the_secret():
     shown = vllm_config().model_dump(mode="json")["runner_args"]
-    with pytest.raises(ConfigError, match=r"runner_args\.hf_token stands for a secret that was not written"):
+    with pytest.raises(ConfigError, match=r"runner_args\.hf_token is a placeholder for a secret that was not saved"):
         vllm_config(runner_args={"hf_token": shown["hf_token"]})
 
 
@@ -169,7 +169,7 @@ def test_an_object_stores_secrets_may_come_by_name_only(monkeypatch):
     options = {"aws_secret_access_key": "${MY_KEY}"}
     config = vllm_config(retrieval={"index": "s3://b/i", "storage_options": options})
     assert revealed(config.retrieval.storage_options) == {"aws_secret_access_key": WORD}
-    with pytest.raises(ConfigError, match="do not go into a config") as caught:
+    with pytest.raises(ConfigError, match="do not put an object store's secrets into a config") as caught:
         vllm_config(retrieval={"index": "s3://b/i", "storage_options": {"aws_secret_access_key": WORD}})
     assert WORD not in str(caught.value)
 

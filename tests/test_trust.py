@@ -144,7 +144,7 @@ def test_other_models_than_target_and_draft_run_no_code_and_ask_nobody(coded, mo
     try:
         model_tokens(folder)
     except ConfigError as error:
-        assert "runs for the model and its draft only" in str(error)  # noqa: PT017
+        assert "ragspec runs only for the model and its draft" in str(error)  # noqa: PT017
     assert not mark.exists()
 
 
@@ -155,7 +155,7 @@ def test_an_embedding_model_with_code_is_refused_without_naming_a_key_that_is_no
     kind, folder, mark = coded
     if kind == "llama":
         pytest.skip("it loads without its code")
-    with pytest.raises(ConfigError, match="which runs for the model and its draft only"):
+    with pytest.raises(ConfigError, match="which ragspec runs only for the model and its draft"):
         Embedder(folder)
     assert not mark.exists()
 

@@ -67,7 +67,7 @@ def test_heads_need_the_name_of_their_draft(method):
 
 
 def test_a_raw_speculative_config_goes_with_its_method_only():
-    with pytest.raises(ConfigError, match="goes with method: speculative_config"):
+    with pytest.raises(ConfigError, match="only valid with method: speculative_config"):
         build_config({"model": "m", "runner": "vllm", "speculation": {"speculative_config": {"method": "x"}}})
 
 
@@ -85,7 +85,7 @@ def test_speculation_among_the_runner_args_is_moved_to_its_section(tmp_path, arg
     assert config.runner_args == {"max_model_len": 64}
     assert config.speculation.model_dump().items() >= speculation.items()
     path.write_text(path.read_text() + "speculation: {method: prompt_lookup}\n")
-    with pytest.raises(ConfigError, match="says again what speculation says"):
+    with pytest.raises(ConfigError, match="repeats what speculation says"):
         load_config(str(path))
 
 

@@ -31,7 +31,7 @@ def _explain(model: type[BaseModel], error: dict[str, Any], prefix: str) -> str:
     if error["type"] == "value_error":
         return f"{key}.{allowed.removeprefix('Value error, ')}"
     if error["type"] == "model_type":
-        allowed = "must hold keys and values"
+        allowed = "must contain keys and values"
     alternatives = _alternatives(model, path)
     value = concealed({path[-1] if path else "": error["input"]})
     return f"{key}: {_short(*value.values())} is not allowed: {alternatives or allowed}"
@@ -42,7 +42,7 @@ _UNION_TAGS = {"int", "bool", "str", "float", "literal['auto']", "constrained-in
 
 
 def _alternatives(model: type[BaseModel], path: list[str]) -> str:
-    """Return what a union of a type and "auto" takes; pydantic would complain of one branch only."""
+    """Return what a union of a type and "auto" takes; pydantic would complain about only one branch."""
     if path[-1:] in (["num_tokens"], ["batch_size"]):
         return 'must be a whole number from 1, or "auto"'
     return 'must be true, false or "auto"' if path[-1:] == ["chat"] else ""

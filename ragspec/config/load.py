@@ -1,7 +1,7 @@
 """What the user wrote, checked: `load_config("c.yaml", ["sampling.seed=1"])` -> (RunConfig, notes).
 
 Unknown keys are errors with a suggestion; every message names file, key, value and what is allowed.
-Limit: only what the text of the config can tell is judged here; models and tokenizers are `Runner.check`'s business.
+Limit: only the config's text is checked here; models and tokenizers are checked by `Runner.check`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _veil(raw: dict[str, Any], source: str) -> Veil:
     try:
         return Veil(concealed(raw))
     except RecursionError:
-        raise ConfigError(f"{source}: nested too deep, or in itself") from None
+        raise ConfigError(f"{source}: nested too deeply, or contains itself") from None
 
 
 def _modernise(raw: dict[str, Any], source: str) -> list[str]:
@@ -108,17 +108,20 @@ def _modernise(raw: dict[str, Any], source: str) -> list[str]:
         return []
     if raw.get("speculation"):
         moved = ", ".join(key for key in args if key not in rest)
-        raise ConfigError(f"{source}: runner_args.{moved}: says again what speculation says; keep the one or the other")
+        raise ConfigError(f"{source}: runner_args.{moved}: repeats what speculation says; keep only one of them")
     raw |= {"runner_args": rest, "speculation": speculation}
     return [f"{source}: runner_args.{note}" for note in notes]
 
 
 def _check(config: RunConfig) -> None:
-    """Judge what one key cannot tell alone."""
+    """Check what depends on several keys."""
     if config.retrieval:
         _check_retrieval(config.retrieval)
         if config.prompt.source not in ("auto", "query"):
-            raise ConfigError(f'prompt.source: "{config.prompt.source}": retrieval fills contexts of queries only')
+            raise ConfigError(
+                f'prompt.source: "{config.prompt.source}": retrieval only fills in contexts for `query` records; '
+                "set prompt.source: query, or remove retrieval"
+            )
     spec = config.speculation
     runners.module(config.runner)
     check_method(config.runner, spec.method)
@@ -126,11 +129,11 @@ def _check(config: RunConfig) -> None:
         raise ConfigError('model: missing; give a hub id, a folder, a .gguf file or "demo"')
     _check_method(spec)
     if spec.ngram_min and spec.ngram_max and spec.ngram_min > spec.ngram_max:
-        raise ConfigError(f"speculation.ngram_min: {spec.ngram_min} is over ngram_max ({spec.ngram_max})")
+        raise ConfigError(f"speculation.ngram_min: {spec.ngram_min} is greater than ngram_max ({spec.ngram_max})")
 
 
 def _check_method(spec: SpeculationConfig) -> None:
-    """Judge the keys of the section by what the method needs and takes."""
+    """Check the section's keys against what the method needs and takes."""
     method = method_named(spec.method)
     for key in method.needs:
         if getattr(spec, key) is None:
@@ -138,30 +141,28 @@ def _check_method(spec: SpeculationConfig) -> None:
     draft = spec.draft_model or spec.draft_tokenizer
     if draft and not (method.takes_draft or method.some_models):
         raise ConfigError(
-            f'speculation.draft_model: "{draft}" has no use with method "{spec.method}"; set speculation.method: '
-            "draft_model, or take the draft out"
+            f'speculation.draft_model: "{draft}" has no effect with method "{spec.method}"; set speculation.method: '
+            "draft_model, or remove the draft"
         )
     if spec.speculative_config is not None and "speculative_config" not in method.needs:
-        raise ConfigError(
-            "speculation.speculative_config: goes with method: speculative_config (runner vllm), and with no other"
-        )
+        raise ConfigError("speculation.speculative_config: only valid with method: speculative_config (runner vllm)")
 
 
 def _check_retrieval(retrieval: RetrievalConfig) -> None:
     if retrieval.chunk_overlap > retrieval.chunk_size // 2:
         raise ConfigError(
-            f"retrieval.chunk_overlap: {retrieval.chunk_overlap} is over half of chunk_size ({retrieval.chunk_size})"
+            f"retrieval.chunk_overlap: {retrieval.chunk_overlap} exceeds half of chunk_size ({retrieval.chunk_size})"
         )
     for key, value in retrieval.storage_options.items():
         if names_secret(key) and not (isinstance(value, Secret) and value.is_reference):
             raise ConfigError(
-                f"retrieval.storage_options.{key}: an object store's secrets do not go into a config; set "
-                f"{key.upper()} in the environment, or write ${{NAME}} here, a variable's name"
+                f"retrieval.storage_options.{key}: do not put an object store's secrets into a config; set "
+                f"{key.upper()} in the environment, or write ${{NAME}} here, where NAME is an environment variable"
             )
 
 
 def _check_references(value: Any, source: str) -> None:
-    """Raise ConfigError for an environment variable that the config names and that is not set."""
+    """Raise ConfigError for an environment variable that the config names but that is not set."""
     for path, secret in secrets_in(value):
         try:
             secret.reveal()
@@ -170,7 +171,7 @@ def _check_references(value: Any, source: str) -> None:
 
 
 def _with_template_text(config: RunConfig, source: str) -> RunConfig:
-    """Put the text of a template file in the place of its name, so that the resolved config stands alone."""
+    """Replace the name of a template file by its text, so that the resolved config needs no other file."""
     template = config.prompt.template
     if template is None or not template.endswith(TEMPLATE_SUFFIXES):
         return config
@@ -194,5 +195,5 @@ def _set(raw: dict[str, Any], override: str) -> None:
             place[parent] = {}
         place = place[parent]
         if not isinstance(place, dict):
-            raise ConfigError(f'--set: "{key}": "{parent}" holds a value, not keys')
+            raise ConfigError(f'--set: "{key}": "{parent}" is a value and has no keys')
     place[last] = parse_yaml(value, f"--set {key} (a value with YAML's special characters needs quotes)")

@@ -26,7 +26,7 @@ class RunConfig(Section):
     output: str = "-"
     """JSONL file, or `-` for stdout."""
     order: Literal["input", "finish"] = "input"
-    """Order of the output lines: `input` (an answer ahead of its turn waits in `NAME.pending.jsonl`), or `finish`."""
+    """Order of the output lines: `input` (an answer that finishes early waits in `NAME.pending.jsonl`), or `finish`."""
     prompt: PromptConfig = PromptConfig()
     sampling: SamplingConfig = SamplingConfig()
     speculation: SpeculationConfig = SpeculationConfig()
@@ -46,7 +46,7 @@ class RunConfig(Section):
         return whole
 
     def veil(self) -> Veil:
-        """Return what takes this config's secrets out of messages."""
+        """Return the Veil that hides this config's secrets in messages."""
         return Veil(self.model_dump())
 
     def identity(self) -> dict[str, Any]:

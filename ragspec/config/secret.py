@@ -1,12 +1,12 @@
-"""Secrets of a config: where one stands, everything that is written finds something else.
+"""Secrets of a config: whatever gets written shows a placeholder in their place.
 
     >>> config = concealed({"token": "hf_abcdefghijklmnopqrst", "proxy": "${PROXY}", "dtype": "auto"})
     >>> print(config["token"], config["proxy"], revealed(config)["token"])
     secret:a5bfa9b6 ${PROXY} hf_abcdefghijklmnopqrst
 
-The config holds no secret as text: a `Secret` is the string that may be shown, and whoever writes, prints or hashes it
-gets that. Only `revealed`, called where a library is handed its arguments, gives what it hides. So a place that forgets
-about secrets breaks, and leaks nothing. Limit: prompts, sampling and paths are not looked at.
+The config contains no secret as text: a `Secret` is the string that may be shown, and whoever writes, prints or hashes
+it gets that. Only `revealed`, called when a library is given its arguments, returns what it hides. So code that forgets
+about secrets breaks, but leaks nothing. Limit: prompts, sampling and paths are not searched.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ragspec.config.secret_words import LOGIN, is_secret, names_secret, secret_p
 from ragspec.errors import ConfigError
 
 REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)\}")  # of an environment variable
-SCHEME = re.compile(r"\s*(bearer|basic|token)?\s*", re.IGNORECASE)  # what may stand before it in a header
+SCHEME = re.compile(r"\s*(bearer|basic|token)?\s*", re.IGNORECASE)  # what may precede it in a header
 SHOWN = re.compile(r"secret:[0-9a-f]{8}")
-ROUNDS = 50_000  # of the hash: guessing a weak password by it shall cost something
-PREFIX = "RAGSPEC_"  # of the environment variables that take the place of secrets in a written config
+ROUNDS = 50_000  # of the hash: guessing a weak password from it should be slow
+PREFIX = "RAGSPEC_"  # of the environment variables that replace secrets in a written config
 
 
 class Secret(str):
-    """What may be shown in the place of a secret: a hash of it, or the text that names an environment variable."""
+    """What may be shown in place of a secret: a hash of it, or the text that names an environment variable."""
 
     hidden: Any
     _parts: tuple[str, ...]
@@ -45,11 +45,11 @@ class Secret(str):
 
     @property
     def is_reference(self) -> bool:
-        """Whether it names environment variables and holds nothing itself."""
+        """Whether it names environment variables and contains no secret itself."""
         return bool(str(self) == self.hidden)
 
     def reveal(self) -> Any:
-        """Return the secret. Raises ConfigError where an environment variable that it names is not set."""
+        """Return the secret. Raises ConfigError if an environment variable that it names is not set."""
         return REFERENCE.sub(_from_environment, self.hidden) if self.is_reference else self.hidden
 
     def parts(self) -> list[str]:
@@ -62,7 +62,7 @@ class Secret(str):
 def concealed(value: Any, key: str = "", inside: bool = False) -> Any:
     """Return a copy of nested `value` with a Secret for every secret and for every text with a ${NAME} in it.
 
-    key: what it stands under. inside: under a key that names a secret.
+    key: the key it is under. inside: whether a key further out names a secret.
     """
     if isinstance(value, dict):
         inside = inside or names_secret(key)
@@ -74,7 +74,7 @@ def concealed(value: Any, key: str = "", inside: bool = False) -> Any:
     named = is_secret(value, key) or (inside and is_secret(value, "secret"))
     if isinstance(value, str) and REFERENCE.search(value):
         besides = REFERENCE.sub("", value)
-        # a password may hold a ${NAME} of its own
+        # a password may contain a ${NAME} of its own
         if SCHEME.fullmatch(besides) if named else not secret_parts(besides):
             return Secret(value, value)
     if named:
@@ -103,7 +103,7 @@ def as_given(value: Any) -> Any:
 
 
 def by_name(value: Any, path: str, named: dict[str, str]) -> Any:
-    """Return a copy of nested `value` in which environment variables stand for secrets; `named` gets name -> path."""
+    """Return a copy of nested `value` with environment variables in place of secrets; `named` gets name -> path."""
     if isinstance(value, dict):
         return {key: by_name(inner, f"{path}.{key}" if path else str(key), named) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -129,7 +129,7 @@ def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _shown(value: Any) -> str:
-    """Return what stands for a secret: the address without its login, or a hash that says when it has changed."""
+    """Return a secret's placeholder: the address without its login, or a hash that shows when it has changed."""
     text = str(value)
     shown = f"secret:{hashlib.pbkdf2_hmac('sha256', text.encode(), b'ragspec', ROUNDS, 4).hex()}"
     without = LOGIN.sub(shown, text)
@@ -159,11 +159,13 @@ def _kept(value: Any, read: Any) -> Any:
 def _settings(value: dict[str, Any]) -> dict[str, Any]:
     for path, text in _texts(value):
         if SHOWN.search(text) and not isinstance(text, Secret):
-            raise ValueError(f"{path} stands for a secret that was not written; put it there, or ${{NAME}}")
+            raise ValueError(
+                f"{path} is a placeholder for a secret that was not saved; put the secret there, or ${{NAME}}"
+            )
     concealed_value: dict[str, Any] = concealed(value)
     return concealed_value
 
 
-Settings = Annotated[dict[str, Any], AfterValidator(_settings)]  # what a library is handed, by any name it has
+Settings = Annotated[dict[str, Any], AfterValidator(_settings)]  # arguments passed on to a library
 StringSettings = Annotated[dict[str, Annotated[str, WrapValidator(_kept)]], AfterValidator(_settings)]
-Address = Annotated[str, WrapValidator(_address)]  # a name, a path, or an address that may hold a login
+Address = Annotated[str, WrapValidator(_address)]  # a name, a path, or an address that may contain a login

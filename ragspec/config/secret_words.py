@@ -3,8 +3,8 @@
     >>> [names_secret(key) for key in ("hf_token", "api_key", "num_tokens", "eos_token", "tokenizer", "sort_key")]
     [True, True, False, False, False, False]
 
-A key that is wrongly taken for a secret costs little (a hash stands in the statistics), one that is missed is written
-everywhere; so an unknown `..._token` is one. Standard library only.
+A key that is wrongly taken for a secret costs little (the statistics show a hash); one that is missed is written
+everywhere. So an unknown `..._token` counts as one. Standard library only.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ LAST = {"token", "key", "secret", "password", "passwd", "passphrase", "pwd", "cr
 LAST |= {"bearer", "apikey", "cookie", "secrets", "passwords", "credentials"}
 ALWAYS = {"secret", "password", "passwd", "passphrase", "pwd", "credential", "secrets", "passwords", "credentials"}
 RUN_TOGETHER = re.compile(r"(api|access|auth|secret|private)(token|key)s?$|password$|passwd$|secret$|credentials?$")
-PLURAL = {"keys", "tokens"}  # secrets only beside one of these
+PLURAL = {"keys", "tokens"}  # secrets only after one of these
 OWNERS = {"api", "access", "auth", "secret", "private", "account", "hf", "bearer"}
-TRAILING = {"id", "value", "string"}  # of aws_access_key_id: what stands before decides
+TRAILING = {"id", "value", "string"}  # as in aws_access_key_id: the word before decides
 # tokens of a vocabulary, and keys of mappings
 HARMLESS = {
     "token": {"bos", "eos", "pad", "unk", "sep", "cls", "mask", "eot", "eom", "eod", "bot", "image", "audio", "video"}
@@ -49,7 +49,7 @@ NAMED = re.compile(r"""(["']?)(\b[A-Za-z_][\w.-]*)\1\s*[:=]\s*(["'])((?:(?!\3).)
 
 
 def names_secret(key: str) -> bool:
-    """Return whether what stands under `key` is a secret."""
+    """Return whether what is under `key` is a secret."""
     words = [word.lower() for word in WORD.findall(key)]
     while len(words) > 1 and words[-1] in TRAILING:
         words.pop()
@@ -64,7 +64,7 @@ def names_secret(key: str) -> bool:
 
 
 def is_secret(value: Any, key: str) -> bool:
-    """Return whether `value`, a leaf under `key`, is a secret by that name. Token ids and switches are none."""
+    """Return whether `value`, a leaf under `key`, is a secret by that name. Token ids and switches are not."""
     if not names_secret(key) or isinstance(value, bool) or value in (None, ""):
         return False
     sure = WORD.findall(key)[-1].lower() in ALWAYS

@@ -73,7 +73,7 @@ class SamplingConfig(Section):
     ] = []
     """Texts that end an answer. They are not part of it."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Of the noise that sampling takes; each record's noise depends on this seed and on the record's id."""
+    """Seed of the sampling noise; each record's noise depends on this seed and on the record's id."""
 
 
 class SpeculationConfig(Section):
@@ -143,4 +143,4 @@ class RetrievalConfig(Section):
     tokenizer: Address | None = None
     """Without an embedding model: the model whose tokens are counted; by default words and punctuation marks are."""
     language: str = "English"
-    """Of stemming and stop words (LanceDB's names), or `none`."""
+    """Language of stemming and stop words (a LanceDB name), or `none`."""

@@ -1,7 +1,7 @@
-"""Messages without secrets: `Veil(config)("401 for hf_abc...")`. What libraries say of their arguments is their affair.
+"""Messages without secrets: `Veil(config)("401 for hf_abc...")`. Libraries may repeat their arguments.
 
-Errors, notes and logs go through here. What the config's Secrets hide is taken out, also where a library has cut it
-short, and whatever looks like a secret. Limit: a secret of fewer than four characters.
+Errors, notes and logs go through here. What the config's Secrets hide is removed, even if a library has shortened it,
+and so is whatever looks like a secret. Limit: a secret of fewer than four characters stays.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ragspec.errors import ModelError, RagspecError, flat
 
 INSTEAD = "[secret]"
 LEAST = 4  # characters
-PIECE = 8  # characters of a secret that are one still
+PIECE = 8  # characters of a secret that are still worth hiding
 
 
 class Veil:
@@ -47,10 +47,10 @@ class Veil:
 
     @contextmanager
     def over_errors(self) -> Iterator[None]:
-        """Raise what is raised inside with its message veiled; its causes are dropped where they hold a secret."""
+        """Raise what is raised inside with its message veiled; its causes are dropped if they contain a secret."""
         try:
             yield
-        except Exception as error:  # its text alone is looked at, and it is raised again
+        except Exception as error:  # only its text is examined, and it is raised again
             if all(self(text) == text for text in _said(error)):
                 raise
             if isinstance(error, RagspecError):

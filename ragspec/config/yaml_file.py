@@ -20,7 +20,7 @@ class _Loader(yaml.SafeLoader):
                 continue
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable) and key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f'key "{key}" stands twice', key_node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f'key "{key}" appears twice', key_node.start_mark)
             seen.add(key if isinstance(key, Hashable) else repr(key))
         return super().construct_mapping(node, deep)
 
@@ -31,7 +31,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(path: str) -> dict[str, Any]:
-    """Return the mapping that file `path` holds. Raises ConfigError naming file, line and what is wrong."""
+    """Return the mapping in file `path`. Raises ConfigError naming file, line and what is wrong."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -40,7 +40,7 @@ def read_yaml(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read ({error})") from None
     value = parse_yaml(text, path)
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}: must hold keys and values, for instance `model: demo`; see sample_configs/")
+        raise ConfigError(f"{path}: must contain keys and values, for instance `model: demo`; see sample_configs/")
     bad = next((key for key in value if not isinstance(key, str)), None)
     if bad is not None:
         raise ConfigError(f'{path}: key "{bad}" must be a word')
@@ -56,6 +56,6 @@ def parse_yaml(text: str, source: str) -> Any:
         problem = " ".join(str(error.problem or error.context).split())
         raise ConfigError(f"{source}{line}: not valid YAML: {problem}") from None
     except RecursionError:
-        raise ConfigError(f"{source}: nested too deep") from None
+        raise ConfigError(f"{source}: nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{source}: not valid YAML: {flat(error)}") from None

@@ -7,15 +7,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-MARKS = (b"\xef\xbb\xbf", b"\x1e")  # that jsonlines skips before a value: of a file in UTF-8, of a JSON text sequence
+# marks that jsonlines skips before a value: of a UTF-8 file, of a JSON text sequence
+MARKS = (b"\xef\xbb\xbf", b"\x1e")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One record of an input, as it came.
 
-    number: counted from 1, in the source's own order. raw: the bytes that it is known again by in a resumed run. value:
-    what they say (JSON), or a RecordError.
+    number: counted from 1, in the source's own order. raw: the bytes by which a resumed run recognises it. value:
+    their JSON value, or a RecordError.
     """
 
     number: int
@@ -37,7 +38,7 @@ class Source(AbstractContextManager["Source"], Protocol):
     def __iter__(self) -> Iterator[Row]: ...
 
     def count(self) -> int | None:
-        """Return how many rows there are, for a progress bar; None where that is not known beforehand."""
+        """Return how many rows there are, for a progress bar; None if that is not known beforehand."""
 
 
 def open_source(name: str) -> Source:

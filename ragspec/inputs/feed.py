@@ -1,9 +1,9 @@
-"""What flows from stage to stage: an iterator that can also be asked for what is there right now.
+"""What flows from stage to stage: an iterator that can also be asked for what is available right now.
 
     >>> feed = Feed("abc"); feed.take(2, wait=True), next(feed), feed.take(2, wait=True)
     (['a', 'b'], 'c', [])
 
-`next` waits for whoever writes the input, `poll` does not. On a plain iterable they are one.
+`next` waits for whoever writes the input, `poll` does not. On a plain iterable they are the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Pollable(Protocol[T_co]):
     def __next__(self) -> T_co: ...
 
     def poll(self) -> T_co | None:
-        """Return the next item, or None where there is none yet. Raises StopIteration where none will come."""
+        """Return the next item, or None if there is none yet. Raises StopIteration if none will come."""
 
 
 class Feed(Generic[T]):
@@ -48,14 +48,14 @@ class Feed(Generic[T]):
         return self._returned.popleft() if self._returned else self._pull(self._source.__next__)
 
     def poll(self) -> T | None:
-        """Return the next item, or None where there is none yet. Raises StopIteration where none will come."""
+        """Return the next item, or None if there is none yet. Raises StopIteration if none will come."""
         return self._returned.popleft() if self._returned else self._pull(self._poll)
 
     def take(self, most: int, *, wait: bool) -> list[T]:
-        """Return up to `most` items that are there. wait: at least one, unless it is the end.
+        """Return up to `most` items that are available. wait: at least one, except at the end.
 
-        Where the input breaks off, its error is raised as late as can be: where nothing came before and `wait` is set,
-        that is, where the caller has nothing else to do.
+        If the input breaks off, its error is raised as late as possible: when nothing came before it and `wait` is set,
+        that is, when the caller has nothing else to do.
         """
         taken: list[T] = []
         try:
@@ -75,7 +75,7 @@ class Feed(Generic[T]):
 
     @property
     def over(self) -> bool:
-        """Whether it is known that nothing more comes, but for an error."""
+        """Whether it is known that nothing more will come, except an error."""
         return not self._returned and (self._left == 0 or self._broken is not None)
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class Sieve(Generic[S, T]):
         return made
 
     def poll(self) -> T | None:
-        """Return what is made of an item that is there, or None where none is there yet."""
+        """Return what is made of an available item, or None if there is none yet."""
         while (item := self._source.poll()) is not None:
             if (made := self._make(item)) is not None:
                 return made

@@ -1,7 +1,7 @@
 """JSON Lines: `for row in JsonlSource("questions.jsonl.gz"): row.number, row.raw, row.value`.
 
-Plain, .gz and .zst files and stdin; a line that is no JSON comes as a value that says so, never as an exception. What
-keeps its reader waiting (a pipe, a terminal) is read on a thread: see live.py. Limit: a line has at most 256 MiB.
+Plain, .gz and .zst files and stdin; a line that is not JSON becomes a value that says so, never an exception. Input
+that keeps its reader waiting (a pipe, a terminal) is read on a thread: see live.py. Limit: a line has at most 256 MiB.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class JsonlSource:
     def __init__(self, path: str) -> None:
         self.path = path
         self._stack = ExitStack()
-        self._pipe: Pipe | None = None  # where the input may keep one waiting
+        self._pipe: Pipe | None = None  # if the input may keep its reader waiting
         self._file = self._open()
 
     def __enter__(self) -> Self:
@@ -106,7 +106,7 @@ class JsonlSource:
             yield Row(number, raw.rstrip(b"\r\n"), value)
 
     def _read_line(self, number: int) -> bytes:
-        """Return the next line with its end, "" at the end. Raises ConfigError where it cannot be had."""
+        """Return the next line with its end, "" at the end. Raises ConfigError if it cannot be read."""
         pieces: list[bytes] = []
         room = LONGEST
         try:
@@ -116,7 +116,7 @@ class JsonlSource:
                 if room < 0:
                     raise ConfigError(
                         f"{self.path}:{number}: the line is longer than {LONGEST >> 20} MiB; is this JSONL, "
-                        "one record a line?"
+                        "one record per line?"
                     )
                 if piece.endswith(b"\n"):
                     break
@@ -137,7 +137,7 @@ def _why(error: jsonlines.InvalidLineError) -> str:
     cause = error.__cause__
     if isinstance(cause, UnicodeDecodeError):
         return f"not UTF-8 (byte {cause.start + 1} is 0x{cause.object[cause.start]:02x}); save the file as UTF-8"
-    return f"not valid JSON ({cause}); one JSON object a line is expected"
+    return f"not valid JSON ({cause}); each line must be one JSON object"
 
 
 def _what_failed(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""A set of keys that stays small in memory however many there are: a temporary SQLite table.
+"""A set of keys that uses little memory however many there are: a temporary SQLite table.
 
 >>> keys = KeySet(); keys.add("a"), keys.add("a"), "b" in keys
 (True, False, False)

@@ -1,4 +1,4 @@
-"""A pipe that is kept open: it is read on a thread, so that what is there is known without waiting for more.
+"""A pipe that is kept open: it is read on a thread, so that what has arrived is known without waiting for more.
 
     >>> pipe = Pipe(0); lines = Live(io.BufferedReader(pipe), pipe, size=len); lines.poll()
 
@@ -17,14 +17,14 @@ from typing import Generic, Self, TypeVar
 
 T = TypeVar("T")
 MOST = 4096  # items that are read ahead
-MOST_BYTES = 32 << 20  # of them together, as far as more than one is there
+MOST_BYTES = 32 << 20  # of them together, unless there is only one
 
 
 class Pipe(io.RawIOBase):
     """The bytes of a file that may keep its reader waiting. `end` ends a read that waits, in another thread too."""
 
     def __init__(self, descriptor: int) -> None:
-        self.waits: Callable[[bool], None] = lambda _: None  # told when a read begins to wait, and when it goes on
+        self.waits: Callable[[bool], None] = lambda _: None  # told when a read begins to wait, and when it continues
         self._descriptor = descriptor
         self._woken, self._waker = os.pipe()
 
@@ -33,7 +33,7 @@ class Pipe(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Fill `buffer` with what is there, at least one byte, and return how many; 0 at the end."""
+        """Fill `buffer` with what has arrived, at least one byte, and return how many; 0 at the end."""
         with selectors.PollSelector() as selector:
             selector.register(self._descriptor, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
@@ -87,7 +87,7 @@ class Live(Generic[T]):
             return self._pop()
 
     def poll(self) -> T | None:
-        """Return the next item, or None where whoever writes has written no more."""
+        """Return the next item, or None if the writer has written no more."""
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._ended or self._quiet)
             return self._pop() if self._items or self._ended else None

@@ -1,7 +1,7 @@
 """One input line's JSON value -> Record. Raises RecordError with one line that says what was expected.
 
 The forms: `query` (+ `contexts`), `messages`, `prompt`, or an OpenAI batch line (`custom_id` + `body`).
-Where a line has several, the first of that order that is there is used (`prompt.source` chooses otherwise).
+If a line has several, the first of them in that order is used, unless `prompt.source` names another.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def parse_record(value: Any, line: int, source: str = "auto") -> Record:
         return _parse_batch_line(value)
     failed = value.get("error")
     if isinstance(failed, dict) and isinstance(failed.get("message"), str) and not present:
-        raise RecordError(f"failed before it came here: {failed['message']}")  # an error line of an earlier command
+        raise RecordError(f"failed in an earlier step: {failed['message']}")  # an error line of an earlier command
     wanted = present[0] if source == "auto" and present else source
     if wanted not in present:
         missing = '"query", "messages" or "prompt"' if source == "auto" else f'"{source}" (prompt.source)'
@@ -72,7 +72,7 @@ def record_id(given: Any, line: int) -> str:
 
 
 def line_id(row: Row) -> str:
-    """Return the id to put on the error line of a row that may be no record at all."""
+    """Return the id to put on the error line of a row that may not be a record at all."""
     value = row.value if isinstance(row.value, dict) else {}
     given = value.get("id", value.get("custom_id"))
     return str(given) if isinstance(given, str | int) and given != "" else str(row.number)
@@ -84,9 +84,9 @@ def _parse_batch_line(value: dict[str, Any]) -> Record:
     if not isinstance(body, dict):
         raise RecordError(f'"body" must be an object with "messages" or "prompt", got {_kind(body)}')
     if value.get("custom_id") is None:
-        raise RecordError('"custom_id" is missing beside "body"')
+        raise RecordError('"custom_id" is missing; a line with "body" needs one')
     if body.get("n") not in (None, 1):
-        raise RecordError(f'"body.n" must be 1, got {body["n"]}: one answer a record')
+        raise RecordError(f'"body.n" must be 1, got {body["n"]}: ragspec gives one answer per record')
     unknown = sorted(set(body) - set(BODY_SAMPLING) - BODY_HARMLESS - {"n"})
     if unknown:
         raise RecordError(f'"body.{unknown[0]}" is not supported; known: {", ".join(sorted(BODY_SAMPLING))}')
@@ -149,7 +149,7 @@ def _message(item: Any, position: int) -> dict[str, str]:
     if isinstance(content, list):  # OpenAI's content parts
         parts = [part.get("text") if isinstance(part, dict) else None for part in content]
         if not all(isinstance(part, str) for part in parts):
-            raise RecordError(f'{where}: only parts of {{"type": "text"}} are supported')
+            raise RecordError(f'{where}: only content parts with "type": "text" are supported')
         content = "".join(part for part in parts if part)
     if not isinstance(content, str):
         raise RecordError(f'{where}: "content" must be a string, got {_kind(content)}')

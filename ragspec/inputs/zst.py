@@ -1,7 +1,7 @@
 """A .zst file as a byte stream that notices a cut-off end.
 
-zstandard's own stream_reader (0.25) ends quietly in the middle of a frame, which would lose records without a word; its
-decompressobj knows where a frame ends, but gives all that it makes of what it is fed. So it is fed little at a time.
+zstandard's own stream_reader (0.25) ends quietly in the middle of a frame, which would silently lose records; its
+decompressobj knows where a frame ends, but returns everything that its input becomes. So it is fed little at a time.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ WIDEST = 1 << 27  # bytes that a frame may look back; what the zstd command take
 
 
 class ZstReader(io.RawIOBase):
-    """Decompresses one or more frames. Raises EOFError where the last one is not whole, ZstdError for what is none."""
+    """Decompresses one or more frames. Raises EOFError if the last one is cut off, ZstdError for anything else."""
 
     def __init__(self, file: IO[bytes] | io.RawIOBase) -> None:
         self._file = file
-        self._frame: Any = None  # the one under way
-        self._fed = b""  # read, and not decompressed
+        self._frame: Any = None  # the current one
+        self._fed = b""  # read, but not decompressed
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:

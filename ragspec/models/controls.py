@@ -4,8 +4,8 @@
     ['<|im_end|>']
 
 They are its special tokens, and of its other added tokens those that its chat template writes (`<think>`, say) or that
-look like `<|...|>`; what is added for ordinary text (runs of spaces, HTML tags) is none. Limit: markers that are no
-tokens of their own (Llama 2's `[INST]`) cannot be told from text, not by the model either.
+look like `<|...|>`; what is added for ordinary text (runs of spaces, HTML tags) is not one. Limit: markers that are
+not tokens of their own (Llama 2's `[INST]`) cannot be told from text, not even by the model.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from collections.abc import Iterable
 from typing import Any
 
 MARKER = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)  # DeepSeek writes it with the full-width bar
-LEAST = 2  # characters: a single one cannot be written otherwise
+LEAST = 2  # characters: a single one cannot be written in another way
 
 
 class Controls:
-    """The control words of a transformers tokenizer, and where they stand in a text."""
+    """The control words of a transformers tokenizer, and where they are in a text."""
 
     def __init__(self, inner: Any) -> None:
         self.ids = control_ids(inner)
-        self._numbers = frozenset(self.ids.values()) - {
-            getattr(inner, "unk_token_id", None)
-        }  # that one may come of any character
+        # any character may become the unknown token
+        self._numbers = frozenset(self.ids.values()) - {getattr(inner, "unk_token_id", None)}
         self._normalizer = inner.backend_tokenizer.normalizer if self.ids and inner.is_fast else None
         self._word = re.compile(pattern(self.ids)) if self.ids else None
         self._normal_word = None
@@ -35,7 +34,7 @@ class Controls:
             self._normal_word = re.compile(pattern(self.words))
 
     def among(self, token_ids: Iterable[int]) -> list[int]:
-        """Return those of `token_ids` that are control tokens, the one for what is unknown left out."""
+        """Return those of `token_ids` that are control tokens, except the unknown token."""
         return [token for token in token_ids if token in self._numbers]
 
     def normal(self, text: str) -> str:
@@ -43,24 +42,24 @@ class Controls:
         return text if self._normalizer is None else str(self._normalizer.normalize_str(text))
 
     def found(self, text: str) -> list[str]:
-        """Return the control words in `text`, in order; then those in its normal form, where the tokenizer has one."""
+        """Return the control words in `text`, in order; then those in its normal form, if the tokenizer has one."""
         if self._word is None:
             return []
         words = self._word.findall(text)
         return words if self._normal_word is None else [*words, *self._normal_word.findall(self.normal(text))]
 
     def span(self, text: str, start: int, end: int) -> tuple[int, int] | None:
-        """Return where the first control word within these places of `text` stands, None where there is none."""
+        """Return where the first control word between these places of `text` is, None if there is none."""
         found = self._word.search(text, start, end) if self._word else None
         return found.span() if found else None
 
     def apart(self, text: str) -> str:
-        """Return `text` with a space inside each control word, so that it is none."""
+        """Return `text` with a space inside each control word, so that it no longer is one."""
         return text if self._word is None else self._word.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
 
 def control_ids(inner: Any) -> dict[str, int]:
-    """Return the control words of a transformers tokenizer with their ids, as far as it reads them in texts."""
+    """Return the control words of a transformers tokenizer with their ids, if it finds them in texts."""
     template = inner.chat_template or ""
     written = "".join(template.values()) if isinstance(template, dict) else str(template)
     added = getattr(inner, "added_tokens_decoder", None)

@@ -39,10 +39,10 @@ def find_draft(
     remedy: str,
     trust_key: str = DRAFT_TRUST_KEY,
 ) -> Draft:
-    """Return the draft model `name`. Raises ConfigError where it is missing or speaks other tokens unasked.
+    """Return the draft model `name`. Raises ConfigError if it is missing or has other tokens unasked.
 
     tokenizer_name: the `draft_tokenizer` of the config, which asks for a draft of other tokens. target: the target's
-    name, tokenizer and width. remedy: what a draft_tokenizer would bring on this runner, for the message.
+    name, tokenizer and width. remedy: what a draft_tokenizer would do on this runner, for the message.
     trust_remote_code: whether the draft's own code may run; `trust_key` would let it.
     """
     key = DRAFT_KEY
@@ -57,7 +57,7 @@ def find_draft(
     fit, why = fits(target_tokenizer, target_width, tokenizer, width_of(config))
     if not fit and not tokenizer_name:
         raise ConfigError(
-            f'speculation.draft_model: "{name}" has another tokenizer than "{target_name}" ({why}); '
+            f'speculation.draft_model: the tokenizer of "{name}" differs from that of "{target_name}" ({why}); '
             f"add `draft_tokenizer: {name}` {remedy}, choose a draft of the same family, or use method: prompt_lookup"
         )
     return Draft(source, tokenizer, context_length(config), width_of(config), not fit)

@@ -1,4 +1,4 @@
-"""What a model's own generation_config asks for, and how logits become choices by it, as generate() would do it.
+"""What a model's own generation_config asks for, and how it turns logits into choices, as generate() would.
 
 The keys of the config's `sampling` section decide, set or not; whatever else a model asks for (no_repeat_ngram_size,
 suppress_tokens, min_length, ...) is done with transformers' own processors, in transformers' own order.
@@ -62,7 +62,7 @@ def asked_beyond_sampling(path: str, revision: str | None = None) -> list[str]:
 class GenerationRules:
     """How one model's logits become choices.
 
-    eos: ids that end an answer. pad: the id that fills up. given: `generate_args`, which win over the model's own.
+    eos: ids that end an answer. pad: the padding id. given: `generate_args`, which win over the model's own.
     """
 
     def __init__(self, model: Any, eos: frozenset[int], pad: int, given: Mapping[str, Any] | None = None) -> None:
@@ -85,14 +85,14 @@ class GenerationRules:
         config.temperature = None if greedy else sampling.temperature
         config.top_p = None if greedy else sampling.top_p
         config.top_k = None if greedy else sampling.top_k
-        own = self._model.generation_config.min_p  # transformers takes it where ours is None
+        own = self._model.generation_config.min_p  # transformers takes it if ours is None
         config.min_p = sampling.min_p or (None if greedy or own is None else 0.0)
         for name, value in self._given.items():
             setattr(config, name, value)
         return config
 
     def processors(self, sampling: Sampling, prompt_tokens: int) -> Processors | None:
-        """Return what an answer's logits go through; None where nothing changes them."""
+        """Return what an answer's logits go through; None if nothing changes them."""
         if self._known.get(sampling) is False:
             return None
         model = self._model
@@ -105,24 +105,24 @@ class GenerationRules:
             found = model._get_logits_processor(config, input_ids_seq_length=prompt_tokens, device=model.device)
         except AttributeError as error:
             raise ModelError(
-                f"this transformers version prepares generate() elsewhere ({error}); use transformers 5.16 to 5.19"
+                f"this version of transformers is not supported ({error}); use transformers 5.16 to 5.19"
             ) from error
-        # which there are depends on the sampling alone
+        # which ones there are depends only on the sampling
         self._known[sampling] = bool(found)
         return Processors(found) if found else None
 
     def depends_on_text(self, sampling: Sampling) -> bool:
-        """Return whether a choice depends on the tokens before it other than by its logits: padding would change it."""
+        """Return whether a choice depends on earlier tokens other than through its logits: padding would change it."""
         processors = self.processors(sampling, 1)
         return processors is not None and bool(processors.by_text)
 
     def only_stock(self) -> str:
-        """Return the key of the model's generation_config that generate() alone serves; "" where there is none."""
+        """Return the key of the model's generation_config that only generate() supports; "" if there is none."""
         own = self._model.generation_config.to_dict() | self._given
         return next((key for key in STOCK_ONLY if own.get(key) not in NEUTRAL), "")
 
     def overridden(self, sampling: Sampling) -> str:
-        """Return in words where the model's own sampling is another than the config's; "" where it is not."""
+        """Return in words how the model's own sampling differs from the config's; "" if it does not."""
         own = self._model.generation_config.to_dict()
         greedy = sampling.temperature == 0
         parts = []

@@ -1,7 +1,7 @@
 """The lengths at which a model changes what it does: windows, chunks, original lengths, named by its config.
 
-A check of a few tokens would not see them. So they are lowered for it: the model's own code then applies them to a
-short text, and must be seen to.
+A check of a few tokens would not notice them, so they are lowered for it: the model's own code then applies them to a
+short text, where the check sees what they do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ IN_MODULES = {ROTARY: ("original_max_seq_len",), LONGEST: ("original_max_seq_len
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One of the config's: its key and its tokens."""
+    """A limit that the config names: its key and its tokens."""
 
     name: str
     tokens: int
@@ -66,7 +66,7 @@ def lowered(inner: Any, limit: Limit) -> Iterator[None]:
 
 
 def _holders(inner: Any) -> Iterator[dict[str, Any]]:
-    """Yield the attributes of all that may hold a limit: modules, their configs, and the rotary parameters in these."""
+    """Yield the attributes of everything that may keep a limit: modules, their configs, their rotary parameters."""
     seen: set[int] = set()
     for module in inner.modules():
         config = getattr(module, "config", None)

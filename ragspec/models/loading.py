@@ -24,13 +24,13 @@ def pick_device(asked: str, num_gpus: int | None) -> str:
 
 
 def check_device(asked: str) -> None:
-    """Raise ConfigError where there is no such device here."""
+    """Raise ConfigError if there is no such device here."""
     import torch
 
     try:
         kind = "cpu" if asked == "auto" else torch.device(asked).type
     except RuntimeError:
-        raise ConfigError(f'runner_args.device: "{asked}" is not known; auto, cpu, cuda, cuda:1, mps') from None
+        raise ConfigError(f'runner_args.device: "{asked}" is not known; use auto, cpu, cuda, cuda:1 or mps') from None
     here: dict[str, Callable[[], bool]] = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
     if kind in here and not here[kind]():
         raise ConfigError(f'runner_args.device: "{asked}" is not on this machine; use auto or cpu')
@@ -74,5 +74,5 @@ def load_model(
     except Exception as error:  # whatever a model's own code raises while loading, it could not start
         text = flat(error, 300)
         if "use_safetensors" not in extra:
-            text += "; to load pickled weights all the same: runner_args.model_args.use_safetensors: false"
+            text += "; to load pickled weights anyway, set runner_args.model_args.use_safetensors: false"
         raise ModelError(f'"{source.name}" could not be loaded: {type(error).__name__}: {text}') from error

@@ -1,8 +1,8 @@
-"""Where transformers 5.19 does otherwise than a model's own definition says, mended on the loaded model.
+"""Where transformers 5.19 differs from a model's own definition, mended on the loaded model.
 
 - Its default attention (sdpa) drops the cap on attention scores that Gemma 2 and its relatives are trained with.
-- Phi-3 and its relatives compute the text anew when it outgrows the short frequencies; generate() then hands them the
-  last token only, and all tokens before it are forgotten.
+- Phi-3 and its relatives recompute the text when it outgrows the short frequencies; generate() then gives them only the
+  last token, and all tokens before it are forgotten.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def mend(model: Any) -> Any:
 
 
 def _with_all_tokens(model: Any, input_ids: Any, past_key_values: Any = None, **kwargs: Any) -> dict[str, Any]:
-    """Prepare a forward as the model does, with all tokens where it drops its cache."""
+    """Prepare a forward as the model does, with all tokens when it drops its cache."""
     prepare = type(model).prepare_inputs_for_generation
     inputs: dict[str, Any] = prepare(model, input_ids, past_key_values=past_key_values, **kwargs)
     if past_key_values is not None and inputs.get("past_key_values") is None:

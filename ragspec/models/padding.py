@@ -1,7 +1,7 @@
 """Is an answer the same when its prompt is padded? Asked of every model that stock generate() runs in batches.
 
-Models that number their tokens themselves, or whose masks forget the padding, answer a padded prompt otherwise; some
-only beyond a limit that their config names, so each is lowered once (limits.py).
+Models that assign token positions themselves, or whose masks ignore the padding, answer a padded prompt differently;
+some only beyond a limit that their config names, so each is lowered once (limits.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from ragspec.models.limits import limits_of, lowered
 
 LENGTHS = (5, 12, 27)  # tokens of the prompts that are compared
-PERIODS = (1000, 6)  # a text may say tokens again; a model that keeps the best of its past then has ties to break
+PERIODS = (1000, 6)  # a text may repeat tokens; a model that keeps the best of its past then has ties to break
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the largest logit; others: HALF
 HALF = 5e-2
 

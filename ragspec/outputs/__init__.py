@@ -1,1 +1,1 @@
-"""Where answers go: lines in order, what is finished, what is beside an output."""
+"""Where answers go: lines in order, what is finished, and the files beside an output."""

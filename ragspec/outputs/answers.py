@@ -13,7 +13,7 @@ from ragspec.runners.base import Runner
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """What is kept of a record while the runner has it."""
+    """What is kept about a record while the runner has it."""
 
     record: Record
     prompt: Prompt
@@ -49,7 +49,7 @@ def output_line(flight: Flight, outcome: Generation, runner: Runner, *, details:
 
 
 def token_details(flight: Flight, outcome: Generation) -> dict[str, Any]:
-    """Return what an audit and a report need beside the answer: its tokens, where each came from, and its prompt."""
+    """Return what an audit and a report need besides the answer: its tokens, where each came from, and its prompt."""
     kept = flight.prompt.kept
     return {
         "token_ids": outcome.token_ids,
@@ -65,14 +65,14 @@ def token_details(flight: Flight, outcome: Generation) -> dict[str, Any]:
 def copied_spans(
     tokenizer: Tokenizer, passages: Sequence[Passage], outcome: Generation, text: str
 ) -> list[dict[str, Any]]:
-    """Return which characters of an answer stand word for word in which passage, as its drafts found them there."""
+    """Return which characters of an answer appear word for word in which passage, as its drafts found them there."""
     spans = []
     for run in outcome.copied:
         start = len(tokenizer.decode(outcome.token_ids[: run.start]))
         end = min(len(text), len(tokenizer.decode(outcome.token_ids[: run.end])))
         quoted = text[start:end]
         start, quoted = start + len(quoted) - len(quoted.lstrip()), quoted.strip()
-        if quoted and quoted in passages[run.passage].text:  # half a character at an edge is none
+        if quoted and quoted in passages[run.passage].text:  # half a character at an edge does not count
             spans.append({"start": start, "end": start + len(quoted), "context": passages[run.passage].id})
     return spans
 

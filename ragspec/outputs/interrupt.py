@@ -1,4 +1,4 @@
-"""Ctrl-C held back for the moment in which a line is written and counted, so that the two never disagree.
+"""Ctrl-C held back while a line is written and counted, so that the two never disagree.
 
     >>> with Interruptions() as interruptions:
     ...     with interruptions.held_back():
@@ -18,7 +18,7 @@ from typing import Any, Self
 
 
 class Interruptions:
-    """While entered, an interruption comes as ever, but not before the end of a `held_back` block."""
+    """While entered, an interruption comes as usual, but not before the end of a `held_back` block."""
 
     def __init__(self) -> None:
         self._before: Callable[[int, FrameType | None], Any] | None = None
@@ -27,7 +27,7 @@ class Interruptions:
 
     def __enter__(self) -> Self:
         before = signal.getsignal(signal.SIGINT)
-        # one that is ignored, or is a C library's affair, stays so
+        # a signal that is ignored, or that a C library handles, stays so
         if threading.current_thread() is threading.main_thread() and callable(before):
             self._before = before
             signal.signal(signal.SIGINT, self._handle)

@@ -1,9 +1,9 @@
 """The output file: appended line by line as records finish, resumed where it ended.
 
-A line holds the fingerprint of the input line that it answers, so a resumed run knows what is finished whatever order
-the lines have. Finished means on disk: a line ahead of its turn waits in `answers.pending.jsonl` (spill.py), beside
-`answers.run.json`, which names the config (runstate.py). Limit: one process at a time may write an output (a lock sees
-to that).
+A line contains the fingerprint of the input line that it answers, so a resumed run knows what is finished in whatever
+order the lines are. Finished means on disk: a line ahead of its turn waits in `answers.pending.jsonl` (spill.py),
+beside `answers.run.json`, which names the config (runstate.py). Limit: one process at a time may write an output (a
+lock sees to that).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def is_resumable(output: str) -> bool:
 def whereabouts(output: str) -> str:
     """Return where the finished lines of a run that ended early are, and how to go on, for a message."""
     if not is_resumable(output):
-        return "what was finished is written"
+        return "finished answers have been written"
     pending = sibling(output, PENDING)
-    names = {Path(output): output, pending: f"{pending} (those ahead of their turn)"}
+    names = {Path(output): output, pending: f"{pending} (answers waiting for earlier ones)"}
     places = [name for path, name in names.items() if path.exists() and path.stat().st_size]
     kept = f"finished answers are kept in {' and '.join(places)}" if places else "nothing was finished yet"
     return f"{kept}; run the same command again to go on"
@@ -48,7 +48,7 @@ class Journal:
     """Writes output lines in the asked order and knows which input lines are finished already.
 
     output: a path, or - for stdout, or a sink (nothing to resume there). identity: what a resumed run must agree on;
-    None for a file that is never resumed. partial: whether a part of the input only is read, so that what an earlier
+    None for a file that is never resumed. partial: whether only a part of the input is read, so that what an earlier
     run left may belong to the rest of it.
     """
 
@@ -69,7 +69,9 @@ class Journal:
         self._partial = partial
         self._interruptions = Interruptions()
         self._next = 0
-        self._silent: deque[tuple[int, int]] = deque()  # runs of lines ahead of their turn that have nothing to write
+        self._silent: deque[tuple[int, int]] = (
+            deque()
+        )  # runs of lines that have nothing to write and whose turn has not come
         self._ahead: Spill | Shelf = Shelf()
         self._file: Sink
         if not isinstance(output, str):
@@ -100,8 +102,8 @@ class Journal:
     def put(self, index: int, line: dict[str, Any] | bytes, counted: Callable[[], None] = lambda: None) -> None:
         """Write output line number `index`; on disk, it waits for those before it. bytes: as it is, without a line end.
 
-        counted: called when the line is on disk, and never else. Raises TypeError, nothing written, where `line` is no
-        JSON (nested too deep, say); ConfigError on a full disk.
+        counted: called when the line is on disk, and never otherwise. Raises TypeError, nothing written, if `line`
+        cannot be JSON (nested too deeply, say); ConfigError on a full disk.
         """
         encoded = line + b"\n" if isinstance(line, bytes) else orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
         with self._writing():
@@ -114,7 +116,7 @@ class Journal:
             self._take_turns()
 
     def skip(self, index: int, key: str) -> None:
-        """Let line number `index`, higher than all skipped before, be the one of that fingerprint: it is finished."""
+        """Treat line number `index`, higher than all skipped before, as the finished one with that fingerprint."""
         if not self._in_order:
             return
         self._ahead.claim(index, key)
@@ -153,7 +155,7 @@ class Journal:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Let a file have what is counted as written, whenever Ctrl-C comes. A pipe may be full, and can be left."""
+        """Keep a file and the counts in agreement, whenever Ctrl-C comes; waiting for a full pipe is interrupted."""
         with self._interruptions.held_back() if self.resumable else nullcontext():
             try:
                 yield
@@ -169,7 +171,10 @@ class Journal:
     def _open(self, identity: dict[str, Any] | None, resume: bool, retry_failed: bool) -> None:
         path = Path(self.output)
         if path.suffix in (".gz", ".zst"):
-            raise ConfigError(f"{path}: answers are appended one by one, which {path.suffix} cannot; compress it after")
+            raise ConfigError(
+                f"{path}: answers are appended one by one, which {path.suffix} does not allow; "
+                "compress the file afterwards"
+            )
         state = RunState(self.output)
         spill = None
         if identity is not None:
@@ -202,7 +207,7 @@ class Journal:
         for place, line in spill.lines():
             found = Finished.of(line)
             foreign |= found.key is None
-            # what is in the output too was moved there as the run was killed
+            # what is in the output too was moved there when the run was killed
             if found.key is not None and found.key not in self.ledger and not (found.failed and retry_failed):
                 waiting[found.key] = place
                 self.ledger.note(found)

@@ -1,4 +1,4 @@
-"""What is finished: the input rows that an output has answers or error lines of, known again by their fingerprints.
+"""What is finished: the input rows that an output has answers or error lines for, recognised by their fingerprints.
 
 >>> ledger = Ledger(); ledger.note(Finished("a1b2", "q1")); "a1b2" in ledger
 True
@@ -16,13 +16,13 @@ from ragspec.inputs.keyset import KeySet
 
 
 def fingerprint(row: Row, record_id: str | None) -> str:
-    """Return what names an input row: its content with its id, or with its number where it has no id of its own."""
+    """Return what names an input row: its content with its id, or with its number if it has no id of its own."""
     name = f"line {row.number}" if record_id is None else f"id {record_id}"
     return hashlib.blake2b(name.encode() + b"\0" + row.raw, digest_size=12).hexdigest()
 
 
 class Finished(NamedTuple):
-    """What an output line finishes. key: the fingerprint; None where the line is not one of ours."""
+    """What an output line finishes. key: the fingerprint; None if the line is not one of ours."""
 
     key: str | None = None
     id: str = ""
@@ -67,5 +67,5 @@ class Ledger:
         return key in self._failed
 
     def answered(self, record_id: str) -> bool:
-        """Return whether some row of this id has an answer, whatever it said then."""
+        """Return whether some row with this id has an answer, whatever its content was then."""
         return record_id in self._answered_ids

@@ -2,8 +2,8 @@
 
     >>> file = LineFile(Path("answers.jsonl")); file.append(b"{}\\n"); file.close()
 
-What is appended is there for a process that is killed right after; what survives a power cut is what `sync` was called
-for. Limit: the lock is advisory, and a file system must have it (flock).
+What is appended survives the process being killed right after; a power cut only spares what `sync` was called for.
+Limit: the lock is advisory, and the file system must support it (flock).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ BLOCK = 1 << 16
 
 
 class LineFile:
-    """`path`, made if it is not there, open and locked. Where it is a link, what it leads to.
+    """`path`, created if missing, open and locked. If it is a link, the file that it leads to.
 
-    Raises BlockingIOError where another process has it, else OSError.
+    Raises BlockingIOError if another process has locked it, else OSError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,7 +31,7 @@ class LineFile:
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Its size in bytes."""
         return os.fstat(self._file.fileno()).st_size
 
     def append(self, line: bytes) -> int:
@@ -41,7 +41,7 @@ class LineFile:
             write_all(self._file, line)
         except OSError as error:
             with suppress(OSError):
-                os.ftruncate(self._file.fileno(), begin)  # half a line is none
+                os.ftruncate(self._file.fileno(), begin)  # half a line does not count
             error.filename = str(self.path)
             raise
         return begin
@@ -76,11 +76,11 @@ class LineFile:
             os.ftruncate(self._file.fileno(), end)
 
     def empty(self) -> None:
-        """Take all lines out."""
+        """Remove all lines."""
         os.ftruncate(self._file.fileno(), 0)
 
     def replace(self, lines: Iterable[bytes]) -> None:
-        """Let `lines` be all there is: whole or not at all, whatever happens meanwhile."""
+        """Replace all lines by `lines`: completely or not at all, whatever happens meanwhile."""
         draft = self.path.with_name(f".{self.path.name}.draft")
         draft.unlink(missing_ok=True)
         fresh = _locked(draft)
@@ -126,13 +126,13 @@ def write_all(file: IO[bytes] | Any, data: bytes) -> None:
     left = memoryview(data)
     while left:
         written = file.write(left)
-        if written is None:  # somebody made it a file that does not wait
-            raise BlockingIOError(11, "it takes nothing just now")
+        if written is None:  # somebody made it non-blocking
+            raise BlockingIOError(11, "it is not accepting data right now")
         left = left[written:]
 
 
 def sync_folder(folder: Path) -> None:
-    """Let the names in a folder survive a power cut, as far as its file system can do that."""
+    """Let the names in a folder survive a power cut, as far as its file system supports that."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

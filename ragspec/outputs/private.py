@@ -1,4 +1,4 @@
-"""Files that only their owner reads: all that is written about a run, since a config may hold what is nobody else's."""
+"""Files that only their owner can read: everything written about a run, since a config may contain private values."""
 
 from __future__ import annotations
 

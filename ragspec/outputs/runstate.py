@@ -1,4 +1,4 @@
-"""The files beside an output: `answers.run.json`, which says what began it, and the names of the others.
+"""The files beside an output: `answers.run.json`, which says which config started it, and the names of the others.
 
 >>> sibling("out/answers.jsonl", ".stats.json")
 PosixPath('out/answers.stats.json')
@@ -16,7 +16,7 @@ from ragspec.errors import ConfigError
 from ragspec.outputs.private import write_private
 
 STATE, STATISTICS, PENDING = ".run.json", ".stats.json", ".pending.jsonl"
-WAY_OUT = "; go on with the config that began it, choose another --output, or --no-resume (keeps it as a copy)"
+WAY_OUT = "; use the config it was started with, choose another --output, or use --no-resume (which keeps it as a copy)"
 
 
 def sibling(output: str, suffix: str) -> Path:
@@ -31,7 +31,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def check_writable(path: Path, key: str) -> None:
-    """Raise ConfigError, beginning with `key`, where no file can be written at `path`."""
+    """Raise ConfigError, beginning with `key`, if no file can be written at `path`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -41,24 +41,24 @@ def check_writable(path: Path, key: str) -> None:
 
 
 class RunState:
-    """What `answers.run.json` says: the config that began the output `output`."""
+    """What `answers.run.json` says: the config that started the output `output`."""
 
     def __init__(self, output: str) -> None:
         self.path = sibling(output, STATE)
         self._output = Path(output)
 
     def check_names(self) -> None:
-        """Raise ConfigError where a file beside the output is another output's."""
+        """Raise ConfigError if a file beside the output is another output's."""
         twin = self._twin()
         if twin is not None and self._is_state_of(twin):
             raise ConfigError(
-                f"{self._output}: its state would be {self.path.name}, which is that of {twin.name}; "
+                f"{self._output}: its state file would be {self.path.name}, which belongs to {twin.name}; "
                 "choose another --output"
             )
         pending = sibling(str(self._output), PENDING)
         if sibling(str(pending), STATE).exists():
             raise ConfigError(
-                f"{self._output}: answers ahead of their turn would wait in {pending.name}, which is another run's "
+                f"{self._output}: answers waiting for earlier ones would go to {pending.name}, which is another run's "
                 "output; choose another --output"
             )
 
@@ -74,22 +74,22 @@ class RunState:
         owner = self._read().get("output")
         if owner is not None:
             return bool(owner == twin.name) and twin.is_file()
-        # one of before owners were named: that of the output which has lines
+        # a file from before owners were named belongs to the output that has lines
         return self.path.exists() and _has_lines(twin) and not _has_lines(self._output)
 
     def check_config(self, identity: dict[str, Any]) -> None:
-        """Raise ConfigError, naming the key, where another config began the output."""
+        """Raise ConfigError, naming the key, if another config started the output."""
         began = self._read().get("config")
         if not isinstance(began, dict):
             raise ConfigError(
-                f"{self._output}: holds lines, but {self.path.name} does not say which config wrote them{WAY_OUT}"
+                f"{self._output}: contains lines, but {self.path.name} does not say which config wrote them{WAY_OUT}"
             )
         changed = _difference(began, orjson.loads(orjson.dumps(identity)))
         if changed:
-            raise ConfigError(f"{self._output}: was begun with another config: {changed}{WAY_OUT}")
+            raise ConfigError(f"{self._output}: was started with a different config: {changed}{WAY_OUT}")
 
     def write(self, identity: dict[str, Any]) -> None:
-        """Say which config begins the output. Raises ConfigError."""
+        """Record which config starts the output. Raises ConfigError."""
         try:
             write_json(self.path, {"config": identity, "output": self._output.name})
         except OSError as error:
@@ -108,7 +108,7 @@ def _has_lines(path: Path) -> bool:
 
 
 def _difference(old: Any, new: Any, path: str = "") -> str:
-    """Return "key: was A, is now B" for the first difference, or "" where there is none."""
+    """Return "key: was A, is now B" for the first difference, or "" if there is none."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
             inner = _difference(old.get(key), new.get(key), f"{path}.{key}" if path else key)

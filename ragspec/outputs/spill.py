@@ -1,4 +1,4 @@
-"""Finished lines that are ahead of their turn: on disk at once, in memory only where they are.
+"""Finished lines that are ahead of their turn: on disk at once; only their places are in memory.
 
     >>> spill = Spill(Path("answers.pending.jsonl")); spill.add(7, b"{}\\n"); spill.get(7); spill.drop(7)
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ragspec.outputs.linefile import LineFile
 
-SLACK = 16 << 20  # bytes of dropped lines, over as much as still waits, from which on the file is written anew
+SLACK = 16 << 20  # bytes of dropped lines, beyond as much as still waits, from which on the file is rewritten
 
 
 class Place(NamedTuple):
@@ -97,7 +97,7 @@ class Spill:
             self._write_anew()
 
     def add(self, index: int, line: bytes) -> None:
-        """Write the line number `index`, which is to wait for its turn."""
+        """Write the line number `index`, which has to wait for its turn."""
         if self._file is None:
             self._file = LineFile(self.path)
         elif self._file.size > 2 * self._live + SLACK:
@@ -147,7 +147,7 @@ class Spill:
             self._file = None
 
     def close(self) -> None:
-        """Close the file. One that holds nothing goes."""
+        """Close the file. An empty one is deleted."""
         if self._file:
             if self._file.size:
                 self._file.close()

@@ -1,6 +1,6 @@
 """Record -> prompt token ids, within a token budget.
 
-The user message comes from a Jinja2 template (sandboxed), the whole from the model's chat template where it has one.
+The user message comes from a Jinja2 template (sandboxed), the whole from the model's chat template if it has one.
 When the contexts do not fit, whole passages are dropped from the lowest-ranked end.
 """
 
@@ -27,13 +27,11 @@ class Prompt:
     token_ids: list[int]
     kept: tuple[Passage, ...]
     dropped: tuple[Passage, ...] = ()
-    places: tuple[
-        tuple[int, int], ...
-    ] = ()  # of each of `kept`, in token_ids; (0, 0) where a template changed its text
+    places: tuple[tuple[int, int], ...] = ()  # of each of `kept`, in token_ids; (0, 0) if a template changed its text
 
 
 class PromptBuilder:
-    """Builds the prompts of one run. Raises ConfigError for a bad template, RecordError where a record cannot fit."""
+    """Builds the prompts of one run. Raises ConfigError for a bad template, RecordError if a record cannot fit."""
 
     def __init__(self, config: PromptConfig, tokenizer: Tokenizer, context_length: int | None) -> None:
         if config.chat is True and not tokenizer.has_chat_template:
@@ -43,16 +41,16 @@ class PromptBuilder:
         self._context_length = context_length
         self._chat = tokenizer.has_chat_template if config.chat == "auto" else config.chat
         self._own_words = lru_cache(maxsize=256)(self._find_own_words)
-        self._controlled = False  # whether the record under way holds control words
+        self._controlled = False  # whether the current record contains control words
         self._held = 0  # records that did
         self._template = compiled(config.template)
 
     def build(self, record: Record, max_new_tokens: int, *, locate: bool = False) -> Prompt:
-        """Return the prompt of `record`, leaving room for `max_new_tokens`. locate: say where the passages stand."""
+        """Return the prompt of `record`, leaving room for `max_new_tokens`. locate: say where the passages are."""
         self._controlled = False
         prompt = self._build(record, max_new_tokens)
         if not prompt.token_ids:
-            raise RecordError("the prompt is empty; there is nothing to go on from")
+            raise RecordError("the prompt is empty; there is nothing to continue")
         self._held += self._controlled
         return replace(prompt, places=self._places(record, prompt)) if locate and prompt.kept else prompt
 
@@ -107,7 +105,7 @@ class PromptBuilder:
         places = []
         for passage in prompt.kept:
             start = text.find(passage.text)
-            first = bisect_left(ends, start + 1)  # the token that holds the first character
+            first = bisect_left(ends, start + 1)  # the token that contains the first character
             last = bisect_left(ends, start + len(passage.text) + 1)
             places.append((first, last) if start >= 0 and first < last else (0, 0))
         return tuple(places)
@@ -117,7 +115,7 @@ class PromptBuilder:
         return self._tokenizer.encode(written.text, special_tokens=written.special_tokens, own=written.own)
 
     def _compose(self, record: Record, contexts: tuple[Passage, ...]) -> Written:
-        """Return the prompt with no control token but the templates' own and the system prompt's."""
+        """Return the prompt with no control tokens except the templates' own and the system prompt's."""
         written = Written(*self._write(record, contexts))
         controls = self._tokenizer.controls
         if controls is None or self._config.allow_special_tokens:
@@ -130,11 +128,11 @@ class PromptBuilder:
         return guarded
 
     def _find_own_words(self, roles: tuple[str, ...]) -> list[str] | None:
-        """Return the control words of a prompt with such messages and nothing in them; None where it has none."""
+        """Return the control words of a prompt made of empty messages with these roles; None if it cannot be made."""
         controls = self._tokenizer.controls
         assert controls is not None
         if bad := [role for role in roles if controls.found(role)]:
-            raise RecordError(f'"messages": the role "{bad[0]}" holds a control word of the model; take it out')
+            raise RecordError(f'"messages": the role "{bad[0]}" contains a control word of the model; remove it')
         if not self._chat:
             return controls.found(self._config.system or "")
         try:
@@ -144,12 +142,12 @@ class PromptBuilder:
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know of the prompts that were built."""
+        """What the user should know about the prompts that were built."""
         if not self._held:
             return []
         return [
-            f"{self._held} records hold control words of the model (such as <|im_end|>); they are encoded as text, or "
-            "prompt.allow_special_tokens: true lets them act"
+            f"{self._held} records contain control words of the model (such as <|im_end|>); they are encoded as text "
+            "unless prompt.allow_special_tokens is true"
         ]
 
     def _write(self, record: Record, contexts: tuple[Passage, ...]) -> tuple[str, bool]:
@@ -197,7 +195,7 @@ class PromptBuilder:
 
 
 def rank(contexts: tuple[Passage, ...]) -> list[int]:
-    """Return positions, highest rank first: by score where every passage has one, else as they stand."""
+    """Return positions, highest rank first: by score if every passage has one, else in their order."""
     positions = range(len(contexts))
     if all(passage.score is not None for passage in contexts):
         return sorted(positions, key=lambda i: -(contexts[i].score or 0.0))

@@ -1,9 +1,9 @@
 """What records bring (queries, passages, messages, metadata) written into a prompt as text, and as nothing else.
 
-A passage that holds `<|im_end|>` could end the user's turn. A prompt in which no control word stands but the templates'
-own is encoded as it is. Any other is written once more with every character masked that control words are made of: what
-still stands there then is the templates'. A way of encoding the prompt is taken only if it has these control tokens and
-no others. Limit: what looks like a turn without being a token of its own is text, and stays.
+A passage that contains `<|im_end|>` could end the user's turn. A prompt with no control words except the templates' own
+is encoded as it is. Any other is written once more, with every character masked that control words are made of: those
+that remain are the templates'. A way of encoding the prompt is used only if it gives these control tokens and no
+others. Limit: what looks like a turn without being a token of its own is text, and stays.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Write = Callable[[Record, tuple[Passage, ...]], tuple[str, bool]]
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A prompt's text. own: where control tokens stand in it, all else being text; None: wherever control words do."""
+    """A prompt's text. own: where its control tokens are, all else being text; None: wherever control words are."""
 
     text: str
     special_tokens: bool  # whether the tokenizer adds its own around it
@@ -34,7 +34,7 @@ def as_text(
 ) -> Written:
     """Return the prompt with the control tokens that the templates write, and none of the record's.
 
-    written: the prompt as it is. write: writes one of a record and its contexts. Raises RecordError where it cannot be.
+    written: the prompt as it is. write: writes one of a record and its contexts. Raises RecordError if there is no way.
     """
     controls = tokenizer.controls
     assert controls is not None
@@ -53,13 +53,13 @@ def as_text(
             return way
     word = next((Counter(controls.found(written.text)) - Counter(wanted)).elements(), "a control word")
     raise RecordError(
-        f'the record holds "{word}", which the model would read as a control token; take it out, or set '
-        "prompt.allow_special_tokens: true if it is meant so"
+        f'the record contains "{word}", which the model would read as a control token; remove it, or set '
+        "prompt.allow_special_tokens: true if that is intended"
     )
 
 
 class Mask:
-    """Puts a private character in the place of each that a control word is made of, letters left out."""
+    """Replaces each character that control words are made of, except letters, by a private one."""
 
     def __init__(self, controls: Controls) -> None:
         self._controls = controls
@@ -76,7 +76,7 @@ class Mask:
         return text.translate(self._hidden)
 
     def hide_key(self, key: str) -> str:
-        """Return a key of metadata masked where it needs to be; templates ask for others by name."""
+        """Return a key of metadata masked if it needs to be; templates ask for others by name."""
         return self.hide(key) if self._controls.found(key) else key
 
     def show(self, text: str) -> str:
@@ -88,14 +88,14 @@ class Mask:
 
 
 def _telling(word: str) -> str:
-    """Return the characters of a control word without one of which it is none; templates compare words, not these."""
+    """Return the characters that make a word a control word; templates compare words, not these."""
     return "".join(char for char in word if not (char.isalnum() or char.isspace() or char in "_-")) or word[0]
 
 
 def mapped(
     record: Record, contexts: Sequence[Passage], change: Callable[[str], str], change_key: Callable[[str], str]
 ) -> tuple[Record, tuple[Passage, ...]]:
-    """Return `record` and `contexts` with every text in them changed, but for the roles of messages."""
+    """Return `record` and `contexts` with every text in them changed, except the roles of messages."""
 
     def optional(text: str | None) -> str | None:
         return None if text is None else change(text)

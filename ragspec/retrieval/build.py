@@ -25,7 +25,7 @@ Complain = Callable[[Skipped], None]
 
 @dataclass(slots=True)
 class BuildSummary:
-    """What a build did. Counts are of documents, but for `chunks` and `chunks_written`."""
+    """What a build did. Counts are of documents, except `chunks` and `chunks_written`."""
 
     added: int = 0
     changed: int = 0
@@ -46,7 +46,7 @@ class BuildSummary:
 def build(
     config: RetrievalConfig, report: Report = lambda _: None, complain: Complain = lambda _: None
 ) -> BuildSummary:
-    """Make the index at `config.index` that of `config.corpus`, and return what was done.
+    """Bring the index at `config.index` up to date with `config.corpus`, and return what was done.
 
     report: called after every document. complain: called for each one that is left out. Raises ConfigError; the index
     is then as it was.
@@ -61,11 +61,11 @@ def build(
         had = writer.rows
         known = dict(writer.known())
         if had and writer.begins_anew:
-            summary.notes.append(f"{config.index}: was built with other settings: all documents are done again")
+            summary.notes.append(f"{config.index}: built with different settings; all documents are processed again")
         pending: list[Chunk] = []
         stale: list[str] = []
         seen = KeySet()
-        kept_all = ""  # the part of the corpus that may hide documents
+        kept_all = ""  # the part of the corpus that may contain unseen documents
 
         def write() -> None:
             if pending:
@@ -86,9 +86,9 @@ def build(
             report(summary)
         write()
         if not summary.seen - summary.skipped:
-            raise ConfigError(f"--corpus: {', '.join(config.corpus)}: no document in it; the index is as it was")
+            raise ConfigError(f"--corpus: {', '.join(config.corpus)}: contains no documents; the index is unchanged")
         if kept_all:
-            summary.notes.append(f"{kept_all}: could not be read, so nothing is taken out of the index")
+            summary.notes.append(f"{kept_all}: could not be read, so no documents are removed from the index")
         else:
             summary.removed = len(known)
             stale += known.values()
@@ -118,7 +118,7 @@ def _chunks(
     if isinstance(item, Skipped):
         raise _LeftOut(item)
     if item.id in seen:
-        raise _LeftOut(Skipped(item.where, f'id "{item.id}" stands twice; the first document of that name is kept'))
+        raise _LeftOut(Skipped(item.where, f'id "{item.id}" appears twice; the first document with that id is kept'))
     if known.get(item.id) == item.digest:
         seen.add(item.id)
         del known[item.id]
@@ -134,7 +134,7 @@ def _chunks(
         why = f"cannot be read ({type(error).__name__}: {flat(error, 120)})"
         raise _LeftOut(Skipped(item.where, why)) from None
     if not texts:
-        raise _LeftOut(Skipped(item.where, "empty: no text in it"))
+        raise _LeftOut(Skipped(item.where, "empty: contains no text"))
     seen.add(item.id)
     if (before := known.pop(item.id, None)) is None:
         summary.added += 1
@@ -146,11 +146,13 @@ def _chunks(
 
 
 def _prepare(config: RetrievalConfig, embedder: Embedder | None, summary: BuildSummary) -> tuple[Chunker, Settings]:
-    """Return who cuts, and what the index is built with. The embedding model cuts what it cannot read, silently."""
+    """Return the chunker, and what the index is built with. Embedding models silently drop what they cannot read."""
     size = config.chunk_size
     if embedder and embedder.tokens is not None:
         if config.tokenizer:
-            raise ConfigError("retrieval.tokenizer: has no use beside embedding_model, whose own tokens are counted")
+            raise ConfigError(
+                "retrieval.tokenizer: has no effect with embedding_model, whose own tokens are counted; remove it"
+            )
         tokens = plain(embedder.tokens)
     elif config.tokenizer:
         tokens = model_tokens(config.tokenizer)
@@ -158,7 +160,9 @@ def _prepare(config: RetrievalConfig, embedder: Embedder | None, summary: BuildS
         tokens = word_tokens()
     if embedder and embedder.max_tokens and size > (room := embedder.max_tokens - 2):
         size = room
-        summary.notes.append(f"chunk_size: {room}, all that {config.embedding_model} reads, not {config.chunk_size}")
+        summary.notes.append(
+            f"chunk_size: {room} instead of {config.chunk_size}: {config.embedding_model} reads no more"
+        )
     overlap = min(config.chunk_overlap, size // 2)
     settings = Settings(
         chunk_size=size,

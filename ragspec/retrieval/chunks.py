@@ -1,4 +1,4 @@
-"""A document's text -> passages of so many tokens, cut where its sentences, paragraphs or headings end."""
+"""A document's text -> passages of limited length, cut where its sentences, paragraphs or headings end."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ WORDS = "words"
 
 
 def passage_ids(document: str, count: int) -> Sequence[str]:
-    """Return the ids of a document's passages: its own id where there is one, `id#1`, `id#2`, ... where there are more.
+    """Return the ids of a document's passages: its own id if there is one passage, else `id#1`, `id#2`, ...
 
-    One whose own id is of that form gets a number in any case, so no two documents have a passage id in common.
+    A document whose own id has that form is always numbered, so no two documents have a passage id in common.
     """
     if count == 1 and not looks_numbered(document):
         return [document]
@@ -25,7 +25,7 @@ def passage_ids(document: str, count: int) -> Sequence[str]:
 
 
 def looks_numbered(document: str) -> bool:
-    """Return whether a document's id could be that of another one's passage."""
+    """Return whether a document's id could be that of another document's passage."""
     return re.search(r"#[1-9][0-9]*\Z", document) is not None
 
 
@@ -43,7 +43,7 @@ class Chunker:
         self._splitter = lru_cache(maxsize=64)(self._make_splitter)
 
     def split(self, text: Text) -> list[str]:
-        """Return the passages of a document in order; none where it has no text."""
+        """Return the passages of a document in order; none if it has no text."""
         title = len(self._tokens.encode(text.title, add_special_tokens=False).ids) + 1 if text.title else 0
         capacity = max(self._size // 2, self._size - title, 1)  # a long title must not eat the passage
         chunks: list[str] = self._splitter(capacity, text.markdown).chunks(text.text)
@@ -57,7 +57,7 @@ class Chunker:
 
 
 def word_tokens() -> Any:
-    """Return a tokenizer without a model: words, punctuation marks and Chinese characters are a token each."""
+    """Return a tokenizer without a model: words, punctuation marks and Chinese characters are one token each."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
     tokens = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))  # noqa: S106 (no password)

@@ -1,6 +1,6 @@
 """Files and folders -> documents: `for item in documents(["docs", "faq.jsonl"]): item.id, item.read()`.
 
-A document that cannot be had is a `Skipped` with the reason, never an exception: one bad file of a thousand must not
+A document that cannot be read is a `Skipped` with the reason, never an exception: one bad file of a thousand must not
 end a build. Limit: a file must fit in memory.
 """
 
@@ -39,12 +39,12 @@ class Skipped:
 
     where: str
     why: str
-    id: str | None = None  # where it is known, and what is indexed of it may stay: it could not be looked at
-    many: bool = False  # whether documents that nobody knows of may lie behind it
+    id: str | None = None  # if known, and its passages may stay in the index: it could not be read
+    many: bool = False  # whether it may hide documents that nobody knows of
 
 
 def documents(paths: Sequence[str], file_types: Sequence[str] = ()) -> Iterator[Document | Skipped]:
-    """Yield the documents of `paths`: files, and folders with all that is in them but hidden files and folders.
+    """Yield the documents of `paths`: files, and folders with everything in them except hidden files and folders.
 
     file_types: endings to take from folders (".md"); all by default. Raises ConfigError for a path that is not there.
     """
@@ -72,7 +72,7 @@ def _files(root: Path) -> Iterator[Path | Skipped]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in folders:
             if (here / name).is_symlink():
-                yield Skipped(str(here / name), "a link to a folder; name that one as part of the corpus")
+                yield Skipped(str(here / name), "a link to a folder; add that folder to the corpus instead")
         yield from (here / name for name in sorted(files) if not name.startswith("."))
     for error in unreadable:
         yield Skipped(str(error.filename), f"cannot be read ({error.strerror})", many=True)
@@ -93,7 +93,7 @@ def _of_file(file: Path, name: str) -> Iterator[Document | Skipped]:
         return
     try:
         if file.exists() and not file.is_file():
-            yield Skipped(str(file), "no regular file")
+            yield Skipped(str(file), "not a regular file")
             return
         content = file.read_bytes()
     except OSError as error:
@@ -133,7 +133,6 @@ def _of_line(row: Row, file: Path, name: str) -> Document:
 
 def _digest(doc: str, form: str, content: bytes) -> str:
     """Return what changes with a document, and with the ids of its passages."""
-    numbered = (
-        "#\0" if looks_numbered(doc) else ""
-    )  # they were not always: an index of then has others, to be done again
+    # these were not always numbered: documents in an older index are processed again
+    numbered = "#\0" if looks_numbered(doc) else ""
     return blake2b(f"{doc}\0{form}\0{numbered}".encode() + content, digest_size=12).hexdigest()

@@ -25,7 +25,7 @@ class Embedder:
 
     @property
     def tokens(self) -> Any:
-        """The model's `tokenizers.Tokenizer`, or None where it has none."""
+        """The model's `tokenizers.Tokenizer`, or None if it has none."""
         return getattr(self._model.tokenizer, "backend_tokenizer", None)
 
     def documents(self, texts: Sequence[str]) -> Any:

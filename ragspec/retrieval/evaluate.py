@@ -20,7 +20,7 @@ def evaluate(rows: Iterable[Row], retriever: Retriever) -> dict[str, Any]:
     """Return recall at 5 and 10, MRR (at 10), the number of queries, and the median milliseconds of one.
 
     Each row has a `query` and `gold_doc_ids`; those without are not counted. Recall is the share of a query's gold
-    documents among its first k documents, averaged over queries. Raises ConfigError where there is none to count.
+    documents among its first k documents, averaged over queries. Raises ConfigError if there is none to count.
     """
     recalls: dict[int, list[float]] = {cut: [] for cut in CUTS}
     ranks, times, left_out = [], [], 0

@@ -1,4 +1,4 @@
-"""Bytes of a file -> its text: plain text, Markdown, HTML, PDF. A new form is one function and a line in `READERS`."""
+"""Bytes of a file -> its text: plain text, Markdown, HTML, PDF. A new format is a function and a line in `READERS`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NOT_CONTENT = ("script", "style", "noscript", "template", "nav")
 
 
 class Unreadable(Exception):
-    """A document that has no text for us; the message says why."""
+    """A document that gives us no text; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ def read_text(content: bytes) -> Text:
     try:
         return Text(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise Unreadable(f"not UTF-8 text (byte {error.start + 1}); a binary file, or save it as UTF-8") from None
+        raise Unreadable(f"not UTF-8 text (byte {error.start + 1}); if it is text, save it as UTF-8") from None
 
 
 def read_markdown(content: bytes) -> Text:
@@ -63,7 +63,7 @@ def read_pdf(content: bytes) -> Text:
     except pypdfium2.PdfiumError as error:
         if "password" in str(error).lower():
             raise Unreadable("encrypted: it needs a password; save it without one") from None
-        raise Unreadable(f"damaged, or no PDF ({error})") from None
+        raise Unreadable(f"damaged, or not a PDF ({error})") from None
     try:
         pages = [page.get_textpage().get_text_bounded() for page in pdf]
         title = str(pdf.get_metadata_dict().get("Title") or "").strip()

@@ -22,10 +22,10 @@ class Hit:
 
 
 class Retriever:
-    """Searches one index. Raises ConfigError where the index is missing or was built with another model.
+    """Searches one index. Raises ConfigError if the index is missing or was built with another model.
 
     Modes: bm25 (words), dense (vectors), hybrid (both, by reciprocal rank fusion: Cormack et al. 2009); auto is hybrid
-    where the index has vectors. A reranker then orders the best `candidates`.
+    if the index has vectors. A reranker then orders the best `candidates`.
     """
 
     def __init__(self, config: RetrievalConfig) -> None:

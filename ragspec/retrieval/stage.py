@@ -1,7 +1,7 @@
-"""Rows without contexts -> the same rows with them, searched in batches on a thread of its own, ahead of the model.
+"""Rows without contexts -> the same rows with them, searched in batches on a separate thread, ahead of the model.
 
-A row keeps its raw bytes, so a resumed run knows it again. Rows with contexts, and those without a query, pass as
-they are. A batch is what is there, so that a row which nobody follows is not kept waiting.
+A row keeps its raw bytes, so a resumed run recognises it. Rows with contexts, and those without a query, pass
+unchanged. A batch is what has arrived, so that a row which none follows is not kept waiting.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Batch:
 class Stage:
     """Fills contexts in, and counts what it cost.
 
-    `search_s`: seconds of the searches; `waited_s`: those that the reader lost by them. The first batch is not counted
-    there: nobody can have it sooner.
+    `search_s`: seconds of the searches; `waited_s`: those that the reader spent waiting for them. The first batch is
+    not counted there: it cannot come sooner.
     """
 
     def __init__(self, retriever: Retriever, wanted: Callable[[Row], bool] = lambda _: True) -> None:
@@ -48,17 +48,17 @@ class Stage:
         self.search_s = 0.0
         self.waited_s = 0.0
         self._retriever = retriever
-        self._wanted = wanted  # whether a row matters: one that was answered before does not
+        self._wanted = wanted  # whether a row matters: one that has been answered does not
 
     def fill(self, rows: Iterable[Row]) -> Filled:
         """Return `rows` in order, those that lack contexts with what was found for them; `close` it after use.
 
-        Where the input breaks off, what came before the break is returned first, then its ConfigError raised.
+        If the input breaks off, what came before the break is returned first, then its ConfigError is raised.
         """
         return Filled(self, Feed(rows))
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the statistics say of the searches."""
+        """Return what the statistics say about the searches."""
         each = round(1000 * self.search_s / self.queries, 2) if self.queries else None
         return {
             "mode": self._retriever.mode,
@@ -97,7 +97,7 @@ class Stage:
 
 
 class Filled:
-    """The rows with their contexts (a Pollable, see feed.py): batches of what is there are searched ahead."""
+    """The rows with their contexts (a Pollable, see feed.py): batches of what has arrived are searched ahead."""
 
     def __init__(self, stage: Stage, rows: Feed[Row]) -> None:
         self._stage = stage
@@ -117,7 +117,7 @@ class Filled:
         return self._ready.popleft()
 
     def poll(self) -> Row | None:
-        """Return the next row, or None where none is there, or none but those that are just being searched."""
+        """Return the next row, or None if none has arrived, or only ones that are still being searched."""
         if not self._ready:
             pressed = self._look_ahead(wait=False)
             if not pressed and not self._rows.over and not (self._searched and self._searched[0].done):
@@ -131,9 +131,9 @@ class Filled:
         self._rows.close()
 
     def _look_ahead(self, *, wait: bool) -> bool:
-        """Let what is there be searched, as far as there is room; return whether there is more.
+        """Search what has arrived, as far as there is room; return whether there is more.
 
-        wait: for one row, where none is under way.
+        wait: for one row, if none is being searched.
         """
         while not self._rows.over:
             if len(self._searched) == AHEAD:
@@ -146,7 +146,7 @@ class Filled:
         return False
 
     def _finish(self) -> None:
-        """Make the rows of the first batch ready. Where there is none, raise what ended the rows."""
+        """Make the rows of the first batch ready. If there is none, raise what ended the rows."""
         if self._searched:
             self._ready.extend(self._stage.end(self._searched.popleft(), self._first))
             self._first = False
@@ -155,7 +155,7 @@ class Filled:
 
 
 def lacks_contexts(value: Any) -> bool:
-    """Return whether a row's value has a question and no contexts: an empty list of them is a wish for none."""
+    """Return whether a row's value has a question and no contexts: an empty list asks for none."""
     return (
         isinstance(value, dict)
         and isinstance(value.get("query"), str)

@@ -1,4 +1,4 @@
-"""The index on disk: one LanceDB table of passages, with full-text search and, where a model made them, vectors.
+"""The index on disk: one LanceDB table of passages, with full-text search and, if a model made them, vectors.
 
 Lance keeps versions: a build writes new ones, and only its last act moves the tag `ready`, which readers follow. So a
 build that dies leaves the index as it was, and the next one begins by going back to `ready`.
@@ -24,14 +24,14 @@ TABLE = "chunks"
 READY = "ready"
 SETTINGS = b"ragspec"
 FORMAT = 1
-# parts of the vector index that a search looks into; LanceDB's 20 lose half of what is near at 300,000 rows
+# parts of the vector index that a search looks into; LanceDB's 20 miss half of the nearest of 300,000 rows
 PROBES = 64
 COLUMNS = ["id", "document", "title", "text"]
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What an index was built with. Another one is another index."""
+    """What an index was built with. Other settings make another index."""
 
     chunk_size: int
     chunk_overlap: int
@@ -50,7 +50,7 @@ def connect(uri: str, options: dict[str, Any] | None = None) -> Any:
 
 
 class Index:
-    """A finished index, open for reading. Raises ConfigError where there is none."""
+    """A finished index, open for reading. Raises ConfigError if there is none."""
 
     def __init__(self, uri: str, options: dict[str, Any] | None = None) -> None:
         missing = f'retrieval.index: "{uri}": no index there; build one: ragspec index --corpus FILES --output {uri}'
@@ -117,7 +117,7 @@ def failing(uri: str, what: str) -> Iterator[None]:
 
 
 def open_table(database: Any) -> Any:
-    """Return the table of passages in its latest version, or None where there is none."""
+    """Return the table of passages in its latest version, or None if there is none."""
     page = None
     while True:
         found = database.list_tables(page_token=page)
@@ -139,12 +139,12 @@ def settings_of(table: Any, uri: str) -> Settings:
         return Settings(**orjson.loads((table.schema.metadata or {})[SETTINGS]))
     except (KeyError, TypeError, ValueError):
         raise ConfigError(
-            f'retrieval.index: "{uri}": holds no index of this version of ragspec; choose another folder'
+            f'retrieval.index: "{uri}": contains no index that this version of ragspec can read; choose another folder'
         ) from None
 
 
 def searched(title: str | None, text: str) -> str:
-    """Return what is searched and embedded of a passage: its title, a line of its own, and its text."""
+    """Return the part of a passage that is searched and embedded: its title, on a line of its own, and its text."""
     return f"{title}\n{text}" if title else text
 
 
@@ -161,7 +161,7 @@ def _row(row: dict[str, Any], score: str) -> dict[str, Any]:
 
 
 def library() -> Any:
-    """Return the lancedb module, quiet. Raises ConfigError where it is not installed."""
+    """Return the lancedb module, quiet. Raises ConfigError if it is not installed."""
     os.environ.setdefault("LANCEDB_LOG", "error")  # its warnings are for its programmers
     try:
         import lancedb

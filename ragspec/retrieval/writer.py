@@ -44,18 +44,18 @@ class Chunk:
 
 
 class Writer:
-    """A build under way. `finish` makes it the index; without that nothing has changed for readers."""
+    """A build under way. `finish` makes it the index; until then nothing changes for readers."""
 
     def __init__(self, uri: str, options: dict[str, Any] | None, settings: Settings) -> None:
         self._uri = uri
         self._database = connect(uri, options)
         self._settings = settings
         self._table: Any = None
-        self._fresh = True  # whether the table is to be written anew
+        self._fresh = True  # whether the table will be rewritten
         table = open_table(self._database)
         if table is None:
             return
-        built_with = settings_of(table, uri)  # a table of somebody else is not ours to write over
+        built_with = settings_of(table, uri)  # somebody else's table is not ours to overwrite
         tags = table.tags.list()
         if READY not in tags:  # a first build died here
             return
@@ -105,7 +105,7 @@ class Writer:
             self._table.add(data)
 
     def remove(self, digests: Iterable[str]) -> None:
-        """Take out the passages of documents with these digests."""
+        """Remove the passages of documents with these digests."""
         stale = sorted(set(digests))
         for start in range(0, len(stale), DELETED_AT_ONCE):
             names = ", ".join(f"'{digest}'" for digest in stale[start : start + DELETED_AT_ONCE])
@@ -138,9 +138,9 @@ class Writer:
 
 
 def spent(stamps: Sequence[datetime], now: datetime) -> timedelta | None:
-    """Return from which age on versions made at `stamps` were replaced more than `KEPT` ago; None where none were.
+    """Return the age from which versions made at `stamps` were replaced more than `KEPT` ago; None if none were.
 
-    What counts is when a version was replaced, not when it was made: until then readers begin with it.
+    What counts is when a version was replaced, not when it was made: until then readers may begin with it.
     """
     old = [stamp for stamp in stamps if now - stamp >= KEPT]
     if len(old) < 2:
@@ -150,7 +150,7 @@ def spent(stamps: Sequence[datetime], now: datetime) -> timedelta | None:
 
 @contextmanager
 def building(uri: str) -> Iterator[None]:
-    """Hold the index for one build. Raises ConfigError where another one does; object stores have no such lock."""
+    """Lock the index for one build. Raises ConfigError if another build has it; object stores have no such lock."""
     if not is_local(uri):
         yield
         return
@@ -171,7 +171,7 @@ def building(uri: str) -> Iterator[None]:
 
 
 def check_language(name: str) -> None:
-    """Raise ConfigError where LanceDB has no stemmer for a language."""
+    """Raise ConfigError if LanceDB has no stemmer for a language."""
     known = ["none", *library().index.lang_mapping.values()]
     if name not in known:
         raise ConfigError(f'retrieval.language: "{name}": is not known{did_you_mean(name, known)}')

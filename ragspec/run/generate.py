@@ -27,12 +27,12 @@ def generate(
 ) -> RunSummary:
     """Answer every record of `config.input` into `config.output` and return the totals.
 
-    limit: read so many lines only. report: called as records finish. Raises ConfigError and ModelError.
+    limit: read only this many lines. report: called as records finish. Raises ConfigError and ModelError.
     """
     if config.input is None:
         raise ConfigError("input: missing; set it in the config, or give --input FILE (- for stdin)")
     if retry_failed and limit is not None:
-        raise ConfigError("--retry-failed drops all error lines: it does not combine with --limit")
+        raise ConfigError("--retry-failed drops all error lines: it cannot be combined with --limit")
     _check_paths(config, stats_path)
     veil = config.veil()
     with veil.over_errors(), ExitStack() as stack:
@@ -64,11 +64,11 @@ def generate(
 
 
 def _check_paths(config: RunConfig, stats_path: str | None) -> None:
-    """Raise ConfigError where one file would have two uses. The files beside the output count too."""
+    """Raise ConfigError if one file would have two uses. The files beside the output count too."""
     uses = {"the input": config.input, "output": config.output, "--stats": stats_path}
     if config.output != "-":
         uses["the run's state"] = str(sibling(config.output, STATE))
-        uses["the answers ahead of their turn"] = str(sibling(config.output, PENDING))
+        uses["the file of waiting answers"] = str(sibling(config.output, PENDING))
         if stats_path is None:
             uses["the statistics"] = str(sibling(config.output, STATISTICS))
     taken: dict[Path, str] = {}
@@ -77,11 +77,11 @@ def _check_paths(config: RunConfig, stats_path: str | None) -> None:
             continue
         other = taken.setdefault(Path(name).resolve(), use)
         if other != use:
-            raise ConfigError(f"{name} would be {other} and {use}; choose another --output")
+            raise ConfigError(f"{name} would be both {other} and {use}; choose another --output")
 
 
 def _write_stats(summary: RunSummary, path: Path | None, journal: Journal) -> None:
-    """Write the stats file. A run that found all finished leaves the one of the run that did the work."""
+    """Write the stats file. A run that found everything finished keeps the file of the run that did the work."""
     idle = not (summary.records or summary.failed)
     if path is None and journal.resumable:
         path = sibling(journal.output, STATISTICS)

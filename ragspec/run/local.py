@@ -32,9 +32,9 @@ Report = Callable[[RunSummary, int | None], None]  # called after each record wi
 
 
 class LocalPass:
-    """One pass of a session over a source, in this process. limit: read so many rows only.
+    """One pass of a session over a source, in this process. limit: read only this many rows.
 
-    report: called as records finish. keep_details: write what an audit and a report need, too.
+    report: called as records finish. keep_details: also write what an audit and a report need.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class LocalPass:
             first = next(requests, None)  # errors before it are written without a model
             if first is None:
                 if not (self.summary.failed or self.summary.skipped):
-                    self.summary.notes.append(f"{self._config.input}: no records in it; nothing to answer")
+                    self.summary.notes.append(f"{self._config.input}: contains no records; nothing to answer")
                 return
             requests.put_back([first])
             self._load_and_stream(requests)
@@ -136,7 +136,7 @@ class LocalPass:
         return Feed(Sieve(rows, lambda row: self._request(next(numbers), row, seen)))
 
     def _request(self, index: int, row: Row, seen: KeySet) -> Request | None:
-        """Return the request that a row is; None where it needs no answer any more, or can have none."""
+        """Return the request that a row is; None if it needs no answer any more, or can have none."""
         key = None
         try:
             record = self._read(row, seen)
@@ -170,8 +170,8 @@ class LocalPass:
         record = parse_record(row.value, row.number, self._config.prompt.source)
         if not seen.add(record.id):
             own = isinstance(row.value, dict) and ("id" in row.value or "custom_id" in row.value)
-            stands = "stands twice" if own else "(the line's number, as it has no id) is also another record's id"
-            raise RecordError(f'id "{record.id}" {stands}; the first record of that name is answered')
+            clash = "appears twice" if own else "(its line number, as it has no id) is another record's id too"
+            raise RecordError(f'id "{record.id}" {clash}; only the first record with that id is answered')
         return record
 
     def _located(self, row: Row, message: str) -> str:

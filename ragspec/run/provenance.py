@@ -1,4 +1,4 @@
-"""What names a run in its stats file: config, runner, versions, hashes, seed; and the memory it took."""
+"""What identifies a run in its stats file: config, runner, versions, hashes, seed; and the memory it took."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIBRARIES = ("torch", "transformers", "vllm")
 
 
 def about(config: RunConfig, runner: Runner) -> dict[str, Any]:
-    """Return what names a run."""
+    """Return what identifies a run."""
     versions = {name: sys.modules[name].__version__ for name in LIBRARIES if name in sys.modules}
     return {
         "config": config.model_dump(mode="json"),
@@ -29,7 +29,7 @@ def about(config: RunConfig, runner: Runner) -> dict[str, Any]:
 
 
 def peak_memory_gib() -> float:
-    """Return this process's largest resident size, or what CUDA allocated at most where that is more."""
+    """Return this process's largest resident size, or CUDA's peak allocation if that is larger."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform != "darwin" else 1 << 30)
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():

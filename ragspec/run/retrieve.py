@@ -29,7 +29,7 @@ class Passed:
 
 
 def stream(config: RetrievalConfig, source: str, output: str, limit: int | None = None) -> Passed:
-    """Copy the lines of `source` to `output`, contexts added; a line that is no JSON becomes an error line."""
+    """Copy the lines of `source` to `output`, contexts added; a line that is not JSON becomes an error line."""
     passed = Passed()
     with open_source(source) as lines:
         stage = Stage(Retriever(config))
@@ -49,13 +49,13 @@ def stream(config: RetrievalConfig, source: str, output: str, limit: int | None 
 
 
 def _with_contexts(row: Row) -> bytes | None:
-    """Return a row with the contexts that were found, all else byte for byte; None where none were looked for."""
+    """Return a row with the contexts that were found, everything else byte for byte; None if none were looked for."""
     raw = row.text.strip()
     before: Any = orjson.loads(raw)
     if not lacks_contexts(before):
         return None
     contexts = orjson.dumps(row.value["contexts"])
-    if "contexts" in before:  # null: said anew
+    if "contexts" in before:  # null: replaced
         return orjson.dumps({**before, "contexts": row.value["contexts"]})
     return raw.removesuffix(b"}").rstrip() + b',"contexts":' + contexts + b"}"
 

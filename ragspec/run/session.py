@@ -28,7 +28,7 @@ class Session:
         return self.config.identity() | ({"index": self.retriever.index.identity} if self.retriever else {})
 
     def about(self) -> dict[str, Any]:
-        """Return what names the run in its statistics."""
+        """Return what identifies the run in its statistics."""
         return about(self.config, self.runner)
 
 
@@ -47,7 +47,7 @@ def check_runner(config: RunConfig) -> Runner:
 
 
 def make_prompts(config: RunConfig, runner: Runner) -> PromptBuilder:
-    """Return the run's prompt builder. Raises ConfigError where no prompt could ever be built."""
+    """Return the run's prompt builder. Raises ConfigError if no prompt could ever be built."""
     new, length = config.sampling.max_new_tokens, runner.context_length
     if length is not None and new >= length:
         raise ConfigError(

@@ -24,7 +24,7 @@ FAKE, HF, VLLM = "fake", "huggingface", "vllm"
 
 @dataclass(frozen=True, slots=True)
 class DrafterSettings:
-    """What a config says to drafters. ngram_min, ngram_max: None for the drafter's own. vocabulary: ids there are."""
+    """What a config says to drafters. ngram_min, ngram_max: None for the drafter's own. vocabulary: number of ids."""
 
     ngram_min: int | None = None
     ngram_max: int | None = None
@@ -41,7 +41,7 @@ class Method:
 
     drafts_on: the runners on which `drafter`, one of ours or a plugin's, does the drafting; there its drafts are known
     token by token, so answers can cite passages. needs: keys of the section without which it cannot run. takes_draft:
-    whether a draft model is of use. some_models: whether it takes parts that only some models have. stock: whether
+    whether it uses a draft model. some_models: whether it takes parts that only some models have. stock: whether
     transformers' generate() has it. batches: whether several records are answered at once. remembers: runners on which
     drafts come from answers of earlier passes too.
     """
@@ -75,7 +75,7 @@ DRAFT = ("draft_model",)
 METHODS = {
     PLAIN: Method("nothing: plain decoding", (FAKE, HF, VLLM), stock=True),
     "auto": Method(
-        "the fastest of the methods that need no more than the config has, found as the run goes on",
+        "the fastest of the methods that the config allows, found during the run",
         (HF, VLLM),
         drafts_on=(HF, VLLM),
         takes_draft=True,
@@ -138,8 +138,8 @@ def check_method(runner: str, word: str) -> None:
     method = method_named(word)
     if runner not in method.runners:
         raise ConfigError(
-            f'speculation.method: runner "{runner}" has no "{word}" (runner {" and ".join(method.runners)} has it); '
-            f"it has {', '.join(methods_of(runner))}"
+            f'speculation.method: runner "{runner}" does not have "{word}" (it needs runner '
+            f"{' or '.join(method.runners)}); choose one of {', '.join(methods_of(runner))}"
         )
 
 

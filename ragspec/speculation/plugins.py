@@ -45,7 +45,7 @@ def plugins() -> dict[str, Callable[[DrafterSettings], Drafter]]:
 
 
 def failures(drafters: Iterable[Drafter]) -> list[str]:
-    """Return what became of drafters that failed, a note each."""
+    """Return a note for each drafter that failed."""
     return [drafter.failure for drafter in drafters if isinstance(drafter, Guarded) and drafter.failure]
 
 
@@ -72,7 +72,7 @@ class _Guarding:
 
 
 class Guarded:
-    """A drafter from outside. failure: what it raised, in words; it drafts no more from then on."""
+    """A drafter from outside. failure: what it raised, in words; it drafts no more after that."""
 
     def __init__(self, name: str, make: Callable[[Any], Drafter], settings: DrafterSettings) -> None:
         self._name = name
@@ -87,7 +87,7 @@ class Guarded:
         return _GuardedRow(self, None if inner is None else self.tried("open", lambda: inner.open(prompt, passages)))
 
     def tried(self, what: str, call: Callable[[], Any]) -> Any:
-        """Return what `call` returns; None where it raises, or something has failed before."""
+        """Return what `call` returns; None if it raises, or something has failed before."""
         if self.failure:
             return None
         try:
@@ -95,8 +95,8 @@ class Guarded:
         except Exception as error:  # other people's code: whatever it raises, answers do not depend on it
             log.debug("the drafter %s failed", self._name, exc_info=error)
             self.failure = (
-                f"the drafter {self._name} failed in {what} ({type(error).__name__}: {flat(error, 120)}): "
-                "no drafts of it since"
+                f"the drafter {self._name} failed in {what} ({type(error).__name__}: {flat(error, 120)}); "
+                "it drafted no more after that"
             )
             self._inner = None
             return None

@@ -1,7 +1,7 @@
-"""AutoGluon-RAG's generator settings, read as they stand: `translate(raw, "c.yaml")` -> (native config, notes).
+"""AutoGluon-RAG's generator settings, read as they are: `translate(raw, "c.yaml")` -> (native config, notes).
 
-Source: AutoGluon-RAG 0.1, agrag/modules. What ragspec does otherwise (no prompt in the answer, an attention mask, real
-batches) needs no key.
+Source: AutoGluon-RAG 0.1, agrag/modules. What ragspec does differently (no prompt in the answer, an attention mask,
+real batches) needs no key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GENERATOR_KEYS = (
     "generator_query_prefix",
     "num_gpus",
 )
-NATIVE_KEYS = ("input", "output", "order", "prompt", "retrieval")  # may stand beside the generator's keys
+NATIVE_KEYS = ("input", "output", "order", "prompt", "retrieval")  # may appear beside the generator's keys
 HUGGINGFACE_KEYS = (
     "hf_model_params",
     "hf_tokenizer_init_params",
@@ -40,7 +40,7 @@ def is_autogluon(raw: dict[str, Any]) -> bool:
 
 
 def translate(raw: dict[str, Any], source: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the native config that `raw` means, unchecked, and a note for all that was not taken over as it stands.
+    """Return the native config that `raw` means, unchecked, and a note for everything that was not taken over as it is.
 
     Raises ConfigError for platforms that are not ours and for settings that would change the answers.
     """
@@ -88,7 +88,7 @@ def _huggingface(model: str, args: dict[str, Any], gpus: Any, source: str, notes
     generate = _dict(args, "hf_generate_params", source)
     if generate.get("assistant_ensemble_weight") is not None:
         raise ConfigError(
-            f"{source}: hf_generate_params.assistant_ensemble_weight: changes the answers; take it out "
+            f"{source}: hf_generate_params.assistant_ensemble_weight: changes the answers; remove it "
             "(ragspec's answers are those of plain decoding)"
         )
     tokenizer_call = _dict(args, "hf_tokenizer_params", source)
@@ -133,13 +133,13 @@ def _huggingface_speculation(generate: dict[str, Any], source: str, notes: list[
         if draft_tokenizer is not None:
             out["draft_tokenizer"] = draft_tokenizer
     elif draft_tokenizer is not None:
-        raise ConfigError(f"{source}: hf_generate_params.assistant_tokenizer: needs an assistant_model beside it")
+        raise ConfigError(f"{source}: hf_generate_params.assistant_tokenizer: needs assistant_model as well")
     schedule = generate.pop("num_assistant_tokens_schedule", None)
     if schedule == "heuristic":
         schedule = "heuristic_transient"
         notes.append(
-            f'{source}: num_assistant_tokens_schedule: "heuristic" carries over from record to record, so that answers '
-            'would take different paths in another order; read as "heuristic_transient"'
+            f'{source}: num_assistant_tokens_schedule: "heuristic" carries over from record to record, so '
+            'drafts would depend on the order of records; read as "heuristic_transient"'
         )
     knobs = {
         "num_tokens": generate.pop("num_assistant_tokens", None),
@@ -157,12 +157,14 @@ def _sampling(params: dict[str, Any], source: str, notes: list[str]) -> dict[str
         sampling["stop"] = params.pop("stop_strings")
     if (length := params.pop("max_length", None)) is not None and "max_new_tokens" not in sampling:
         sampling["max_new_tokens"] = length
-        notes.append(f"{source}: max_length: {length} counted the prompt too; read as max_new_tokens: {length}")
+        notes.append(
+            f"{source}: max_length: {length} includes the prompt in transformers; read as max_new_tokens: {length}"
+        )
     if params.pop("do_sample", False):
         return {"temperature": 1.0, "top_k": 50} | sampling  # generate()'s own defaults
     unused = [key for key in ("temperature", "top_p", "top_k", "min_p") if sampling.pop(key, None) is not None]
     if unused:
-        notes.append(f"{source}: {', '.join(unused)}: without effect, as do_sample is not set (greedy decoding)")
+        notes.append(f"{source}: {', '.join(unused)}: no effect, because do_sample is not set (greedy decoding)")
     return sampling
 
 
@@ -179,7 +181,9 @@ def _vllm(args: dict[str, Any], gpus: Any, source: str, notes: list[str]) -> dic
         sampling["top_k"] = 0
     for key, default in (("temperature", 1.0), ("max_new_tokens", 16)):
         if key not in sampling:
-            notes.append(f"{source}: vllm_sampling_params: no {key}; ragspec's default holds, not vLLM's {default}")
+            notes.append(
+                f"{source}: vllm_sampling_params: {key} is not set; ragspec's default applies, not vLLM's {default}"
+            )
     if params:
         init["sampling_args"] = params
     return {"runner": "vllm", "sampling": sampling, "speculation": speculation, "runner_args": init}
@@ -188,14 +192,14 @@ def _vllm(args: dict[str, Any], gpus: Any, source: str, notes: list[str]) -> dic
 def _refuse_unknown(section: dict[str, Any], known: tuple[str, ...], where: str) -> None:
     for key in section:
         if key not in known:
-            raise ConfigError(f"{where}{key}: is not a known key{did_you_mean(str(key), known)}")
+            raise ConfigError(f"{where}{key} is not a known key{did_you_mean(str(key), known)}")
 
 
 def _dict(section: dict[str, Any], key: str, source: str) -> dict[str, Any]:
-    """Return a copy of the mapping under `key`, empty where there is none."""
+    """Return a copy of the mapping under `key`, empty if there is none."""
     value = section.get(key)
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ConfigError(f"{source}: {key}: must hold keys and values, got {value!r}")
+        raise ConfigError(f"{source}: {key}: must contain keys and values, got {value!r}")
     return dict(value)

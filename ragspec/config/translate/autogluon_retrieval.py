@@ -22,11 +22,11 @@ RETRIEVAL_KEYS = {  # section -> its key -> the retrieval section's; all others 
     "retriever": {"retriever_top_k": "top_k", "reranker_model_name": "reranker_model"},
 }
 DEFAULT_INDEX = "ragspec_index"
-CHARACTERS = 4  # of a token, about: AutoGluon-RAG counts characters
+CHARACTERS = 4  # per token, roughly: AutoGluon-RAG counts characters
 
 
 def translate_retrieval(sections: dict[str, dict[str, Any]], source: str, notes: list[str]) -> dict[str, Any]:
-    """Return the `retrieval` section that the retrieval sections mean; empty where they name no documents."""
+    """Return the `retrieval` section that the retrieval sections mean; empty if they name no documents."""
     if sections["shared"]:
         notes.append(f"{source}: section shared: ignored")
     if not sections["data"].get("data_dir"):
@@ -57,8 +57,8 @@ def translate_retrieval(sections: dict[str, dict[str, Any]], source: str, notes:
     if not reranks:
         out.pop("reranker_model", None)
     elif "reranker_model" not in out:
-        raise ConfigError(f"{source}: retriever.use_reranker: needs reranker_model_name beside it")
-    else:  # there, the retriever hands so many to the reranker, which keeps reranker_top_k
+        raise ConfigError(f"{source}: retriever.use_reranker: needs reranker_model_name as well")
+    else:  # there, the retriever hands that many to the reranker, which keeps reranker_top_k
         out["candidates"] = out.pop("top_k", 50)
         out["top_k"] = depth or 10
     notes.append(

@@ -3,7 +3,7 @@
     >>> modernise({"speculative_model": "[ngram]", "num_speculative_tokens": 5, "ngram_prompt_lookup_max": 4})[1]
     {'method': 'prompt_lookup', 'num_tokens': 5, 'ngram_max': 4, 'ngram_min': 1}
 
-They were removed in March 2025 (vLLM 0.8). Limit: `speculative_disable_by_batch_size` has an approximate heir only.
+They were removed in March 2025 (vLLM 0.8). Limit: `speculative_disable_by_batch_size` has only a rough successor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAMES = (
     *RENAMED,
     *DROPPED,
 )
-MOST_ROWS = 1024  # the end of a batch-size range that is to have none
+MOST_ROWS = 1024  # the end of the range of batch sizes without speculation
 
 
 def modernise(init: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
@@ -45,7 +45,7 @@ def modernise(init: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], lis
     extra: dict[str, Any] = {}
 
     def say(key: str, now: str) -> None:
-        notes.append(f"{key}: of vLLM before 0.8, read as {now}")
+        notes.append(f"{key}: from vLLM before 0.8, read as {now}")
 
     _refuse_lossy(old)
     if init.get("speculative_config"):
@@ -63,7 +63,7 @@ def modernise(init: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], lis
         speculation = {"method": "draft_model", "draft_model": model}
         say("speculative_model", "speculation.method: draft_model")
     elif old:
-        notes.append(f"{', '.join(old)}: without effect, as there is no speculative_model")
+        notes.append(f"{', '.join(old)}: no effect, because there is no speculative_model")
         return rest, speculation, notes
     if (tokens := old.get("num_speculative_tokens")) is not None:
         speculation = {"method": speculation["method"], "num_tokens": tokens} | speculation
@@ -81,7 +81,7 @@ def modernise(init: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], lis
         say("spec_decoding_acceptance_method", "speculation.extra.rejection_sample_method: standard")
     for key in DROPPED:
         if key in old:
-            notes.append(f"{key}: of vLLM before 0.8, dropped: it has no effect any more")
+            notes.append(f"{key}: from vLLM before 0.8, dropped: it no longer has any effect")
     return rest, speculation | ({"extra": extra} if extra else {}), notes
 
 
@@ -89,6 +89,6 @@ def _refuse_lossy(old: dict[str, Any]) -> None:
     method = old.get("spec_decoding_acceptance_method")
     if method == "typical_acceptance_sampler" or any(key.startswith("typical_acceptance") for key in old):
         raise ConfigError(
-            "vllm_init_params.spec_decoding_acceptance_method: typical acceptance changes the answers and vLLM has it "
-            "no more; take it out (rejection_sampler is exact)"
+            "vllm_init_params.spec_decoding_acceptance_method: typical acceptance changes the answers, and vLLM no "
+            "longer has it; remove it (rejection_sampler is exact)"
         )

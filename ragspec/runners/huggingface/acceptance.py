@@ -16,8 +16,8 @@ from ragspec.stats import SpecStats
 class AcceptanceMeter:
     """Counts the speculation of one `generate()` call at a time, at batch size 1.
 
-    tokenizers: (target's, draft's) for a draft of another vocabulary, None for one that shares its token ids.
-    draft_length: tokens that the draft model can attend to; a longer row goes on without drafts. None: no limit.
+    tokenizers: (target's, draft's) for a draft with another vocabulary, None for one that shares its token ids.
+    draft_length: tokens that the draft model can attend to; a longer row continues without drafts. None: no limit.
     """
 
     def __init__(self, tokenizers: tuple[Any, Any] | None = None, draft_length: int | None = None) -> None:
@@ -28,11 +28,12 @@ class AcceptanceMeter:
         self._draft_length = draft_length
 
     def attach(self, model: Any) -> None:
-        """Watch every candidate generator that `model` builds from now on. Raises ModelError where it builds none."""
+        """Watch every candidate generator that `model` builds from now on. Raises ModelError if it builds none."""
         build = getattr(model, "_get_candidate_generator", None)
         if build is None:
             raise ModelError(
-                "this transformers version builds its candidate generators elsewhere; use transformers 5.16 to 5.19"
+                "this version of transformers is not supported (its candidate generators have moved); "
+                "use transformers 5.16 to 5.19"
             )
         target, draft = self._tokenizers
         width = model.config.get_text_config().vocab_size
@@ -46,7 +47,7 @@ class AcceptanceMeter:
         model._get_candidate_generator = build_watched
 
     def start(self) -> None:
-        """Begin counting anew."""
+        """Start counting again."""
         self.stats = SpecStats()
 
     def _watch(self, generator: Any, width: int) -> None:
@@ -86,7 +87,7 @@ class AcceptanceMeter:
         generator.update_candidate_strategy = counting_update
 
     def _draft_tokens(self, input_ids: Any) -> int:
-        """Return how many tokens a row of the target's has for the draft model."""
+        """Return how many of the draft model's tokens a row of the target's makes."""
         target, draft = self._tokenizers
         if target is None or draft is None:
             return int(input_ids.shape[1])
@@ -106,7 +107,7 @@ def in_id_order(tokenizer: Any) -> Any:
 
 
 def _mend(generator: Any) -> None:
-    """Work around transformers 5.19: it looks up what it pruned, also where all of the draft's tokens are shared."""
+    """Work around transformers 5.19: it looks up what it pruned, even if all of the draft's tokens are shared."""
     translator = getattr(generator, "_atm_translator", None)
     if translator is not None and not hasattr(translator, "assistant_overlap_token_ids"):
         translator.assistant_prune_lm_head = False

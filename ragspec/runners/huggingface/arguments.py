@@ -1,4 +1,4 @@
-"""What a config may hand on to transformers: it takes most misspelt keys without a word, so they are refused here."""
+"""What a config may pass to transformers, which silently accepts most misspelt keys: they are refused here."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ def check_generate_args(given: Mapping[str, Any], *, speculates: bool) -> None:
     from transformers import GenerationConfig
 
     if given.get("num_return_sequences", 1) != 1:
-        raise ConfigError("runner_args.generate_args.num_return_sequences: must be 1: one answer a record")
+        raise ConfigError(
+            "runner_args.generate_args.num_return_sequences: must be 1: ragspec gives one answer per record"
+        )
     if given.get("num_beams", 1) != 1 and speculates:
         raise ConfigError(
-            f"runner_args.generate_args.num_beams: {given['num_beams']} does not combine with speculation; "
-            "set speculation.method: none, or take num_beams out"
+            f"runner_args.generate_args.num_beams: {given['num_beams']} cannot be combined with speculation; "
+            "set speculation.method: none, or remove num_beams"
         )
     if given.get("assistant_ensemble_weight") is not None:
-        raise ConfigError("runner_args.generate_args.assistant_ensemble_weight: changes the answers; take it out")
+        raise ConfigError("runner_args.generate_args.assistant_ensemble_weight: changes the answers; remove it")
     _refuse_unknown("generate_args", given, set(vars(GenerationConfig())), OURS)
 
 
@@ -49,7 +51,7 @@ def _refuse_unknown(section: str, given: Mapping[str, Any], known: Collection[st
     for key in given:
         if key in ours:
             raise ConfigError(
-                f"runner_args.{section}.{key}: ragspec sets it (section sampling, and padding); take it out"
+                f"runner_args.{section}.{key}: ragspec sets this itself (from `sampling`, and for padding); remove it"
             )
         if key not in known:
             raise ConfigError(f'"runner_args.{section}.{key}" is not known{did_you_mean(key, sorted(known))}')

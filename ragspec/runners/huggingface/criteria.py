@@ -29,10 +29,10 @@ class StepClock(StoppingCriteria):  # type: ignore[misc]
 
 
 class StopText(StoppingCriteria):  # type: ignore[misc]
-    """Stops rows whose new text holds a stop string, wherever in the last step's tokens it ended.
+    """Stops rows whose new text contains a stop string, wherever in the last step's tokens it ended.
 
     transformers' own stop_strings only look at the very last token (5.19), so a stop string inside an accepted draft
-    would be run over.
+    would be missed.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], prompt_length: int) -> None:

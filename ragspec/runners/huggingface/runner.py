@@ -1,9 +1,9 @@
-"""Hugging Face models: the batched engine where it fits, stock `generate()` where only that can do what is asked.
+"""Hugging Face models: the batched engine if it fits, stock `generate()` if only that can do what is asked.
 
     runner: huggingface
     runner_args: {batch_size: 8, dtype: bfloat16, device: cuda}
 
-Which of the two answers, and why, stands in the notes and under `engine` in the stats file. `engine: transformers`
+Which of the two answers is under `engine` in the stats file, and why is in the notes. `engine: transformers`
 asks for generate(), `engine: ragspec` makes the fallback an error.
 """
 
@@ -36,8 +36,8 @@ class Args(RunnerArgs):
     """`runner_args` of the Hugging Face runner."""
 
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Records at a time. `auto`: what memory holds and the device gains from; the run says what it chose. In stock
-    `generate()` 8 without speculation, else 1."""
+    """Records at a time. `auto`: as many as fit in memory and make the device faster; the run says what it chose. In
+    stock `generate()` 8 without speculation, else 1."""
     engine: Literal["auto", "ragspec", "transformers"] = "auto"
     """What answers: ragspec's batched engine if it can, else stock `generate()`. `ragspec` makes the fallback an error,
     `transformers` asks for `generate()`."""
@@ -46,11 +46,11 @@ class Args(RunnerArgs):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto` is float32 on a CPU and the model's own elsewhere."""
     device: str = "auto"
-    """`cuda`, `mps` or `cpu`; `auto` takes the first of them that is there."""
+    """`cuda`, `mps` or `cpu`; `auto` takes the first of them that is available."""
     num_gpus: Annotated[int, Field(ge=0)] | None = None
     """0: run on the CPU; 2 or more: spread the layers over that many GPUs."""
     revision: str | None = None
-    """Of the model on the hub."""
+    """Revision of the model on the hub."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Not the draft's (`speculation.draft_trust_remote_code`); embedding models and
     rerankers never run any."""
@@ -62,15 +62,15 @@ class Args(RunnerArgs):
     """Passed to every call of the tokenizer."""
     generate_args: Settings = {}
     """Override the model's `generation_config`. Whatever only changes logits (`no_repeat_ngram_size`,
-    `suppress_tokens`, `min_new_tokens`, ...) is served by either engine; anything else makes stock `generate()`
-    answer."""
+    `suppress_tokens`, `min_new_tokens`, ...) is served by either engine; anything else falls back to stock
+    `generate()`."""
 
     def neutral_keys(self) -> set[str]:
         return {"batch_size", "lookahead"}
 
 
 class Runner:
-    """Loads the model, and answers with the one backend or the other."""
+    """Loads the model, and answers with one backend or the other."""
 
     def __init__(self, config: RunConfig) -> None:
         args = config.args()
@@ -114,11 +114,12 @@ class Runner:
             layers = self._hf_config.get_text_config().num_hidden_layers
             if (self._spec.early_exit_layer or 0) >= layers:
                 raise ConfigError(
-                    f"speculation.early_exit_layer: {self._spec.early_exit_layer} is not below the model's {layers}"
+                    f"speculation.early_exit_layer: {self._spec.early_exit_layer} must be less than the model's "
+                    f"{layers} layers"
                 )
         why = self._only_stock()
         if why and self._needs_engine():
-            raise ConfigError(f"{why}: stock generate() alone does that, and it has no {self._wanted()}")
+            raise ConfigError(f"{why}: only stock generate() does that{self._conflict()}")
 
     def outlook(self) -> str:
         """Return which engine will answer, as far as the config tells; needs check()."""
@@ -126,17 +127,20 @@ class Runner:
         if why:
             return f"stock generate() will answer: {why}"
         return (
-            f"ragspec's batched engine will answer, method {self.method}; the model is checked against it after loading"
+            f"ragspec's batched engine will answer, with method {self.method}; a check after loading confirms that "
+            "the model fits it"
         )
 
     def _needs_engine(self) -> bool:
         return self._args.engine == "ragspec" or not self._row.stock
 
-    def _wanted(self) -> str:
-        return "place in runner_args.engine: ragspec" if self._row.stock else f"method {self.method}"
+    def _conflict(self) -> str:
+        if self._row.stock:
+            return "; remove it, or set runner_args.engine: auto"
+        return f", and it does not have method {self.method}"
 
     def _only_stock(self) -> str:
-        """Return the part of the config that only generate() serves, or ""."""
+        """Return the part of the config that only generate() supports, or ""."""
         from ragspec.models.generation import SERVED
 
         args, spec = self._args, self._spec
@@ -144,7 +148,8 @@ class Runner:
         rules = {
             "runner_args.engine: transformers": args.engine == "transformers",
             f"speculation.method: {self.method}": not self._row.batches,
-            "speculation.draft_tokenizer: a draft of another vocabulary": self._draft and self._draft.other_tokens,
+            "speculation.draft_tokenizer: a draft with a different vocabulary": self._draft
+            and self._draft.other_tokens,
             f"runner_args.generate_args.{unserved}": unserved,
             "runner_args.num_gpus over 1": (args.num_gpus or 0) > 1,
             "runner_args.model_args.device_map": "device_map" in args.model_args,
@@ -161,8 +166,8 @@ class Runner:
         check_generate_args(self._args.generate_args, speculates=self.method != PLAIN)
         if self._spec.num_tokens_by_batch_size is not None:
             self.notes.append(
-                "speculation.num_tokens_by_batch_size: without effect on runner huggingface; vllm has it, "
-                "and num_tokens: auto does it by what pays"
+                "speculation.num_tokens_by_batch_size: has no effect on runner huggingface (only on vllm); "
+                "num_tokens: auto chooses lengths by what pays"
             )
         check_encode_args(self._args.encode_args)
         check_device(self._args.device)
@@ -180,8 +185,8 @@ class Runner:
         )
         if self._spec.draft_tokenizer and not draft.other_tokens:
             self.notes.append(
-                "speculation.draft_tokenizer: not needed, target and draft share their tokens; "
-                "drafts are handed over as they are"
+                "speculation.draft_tokenizer: not needed; target and draft share their tokens, "
+                "so drafts need no re-tokenising"
             )
         return draft
 
@@ -201,8 +206,8 @@ class Runner:
         rules = GenerationRules(model, ends, min(ends, default=0) if pad is None else pad, given)
         if own := rules.overridden(self._sampling):
             self.notes.append(
-                f"the model's generation_config asks for {own}; the config's sampling section decides: "
-                "write there what you want of it"
+                f"the model's generation_config asks for {own}, but the config's sampling section "
+                "decides; set there what you want"
             )
         why = self._only_stock()
         if not why and (key := rules.only_stock()):
@@ -235,8 +240,8 @@ class Runner:
         except Refused as reason:
             if self._needs_engine():
                 raise ModelError(
-                    f'"{self._model_name}": {reason}; set speculation.method and runner_args.engine to what stock '
-                    "generate() has (prompt_lookup, engine: auto)"
+                    f'"{self._model_name}": {reason}; set speculation.method to one that stock generate() has '
+                    "(such as prompt_lookup), and runner_args.engine: auto"
                 ) from reason
             return f'"{self._model_name}": {reason}'
         return ""
@@ -247,16 +252,16 @@ class Runner:
         spec, asked = self._spec, self._args.batch_size
         if self.method == "auto":
             self.method = "draft_model" if self._draft else "prompt_lookup"
-            self.notes.append(f"method auto: {self.method}, untried: generate() keeps to one method")
+            self.notes.append(f"method auto: {self.method}, without a trial: stock generate() cannot switch methods")
         rows = 1
         if self.method == PLAIN:
             rows = PLAIN_BATCH_SIZE if asked == "auto" else asked
         elif asked not in ("auto", 1):
             self.notes.append(
-                f"runner_args.batch_size: {asked} is without effect: generate() speculates one record at a time"
+                f"runner_args.batch_size: {asked} has no effect: stock generate() speculates on one record at a time"
             )
         if spec.ngram_min is not None:
-            self.notes.append("speculation.ngram_min: without effect in generate()")
+            self.notes.append("speculation.ngram_min: has no effect in stock generate()")
         self.notes.append(f"stock generate() answers, not ragspec's engine: {why}")
         self._backend = StockBackend(
             model,

@@ -1,7 +1,7 @@
-"""Stock transformers `generate()`: every speculation it has, at batch size 1; padded batches without.
+"""Stock transformers `generate()`: every speculation it has, at batch size 1; padded batches without any.
 
-It answers what the engine does not take: early exit, drafts of another vocabulary, arguments of generate(), models
-whose code the engine does not fit.
+It answers what the engine does not support: early exit, drafts with another vocabulary, arguments of generate(), models
+that do not fit the engine.
 Limit: transformers speculates one record at a time, so `rows` only counts for method `none`.
 """
 
@@ -40,7 +40,7 @@ LOOKUP_TOKENS = 10  # transformers' own default
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What generate() is to be told. draft_model: the loaded draft of `draft`. knobs: read from the drafting model."""
+    """What generate() is told. draft_model: the loaded draft of `draft`. knobs: read from the drafting model."""
 
     method: str
     num_tokens: int | None = None
@@ -63,7 +63,7 @@ class StockClock:
 
 
 class StockBackend:
-    """Answers with `generate()`, one call per batch. Raises ModelError where the model cannot take back a draft."""
+    """Answers with `generate()`, one call per batch. Raises ModelError if the model cannot undo a draft."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class StockBackend:
     def _speculate(self) -> None:
         spec = self._spec
         if getattr(self._model, "_is_stateful", False):
-            raise ModelError("the model keeps a recurrent state, which cannot take back a draft; use method: none")
+            raise ModelError("the model keeps a recurrent state, which cannot undo a rejected draft; use method: none")
         self._set_knobs(spec.draft_model if spec.draft else self._model)
         tokenizers = None
         if spec.draft and spec.draft.other_tokens:
@@ -126,7 +126,7 @@ class StockBackend:
         source = Feed(requests)
         while batch := source.take(self.batch_size, wait=True):
             sampling = batch[0].sampling
-            # padding would change what depends on the tokens before, or on the length of the text
+            # padding would change what depends on earlier tokens, or on the length of the text
             by_text = self._rules.depends_on_text(sampling) or self._rules.only_stock()
             alone = bool(self._rotary or by_text) or not self._takes_padding
             rows = 1 if alone else self.batch_size
@@ -135,8 +135,8 @@ class StockBackend:
             yield from self._answer(alike)
         if self._meter and self._spec.draft and self._meter.outgrown:
             self.notes.append(
-                f"{self._meter.outgrown} records were longer than the {self._spec.draft.context_length} tokens that "
-                "the draft model attends to; they went on without drafts"
+                f"{self._meter.outgrown} records outgrew the draft model's {self._spec.draft.context_length} "
+                "tokens and continued without drafts"
             )
 
     @cached_property
@@ -226,7 +226,7 @@ class StockBackend:
             model = self._sampling_draft
         kwargs: dict[str, Any] = {"assistant_model": model}
         if width_of(self._model.config) != draft.width:
-            # generate() insists on it where sizes differ; whether it is used is AcceptanceMeter's decision
+            # generate() insists on it if sizes differ; whether it is used is AcceptanceMeter's decision
             kwargs["assistant_tokenizer"] = draft.tokenizer
         return kwargs
 

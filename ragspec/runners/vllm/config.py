@@ -19,13 +19,13 @@ from ragspec.speculation.methods import PLAIN, VLLM, DrafterSettings, known_meth
 
 # ragspec's word -> vLLM's, where they differ
 NAMES = {"prompt_lookup": "ngram"}
-# draft lengths for `auto`; the others' come with the draft's own config, or from vLLM
 PROPOSER = "ragspec.runners.vllm.proposer.Proposer"
-MOST_TOKENS = 16  # of its drafts, where the length is chosen by what pays
-TESTED = ("0.32.",)  # versions of vLLM that it was tried with; the interface is experimental
+MOST_TOKENS = 16  # of its drafts, if the length is chosen by what pays
+TESTED = ("0.32.",)  # versions of vLLM that it was tested with; the interface is experimental
+# draft lengths for `auto`; the others' come with the draft's own config, or from vLLM
 AUTO_TOKENS = {"prompt_lookup": 8, "draft_model": 4, "eagle": 3, "eagle3": 3}
 NGRAM_RANGE = (2, 4)  # vLLM's own default is 5 for both
-MODEL_FREE = ("ngram", "ngram_gpu", "suffix", "custom_class")  # for vLLM's `model` is no model there
+MODEL_FREE = ("ngram", "ngram_gpu", "suffix", "custom_class")  # there, vLLM's `model` is not a model
 DRAFT_TRUST_KEYS = "speculation.draft_trust_remote_code and runner_args.trust_remote_code"  # vLLM has one for both
 
 
@@ -73,19 +73,19 @@ def proposer_settings(spec: SpeculationConfig, vocabulary: int | None = None) ->
 
 
 def check_build(config: dict[str, Any] | None, on_cpu: bool) -> None:
-    """Raise ConfigError where this build of vLLM lacks the method of `config`."""
+    """Raise ConfigError if this build of vLLM lacks the method of `config`."""
     method = (config or {}).get("method")
     if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
         raise ConfigError(
             "speculation.method: suffix needs another package: pip install --no-deps arctic-inference==0.1.1 "
-            "(it builds for three minutes and needs a C++ compiler)"
+            "(building it takes three minutes and a C++ compiler)"
         )
     if on_cpu and method in ("ngram_gpu", "dspark"):
         raise ConfigError(f"speculation.method: {method} needs a GPU; on this machine use prompt_lookup or suffix")
 
 
 def check_draft_code(config: dict[str, Any] | None, target: str, trust: bool, draft_trust: bool) -> None:
-    """Raise ConfigError where vLLM would run code that comes with the draft, and only the target's was allowed.
+    """Raise ConfigError if vLLM would run code that comes with the draft, and only the target's was allowed.
 
     vLLM loads both with the target's trust_remote_code (0.32, config/speculative.py): it cannot tell them apart.
     target: the target's path.
@@ -103,7 +103,7 @@ def check_draft_code(config: dict[str, Any] | None, target: str, trust: bool, dr
 
 
 def check_parallel(args: dict[str, Any], config: dict[str, Any] | None, devices: int | None) -> list[str]:
-    """Return notes on multi-GPU arguments. devices: GPUs seen, None on a CPU. Raises ConfigError where none can run."""
+    """Return notes on multi-GPU arguments. devices: GPUs seen, None on a CPU. Raises ConfigError if none can run."""
     sizes = {key: int(args.get(key) or 1) for key in ("tensor_parallel_size", "pipeline_parallel_size")}
     wanted = sizes["tensor_parallel_size"] * sizes["pipeline_parallel_size"]
     if devices is not None and wanted > devices:
@@ -131,7 +131,7 @@ def check_parallel(args: dict[str, Any], config: dict[str, Any] | None, devices:
 
 
 def check_memory(name: str, path: str, free_bytes: int) -> None:
-    """Raise ConfigError where the weights alone are larger than the memory that is free."""
+    """Raise ConfigError if the weights alone are larger than the memory that is free."""
     need = weights_bytes(path)
     if need is not None and need > free_bytes:
         raise ConfigError(

@@ -41,7 +41,7 @@ from ragspec.runners.vllm.stream import Stream
 from ragspec.speculation.methods import PLAIN, VLLM, method_named
 
 CPU_KV_CACHE_BYTES = 2 << 30  # vLLM would take nearly all memory, and a benchmark loads several engines
-MIN_P_LOST = "vLLM ignores it while speculating, which would change answers; use method: none, or take it out"
+MIN_P_LOST = "vLLM ignores it while speculating, which would change answers; use method: none, or remove it"
 # its expand_kernel writes each token's temperature, top_k and top_p into a copy that is dropped (cpu_triton_utils)
 CPU_SAMPLING_LOST = (
     "vLLM 0.32 on a CPU samples from uninitialised memory while speculating; use temperature 0 or method: none"
@@ -55,7 +55,7 @@ class Args(RunnerArgs):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, use_attribute_docstrings=True)
 
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Most records in one step: `max_num_seqs` by the name it has in the other runners."""
+    """Most records in one step: `max_num_seqs` under the name it has in the other runners."""
     lookahead: Annotated[int, Field(ge=1)] = 4096
     """Records read ahead, to submit those that share a prefix together. 1: in the order given, in blocks of vLLM's own
     size."""
@@ -83,8 +83,8 @@ class Runner:
         self.method = str(raw.get("method", "draft_model")) if raw else config.speculation.method
         self.remembers = not raw and VLLM in method_named(self.method).remembers
         self.cites = is_ours(self.method)
-        self._proposer: Any = None  # our drafter inside the engine, where it can be reached
-        self._drafting: dict[str, Any] = {}  # what it says of itself
+        self._proposer: Any = None  # our drafter inside the engine, if it can be reached
+        self._drafting: dict[str, Any] = {}  # what it says about itself
         self.notes: list[str] = []
         self.prefill_s: float | None = None  # prefill and decoding share the engine's steps
         self.decode_s: float | None = None
@@ -110,7 +110,7 @@ class Runner:
         self.tokenizer = HFTokenizer(load_tokenizer(self._source, trust_remote_code=trust))
         self._not_done = ", ".join(asked_beyond_sampling(self._source.path, revision))
         if self._not_done:
-            self.notes.append(f"the model's generation_config asks for {self._not_done}: vLLM does not do it")
+            self.notes.append(f"the model's generation_config asks for {self._not_done}, which vLLM does not do")
         draft_path, other_vocabulary = self._check_draft(trust)
         spec = speculative_config(self._spec, draft_path)
         check_draft_code(spec, self._source.path, trust, self._spec.draft_trust_remote_code)
@@ -132,24 +132,25 @@ class Runner:
             self.context_length: int | None = self._configure()
 
     def _settle(self, spec: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return what drafts: prompt lookup in place of our own drafter on a vLLM that it was not tried with."""
+        """Return what drafts: prompt lookup in place of our own drafter on a vLLM that it was not tested with."""
         import vllm
 
         if not is_ours(self.method):
             return spec
         if vllm.__version__.startswith(TESTED):
             if self._spec.draft_model:
-                self.notes.append("speculation.draft_model: without effect; vLLM cannot change to it while it runs")
+                self.notes.append("speculation.draft_model: has no effect; vLLM cannot switch to it during a run")
             return spec
         self.notes.append(
-            f"method {self.method} was tried with vLLM {TESTED[0]}x, this is {vllm.__version__}: prompt_lookup drafts"
+            f"method {self.method} has only been tested with vLLM {TESTED[0]}x, and this is {vllm.__version__}; "
+            "prompt_lookup is used instead"
         )
         self.method, self.cites = "prompt_lookup", False
         self._spec = self._spec.model_copy(update={"method": self.method, "draft_model": None})
         return speculative_config(self._spec)
 
     def _check_draft(self, trust: bool) -> tuple[str | None, bool]:
-        """Return where the draft model is and whether its tokens are others than the target's."""
+        """Return where the draft model is and whether its tokens differ from the target's."""
         name = self._spec.draft_model
         if name is None or self.method == PLAIN or is_ours(self.method):
             return None, False
@@ -171,7 +172,7 @@ class Runner:
         return draft.source.path, draft.other_tokens or draft.width != width
 
     def _lost(self, sampling: Sampling) -> str:
-        """Return what vLLM would not do as asked while speculating, "" where there is nothing."""
+        """Return what vLLM would not do as asked while speculating, "" if there is nothing."""
         if self.method == PLAIN or sampling.temperature == 0:
             return ""
         if self._on_cpu:
@@ -200,7 +201,7 @@ class Runner:
         return {"ragspec": proposer_settings(self._spec, width_of(self._hf_config))}
 
     def _configure(self) -> int:
-        """Let vLLM check all its arguments, no weights read; return the model length that holds."""
+        """Let vLLM check all its arguments, no weights read; return the model length that applies."""
         from dataclasses import fields
 
         from vllm.engine.arg_utils import EngineArgs
@@ -238,7 +239,7 @@ class Runner:
         return self
 
     def _find_proposer(self) -> None:
-        """Reach for our drafter in the engine; it does its work where it cannot be reached too, but tells nothing."""
+        """Reach for our drafter in the engine; if it cannot be reached, it still drafts but reports nothing."""
         if hasattr(self._engine, "model_executor"):  # the engine is in this process
             found = self._engine.collective_rpc(lambda worker: getattr(worker.model_runner, "drafter", None))
             self._proposer = found[0] if len(found) == 1 else None
@@ -294,7 +295,7 @@ class Runner:
     def outlook(self) -> str:
         """Return what will answer; needs check()."""
         place = "its CPU build" if self._on_cpu else "on a GPU"
-        return f"vLLM, {place}, will answer, method {self.method}, up to {self._rows} records at once"
+        return f"vLLM ({place}) will answer, with method {self.method} and up to {self._rows} records at once"
 
     def about(self) -> dict[str, Any]:
         """Return what ran: model, revision, batch size, the arguments that vLLM got."""
