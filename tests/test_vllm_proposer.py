@@ -17,7 +17,7 @@ LONGEST = 400
 
 
 def make(method="context", num_tokens=None, isolate=False, reach=LONGEST):
-    settings = {"method": method, "num_tokens": num_tokens, "isolate": isolate, "ngrams": [1, 3]}
+    settings = {"method": method, "num_tokens": num_tokens, "drafting": {"isolate": isolate}}
     return Proposer(
         SimpleNamespace(
             additional_config={"ragspec": settings},
@@ -135,6 +135,7 @@ def jobs(count, seed=0):
 def test_every_row_is_known_by_its_tokens(seed, silent):
     """Whatever moves, a row's draft is that of its own record: prompt lookup's, made from its tokens alone."""
     proposer = make("prompt_lookup", num_tokens=LIMIT)
+    proposer._drafters = {"prompt_lookup": PromptLookup()}  # alone, it would be vLLM's own
     scheduler = Scheduler(proposer, jobs(12, seed), seed=seed, silent=silent)
     compared = 0
 
