@@ -10,7 +10,7 @@ import pytest
 from ragspec.runners.vllm import rows
 from ragspec.runners.vllm.proposer import Proposer
 from ragspec.speculation.drafters.prompt_lookup import PromptLookup
-from ragspec.speculation.fitted import LineCost
+from ragspec.speculation.fitted_cost import FittedCost
 
 LIMIT = 6
 LONGEST = 400
@@ -234,21 +234,21 @@ def test_a_forgotten_record_is_given_up_when_too_many_are_away(monkeypatch):
 
 
 def test_the_line_is_found_in_noise():
-    chance, cost = random.Random(0), LineCost()
+    chance, cost = random.Random(0), FittedCost()
     for _ in range(200):
         rows, drafts = chance.randrange(8, 17), chance.randrange(24)
         seconds = (0.1 + 0.005 * rows + 0.003 * drafts) * chance.uniform(0.9, 1.1)
         cost.observe(rows + drafts, rows, seconds * (5 if chance.random() < 0.03 else 1))
     assert cost(16, 12) == pytest.approx(0.172, rel=0.12)
     assert cost(32, 16) == pytest.approx(0.228, rel=0.12)
-    flat = LineCost()
+    flat = FittedCost()
     for _ in range(100):
         flat.observe(chance.randrange(8, 40), 8, 0.02)
     assert flat.marginal() < 0.0001
 
 
 def test_rows_that_come_and_go_do_not_make_drafts_look_dear():
-    chance, cost = random.Random(0), LineCost()
+    chance, cost = random.Random(0), FittedCost()
     for _ in range(100):
         rows = chance.randrange(4, 17)
         cost.observe(rows, rows, 0.03 + 0.005 * rows)
@@ -261,7 +261,7 @@ def test_rows_that_come_and_go_do_not_make_drafts_look_dear():
 
 
 def test_before_any_step_a_token_more_is_cheap_beside_a_step():
-    cost = LineCost()
+    cost = FittedCost()
     assert cost(1, 1) < cost(4, 1) < 1.5 * cost(1, 1)
     cost.observe(4, 1, 0.05)
     assert cost(4, 1) == pytest.approx(0.05)

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ragspec.engine.row import Row
-from ragspec.speculation.allocate import StepCost, allocate
+from ragspec.speculation.allocate import allocate
+from ragspec.speculation.cost import Cost
 from ragspec.speculation.drafters.base import Draft, Drafter, RowDrafter
 from ragspec.speculation.trial import Trial
 
@@ -71,7 +72,7 @@ class NoDrafts:
 class ByRow(NoDrafts):
     """A drafter that needs no model. num_tokens None: the length is chosen by what pays."""
 
-    def __init__(self, drafter: Drafter, num_tokens: int | None, cost: StepCost | None) -> None:
+    def __init__(self, drafter: Drafter, num_tokens: int | None, cost: Cost | None) -> None:
         self._drafter = drafter
         self._num_tokens = num_tokens
         self._cost = cost

@@ -19,7 +19,7 @@ from ragspec.speculation.allocate import allocate
 from ragspec.speculation.citations import Copies
 from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.drafters.calibration import judged
-from ragspec.speculation.fitted import LineCost
+from ragspec.speculation.fitted_cost import FittedCost
 from ragspec.speculation.methods import PLAIN, VLLM, DrafterSettings, drafters_on
 from ragspec.speculation.plugins import failures
 from ragspec.speculation.trial import Trial
@@ -41,7 +41,7 @@ class Proposer:
         method = self._settings["method"]
         self._drafters = drafters_on(VLLM, method, DrafterSettings(**self._settings["drafting"]))
         self.trial = Trial([PLAIN, *self._drafters] if method == "auto" else [method])
-        self.cost = LineCost()
+        self.cost = FittedCost()
         self.drafting_s = 0.0
         self._expected: dict[bytes, list[Sequence[tuple[int, int]]]] = {}  # passages, by the prompt's tokens
         self._rows = Rows(self._open)
