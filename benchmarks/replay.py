@@ -51,11 +51,16 @@ def replay(drafter: Drafter, answers: Answers, threshold: float | None) -> tuple
     return steps, drafted, written
 
 
+def read_answers(path: str) -> Answers:
+    """Return the answers that a run recorded; records that failed have none."""
+    with open(path, encoding="utf-8") as file:
+        lines = [line for line in map(json.loads, file) if "token_ids" in line]
+    return [(line["prompt_token_ids"], line["token_ids"], line["sampling"]["max_new_tokens"]) for line in lines]
+
+
 def main(path: str, method: str = "context") -> None:
     """Print the modelled speed-ups by batch size."""
-    with open(path, encoding="utf-8") as file:
-        lines = [json.loads(line) for line in file]
-    answers = [(line["prompt_token_ids"], line["token_ids"], line["sampling"]["max_new_tokens"]) for line in lines]
+    answers = read_answers(path)
 
     def fresh() -> Drafter:
         return drafters_on(HF, method, DrafterSettings())[method]
