@@ -11,7 +11,7 @@ import json
 import sys
 
 from ragspec.speculation.drafters.base import Drafter, RowDrafter
-from ragspec.speculation.drafters.choice import model_free
+from ragspec.speculation.methods import HF, DrafterSettings, drafters_on
 
 COSTS = {1: 0.035, 4: 0.15, 8: 0.24, 16: 0.33}  # batch size: cost of one more token for every row, in steps
 THRESHOLDS = (0.08, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6)
@@ -51,13 +51,22 @@ def replay(drafter: Drafter, answers: Answers, threshold: float | None) -> tuple
     return steps, drafted, written
 
 
+def read_answers(path: str) -> Answers:
+    """Return the answers that a run recorded; records that failed have none."""
+    with open(path, encoding="utf-8") as file:
+        lines = [line for line in map(json.loads, file) if "token_ids" in line]
+    return [(line["prompt_token_ids"], line["token_ids"], line["sampling"]["max_new_tokens"]) for line in lines]
+
+
 def main(path: str, method: str = "context") -> None:
     """Print the modelled speed-ups by batch size."""
-    with open(path, encoding="utf-8") as file:
-        lines = [json.loads(line) for line in file]
-    answers = [(line["prompt_token_ids"], line["token_ids"], line["sampling"]["max_new_tokens"]) for line in lines]
-    runs = {threshold: replay(model_free((None, None), False)[method], answers, threshold) for threshold in THRESHOLDS}
-    oracle = replay(model_free((None, None), False)[method], answers, None)
+    answers = read_answers(path)
+
+    def fresh() -> Drafter:
+        return drafters_on(HF, method, DrafterSettings())[method]
+
+    runs = {threshold: replay(fresh(), answers, threshold) for threshold in THRESHOLDS}
+    oracle = replay(fresh(), answers, None)
     print(f"{len(answers)} records, {sum(len(answer) for _, answer, _ in answers):,} output tokens, {method}")
     for size, cost in COSTS.items():
         speed = {key: written / (steps + cost * drafted) for key, (steps, drafted, written) in runs.items()}

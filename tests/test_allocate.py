@@ -16,7 +16,8 @@ from ragspec.engine.attention import attend
 from ragspec.engine.cache import RaggedCache
 from ragspec.engine.layout import PADDING, Layout, Segment
 from ragspec.engine.prefix import WORTH, grouped, largest_first, shared
-from ragspec.speculation.allocate import LEAST_GAIN, StepCost, allocate
+from ragspec.speculation.allocate import LEAST_GAIN, allocate
+from ragspec.speculation.cost import StepCost
 
 # -- allocate ---------------------------------------------------------------------------------------------------------
 

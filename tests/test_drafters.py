@@ -17,7 +17,7 @@ from ragspec.speculation.drafters.index import PLACES, REACH, NgramIndex, match_
 from ragspec.speculation.drafters.prompt_lookup import PromptLookup
 
 TEXTS = st.lists(st.integers(0, 3), max_size=60)  # few tokens: everything repeats
-SOURCES = range(4)
+ORIGINS = range(4)
 
 
 # -- Draft ------------------------------------------------------------------------------------------------------------
@@ -43,39 +43,48 @@ def test_every_length_falls_into_the_bucket_that_begins_at_or_before_it():
         assert length_bucket(length) == bisect_right(LENGTHS, length) - 1
 
 
-def known(source=0, length=4, share=1.0, guess=7, before=8, **rest):
-    return Calibration.features(source, length, guess, before, share=share, **rest)
+def known(origin=0, length=4, share=1.0, guess=7, before=8, **rest):
+    return Calibration.features(origin, length, guess, before, share=share, **rest)
 
 
-def test_features_of_different_kinds_are_never_the_same():
+def test_what_may_differ_in_likelihood_is_told_apart():
     ids = (0, 1, 2**21 - 1)
     seen = [
-        known(source, length, share, guess, before, depth=depth, sources=sources, matches=matches)
-        for source, length, share in itertools.product(SOURCES, (1, 2, 40), (0.4, 0.7, 1.0))
+        known(origin, length, share, guess, before, depth=depth, origins=origins, matches=matches)
+        for origin, length, share in itertools.product(ORIGINS, (1, 2, 40), (0.4, 0.7, 1.0))
         for guess, before in itertools.product(ids, ids)
-        for depth, sources, matches in itertools.product((0, 1, 9), (1, 2, 4), (1, 9))
+        for depth, origins, matches in itertools.product((0, 1, 9), (1, 2, 4), (1, 9))
         if depth < length
     ]
-    kinds = [set(column) for column in zip(*seen, strict=True)]
-    assert all(a.isdisjoint(b) for a, b in itertools.combinations(kinds, 2))
-    assert len(kinds[0]) == len(SOURCES) * 3
-    assert len(kinds[1]) == 3 * 3 * 2
-    assert len(kinds[2]) == len(kinds[3]) == len(ids)
+    match, vote, guess, before, start = (set(column) for column in zip(*seen, strict=True))
+    assert len(match) == len(ORIGINS) * 3
+    assert len(vote) == 3 * 3 * 2
+    assert guess == before == set(ids)
+    assert len(start) == 6  # (1, 0), (2, 0), (12, 0), (1, 1), (12, 1), (12, 3)
+
+
+def test_families_of_features_learn_apart():
+    """A token has one weight as the guess and another as the token before it."""
+    calibration, start = Calibration(), Calibration()
+    for _ in range(30):
+        calibration.observe(known(0, 4, guess=7, before=8), False)
+    swapped = known(1, 9, 0.4, guess=8, before=7)  # only the ids are the same
+    assert calibration.estimate(swapped) == start.estimate(swapped)
 
 
 def test_an_estimate_is_learnt_for_all_that_is_known_of_a_guess():
     start = Calibration()
     for others in (
-        known(guess=1, before=2, source=1, length=9, share=0.4),  # nothing but the beginning is the same
-        known(guess=7, before=2, source=1, length=9, share=0.4),
-        known(guess=1, before=8, source=1, length=9, share=0.4),
-        known(guess=1, before=2, source=0, length=4, share=0.4),
-        known(guess=1, before=2, source=1, length=9, share=1.0),
+        known(guess=1, before=2, origin=1, length=9, share=0.4),  # nothing but the beginning is the same
+        known(guess=7, before=2, origin=1, length=9, share=0.4),
+        known(guess=1, before=8, origin=1, length=9, share=0.4),
+        known(guess=1, before=2, origin=0, length=4, share=0.4),
+        known(guess=1, before=2, origin=1, length=9, share=1.0),
     ):
         calibration = Calibration()
         for _ in range(30):
             calibration.observe(known(), False)
-        shared = len(set(others) & set(known()))
+        shared = sum(a == b for a, b in zip(others, known(), strict=True))
         assert (calibration.estimate(others) < start.estimate(others)) == bool(shared)
         assert calibration.estimate(known()) < 0.1
 
@@ -112,25 +121,25 @@ def test_asking_for_an_estimate_changes_none(observations):
     assert [asked.estimate(features) for features in every] == [quiet.estimate(features) for features in every]
 
 
-@given(st.lists(st.tuples(st.sampled_from(SOURCES), st.integers(1, 40), st.floats(0, 1), st.booleans()), max_size=60))
+@given(st.lists(st.tuples(st.sampled_from(ORIGINS), st.integers(1, 40), st.floats(0, 1), st.booleans()), max_size=60))
 def test_estimates_are_probabilities_whatever_happens(observations):
     calibration = Calibration(DOUBTS)
-    for source, length, share, hit in observations:
-        calibration.observe(known(source, length, share), hit)
-    every = [known(source, length, share) for source in SOURCES for length in LENGTHS for share in (0.4, 1)]
+    for origin, length, share, hit in observations:
+        calibration.observe(known(origin, length, share), hit)
+    every = [known(origin, length, share) for origin in ORIGINS for length in LENGTHS for share in (0.4, 1)]
     assert all(0 < calibration.estimate(features) < 1 for features in every)
     assert calibration.trials == len(observations)
     assert calibration.hits == sum(hit for *_, hit in observations)
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_at_first_longer_matches_are_believed_more_and_other_records_less(source):
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_at_first_longer_matches_are_believed_more_and_other_records_less(origin):
     calibration = Calibration(DOUBTS)
-    estimates = [calibration.odds(source, length) for length in LENGTHS]
+    estimates = [calibration.odds(origin, length) for length in LENGTHS]
     assert estimates == sorted(estimates)
     own = [calibration.odds(PROMPT, length) for length in LENGTHS]
     assert own == pytest.approx([prior / (1 - prior) for prior in PRIOR])
-    assert source in (PROMPT, context.OUTPUT) or all(a < b for a, b in zip(estimates, own, strict=True))
+    assert origin in (PROMPT, context.OUTPUT) or all(a < b for a, b in zip(estimates, own, strict=True))
 
 
 def test_at_first_more_agreement_is_believed_more():
@@ -138,7 +147,7 @@ def test_at_first_more_agreement_is_believed_more():
     for fewer, more in (({"share": 0.4}, {"share": 0.7}), ({"share": 0.7}, {"share": 1.0})):
         assert calibration.estimate(known(**fewer)) < calibration.estimate(known(**more))
     counts = [(1, 1), (1, 2), (2, 3), (3, 4)]
-    estimates = [calibration.estimate(known(sources=sources, matches=matches)) for sources, matches in counts]
+    estimates = [calibration.estimate(known(origins=origins, matches=matches)) for origins, matches in counts]
     assert estimates == sorted(set(estimates))
 
 
@@ -190,10 +199,10 @@ def test_a_match_is_as_long_as_the_texts_agree(text, suffix, place, floor):
 # -- Proposals --------------------------------------------------------------------------------------------------------
 
 
-def match(continuation, source=0, length=3, prompt=False, before=()):
+def match(continuation, origin=0, length=3, prompt=False, before=()):
     """Return a match whose text goes on with `continuation`."""
     text = [*before, *continuation]
-    return Match(text, len(before), len(text), source, length, prompt)
+    return Match(text, len(before), len(text), origin, length, prompt)
 
 
 def test_the_majority_of_the_votes_is_drafted():
@@ -229,12 +238,12 @@ def test_a_chain_goes_on_with_those_that_have_not_ended():
 
 
 @given(
-    st.lists(st.tuples(TEXTS, st.sampled_from(SOURCES), st.integers(0, 30)), max_size=6),
+    st.lists(st.tuples(TEXTS, st.sampled_from(ORIGINS), st.integers(0, 30)), max_size=6),
     st.integers(0, 40),
     st.integers(0, 20),
 )
 def test_survival_is_a_probability_that_never_rises(texts, limit, prompt_tokens):
-    matches = [match(text, source, length, prompt=source == PROMPT) for text, source, length in texts]
+    matches = [match(text, origin, length, prompt=origin == PROMPT) for text, origin, length in texts]
     draft = Proposals(Calibration(DOUBTS)).build(matches, limit, prompt_tokens)
     assert len(draft.token_ids) == len(draft.survival) == len(draft.sources) <= limit
     assert all(LEAST_SURVIVAL <= p <= 1 for p in draft.survival)

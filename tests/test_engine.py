@@ -13,7 +13,7 @@ from ragspec.engine.draft_model import DraftModel
 from ragspec.engine.proposers import ByRow, NoDrafts
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Failure, Request, Sampling
-from ragspec.speculation.allocate import StepCost
+from ragspec.speculation.cost import StepCost
 from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.drafters.context import ContextDrafter
 from ragspec.speculation.drafters.prompt_lookup import PromptLookup

@@ -1,6 +1,9 @@
 """Method auto: each method has its turn, and the one that writes most per second stays."""
 
+import pytest
+
 from ragspec.engine.proposers import Auto, ByRow, NoDrafts
+from ragspec.speculation import trial as trial_module
 from ragspec.speculation.trial import BLOCK, PAUSE, ROUNDS, Trial
 from tests.test_engine import Fixed, answers, ids, loaded, oracle, plain  # noqa: F401
 
@@ -97,6 +100,27 @@ def test_those_whose_turn_it_is_not_look_on_until_the_choice_is_final():
         assert sorted(seen) == sorted([(whose, "asked")] + [(other, "watched")] * (not settled))
         auto.observe(1, 1.0)
     assert settled
+
+
+def test_looking_on_is_not_held_against_the_method_whose_turn_it_is(monkeypatch):
+    class Clock:
+        now = 0.0
+
+        def perf_counter(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(trial_module, "time", clock)
+
+    def take(seconds):
+        clock.now += seconds
+
+    trial = Trial(["a", "b"])
+    for _ in range(BLOCK * ROUNDS * 2):
+        started = clock.now
+        trial.ask(lambda name: take(1), lambda name: take({"a": 0, "b": 8}[name]))  # b looks on for long
+        trial.observe(10, clock.now - started)
+    assert trial.rates() == pytest.approx({"a": 10, "b": 10})
 
 
 def test_auto_answers_as_plain_decoding_and_keeps_the_best(loaded, tiny, plain):  # noqa: F811

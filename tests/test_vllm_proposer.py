@@ -10,14 +10,14 @@ import pytest
 from ragspec.runners.vllm import rows
 from ragspec.runners.vllm.proposer import Proposer
 from ragspec.speculation.drafters.prompt_lookup import PromptLookup
-from ragspec.speculation.fitted import LineCost
+from ragspec.speculation.fitted_cost import FittedCost
 
 LIMIT = 6
 LONGEST = 400
 
 
 def make(method="context", num_tokens=None, isolate=False, reach=LONGEST):
-    settings = {"method": method, "num_tokens": num_tokens, "isolate": isolate, "ngrams": [1, 3]}
+    settings = {"method": method, "num_tokens": num_tokens, "drafting": {"isolate": isolate}}
     return Proposer(
         SimpleNamespace(
             additional_config={"ragspec": settings},
@@ -135,6 +135,7 @@ def jobs(count, seed=0):
 def test_every_row_is_known_by_its_tokens(seed, silent):
     """Whatever moves, a row's draft is that of its own record: prompt lookup's, made from its tokens alone."""
     proposer = make("prompt_lookup", num_tokens=LIMIT)
+    proposer._drafters = {"prompt_lookup": PromptLookup()}  # alone, it would be vLLM's own
     scheduler = Scheduler(proposer, jobs(12, seed), seed=seed, silent=silent)
     compared = 0
 
@@ -233,21 +234,21 @@ def test_a_forgotten_record_is_given_up_when_too_many_are_away(monkeypatch):
 
 
 def test_the_line_is_found_in_noise():
-    chance, cost = random.Random(0), LineCost()
+    chance, cost = random.Random(0), FittedCost()
     for _ in range(200):
         rows, drafts = chance.randrange(8, 17), chance.randrange(24)
         seconds = (0.1 + 0.005 * rows + 0.003 * drafts) * chance.uniform(0.9, 1.1)
         cost.observe(rows + drafts, rows, seconds * (5 if chance.random() < 0.03 else 1))
     assert cost(16, 12) == pytest.approx(0.172, rel=0.12)
     assert cost(32, 16) == pytest.approx(0.228, rel=0.12)
-    flat = LineCost()
+    flat = FittedCost()
     for _ in range(100):
         flat.observe(chance.randrange(8, 40), 8, 0.02)
     assert flat.marginal() < 0.0001
 
 
 def test_rows_that_come_and_go_do_not_make_drafts_look_dear():
-    chance, cost = random.Random(0), LineCost()
+    chance, cost = random.Random(0), FittedCost()
     for _ in range(100):
         rows = chance.randrange(4, 17)
         cost.observe(rows, rows, 0.03 + 0.005 * rows)
@@ -260,7 +261,7 @@ def test_rows_that_come_and_go_do_not_make_drafts_look_dear():
 
 
 def test_before_any_step_a_token_more_is_cheap_beside_a_step():
-    cost = LineCost()
+    cost = FittedCost()
     assert cost(1, 1) < cost(4, 1) < 1.5 * cost(1, 1)
     cost.observe(4, 1, 0.05)
     assert cost(4, 1) == pytest.approx(0.05)

@@ -27,7 +27,7 @@ from ragspec.errors import flat
 from ragspec.inputs.feed import Feed
 from ragspec.models.generation import GenerationRules, Processors
 from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer
-from ragspec.speculation.allocate import StepCost
+from ragspec.speculation.cost import StepCost
 from ragspec.speculation.drafters.calibration import judged
 from ragspec.speculation.methods import HF, DrafterSettings, drafters_on
 from ragspec.speculation.plugins import failures

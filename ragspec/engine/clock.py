@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ragspec.engine.work import Work
-from ragspec.speculation.allocate import StepCost
+from ragspec.speculation.cost import StepCost
 
 
 @dataclass(slots=True)

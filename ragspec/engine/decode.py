@@ -24,7 +24,7 @@ from ragspec.engine.work import Work, Written, accept
 from ragspec.models.generation import Processors
 from ragspec.models.stopping import ends_with_stop, trim
 from ragspec.records import Failure, Generation, Request, Tokenizer
-from ragspec.speculation.allocate import StepCost
+from ragspec.speculation.cost import StepCost
 from ragspec.speculation.drafters.base import Draft
 
 CHUNK = 512  # tokens of a step while prompts are computed; more is no faster on a CPU, and delays the other rows

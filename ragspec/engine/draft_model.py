@@ -20,7 +20,8 @@ from ragspec.engine.layout import Segment
 from ragspec.engine.proposers import NoDrafts
 from ragspec.engine.row import Row
 from ragspec.engine.sampling import draw, penalise, probabilities
-from ragspec.speculation.allocate import LEAST_GAIN, StepCost
+from ragspec.speculation.allocate import LEAST_GAIN
+from ragspec.speculation.cost import Cost
 from ragspec.speculation.drafters.base import Draft
 
 LONGEST = 12
@@ -32,9 +33,7 @@ PROBE_EVERY = 64  # steps after which one token is tried where drafts did not pa
 class DraftModel(NoDrafts):
     """The proposer. reach: tokens that the draft attends to. width: the target's vocabulary."""
 
-    def __init__(
-        self, model: Model, width: int, reach: int | None, num_tokens: int | None, cost: StepCost | None
-    ) -> None:
+    def __init__(self, model: Model, width: int, reach: int | None, num_tokens: int | None, cost: Cost | None) -> None:
         self._model = model
         self._width = width
         self._reach = reach

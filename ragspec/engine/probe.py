@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ragspec.engine.forward import Model
 from ragspec.engine.layout import Segment
-from ragspec.speculation.allocate import StepCost
+from ragspec.speculation.cost import StepCost
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 SHORT = 32  # slots that a row of the curve's forwards sees

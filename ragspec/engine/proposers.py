@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ragspec.engine.row import Row
-from ragspec.speculation.allocate import StepCost, allocate
+from ragspec.speculation.allocate import allocate
+from ragspec.speculation.cost import Cost
 from ragspec.speculation.drafters.base import Draft, Drafter, RowDrafter
 from ragspec.speculation.trial import Trial
 
@@ -71,7 +71,7 @@ class NoDrafts:
 class ByRow(NoDrafts):
     """A drafter that needs no model. num_tokens None: the length is chosen by what pays."""
 
-    def __init__(self, drafter: Drafter, num_tokens: int | None, cost: StepCost | None) -> None:
+    def __init__(self, drafter: Drafter, num_tokens: int | None, cost: Cost | None) -> None:
         self._drafter = drafter
         self._num_tokens = num_tokens
         self._cost = cost
@@ -116,21 +116,16 @@ class Auto(NoDrafts):
     def __init__(self, proposers: Mapping[str, Proposer], trial: Trial) -> None:
         self._proposers = proposers
         self._trial = trial
-        self._watching = 0.0  # seconds of this step that are nobody's fault
 
     def admit(self, row: Row, source: int, tokens: int) -> None:
         for proposer in self._proposers.values():
             proposer.admit(row, source, tokens)
 
     def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
-        asked = self._proposers[self._trial.current]
-        drafts = asked.propose(rows, besides)
-        started = time.perf_counter()
-        for proposer in self._proposers.values():
-            if proposer is not asked and not self._trial.settled:
-                proposer.watch(rows)
-        self._watching = time.perf_counter() - started
-        return drafts
+        proposers = self._proposers
+        return self._trial.ask(
+            lambda name: proposers[name].propose(rows, besides), lambda name: proposers[name].watch(rows)
+        )
 
     def extend(self, row: Row, token_ids: Sequence[int]) -> None:
         for proposer in self._proposers.values():
@@ -153,4 +148,4 @@ class Auto(NoDrafts):
             proposer.forget()
 
     def observe(self, tokens: int, seconds: float) -> None:
-        self._trial.observe(tokens, seconds - self._watching)
+        self._trial.observe(tokens, seconds)

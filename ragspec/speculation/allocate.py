@@ -10,97 +10,11 @@ Prior art: SmartSpec (arXiv:2406.14066), AdaServe (arXiv:2501.12162).
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Protocol
+
+from ragspec.speculation.cost import Cost
 
 LEAST_GAIN = 1.02  # below this, not speculating is as good
-LEARN = 0.1  # weight of a new observation
-TRUST = 8.0  # observations after which a bucket's own correction counts half
-
-
-class Cost(Protocol):
-    """What a step takes, in seconds."""
-
-    def __call__(self, tokens: int, rows: int, reach: int) -> float:
-        """Return seconds for `tokens` in all, on `rows` rows of up to `reach` slots."""
-
-    def marginal(self, tokens: int, reach: int) -> float:
-        """Return seconds that one token more costs in a step of `tokens` that also computes prompts."""
-
-
-class StepCost:
-    """Seconds of one target step: a curve over tokens, plus attention over the cache, corrected as the run goes on.
-
-    points: (tokens, seconds) at short context, rising tokens. per_slot: seconds per token and slot that it attends to;
-    per_row_slot: seconds per row and slot, whatever the tokens.
-    """
-
-    def __init__(self, points: Sequence[tuple[int, float]], per_slot: float = 0.0, per_row_slot: float = 0.0) -> None:
-        self._tokens = [float(tokens) for tokens, _ in points]
-        self._seconds: list[float] = []
-        for _, seconds in points:  # a step of more tokens is never cheaper; noise may say so
-            self._seconds.append(max([seconds, *self._seconds[-1:]]))
-        self._per_slot = per_slot
-        self._per_row_slot = per_row_slot
-        self._scale = 1.0
-        self._beside = 0.0  # seconds per token of steps that also compute prompts
-        self._buckets: dict[int, list[float]] = {}  # tokens, in steps of 4 -> [correction, observations]
-        self._curve: dict[int, float] = {}
-
-    @property
-    def points(self) -> list[tuple[int, float]]:
-        """The probed curve: (tokens, seconds) of steps at short context."""
-        return [(int(tokens), seconds) for tokens, seconds in zip(self._tokens, self._seconds, strict=True)]
-
-    def anew(self) -> StepCost:
-        """Return the cost as it was probed, without what was learnt since."""
-        return StepCost(self.points, self._per_slot, self._per_row_slot)
-
-    def __call__(self, tokens: int, rows: int, reach: int) -> float:
-        """Return seconds for `tokens` in all, on `rows` rows of up to `reach` slots."""
-        return self._expected(tokens, rows, reach) * self._correction(tokens)
-
-    def _expected(self, tokens: int, rows: int, reach: int) -> float:
-        return self._base(tokens) + reach * (rows * self._per_row_slot + tokens * self._per_slot)
-
-    def marginal(self, tokens: int, reach: int) -> float:
-        """Return seconds that one token more costs in a step of `tokens` that also computes prompts."""
-        linear = max(0.0, self._base(tokens + 16) - self._base(tokens)) / 16
-        return (max(linear, self._beside) + reach * self._per_slot) * self._scale
-
-    def observe_beside(self, tokens: int, seconds: float) -> None:
-        """Learn from a step that also computed prompts: there, a token more is about as dear as those before it."""
-        share = seconds / tokens / self._scale
-        self._beside += (LEARN if self._beside else 1.0) * (share - self._beside)
-
-    def observe(self, tokens: int, rows: int, reach: int, seconds: float) -> None:
-        """Learn from a step that took `seconds`. A step that was interrupted by something else counts little."""
-        ratio = min(2.0, max(0.5, seconds / self._expected(tokens, rows, reach) / self._scale))
-        self._scale *= 1 + LEARN / 2 * (ratio - 1)
-        bucket = self._buckets.setdefault(tokens >> 2, [1.0, 0.0])
-        bucket[0] += LEARN * (ratio - bucket[0])
-        bucket[1] += 1
-
-    def _correction(self, tokens: int) -> float:
-        own, seen = self._buckets.get(tokens >> 2, (1.0, 0.0))
-        trust = seen / (seen + TRUST)
-        return self._scale * (1 + trust * (own - 1))
-
-    def _base(self, tokens: int) -> float:
-        known = self._curve.get(tokens)
-        if known is None:
-            known = self._curve[tokens] = self._interpolate(float(tokens))
-        return known
-
-    def _interpolate(self, tokens: float) -> float:
-        xs, ys = self._tokens, self._seconds
-        if len(xs) == 1:
-            return ys[0]
-        right = min(max(bisect_right(xs, tokens), 1), len(xs) - 1)
-        left = right - 1
-        slope = (ys[right] - ys[left]) / (xs[right] - xs[left])
-        return max(ys[0], ys[left] + slope * (tokens - xs[left]))
 
 
 def allocate(survivals: Sequence[Sequence[float]], cost: Cost, reach: int, besides: int = 0) -> list[int]:

@@ -1,21 +1,28 @@
-"""Which method is the fastest here: a few steps of decoding for each in turn, again and again, then the best. Pure.
+"""Which method is the fastest here: a few steps of decoding for each in turn, again and again, then the best.
 
     speculation: {method: auto}
 
-The steps are interleaved, so that longer answers and a noisy machine meet all methods alike; whatever method a step
-had, its tokens stand in the answers. Drafters learn as they go: what was chosen at first is chosen anew later.
+    >>> drafts = trial.ask(lambda name: proposers[name].propose(rows), lambda name: proposers[name].watch(rows))
+    >>> trial.observe(tokens=written, seconds=spent)
+
+Turns are interleaved, so that growing answers and a noisy machine affect all methods alike. Nothing is thrown away:
+whichever method drafted, the step's tokens are the answer's. Drafters learn as they go, so the choice is made twice.
+Both engines, ours and vLLM, are driven by this one class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 BLOCK = 4  # steps of one method before the next has its turn
 ROUNDS = 4  # turns of each
 TRIALS = 2
 PAUSE = 2  # between the trials, in lengths of a trial
 LEAST_GAIN = 1.02  # over the first, below which the first is as good
+
+Drafts = TypeVar("Drafts")
 
 
 class Trial:
@@ -26,6 +33,7 @@ class Trial:
         self._length = BLOCK * ROUNDS * len(self._names)
         self._left = TRIALS if len(self._names) > 1 else 0
         self._steps = 0  # of this trial, or of the pause after it
+        self._watching = 0.0  # seconds of this step that are not the current method's
         self._pausing = not self._left  # the chosen one has all turns
         self._tokens: dict[str, int] = {}
         self._seconds: dict[str, float] = {}
@@ -39,14 +47,33 @@ class Trial:
         return not self._left
 
     @property
+    def candidates(self) -> list[str]:
+        """The methods that may still have a turn."""
+        return [self.chosen] if self.settled and self.chosen else self._names
+
+    @property
     def current(self) -> str:
         """The method whose turn it is."""
         if self.chosen and self._pausing:
             return self.chosen
         return self._names[self._steps // BLOCK % len(self._names)]
 
+    def ask(self, propose: Callable[[str], Drafts], watch: Callable[[str], object]) -> Drafts:
+        """Return what `propose` gives for the current method; `watch` lets each of the others look on, and learn.
+
+        Nobody looks on once the choice is final.
+        """
+        current = self.current
+        drafts = propose(current)
+        started = time.perf_counter()
+        for name in self.candidates:
+            if name != current:
+                watch(name)
+        self._watching = time.perf_counter() - started
+        return drafts
+
     def observe(self, tokens: int, seconds: float) -> None:
-        """Take in a step of the current method that wrote `tokens`."""
+        """Take in a step of the current method that wrote `tokens`. seconds: all of it; watching is left out here."""
         if self.settled:
             return
         name = self.current
@@ -56,7 +83,7 @@ class Trial:
                 self._steps, self._pausing = 0, False
             return
         self._tokens[name] = self._tokens.get(name, 0) + tokens
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds - self._watching
         if self._steps == self._length:
             self._decide()
 

@@ -19,7 +19,7 @@ from ragspec.speculation.allocate import allocate
 from ragspec.speculation.citations import Copies
 from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.drafters.calibration import judged
-from ragspec.speculation.fitted import LineCost
+from ragspec.speculation.fitted_cost import FittedCost
 from ragspec.speculation.methods import PLAIN, VLLM, DrafterSettings, drafters_on
 from ragspec.speculation.plugins import failures
 from ragspec.speculation.trial import Trial
@@ -41,7 +41,7 @@ class Proposer:
         method = self._settings["method"]
         self._drafters = drafters_on(VLLM, method, DrafterSettings(**self._settings["drafting"]))
         self.trial = Trial([PLAIN, *self._drafters] if method == "auto" else [method])
-        self.cost = LineCost()
+        self.cost = FittedCost()
         self.drafting_s = 0.0
         self._expected: dict[bytes, list[Sequence[tuple[int, int]]]] = {}  # passages, by the prompt's tokens
         self._rows = Rows(self._open)
@@ -97,49 +97,38 @@ class Proposer:
             seconds = started - self._since
             self.cost.observe(*self._asked, seconds)
             self.trial.observe(written, seconds + self._spent)
-        drafts = self._choose(rows)
-        watching = self._watch(rows)
+        drafts = self.trial.ask(lambda name: self._choose(name, rows), lambda name: self._guess(name, rows))
         proposed: list[list[int]] = [[] for _ in sampled_token_ids]
         for slot, draft in drafts.items():
             rows[slot].draft = draft
             proposed[slot] = draft.token_ids
         self._asked = (len(rows) + sum(len(draft.token_ids) for draft in drafts.values()), len(rows))
         self._since = time.perf_counter()
-        self.drafting_s += self._since - started
-        self._spent = self._since - started - watching
+        self._spent = self._since - started
+        self.drafting_s += self._spent
         return proposed
 
     def _open(self, prompt: np.ndarray) -> Tracked:
         token_ids = prompt.tolist()
         passages = self._expected.get(prompt.tobytes(), [()])[0]
-        wanted = (self.trial.chosen,) if self.trial.settled else self._drafters
+        wanted = self.trial.candidates
         drafters = {
             name: drafter.open(token_ids, passages) for name, drafter in self._drafters.items() if name in wanted
         }
         return Tracked(prompt, len(prompt), drafters, Copies(token_ids, passages))
 
-    def _choose(self, rows: dict[int, Tracked]) -> dict[int, Draft]:
-        method = self.trial.current
-        drafts: dict[int, Draft] = {}
-        for slot, row in rows.items():
-            limit = self._limit(row)
-            if method in row.drafters and limit > 0:
-                drafts[slot] = row.drafters[method].propose(limit)
+    def _choose(self, method: str, rows: dict[int, Tracked]) -> dict[int, Draft]:
+        """Return the drafts of `method` by slot, no longer than pays."""
+        drafts = self._guess(method, rows)
         if self._settings["num_tokens"] is None and drafts:
             chains = [drafts[slot].survival if slot in drafts else [] for slot in rows]
             lengths = allocate(chains, self.cost, 0)
             drafts = {slot: drafts[slot].cut(n) for slot, n in zip(rows, lengths, strict=True) if n}
         return drafts
 
-    def _watch(self, rows: dict[int, Tracked]) -> float:
-        """Let those guess, and learn, whose turn it is not, while the choice is open. Return the seconds it took."""
-        started, current = time.perf_counter(), self.trial.current
-        if not self.trial.settled:
-            for row in rows.values():
-                for name, drafter in row.drafters.items():
-                    if name != current:
-                        drafter.propose(self._limit(row))
-        return time.perf_counter() - started
+    def _guess(self, method: str, rows: dict[int, Tracked]) -> dict[int, Draft]:
+        limits = {slot: self._limit(row) for slot, row in rows.items() if method in row.drafters}
+        return {slot: rows[slot].drafters[method].propose(limit) for slot, limit in limits.items() if limit > 0}
 
     def _limit(self, row: Tracked) -> int:
         return min(self._settings["num_tokens"] or self._most, self._reach - len(row.tokens) - 1)

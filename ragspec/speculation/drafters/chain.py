@@ -18,7 +18,7 @@ class Match:
     text: Sequence[int]
     place: int
     end: int  # where the text, or the document in it, ends
-    source: int  # class of the calibration
+    origin: int  # what kind of text it is, to the calibration
     length: int  # tokens before the place that agree with the row
     prompt: bool  # whether `text` begins with the row's own prompt, so that places in it can be cited
 
@@ -37,7 +37,7 @@ class Proposals:
         calibration = self._calibration
         draft, features = Draft(), []
         survival = 1.0
-        weights = [calibration.odds(match.source, match.length) for match in matches]
+        weights = [calibration.odds(match.origin, match.length) for match in matches]
         step = 0
         while matches and step < limit:
             votes: dict[int, float] = {}
@@ -58,11 +58,11 @@ class Proposals:
                 break
             agreeing = [(m, w) for m, w in alive if m.text[m.place + step] == best] if len(votes) > 1 else alive
             leader = max(agreeing, key=lambda pair: pair[1])[0]
-            sources = len({match.source for match, _ in agreeing})
+            origins = len({match.origin for match, _ in agreeing})
             share = best_weight / total
             place = leader.place + step
             known = calibration.features(
-                leader.source, leader.length + step, best, leader.text[place - 1], step, share, sources, len(agreeing)
+                leader.origin, leader.length + step, best, leader.text[place - 1], step, share, origins, len(agreeing)
             )
             survival *= calibration.estimate(known)
             if survival < LEAST_SURVIVAL:

@@ -29,10 +29,10 @@ class SharedPool:
 
     def __init__(self) -> None:
         self._index = NgramIndex(1, 4)
-        self._documents: list[tuple[int, int, int]] = []  # start, end, source
+        self._documents: list[tuple[int, int, int]] = []  # start, end, origin
         self._known: set[int] = set()
 
-    def add(self, token_ids: Sequence[int], source: int) -> None:
+    def add(self, token_ids: Sequence[int], origin: int) -> None:
         """Take in a text, once; of an endless one the beginning."""
         token_ids = token_ids[:SHARED_TOKENS]
         key = hash(tuple(token_ids))
@@ -43,17 +43,17 @@ class SharedPool:
         self._known.add(key)
         start = len(self._index.tokens)
         self._index.extend(token_ids)
-        self._documents.append((start, len(self._index.tokens), source))
+        self._documents.append((start, len(self._index.tokens), origin))
 
     def matches(self, suffix: Sequence[int]) -> list[Match]:
         """Return the places that end like `suffix`."""
         found = []
         for place in self._index.find(suffix):
             number = bisect_right(self._documents, place - 1, key=lambda document: document[0]) - 1
-            start, end, source = self._documents[number]
+            start, end, origin = self._documents[number]
             length = match_length(self._index.tokens, place, suffix, floor=start)
             if length > 0 and place < end:
-                found.append(Match(self._index.tokens, place, end, source, length, False))
+                found.append(Match(self._index.tokens, place, end, origin, length, False))
         return found
 
 
@@ -90,9 +90,9 @@ class ContextRow:
         matches = []
         for place in self._index.find(tokens):
             if place < end:
-                source = PROMPT if place < self._prompt_tokens else OUTPUT
+                origin = PROMPT if place < self._prompt_tokens else OUTPUT
                 length = match_length(tokens, place, tokens)
-                matches.append(Match(tokens, place, end, source, length, True))
+                matches.append(Match(tokens, place, end, origin, length, True))
         if self._pool is not None and not any(match.length >= SURE for match in matches):
             matches += self._pool.matches(tokens)
         return self._proposals.build(matches, limit, self._prompt_tokens)

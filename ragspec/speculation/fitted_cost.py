@@ -1,16 +1,20 @@
-"""What a step costs in an engine that can be watched, not probed: seconds = a + b x rows + c x draft tokens, fitted as
-it runs. Rows count apart from drafts: a row's keys and values are read too, which makes its own token dearer. Pure."""
+"""What a step costs in an engine that can be watched but not probed: a Cost (cost.py) fitted while it runs.
+
+    seconds = a + b x rows + c x draft tokens
+
+Rows are counted apart from drafts, because a row's own token also pays for reading its keys and values. Pure.
+"""
 
 from __future__ import annotations
 
 FADE = 0.98  # weight of the past at each observation
-LEAN_ROWS = 64.0  # squared rows of spread in the observations, at which the fitted slope counts half
-LEAN_DRAFTS = 512.0  # the same of draft tokens: the prior is good, and steps are few and noisy
-PRIOR_TOKENS = 16.0  # tokens that cost as much as a step does at least
+RIDGE_ROWS = 64.0  # squared rows of spread in the observations, at which the fitted slope counts half
+RIDGE_DRAFTS = 512.0  # the same for draft tokens: the prior is good, and steps are few and noisy
+PRIOR_TOKENS = 16.0  # tokens that cost as much as the step itself, before anything is known
 
 
-class LineCost:
-    """A StepCost without probing. Limit: straight lines; the cache's length is in them by the past fading."""
+class FittedCost:
+    """A Cost by fading least squares. Limit: it is linear, and knows the cache's length only because the past fades."""
 
     def __init__(self) -> None:
         self._weight = 0.0
@@ -20,12 +24,12 @@ class LineCost:
         self._slopes = (0.0, 0.0)
 
     def observe(self, tokens: int, rows: int, seconds: float) -> None:
-        """Learn from a step of `tokens` on `rows` rows. One that was interrupted by something else counts little."""
+        """Learn from a step of `tokens` on `rows` rows. One that something else interrupted is clipped."""
         if self._weight:
             expected = self(tokens, rows)
             seconds = min(2 * expected, max(expected / 2, seconds))
         self._weight = FADE * self._weight + 1
-        row, draft, late = rows - self._rows, tokens - rows - self._drafts, seconds - self._seconds
+        row, draft, late = rows - self._rows, tokens - rows - self._drafts, seconds - self._seconds  # from the means
         self._rows += row / self._weight
         self._drafts += draft / self._weight
         self._seconds += late / self._weight
@@ -38,10 +42,10 @@ class LineCost:
         self._slopes = self._fit()
 
     def _fit(self) -> tuple[float, float]:
-        """Return seconds per row and per draft token: least squares, drawn towards a prior (ridge regression)."""
+        """Return seconds per row and per draft token: least squares with a prior (ridge regression)."""
         prior = self._seconds / (PRIOR_TOKENS + self._rows + self._drafts)
-        rows, drafts = self._spread_rows + LEAN_ROWS, self._spread_drafts + LEAN_DRAFTS
-        by_rows, by_drafts = self._rows_seconds + LEAN_ROWS * prior, self._drafts_seconds + LEAN_DRAFTS * prior
+        rows, drafts = self._spread_rows + RIDGE_ROWS, self._spread_drafts + RIDGE_DRAFTS
+        by_rows, by_drafts = self._rows_seconds + RIDGE_ROWS * prior, self._drafts_seconds + RIDGE_DRAFTS * prior
         determinant = rows * drafts - self._common**2
         per_row = (by_rows * drafts - by_drafts * self._common) / determinant
         per_draft = (by_drafts * rows - by_rows * self._common) / determinant
@@ -57,5 +61,5 @@ class LineCost:
         return max(line, per_row * rows + per_draft * drafts, self._seconds / 8)
 
     def marginal(self, tokens: int = 0, reach: int = 0) -> float:
-        """Return seconds that a draft token more costs."""
+        """Return seconds that one more draft token costs."""
         return self._slopes[1]
