@@ -46,14 +46,14 @@ class SharedPool:
         self._documents.append((start, len(self._index.tokens), origin))
 
     def matches(self, suffix: Sequence[int]) -> list[Match]:
-        """Return the places that end like `suffix`."""
+        """Return the positions that end like `suffix`."""
         found = []
-        for place in self._index.find(suffix):
-            number = bisect_right(self._documents, place - 1, key=lambda document: document[0]) - 1
+        for position in self._index.find(suffix):
+            number = bisect_right(self._documents, position - 1, key=lambda document: document[0]) - 1
             start, end, origin = self._documents[number]
-            length = match_length(self._index.tokens, place, suffix, floor=start)
-            if length > 0 and place < end:
-                found.append(Match(self._index.tokens, place, end, origin, length, False))
+            length = match_length(self._index.tokens, position, suffix, floor=start)
+            if length > 0 and position < end:
+                found.append(Match(self._index.tokens, position, end, origin, length, False))
         return found
 
 
@@ -88,11 +88,11 @@ class ContextRow:
         tokens = self._index.tokens
         end = len(tokens)
         matches = []
-        for place in self._index.find(tokens):
-            if place < end:
-                origin = PROMPT if place < self._prompt_tokens else OUTPUT
-                length = match_length(tokens, place, tokens)
-                matches.append(Match(tokens, place, end, origin, length, True))
+        for position in self._index.find(tokens):
+            if position < end:
+                origin = PROMPT if position < self._prompt_tokens else OUTPUT
+                length = match_length(tokens, position, tokens)
+                matches.append(Match(tokens, position, end, origin, length, True))
         if self._pool is not None and not any(match.length >= SURE for match in matches):
             matches += self._pool.matches(tokens)
         return self._proposals.build(matches, limit, self._prompt_tokens)
