@@ -80,9 +80,9 @@ class Model:
         """
         self.cache.reserve(max(segment.start + segment.count for segment in segments))
         layout = Layout(segments, self.cache.slots, self.device)
-        places = torch.tensor(wanted, dtype=torch.long, device=self.device)
+        indices = torch.tensor(wanted, dtype=torch.long, device=self.device)
         self._tokens = len(token_ids)
-        self._wanted = None if len(wanted) == len(token_ids) else places if wanted else places.new_zeros(1)
+        self._wanted = None if len(wanted) == len(token_ids) else indices if wanted else indices.new_zeros(1)
         try:
             with self.cache.forward(layout):
                 output = self.inner(
@@ -90,7 +90,7 @@ class Model:
                     position_ids=layout.positions[None],
                     past_key_values=self.cache,
                     use_cache=True,
-                    logits_to_keep=places,
+                    logits_to_keep=indices,
                 )
         finally:
             self._wanted = None

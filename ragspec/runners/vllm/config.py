@@ -1,9 +1,9 @@
-"""The `speculation` section in vLLM's words, and what a vLLM build or machine lacks, before any weights load.
+"""The `speculation` section in vLLM's words, and what this vLLM or this machine lacks, before any weights load.
 
     >>> speculative_config(SpeculationConfig(method="prompt_lookup"))
     {'method': 'ngram', 'num_speculative_tokens': 8, 'prompt_lookup_min': 2, 'prompt_lookup_max': 4}
 
-Source: vLLM 0.32, config/speculative.py. Limit: what only vLLM can judge is left to its own configuration step.
+Source: vLLM 0.32, config/speculative.py. Limit: what only vLLM can judge is left to its own check of the configuration.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ragspec.speculation.methods import PLAIN, VLLM, DrafterSettings, known_meth
 
 # ragspec's word -> vLLM's, where they differ
 NAMES = {"prompt_lookup": "ngram"}
-# draft lengths for `auto`; the others' come with the draft's own config, or from vLLM
 PROPOSER = "ragspec.runners.vllm.proposer.Proposer"
-MOST_TOKENS = 16  # of its drafts, where the length is chosen by what pays
-TESTED = ("0.32.",)  # versions of vLLM that it was tried with; the interface is experimental
+MOST_TOKENS = 16  # of its drafts, where they are as long as pays
+TESTED = ("0.32.",)  # versions of vLLM that our proposer was tried with; the interface is experimental
+# draft lengths for num_tokens `auto`; other methods' come from the draft's own config, or from vLLM
 AUTO_TOKENS = {"prompt_lookup": 8, "draft_model": 4, "eagle": 3, "eagle3": 3}
 NGRAM_RANGE = (2, 4)  # vLLM's own default is 5 for both
-MODEL_FREE = ("ngram", "ngram_gpu", "suffix", "custom_class")  # for vLLM's `model` is no model there
+MODEL_FREE = ("ngram", "ngram_gpu", "suffix", "custom_class")  # to them, vLLM's `model` is no model
 DRAFT_TRUST_KEYS = "speculation.draft_trust_remote_code and runner_args.trust_remote_code"  # vLLM has one for both
 
 
