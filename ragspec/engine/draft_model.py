@@ -31,12 +31,14 @@ PROBE_EVERY = 64  # steps after which one token is tried where drafts did not pa
 
 
 class DraftModel(NoDrafts):
-    """The proposer. reach: tokens that the draft attends to. width: the target's vocabulary."""
+    """The proposer. context_length: tokens that the draft attends to. width: the target's vocabulary."""
 
-    def __init__(self, model: Model, width: int, reach: int | None, num_tokens: int | None, cost: Cost | None) -> None:
+    def __init__(
+        self, model: Model, width: int, context_length: int | None, num_tokens: int | None, cost: Cost | None
+    ) -> None:
         self._model = model
         self._width = width
-        self._reach = reach
+        self._context_length = context_length
         self._num_tokens = num_tokens
         self._cost = cost
         self._computed = [0] * model.cache.rows
@@ -48,10 +50,10 @@ class DraftModel(NoDrafts):
 
     # -- what the engine tells ------------------------------------------------------------------------------------
 
-    def admit(self, row: Row, source: int, tokens: int) -> None:
-        known = min(tokens, self._computed[source])
-        if known and source != row.place:
-            self._model.cache.copy(source, row.place, known)
+    def admit(self, row: Row, donor: int, tokens: int) -> None:
+        known = min(tokens, self._computed[donor])
+        if known and donor != row.place:
+            self._model.cache.copy(donor, row.place, known)
         self._computed[row.place] = known
 
     def extend(self, row: Row, token_ids: Sequence[int]) -> None:
@@ -110,7 +112,7 @@ class DraftModel(NoDrafts):
 
     def _left(self, row: Row) -> int:
         """Return how many tokens behind a row the draft still attends to."""
-        return (1 << 30) if self._reach is None else self._reach - len(row.tokens)
+        return (1 << 30) if self._context_length is None else self._context_length - len(row.tokens)
 
     def _length(self, rows: Sequence[Row]) -> int:
         """Return the draft length that makes the most tokens per second; 0 where plain decoding does."""

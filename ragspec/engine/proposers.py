@@ -17,8 +17,8 @@ LONGEST = 24  # tokens of a draft at most, where the length is chosen by what pa
 class Proposer(Protocol):
     """Drafts for all rows at once, and is told what became of it."""
 
-    def admit(self, row: Row, source: int, tokens: int) -> None:
-        """`row` begins at its place; its first `tokens` tokens were computed at place `source`, perhaps its own."""
+    def admit(self, row: Row, donor: int, tokens: int) -> None:
+        """`row` begins at its place; its first `tokens` tokens were computed at place `donor`, which may be its own."""
 
     def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
         """Return a draft per row, no longer than pays. besides: tokens of the coming step that are not these rows'."""
@@ -48,7 +48,7 @@ class Proposer(Protocol):
 class NoDrafts:
     """Plain decoding."""
 
-    def admit(self, row: Row, source: int, tokens: int) -> None: ...
+    def admit(self, row: Row, donor: int, tokens: int) -> None: ...
 
     def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
         return [Draft()] * len(rows)
@@ -77,7 +77,7 @@ class ByRow(NoDrafts):
         self._cost = cost
         self._open: dict[int, RowDrafter] = {}  # by place
 
-    def admit(self, row: Row, source: int, tokens: int) -> None:
+    def admit(self, row: Row, donor: int, tokens: int) -> None:
         drafter = self._open[row.place] = self._drafter.open(row.request.token_ids, row.request.passages)
         if row.written:  # it was interrupted
             drafter.extend(row.tokens[row.prompt_tokens :])
@@ -117,9 +117,9 @@ class Auto(NoDrafts):
         self._proposers = proposers
         self._trial = trial
 
-    def admit(self, row: Row, source: int, tokens: int) -> None:
+    def admit(self, row: Row, donor: int, tokens: int) -> None:
         for proposer in self._proposers.values():
-            proposer.admit(row, source, tokens)
+            proposer.admit(row, donor, tokens)
 
     def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
         proposers = self._proposers
