@@ -1,4 +1,4 @@
-"""The engine with everything round it: packed weights, the self-check, the batch size, the step's cost."""
+"""The engine and everything around it: packed weights, the self-check, the batch size, the cost of a step."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class EngineBackend:
         self._cost = self._probed.anew() if self._probed else None
 
     def warm_up(self) -> None:
-        """Run what the first record would pay for, and learn what steps cost where that decides the drafts' length."""
+        """Run what the first record would pay for; measure what steps cost, where that decides the drafts' length."""
         if self._method == "none" or self._num_tokens is not None:
             ids = [1, 2, 3, 4]
             for _ in self._engine(1, Room()).run([Request(0, "warm-up", ids, Sampling(max_new_tokens=4))]):
@@ -209,7 +209,7 @@ class EngineBackend:
 
 
 def prepare(inner: Any, notes: Notes | None = None) -> Model:
-    """Return the model ready for packed rows, proven to compute what it computes in transformers.
+    """Return the model ready for packed rows, checked to compute what it computes in transformers.
 
     Raises Refused, the model left as it was. notes: what the run should say of it goes there.
     """
@@ -225,7 +225,7 @@ def prepare(inner: Any, notes: Notes | None = None) -> Model:
         why = differs(model, tolerance(inner.dtype))
     except Unsupported as reason:
         why = str(reason)
-    except Exception as error:  # whatever a model does with what it is handed, it is no reason to fail the run
+    except Exception as error:  # whatever a model's code raises here is no reason to fail the run
         log.debug("the model does not run on the engine", exc_info=error)
         why = f"does not take packed rows ({type(error).__name__}: {flat(error, 120)})"
     if why or model is None:
@@ -241,7 +241,7 @@ def prepare(inner: Any, notes: Notes | None = None) -> Model:
 
 
 def _linear_weights(inner: Any) -> tuple[int, int]:
-    """Return how many weights a token is multiplied with, and their bytes."""
+    """Return how many weights a token is multiplied by, and their bytes."""
     weights = [module.weight for module in inner.modules() if isinstance(module, torch.nn.Linear)]
     return sum(weight.numel() for weight in weights), sum(weight.nbytes for weight in weights)
 

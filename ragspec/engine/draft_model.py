@@ -2,8 +2,8 @@
 
     speculation: {method: draft_model, draft_model: ...}
 
-It catches up on what the target wrote, then writes one token after another for every row. How many: what pays, by how
-often its tokens were accepted of late and by what both models' steps cost.
+It catches up on what the target wrote, then writes one token after another for every row: as many as pay, by how often
+its tokens were accepted of late and by what both models' steps cost.
 Limit: one length for all rows of a step.
 """
 
@@ -27,7 +27,7 @@ from ragspec.speculation.drafters.base import Draft
 LONGEST = 12
 CHUNK = 512  # tokens of a forward while it catches up
 LEARN = 0.05
-PROBE_EVERY = 64  # steps after which one token is tried where drafts did not pay
+PROBE_EVERY = 64  # steps between tries of a single token, while drafts do not pay
 
 
 class DraftModel(NoDrafts):
@@ -42,11 +42,11 @@ class DraftModel(NoDrafts):
         self._num_tokens = num_tokens
         self._cost = cost
         self._computed = [0] * model.cache.rows
-        self._accepted = 0.7  # share of drafted tokens that were accepted, of those whose forerunners were
+        self._accepted = 0.7  # chance that a drafted token is accepted, given that those before it were
         self._step_s: float | None = None  # of one token for all rows
         self._idle = 0
         self._drafts: dict[int, Draft] = {}
-        self.outgrown = 0  # rows that went on without drafts
+        self.outgrown = 0  # rows that outgrew the draft and went on without it
 
     # -- what the engine tells ------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class DraftModel(NoDrafts):
         return [drafts[row.place] for row in rows]
 
     def _left(self, row: Row) -> int:
-        """Return how many tokens behind a row the draft still attends to."""
+        """Return how many more tokens of a row the draft can attend to."""
         return (1 << 30) if self._context_length is None else self._context_length - len(row.tokens)
 
     def _length(self, rows: Sequence[Row]) -> int:
@@ -132,7 +132,7 @@ class DraftModel(NoDrafts):
         return best or int(self._idle % PROBE_EVERY == 0)
 
     def _catch_up(self, rows: Sequence[Row]) -> torch.Tensor:
-        """Compute what the draft has not seen yet; return the logits (rows, vocab) after each row's last token."""
+        """Compute what the draft has not seen; return the logits, (rows, vocab), after each row's last token."""
         behind = [(row, len(row.tokens) - self._computed[row.place]) for row in rows]
         last: dict[int, torch.Tensor] = {}
         while behind:

@@ -1,4 +1,4 @@
-"""What becomes of the rows when a forward fails: fewer at once, one alone, and all again after a while."""
+"""What happens to the rows when a forward fails: fewer at once, one alone, and after a while all again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ragspec.engine.work import Work
 from ragspec.errors import flat
 from ragspec.records import Failure
 
-# what a forward may raise: out of memory (torch's own, and its RuntimeError on a CPU), ids that a model has no row for
+# what a forward may raise: out of memory (torch's own error, RuntimeError on a CPU), ids without an embedding
 FORWARD = (RuntimeError, IndexError, MemoryError)
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Retreat:
         self._rows = Backoff(model.cache.rows)
         self.together = Backoff(model.cache.rows)
         self._suspect: Row | None = None  # a row that is tried alone
-        self._beside = 0  # places that there were when it became one
+        self._beside = 0  # places that there were when it failed
 
     @property
     def most(self) -> int:
@@ -78,7 +78,7 @@ class Retreat:
         return failed
 
     def narrow(self, admission: Admission, work: Sequence[Work]) -> list[Failure]:
-        """Go on with as few rows as there is memory for, now that one of them is so long."""
+        """Go on with as many rows as there is memory for, now that one of them is so long."""
         longest = max(work, key=lambda item: item.slots)
         places = self._room.rows(longest.slots)
         failed = []

@@ -1,4 +1,4 @@
-"""A vote of several matches on what comes next, and the memory of what was guessed until it is known to be right."""
+"""Several matches vote on what comes next; a guess is remembered until it is known whether it was right."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Match:
 
     text: Sequence[int]
     position: int
-    end: int  # where the text, or the document in it, ends
+    end: int  # of the text, or of the document in it
     origin: int  # what kind of text it is, to the calibration
     length: int  # tokens before the position that agree with the row
     prompt: bool  # whether `text` begins with the row's own prompt, whose positions can be cited
@@ -52,7 +52,7 @@ class Proposals:
                 token = match.text[position]
                 votes[token] = vote = votes.get(token, 0.0) + weight
                 total += weight
-                if vote >= best_weight:  # of equals the later
+                if vote >= best_weight:  # of equals the later one wins
                     best, best_weight = token, vote
             if not alive:
                 break

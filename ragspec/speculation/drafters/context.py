@@ -1,4 +1,4 @@
-"""The RAG-aware drafter: how the row's contexts, its answer, other records' passages and finished answers go on.
+"""The RAG-aware drafter: how the row's contexts, its answer, other records' passages and finished answers continue.
 
     speculation: {method: context}
 
@@ -21,7 +21,7 @@ from ragspec.speculation.drafters.index import NgramIndex, match_length
 PROMPT, OUTPUT, OTHER_CONTEXT, OTHER_OUTPUT = range(4)
 DOUBTS = {OTHER_CONTEXT: -1.5, OTHER_OUTPUT: -0.8}  # in log odds
 SHARED_TOKENS = 200_000  # of other records, in memory at most
-SURE = 4  # tokens of a match in the row's own text, from which on the others are not asked
+SURE = 4  # tokens of a match in the row's own text that make other records' texts unnecessary
 
 
 class SharedPool:
@@ -33,20 +33,20 @@ class SharedPool:
         self._known: set[int] = set()
 
     def add(self, token_ids: Sequence[int], origin: int) -> None:
-        """Take in a text, once; of an endless one the beginning."""
+        """Take in a text, once; only the beginning of a very long one."""
         token_ids = token_ids[:SHARED_TOKENS]
         key = hash(tuple(token_ids))
         if key in self._known or len(token_ids) < 4:
             return
         if len(self._index.tokens) + len(token_ids) > SHARED_TOKENS:
-            self.__init__()  # type: ignore[misc]  # the run has moved on from what stood there
+            self.__init__()  # type: ignore[misc]  # full: the run has moved on from what it held
         self._known.add(key)
         start = len(self._index.tokens)
         self._index.extend(token_ids)
         self._documents.append((start, len(self._index.tokens), origin))
 
     def matches(self, suffix: Sequence[int]) -> list[Match]:
-        """Return the positions that end like `suffix`."""
+        """Return the positions before which the texts end as `suffix` does."""
         found = []
         for position in self._index.find(suffix):
             number = bisect_right(self._documents, position - 1, key=lambda document: document[0]) - 1
@@ -58,7 +58,7 @@ class SharedPool:
 
 
 class ContextDrafter:
-    """Drafts from the retrieved passages. isolate: each record for itself."""
+    """Drafts from the retrieved passages. isolate: records do not share texts."""
 
     def __init__(self, isolate: bool = False) -> None:
         self.calibration = Calibration(DOUBTS)

@@ -1,4 +1,4 @@
-"""Prompt lookup: the row's own prompt and answer, searched for the latest position that ends like the row does now.
+"""Prompt lookup: the row's own prompt and answer, searched for the latest position that ends as the row does now.
 
     speculation: {method: prompt_lookup, ngram_min: 1, ngram_max: 3}
 
@@ -39,7 +39,7 @@ class LookupRow:
         self._proposals = Proposals(calibration)
 
     def propose(self, limit: int) -> Draft:
-        """Return the continuation of the latest position that ends like the longest n-gram there is."""
+        """Return the continuation of the latest position that ends with the longest n-gram found."""
         tokens = self._index.tokens
         end = len(tokens)
         positions = [position for position in self._index.find(tokens) if position < end]
