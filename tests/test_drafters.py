@@ -13,7 +13,7 @@ from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.drafters.calibration import LENGTHS, PRIOR, Calibration, length_bucket
 from ragspec.speculation.drafters.chain import LEAST_SURVIVAL, Match, Proposals
 from ragspec.speculation.drafters.context import DOUBTS, OTHER_OUTPUT, PROMPT, ContextDrafter, SharedPool
-from ragspec.speculation.drafters.index import PLACES, REACH, NgramIndex, match_length
+from ragspec.speculation.drafters.index import KEPT, LONGEST_MATCH, NgramIndex, match_length
 from ragspec.speculation.drafters.prompt_lookup import PromptLookup
 
 TEXTS = st.lists(st.integers(0, 3), max_size=60)  # few tokens: everything repeats
@@ -164,17 +164,17 @@ def test_the_error_is_the_distance_between_estimates_and_what_came(truth, low, h
 # -- NgramIndex -------------------------------------------------------------------------------------------------------
 
 
-def places_of(text, suffix, smallest, largest):
+def positions_of(text, suffix, smallest, largest):
     """Return what NgramIndex.find promises, by looking everywhere."""
     found = []
     for n in range(min(largest, len(suffix)), smallest - 1, -1):
-        ends = [end for end in range(n, len(text) + 1) if text[end - n : end] == suffix[-n:]][-PLACES:]
+        ends = [end for end in range(n, len(text) + 1) if text[end - n : end] == suffix[-n:]][-KEPT:]
         found += [end for end in reversed(ends) if end not in found]
-    return sorted(found[:PLACES])
+    return sorted(found[:KEPT])
 
 
 @given(st.lists(TEXTS, max_size=4), TEXTS, st.sampled_from([(1, 3), (1, 1), (2, 4), (3, 3)]))
-def test_the_index_finds_the_latest_places_of_the_longest_ngrams(chunks, suffix, sizes):
+def test_the_index_finds_the_latest_positions_of_the_longest_ngrams(chunks, suffix, sizes):
     index, text = NgramIndex(*sizes), []
     for chunk in chunks:
         index.extend(chunk)
@@ -182,18 +182,18 @@ def test_the_index_finds_the_latest_places_of_the_longest_ngrams(chunks, suffix,
     assert index.tokens == text
     for asked in (suffix, text):
         found = index.find(asked)
-        assert found == places_of(text, asked, *sizes)
-        assert all(text[place - sizes[0] : place] == asked[-sizes[0] :] for place in found)
+        assert found == positions_of(text, asked, *sizes)
+        assert all(text[position - sizes[0] : position] == asked[-sizes[0] :] for position in found)
 
 
 @given(TEXTS, TEXTS, st.integers(0, 60), st.integers(0, 10))
-def test_a_match_is_as_long_as_the_texts_agree(text, suffix, place, floor):
-    place, floor = min(place, len(text)), min(floor, place, len(text))
-    length = match_length(text, place, suffix, floor)
+def test_a_match_is_as_long_as_the_texts_agree(text, suffix, position, floor):
+    position, floor = min(position, len(text)), min(floor, position, len(text))
+    length = match_length(text, position, suffix, floor)
     agree = 0
-    while place - agree > floor and agree < len(suffix) and text[place - agree - 1] == suffix[-agree - 1]:
+    while position - agree > floor and agree < len(suffix) and text[position - agree - 1] == suffix[-agree - 1]:
         agree += 1
-    assert length == min(agree, REACH)
+    assert length == min(agree, LONGEST_MATCH)
 
 
 # -- Proposals --------------------------------------------------------------------------------------------------------
@@ -425,7 +425,7 @@ def test_no_match_crosses_from_one_text_to_the_next():
     assert [match.length for match in pool.matches([3, 4, 5])] == [1]  # the 5 alone
     assert pool.matches([2, 3, 4]) == []  # at the end of its text: nothing to go on with
     (found,) = pool.matches([9, 5, 6, 7])
-    assert (found.text[found.place], found.length, found.prompt) == (8, 3, False)
+    assert (found.text[found.position], found.length, found.prompt) == (8, 3, False)
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=4, max_size=12), max_size=8), TEXTS)
@@ -436,13 +436,13 @@ def test_matches_in_the_pool_lie_inside_one_text(texts, suffix):
     whole = [tuple(text) for text in texts]
     for found in pool.matches(suffix):
         assert found.length >= 1
-        assert found.place < found.end
+        assert found.position < found.end
         assert any(
-            tuple(found.text[found.place - found.length : found.end])
-            == text[-(found.end - found.place + found.length) :]
+            tuple(found.text[found.position - found.length : found.end])
+            == text[-(found.end - found.position + found.length) :]
             for text in whole
         )
-        assert list(found.text[found.place - found.length : found.place]) == suffix[-found.length :]
+        assert list(found.text[found.position - found.length : found.position]) == suffix[-found.length :]
 
 
 def test_a_text_that_comes_again_is_kept_once():

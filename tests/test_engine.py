@@ -8,7 +8,7 @@ import torch
 from ragspec.engine import layout, work
 from ragspec.engine.backend import prepare
 from ragspec.engine.cache import RaggedCache
-from ragspec.engine.decode import Engine
+from ragspec.engine.decode import Engine, EngineSettings
 from ragspec.engine.draft_model import DraftModel
 from ragspec.engine.proposers import ByRow, NoDrafts
 from ragspec.models.tokenizer import HFTokenizer
@@ -80,7 +80,7 @@ def requests_for(tokenizer, sampling=None, count=9):
 def answers(loaded, folder, proposer=None, rows=4, requests=None, sampling=None, eos=(), cost=None, **settings):
     model, tokenizer = loaded(folder)
     model.resize(rows)
-    engine = Engine(model, proposer or NoDrafts(), tokenizer, frozenset(eos), cost=cost, **settings)
+    engine = Engine(model, proposer or NoDrafts(), tokenizer, frozenset(eos), EngineSettings(cost=cost, **settings))
     outcomes = list(engine.run(requests or requests_for(tokenizer, sampling)))
     assert not [outcome for outcome in outcomes if isinstance(outcome, Failure)]
     answers.engine = engine
@@ -313,7 +313,7 @@ def test_out_of_memory_costs_rows_but_no_record(loaded, tiny, plain, monkeypatch
     monkeypatch.setattr(RaggedCache, where, short)
     outcomes = answers(loaded, tiny, ByRow(ContextDrafter(), 3, None), rows=8)
     assert ids(outcomes) == plain
-    assert any("OutOfMemoryError" in note for note in answers.engine.clock.notes)
+    assert any("OutOfMemoryError" in note for note in answers.engine.notes)
 
 
 def test_what_was_copied_is_cited_with_its_passage(loaded, tiny, plain):

@@ -7,7 +7,7 @@ import transformers
 from ragspec.config.load import build_config
 from ragspec.config.run import to_sampling
 from ragspec.engine import attention, backend, selfcheck
-from ragspec.engine.decode import Engine
+from ragspec.engine.decode import Engine, EngineSettings
 from ragspec.engine.proposers import ByRow
 from ragspec.errors import ConfigError, ModelError
 from ragspec.models.mending import mend
@@ -97,7 +97,9 @@ def test_a_family_gives_the_tokens_of_stock_generate(family, tokenizer):
     model = backend.prepare(inner)
     for rows, tokens in ((1, None), (3, 5)):
         model.resize(rows)
-        engine = Engine(model, ByRow(ContextDrafter(), tokens or 4, None), tokenizer, frozenset(), chunk=32)
+        engine = Engine(
+            model, ByRow(ContextDrafter(), tokens or 4, None), tokenizer, frozenset(), EngineSettings(chunk=32)
+        )
         answers = {outcome.index: outcome.token_ids for outcome in engine.run(requests_for(tokenizer))}
         assert answers == stock
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from ragspec.engine import attention, backend, selfcheck
-from ragspec.engine.decode import Engine
+from ragspec.engine.decode import Engine, EngineSettings
 from ragspec.engine.forward import Model
 from ragspec.engine.proposers import ByRow
 from ragspec.models import limits
@@ -81,7 +81,7 @@ def test_frequencies_that_depend_on_length_are_those_of_a_record_alone(make, row
     engine_model = backend.prepare(copy.deepcopy(model))
     engine_model.resize(rows)
     requests = [Request(i, f"r{i}", ids, Sampling(max_new_tokens=NEW)) for i, ids in enumerate(prompts())]
-    engine = Engine(engine_model, ByRow(ContextDrafter(), 4, None), None, frozenset(), chunk=chunk)
+    engine = Engine(engine_model, ByRow(ContextDrafter(), 4, None), None, frozenset(), EngineSettings(chunk=chunk))
     outcomes = {outcome.index: outcome for outcome in engine.run(requests)}
     assert {i: outcome.token_ids for i, outcome in sorted(outcomes.items())} == expected
     assert sum(outcome.cached_prompt_tokens for outcome in outcomes.values()) > 0  # what agrees is still shared
@@ -194,7 +194,7 @@ def test_windows_of_any_size_are_those_of_stock_generate(window):
     engine_model = backend.prepare(copy.deepcopy(model))
     engine_model.resize(3)
     requests = [Request(i, f"r{i}", ids, Sampling(max_new_tokens=NEW)) for i, ids in enumerate(prompts())]
-    engine = Engine(engine_model, ByRow(ContextDrafter(), 4, None), None, frozenset(), chunk=16)
+    engine = Engine(engine_model, ByRow(ContextDrafter(), 4, None), None, frozenset(), EngineSettings(chunk=16))
     assert {outcome.index: outcome.token_ids for outcome in engine.run(requests)} == expected
 
 

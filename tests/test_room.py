@@ -7,7 +7,7 @@ import torch
 
 from ragspec.engine.admission import Admission
 from ragspec.engine.cache import LayerCache, RaggedCache
-from ragspec.engine.decode import Engine
+from ragspec.engine.decode import Engine, EngineSettings
 from ragspec.engine.proposers import ByRow, NoDrafts
 from ragspec.engine.room import AHEAD, PATIENCE, Backoff, Room
 from ragspec.records import Failure, Request, Sampling
@@ -92,7 +92,9 @@ def bytes_per_token(model):
 
 def run(model, tokenizer, requests, proposer=None, rows=4, room=None, **settings):
     model.resize(rows)
-    engine = Engine(model, proposer or NoDrafts(), tokenizer, frozenset(), room=room, **settings)
+    engine = Engine(
+        model, proposer or NoDrafts(), tokenizer, frozenset(), EngineSettings(room=room or Room(), **settings)
+    )
     outcomes = {outcome.index: outcome for outcome in engine.run(requests)}
     return outcomes, engine
 
@@ -171,7 +173,7 @@ def test_rows_come_back_after_a_failure(loaded, tiny, plain, monkeypatch):  # no
     assert tokens(outcomes) == {10 * n + index: answer for n in range(8) for index, answer in plain.items()}
     assert min(rows) == 1
     assert rows[-1] == 4
-    assert any("OutOfMemoryError" in note for note in engine.clock.notes)
+    assert any("OutOfMemoryError" in note for note in engine.notes)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), IndexError("no such id"), MemoryError()])
@@ -250,7 +252,7 @@ def test_a_drafter_that_raises_costs_drafts_and_is_named(loaded, tiny, plain):  
     model, tokenizer = loaded(tiny)
     outcomes, engine = run(model, tokenizer, requests_for(tokenizer), Broken())
     assert tokens(outcomes) == plain
-    assert any("this drafter is broken" in note for note in engine.clock.notes)
+    assert any("this drafter is broken" in note for note in engine.notes)
 
 
 def test_a_forward_that_fails_shows_its_traceback_in_debugging(loaded, tiny, monkeypatch, caplog):  # noqa: F811
@@ -279,12 +281,12 @@ def test_requests_too_long_for_the_others_wait_for_their_end():
     room = Room(1, 400)
     long = Request(0, "long", [1] * 300, Sampling(max_new_tokens=10))
     short = [Request(i, str(i), [i] * 50, Sampling(max_new_tokens=10)) for i in range(1, 6)]
-    line = Admission([long, *short], 4, 4096, room=room, step=10)
+    admission = Admission([long, *short], 4, 4096, room=room, step=10)
     order = []
-    while (started := line.admit()) or line.rows():
+    while (started := admission.admit()) or admission.rows():
         order.append(sorted(start.row.request.index for start in started))
-        for row in line.rows():
-            line.release(row)
+        for row in admission.rows():
+            admission.release(row)
     assert order == [[1, 2, 3, 4], [5], [0]]
-    assert len(line.places) == 1
-    assert line.widen(4) == 4
+    assert len(admission.places) == 1
+    assert admission.widen(4) == 4

@@ -1,7 +1,7 @@
-"""Which request gets which cache row: requests are looked at ahead, brought together by prefix, and start from what
-another row has computed already.
+"""Which request gets which place (a row of the cache): requests are read ahead, grouped by prefix, and start from what
+another row has already computed.
 
-Nothing here touches the cache: what is to be copied stands in a Start.
+Nothing here touches the cache: a Start says what is to be copied.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
-from ragspec.engine.prefix import grouped, shared
+from ragspec.engine.place import Place, Start
+from ragspec.engine.prefix import grouped
 from ragspec.engine.room import Room
 from ragspec.engine.row import Row
 from ragspec.engine.sampling import Noise
 from ragspec.inputs.feed import Feed
 from ragspec.records import Failure, Request
 
-WAIT = 16  # tokens that are just being computed, for which a request waits a step
-SCAN = 256  # waiting requests looked at for one whose prefix is not being computed just now
+WAIT = 16  # tokens that another row is computing just now, for which a request waits
+SCAN = 256  # waiting requests looked at for one that can start
 
 Agree = Callable[[int, int, int], bool]
 
 
 class Waiting:
-    """A request, or a row that was interrupted, waiting for a place. Tokens are packed: thousands may wait."""
+    """A request, or a row that was sent back, waiting for a place. Tokens are packed: thousands may wait."""
 
     __slots__ = ("group", "request", "row", "tokens")
 
@@ -48,51 +49,21 @@ class Waiting:
         return len(self.request.token_ids) + self.request.sampling.max_new_tokens
 
 
-class Place:
-    """A cache row, and whose keys and values it holds: those of the row under way, or of the last one."""
-
-    __slots__ = ("group", "left", "left_base", "row")
-
-    def __init__(self) -> None:
-        self.row: Row | None = None
-        self.left = array("i")
-        self.left_base = 0
-        self.group = -1
-
-    @property
-    def base(self) -> int:
-        """Tokens that the row there began with, or the last one (Row.base)."""
-        return self.row.base if self.row else self.left_base
-
-    def leave(self) -> None:
-        """The row is gone; what it computed stays until the place is needed."""
-        assert self.row is not None
-        self.left, self.left_base = array("i", self.row.tokens[: self.row.computed]), self.row.base
-        self.row = None
-
-    def offers(self, tokens: array[int]) -> tuple[int, int]:
-        """Return how many of `tokens` it holds now, and how many it will."""
-        if self.row is None:
-            held = shared(tokens, self.left)
-            return held, held
-        coming = shared(tokens, array("i", self.row.tokens))
-        return min(coming, self.row.computed), coming
-
-
 @dataclass(frozen=True, slots=True)
-class Start:
-    """`row` begins at its place; its first `tokens` tokens are those of place `source`, perhaps its own."""
+class _Choice:
+    """What starts next: its number in the queue, and the rest of its Start."""
 
-    row: Row
-    source: int
+    number: int
+    donor: int
+    target: int
     tokens: int
 
 
 class Admission:
-    """The waiting line and the places.
+    """The queue and the places.
 
-    step: tokens that a row may grow by in a step. agree: whether rows that began with so many tokens compute the same
-    for the first so many (Frequencies.agree). start: makes the row of a request.
+    step: most tokens that a row grows by in a step. agree(base, other, tokens): whether rows that began with `base` and
+    `other` tokens compute the same for the first `tokens` (Frequencies.agree). start: makes the row of a request.
     """
 
     def __init__(
@@ -106,13 +77,13 @@ class Admission:
         step: int = 1,
         agree: Agree | None = None,
     ) -> None:
-        self._source = Feed(requests)
+        self._requests = Feed(requests)
         self._lookahead = lookahead
         self._start = start or new_row
         self._room = room or Room()
         self._step = step
         self._agree = agree or (lambda base, other, tokens: True)
-        self._line: deque[Waiting] = deque()
+        self._queue: deque[Waiting] = deque()
         self._groups = count()
         self._clear(places)
 
@@ -131,17 +102,17 @@ class Admission:
         self._free.append(row.place)
 
     def interrupt(self, places: int, first: Row | None = None) -> None:
-        """Send all rows back to the head of the line, `first` before all, and have `places` empty places."""
+        """Send all rows back to the head of the queue, `first` before the others; have `places` empty places."""
         rows = sorted(self.rows(), key=lambda row: (row is not first, row.started))
         self._clear(places)
         for row in reversed(rows):
             row.place, row.computed = -1, 0
-            self._line.appendleft(Waiting(row.request, next(self._groups), row))
+            self._queue.appendleft(Waiting(row.request, next(self._groups), row))
 
     def widen(self, most: int) -> int:
-        """Add places, up to `most`, while all rows could come to their end in them; return how many there are."""
+        """Add places, up to `most`, while every row could finish in them; return how many there are."""
         needs = [len(row.request.token_ids) + row.request.sampling.max_new_tokens for row in self.rows()]
-        longest = max([*needs, *(waiting.most for waiting in islice(self._line, 1))], default=1)
+        longest = max([*needs, *(waiting.most for waiting in islice(self._queue, 1))], default=1)
         for _ in range(len(self.places), min(most, self._room.rows(longest))):
             self._free.append(len(self.places))
             self.places.append(Place())
@@ -153,14 +124,14 @@ class Admission:
             del place.left[slots:]
 
     def coming(self) -> int:
-        """Return how many tokens the longest of the rows under way and of those that come next may come to have."""
+        """Return the most tokens that any row under way, or any of those that come next, may grow to."""
         needs = [len(row.request.token_ids) + row.request.sampling.max_new_tokens for row in self.rows()]
-        return max([*needs, *(waiting.most for waiting in islice(self._line, SCAN))], default=0)
+        return max([*needs, *(waiting.most for waiting in islice(self._queue, SCAN))], default=0)
 
     def admit(self) -> list[Start | Failure]:
-        """Give free places to waiting requests, each with the longest prefix that another place has computed.
+        """Give free places to waiting requests, each with the longest prefix that some place has computed.
 
-        In this order they must begin. A Failure is a request that not even an empty cache has room for.
+        Begin them in this order. A Failure is a request that not even an empty cache has room for.
         """
         decided: list[Start | Failure] = []
         while self._free:
@@ -168,37 +139,41 @@ class Admission:
             chosen = self._choose()
             if chosen is None:
                 break
-            number, source, target, tokens = chosen
-            waiting = self._take(number)
-            self._free.remove(target)
-            row = waiting.row or self._start(waiting.request)
-            place = self.places[target]
-            place.row, place.group = row, waiting.group
-            row.place, row.computed = target, tokens
-            if not row.written:
-                row.cached = tokens
-            decided.append(Start(row, source, tokens))
-            self._latest = target
+            decided.append(self._settle(chosen))
         return decided
+
+    def _settle(self, chosen: _Choice) -> Start:
+        """Take the chosen one from the queue and give it its place."""
+        waiting = self._queue[chosen.number]
+        del self._queue[chosen.number]
+        self._free.remove(chosen.target)
+        row = waiting.row or self._start(waiting.request)
+        place = self.places[chosen.target]
+        place.row, place.group = row, waiting.group
+        row.place, row.computed = chosen.target, chosen.tokens
+        if not row.written:
+            row.cached = chosen.tokens
+        self._latest = chosen.target
+        return Start(row, chosen.donor, chosen.tokens)
 
     def _needs(self, waiting: Waiting) -> int:
         return len(waiting.tokens) + self._step
 
     def _look_ahead(self) -> list[Failure]:
-        """Take in the requests that are there, if none wait, and for one only where no row is under way.
+        """Fill an empty queue with the requests that are there; block for one only while no row is under way.
 
-        Returns those that cannot be answered.
+        Return those that cannot be answered.
         """
         refused: list[Failure] = []
-        while not self._line:
-            fresh = self._source.take(max(self._lookahead, len(self._free)), wait=not self.rows())
+        while not self._queue:
+            fresh = self._requests.take(max(self._lookahead, len(self._free)), wait=not self.rows())
             if not fresh:
                 break
             for start in range(0, len(fresh), self._lookahead):
                 ahead = [Waiting(request) for request in fresh[start : start + self._lookahead]]
                 refusals = [(waiting, self._refusal(waiting)) for waiting in ahead]
                 refused += [Failure(waiting.request.index, why) for waiting, why in refusals if why]
-                self._line.extend(self._grouped([waiting for waiting, why in refusals if not why]))
+                self._queue.extend(self._grouped([waiting for waiting, why in refusals if not why]))
         return refused
 
     def _grouped(self, ahead: Sequence[Waiting]) -> Iterator[Waiting]:
@@ -216,52 +191,47 @@ class Admission:
         needs = self._needs(waiting)
         return self._room.why(needs) if needs > self._room.slots(1) else ""
 
-    def _take(self, number: int) -> Waiting:
-        waiting = self._line[number]
-        del self._line[number]
-        return waiting
+    def _choose(self) -> _Choice | None:
+        """Return what starts next; None while nothing can.
 
-    def _choose(self) -> tuple[int, int, int, int] | None:
-        """Return the next to start: its number in the line, the place it begins like and how far, the place it gets.
-
-        One whose prefix is being computed right now waits for it, and one that there is no room for beside the others
-        waits for their end; others overtake both. A free place that holds what waiting ones begin with is kept for
-        these.
+        A request whose prefix is being computed right now waits for it, and one that has no room beside the others
+        waits until they finish; others overtake both. A free place that holds the prefix of waiting requests is kept
+        for them.
         """
-        heads: dict[int, int] = {}  # of each group, the first in the line
-        for number, waiting in enumerate(islice(self._line, SCAN)):
+        heads: dict[int, int] = {}  # of each group, the first in the queue
+        for number, waiting in enumerate(islice(self._queue, SCAN)):
             heads.setdefault(waiting.group, number)
         spare = next((i for i in self._free if self.places[i].group not in heads), None)
         fits = self._room.slots(len(self.places))
         for group, number in heads.items():
-            if self._needs(self._line[number]) > fits:
+            if self._needs(self._queue[number]) > fits:
                 continue
-            source, now, coming = self._best_source(self._line[number])
+            donor, now, coming = self._best_donor(self._queue[number])
             if coming >= now + WAIT:
                 continue
             own = [i for i in self._free if self.places[i].group == group]
-            target = source if source in own else own[0] if own else spare
+            target = donor if donor in own else own[0] if own else spare
             if target is not None:
-                return number, source, target, now
+                return _Choice(number, donor, target, now)
         if self.rows() or not heads:
             return None
-        if self._needs(self._line[0]) > fits:
-            self._clear(self._room.rows(self._needs(self._line[0])))
-        source, now, _ = self._best_source(self._line[0])
-        return 0, source, source if source in self._free else self._free[0], now
+        if self._needs(self._queue[0]) > fits:
+            self._clear(self._room.rows(self._needs(self._queue[0])))
+        donor, now, _ = self._best_donor(self._queue[0])
+        return _Choice(0, donor, donor if donor in self._free else self._free[0], now)
 
-    def _best_source(self, waiting: Waiting) -> tuple[int, int, int]:
-        """Return the place that holds most of a request's tokens, how many now, and how many will be held somewhere."""
+    def _best_donor(self, waiting: Waiting) -> tuple[int, int, int]:
+        """Return the place that holds most of a request's tokens, how many, and how many some place will hold."""
         last = len(waiting.tokens) - 1  # the last token is always computed: its logits are wanted
-        source, best, most = self._latest, 0, 0
+        donor, best, most = self._latest, 0, 0
         for index, place in enumerate(self.places):
             if place.group == waiting.group or index == self._latest:
                 offered = place.offers(waiting.tokens)
                 now, coming = (self._usable(waiting.base, place.base, min(last, tokens)) for tokens in offered)
                 most = max(most, coming)
                 if now > best or (now == best and place.row is None):
-                    source, best = index, now
-        return source, best, most
+                    donor, best = index, now
+        return donor, best, most
 
     def _usable(self, base: int, other: int, tokens: int) -> int:
         """Return how many of the first `tokens` of a row that began with `other` tokens serve one of `base`."""

@@ -1,7 +1,7 @@
-"""Attention of packed rows over the ragged cache, in the place that transformers keeps for attention functions.
+"""Attention of packed rows over the ragged cache, plugged in where transformers lets attention be replaced.
 
-Grouped heads share their keys without copies: the queries of a group are further queries of one head, or, where torch
-masks by itself, the keys are expanded without being repeated. Source of the interface: transformers.AttentionInterface.
+Grouped heads share their keys without copies: a group's queries become further queries of one head or, where torch does
+the masking, keys are expanded without being repeated. Source of the interface: transformers.AttentionInterface.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAME = "ragspec"
 class Scores:
     """How a layer turns queries and keys into weights. cap: scores are cap * tanh(score / cap); None: as they are.
 
-    sinks: (heads,) a score of each head that takes weight and has no value; None: none.
+    sinks: (heads,) a score per head that takes weight but has no value; None: none.
     """
 
     scaling: float | None
@@ -33,7 +33,7 @@ class Scores:
 
     @property
     def plain(self) -> bool:
-        """Whether torch's own attention computes them."""
+        """Whether torch's own attention can compute them."""
         return self.cap is None and self.sinks is None
 
 
@@ -59,9 +59,9 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Return (1, T, heads, head_dim) for queries of (1, heads, T, head_dim); the rows' own past is in the cache.
 
-    key, value: (1, kv_heads, T, head_dim), of the forward's tokens. attention_mask: what masks.py made of the model's
-    mask; a window that is only an argument counts for nothing, as in torch's own attention. Raises Unsupported for any
-    other mask, and for what is not attention of the tokens to themselves.
+    key, value: (1, kv_heads, T, head_dim), of this forward's tokens. attention_mask: what masks.py made of the model's
+    mask; a window passed only as an argument is ignored, as torch's own attention ignores it. Raises Unsupported for
+    any other mask, and for anything but self-attention.
     """
     if kwargs.get("position_bias") is not None:
         raise Unsupported("adds a bias to its scores by position")

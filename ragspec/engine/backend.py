@@ -1,23 +1,24 @@
-"""The engine with everything round it: packed weights, the self-check, the batch size, the step's cost."""
+"""The engine and everything around it: packed weights, the self-check, the batch size, the cost of a step."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ragspec.engine.capacity import budget_of, choose_rows, most_rows
 from ragspec.engine.clock import Clock
-from ragspec.engine.decode import LOOKAHEAD, Engine
+from ragspec.engine.decode import LOOKAHEAD, Engine, EngineSettings
 from ragspec.engine.draft_model import DraftModel
 from ragspec.engine.forward import Model
 from ragspec.engine.heap import keep_freed_memory
 from ragspec.engine.layout import Segment
 from ragspec.engine.linear import can_pack, pack_linears, unpack_linears
 from ragspec.engine.masks import Unsupported
+from ragspec.engine.notes import Notes
 from ragspec.engine.obstacle import keeps_state, obstacle
 from ragspec.engine.probe import probe
 from ragspec.engine.proposers import Auto, ByRow, NoDrafts, Proposer
@@ -41,13 +42,25 @@ class Refused(Exception):
     """The engine cannot run this model; the message says why. The model is as it was."""
 
 
-class EngineBackend:
-    """Answers with the batched engine.
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What drafts. method: a word of speculation/methods.py, "auto" for the best of them. num_tokens None: what pays.
 
-    method: a word of speculation/methods.py, "auto" for the best of them. draft: the loaded draft model.
-    reach: tokens that it attends to. rows None: chosen by memory and device. rules: how logits become choices. Every
-    run begins as the first did: no drafter knows the records of an earlier one. Raises Refused where the model does not
-    compute the same in here.
+    draft: the loaded draft model. context_length: tokens that it attends to; None where there is no limit.
+    """
+
+    method: str
+    num_tokens: int | None = None
+    drafting: DrafterSettings = field(default_factory=DrafterSettings)
+    draft: Any = None
+    context_length: int | None = None
+
+
+class EngineBackend:
+    """Answers with the batched engine. rows None: chosen by memory and device. rules: how logits become choices.
+
+    Every run begins as the first did: no drafter knows the records of an earlier one. Raises Refused where the model
+    does not compute the same in here.
     """
 
     def __init__(
@@ -55,34 +68,30 @@ class EngineBackend:
         inner: Any,
         tokenizer: Tokenizer,
         eos: frozenset[int],
+        speculation: Speculation,
         *,
-        method: str,
-        num_tokens: int | None,
         rows: int | None,
         lookahead: int = LOOKAHEAD,
-        drafting: DrafterSettings | None = None,
-        draft: Any = None,
-        reach: int | None = None,
         rules: GenerationRules | None = None,
     ) -> None:
         self.clock = Clock()
-        self.notes: list[str] = []
+        self.notes = Notes()
         self.batch_size = rows
         self._tokenizer = tokenizer
         self._eos = eos
-        self._method = method
-        self._num_tokens = num_tokens
+        self._method = speculation.method
+        self._num_tokens = speculation.num_tokens
+        self._context_length = speculation.context_length  # of the draft model
         self._rows = rows
         self._lookahead = lookahead
-        self._reach = reach
         self._rules = rules
         self._probed: StepCost | None = None
         width = int(inner.config.get_text_config().vocab_size)
-        self._drafting = replace(drafting or DrafterSettings(), vocabulary=width)
+        self._drafting = replace(speculation.drafting, vocabulary=width)
         self._weights = _linear_weights(inner)
         self._model = prepare(inner, self.notes)
         try:
-            self._draft = prepare(draft) if draft is not None else None
+            self._draft = prepare(speculation.draft) if speculation.draft is not None else None
         except Refused as reason:
             self._model.release()
             raise Refused(f"of its draft model: {reason}") from reason
@@ -101,7 +110,7 @@ class EngineBackend:
         self._cost = self._probed.anew() if self._probed else None
 
     def warm_up(self) -> None:
-        """Run what the first record would pay for, and learn what steps cost where that decides the drafts' length."""
+        """Run what the first record would pay for; measure what steps cost, where that decides the drafts' length."""
         if self._method == "none" or self._num_tokens is not None:
             ids = [1, 2, 3, 4]
             for _ in self._engine(1, Room()).run([Request(0, "warm-up", ids, Sampling(max_new_tokens=4))]):
@@ -112,39 +121,37 @@ class EngineBackend:
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield outcomes as they finish."""
-        source = Feed(requests)
-        head = source.take(SAMPLE if self._rows is None else 1, wait=True)
+        feed = Feed(requests)
+        head = feed.take(SAMPLE if self._rows is None else 1, wait=True)
         if not head:
             return
-        source.put_back(head)
+        feed.put_back(head)
         self._start_anew()
         room = Room(self._bytes_per_token, budget_of(self._model.device))
         rows = self._rows
         if rows is None:
             rows, why = choose_rows(head, room, self._model.device)
-            self._note(why)
+            self.notes.add(why)
         self.batch_size = rows
         engine = self._engine(rows, room)
         before = self.clock.steps, self.clock.drafted_steps
         try:
-            yield from engine.run(source)
+            yield from engine.run(feed)
         finally:
-            self._finish(*before)
+            self._finish(engine, *before)
 
     def _engine(self, rows: int, room: Room) -> Engine:
         self._model.resize(rows)
         self._proposers = {name: self._proposer(name, rows) for name in self._candidates}
         several = len(self._proposers) > 1
+        processors = self._processors if self._rules else None
         return Engine(
             self._model,
             Auto(self._proposers, self._trial) if several else self._proposers[self._method],
             self._tokenizer,
             self._eos,
+            EngineSettings(room=room, cost=self._cost, lookahead=self._lookahead, processors=processors),
             clock=self.clock,
-            cost=self._cost,
-            lookahead=self._lookahead,
-            processors=self._processors if self._rules else None,
-            room=room,
         )
 
     def _processors(self, request: Request) -> Processors | None:
@@ -156,35 +163,33 @@ class EngineBackend:
             assert self._draft is not None
             self._draft.resize(rows)
             width = int(self._model.inner.config.get_text_config().vocab_size)
-            return DraftModel(self._draft, width, self._reach, self._num_tokens, self._cost)
+            return DraftModel(self._draft, width, self._context_length, self._num_tokens, self._cost)
         if method in self._drafters:
             return ByRow(self._drafters[method], self._num_tokens, self._cost)
         return NoDrafts()
 
-    def _finish(self, steps_before: int, drafted_before: int) -> None:
+    def _finish(self, engine: Engine, steps_before: int, drafted_before: int) -> None:
         clock = self.clock
         steps, drafted = clock.steps - steps_before, clock.drafted_steps - drafted_before
         if self._method == "auto":
-            self._note(self._trial.note())
-        for note in [*clock.notes, *failures(self._drafters.values())]:
-            self._note(note)
+            self.notes.add(self._trial.note())
+        for note in [*engine.notes, *failures(self._drafters.values())]:
+            self.notes.add(note)
         if self._num_tokens is None and self._method not in ("none", "auto") and steps:
             off = 1 - drafted / steps
             if off >= 0.5:
-                self._note(f"speculation was off in {off:.0%} of steps: drafts would have cost more than they bring")
+                self.notes.add(
+                    f"speculation was off in {off:.0%} of steps: drafts would have cost more than they bring"
+                )
         outgrown = getattr(self._proposers.get("draft_model"), "outgrown", 0)
         if outgrown:
-            self._note(
-                f"{outgrown} records were longer than the {self._reach} tokens that the draft model attends to; "
-                "they went on without drafts"
+            self.notes.add(
+                f"{outgrown} records were longer than the {self._context_length} tokens that the draft model attends "
+                "to; they went on without drafts"
             )
         self._model.resize(0)  # the rows' memory is free between runs
         if self._draft is not None:
             self._draft.resize(0)
-
-    def _note(self, note: str) -> None:
-        if note not in self.notes:
-            self.notes.append(note)
 
     def about(self) -> dict[str, Any]:
         """Return what ran: rows, packed layers, how well drafts were judged, where the time went."""
@@ -203,8 +208,8 @@ class EngineBackend:
         return about | judged(self._drafters.get(best))
 
 
-def prepare(inner: Any, notes: list[str] | None = None) -> Model:
-    """Return the model ready for packed rows, proven to compute what it computes in transformers.
+def prepare(inner: Any, notes: Notes | None = None) -> Model:
+    """Return the model ready for packed rows, checked to compute what it computes in transformers.
 
     Raises Refused, the model left as it was. notes: what the run should say of it goes there.
     """
@@ -220,7 +225,7 @@ def prepare(inner: Any, notes: list[str] | None = None) -> Model:
         why = differs(model, tolerance(inner.dtype))
     except Unsupported as reason:
         why = str(reason)
-    except Exception as error:  # whatever a model does with what it is handed, it is no reason to fail the run
+    except Exception as error:  # whatever a model's code raises here is no reason to fail the run
         log.debug("the model does not run on the engine", exc_info=error)
         why = f"does not take packed rows ({type(error).__name__}: {flat(error, 120)})"
     if why or model is None:
@@ -231,12 +236,12 @@ def prepare(inner: Any, notes: list[str] | None = None) -> Model:
         unpack_linears(inner)
         raise Refused(f"it {obstacle(inner) or why}")
     if left and notes is not None:
-        notes.append(f"{len(left)} linear layers are not packed: packed, they compute something else ({left[0]})")
+        notes.add(f"{len(left)} linear layers are not packed: packed, they compute something else ({left[0]})")
     return model
 
 
 def _linear_weights(inner: Any) -> tuple[int, int]:
-    """Return how many weights a token is multiplied with, and their bytes."""
+    """Return how many weights a token is multiplied by, and their bytes."""
     weights = [module.weight for module in inner.modules() if isinstance(module, torch.nn.Linear)]
     return sum(weight.numel() for weight in weights), sum(weight.nbytes for weight in weights)
 

@@ -1,7 +1,7 @@
 """Keys and values of all rows: a row's slot is its token's position.
 
-Rows have lengths of their own; nothing is ever realigned. Stale slots beyond a row's length are masked, and written
-over when the row gets there. Limit: every row has room for as many tokens as the longest needs (room.py).
+Every row has its own length; nothing is ever realigned. Stale slots beyond that length are masked, and overwritten when
+the row gets there. Limit: every row has room for as many tokens as the longest needs (room.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from ragspec.engine.layout import Layout
 
-ROUND = 64  # slots are added in such portions
+ROUND = 64  # slots are allocated in multiples of this
 
 
 class LayerCache:
@@ -28,13 +28,13 @@ class LayerCache:
 
 
 class RaggedCache:
-    """Stands where transformers passes its own Cache, whose update() hands a forward's keys and values through.
+    """Passed to models as their Cache, but its update() hands the forward's keys and values straight through.
 
-    They are written where attention meets them (attention.py): models may expand, share or halve them on their way.
+    They are written by attention (attention.py) instead: models may expand, share or halve them on the way there.
     """
 
     is_compileable = False
-    running: ContextVar[RaggedCache] = ContextVar("running")  # that of the forward which is under way
+    running: ContextVar[RaggedCache] = ContextVar("running")  # the cache of the forward under way
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -46,7 +46,7 @@ class RaggedCache:
 
     @contextmanager
     def forward(self, layout: Layout) -> Iterator[None]:
-        """Be the cache that attention writes to, where `layout` says."""
+        """Let attention write to this cache, where `layout` says."""
         self.layout = layout
         token = self.running.set(self)
         try:
@@ -59,7 +59,7 @@ class RaggedCache:
     def write(self, keys: torch.Tensor, values: torch.Tensor) -> LayerCache:
         """Write the forward's keys and values, (1, kv_heads, T, head_dim); return the layer with those of all rows.
 
-        What an earlier layer wrote is not written twice: later ones may share it.
+        What an earlier layer wrote is not written again: later ones may share it.
         """
         assert self.layout is not None
         names = id(keys), id(values)
@@ -88,9 +88,9 @@ class RaggedCache:
 
     @torch.inference_mode()
     def resize(self, rows: int, slots: int) -> None:
-        """Have room for `rows` rows of `slots` tokens; what fits of the rows there are is kept.
+        """Have room for `rows` rows of `slots` tokens, keeping as much of the present rows as fits.
 
-        One layer after the other, so that only one is there twice.
+        Layer by layer, so that only one exists twice at any time.
         """
         slots = -(-slots // ROUND) * ROUND
         kept, most = min(rows, self.rows), min(slots, self.slots)
@@ -105,11 +105,11 @@ class RaggedCache:
                 setattr(layer, name, new)
 
     @torch.inference_mode()
-    def copy(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first `tokens` slots of row `source` to row `target`."""
+    def copy(self, donor: int, target: int, tokens: int) -> None:
+        """Copy the first `tokens` slots of row `donor` to row `target`."""
         for layer in self._layers:
-            layer.keys[:, target, :tokens] = layer.keys[:, source, :tokens]
-            layer.values[:, target, :tokens] = layer.values[:, source, :tokens]
+            layer.keys[:, target, :tokens] = layer.keys[:, donor, :tokens]
+            layer.values[:, target, :tokens] = layer.values[:, donor, :tokens]
 
     @property
     def bytes_per_token(self) -> int:
@@ -117,7 +117,7 @@ class RaggedCache:
         stores = (store for layer in self._layers for store in (layer.keys, layer.values))
         return sum(s.shape[0] * s.shape[3] * s.element_size() for s in stores)
 
-    # what models ask of a cache: position_ids come with every forward, so nothing is counted here
+    # what models call on a cache; position_ids come with every forward, so nothing is counted here
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -1,4 +1,4 @@
-"""How many rows at once: as many as bring speed, and as fit into memory."""
+"""How many rows at once: as many as add speed and fit into memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ragspec.host.machine import free_bytes
 from ragspec.records import Request
 
 MOST = {"cpu": 16, "cuda": 128}  # beyond, a step costs in proportion to its rows (docs/performance.md)
-SHARE = 0.5  # of free memory that keys and values may take
-TYPICAL = 0.9  # of the requests looked at need no more tokens than are reckoned with
+SHARE = 0.5  # of free memory, for keys and values
+TYPICAL = 0.9  # share of the requests looked at that fit the row size chosen
 
 
 def most_rows(device: torch.device) -> int:
-    """Return the number of rows from which on more bring no more speed."""
+    """Return the number of rows beyond which more add no speed."""
     return MOST.get(device.type, 16)
 
 
@@ -26,7 +26,7 @@ def budget_of(device: torch.device) -> int:
 
 
 def choose_rows(requests: Sequence[Request], room: Room, device: torch.device) -> tuple[int, str]:
-    """Return the number of rows for requests like these, and why. A few long ones among them do not count."""
+    """Return the number of rows for requests like these, and why. A few long ones do not count."""
     needs = sorted(len(request.token_ids) + request.sampling.max_new_tokens for request in requests)
     slots = needs[int(TYPICAL * (len(needs) - 1))]
     most = most_rows(device)

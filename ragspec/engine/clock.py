@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ragspec.engine.work import Work
 from ragspec.speculation.cost import StepCost
@@ -12,7 +12,7 @@ from ragspec.speculation.cost import StepCost
 
 @dataclass(slots=True)
 class Clock:
-    """Where the seconds went. A step that decodes and computes prompts is shared between the two by its tokens."""
+    """Where the seconds went. A step that decodes and computes prompts is split between the two by its tokens."""
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -21,23 +21,17 @@ class Clock:
     steps: int = 0  # of decode
     drafted_steps: int = 0
     prompt_tokens: int = 0  # computed, prefixes of other rows not counted
-    notes: list[str] = field(default_factory=list)
-
-    def note(self, text: str) -> None:
-        """Say something once."""
-        if text not in self.notes:
-            self.notes.append(text)
 
 
 class StepTimer:
-    """One step, timed from its making on."""
+    """One step, timed from its construction on."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
         self._drafted = self._started
 
     def drafted(self) -> None:
-        """Drafts are there, the forward begins."""
+        """Say that the drafts are made and the forward begins."""
         self._drafted = time.perf_counter()
 
     def count(self, work: Sequence[Work], written: int, clock: Clock, cost: StepCost | None) -> float | None:

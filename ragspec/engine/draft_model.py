@@ -2,8 +2,8 @@
 
     speculation: {method: draft_model, draft_model: ...}
 
-It catches up on what the target wrote, then writes one token after another for every row. How many: what pays, by how
-often its tokens were accepted of late and by what both models' steps cost.
+It catches up on what the target wrote, then writes one token after another for every row: as many as pay, by how often
+its tokens were accepted of late and by what both models' steps cost.
 Limit: one length for all rows of a step.
 """
 
@@ -27,31 +27,33 @@ from ragspec.speculation.drafters.base import Draft
 LONGEST = 12
 CHUNK = 512  # tokens of a forward while it catches up
 LEARN = 0.05
-PROBE_EVERY = 64  # steps after which one token is tried where drafts did not pay
+PROBE_EVERY = 64  # steps between tries of a single token, while drafts do not pay
 
 
 class DraftModel(NoDrafts):
-    """The proposer. reach: tokens that the draft attends to. width: the target's vocabulary."""
+    """The proposer. context_length: tokens that the draft attends to. width: the target's vocabulary."""
 
-    def __init__(self, model: Model, width: int, reach: int | None, num_tokens: int | None, cost: Cost | None) -> None:
+    def __init__(
+        self, model: Model, width: int, context_length: int | None, num_tokens: int | None, cost: Cost | None
+    ) -> None:
         self._model = model
         self._width = width
-        self._reach = reach
+        self._context_length = context_length
         self._num_tokens = num_tokens
         self._cost = cost
         self._computed = [0] * model.cache.rows
-        self._accepted = 0.7  # share of drafted tokens that were accepted, of those whose forerunners were
+        self._accepted = 0.7  # chance that a drafted token is accepted, given that those before it were
         self._step_s: float | None = None  # of one token for all rows
         self._idle = 0
         self._drafts: dict[int, Draft] = {}
-        self.outgrown = 0  # rows that went on without drafts
+        self.outgrown = 0  # rows that outgrew the draft and went on without it
 
     # -- what the engine tells ------------------------------------------------------------------------------------
 
-    def admit(self, row: Row, source: int, tokens: int) -> None:
-        known = min(tokens, self._computed[source])
-        if known and source != row.place:
-            self._model.cache.copy(source, row.place, known)
+    def admit(self, row: Row, donor: int, tokens: int) -> None:
+        known = min(tokens, self._computed[donor])
+        if known and donor != row.place:
+            self._model.cache.copy(donor, row.place, known)
         self._computed[row.place] = known
 
     def extend(self, row: Row, token_ids: Sequence[int]) -> None:
@@ -109,8 +111,8 @@ class DraftModel(NoDrafts):
         return [drafts[row.place] for row in rows]
 
     def _left(self, row: Row) -> int:
-        """Return how many tokens behind a row the draft still attends to."""
-        return (1 << 30) if self._reach is None else self._reach - len(row.tokens)
+        """Return how many more tokens of a row the draft can attend to."""
+        return (1 << 30) if self._context_length is None else self._context_length - len(row.tokens)
 
     def _length(self, rows: Sequence[Row]) -> int:
         """Return the draft length that makes the most tokens per second; 0 where plain decoding does."""
@@ -130,7 +132,7 @@ class DraftModel(NoDrafts):
         return best or int(self._idle % PROBE_EVERY == 0)
 
     def _catch_up(self, rows: Sequence[Row]) -> torch.Tensor:
-        """Compute what the draft has not seen yet; return the logits (rows, vocab) after each row's last token."""
+        """Compute what the draft has not seen; return the logits, (rows, vocab), after each row's last token."""
         behind = [(row, len(row.tokens) - self._computed[row.place]) for row in rows]
         last: dict[int, torch.Tensor] = {}
         while behind:

@@ -15,7 +15,7 @@ from ragspec.engine.layout import Layout, Segment
 
 
 class Model:
-    """A causal model with the keys and values of its rows."""
+    """A causal model, with the keys and values of its rows."""
 
     def __init__(self, inner: Any, rows: int) -> None:
         register()
@@ -39,7 +39,7 @@ class Model:
 
     @contextmanager
     def as_it_was(self) -> Iterator[Any]:
-        """Lend the model with its own attention, for a forward of transformers' own."""
+        """Lend the model with its own attention, for forwards of transformers' own."""
         self.inner.set_attn_implementation(self._own_attention)
         self.frequencies.forget()
         try:
@@ -49,7 +49,7 @@ class Model:
             self.frequencies.forget()
 
     def _spare_last_layer(self) -> None:
-        """Let the last layer's MLP see only tokens whose logits are wanted: nothing else reads what it writes."""
+        """Let the last layer's MLP compute only tokens whose logits are wanted: nothing reads the others."""
         depth = self.inner.config.get_text_config().num_hidden_layers
         for module in self.inner.modules():
             if isinstance(module, torch.nn.ModuleList) and len(module) == depth:
@@ -64,12 +64,12 @@ class Model:
     def _widen(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
         if self._wanted is None:
             return output
-        if isinstance(output, tuple):  # experts add what they have to say about their choice
+        if isinstance(output, tuple):  # mixtures of experts return their router's output too
             return (self._widen(module, inputs, output[0]), *output[1:])
         return output.new_zeros(1, self._tokens, output.shape[2]).index_copy_(1, self._wanted, output)
 
     def resize(self, rows: int) -> None:
-        """Forget all rows and make place for `rows`."""
+        """Forget all rows; have an empty cache of `rows`."""
         self.cache = RaggedCache(rows)
 
     @torch.inference_mode()
@@ -80,9 +80,9 @@ class Model:
         """
         self.cache.reserve(max(segment.start + segment.count for segment in segments))
         layout = Layout(segments, self.cache.slots, self.device)
-        places = torch.tensor(wanted, dtype=torch.long, device=self.device)
+        indices = torch.tensor(wanted, dtype=torch.long, device=self.device)
         self._tokens = len(token_ids)
-        self._wanted = None if len(wanted) == len(token_ids) else places if wanted else places.new_zeros(1)
+        self._wanted = None if len(wanted) == len(token_ids) else indices if wanted else indices.new_zeros(1)
         try:
             with self.cache.forward(layout):
                 output = self.inner(
@@ -90,7 +90,7 @@ class Model:
                     position_ids=layout.positions[None],
                     past_key_values=self.cache,
                     use_cache=True,
-                    logits_to_keep=places,
+                    logits_to_keep=indices,
                 )
         finally:
             self._wanted = None

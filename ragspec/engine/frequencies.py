@@ -1,9 +1,9 @@
 """Rotary embeddings whose frequencies depend on how long the text is (dynamic NTK, LongRoPE), token by token.
 
-transformers takes the frequencies of a forward from its largest position. Of a record that generate() answers alone,
-that is the prompt's length for all tokens of the prompt, and a later token's own position; so for each token it is
-known which length counts, whatever rows, drafts and chunks share our forward. The model's own code is asked, once for
-the tokens of each length, as if the text had that length.
+transformers takes a forward's frequencies from its largest position. When generate() answers one record alone, that is
+the prompt's length for every token of the prompt, and each later token's own position. So the length that counts for a
+token is known, whatever rows, drafts and chunks share our forward: the model's own code is called once per length, for
+its tokens, as if the text were that long.
 Source: transformers 5.19, modeling_rope_utils.dynamic_rope_update. Limit: one device.
 """
 
@@ -27,7 +27,7 @@ from ragspec.models.rotary import (
 
 
 class Frequencies:
-    """The length-dependent rotary modules of a model, served per token while `layout()` says where tokens stand."""
+    """A model's length-dependent rotary modules, made to work per token; `layout()` says where the tokens are."""
 
     def __init__(self, inner: Any, layout: Callable[[], Layout | None]) -> None:
         self._layout = layout
@@ -37,18 +37,18 @@ class Frequencies:
             module.forward = self._per_token(module, module.forward)
 
     def release(self) -> None:
-        """Give the modules their own forward back."""
+        """Give the modules back their own forward."""
         for module in self._modules:
             del module.forward
             forget(module)
 
     def forget(self) -> None:
-        """Make the modules forget the texts that they have seen in forwards of transformers' own."""
+        """Make the modules forget the texts they saw in transformers' own forwards."""
         for module in self._modules:
             forget(module)
 
     def of(self, length: int) -> Hashable:
-        """Return what names the frequencies of a text of `length` tokens: equal for equal ones."""
+        """Return a key of the frequencies of a text of `length` tokens; equal frequencies have equal keys."""
         return tuple(effective_length(length, kind, limit) for kind, limit in kinds_of(self._modules))
 
     def agree(self, base: int, other: int, tokens: int) -> bool:
@@ -69,7 +69,7 @@ class Frequencies:
             parts = []
             for length in sorted(set(effective)):
                 chosen = (lengths == length).nonzero()[:, 0]
-                # one position more, the last of the text that counts: by it the model chooses
+                # one more position, the last of the text that counts: the model chooses by it
                 last = position_ids.new_full((*position_ids.shape[:-1], 1), length - 1)
                 forget(module)
                 found = forward(x, torch.cat([position_ids[..., chosen], last], -1), *args, **kwargs)
@@ -81,7 +81,7 @@ class Frequencies:
 
 
 def _join(parts: list[tuple[torch.Tensor, Any]], tokens: int) -> Any:
-    """Return the parts' outputs, (..., n + 1, size) or a tuple of such, put together in packed order."""
+    """Return the parts' outputs, each (..., n + 1, size) or a tuple of these, joined in packed order."""
     first = parts[0][1]
     if isinstance(first, tuple):
         return tuple(_join([(chosen, found[i]) for chosen, found in parts], tokens) for i in range(len(first)))

@@ -1,5 +1,5 @@
-"""glibc's malloc told to keep what it freed: tensors of some megabytes come and go in every step, and each return to
-the system costs their pages again (docs/performance.md)."""
+"""Tell glibc's malloc to keep what is freed: tensors of megabytes come and go in every step, and memory handed back to
+the system has to be paged in again (docs/performance.md)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import platform
 from contextlib import suppress
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # names of mallopt(3)
-KEEP = 1 << 30
-LARGEST = 1 << 25  # the most that mallopt takes for the second
+KEEP = 1 << 30  # bytes
+LARGEST = 1 << 25  # bytes; the most that mallopt accepts for MMAP_THRESHOLD
 
 
 def keep_freed_memory() -> None:
-    """Do it, where the C library is glibc."""
+    """Keep freed memory, where the C library is glibc; elsewhere do nothing."""
     if platform.libc_ver()[0] == "glibc":
         with suppress(OSError, AttributeError):
             libc = ctypes.CDLL(None)

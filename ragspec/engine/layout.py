@@ -2,10 +2,10 @@
 
     >>> Layout([Segment(row=0, start=7, count=3), Segment(row=1, start=4, count=1)], ...)
 
-A slot is an absolute position, so a row of length n writes slots n, n+1, ...; rejected drafts only leave its length
-smaller. Segments of decode and verify attend together, one padded batch per run of neighbouring rows of similar length;
-those of prefill attend alone. What a query sees is the model's own rule (masks.py).
-Limit: in a run, attention is padded to the longest segment and to the longest row.
+A slot is an absolute position: a row of length n writes slots n, n+1, ...; rejecting drafts only shortens it. Segments
+that decode or verify attend together, one padded batch per run of neighbouring rows of similar length; those of prefill
+attend alone. What a query sees is the model's own rule (masks.py).
+Limit: a run's attention is padded to its longest segment and its longest row.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 
 from ragspec.engine.masks import Rule, Sight, sight
 
-# torch's kernel for CPUs computes masked scores too, so a prompt attends in pieces, each to what it may see
+# torch's CPU kernel computes masked scores too, so a prompt attends in pieces, each only to what it may see
 PIECE = {"cpu": 128, "cuda": 1 << 30}
-PADDING = {"cpu": 3, "cuda": 1 << 30}  # padded queries that a row may bring into a run rather than begin another
+PADDING = {"cpu": 3, "cuda": 1 << 30}  # padded queries that a row may add to a run before it starts a new one
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`count` tokens of a row, written to its slots from `start` on. alone: it does not attend in a batch (prefill).
+    """`count` tokens of a row, written to its slots from `start` on. alone: it attends outside of batches (prefill).
 
     base: tokens of the text that generate() would have begun with, where frequencies depend on it (frequencies.py).
     """
@@ -41,11 +41,11 @@ class Run:
     """Neighbouring rows whose segments attend together."""
 
     rows: slice
-    reach: int  # slots that the longest of them sees
+    reach: int  # slots that the longest row sees
     gather: torch.Tensor  # (rows x longest,) packed index of each query, 0 where padded
-    keep: torch.Tensor | None  # where in the padded batch the packed queries are; None: no padding
+    keep: torch.Tensor | None  # indices of the packed queries in the padded batch; None: no padding
     longest: int
-    queries: torch.Tensor  # (rows, longest) position of each query; padded ones stand at the row's first
+    queries: torch.Tensor  # (rows, longest) position of each query; padded ones repeat the row's first
     target: slice | torch.Tensor  # packed indices, in the order of `keep`
     sights: dict[tuple[Rule | None, int], Sight] = field(default_factory=dict)
 
@@ -81,7 +81,7 @@ class Layout:
         self.device = device
         positions: list[int] = []
         writes: list[int] = []
-        self.lengths: list[int] = []  # of the text whose forward each token belongs to in generate()
+        self.lengths: list[int] = []  # per token, of the text that generate() would have computed it in
         self.starts: list[int] = []  # packed index of each segment's first token
         for segment in segments:
             self.starts.append(len(positions))
@@ -95,7 +95,7 @@ class Layout:
 
     @cached_property
     def alone(self) -> list[Alone]:
-        """Those of prefill, in pieces."""
+        """Segments of prefill, in pieces."""
         most = PIECE.get(self.device.type, PIECE["cpu"])
         pieces = []
         for segment, at in zip(self.segments, self.starts, strict=True):
@@ -108,7 +108,7 @@ class Layout:
 
     @cached_property
     def runs(self) -> list[Run]:
-        """Those of decode and verify, gathered by neighbouring rows."""
+        """Segments of decode and verify, gathered by neighbouring rows."""
         together = sorted(
             ((s, at) for s, at in zip(self.segments, self.starts, strict=True) if not s.alone),
             key=lambda pair: pair[0].row,
@@ -122,7 +122,7 @@ class Layout:
         return [self._run(pairs) for pairs in runs]
 
     def _fits(self, run: list[tuple[Segment, int]], count: int) -> bool:
-        """Return whether padding costs less than a call of its own."""
+        """Return whether padding it costs less than a call of its own."""
         longest = max(segment.count for segment, _ in run)
         padding = longest - count if count <= longest else len(run) * (count - longest)
         return padding <= PADDING.get(self.device.type, PADDING["cpu"])

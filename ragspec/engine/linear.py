@@ -1,11 +1,12 @@
-"""Linear layers whose weights lie as oneDNN wants them: on a CPU, few tokens then cost half; many are a little faster
-as they were, so a small model's weights are kept in both forms (docs/performance.md).
+"""Linear layers with weights in oneDNN's own layout: on a CPU, a few tokens then cost half as much. Many tokens are a
+little faster in the plain layout, so a small model's weights are kept in both (docs/performance.md).
 
 Limit: float32 on x86 CPUs with oneDNN. Weights that another module shares (tied embeddings) are kept beside the packed.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -15,13 +16,13 @@ from ragspec.host.machine import free_bytes
 
 ROWS_HINT = 64
 MANY = 64  # tokens from which on the plain form is faster
-WIDEST = 8192  # outputs of a layer that many tokens go through; an output layer is asked for few
-TOLERANCE = 1e-4  # of the largest output; what is beyond is no rounding
+WIDEST = 8192  # outputs; a wider layer is the output layer, which few tokens go through
+TOLERANCE = 1e-4  # of the largest output; more is not rounding
 SHARE = 0.1  # of free memory that the second form may take
 
 
 class PackedLinear(torch.nn.Module):
-    """Computes what the Linear that it was made from computes.
+    """Computes what the Linear it was made from computes.
 
     both: keep the plain form too. shared: its weight, where another module has it as well.
     """
@@ -37,7 +38,7 @@ class PackedLinear(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """(out_features, in_features), for code that asks a layer for it."""
+        """(out_features, in_features), for code that reads a layer's weight."""
         return self.unpacked().weight
 
     def unpacked(self) -> torch.nn.Linear:
@@ -58,14 +59,14 @@ class PackedLinear(torch.nn.Module):
 
 
 def can_pack(model: torch.nn.Module) -> bool:
-    """Return whether this machine and this model's weights take packing."""
+    """Return whether this machine can pack this model's weights."""
     weight = next(model.parameters())
     known = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
     return known and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 def pack_linears(model: torch.nn.Module) -> list[str]:
-    """Replace every Linear of `model` in place; return the names of those that are left, as packed they differ."""
+    """Replace every Linear of `model` in place; return the names of those left plain, because packed they differ."""
     found = [
         (module, name, child, f"{path}.{name}")
         for path, module in model.named_modules()
@@ -93,14 +94,14 @@ def unpack_linears(model: torch.nn.Module) -> None:
 
 
 def _shared(model: torch.nn.Module) -> set[int]:
-    """Return where weights lie that several modules have (tied embeddings)."""
-    places = [parameter.data_ptr() for _, parameter in model.named_parameters(remove_duplicate=False)]
-    return {place for place in places if places.count(place) > 1} if len(places) != len(set(places)) else set()
+    """Return the addresses of weights that several modules have (tied embeddings)."""
+    addresses = [parameter.data_ptr() for _, parameter in model.named_parameters(remove_duplicate=False)]
+    return {address for address, count in Counter(addresses).items() if count > 1}
 
 
 @torch.inference_mode()
 def _differs(packed: PackedLinear, linear: torch.nn.Linear) -> bool:
-    """Return whether a packed layer computes something else, for one token, a few and many."""
+    """Return whether a packed layer computes something else, tried with one token, a few and many."""
     for tokens in (1, 17, MANY + 1):
         x = torch.linspace(-1, 1, tokens * linear.in_features).view(tokens, -1).sin()
         expected = linear(x)

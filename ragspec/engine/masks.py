@@ -1,8 +1,8 @@
-"""What a query may see, as the model itself says it: transformers' own mask functions, asked about packed rows.
+"""What a query may see, by the model's own rules: transformers' mask functions, asked about packed rows.
 
-A model builds its masks (causal, sliding window, chunks, layer by layer) through an interface that transformers keeps
-for attention functions; there it gets a Rule in place of a tensor, and hands it on to attend() (attention.py).
-Source of the interface: transformers.AttentionMaskInterface. Limit: functions of query and slot; no padding.
+A model builds its masks (causal, sliding window, chunks, layer by layer) through an interface of transformers. There it
+gets a Rule instead of a tensor, and passes it on to attend() (attention.py).
+Source of the interface: transformers.AttentionMaskInterface. Limit: a mask depends on query and slot only; no padding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 class Unsupported(Exception):
-    """The model asks attention for something that is not here; the message ends a sentence that begins with "it"."""
+    """The model asks for something that attention cannot do here; the message completes a sentence after "it"."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,9 +27,9 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """Which slots some queries see: those before `first` none of them does.
+    """Which slots some queries see; none of them sees any before `first`.
 
-    mask: added to their scores over the slots from `first` on, 0 or -inf. causal: it is the plain causal mask.
+    mask: 0 or -inf, added to their scores over the slots from `first` on. causal: whether it is the plain causal mask.
     """
 
     first: int

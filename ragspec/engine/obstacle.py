@@ -1,4 +1,4 @@
-"""What a model's own declarations say against packed rows, in words for a user. Asked where a self-check failed."""
+"""Why a model cannot run in packed rows, by its own declarations and in words for a user. For a failed self-check."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 def obstacle(model: Any) -> str:
     """Return why no engine that replaces cache and attention can run `model` as it stands, or "".
 
-    The words end a sentence that begins with "it".
+    The words complete a sentence that begins with "it".
     """
     if keeps_state(model):
         return "keeps a recurrent state, which cannot take back a rejected draft"

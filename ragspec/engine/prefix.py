@@ -1,6 +1,6 @@
-"""Shared prefixes: the order that brings records with one prefix together. Pure; the copying is the engine's.
+"""Shared prefixes: the order that brings records of one prefix together. Pure; the engine does the copying.
 
-Source of the idea: BatchLLM, arXiv:2412.03594. Limit: sharing is found inside one look ahead.
+Source of the idea: BatchLLM, arXiv:2412.03594. Limit: sharing is found only among records read ahead together.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-WORTH = 32  # tokens shared beyond what all share, from which on records are brought together
+WORTH = 32  # tokens shared, beyond what all share, that make it worth bringing records together
 
 
 def shared(one: Sequence[int], other: Sequence[int]) -> int:
@@ -26,14 +26,14 @@ def shared(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def grouped(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the indices of `prompts` in groups that share a prefix, else in the order given.
+    """Return the indices of `prompts` in groups that share a prefix, otherwise in the order given.
 
     Inside a group the order is lexicographic, so that longer shared prefixes are neighbours too.
     """
     ranked = sorted(range(len(prompts)), key=lambda i: prompts[i])  # type: ignore[arg-type, return-value]
     if len(ranked) < 2:
         return [ranked] if ranked else []
-    # what all of many have in common (a system prompt) is in every cache row anyway
+    # what all of them share (a system prompt) is in every cache row anyway
     common = shared(prompts[ranked[0]], prompts[ranked[-1]]) if len(ranked) > 2 else 0
     groups = [[ranked[0]]]
     for before, index in pairwise(ranked):

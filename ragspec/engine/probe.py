@@ -10,14 +10,14 @@ from ragspec.engine.layout import Segment
 from ragspec.speculation.cost import StepCost
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-SHORT = 32  # slots that a row of the curve's forwards sees
-REACHES = (64, 576)  # slots at which attention is told apart from the rest
-PER_ROW = 8  # tokens of a row in the curve's forwards
-REPEATS = 2  # the first of a shape also pays for what the libraries set up
+SHORT = 32  # slots that a row sees while the curve is measured
+REACHES = (64, 576)  # slots seen; the difference is attention's cost
+PER_ROW = 8  # tokens of a row while the curve is measured
+REPEATS = 2  # the first of a shape also pays for the libraries' setup
 
 
 def probe(model: Model, rows: int) -> StepCost:
-    """Return the cost of steps of `rows` rows, learnt in a few seconds; the cache is empty afterwards."""
+    """Return the cost of steps of `rows` rows, measured in a few seconds; the cache is empty afterwards."""
     largest = rows * 8
     sizes = [tokens for tokens in TOKENS if tokens <= largest] or [1]
     model.resize(max(rows, -(-sizes[-1] // PER_ROW)))

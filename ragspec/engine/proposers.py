@@ -11,14 +11,14 @@ from ragspec.speculation.cost import Cost
 from ragspec.speculation.drafters.base import Draft, Drafter, RowDrafter
 from ragspec.speculation.trial import Trial
 
-LONGEST = 24  # tokens of a draft at most, where the length is chosen by what pays
+LONGEST = 24  # tokens of a draft at most, where it is as long as pays
 
 
 class Proposer(Protocol):
     """Drafts for all rows at once, and is told what became of it."""
 
-    def admit(self, row: Row, source: int, tokens: int) -> None:
-        """`row` begins at its place; its first `tokens` tokens were computed at place `source`, perhaps its own."""
+    def admit(self, row: Row, donor: int, tokens: int) -> None:
+        """`row` begins at its place with the first `tokens` tokens of place `donor`, which may be its own."""
 
     def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
         """Return a draft per row, no longer than pays. besides: tokens of the coming step that are not these rows'."""
@@ -27,19 +27,19 @@ class Proposer(Protocol):
         """Another proposer drafts for `rows` in this step; guess too, if it is cheap, and learn from what comes."""
 
     def extend(self, row: Row, token_ids: Sequence[int]) -> None:
-        """The target wrote `token_ids`; they stand at the end of row.tokens already."""
+        """The target wrote `token_ids`; row.tokens ends with them already."""
 
     def finish(self, row: Row) -> None:
         """`row` is answered."""
 
     def resize(self, rows: int) -> None:
-        """All rows are gone; there is place for `rows` now."""
+        """All rows are gone; there are `rows` places now."""
 
     def widen(self, rows: int) -> None:
-        """There is place for `rows` now; those that there were stay."""
+        """There are `rows` places now; the rows under way stay."""
 
     def forget(self) -> None:
-        """propose() failed: what it was about to compute is not there."""
+        """propose() failed: what it was computing may not be there."""
 
     def observe(self, tokens: int, seconds: float) -> None:
         """A step of decoding alone, drafting included, wrote `tokens` in `seconds`."""
@@ -48,7 +48,7 @@ class Proposer(Protocol):
 class NoDrafts:
     """Plain decoding."""
 
-    def admit(self, row: Row, source: int, tokens: int) -> None: ...
+    def admit(self, row: Row, donor: int, tokens: int) -> None: ...
 
     def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
         return [Draft()] * len(rows)
@@ -69,7 +69,7 @@ class NoDrafts:
 
 
 class ByRow(NoDrafts):
-    """A drafter that needs no model. num_tokens None: the length is chosen by what pays."""
+    """A drafter that needs no model. num_tokens None: drafts are as long as pays."""
 
     def __init__(self, drafter: Drafter, num_tokens: int | None, cost: Cost | None) -> None:
         self._drafter = drafter
@@ -77,9 +77,9 @@ class ByRow(NoDrafts):
         self._cost = cost
         self._open: dict[int, RowDrafter] = {}  # by place
 
-    def admit(self, row: Row, source: int, tokens: int) -> None:
+    def admit(self, row: Row, donor: int, tokens: int) -> None:
         drafter = self._open[row.place] = self._drafter.open(row.request.token_ids, row.request.passages)
-        if row.written:  # it was interrupted
+        if row.written:  # it was sent back to the queue
             drafter.extend(row.tokens[row.prompt_tokens :])
 
     def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
@@ -108,18 +108,18 @@ class ByRow(NoDrafts):
 
 
 class Auto(NoDrafts):
-    """Several proposers, each asked for some steps in turn; then the one whose steps wrote the most tokens a second.
+    """Several proposers that take turns; then the one whose steps wrote the most tokens per second.
 
-    All of them follow every row, so that each can go on where another was, and learn from every step.
+    All of them follow every row, so that each can take over from another, and learn from every step.
     """
 
     def __init__(self, proposers: Mapping[str, Proposer], trial: Trial) -> None:
         self._proposers = proposers
         self._trial = trial
 
-    def admit(self, row: Row, source: int, tokens: int) -> None:
+    def admit(self, row: Row, donor: int, tokens: int) -> None:
         for proposer in self._proposers.values():
-            proposer.admit(row, source, tokens)
+            proposer.admit(row, donor, tokens)
 
     def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
         proposers = self._proposers

@@ -1,4 +1,4 @@
-"""What becomes of the rows when a forward fails: fewer at once, one alone, and all again after a while."""
+"""What happens to the rows when a forward fails: fewer at once, one alone, and after a while all again."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from ragspec.engine.admission import Admission
-from ragspec.engine.clock import Clock
 from ragspec.engine.forward import Model
+from ragspec.engine.notes import Notes
 from ragspec.engine.proposers import Proposer
 from ragspec.engine.room import Backoff, Room
 from ragspec.engine.row import Row
@@ -17,7 +17,7 @@ from ragspec.engine.work import Work
 from ragspec.errors import flat
 from ragspec.records import Failure
 
-# what a forward may raise: out of memory (torch's own, and its RuntimeError on a CPU), ids that a model has no row for
+# what a forward may raise: out of memory (torch's own error, RuntimeError on a CPU), ids without an embedding
 FORWARD = (RuntimeError, IndexError, MemoryError)
 log = logging.getLogger(__name__)
 
@@ -40,15 +40,15 @@ class Retreat:
     most: places that may be used now. together: rows of one forward.
     """
 
-    def __init__(self, model: Model, proposer: Proposer, room: Room, clock: Clock) -> None:
+    def __init__(self, model: Model, proposer: Proposer, room: Room, notes: Notes) -> None:
         self._model = model
         self._proposer = proposer
         self._room = room
-        self._clock = clock
+        self._notes = notes
         self._rows = Backoff(model.cache.rows)
         self.together = Backoff(model.cache.rows)
         self._suspect: Row | None = None  # a row that is tried alone
-        self._beside = 0  # places that there were when it became one
+        self._beside = 0  # places that there were when it failed
 
     @property
     def most(self) -> int:
@@ -65,48 +65,48 @@ class Retreat:
             self._suspect = None
             self._rows.failed(self._beside)
 
-    def give_way(self, line: Admission, text: str) -> list[Failure]:
-        """Go on with half as many rows, the others back in the line; one alone is to blame itself."""
-        places = len(line.places)
+    def give_way(self, admission: Admission, text: str) -> list[Failure]:
+        """Go on with half as many rows, the others back in the queue; a row that is alone fails."""
+        places = len(admission.places)
         failed = []
         if places == 1:
-            failed = [self._fail(line, row, text) for row in line.rows()]
+            failed = [self._fail(admission, row, text) for row in admission.rows()]
         else:
             self._rows.failed(places)
-            self._clock.note(f"batch_size: went from {places} to {self._rows.limit} rows after {text}")
-        self._begin_anew(line, self._rows.limit if places > 1 else 1)
+            self._notes.add(f"batch_size: went from {places} to {self._rows.limit} rows after {text}")
+        self._begin_anew(admission, self._rows.limit if places > 1 else 1)
         return failed
 
-    def narrow(self, line: Admission, work: Sequence[Work]) -> list[Failure]:
-        """Go on with as few rows as there is memory for, now that one of them is so long."""
+    def narrow(self, admission: Admission, work: Sequence[Work]) -> list[Failure]:
+        """Go on with as many rows as there is memory for, now that one of them is so long."""
         longest = max(work, key=lambda item: item.slots)
         places = self._room.rows(longest.slots)
         failed = []
         if places:
-            note = f"went from {len(line.places)} to {places} rows for a record of {longest.slots} tokens"
-            self._clock.note(f"batch_size: {note}")
+            note = f"went from {len(admission.places)} to {places} rows for a record of {longest.slots} tokens"
+            self._notes.add(f"batch_size: {note}")
         else:
-            failed = [self._fail(line, longest.row, self._room.why(longest.slots))]
-        self._begin_anew(line, max(1, places))
+            failed = [self._fail(admission, longest.row, self._room.why(longest.slots))]
+        self._begin_anew(admission, max(1, places))
         return failed
 
-    def isolate(self, line: Admission, row: Row, text: str) -> list[Failure]:
+    def isolate(self, admission: Admission, row: Row, text: str) -> list[Failure]:
         """Try a row that failed in a forward of its own without any others; if it is alone already, it fails."""
-        if len(line.rows()) == 1:
+        if len(admission.rows()) == 1:
             self._suspect = None
-            return [self._fail(line, row, text)]
-        self._suspect, self._beside = row, len(line.places)
-        self._begin_anew(line, 1, first=row)
+            return [self._fail(admission, row, text)]
+        self._suspect, self._beside = row, len(admission.places)
+        self._begin_anew(admission, 1, first=row)
         return []
 
-    def _fail(self, line: Admission, row: Row, text: str) -> Failure:
-        line.release(row)
+    def _fail(self, admission: Admission, row: Row, text: str) -> Failure:
+        admission.release(row)
         self._proposer.finish(row)
         return Failure(row.request.index, text)
 
-    def _begin_anew(self, line: Admission, places: int, first: Row | None = None) -> None:
-        """Send all rows back to the line, and have an empty cache of `places` rows."""
-        line.interrupt(places, first)
+    def _begin_anew(self, admission: Admission, places: int, first: Row | None = None) -> None:
+        """Send all rows back to the queue, and have an empty cache of `places` rows."""
+        admission.interrupt(places, first)
         self._model.resize(places)
         self._proposer.resize(places)
         free_memory()

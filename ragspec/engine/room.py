@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-AHEAD = 1.5  # times the slots needed, that a cache may grow by at once
-PATIENCE = 16  # steps without a failure before more is tried again; doubled by each failure that follows such a try
+AHEAD = 1.5  # times the slots needed that a cache may grow to at once
+PATIENCE = 16  # steps without a failure before more is tried; doubled whenever such a try fails
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Room:
     def ahead(self, slots: int, rows: int, coming: int) -> int:
         """Return how many slots to reserve for each of `rows` rows where `slots` are needed, 0 where they do not fit.
 
-        A cache that grows is copied, so it grows for those that come next too, which need up to `coming`: by half at
-        most, and not for one row alone, which must not fail for what others need.
+        Growing a cache copies it, so it grows for the rows that come next too, which need up to `coming`: by half at
+        most, and not for a row that is alone, which must not fail for what others need.
         """
         most = self.slots(rows)
         if slots > most:
@@ -49,24 +49,24 @@ class Room:
 
 
 class Backoff:
-    """A number that failures halve and that comes back: `most` of something at once."""
+    """How many of something at once: halved by each failure, doubled again after calm; `most` to begin with."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.limit = most
         self._calm = 0
         self._patience = PATIENCE
-        self._daring = False  # whether the last change was to try more again
+        self._daring = False  # whether the last change was to try more
 
     def failed(self, count: int) -> None:
-        """`count` at once were too many."""
+        """Halve the limit: `count` at once were too many."""
         if self._daring:
             self._patience *= 2
         self.limit = max(1, min(self.limit, count) // 2)
         self._calm, self._daring = 0, False
 
     def succeeded(self) -> None:
-        """A step went well."""
+        """Count a step that went well."""
         self._calm += 1
         if self._calm >= self._patience:
             self._calm, self._daring = 0, self.limit < self.most

@@ -1,21 +1,37 @@
-"""A record while the engine answers it."""
+"""A record while the engine answers it.
+
+The life of a row, and who moves it on:
+
+    waiting   a request in the queue, read ahead, grouped by prefix; no Row yet          Admission._look_ahead
+    admitted  it has a Row, a place in the cache and the prefix another place computed   Admission.admit, Engine._begin
+    filling   a piece of its text is computed in each step, without drafts               Engine._plan (not `ready`)
+    ready     all but its last token are computed: each step verifies a draft behind     Engine._plan (`ready`)
+              that token and writes one token at least
+    finished  its answer has ended: the place is free, the outcome is handed on          Engine._commit
+
+A row may go back. One that outgrows the length its model restarts at is filled anew where it is (Engine._extend).
+When a forward fails, or memory is short, all rows are sent back to the head of the queue: they keep what they wrote,
+lose their places and what was computed, and are admitted again (Retreat, Admission.interrupt).
+"""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from ragspec.engine.sampling import Noise
 from ragspec.models.generation import Processors
-from ragspec.records import Request
+from ragspec.records import Generation, Request
 from ragspec.speculation.citations import Copies
 from ragspec.stats import SpecStats
 
 
 @dataclass(slots=True)
 class Row:
-    """`tokens` are prompt and answer; keys and values of the first `computed` of them are in the cache row `place`.
+    """tokens: prompt and answer; the keys and values of the first `computed` of them are at `place` in the cache.
 
-    base: tokens of the text that generate() would have begun with: the prompt, or all there were when it began anew.
+    place: -1 while it has none. base: tokens of the text that generate() would have begun with: the prompt, or all that
+    there were when it was last filled anew.
     """
 
     request: Request
@@ -61,3 +77,19 @@ class Row:
     def ready(self) -> bool:
         """Whether all but the last token are computed: the next forward writes."""
         return self.computed == len(self.tokens) - 1
+
+    def outcome(self) -> Generation:
+        """Return the finished answer."""
+        answer = self.tokens[self.prompt_tokens :]
+        self.spec.end(len(answer))
+        return Generation(
+            self.request.index,
+            answer,
+            self.reason or "length",
+            self.spec,
+            latency_s=time.perf_counter() - self.started,
+            time_to_first_token_s=None if self.first_at is None else self.first_at - self.started,
+            cached_prompt_tokens=self.cached,
+            guessed=bytes(self.guessed),
+            copied=self.copies.worth_citing(answer),
+        )

@@ -1,7 +1,7 @@
-"""How logits become tokens: transformers' own processors in transformers' own order, and noise that belongs to a place.
+"""How logits become tokens: transformers' own processors in their own order, and noise that belongs to a position.
 
-The noise of a token depends on seed, record and position only, so a sampled answer does not depend on batch, order or
-speculation: emitting the sample and going on while the draft equals it gives the very text of plain decoding.
+A token's noise depends on seed, record and position only, so a sampled answer does not depend on batch, order or
+speculation: emitting the sample, and going on while the draft equals it, gives exactly the text of plain decoding.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def draw(weights: torch.Tensor, uniforms: Sequence[float]) -> list[int]:
     sums = weights.cumsum(-1)
     points = torch.tensor(uniforms, dtype=sums.dtype, device=sums.device)[:, None] * sums[:, -1:]
     found = torch.searchsorted(sums, points, right=True).squeeze(1)
-    # a point that rounding put at the very end belongs to the last token that has weight at all
+    # rounding may put a point at the very end: it belongs to the last token that has any weight
     last = weights.shape[1] - 1 - (weights.flip(1) > 0).int().argmax(1)
     tokens: list[int] = torch.minimum(found, last).tolist()
     return tokens

@@ -1,7 +1,7 @@
-"""Does this model compute the same in the engine as in transformers? Asked of every model, once, after loading.
+"""Does this model compute the same in the engine as in transformers? Every model is asked once, after loading.
 
-The text is short; so each limit that the model's config names (a window, a chunk, an original length) is also lowered
-and the question asked again. A limit that cannot be lowered is crossed by a text of its length, where that is quick.
+The text is short, so each limit that the model's config names (a window, a chunk, an original length) is lowered and
+the question asked again. A limit that cannot be lowered is crossed by a text of its length, if that is quick.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from ragspec.engine.masks import Unsupported
 from ragspec.models.limits import Limit, is_static, limits_of, lowered
 
 TOKENS = 48
-STEPS = 7  # of them are written one by one
-TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the largest logit; others: HALF
+STEPS = 7  # of these tokens are computed one by one
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the largest logit; other dtypes: HALF
 HALF = 5e-2
 CHUNK = 512  # tokens of a forward while a limit is crossed
 PATIENCE_S = 30.0  # to cross a limit in full
 
 
 def differs(model: Model, tolerance: float) -> str:
-    """Return in which way the model computes otherwise in the engine than in transformers, "" where it does not.
+    """Return how the model computes something else in the engine than in transformers, "" where it does not.
 
     Raises Unsupported where a limit cannot be checked. The cache is empty afterwards.
     """
     ids = token_ids(model.inner, TOKENS)
-    got = packed(model)  # before the reference: a module that remembers longer texts must not have seen one
+    got = packed(model)  # before the reference: a module that remembers long texts must not have seen one
     started = time.perf_counter()
     expected = reference(model, ids)
     seconds = time.perf_counter() - started
@@ -41,15 +41,15 @@ def differs(model: Model, tolerance: float) -> str:
 
 
 def _differs_beyond_limits(model: Model, expected: torch.Tensor, tolerance: float, seconds: float) -> str:
-    """seconds: what the text of `expected` took in one forward."""
+    """Return how it differs beyond one of its limits. seconds: what computing `expected` took."""
     ids = token_ids(model.inner, TOKENS)
     for limit in limits_of(model.inner):
         if limit.tokens < TOKENS:
-            continue  # the text has crossed it
+            continue  # the text has crossed it already
         with lowered(model.inner, limit):
             got, near = packed(model), reference(model, ids)
         error = _relative(got, near)
-        if _relative(near, expected) <= tolerance:  # not where the model looks
+        if _relative(near, expected) <= tolerance:  # lowering it changed nothing
             if is_static(model.inner, limit):
                 continue
             error = _cross(model, limit, seconds)
@@ -101,7 +101,7 @@ def packed(model: Model) -> torch.Tensor:
 
 
 def _cross(model: Model, limit: Limit, seconds: float) -> float:
-    """Return the difference behind a text as long as the limit. seconds: what TOKENS of it take."""
+    """Return the difference after a text as long as the limit. seconds: what TOKENS tokens take."""
     length = limit.tokens + STEPS
     if seconds * length / TOKENS > PATIENCE_S:
         raise Unsupported(f"has a {limit.name} of {limit.tokens} that a short check cannot cross")
@@ -122,7 +122,7 @@ def _relative(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Return the largest difference that is rounding."""
+    """Return the largest relative difference that counts as rounding."""
     return TOLERANCE.get(dtype, HALF)
 
 

@@ -1,4 +1,4 @@
-"""The accept rules: pure functions from what the target says and what was drafted to what is emitted."""
+"""The accept rules: pure functions from the target's choice and the draft to what is emitted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def reject(target: torch.Tensor, drafted: torch.Tensor, draft: Sequence[int], no
             emitted.append(token)
             continue
         left = (target[i] - drafted[i]).clamp_(min=0)
-        if float(left.sum()) <= 0.0:  # equal but for rounding
+        if float(left.sum()) <= 0.0:  # the two are equal but for rounding
             left = target[i]
         return emitted + draw(left[None], [noise.at(position + i, b"residual")])
     return emitted + draw(target[len(draft)][None], [noise.at(position + len(draft))])

@@ -1,4 +1,4 @@
-"""What one row does in a step, and what the target says to it: the items of plan, forward, accept and commit."""
+"""What one row does in a step, and what the target makes of it: the items of plan, forward, accept and commit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Work:
 
     @property
     def wanted(self) -> int:
-        """How many of its last tokens logits are wanted of."""
+        """Of how many of its last tokens logits are wanted."""
         return 1 + len(self.draft.token_ids) if self.writes else 0
 
     @property
@@ -48,7 +48,7 @@ Written = list[tuple[Work, list[int]]]  # each row's work and the tokens that th
 
 
 def accept(work: Sequence[Work], logits: torch.Tensor) -> Written:
-    """Return what the target says after each row's tokens, cut at its first disagreement with the draft.
+    """Return what the target writes after each row's tokens, up to its first disagreement with the draft.
 
     logits: (sum of what is wanted, vocab), row after row.
     """

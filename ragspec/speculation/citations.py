@@ -1,4 +1,4 @@
-"""Which tokens of an answer were copied from which passage: the drafts knew it anyway."""
+"""Which tokens of an answer were copied from which passage, as the drafts already know."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ragspec.records import Copied
 from ragspec.speculation.drafters.base import Draft
 
-LEAST = 4  # tokens; a shorter run is no quotation
+LEAST = 4  # tokens; a shorter run is not a quotation
 
 
 class Copies:
@@ -21,14 +21,14 @@ class Copies:
     def note(self, written: int, draft: Draft, emitted: Sequence[int]) -> None:
         """Take in that `emitted` follows `written` tokens of the answer, where `draft` was the guess.
 
-        A token counts if it was a draft from a passage, or if it goes on a run that reached it, token for token.
+        A token counts if it was drafted from a passage, or if it continues a run that reached it, token for token.
         """
         if not self._passages:
             return
         for offset, token in enumerate(emitted):
-            place = written + offset
+            at = written + offset
             run = self._runs[-1] if self._runs else None
-            if run is not None and run.end == place:
+            if run is not None and run.end == at:
                 source = run.source + run.end - run.start
                 if source < self._passages[run.passage][1] and self._prompt[source] == token:
                     run.end += 1
@@ -38,12 +38,12 @@ class Copies:
                 continue
             passage = next((n for n, (start, end) in enumerate(self._passages) if start <= guessed < end), None)
             if passage is not None:
-                self._runs.append(Copied(place, place + 1, passage, guessed))
+                self._runs.append(Copied(at, at + 1, passage, guessed))
 
     def worth_citing(self, answer: Sequence[int]) -> tuple[Copied, ...]:
         """Return the runs of at least LEAST tokens inside `answer`.
 
-        The word that a copy begins with was often not drafted yet: a run is drawn out to the left as far as it agrees.
+        A copy's first word was often not drafted yet, so a run is extended to the left as far as it agrees.
         """
         runs, end = [], 0
         for run in self._runs:

@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 
 from ragspec.config.load import build_config
 from ragspec.engine import backend
-from ragspec.engine.decode import Engine
+from ragspec.engine.decode import Engine, EngineSettings
 from ragspec.engine.proposers import ByRow, NoDrafts, Proposer
 from ragspec.models.generation import GenerationRules
 from ragspec.models.mending import mend
@@ -157,8 +157,10 @@ def engine_answers(
         proposer,
         tokenizer(),
         frozenset([NO_END]),
-        chunk=chunk,
-        processors=lambda request: rules.processors(request.sampling, len(request.token_ids)),
+        EngineSettings(
+            chunk=chunk,
+            processors=lambda request: rules.processors(request.sampling, len(request.token_ids)),
+        ),
     )
     return list(engine.run(requests(lengths)))
 

@@ -220,7 +220,7 @@ class Runner:
 
     def _start_engine(self, model: Any, draft_model: Any, eos: frozenset[int], rules: GenerationRules) -> str:
         """Set up the engine; return why it cannot be, or ""."""
-        from ragspec.engine.backend import EngineBackend, Refused
+        from ragspec.engine.backend import EngineBackend, Refused, Speculation
 
         spec, asked = self._spec, self._args.batch_size
         try:
@@ -228,13 +228,15 @@ class Runner:
                 model,
                 self.tokenizer,
                 eos,
-                method=self.method,
-                num_tokens=None if spec.num_tokens == "auto" else spec.num_tokens,
+                Speculation(
+                    self.method,
+                    None if spec.num_tokens == "auto" else spec.num_tokens,
+                    DrafterSettings(spec.ngram_min, spec.ngram_max, spec.isolate),
+                    draft_model,
+                    self._draft.context_length if self._draft else None,
+                ),
                 rows=None if asked == "auto" else asked,
                 lookahead=self._args.lookahead,
-                drafting=DrafterSettings(spec.ngram_min, spec.ngram_max, spec.isolate),
-                draft=draft_model,
-                reach=self._draft.context_length if self._draft else None,
                 rules=rules,
             )
         except Refused as reason:

@@ -1,9 +1,9 @@
-"""The `speculation` section in vLLM's words, and what a vLLM build or machine lacks, before any weights load.
+"""The `speculation` section in vLLM's words, and what this vLLM or this machine lacks, before any weights load.
 
     >>> speculative_config(SpeculationConfig(method="prompt_lookup"))
     {'method': 'ngram', 'num_speculative_tokens': 8, 'prompt_lookup_min': 2, 'prompt_lookup_max': 4}
 
-Source: vLLM 0.32, config/speculative.py. Limit: what only vLLM can judge is left to its own configuration step.
+Source: vLLM 0.32, config/speculative.py. Limit: what only vLLM can judge is left to its own check of the configuration.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     additional_config={"ragspec": {"method": "context", "num_tokens": None, "drafting": {"isolate": False}}}
 
-How many tokens: what pays by calibrated survival and by the seconds that vLLM's own steps take, the same rule as in our
-engine. Source: vLLM 0.32, v1/spec_decode/custom_class_proposer.py. Limit: Python per row and step, some 0.1 ms each.
+Drafts are as long as pays, by calibrated survival and by the seconds of vLLM's own steps: the rule of our own engine.
+Source: vLLM 0.32, v1/spec_decode/custom_class_proposer.py. Limit: Python for every row and step, some 0.1 ms each.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ KEY = "ragspec"  # of our settings in vLLM's additional_config
 
 
 class Proposer:
-    """Drafts for vLLM's batch. Where it can be reached, it is told of requests (`expect`) and their end (`finish`)."""
+    """Drafts for vLLM's batch. A runner that can reach it tells it of requests (`expect`) and their end (`finish`)."""
 
     def __init__(self, vllm_config: Any) -> None:
         self._settings = vllm_config.additional_config[KEY]
         self._most = int(vllm_config.speculative_config.num_speculative_tokens)
-        self._reach = int(vllm_config.model_config.max_model_len)
+        self._context_length = int(vllm_config.model_config.max_model_len)
         self.reset()
 
     def reset(self) -> None:
@@ -45,9 +45,9 @@ class Proposer:
         self.drafting_s = 0.0
         self._expected: dict[bytes, list[Sequence[tuple[int, int]]]] = {}  # passages, by the prompt's tokens
         self._rows = Rows(self._open)
-        self._asked = (0, 0)  # tokens, and rows, of the step under way, where it only decodes
-        self._since = 0.0  # when that step was handed over
-        self._spent = 0.0  # seconds for its drafts
+        self._asked = (0, 0)  # tokens and rows of the step under way, if it only decodes
+        self._since = 0.0  # when that step began
+        self._spent = 0.0  # seconds that its drafts took
 
     def load_model(self, target: Any) -> None:
         """Do nothing: vLLM's CPU build asks every proposer to load."""
@@ -55,7 +55,7 @@ class Proposer:
     # -- what the runner tells ------------------------------------------------------------------------------------
 
     def expect(self, prompt: Sequence[int], passages: Sequence[tuple[int, int]]) -> None:
-        """Take in where the passages of a prompt stand, before it is answered."""
+        """Take in where the passages are in a prompt, before it is answered."""
         self._expected.setdefault(np.asarray(prompt, dtype=np.int32).tobytes(), []).append(passages)
 
     def finish(self, prompt: Sequence[int], answer: Sequence[int]) -> Tracked | None:
@@ -74,7 +74,7 @@ class Proposer:
         return failures(self._drafters.values())
 
     def about(self) -> dict[str, Any]:
-        """Return what the drafts cost and how well they were judged."""
+        """Return what the drafts cost and how well they were calibrated."""
         about: dict[str, Any] = {"drafting_s": round(self.drafting_s, 3)}
         if self._settings["method"] == "auto":
             about |= self.trial.about()
@@ -131,4 +131,4 @@ class Proposer:
         return {slot: rows[slot].drafters[method].propose(limit) for slot, limit in limits.items() if limit > 0}
 
     def _limit(self, row: Tracked) -> int:
-        return min(self._settings["num_tokens"] or self._most, self._reach - len(row.tokens) - 1)
+        return min(self._settings["num_tokens"] or self._most, self._context_length - len(row.tokens) - 1)

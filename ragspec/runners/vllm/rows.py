@@ -1,7 +1,7 @@
-"""Which record stands in which slot of vLLM's batch: it hands over token ids only, and moves records between steps.
+"""Which record is in which slot of vLLM's batch: vLLM hands over token ids only, and moves records between steps.
 
-A record is known by its tokens: its slot's first, then those of records that were moved, and of records that were
-preempted and came back. Two records with the same tokens so far have the same drafts, whichever is taken for which.
+A record is recognised by its tokens: first in its own slot, then among the records that were moved, or preempted and
+brought back. Two records with the same tokens so far get the same drafts, whichever is taken for which.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy as np
 from ragspec.speculation.citations import Copies
 from ragspec.speculation.drafters.base import Draft, RowDrafter
 
-SKIPPED = 64  # tokens that a record may have written unseen: vLLM asks for no drafts near its model length
-KEEP = 256  # records that are not in the batch, finished or preempted, until the oldest is given up
+SKIPPED = 64  # tokens that a record may write unseen: near its model length, vLLM asks for no drafts
+KEEP = 256  # records outside the batch, finished or preempted, before the oldest is given up
 
 
 @dataclass(slots=True, eq=False)
 class Tracked:
-    """A record in vLLM's batch. tokens: prompt and answer as far as they were seen, int32."""
+    """A record in vLLM's batch. tokens: prompt and answer as far as seen, int32."""
 
     tokens: np.ndarray
     prompt_tokens: int
@@ -30,7 +30,7 @@ class Tracked:
     guessed: bytearray = field(default_factory=bytearray)  # per token of the answer: 1 where a draft had it
 
     def extend(self, fresh: np.ndarray, emitted: int) -> None:
-        """Take in new tokens; the last `emitted` of them are of the last step, all but one of these were drafts."""
+        """Take in new tokens; the last `emitted` are the last step's, and all but one of these were drafts."""
         token_ids = fresh.tolist()
         missed, emission = token_ids[: len(token_ids) - emitted], token_ids[len(token_ids) - emitted :]
         draft = self.draft if not missed else Draft()
@@ -42,7 +42,7 @@ class Tracked:
         self.draft = Draft()
 
     def close(self) -> None:
-        """It is finished."""
+        """Close its drafters: it is finished."""
         for drafter in self.drafters.values():
             drafter.close()
 
@@ -70,7 +70,7 @@ class Rows:
             if row is not None and _continues(row, tokens[slot], length - len(sampled[slot])):
                 seen[slot] = row
         there = set(map(id, seen.values()))
-        # in the batch before, not recognised in its own slot: it moved, was preempted, or is finished
+        # in the batch before but not recognised in its slot: it moved, was preempted, or is finished
         self._away += [row for row in self._slots.values() if id(row) not in there]
         fresh = False
         for slot, length in writing.items():
@@ -97,7 +97,7 @@ class Rows:
         """Return, close and forget the record that wrote `answer`; None where it was never seen writing."""
         whole = np.concatenate([prompt, np.asarray(answer, dtype=np.int32)])
         for row in self._all():
-            length = min(len(row.tokens), len(whole))  # it may have written beyond its end, in the same step
+            length = min(len(row.tokens), len(whole))  # the last step may have written beyond its end
             if row.prompt_tokens == len(prompt) < length and np.array_equal(row.tokens[:length], whole[:length]):
                 self._slots = {slot: other for slot, other in self._slots.items() if other is not row}
                 self._away = [other for other in self._away if other is not row]
@@ -110,6 +110,6 @@ class Rows:
 
 
 def _continues(row: Tracked, tokens: np.ndarray, before: int) -> bool:
-    """Whether a slot whose first `before` tokens are not of this step can be this record."""
+    """Return whether a slot whose first `before` tokens are not of this step can be this record."""
     length = len(row.tokens)
     return before - SKIPPED <= length <= before and np.array_equal(row.tokens, tokens[:length])

@@ -1,9 +1,9 @@
-"""Records in flight in one engine, a bounded number of them, those that begin alike together.
+"""A bounded number of records in flight in one engine, those that begin alike together.
 
     >>> for outcome in Stream(engine, proposer, tokenizer, rows=16, ...).run(requests): ...
 
-Source: vLLM 0.32, v1/engine/llm_engine.py, driven step by step: `LLM.generate` answers at the end, and one refused
-prompt aborts what is queued.
+Source: vLLM 0.32, v1/engine/llm_engine.py, driven step by step: `LLM.generate` returns only at the end, and one refused
+prompt aborts all that are queued.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Submitted:
 class Stream:
     """One run. proposer: our drafter in the engine, or None.
 
-    lost: says what the engine would not do as a sampling asks, "" where there is nothing.
+    lost: returns what of a sampling the engine would not do, "" for nothing.
     """
 
     def __init__(
@@ -62,17 +62,17 @@ class Stream:
 
     def run(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield outcomes as they finish. Raises ModelError where the engine itself fails."""
-        self._engine.reset_prefix_cache()  # of an earlier pass: a run starts as a fresh one does
+        self._engine.reset_prefix_cache()  # an earlier pass must leave nothing behind
         if self._proposer is not None:
             self._proposer.reset()
-        source, line = Feed(requests), deque[Request]()
+        feed, queue = Feed(requests), deque[Request]()
         while True:
             while len(self._flying) < AHEAD * self._rows:
-                if not line:
-                    line.extend(_by_prefix(source.take(self._lookahead, wait=not self._flying)))
-                if not line:
+                if not queue:
+                    queue.extend(_by_prefix(feed.take(self._lookahead, wait=not self._flying)))
+                if not queue:
                     break
-                if (refused := self._submit(line.popleft())) is not None:
+                if (refused := self._submit(queue.popleft())) is not None:
                     yield refused
             if not self._flying:
                 return
@@ -107,7 +107,9 @@ class Stream:
     def _outcome(self, submitted: _Submitted, output: Any) -> Generation | Failure:
         request, answer = submitted.request, output.outputs[0]
         written = list(answer.token_ids)
-        token_ids, _ = trim(written, frozenset(), request.sampling.stop, self._tokenizer)  # it ends with a whole step
+        token_ids, _ = trim(
+            written, frozenset(), request.sampling.stop, self._tokenizer
+        )  # vLLM's answer ends with a whole step
         known = self._proposer.finish(request.token_ids, written) if self._proposer is not None else None
         if answer.finish_reason not in ("stop", "length"):
             return Failure(request.index, f"vLLM ended it with {answer.finish_reason!r}")
@@ -126,6 +128,6 @@ class Stream:
 
 
 def _by_prefix(requests: list[Request]) -> list[Request]:
-    """Return requests so that what they share is in the prefix cache: together, and what most share first."""
+    """Return requests ordered for the prefix cache: by prefix, those that save the most first."""
     prompts = [array("i", request.token_ids) for request in requests]
     return [requests[index] for group in largest_first(grouped(prompts), prompts) for index in group]

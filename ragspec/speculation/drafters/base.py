@@ -1,4 +1,4 @@
-"""What a drafter is: it sees token ids, and guesses the next ones. It may be wrong; it can never change an answer.
+"""What a drafter is: it sees token ids and guesses the next ones. It may be wrong; it can never change an answer.
 
     >>> row = PromptLookup().open([5, 6, 7, 5, 6])
     >>> row.propose(3).token_ids
@@ -19,8 +19,8 @@ class Draft:
     """A chain of guessed tokens.
 
     survival[j]: the probability that tokens 0 to j are all right; it never rises. sources[j]: the position in the
-    row's own prompt that token j was copied from, or None. probabilities: what a draft model drew its tokens from,
-    (tokens, vocab), where it drew them; None for a drafter that has no choice but its guess.
+    row's own prompt that token j was copied from, or None. probabilities: (tokens, vocab), what a draft model
+    sampled its tokens from; None where they were not sampled.
     """
 
     token_ids: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""A vote of several matches on what comes next, and the memory of what was guessed until it is known to be right."""
+"""Several matches vote on what comes next; a guess is remembered until it is known whether it was right."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ LEAST_SURVIVAL = 0.02  # a guess less likely than this is not made
 
 @dataclass(slots=True)
 class Match:
-    """A place whose continuation may be the row's."""
+    """A position in some text whose continuation may be the row's."""
 
     text: Sequence[int]
-    place: int
-    end: int  # where the text, or the document in it, ends
+    position: int
+    end: int  # of the text, or of the document in it
     origin: int  # what kind of text it is, to the calibration
-    length: int  # tokens before the place that agree with the row
-    prompt: bool  # whether `text` begins with the row's own prompt, so that places in it can be cited
+    length: int  # tokens before the position that agree with the row
+    prompt: bool  # whether `text` begins with the row's own prompt, whose positions can be cited
 
 
 class Proposals:
@@ -45,31 +45,38 @@ class Proposals:
             total = 0.0
             alive = []
             for match, weight in zip(matches, weights, strict=True):
-                place = match.place + step
-                if place >= match.end:
+                position = match.position + step
+                if position >= match.end:
                     continue
                 alive.append((match, weight))
-                token = match.text[place]
+                token = match.text[position]
                 votes[token] = vote = votes.get(token, 0.0) + weight
                 total += weight
-                if vote >= best_weight:  # of equals the later
+                if vote >= best_weight:  # of equals the later one wins
                     best, best_weight = token, vote
             if not alive:
                 break
-            agreeing = [(m, w) for m, w in alive if m.text[m.place + step] == best] if len(votes) > 1 else alive
+            agreeing = [(m, w) for m, w in alive if m.text[m.position + step] == best] if len(votes) > 1 else alive
             leader = max(agreeing, key=lambda pair: pair[1])[0]
             origins = len({match.origin for match, _ in agreeing})
             share = best_weight / total
-            place = leader.place + step
+            position = leader.position + step
             known = calibration.features(
-                leader.origin, leader.length + step, best, leader.text[place - 1], step, share, origins, len(agreeing)
+                leader.origin,
+                leader.length + step,
+                best,
+                leader.text[position - 1],
+                step,
+                share,
+                origins,
+                len(agreeing),
             )
             survival *= calibration.estimate(known)
             if survival < LEAST_SURVIVAL:
                 break
             draft.token_ids.append(best)
             draft.survival.append(survival)
-            draft.sources.append(place if leader.prompt and place < prompt_tokens else None)
+            draft.sources.append(position if leader.prompt and position < prompt_tokens else None)
             features.append(known)
             matches, weights = [m for m, _ in agreeing], [w for _, w in agreeing]
             step += 1

@@ -1,4 +1,4 @@
-"""The RAG-aware drafter: how the row's contexts, its answer, other records' passages and finished answers go on.
+"""The RAG-aware drafter: how the row's contexts, its answer, other records' passages and finished answers continue.
 
     speculation: {method: context}
 
@@ -21,7 +21,7 @@ from ragspec.speculation.drafters.index import NgramIndex, match_length
 PROMPT, OUTPUT, OTHER_CONTEXT, OTHER_OUTPUT = range(4)
 DOUBTS = {OTHER_CONTEXT: -1.5, OTHER_OUTPUT: -0.8}  # in log odds
 SHARED_TOKENS = 200_000  # of other records, in memory at most
-SURE = 4  # tokens of a match in the row's own text, from which on the others are not asked
+SURE = 4  # tokens of a match in the row's own text that make other records' texts unnecessary
 
 
 class SharedPool:
@@ -33,32 +33,32 @@ class SharedPool:
         self._known: set[int] = set()
 
     def add(self, token_ids: Sequence[int], origin: int) -> None:
-        """Take in a text, once; of an endless one the beginning."""
+        """Take in a text, once; only the beginning of a very long one."""
         token_ids = token_ids[:SHARED_TOKENS]
         key = hash(tuple(token_ids))
         if key in self._known or len(token_ids) < 4:
             return
         if len(self._index.tokens) + len(token_ids) > SHARED_TOKENS:
-            self.__init__()  # type: ignore[misc]  # the run has moved on from what stood there
+            self.__init__()  # type: ignore[misc]  # full: the run has moved on from what it held
         self._known.add(key)
         start = len(self._index.tokens)
         self._index.extend(token_ids)
         self._documents.append((start, len(self._index.tokens), origin))
 
     def matches(self, suffix: Sequence[int]) -> list[Match]:
-        """Return the places that end like `suffix`."""
+        """Return the positions before which the texts end as `suffix` does."""
         found = []
-        for place in self._index.find(suffix):
-            number = bisect_right(self._documents, place - 1, key=lambda document: document[0]) - 1
+        for position in self._index.find(suffix):
+            number = bisect_right(self._documents, position - 1, key=lambda document: document[0]) - 1
             start, end, origin = self._documents[number]
-            length = match_length(self._index.tokens, place, suffix, floor=start)
-            if length > 0 and place < end:
-                found.append(Match(self._index.tokens, place, end, origin, length, False))
+            length = match_length(self._index.tokens, position, suffix, floor=start)
+            if length > 0 and position < end:
+                found.append(Match(self._index.tokens, position, end, origin, length, False))
         return found
 
 
 class ContextDrafter:
-    """Drafts from the retrieved passages. isolate: each record for itself."""
+    """Drafts from the retrieved passages. isolate: records do not share texts."""
 
     def __init__(self, isolate: bool = False) -> None:
         self.calibration = Calibration(DOUBTS)
@@ -88,11 +88,11 @@ class ContextRow:
         tokens = self._index.tokens
         end = len(tokens)
         matches = []
-        for place in self._index.find(tokens):
-            if place < end:
-                origin = PROMPT if place < self._prompt_tokens else OUTPUT
-                length = match_length(tokens, place, tokens)
-                matches.append(Match(tokens, place, end, origin, length, True))
+        for position in self._index.find(tokens):
+            if position < end:
+                origin = PROMPT if position < self._prompt_tokens else OUTPUT
+                length = match_length(tokens, position, tokens)
+                matches.append(Match(tokens, position, end, origin, length, True))
         if self._pool is not None and not any(match.length >= SURE for match in matches):
             matches += self._pool.matches(tokens)
         return self._proposals.build(matches, limit, self._prompt_tokens)

@@ -1,4 +1,4 @@
-"""Prompt lookup: the row's own prompt and answer, searched for the latest place that ends like the row does now.
+"""Prompt lookup: the row's own prompt and answer, searched for the latest position that ends as the row does now.
 
     speculation: {method: prompt_lookup, ngram_min: 1, ngram_max: 3}
 
@@ -39,14 +39,15 @@ class LookupRow:
         self._proposals = Proposals(calibration)
 
     def propose(self, limit: int) -> Draft:
-        """Return the continuation of the latest place that ends like the longest n-gram there is."""
+        """Return the continuation of the latest position that ends with the longest n-gram found."""
         tokens = self._index.tokens
         end = len(tokens)
-        found = [(match_length(tokens, place, tokens), place) for place in self._index.find(tokens) if place < end]
+        positions = [position for position in self._index.find(tokens) if position < end]
+        found = [(match_length(tokens, position, tokens), position) for position in positions]
         if not found:
             return Draft()
-        length, place = max(found, key=lambda match: (min(match[0], self._largest), match[1]))
-        return self._proposals.build([Match(tokens, place, end, 0, length, True)], limit, self._prompt_tokens)
+        length, position = max(found, key=lambda match: (min(match[0], self._largest), match[1]))
+        return self._proposals.build([Match(tokens, position, end, 0, length, True)], limit, self._prompt_tokens)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Take in what was written."""

@@ -1,0 +1,44 @@
+"""Asking for drafts, so that a drafter that fails costs drafts and no answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ragspec.engine.notes import Notes
+from ragspec.engine.proposers import LONGEST, Proposer
+from ragspec.engine.retreat import FORWARD, told
+from ragspec.engine.room import PATIENCE
+from ragspec.engine.row import Row
+from ragspec.speculation.drafters.base import Draft
+
+MOST_DOUBLINGS = 6  # of the pause after a failure
+
+
+class Drafting:
+    """One run's drafts. restart: the length at which a row is computed anew (Frequencies.restart), None for never."""
+
+    def __init__(self, proposer: Proposer, restart: int | None, notes: Notes) -> None:
+        self._proposer = proposer
+        self._restart = restart
+        self._notes = notes
+        self._pause = 0  # steps without drafts that are left, after a failure
+        self._failures = 0
+
+    def drafts(self, rows: Sequence[Row], besides: int) -> list[Draft]:
+        """Return a draft per row. besides: tokens of the step that are not these rows'."""
+        if not rows or self._pause:
+            self._pause = max(0, self._pause - 1)
+            return [Draft()] * len(rows)
+        try:
+            drafts = self._proposer.propose(rows, besides)
+        except FORWARD as error:
+            self._failures += 1
+            self._pause = PATIENCE << min(self._failures, MOST_DOUBLINGS)
+            self._proposer.forget()
+            self._notes.add(f"drafting failed and paused for {self._pause} steps: {told(error)}")
+            return [Draft()] * len(rows)
+        if self._restart is None:
+            return drafts
+        # a text that outgrows this length is computed anew, so no step may cross it
+        lengths = [self._restart - len(row.tokens) if row.base <= self._restart else LONGEST for row in rows]
+        return [draft.cut(max(0, length)) for draft, length in zip(drafts, lengths, strict=True)]
