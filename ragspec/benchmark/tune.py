@@ -59,10 +59,10 @@ def tune(config: RunConfig, folder: Path, *, budget_s: float, limit: int, consol
             started = time.monotonic()
             for worker in alive if number % 2 else reversed(alive):
                 console.print(f"{worker.candidate.name}: pass {number} ...", markup=False)
-                result = worker.measure()
-                if not result["records"]:
+                figures = worker.measure()
+                if not figures.records:
                     raise ConfigError(f"{worker.candidate.name}: no record was answered; see {worker.answers}")
-                speeds[worker.candidate.name].append(result["tokens_per_s"])
+                speeds[worker.candidate.name].append(figures.tokens_per_s)
             best = max(speeds[worker.candidate.name][-1] or 0.0 for worker in alive)
             alive = [
                 worker

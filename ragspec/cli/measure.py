@@ -58,7 +58,7 @@ def report(
     ] = True,
 ) -> None:
     """Draw the report of a finished benchmark again."""
-    from ragspec.benchmark.table import read_results
+    from ragspec.benchmark.results import read_results
     from ragspec.cli.console import stderr
     from ragspec.report.page import write_report
 
