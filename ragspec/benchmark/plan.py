@@ -6,16 +6,17 @@ too: another tool as its users run it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from ragspec import runners
 from ragspec.benchmark.baseline import Setting, plain_of
 from ragspec.config.load import build_config
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError, did_you_mean
-from ragspec.speculation.methods import PLAIN, method_named, methods_of
+from ragspec.speculation.methods import PLAIN, check_method, known_methods, method_named, methods_of
 
 STOCK = {"runner": "huggingface", "runner_args": {"engine": "transformers", "batch_size": 1}}
 AS_IT_COMES = {"runner": "vllm", "runner_args": {"lookahead": 1}}  # records in the order given, blocks of its own size
@@ -51,9 +52,15 @@ def make_plan(
     """Return the candidates, baselines first. Without `methods`: plain decoding and what the config says."""
     if config.input is None or config.input == "-":
         raise ConfigError("input: a benchmark reads its input several times; give a file with --input")
+    _check_words("--method", methods, known_methods())
+    _check_words("--runner", runner_names, runners.names())
+    _check_words("--peer", peers, PEERS)
     wanted = list(dict.fromkeys(methods)) or list(dict.fromkeys([PLAIN, config.speculation.method]))
     wanted.sort(key=lambda method: method != PLAIN)
     several = list(dict.fromkeys(runner_names)) or [config.runner]
+    for method in wanted:
+        if not any(method in methods_of(runner) for runner in several):
+            check_method(several[0], method)
     sizes: Sequence[int | None] = list(dict.fromkeys(batch_sizes)) or [None]
     lengths: Sequence[int | None] = list(dict.fromkeys(num_tokens)) or [None]
     candidates = []
@@ -84,6 +91,14 @@ def setting_of(candidate: Candidate, sizes: Mapping[str, int | None] | None = No
     return Setting(candidate.name, config.runner, config.speculation.method, size, candidate.peer)
 
 
+def _check_words(flag: str, words: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ConfigError, with the nearest word, for one that is not known."""
+    choices = list(known)
+    for word in words:
+        if word not in choices:
+            raise ConfigError(f'{flag}: "{word}" is not known{did_you_mean(word, choices)}')
+
+
 def _candidate(
     config: RunConfig, prefix: str, runner: str, method: str, batch_size: int | None, tokens: int | None
 ) -> Candidate:
@@ -108,8 +123,6 @@ def _candidate(
 
 
 def _peer(config: RunConfig, name: str, batch_size: int | None) -> Candidate:
-    if name not in PEERS:
-        raise ConfigError(f'--peer: "{name}" is not known{did_you_mean(name, tuple(PEERS))}')
     raw = config.model_dump() | {"runner_args": {}} | PEERS[name]
     if raw["runner"] == "vllm" and batch_size is not None:
         raw["runner_args"] = raw["runner_args"] | {"batch_size": batch_size}
