@@ -47,7 +47,9 @@ def generate(
     debug: Debug = False,
 ) -> None:
     """Answer every record of the input; rerun to continue after an interruption."""
-    from ragspec.cli.console import print_summary, progress, stderr
+    from ragspec.cli.console import stderr
+    from ragspec.cli.progress import progress
+    from ragspec.cli.tables import print_summary
     from ragspec.config.load import load_config
     from ragspec.outputs.journal import whereabouts
     from ragspec.run.generate import generate as answer

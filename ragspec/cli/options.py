@@ -1,4 +1,4 @@
-"""The options that commands share, and what they do alike. Nothing heavy is imported."""
+"""The options and steps that commands share. Nothing heavy is imported."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def set_debug(debug: bool) -> None:
 
 
 def overrides(override: list[str] | None, max_new_tokens: int | None = None) -> list[str]:
-    """Return what `--set` says, and after it, so that they win, the flags that stand for a key of their own."""
+    """Return the `--set` overrides followed by those of flags that set a key, which therefore win."""
     answer_length = [] if max_new_tokens is None else [f"sampling.max_new_tokens={max_new_tokens}"]
     return [*(override or ()), *answer_length]
 
@@ -55,7 +55,8 @@ def load(
     config: str, override: list[str] | None, input: str | None, max_new_tokens: int | None = None
 ) -> tuple[RunConfig, Console]:
     """Return the config and the console on stderr, with the config's notes printed there."""
-    from ragspec.cli.console import print_notes, stderr
+    from ragspec.cli.console import stderr
+    from ragspec.cli.tables import print_notes
     from ragspec.config.load import load_config
 
     console = stderr()

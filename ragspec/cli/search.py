@@ -45,7 +45,9 @@ def index(
     debug: Debug = False,
 ) -> None:
     """Build a retrieval index, or update it with new and changed documents."""
-    from ragspec.cli.console import build_progress, print_build, stderr
+    from ragspec.cli.console import stderr
+    from ragspec.cli.progress import build_progress
+    from ragspec.cli.tables import print_build
     from ragspec.config.veil import Veil
     from ragspec.errors import ConfigError
     from ragspec.retrieval.build import build
@@ -118,15 +120,16 @@ def retrieve(
             return
         passed = stream(settings, where, output, limit)
     if passed.untouched:
-        console.print(f"note: {passed.untouched:,} lines have contexts or no query: passed as they are", markup=False)
+        note = f"{passed.untouched:,} lines have contexts or no query: passed on unchanged"
+        console.print(f"note: {note}", markup=False)
     console.print(f"{passed.searched:,} queries, {passed.failed:,} error lines", markup=False)
     if passed.failed:
         raise typer.Exit(1)
 
 
 def _settings(console: Console, path: str | None, override: list[str] | None, **given: Any) -> RetrievalConfig:
-    """Return the retrieval section: the config's, if one is named, with what the command line says over it."""
-    from ragspec.cli.console import print_notes
+    """Return the retrieval section: the config's, if there is one, overridden by the command line."""
+    from ragspec.cli.tables import print_notes
     from ragspec.config.load import load_retrieval
 
     direct = {key: value for key, value in given.items() if value is not None}
