@@ -1,8 +1,8 @@
 """The audit: does speculation change any answer? Exact matches, numeric ties with their margins, and bugs.
 
 Two runs of the same records are compared token by token. Where two answers part, the model itself is asked (referee.py)
-how much worse the speculative token is than the one it would choose. Sums of floats depend on their order, so another
-shape of a forward may turn a tie; by how much, is measured on this machine too. Anything beyond is a bug.
+how much worse the speculative token is than the one it would choose. Sums of floats depend on their order, so a forward
+of another shape may turn a tie; by how much is measured on this machine. Anything beyond that is a bug.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from ragspec.benchmark.answers import Answer, Answers
 from ragspec.records import Sampling
 
-SAFETY = 8.0  # a tie lies within so many times the difference that shapes were seen to make
+SAFETY = 8.0  # a tie is within this many times the difference that shapes make
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""A sample of the records answered outside of our engine, and the audited runs held against it.
+"""A sample of the records answered outside our engine, and the audited runs compared with it.
 
-`verify` compares two runs of one engine, and what is wrong in both it cannot see. So some records are answered by stock
-transformers generate() too, one at a time. Where the run samples with noise of its own, which generate() has not, the
+`verify` compares two runs of one engine, so it cannot see what is wrong in both. Some records are therefore answered by
+stock transformers generate() too, one at a time. Where the run samples with its own noise, which generate() lacks, the
 model is asked token by token instead: is this the one that the record's noise draws from its distribution?
 """
 

@@ -26,9 +26,9 @@ KEYED = ("context", "prompt_lookup")  # methods of our engine that sample with n
 def run_verify(
     config: RunConfig, folder: Path, *, limit: int | None, console: Console, reference: int = 8, seed: int = 0
 ) -> Findings:
-    """Audit `config` on its own input; write `folder`/verify.json, and a reproducer per bug. Raises ConfigError.
+    """Audit `config` on its own input; write `folder`/verify.json and a reproducer for each bug. Raises ConfigError.
 
-    reference: records that stock generate() answers too, drawn by `seed`; 0 for none.
+    reference: how many records stock generate() answers too, drawn by `seed`; 0 for none.
     """
     if config.speculation.method == PLAIN:
         raise ConfigError("speculation.method: none has nothing to verify; set the method that you use")
@@ -63,7 +63,7 @@ class _Verification:
             return read_answers(worker.answers)
 
     def compare_runs(self) -> None:
-        """Hold the method against plain decoding."""
+        """Compare the method with plain decoding."""
         (plain, method), audit = self._plan, Audit()
         one, two = (self._repeated(answers) for answers in self._answers)
         if left := len(self._answers[0].answered) - len(one.answered):
@@ -87,7 +87,7 @@ class _Verification:
         return self._ran.get("engine") == "ragspec" and self._config.speculation.method in KEYED
 
     def compare_with_reference(self, count: int, seed: int) -> None:
-        """Hold both runs against stock transformers, on a sample; say why where that cannot be."""
+        """Compare both runs with stock transformers, on a sample, or say why that is impossible."""
         from ragspec.audit import reference
         from ragspec.audit.target import check_same_answers
 
@@ -141,13 +141,13 @@ class _Verification:
                 "answer_before": parting.common,
                 "sampling": asdict(parting.sampling),
                 "config": candidate.config.model_dump(mode="json"),
-                "note": "what stood in the batch beside it can matter: if it alone shows nothing, take the whole input",
+                "note": "others in its batch can matter: if this one shows nothing alone, run the whole input",
             },
         )
 
 
 def check_comparable(config: RunConfig) -> None:
-    """Raise ConfigError where answers are equal in distribution only, so that texts cannot be compared."""
+    """Raise ConfigError if answers are equal only in distribution, so that texts cannot be compared."""
     spec, sampled = config.speculation, config.sampling.temperature > 0
     stock = config.runner_args.get("engine") == "transformers"
     if sampled and (config.runner == "vllm" or stock or spec.method not in KEYED):

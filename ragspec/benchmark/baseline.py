@@ -1,4 +1,4 @@
-"""Which run another may be held against: plain decoding on the same runner, with as many records at once.
+"""Which run another may be compared with: plain decoding on the same runner, with as many records at once.
 
     >>> plain = Setting("none-b8", "vllm", "none", 8)
     >>> plain_of(Setting("a", "vllm", "context", 8), [plain]), plain_of(Setting("b", "vllm", "context", 4), [plain])
@@ -17,7 +17,7 @@ from ragspec.speculation.methods import PLAIN
 
 
 class Setting(NamedTuple):
-    """What makes two runs comparable. batch_size None: not known. peer: another tool, as its users run it."""
+    """What makes two runs comparable. batch_size: None if unknown. peer: whether it is another tool."""
 
     name: str
     runner: str
@@ -27,7 +27,7 @@ class Setting(NamedTuple):
 
 
 def plain_of(setting: Setting, others: Sequence[Setting]) -> int | None:
-    """Return the place of the run in `others` that `setting` is held against, None where none of them can be."""
+    """Return the place in `others` of the run to compare `setting` with, None if there is none."""
     for place, other in enumerate(others):
         alike = (other.runner, other.batch_size) == (setting.runner, setting.batch_size)
         if other.method == PLAIN and alike and not other.peer:
@@ -36,20 +36,20 @@ def plain_of(setting: Setting, others: Sequence[Setting]) -> int | None:
 
 
 def baselines(runs: Sequence[Run]) -> dict[str, str | None]:
-    """Return, by candidate, the name of the one that it is held against, None where that did not run."""
+    """Return, by candidate, the name of the one to compare it with, None if that did not run."""
     settings = list({run.name: _setting_of(run) for run in runs}.values())
     places = {setting.name: plain_of(setting, settings) for setting in settings}
     return {name: None if place is None else settings[place].name for name, place in places.items()}
 
 
 def ratios_to_plain(results: Results, metric: str) -> list[Ratio]:
-    """Return the ratios of `metric` between a candidate and plain decoding of its kind."""
+    """Return the ratios of `metric` between candidates and their plain decoding."""
     plain = baselines(results.runs)
     return [ratio for ratio in results.ratios if ratio.metric == metric and plain.get(ratio.name) == ratio.baseline]
 
 
 def ratios_to_peers(results: Results, metric: str) -> list[Ratio]:
-    """Return the ratios of `metric` between a candidate and another tool."""
+    """Return the ratios of `metric` between candidates and other tools."""
     peers = {run.name for run in results.runs if run.peer}
     return [ratio for ratio in results.ratios if ratio.metric == metric and ratio.baseline in peers]
 

@@ -1,4 +1,4 @@
-"""What a report shows beside speeds: answers token by token, acceptance record by record, the machine's limits."""
+"""What a report shows besides speeds: answers token by token, acceptance record by record, the machine's limits."""
 
 from __future__ import annotations
 

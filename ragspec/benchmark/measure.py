@@ -80,7 +80,7 @@ class _Benchmark:
         """Return what was found."""
         notes = []
         if self._store.kept:
-            notes.append(f"passes kept from an earlier run: {self._store.kept}; they saw the machine of that time")
+            notes.append(f"passes kept from an earlier run: {self._store.kept}, timed in that run's conditions")
         return summarise(self._plan, self._entries, self._folder, self._repeat, notes)
 
     def _unfinished(self) -> list[Candidate]:

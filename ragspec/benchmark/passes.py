@@ -1,4 +1,4 @@
-"""Finished passes on disk, so that an interrupted benchmark goes on where it stopped."""
+"""Finished passes on disk, so that an interrupted benchmark can continue where it stopped."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Passes:
 
 
 def _read(path: Path) -> Entry | None:
-    """Return the entry of a file, None where there is none, or another version's."""
+    """Return the entry of a file, None if there is none, or if another version wrote it."""
     if not path.is_file():
         return None
     try:

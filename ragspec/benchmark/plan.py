@@ -1,7 +1,7 @@
 """What to run: every runner x method x batch size x draft length that was asked for, baselines first, peers last.
 
-A candidate is an ordinary config, checked like one, so a benchmark cannot start what a run could not. A peer is one
-too: another tool as its users run it.
+A candidate is an ordinary config, checked like any other, so a benchmark starts nothing that a run would refuse. A
+peer is one too: another tool, configured as its users run it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def make_plan(
     candidates = []
     for runner, method, batch_size in product(several, wanted, sizes):
         if len(several) > 1 and method not in methods_of(runner):
-            continue  # what one runner has and the other lacks is timed where it is
+            continue  # a method that only one of the runners has is timed there
         prefix = f"{runner}-" if len(several) > 1 else ""
         for tokens in lengths if method != PLAIN else [None]:
             candidates.append(_candidate(config, prefix, runner, method, batch_size, tokens))
@@ -76,9 +76,9 @@ def make_plan(
 def baseline_of(
     candidate: Candidate, plan: Sequence[Candidate], sizes: Mapping[str, int | None] | None = None
 ) -> Candidate | None:
-    """Return the plain decoding that `candidate` is held against, None where the plan has none of its kind.
+    """Return the plain decoding to compare `candidate` with, None if the plan has none.
 
-    sizes: the batch sizes that the candidates came to run with, by name; by default those that were asked for.
+    sizes: the batch sizes that candidates really ran with, by name; by default those asked for.
     """
     place = plain_of(setting_of(candidate, sizes), [setting_of(other, sizes) for other in plan])
     return None if place is None else plan[place]

@@ -3,7 +3,7 @@
     results = read_results(Path("out/benchmark"))
     max(results.runs, key=lambda run: run.tokens_per_s or 0).name
 
-Seconds are wall-clock; None stands for what a runner does not know. Limit: a file of another shape is refused whole.
+Seconds are wall-clock; None means that a runner does not know. Limit: a file of another shape is refused.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Pass:
 class Run(Pass):
     """A pass and whose it is: an entry of `runs`.
 
-    repeat: its number, from 1. identical: answers that are, token for token, those of plain decoding; None where that
-    did not run.
+    repeat: its number, from 1. identical: answers equal, token for token, to those of plain decoding; None if that did
+    not run.
     """
 
     name: str
@@ -141,7 +141,7 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What the report shows of a candidate beside its speed."""
+    """What the report shows of a candidate besides its speed."""
 
     samples: tuple[Sample, ...]
     acceptance_by_record: tuple[float, ...]
@@ -178,7 +178,7 @@ class Results:
 
 
 def parse(kind: type[T], value: Any) -> T:
-    """Return JSON's `value` as a `kind`; keys that it has not are dropped. Raises ValidationError."""
+    """Return JSON's `value` as a `kind`; unknown keys are dropped. Raises ValidationError."""
     return TypeAdapter(kind).validate_python(value)
 
 

@@ -1,4 +1,4 @@
-"""Passes -> Results: who is held against whom, ratios pair by pair, whose answers are the same."""
+"""Passes -> Results: who is compared with whom, the paired ratios, and whose answers are the same."""
 
 from __future__ import annotations
 

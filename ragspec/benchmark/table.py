@@ -16,7 +16,7 @@ COLUMNS = ("method", "tokens/s", "vs plain", "decode tokens/s", "acceptance", "t
 
 
 def print_results(console: Console, results: Results, folder: Path) -> None:
-    """Print one row per candidate: medians over passes, and the paired ratio to plain decoding of its kind."""
+    """Print one row per candidate: medians over passes, and the paired ratio to its plain decoding."""
     machine = results.machine
     console.print(f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB", *machine["gpus"])
     for note in results.notes:

@@ -1,4 +1,4 @@
-"""One method in a process of its own: loads once, then answers the whole input each time it is told to go.
+"""One method in a process of its own: loads once, then answers the whole input each time it is told to.
 
 messages.py says what is read and written. A pass is the pipeline itself, so what is timed is what `ragspec generate`
 does.
@@ -78,7 +78,7 @@ def _run_pass(session: Session, output: Path, limit: int | None) -> Pass:
 
 
 def details(runner: Runner, output: Path) -> Details:
-    """Return what the report shows beside speeds; nothing of it is timed."""
+    """Return what the report shows besides speeds; none of it is timed."""
     ran = runner.about()
     answers = list(read_answers(output).answered.values())
     cost = ran.get("step_cost")

@@ -1,4 +1,4 @@
-"""`ragspec benchmark` and `ragspec report`: how fast."""
+"""`ragspec benchmark` and `ragspec report`: how fast methods are."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def benchmark(
             plan, output, repeat=repeat, limit=limit, sequential=sequential, console=console, resume=resume
         )
     except KeyboardInterrupt:
-        console.print("interrupted: finished passes are kept; the same command with --resume goes on", markup=False)
+        console.print("interrupted: finished passes are kept; run again with --resume to continue", markup=False)
         raise typer.Exit(INTERRUPTED) from None
     print_results(console, results, output)
     console.print(f"report in {write_report(results, output)}", markup=False)

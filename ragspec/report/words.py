@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ragspec.benchmark.baseline import baselines, ratios_to_peers, ratios_to_plain
 from ragspec.benchmark.results import SPEED, Ratio, Results, Run
 
-WORTH = 1.02  # a gain below it is none
+WORTH = 1.02  # smaller gains do not count
 
 
 def summary(results: Results) -> list[str]:
@@ -24,14 +24,14 @@ def summary(results: Results) -> list[str]:
         f"({mean:.0f} an answer): the shorter the answers, the less speculation can do."
     )
     if share := _prompt_share(first):
-        sentences.append(f"{first.name} spends {share:.0%} of its time on prompts, where no draft helps.")
+        sentences.append(f"{first.name} spends {share:.0%} of its time on prompts, which drafts do not speed up.")
     for ratio in ratios_to_peers(results, SPEED):
         sentences.append(f"{ratio.name} is {_times(ratio)} as fast as {ratio.baseline.removeprefix('peer-')}.")
     return sentences
 
 
 def _sameness(runs: Mapping[str, Run]) -> list[str]:
-    """Return whose answers are those of plain decoding; nothing about runs that have no plain decoding beside them."""
+    """Return whose answers are those of plain decoding; nothing about runs without plain decoding to compare."""
     plain = baselines(list(runs.values()))
     own = [name for name, run in runs.items() if not run.peer and plain[name] != name]
     held = [name for name in own if plain[name] is not None]
@@ -51,8 +51,8 @@ def _verdict(results: Results) -> str:
         if len(results.names) == 1:
             return "One method was timed, so there is nothing to compare it with."
         return (
-            "No speculation was timed beside plain decoding of the same runner and batch size, so there is nothing to "
-            "compare; the notes say which run is missing."
+            "No speculation was timed next to plain decoding with the same runner and batch size, so there is nothing "
+            "to compare; the notes name the run that is missing."
         )
     best = max(own, key=lambda ratio: ratio.median)
     if best.interval and best.interval[0] <= 1.0 <= best.interval[1]:
@@ -72,5 +72,5 @@ def _times(ratio: Ratio) -> str:
 
 
 def _prompt_share(run: Run) -> float | None:
-    """Return the share of a run's time that its prompts took, None where that is not known apart."""
+    """Return the share of a run's time that its prompts took, None if the runner does not know it."""
     return run.prefill_s / (run.prefill_s + run.decode_s) if run.prefill_s and run.decode_s else None
