@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,20 +14,26 @@ from ragspec.audit.lossless import SAFETY, Audit, judge, partings
 from ragspec.audit.referee import ModelReferee
 from ragspec.audit.reference import sample
 from ragspec.audit.target import Target, check_same_answers, stock_config
+from ragspec.benchmark.answers import Answer, Answers, read_answers
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from ragspec.records import Request, Sampling
 from tests.conftest import SAMPLE, write_jsonl
 from tests.test_cli import RAGSPEC, ragspec
 
-GREEDY = {
-    **{"max_new_tokens": 8, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
-    **{"stop": [], "seed": 0},
-}
+GREEDY = Sampling(max_new_tokens=8)
 
 
-def line(name, ids):
-    return {"id": name, "token_ids": ids, "prompt_token_ids": [1, 2], "sampling": GREEDY}
+def answer(name, ids, prompt=(1, 2), sampling=GREEDY):
+    return Answer(name, ids, list(prompt), sampling)
+
+
+def run_of(*answers, failed=()):
+    return Answers({one.id: one for one in answers}, failed)
+
+
+def parting_of(one, two):
+    return next(partings(run_of(one), run_of(two), Audit()))
 
 
 class Fixed:
@@ -38,13 +46,24 @@ class Fixed:
 
 def test_answers_are_matched_by_id_and_compared_to_the_first_difference():
     audit = Audit()
-    plain = [line("a", [1, 2, 3]), line("b", [1, 2, 3]), line("c", [1, 2]), {"id": "d", "error": {}}, line("e", [1])]
-    other = [line("b", [1, 9, 3]), line("a", [1, 2, 3]), line("c", [1, 2, 3]), line("d", [1]), line("f", [1])]
-    found = list(partings(plain, other, audit))
+    plain = [answer("a", [1, 2, 3]), answer("b", [1, 2, 3]), answer("c", [1, 2]), answer("e", [1])]
+    other = [answer("b", [1, 9, 3]), answer("a", [1, 2, 3]), answer("c", [1, 2, 3]), answer("d", [1]), answer("f", [1])]
+    found = list(partings(run_of(*plain, failed=("d",)), run_of(*other), audit))
     assert audit.identical == 1
     assert [(p.id, p.position, p.plain, p.speculative) for p in found] == [("b", 1, 2, 9), ("c", 2, None, 3)]
     assert found[0].common == [1]
     assert audit.unanswered == ["d", "e", "f"]
+
+
+def test_a_repeated_id_does_not_hide_the_record_that_was_answered(tmp_path):
+    """The repeated one is an error line with the same id."""
+    whole = {"id": "a", "token_ids": [1, 2], "prompt_token_ids": [3], "sampling": asdict(GREEDY)}
+    lines = [whole, {"id": "a", "error": {"type": "RecordError", "message": "again"}}]
+    one = read_answers(Path(write_jsonl(tmp_path / "one.jsonl", lines)))
+    two = read_answers(Path(write_jsonl(tmp_path / "two.jsonl", [{**whole, "token_ids": [1, 9]}, lines[1]])))
+    audit = Audit()
+    assert [parting.id for parting in partings(one, two, audit)] == ["a"]
+    assert audit.unanswered == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -57,12 +76,12 @@ def test_answers_are_matched_by_id_and_compared_to_the_first_difference():
     ],
 )
 def test_a_tie_lies_within_what_shapes_alone_do(values, tie):
-    parting = next(partings([line("b", [1, 2])], [line("b", [1, 3])], Audit()))
+    parting = parting_of(answer("b", [1, 2]), answer("b", [1, 3]))
     assert judge(parting, lambda: Fixed(*values)).tie is tie
 
 
 def test_an_answer_that_ends_early_is_never_a_tie():
-    parting = next(partings([line("b", [1, 2])], [line("b", [1])], Audit()))
+    parting = parting_of(answer("b", [1, 2]), answer("b", [1]))
     assert not judge(parting, lambda: Fixed(0.0, 0.0, 1.0)).tie
 
 
@@ -72,16 +91,15 @@ def referee(tiny):
     return ModelReferee(target.model, target.rules)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, GREEDY | {"repetition_penalty": 1.3}])
+@pytest.mark.parametrize("sampling", [GREEDY, replace(GREEDY, repetition_penalty=1.3)])
 def test_the_referee_knows_the_models_choice(referee, sampling):
     prompt = list(range(5, 30))
     logits = referee._model(torch.tensor([prompt])).logits[0, -1]
-    if sampling["repetition_penalty"] != 1:
+    if sampling.repetition_penalty != 1:
         seen = torch.tensor(prompt)
         logits[seen] = torch.where(logits[seen] < 0, logits[seen] * 1.3, logits[seen] / 1.3)
     best, worst = int(logits.argmax()), int(logits.argmin())
-    line_of = lambda token: {"id": "x", "token_ids": [token], "prompt_token_ids": prompt, "sampling": sampling}  # noqa: E731
-    parting = next(partings([line_of(best)], [line_of(worst)], Audit()))
+    parting = parting_of(answer("x", [best], prompt, sampling), answer("x", [worst], prompt, sampling))
     shortfall, plain_shortfall, noise = referee.judge(parting)
     assert plain_shortfall <= noise
     assert shortfall == pytest.approx(float(logits.max() - logits.min()), rel=1e-3)
@@ -91,16 +109,15 @@ def test_the_referee_knows_the_models_choice(referee, sampling):
 def test_the_referee_draws_as_the_engine_does(referee):
     """The token that the record's own noise chooses has no shortfall; its neighbours have one."""
     from ragspec.engine.sampling import Noise, draw, probabilities
-    from ragspec.records import Sampling
 
-    sampling = GREEDY | {"temperature": 1.0, "seed": 7}
+    sampling = replace(GREEDY, temperature=1.0, seed=7)
     prompt = list(range(5, 30))
     logits = referee._model(torch.tensor([prompt])).logits[:, -1].float()
-    weights = probabilities(logits.detach(), Sampling(**{**sampling, "stop": ()}))
+    weights = probabilities(logits.detach(), sampling)
     chosen = draw(weights, [Noise(7, "x").at(0)])[0]
     other = (chosen + 3) % weights.shape[1]
-    lines = [{"id": "x", "token_ids": [t], "prompt_token_ids": prompt, "sampling": sampling} for t in (chosen, other)]
-    shortfall, plain_shortfall, noise = referee.judge(next(partings(lines[:1], lines[1:], Audit())))
+    parting = parting_of(answer("x", [chosen], prompt, sampling), answer("x", [other], prompt, sampling))
+    shortfall, plain_shortfall, noise = referee.judge(parting)
     assert plain_shortfall <= noise
     assert shortfall > SAFETY * noise
 
@@ -219,23 +236,23 @@ def test_the_reference_can_be_left_out(tiny, tmp_path):
     assert "stock generate()" not in done.stderr
 
 
-def lines_of(lengths):
-    return [line(f"r{i}", [1]) | {"prompt_token_ids": [1] * length} for i, length in enumerate(lengths)]
+def answers_of(lengths):
+    return [answer(f"r{i}", [1], [1] * length) for i, length in enumerate(lengths)]
 
 
 def test_the_sample_holds_the_longest_and_the_shortest_prompt():
-    lines = [*lines_of([5, 9, 2, 7, 3, 8, 4, 6]), {"id": "failed", "error": {}}]
+    answers = answers_of([5, 9, 2, 7, 3, 8, 4, 6])
     draws = set()
     for seed in range(20):
-        chosen = [line["id"] for line in sample(lines, 4, seed)]
+        chosen = [one.id for one in sample(answers, 4, seed)]
         assert len(chosen) == 4
         assert {"r1", "r2"} <= set(chosen)
         assert chosen == sorted(chosen), "in the order of the run"
-        assert chosen == [line["id"] for line in sample(lines, 4, seed)]
+        assert chosen == [one.id for one in sample(answers, 4, seed)]
         draws.add(tuple(chosen))
     assert len(draws) > 5
-    assert [line["id"] for line in sample(lines, 1, 0)] == ["r1", "r2"]
-    assert [line["id"] for line in sample(lines, 99, 0)] == [f"r{i}" for i in range(8)]
+    assert [one.id for one in sample(answers, 1, 0)] == ["r1", "r2"]
+    assert [one.id for one in sample(answers, 99, 0)] == [f"r{i}" for i in range(8)]
     assert sample([], 8, 0) == []
 
 

@@ -1,16 +1,19 @@
 """What may be said of plain decoding: only where it ran, on the same runner and with as many records at once."""
 
-import copy
 import json
+from dataclasses import replace
 
 import pytest
 
 from ragspec.benchmark.baseline import Setting, baselines, missing, plain_of
 from ragspec.benchmark.plan import baseline_of, make_plan
+from ragspec.benchmark.results import Results, parse
 from ragspec.benchmark.table import print_results
 from ragspec.cli.console import stderr
 from ragspec.config.load import build_config
-from ragspec.report.page import figures, render, rows
+from ragspec.report.figures import figures
+from ragspec.report.page import render
+from ragspec.report.rows import rows
 from ragspec.report.words import summary
 from tests.conftest import SAMPLE
 from tests.test_cli import ragspec
@@ -84,41 +87,44 @@ def test_a_method_that_came_to_run_alone_is_not_held_against_batches(tiny, tmp_p
     assert (by_name["none"]["identical"], by_name["prompt_lookup"]["identical"]) == (3, None)
     assert found["ratios"] == []
     assert any(note.endswith("--batch-size 1 adds it") for note in found["notes"])
-    assert "token for token" not in summary(found)[1]
+    assert "token for token" not in summary(parse(Results, found))[1]
     assert "nothing to compare" in page
 
 
 def test_a_report_of_older_results_follows_the_same_rule(results, capsys, tmp_path):  # noqa: F811
     """Ratios and counts against whatever came first were written before; they are not drawn."""
-    older = copy.deepcopy(results)
-    older["runs"] = [run("context", "context", 20.0), run("prompt_lookup", "prompt_lookup", 30.0)]
-    older["ratios"] = [ratio("prompt_lookup", "context", 1.5, 1.4, 1.6)]
-    assert baselines(older["runs"]) == {"context": None, "prompt_lookup": None}
+    older = replace(
+        results,
+        runs=(run("context", "context", 20.0), run("prompt_lookup", "prompt_lookup", 30.0)),
+        ratios=(ratio("prompt_lookup", "context", 1.5, 1.4, 1.6),),
+    )
+    assert baselines(older.runs) == {"context": None, "prompt_lookup": None}
     sentences = " ".join(summary(older))
     assert "nothing to compare" in sentences
     assert "1.50" not in sentences
     assert "token for token, that" not in sentences
-    assert [(row["ratio"], row["identical"]) for row in rows(older)] == [(None, None)] * 2
-    assert not [title for title, _, _ in figures(older) if title.startswith("Speed-up")]
+    assert [(row.ratio, row.run.identical) for row in rows(older)] == [(None, None)] * 2
+    assert not [figure for figure in figures(older) if figure.title.startswith("Speed-up")]
     assert "10 of 10" not in render(older)
     print_results(stderr(), older, tmp_path)
     assert "1.50x" not in capsys.readouterr().err
 
 
 def test_the_summary_names_whose_answers_were_compared(results):  # noqa: F811
-    results["runs"].append(run("context-b1", "context", 9.0, batch_size=1, identical=None))
-    assert summary(results)[1] == "Every answer of context is, token for token, that of plain decoding."
-    results["runs"] = results["runs"][:1]
-    assert "plain decoding" not in " ".join(summary(results))
+    alone = run("context-b1", "context", 9.0, batch_size=1, identical=None)
+    sentences = summary(replace(results, runs=(*results.runs, alone)))
+    assert sentences[1] == "Every answer of context is, token for token, that of plain decoding."
+    assert "plain decoding" not in " ".join(summary(replace(results, runs=results.runs[:1])))
 
 
 def test_a_peer_is_no_baseline_and_still_held_against(results):  # noqa: F811
-    results["runs"] = [
-        run("context", "context", 30.0, identical=None),
-        run("peer-hf", "none", 10.0, peer=True, identical=None),
-    ]
-    results["ratios"] = [ratio("context", "peer-hf", 3.0, 2.9, 3.1)]
-    sentences = summary(results)
+    peer = run("peer-hf", "none", 10.0, peer=True, identical=None)
+    beside = replace(
+        results,
+        runs=(run("context", "context", 30.0, identical=None), peer),
+        ratios=(ratio("context", "peer-hf", 3.0, 2.9, 3.1),),
+    )
+    sentences = summary(beside)
     assert "context is 3.00 times (2.90 to 3.10) as fast as hf." in sentences
     assert "token for token" not in " ".join(sentences)
-    assert [row["ratio"] for row in rows(results)] == [None, None]
+    assert [row.ratio for row in rows(beside)] == [None, None]

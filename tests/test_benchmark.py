@@ -32,6 +32,34 @@ def test_a_plan_refuses_what_a_run_would_refuse():
         make_plan(build_config({"model": "m", "input": "-"}), [], [], [])
 
 
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"methods": ["contxt"]}, r'^--method: "contxt" is not known; did you mean "context"\?$'),
+        ({"methods": ["contxt"], "runner_names": ["huggingface", "vllm"]}, '^--method: "contxt" is not known'),
+        ({"runner_names": ["vlm", "huggingface"]}, r'^--runner: "vlm" is not known; did you mean "vllm"\?$'),
+        ({"methods": ["eagle"], "runner_names": ["fake", "huggingface"]}, 'runner "fake" has no "eagle"'),
+    ],
+)
+def test_a_plan_leaves_out_nothing_that_no_runner_has(asked, message):
+    with pytest.raises(ConfigError, match=message):
+        make_plan(build_config({"model": "m", "input": "x"}), **asked)
+
+
+def test_flags_set_the_draft_and_the_answer_apart(tmp_path):
+    """`--num-tokens`, the name of before, still means the draft's length."""
+    config, out = tmp_path / "c.yaml", tmp_path / "b"
+    config.write_text(f"runner: fake\ninput: {SAMPLE}\nsampling: {{max_new_tokens: 50}}")
+    args = ["-m", "prompt_lookup", "--draft-tokens", 2, "--num-tokens", 3, "--max-new-tokens", 5]
+    done = ragspec("benchmark", "-c", config, *args, "--repeat", 1, "--limit", 2, "-o", out)
+    assert done.returncode == 0, done.stderr
+    runs = json.loads((out / "results.json").read_text())["runs"]
+    assert [(run["name"], run["num_tokens"], run["output_tokens"]) for run in runs] == [
+        ("prompt_lookup-k2", 2, 10),
+        ("prompt_lookup-k3", 3, 10),
+    ]
+
+
 @pytest.mark.parametrize("sequential", [False, True])
 def test_methods_are_timed_in_processes_of_their_own_and_compared(tiny, tmp_path, sequential):
     config = tmp_path / "c.yaml"

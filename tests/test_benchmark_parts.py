@@ -6,13 +6,17 @@ from math import exp
 
 import pytest
 
+from ragspec.benchmark.answers import Answer
 from ragspec.benchmark.details import pieces
 from ragspec.benchmark.plan import baseline_of, make_plan
 from ragspec.benchmark.ratios import interval
+from ragspec.benchmark.results import Piece, read_results
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
+from ragspec.records import Sampling
 from tests.conftest import SAMPLE, write_jsonl
 from tests.test_cli import ragspec
+from tests.test_report import results  # noqa: F401 (a fixture)
 
 
 @pytest.mark.parametrize("pairs", [2, 3, 5, 20])
@@ -73,13 +77,13 @@ class Letters:
 
 def test_pieces_say_where_every_token_came_from():
     ids = list("né!".encode())
-    record = {"token_ids": ids, "guessed": [0, 1, 1, 0], "copied_tokens": [[1, 3, "d1"]]}
-    assert pieces(record, Letters()) == [
-        {"text": "n", "by": "target", "context": None},
-        {"text": "", "by": "draft", "context": "d1"},
-        {"text": "é", "by": "draft", "context": "d1"},
-        {"text": "!", "by": "target", "context": None},
-    ]
+    answer = Answer("a", ids, [1], Sampling(), guessed=[0, 1, 1, 0], copied_tokens=[(1, 3, "d1")])
+    assert pieces(answer, Letters()) == (
+        Piece("n", "target", None),
+        Piece("", "draft", "d1"),
+        Piece("é", "draft", "d1"),
+        Piece("!", "target", None),
+    )
 
 
 def passes_of(done):
@@ -114,6 +118,33 @@ def test_a_report_is_drawn_again_from_results_alone(tmp_path):
         (out / name).unlink()
     assert ragspec("report", out).returncode == 0
     assert (out / "report.html").read_text() == first
+
+
+def test_results_are_the_same_after_a_way_through_the_file(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(f"runner: fake\ninput: {SAMPLE}\nsampling: {{max_new_tokens: 4}}")
+    out = tmp_path / "b"
+    methods = ["-m", "none", "-m", "prompt_lookup"]
+    assert ragspec("benchmark", "-c", path, *methods, "-o", out, "--repeat", 2, "--limit", 3).returncode == 0
+    written = json.loads((out / "results.json").read_text())
+    assert json.loads(json.dumps(read_results(out).to_json())) == written
+    assert next(iter(written["runs"][0])) == "name"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "key"),
+    [
+        (lambda whole: whole.pop("details"), "details: Field required"),
+        (lambda whole: whole["runs"][1].pop("peer"), "runs.1.peer: Field required"),
+        (lambda whole: whole["runs"][0].update(records="many"), "runs.0.records: "),
+    ],
+)
+def test_results_of_another_shape_are_refused_with_their_key(results, tmp_path, spoil, key):  # noqa: F811
+    whole = results.to_json()
+    spoil(whole)
+    (tmp_path / "results.json").write_text(json.dumps(whole))
+    with pytest.raises(ConfigError, match=rf"results\.json: {key}.*run it again"):
+        read_results(tmp_path)
 
 
 def test_a_report_of_nothing_is_one_line(tmp_path):

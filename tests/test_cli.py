@@ -8,14 +8,17 @@ import sys
 import time
 
 import pytest
+from typer.main import get_command
 
+from ragspec.cli import app
+from ragspec.speculation.methods import METHODS
 from tests.conftest import ROOT, read_jsonl, write_jsonl
 
 RAGSPEC = [sys.executable, "-m", "ragspec"]
 
 
 def ragspec(*args, **kwargs):
-    return subprocess.run([*RAGSPEC, *map(str, args)], capture_output=True, text=True, timeout=120, **kwargs)
+    return subprocess.run([*RAGSPEC, *map(str, args)], capture_output=True, text=True, timeout=300, **kwargs)
 
 
 @pytest.fixture
@@ -44,6 +47,51 @@ def test_help_imports_nothing_heavy(command):
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "Usage" in done.stdout
+
+
+def options_of(command):
+    """Return the options that a command shows, by their long names: their letters, or none."""
+    shown = [option for option in get_command(app).commands[command].params if not getattr(option, "hidden", False)]
+    options = {}
+    for option in shown:
+        long = next((name for name in option.opts if name.startswith("--")), None)
+        if long:
+            options[long] = [name for name in option.opts if not name.startswith("--")]
+    return options
+
+
+COMMANDS = sorted(get_command(app).commands)
+READERS = ("generate", "benchmark", "verify", "tune", "doctor", "retrieve")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_flag_has_the_same_letter_in_every_command(command):
+    letters = {"--config": "-c", "--input": "-i", "--output": "-o", "--method": "-m", "--top-k": "-k"}
+    for name, short in options_of(command).items():
+        assert short == ([letters[name]] if name in letters else []), name
+    if command in READERS:
+        assert "--input" in options_of(command)
+
+
+def test_a_summary_of_a_command_is_one_short_sentence():
+    for command in COMMANDS:
+        text = get_command(app).commands[command].help
+        assert text.endswith(".")
+        assert len(text) <= 80, command
+
+
+def test_the_help_of_method_names_every_method():
+    done = ragspec("benchmark", "--help", env={**os.environ, "COLUMNS": "400", "TERMINAL_WIDTH": "400"})
+    assert ", ".join(METHODS) in done.stdout
+    assert "--draft-tokens" in done.stdout
+    assert "--num-tokens" not in done.stdout
+
+
+def test_the_answers_length_is_a_flag_that_wins_over_set(config, questions, tmp_path):
+    out = tmp_path / "out.jsonl"
+    args = ["--set", "sampling.max_new_tokens=9", "--max-new-tokens", 4, "--limit", 2]
+    assert ragspec("generate", "-c", config, "-i", questions, "-o", out, *args).returncode == 0
+    assert [line["output_tokens"] for line in read_jsonl(out)] == [4, 4]
 
 
 def test_only_records_go_to_stdout(config, questions):

@@ -1,10 +1,12 @@
 """The doctor: before any weights load, what is here and what a config would do."""
 
 import json
+import os
 
 import pytest
 
-from tests.conftest import SAMPLE
+from ragspec.cli.input_check import examine_input
+from tests.conftest import SAMPLE, write_jsonl
 from tests.test_cli import ragspec
 
 
@@ -38,6 +40,34 @@ def test_a_draft_of_the_same_tokens(tiny, tmp_path):
     done = examine(tmp_path, model=str(tiny), speculation={"method": "draft_model", "draft_model": str(tiny)})
     assert done.returncode == 0, done.stderr
     assert "tokens are the target's" in done.stderr
+
+
+def test_the_input_of_the_command_line_is_the_one_examined(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("runner: fake\ninput: nowhere.jsonl")
+    here = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "p"}])
+    done = ragspec("doctor", "-c", path, "-i", here)
+    assert done.returncode == 0, done.stderr
+    assert f"ok    input {here}" in done.stderr
+    assert "nowhere.jsonl" not in done.stderr
+
+
+def test_a_missing_input_is_an_error_beside_what_else_was_found(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("runner: fake\ninput: nowhere.jsonl")
+    done = ragspec("doctor", "-c", path)
+    assert done.returncode == 2
+    assert "error input: nowhere.jsonl: no such file" in done.stderr
+    assert "cores" in done.stderr
+
+
+def test_examining_a_pipe_takes_nothing_from_it(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    finding = examine_input(str(pipe))  # to open it would wait for a writer for ever
+    assert (finding.level, "pipe" in finding.text) == ("ok", True)
+    assert examine_input(str(tmp_path)).level == "error"
+    assert examine_input("-").level == "ok"
 
 
 @pytest.mark.parametrize(

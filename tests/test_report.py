@@ -1,77 +1,72 @@
 """The report: one file, complete, and closed to what models write."""
 
-import copy
+import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
-from ragspec.report.page import answers, figures, render, rows, write_report
+from ragspec.benchmark.results import (
+    Details,
+    Percentiles,
+    Piece,
+    Quote,
+    Ratio,
+    Results,
+    Roofline,
+    Run,
+    Sample,
+    StepCost,
+)
+from ragspec.report.answers import shown_answers
+from ragspec.report.figures import figures
+from ragspec.report.page import render, write_report
+from ragspec.report.rows import rows
 from ragspec.report.words import summary
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 
 
 def run(name, method, speed, **more):
-    return {
-        **{
-            "name": name,
-            "peer": False,
-            "runner": "huggingface",
-            "method": method,
-            "batch_size": 8,
-            "num_tokens": "auto",
-        },
-        **{"repeat": 1, "records": 10, "failed": 0, "prompt_tokens": 5000, "output_tokens": 640, "generate_s": 10.0},
-        **{"prefill_s": 6.0, "decode_s": 4.0, "load_s": 1.0, "warmup_s": 1.0, "tokens_per_s": speed},
-        **{"decode_tokens_per_s": 2 * speed, "drafted": 100, "accepted": 60, "acceptance_rate": 0.6},
-        **{"mean_acceptance_length": 2.0, "tokens_per_step": 1.8, "acceptance_by_position": [0.8, 0.5]},
-        **{
-            "latency_s": {"p50": 1.0, "p95": 2.0, "p99": 3.0},
-            "time_to_first_token_s": {"p50": 0.5, "p95": 1, "p99": 1},
-        },
-        **{"identical": 10, "peak_memory_gib": 2.0},
-        **more,
+    given = {
+        **{"name": name, "peer": False, "runner": "huggingface", "method": method, "batch_size": 8},
+        **{"num_tokens": "auto", "repeat": 1, "records": 10, "failed": 0, "prompt_tokens": 5000},
+        **{"output_tokens": 640, "generate_s": 10.0, "prefill_s": 6.0, "decode_s": 4.0, "load_s": 1.0},
+        **{"warmup_s": 1.0, "tokens_per_s": speed, "decode_tokens_per_s": 2 * speed, "drafted": 100},
+        **{"accepted": 60, "acceptance_rate": 0.6, "mean_acceptance_length": 2.0, "tokens_per_step": 1.8},
+        **{"acceptance_by_position": (0.8, 0.5), "latency_s": Percentiles(1.0, 2.0, 3.0)},
+        **{"time_to_first_token_s": Percentiles(0.5, 1.0, 1.0), "identical": 10, "peak_memory_gib": 2.0},
     }
+    return Run(**given | more)
 
 
 def ratio(name, baseline, middle, low, high, metric="tokens_per_s"):
-    return {
-        **{"name": name, "baseline": baseline, "metric": metric, "median": middle, "low": low, "high": high, "pairs": 3}
-    }
+    return Ratio(name, baseline, metric, middle, low, high, pairs=3)
 
 
 @pytest.fixture
 def results():
-    pieces = [
-        {"text": "The ", "by": "target", "context": None},
-        {"text": HOSTILE, "by": "draft", "context": "d1"},
-        {"text": " end", "by": "draft", "context": None},
-    ]
-    sample = {
-        **{"id": "q1", "question": HOSTILE, "pieces": pieces, "passages": [{"id": "d1", "text": HOSTILE}]},
-        **{"guessed_known": True, "speculation": {"steps": 2, "drafted": 4, "accepted": 2, "acceptance_rate": 0.5}},
-    }
-    cost = {"points": [[1, 0.05], [8, 0.06], [64, 0.2]], "parameters": 10**8, "weight_bytes": 4 * 10**8}
-    detail = {
-        **{"samples": [sample], "acceptance_by_record": [0.1, 0.6], "step_cost": cost},
-        "roofline": {"bytes_per_s": 2e10, "flops_per_s": 1.5e11},
-    }
-    return {
-        "machine": {"processor": "P", "cores": 2, "memory_gib": 8.0, "gpus": [], "system": "Linux"},
-        "versions": {"ragspec": "1"},
-        "input": "in.jsonl",
-        "runs": [run("none", "none", 20.0, acceptance_by_position=[]), run("context", "context", 30.0)],
-        "ratios": [
+    pieces = (Piece("The ", "target", None), Piece(HOSTILE, "draft", "d1"), Piece(" end", "draft", None))
+    speculation = {"steps": 2, "drafted": 4, "accepted": 2, "acceptance_rate": 0.5}
+    sample = Sample("q1", HOSTILE, pieces, (Quote("d1", HOSTILE),), True, speculation)
+    cost = StepCost(((1, 0.05), (8, 0.06), (64, 0.2)), 10**8, 4 * 10**8)
+    detail = Details((sample,), (0.1, 0.6), cost, Roofline(2e10, 1.5e11))
+    return Results(
+        machine={"processor": "P", "cores": 2, "memory_gib": 8.0, "gpus": [], "system": "Linux"},
+        versions={"ragspec": "1"},
+        input="in.jsonl",
+        runs=(run("none", "none", 20.0, acceptance_by_position=()), run("context", "context", 30.0)),
+        ratios=(
             ratio("context", "none", 1.5, 1.4, 1.6),
             ratio("context", "none", 2.0, 1.9, 2.1, "decode_tokens_per_s"),
-        ],
-        "ratio_interval": "95%",
-        "details": {"none": {**detail, "step_cost": None, "samples": []}, "context": detail},
-        "configs": {},
-        "notes": ["none: a note"],
-    }
+        ),
+        ratio_interval="95%",
+        details={"none": replace(detail, step_cost=None, samples=()), "context": detail},
+        configs={},
+        notes=("none: a note",),
+    )
 
 
 def test_the_page_has_words_figures_charts_and_answers(results):
@@ -79,7 +74,7 @@ def test_the_page_has_words_figures_charts_and_answers(results):
     assert "context is 1.50 times (1.40 to 1.60) as fast as none" in page
     assert page.count("<svg") == len(figures(results)) == 5
     assert "written by the model" in page
-    assert 'title="guessed by a draft, accepted; stands in passage d1"' in page
+    assert 'title="guessed by a draft, accepted; found in passage d1"' in page
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/", "")  # names of XML, no links
 
 
@@ -144,32 +139,40 @@ def test_a_report_can_leave_the_records_texts_out(results):
 
 
 def test_the_summary_says_no_clear_winner_where_chance_would_do(results):
-    changed = copy.deepcopy(results)
-    changed["ratios"] = [ratio("context", "none", 1.1, 0.9, 1.3)]
-    assert summary(changed)[0].startswith("No clear winner")
-    changed["ratios"] = [ratio("context", "none", 0.8, 0.75, 0.85)]
-    assert summary(changed)[0].startswith("Speculation does not pay here")
-    changed["ratios"] = [ratio("context", "none", 1.4, None, None)]
-    assert "1.40 times (one pass)" in summary(changed)[0]
-    changed["ratios"] = []
-    assert "nothing to compare" in summary(changed)[0]
+    def verdict(*ratios):
+        return summary(replace(results, ratios=ratios))[0]
+
+    assert verdict(ratio("context", "none", 1.1, 0.9, 1.3)).startswith("No clear winner")
+    assert verdict(ratio("context", "none", 0.8, 0.75, 0.85)).startswith("Speculation does not pay here")
+    assert "1.40 times (one pass)" in verdict(ratio("context", "none", 1.4, None, None))
+    assert "nothing to compare" in verdict()
 
 
 def test_the_summary_says_when_answers_changed(results):
     assert "Every answer is, token for token" in summary(results)[1]
-    results["runs"][1]["identical"] = 8
-    assert "context (2)" in summary(results)[1]
+    changed = replace(results.runs[1], identical=8)
+    assert "context (2)" in summary(replace(results, runs=(results.runs[0], changed)))[1]
 
 
 def test_rows_are_medians_over_passes(results):
-    results["runs"] += [run("context", "context", 40.0, repeat=2), run("context", "context", 90.0, repeat=3)]
-    assert [(row["name"], row["tokens_per_s"], row["passes"]) for row in rows(results)] == [
+    more = (run("context", "context", 40.0, repeat=2), run("context", "context", 90.0, repeat=3))
+    table = rows(replace(results, runs=results.runs + more))
+    assert [(row.run.name, row.run.tokens_per_s, row.passes) for row in table] == [
         ("none", 20.0, 1),
         ("context", 40.0, 3),
     ]
 
 
+def test_a_speed_that_is_not_known_is_no_figure(results):
+    """A pass whose answers are all empty has none."""
+    unknown = run(
+        "none", "none", 0.0, tokens_per_s=None, decode_tokens_per_s=None, latency_s=None, time_to_first_token_s=None
+    )
+    page = re.sub(r">\s+<", "><", render(replace(results, runs=(unknown, results.runs[1]))))
+    assert "<td>none</td><td>1</td><td>\u2013</td>" in page
+    assert "<td>context</td><td>1</td><td>30.0</td><td>1.50x</td><td>60.0</td><td>60%</td>" in page
+
+
 def test_answers_come_from_who_knows_where_tokens_came_from(results):
-    assert [answer["name"] for answer in answers(results)] == ["context"]
-    results["details"]["context"] = None
-    assert answers(results) == []
+    assert [answer.name for answer in shown_answers(results)] == ["context"]
+    assert shown_answers(replace(results, details=results.details | {"context": None})) == []

@@ -56,4 +56,4 @@ def test_tune_without_choice_is_one_line(tmp_path):
     config.write_text(f"runner: fake\ninput: {SAMPLE}")
     done = ragspec("tune", "-c", config)
     assert done.returncode == 2
-    assert "has no method that needs nothing more" in done.stderr
+    assert "has no method to try without further settings" in done.stderr

@@ -1,4 +1,4 @@
-"""What an audit found, as verify.json and as a person sees it."""
+"""What an audit found, for verify.json and for people."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ragspec.audit.lossless import Audit, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One run held against another, or against the reference."""
+    """One run compared with another, or with the reference."""
 
     run: str
     against: str
@@ -54,7 +54,7 @@ class Findings:
 
 
 def print_findings(console: Console, found: Findings, folder: Path) -> None:
-    """Print what was compared with what, and each difference on a line."""
+    """Print what was compared with what, and a line for each difference."""
     for comparison in found.comparisons:
         audit, what = comparison.audit, f"{comparison.run} against {comparison.against}"
         console.print(
@@ -82,5 +82,5 @@ def _describe(verdict: Verdict) -> str:
     where = f'"{verdict.id}", token {verdict.position}: {verdict.speculative} instead of {verdict.plain}'
     if verdict.shortfall is None:
         return f"{where}: one answer ends where the other goes on"
-    margin: Any = max(verdict.shortfall, verdict.plain_shortfall or 0.0)
-    return f"{where}, {margin:.1e} below the best; shapes alone make {verdict.noise:.1e} here"
+    margin = max(verdict.shortfall, verdict.plain_shortfall or 0.0)
+    return f"{where}, {margin:.1e} below the best token, where shapes alone make a difference of {verdict.noise:.1e}"

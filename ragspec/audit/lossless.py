@@ -1,17 +1,20 @@
 """The audit: does speculation change any answer? Exact matches, numeric ties with their margins, and bugs.
 
 Two runs of the same records are compared token by token. Where two answers part, the model itself is asked (referee.py)
-how much worse the speculative token is than the one it would choose. Sums of floats depend on their order, so another
-shape of a forward may turn a tie; by how much, is measured on this machine too. Anything beyond is a bug.
+how much worse the speculative token is than the one it would choose. Sums of floats depend on their order, so a forward
+of another shape may turn a tie; by how much is measured on this machine. Anything beyond that is a bug.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-SAFETY = 8.0  # a tie lies within so many times the difference that shapes were seen to make
+from ragspec.benchmark.answers import Answer, Answers
+from ragspec.records import Sampling
+
+SAFETY = 8.0  # a tie is within this many times the difference that shapes make
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,7 @@ class Parting:
     speculative: int | None
     prompt: list[int] = field(repr=False)
     common: list[int] = field(repr=False)  # of the answers, before `position`
-    sampling: dict[str, Any] = field(repr=False)
+    sampling: Sampling = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,29 +81,34 @@ class Audit:
         }
 
 
-def partings(plain: Iterable[dict[str, Any]], speculative: Iterable[dict[str, Any]], audit: Audit) -> Iterator[Parting]:
+def partings(plain: Answers, speculative: Answers, audit: Audit) -> Iterator[Parting]:
     """Yield where answers part; count the identical and the unanswered ones in `audit`."""
-    mine = {line["id"]: line for line in speculative}
-    for line in plain:
-        other = mine.pop(line["id"], {})
-        if "token_ids" not in line or "token_ids" not in other:
-            audit.unanswered.append(line["id"])
+    for run, other_run in ((plain, speculative), (speculative, plain)):
+        lacking = [name for name in run.answered if name not in other_run.answered]
+        audit.unanswered += [name for name in (*run.failed, *lacking) if name not in audit.unanswered]
+    for name, answer in plain.answered.items():
+        other = speculative.answered.get(name)
+        if other is None:
             continue
-        one, two = line["token_ids"], other["token_ids"]
-        if one == two:
+        if answer.token_ids == other.token_ids:
             audit.identical += 1
-            continue
-        at = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
-        yield Parting(
-            line["id"],
-            at,
-            one[at] if at < len(one) else None,
-            two[at] if at < len(two) else None,
-            line["prompt_token_ids"],
-            one[:at],
-            line["sampling"],
-        )
-    audit.unanswered += list(mine)
+        else:
+            yield _parting(answer, other)
+
+
+def _parting(plain: Answer, speculative: Answer) -> Parting:
+    """Return where two answers that differ do so first."""
+    one, two = plain.token_ids, speculative.token_ids
+    at = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+    return Parting(
+        id=plain.id,
+        position=at,
+        plain=one[at] if at < len(one) else None,
+        speculative=two[at] if at < len(two) else None,
+        prompt=plain.prompt_token_ids,
+        common=one[:at],
+        sampling=plain.sampling,
+    )
 
 
 def judge(parting: Parting, referee: Callable[[], Referee]) -> Verdict:

@@ -33,7 +33,7 @@ class ModelReferee:
     @torch.inference_mode()
     def judge(self, parting: Parting) -> tuple[float, float, float]:
         """Return the shortfalls of the speculative and of the plain token, and the difference that shapes make."""
-        sampling = sampling_of(parting.sampling)
+        sampling = parting.sampling
         found = self._logits(parting.prompt, parting.common)
         scores = [self._scores(logits, parting, sampling) for logits in found]
         allowed = scores[0].isfinite()  # processors forbid tokens by -inf
@@ -110,11 +110,6 @@ class ModelReferee:
         if sampling.temperature == 0:
             return logits
         return torch.softmax(logits.double(), -1).cumsum(0)
-
-
-def sampling_of(settings: dict[str, Any]) -> Sampling:
-    """Return the sampling of an answer's line."""
-    return Sampling(**{**settings, "stop": tuple(settings["stop"])})
 
 
 def _shortfall(scores: torch.Tensor, token: int, point: float | None) -> float:

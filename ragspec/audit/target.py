@@ -1,6 +1,6 @@
-"""The model of a run in stock transformers, loaded as its runner loads it: the audit's outside.
+"""The model of a run in stock transformers, loaded as its runner loads it: the audit's outside view.
 
-Nothing of ours computes here: no cache rows, no packing, no drafts. What it shares with what it judges are the weights.
+None of our code computes here: no cache rows, no packing, no drafts. Only the weights are shared with what it judges.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ragspec.config.secret import revealed
 from ragspec.errors import ConfigError
 from ragspec.records import Failure, Generation, Request
 
-# arguments of vLLM with which it computes something else than transformers does with the checkpoint, or than it is told
+# vLLM arguments that make it compute something other than transformers does with the same checkpoint
 OTHERWISE = ("hf_overrides", "kv_cache_dtype", "enable_lora", "sampling_args")
 
 
@@ -71,7 +71,7 @@ class Target:
 
 
 def stock_config(config: RunConfig, ran: dict[str, Any]) -> RunConfig:
-    """Return `config` for stock generate() at batch 1. Raises ConfigError where that would be another model."""
+    """Return `config` for stock generate() at batch 1. Raises ConfigError if that would be another model."""
     if config.model is None:
         raise ConfigError(f"runner {config.runner} has no model that transformers could load")
     given = config.runner_args
@@ -88,14 +88,14 @@ def stock_config(config: RunConfig, ran: dict[str, Any]) -> RunConfig:
 
 
 def check_same_answers(config: RunConfig, ran: dict[str, Any]) -> None:
-    """Raise ConfigError where the runner and transformers would differ by more than rounding, and rightly."""
+    """Raise ConfigError if the runner and transformers rightly differ by more than rounding."""
     given = config.runner_args
     if config.runner != "vllm":
         return
     for key in OTHERWISE:
         if given.get(key) not in (None, "auto", False, {}):
-            raise ConfigError(f"runner_args.{key} is vLLM's own: stock generate() would answer otherwise")
+            raise ConfigError(f"runner_args.{key} is vLLM's own: stock generate() would answer differently")
     if asked := ran.get("not_done"):
-        raise ConfigError(f"the model's generation_config asks for {asked}, which vLLM does not do")
+        raise ConfigError(f"the model's generation_config asks for {asked}, which vLLM does not support")
     if ran.get("quantized") or given.get("load_format") == "dummy":
         raise ConfigError("the weights that vLLM computes with are not the checkpoint's in transformers")

@@ -7,11 +7,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import orjson
 from rich.console import Console
 
 from ragspec.audit.findings import Comparison, Findings
 from ragspec.audit.lossless import Audit, Parting, Verdict, judge, partings
+from ragspec.benchmark.answers import Answer, Answers, read_answers
 from ragspec.benchmark.plan import Candidate, make_plan
 from ragspec.benchmark.process import open_worker
 from ragspec.config.run import RunConfig
@@ -21,15 +21,14 @@ from ragspec.speculation.methods import PLAIN
 
 STOCK = "stock generate()"
 KEYED = ("context", "prompt_lookup")  # methods of our engine that sample with noise that belongs to a place
-Line = dict[str, Any]
 
 
 def run_verify(
     config: RunConfig, folder: Path, *, limit: int | None, console: Console, reference: int = 8, seed: int = 0
 ) -> Findings:
-    """Audit `config` on its own input; write `folder`/verify.json, and a reproducer per bug. Raises ConfigError.
+    """Audit `config` on its own input; write `folder`/verify.json and a reproducer for each bug. Raises ConfigError.
 
-    reference: records that stock generate() answers too, drawn by `seed`; 0 for none.
+    reference: how many records stock generate() answers too, drawn by `seed`; 0 for none.
     """
     if config.speculation.method == PLAIN:
         raise ConfigError("speculation.method: none has nothing to verify; set the method that you use")
@@ -56,18 +55,18 @@ class _Verification:
         self._ran: dict[str, Any] = {}  # what the plain run said of itself
         self._answers = [self._answer(candidate, limit) for candidate in self._plan]
 
-    def _answer(self, candidate: Candidate, limit: int | None) -> list[Line]:
+    def _answer(self, candidate: Candidate, limit: int | None) -> Answers:
         with open_worker(candidate, self._folder, limit, self._console) as worker:
             self._console.print(f"{candidate.name}: answering ...", markup=False)
             worker.measure()
-            self._ran = self._ran or worker.ready["ready"]["runner"]
-            return [orjson.loads(line) for line in worker.answers.read_bytes().splitlines()]
+            self._ran = self._ran or worker.ready.about["runner"]
+            return read_answers(worker.answers)
 
     def compare_runs(self) -> None:
-        """Hold the method against plain decoding."""
+        """Compare the method with plain decoding."""
         (plain, method), audit = self._plan, Audit()
-        one, two = ([line for line in answers if self._repeats(line)] for answers in self._answers)
-        if left := len(self._answers[0]) - len(one):
+        one, two = (self._repeated(answers) for answers in self._answers)
+        if left := len(self._answers[0].answered) - len(one.answered):
             self.findings.left_out.append(
                 f"{left} sampled records: with {method.name} they have the same distribution, not the same text"
             )
@@ -76,39 +75,43 @@ class _Verification:
                 self._write_reproducer(method, PLAIN, parting, audit.bugs[-1])
         self.findings.comparisons.append(Comparison(method.name, plain.name, audit))
 
-    def _repeats(self, line: Line) -> bool:
-        """Return whether an answer has one text: greedy, or sampled with noise that belongs to its places."""
-        if "sampling" not in line or line["sampling"]["temperature"] == 0:
+    def _repeated(self, answers: Answers) -> Answers:
+        """Return those answers whose text would be the same in any run."""
+        same = {name: answer for name, answer in answers.answered.items() if self._repeats(answer)}
+        return Answers(same, answers.failed)
+
+    def _repeats(self, answer: Answer) -> bool:
+        """Return whether an answer has one text: greedy, or sampled with noise that belongs to its positions."""
+        if answer.sampling.temperature == 0:
             return True
         return self._ran.get("engine") == "ragspec" and self._config.speculation.method in KEYED
 
     def compare_with_reference(self, count: int, seed: int) -> None:
-        """Hold both runs against stock transformers, on a sample; say why where that cannot be."""
+        """Compare both runs with stock transformers, on a sample, or say why that is impossible."""
         from ragspec.audit import reference
         from ragspec.audit.target import check_same_answers
 
-        found = self.findings
-        in_both = {line["id"] for line in self._answers[1] if "token_ids" in line and self._repeats(line)}
-        lines = reference.sample([line for line in self._answers[0] if line["id"] in in_both], count, seed)
-        if not lines:
+        plain, method = (self._repeated(answers).answered for answers in self._answers)
+        asked = reference.sample([answer for name, answer in plain.items() if name in method], count, seed)
+        if not asked:
             return
         try:
             check_same_answers(self._config, self._ran)
             target = self._target
         except (ConfigError, ModelError) as error:
-            found.left_out.append(f"{STOCK}: {error}")
+            self.findings.left_out.append(f"{STOCK}: {error}")
             return
-        self._console.print(f"{STOCK}: answering {len(lines)} records, one at a time ...", markup=False)
-        answers, failed = reference.greedy(target, lines)
-        found.left_out += [f"{STOCK}: {failure}" for failure in failed]
-        found.reference_ids = [line["id"] for line in lines]
-        sampled = {line["id"] for line in lines if line["sampling"]["temperature"] > 0}
+        self._console.print(f"{STOCK}: answering {len(asked)} records, one at a time ...", markup=False)
+        answers, failed = reference.greedy(target, asked)
+        self.findings.left_out += [f"{STOCK}: {failure}" for failure in failed]
+        self.findings.reference_ids = [answer.id for answer in asked]
+        sampled = {answer.id for answer in asked if answer.sampling.temperature > 0}
         for candidate, run in zip(self._plan, self._answers, strict=True):
             audit = Audit()
             bugs = reference.compare(answers, run, self._referee, audit)
-            drawn = [line for line in run if line["id"] in sampled]
+            drawn = [answer for name, answer in run.answered.items() if name in sampled]
             bugs += reference.compare_draws(drawn, self._referee(), audit)
-            found.comparisons.append(Comparison(candidate.name, STOCK, audit))
+            self.findings.comparisons.append(Comparison(candidate.name, STOCK, audit))
             for parting, verdict in zip(bugs, audit.bugs, strict=True):
                 self._write_reproducer(candidate, STOCK, parting, verdict)
 
@@ -136,15 +139,15 @@ class _Verification:
                 "verdict": asdict(verdict),
                 "prompt_token_ids": parting.prompt,
                 "answer_before": parting.common,
-                "sampling": parting.sampling,
+                "sampling": asdict(parting.sampling),
                 "config": candidate.config.model_dump(mode="json"),
-                "note": "what stood in the batch beside it can matter: if it alone shows nothing, take the whole input",
+                "note": "others in its batch can matter: if this one shows nothing alone, run the whole input",
             },
         )
 
 
 def check_comparable(config: RunConfig) -> None:
-    """Raise ConfigError where answers are equal in distribution only, so that texts cannot be compared."""
+    """Raise ConfigError if answers are equal only in distribution, so that texts cannot be compared."""
     spec, sampled = config.speculation, config.sampling.temperature > 0
     stock = config.runner_args.get("engine") == "transformers"
     if sampled and (config.runner == "vllm" or stock or spec.method not in KEYED):

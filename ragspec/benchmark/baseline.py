@@ -1,4 +1,4 @@
-"""Which run another may be held against: plain decoding on the same runner, with as many records at once.
+"""Which run another may be compared with: plain decoding on the same runner, with as many records at once.
 
     >>> plain = Setting("none-b8", "vllm", "none", 8)
     >>> plain_of(Setting("a", "vllm", "context", 8), [plain]), plain_of(Setting("b", "vllm", "context", 4), [plain])
@@ -10,13 +10,14 @@ Everything that says "plain" (results.json, the table, the report) asks here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ragspec.benchmark.results import Ratio, Results, Run
 from ragspec.speculation.methods import PLAIN
 
 
 class Setting(NamedTuple):
-    """What makes two runs comparable. batch_size None: not known. peer: another tool, as its users run it."""
+    """What makes two runs comparable. batch_size: None if unknown. peer: whether it is another tool."""
 
     name: str
     runner: str
@@ -26,7 +27,7 @@ class Setting(NamedTuple):
 
 
 def plain_of(setting: Setting, others: Sequence[Setting]) -> int | None:
-    """Return the place of the run in `others` that `setting` is held against, None where none of them can be."""
+    """Return the place in `others` of the run to compare `setting` with, None if there is none."""
     for place, other in enumerate(others):
         alike = (other.runner, other.batch_size) == (setting.runner, setting.batch_size)
         if other.method == PLAIN and alike and not other.peer:
@@ -34,28 +35,23 @@ def plain_of(setting: Setting, others: Sequence[Setting]) -> int | None:
     return None
 
 
-def setting_of(run: dict[str, Any]) -> Setting:
-    """Return the setting of an entry of results.json's `runs`."""
-    return Setting(run["name"], run["runner"], run["method"], run["batch_size"], run["peer"])
-
-
-def baselines(runs: Sequence[dict[str, Any]]) -> dict[str, str | None]:
-    """Return per name in results.json's `runs` the name of what it is held against, None where that did not run."""
-    settings = list({run["name"]: setting_of(run) for run in runs}.values())
+def baselines(runs: Sequence[Run]) -> dict[str, str | None]:
+    """Return, by candidate, the name of the one to compare it with, None if that did not run."""
+    settings = list({run.name: _setting_of(run) for run in runs}.values())
     places = {setting.name: plain_of(setting, settings) for setting in settings}
     return {name: None if place is None else settings[place].name for name, place in places.items()}
 
 
-def ratios_to_plain(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return those of results.json's `ratios` that hold a run against plain decoding of its kind."""
-    plain = baselines(results["runs"])
-    return [ratio for ratio in results["ratios"] if plain.get(ratio["name"]) == ratio["baseline"]]
+def ratios_to_plain(results: Results, metric: str) -> list[Ratio]:
+    """Return the ratios of `metric` between candidates and their plain decoding."""
+    plain = baselines(results.runs)
+    return [ratio for ratio in results.ratios if ratio.metric == metric and plain.get(ratio.name) == ratio.baseline]
 
 
-def ratios_to_peers(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return those of results.json's `ratios` that hold a run against another tool."""
-    peers = {run["name"] for run in results["runs"] if run["peer"]}
-    return [ratio for ratio in results["ratios"] if ratio["baseline"] in peers]
+def ratios_to_peers(results: Results, metric: str) -> list[Ratio]:
+    """Return the ratios of `metric` between candidates and other tools."""
+    peers = {run.name for run in results.runs if run.peer}
+    return [ratio for ratio in results.ratios if ratio.metric == metric and ratio.baseline in peers]
 
 
 def missing(setting: Setting, others: Sequence[Setting]) -> str:
@@ -67,3 +63,7 @@ def missing(setting: Setting, others: Sequence[Setting]) -> str:
         f"{setting.name} is not compared with plain decoding, which did not run on {setting.runner} at {size}; "
         f"{flag} adds it"
     )
+
+
+def _setting_of(run: Run) -> Setting:
+    return Setting(run.name, run.runner, run.method, run.batch_size, run.peer)

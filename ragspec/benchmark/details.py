@@ -1,4 +1,4 @@
-"""What a report shows beside speeds: answers token by token, acceptance record by record, the machine's limits."""
+"""What a report shows besides speeds: answers token by token, acceptance record by record, the machine's limits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ragspec.benchmark.answers import Answer
+from ragspec.benchmark.results import Piece, Quote, Roofline, Sample
 from ragspec.records import Tokenizer
 
 SHOWN = 6  # answers
@@ -16,46 +18,46 @@ SIDE = 1024  # of the square matrices multiplied to time arithmetic
 TRIES = 5
 
 
-def samples(answers: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def samples(answers: Sequence[Answer], tokenizer: Tokenizer) -> tuple[Sample, ...]:
     """Return the first of a pass's answers as pieces of text, each with where it came from."""
-    return [
-        {
-            "id": record["id"],
-            "question": record["question"],
-            "pieces": pieces(record, tokenizer),
-            "passages": [{"id": passage["id"], "text": passage["text"][:PASSAGE]} for passage in record["passages"]],
-            "guessed_known": bool(record["guessed"]),
-            "speculation": record["speculation"],
-        }
-        for record in answers[:SHOWN]
-    ]
+    return tuple(
+        Sample(
+            id=answer.id,
+            question=answer.question,
+            pieces=pieces(answer, tokenizer),
+            passages=tuple(Quote(passage.id, passage.text[:PASSAGE]) for passage in answer.passages),
+            guessed_known=bool(answer.guessed),
+            speculation=answer.speculation,
+        )
+        for answer in answers[:SHOWN]
+    )
 
 
-def pieces(record: dict[str, Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return [{text, by: target | draft, context: id or None}] per token; a token of half a character has no text."""
-    ids, guessed = record["token_ids"], record["guessed"]
+def pieces(answer: Answer, tokenizer: Tokenizer) -> tuple[Piece, ...]:
+    """Return an answer's tokens as text; a token that ends within a character has none."""
+    ids = answer.token_ids
     sources: list[str | None] = [None] * len(ids)
-    for start, end, passage in record["copied_tokens"]:
+    for start, end, passage in answer.copied_tokens:
         sources[start:end] = [passage] * (end - start)
     found, done = [], 0
     for i in range(len(ids)):
         text = tokenizer.decode(ids[: i + 1])
         if text.endswith("�") and i + 1 < len(ids):
             text = text[:done]  # a character that the next token completes
-        by = "draft" if guessed and guessed[i] else "target"
-        found.append({"text": text[done:], "by": by, "context": sources[i]})
+        drafted = bool(answer.guessed) and bool(answer.guessed[i])
+        found.append(Piece(text[done:], "draft" if drafted else "target", sources[i]))
         done = max(done, len(text))
-    return found
+    return tuple(found)
 
 
-def acceptance_by_record(answers: Sequence[dict[str, Any]]) -> list[float]:
+def acceptance_by_record(answers: Sequence[Answer]) -> tuple[float, ...]:
     """Return the share of drafted tokens that was accepted, for every answer that had a draft."""
-    rates = [record["speculation"]["acceptance_rate"] for record in answers]
-    return [rate for rate in rates if rate is not None]
+    rates = [answer.speculation["acceptance_rate"] for answer in answers]
+    return tuple(rate for rate in rates if rate is not None)
 
 
-def roofline(device: str, dtype: str) -> dict[str, float] | None:
-    """Return what this device reads and computes at most: bytes and floating-point operations per second."""
+def roofline(device: str, dtype: str) -> Roofline | None:
+    """Return what this device reads and computes at best; None without torch."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return None
@@ -71,7 +73,7 @@ def roofline(device: str, dtype: str) -> dict[str, float] | None:
 
     block = torch.ones(READ // kind.itemsize, dtype=kind, device=device)
     square = torch.ones(SIDE, SIDE, dtype=kind, device=device)
-    return {
-        "bytes_per_s": READ / best(lambda: block),
-        "flops_per_s": 2 * SIDE**3 / best(lambda: square @ square),
-    }
+    return Roofline(
+        bytes_per_s=READ / best(lambda: block),
+        flops_per_s=2 * SIDE**3 / best(lambda: square @ square),
+    )

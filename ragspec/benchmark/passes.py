@@ -1,38 +1,49 @@
-"""Finished passes on disk, so that a benchmark that was interrupted goes on where it stopped."""
+"""Finished passes on disk, so that an interrupted benchmark can continue where it stopped."""
 
 from __future__ import annotations
 
 import hashlib
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import orjson
+from pydantic import ValidationError
 
+from ragspec.benchmark.messages import Ready
 from ragspec.benchmark.plan import Candidate
+from ragspec.benchmark.results import Details, Pass, parse
 from ragspec.outputs.runstate import write_json
 
 
+@dataclass(slots=True)
+class Entry:
+    """A candidate's passes so far. identity: a hash of what they depend on. details: once all passes are done."""
+
+    identity: str
+    ready: Ready | None = None
+    passes: list[Pass] = field(default_factory=list)
+    details: Details | None = None
+
+
 class Passes:
-    """`folder`/passes/NAME.json: what was run, what its process said of itself, and one result per pass."""
+    """The entries of a benchmark, each in `folder`/passes/NAME.json."""
 
     def __init__(self, folder: Path, limit: int | None, resume: bool) -> None:
         self._folder = folder / "passes"
         self._limit = limit
-        self._entries: dict[str, dict[str, Any]] = {}
+        self._entries: dict[str, Entry] = {}
         self.kept = 0  # passes of an earlier run
         if not resume:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def open(self, candidate: Candidate) -> dict[str, Any]:
-        """Return the candidate's {identity, ready, results, details}: an earlier run's if it is the same."""
-        path, identity = self._path(candidate), self._identity(candidate)
-        entry: dict[str, Any] = {"identity": identity, "ready": None, "results": [], "details": None}
-        if path.is_file():
-            found = orjson.loads(path.read_bytes())
-            if found["identity"] == identity:
-                entry = found
-                self.kept += len(found["results"])
+    def open(self, candidate: Candidate) -> Entry:
+        """Return the candidate's entry: an earlier run's, if config, input and limit are the same, else a new one."""
+        identity = self._identity(candidate)
+        entry = _read(self._path(candidate))
+        if entry is None or entry.identity != identity:
+            entry = Entry(identity)
+        self.kept += len(entry.passes)
         self._entries[candidate.name] = entry
         return entry
 
@@ -49,3 +60,13 @@ class Passes:
             digest = hashlib.file_digest(file, "sha256")
         digest.update(orjson.dumps([candidate.config.model_dump(mode="json"), self._limit]))
         return digest.hexdigest()
+
+
+def _read(path: Path) -> Entry | None:
+    """Return the entry of a file, None if there is none, or if another version wrote it."""
+    if not path.is_file():
+        return None
+    try:
+        return parse(Entry, orjson.loads(path.read_bytes()))
+    except ValidationError:
+        return None

@@ -1,21 +1,22 @@
 """What to run: every runner x method x batch size x draft length that was asked for, baselines first, peers last.
 
-A candidate is an ordinary config, checked like one, so a benchmark cannot start what a run could not. A peer is one
-too: another tool as its users run it.
+A candidate is an ordinary config, checked like any other, so a benchmark starts nothing that a run would refuse. A
+peer is one too: another tool, configured as its users run it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from ragspec import runners
 from ragspec.benchmark.baseline import Setting, plain_of
 from ragspec.config.load import build_config
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError, did_you_mean
-from ragspec.speculation.methods import PLAIN, method_named, methods_of
+from ragspec.speculation.methods import PLAIN, check_method, known_methods, method_named, methods_of
 
 STOCK = {"runner": "huggingface", "runner_args": {"engine": "transformers", "batch_size": 1}}
 AS_IT_COMES = {"runner": "vllm", "runner_args": {"lookahead": 1}}  # records in the order given, blocks of its own size
@@ -51,15 +52,21 @@ def make_plan(
     """Return the candidates, baselines first. Without `methods`: plain decoding and what the config says."""
     if config.input is None or config.input == "-":
         raise ConfigError("input: a benchmark reads its input several times; give a file with --input")
+    _check_words("--method", methods, known_methods())
+    _check_words("--runner", runner_names, runners.names())
+    _check_words("--peer", peers, PEERS)
     wanted = list(dict.fromkeys(methods)) or list(dict.fromkeys([PLAIN, config.speculation.method]))
     wanted.sort(key=lambda method: method != PLAIN)
     several = list(dict.fromkeys(runner_names)) or [config.runner]
+    for method in wanted:
+        if not any(method in methods_of(runner) for runner in several):
+            check_method(several[0], method)
     sizes: Sequence[int | None] = list(dict.fromkeys(batch_sizes)) or [None]
     lengths: Sequence[int | None] = list(dict.fromkeys(num_tokens)) or [None]
     candidates = []
     for runner, method, batch_size in product(several, wanted, sizes):
         if len(several) > 1 and method not in methods_of(runner):
-            continue  # what one runner has and the other lacks is timed where it is
+            continue  # a method that only one of the runners has is timed there
         prefix = f"{runner}-" if len(several) > 1 else ""
         for tokens in lengths if method != PLAIN else [None]:
             candidates.append(_candidate(config, prefix, runner, method, batch_size, tokens))
@@ -69,9 +76,9 @@ def make_plan(
 def baseline_of(
     candidate: Candidate, plan: Sequence[Candidate], sizes: Mapping[str, int | None] | None = None
 ) -> Candidate | None:
-    """Return the plain decoding that `candidate` is held against, None where the plan has none of its kind.
+    """Return the plain decoding to compare `candidate` with, None if the plan has none.
 
-    sizes: the batch sizes that the candidates came to run with, by name; by default those that were asked for.
+    sizes: the batch sizes that candidates really ran with, by name; by default those asked for.
     """
     place = plain_of(setting_of(candidate, sizes), [setting_of(other, sizes) for other in plan])
     return None if place is None else plan[place]
@@ -82,6 +89,14 @@ def setting_of(candidate: Candidate, sizes: Mapping[str, int | None] | None = No
     config = candidate.config
     size = candidate.batch_size if sizes is None else sizes[candidate.name]
     return Setting(candidate.name, config.runner, config.speculation.method, size, candidate.peer)
+
+
+def _check_words(flag: str, words: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ConfigError, with the nearest word, for one that is not known."""
+    choices = list(known)
+    for word in words:
+        if word not in choices:
+            raise ConfigError(f'{flag}: "{word}" is not known{did_you_mean(word, choices)}')
 
 
 def _candidate(
@@ -108,8 +123,6 @@ def _candidate(
 
 
 def _peer(config: RunConfig, name: str, batch_size: int | None) -> Candidate:
-    if name not in PEERS:
-        raise ConfigError(f'--peer: "{name}" is not known{did_you_mean(name, tuple(PEERS))}')
     raw = config.model_dump() | {"runner_args": {}} | PEERS[name]
     if raw["runner"] == "vllm" and batch_size is not None:
         raw["runner_args"] = raw["runner_args"] | {"batch_size": batch_size}

@@ -8,16 +8,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
-from typing import IO, Any
+from typing import IO, TypeVar
 
 import orjson
 from rich.console import Console
 
+from ragspec.benchmark.messages import DETAILS, GO, Ready, Task
 from ragspec.benchmark.plan import Candidate
+from ragspec.benchmark.results import Details, Pass, parse
 from ragspec.config.veil import Veil
 from ragspec.errors import ConfigError, ModelError
 from ragspec.outputs.private import open_private
 
+T = TypeVar("T")
 LOG_S = 5.0  # that the last lines of a log may take, where a child of the process holds on to it
 
 
@@ -46,30 +49,23 @@ class Worker:
             target=copy_log, args=(self._process.stderr, log, self.candidate.config.veil()), daemon=True
         )
         self._copying.start()
-        task = {
-            "name": self.candidate.name,
-            "config": self.candidate.config.as_given(),  # to its stdin: no file holds it
-            "limit": self._limit,
-            "output": str(self.answers),
-        }
-        self._send(orjson.dumps(task))
-        self.ready = self._receive()
+        config = self.candidate.config.as_given()  # goes to its stdin: no file holds it
+        self._send(orjson.dumps(Task(self.candidate.name, config, self._limit, str(self.answers))))
+        self.ready = self._receive(Ready)
 
-    def measure(self) -> dict[str, Any]:
-        """Return the stats of one pass over the input, from a fresh process where the last pass left drafts behind."""
-        if self._passes and self.ready["remembers"]:
+    def measure(self) -> Pass:
+        """Return the figures of one pass over the input, from a new process where the last pass left drafts behind."""
+        if self._passes and self.ready.remembers:
             self.close()
             self._start()
         self._passes += 1
-        self._send(b"go")
-        result: dict[str, Any] = self._receive()["result"]
-        return result
+        self._send(GO)
+        return self._receive(Pass)
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> Details:
         """Return what is not timed: answers token by token, what a step costs, what the machine could do."""
-        self._send(b"details")
-        details: dict[str, Any] = self._receive()["details"]
-        return details
+        self._send(DETAILS)
+        return self._receive(Details)
 
     def close(self) -> None:
         """End the process."""
@@ -90,16 +86,16 @@ class Worker:
         except BrokenPipeError:
             raise self._died() from None
 
-    def _receive(self) -> dict[str, Any]:
+    def _receive(self, kind: type[T]) -> T:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise self._died()
-        message: dict[str, Any] = orjson.loads(line)
+        message = orjson.loads(line)
         if "error" in message:
-            kind = ConfigError if message["exit_code"] == ConfigError.exit_code else ModelError
-            raise kind(f"{self.candidate.name}: {message['error']}")
-        return message
+            refused = ConfigError if message["exit_code"] == ConfigError.exit_code else ModelError
+            raise refused(f"{self.candidate.name}: {message['error']}")
+        return parse(kind, message["value"])
 
     def _died(self) -> ModelError:
         self._copying.join(LOG_S)

@@ -1,7 +1,7 @@
 """Ratios of paired passes with a confidence interval.
 
-Two passes that ran one after the other saw the same machine; so the ratio is taken pair by pair. Speeds are products
-of many causes, so the interval is Student's t on logarithms. Limit: a few pairs say little, and the interval says so.
+Two passes that ran one after the other saw the same machine, so ratios are taken pair by pair. Speeds are products of
+many causes, so the interval is Student's t on logarithms. Limit: a few pairs say little, and the interval shows it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NORMAL95 = 1.960
 def interval(ratios: Sequence[float]) -> tuple[float, float | None, float | None]:
     """Return the median of positive ratios and a 95% interval of their geometric mean; None for one ratio alone.
 
-    The interval is drawn out to the median where that lies outside.
+    If the median lies outside the interval, the interval is widened to include it.
     """
     middle = median(ratios)
     if len(ratios) < 2:

@@ -4,76 +4,56 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-import orjson
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ragspec.benchmark.baseline import baselines, ratios_to_peers, ratios_to_plain
-from ragspec.errors import ConfigError
+from ragspec.benchmark.results import NAME, SPEED, Ratio, Results
+
+COLUMNS = ("method", "tokens/s", "vs plain", "decode tokens/s", "acceptance", "tokens/step", "output", "identical")
 
 
-def read_results(folder: Path) -> dict[str, Any]:
-    """Return the contents of `folder`/results.json. Raises ConfigError."""
-    path = folder / "results.json"
-    try:
-        results: dict[str, Any] = orjson.loads(path.read_bytes())
-        if not isinstance(results, dict) or "details" not in results:
-            raise ConfigError(f"{path}: not the results of `ragspec benchmark`, or of an old one; run it again")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give the folder of a finished benchmark") from None
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{path}: not JSON ({error})") from None
-    return results
-
-
-def print_results(console: Console, results: dict[str, Any], folder: Path) -> None:
-    """Print one row per candidate: medians over passes, and the paired ratio to plain decoding of its kind."""
-    machine = results["machine"]
+def print_results(console: Console, results: Results, folder: Path) -> None:
+    """Print one row per candidate: medians over passes, and the paired ratio to its plain decoding."""
+    machine = results.machine
     console.print(f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB", *machine["gpus"])
-    for note in results["notes"]:
+    for note in results.notes:
         console.print(f"note: {note}", markup=False, style="yellow")
+    console.print(_table(results))
+    for ratio in ratios_to_peers(results, SPEED):
+        console.print(f"{ratio.name} is {_shown(ratio)} {ratio.baseline}", markup=False)
+    console.print(f"results in {folder / NAME}, answers in {folder / 'outputs'}", markup=False)
+
+
+def _table(results: Results) -> Table:
     table = Table(box=None, pad_edge=False)
-    for title in (
-        "method",
-        "tokens/s",
-        "vs plain",
-        "decode tokens/s",
-        "acceptance",
-        "tokens/step",
-        "output",
-        "identical",
-    ):
+    for title in COLUMNS:
         table.add_column(title, justify="left" if title == "method" else "right")
-    plain = baselines(results["runs"])
-    to_plain = [ratio for ratio in ratios_to_plain(results) if ratio["metric"] == "tokens_per_s"]
-    for name in dict.fromkeys(run["name"] for run in results["runs"]):
-        runs = [run for run in results["runs"] if run["name"] == name]
-        rate = runs[0]["acceptance_rate"]
+    plain = baselines(results.runs)
+    to_plain = {ratio.name: ratio for ratio in ratios_to_plain(results, SPEED)}
+    for name in results.names:
+        runs = results.runs_of(name)
+        first = runs[0]
         table.add_row(
             Text(name),
-            _median(runs, "tokens_per_s"),
-            next((_shown(ratio) for ratio in to_plain if ratio["name"] == name), "-"),
-            _median(runs, "decode_tokens_per_s"),
-            "-" if rate is None else f"{rate:.1%}",
-            f"{runs[0]['tokens_per_step'] or 0:.2f}",
-            f"{runs[0]['output_tokens']:,}",
-            "-" if plain[name] is None else f"{runs[0]['identical']} of {runs[0]['records']}",
+            _median([run.tokens_per_s for run in runs]),
+            _shown(to_plain[name]) if name in to_plain else "-",
+            _median([run.decode_tokens_per_s for run in runs]),
+            "-" if first.acceptance_rate is None else f"{first.acceptance_rate:.1%}",
+            f"{first.tokens_per_step or 0:.2f}",
+            f"{first.output_tokens:,}",
+            "-" if plain[name] is None else f"{first.identical} of {first.records}",
         )
-    console.print(table)
-    for ratio in ratios_to_peers(results):
-        if ratio["metric"] == "tokens_per_s":
-            console.print(f"{ratio['name']} is {_shown(ratio)} {ratio['baseline']}", markup=False)
-    console.print(f"results in {folder / 'results.json'}, answers in {folder / 'outputs'}", markup=False)
+    return table
 
 
-def _median(runs: list[dict[str, Any]], metric: str) -> str:
-    values = [run[metric] for run in runs if run[metric]]
-    return f"{median(values):.1f}" if values else "-"
+def _median(speeds: list[float | None]) -> str:
+    known = [speed for speed in speeds if speed]
+    return f"{median(known):.1f}" if known else "-"
 
 
-def _shown(ratio: dict[str, Any]) -> str:
-    interval = "" if ratio["low"] is None else f" ({ratio['low']:.2f} to {ratio['high']:.2f})"
-    return f"{ratio['median']:.2f}x{interval}"
+def _shown(ratio: Ratio) -> str:
+    interval = "" if ratio.interval is None else " ({:.2f} to {:.2f})".format(*ratio.interval)
+    return f"{ratio.median:.2f}x{interval}"

@@ -1,7 +1,8 @@
 """`ragspec tune`: times candidates on a sample of the user's own input, and writes the config of the winner.
 
-Passes in turn until the budget is spent; what is clearly behind after a round is not timed again. Speculation has to
-win every pair against plain decoding by some margin, or "off" wins. Limit: one batch size, the config's own.
+Passes alternate until the budget is spent; what is clearly behind after a round is not timed again. Speculation has to
+beat plain decoding in every pair of passes, and by a margin, or plain decoding wins. Limit: only the config's own batch
+size is tried.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from ragspec.host.machine import machine
 from ragspec.outputs.private import write_private
 from ragspec.speculation.methods import FAKE, PLAIN, model_free
 
-BEHIND = 0.85  # of the fastest of a round: not timed again
+BEHIND = 0.85  # of the fastest of a round; what is slower is not timed again
 MARGIN = 1.03  # that speculation has to win by
+Speeds = dict[str, list[float | None]]  # by candidate, tokens per second of each pass
 LENGTHS = {"vllm": {"prompt_lookup": (4, 8)}}  # to try, where no engine chooses them step by step
 
 
@@ -44,39 +46,51 @@ def tune(config: RunConfig, folder: Path, *, budget_s: float, limit: int, consol
     deadline = time.monotonic() + budget_s
     plan = candidates(config)
     if len(plan) < 2:
-        raise ConfigError(f'runner: "{config.runner}" has no method that needs nothing more; set speculation first')
-    speeds: dict[str, list[float | None]] = {candidate.name: [] for candidate in plan}
+        raise ConfigError(
+            f'runner: "{config.runner}" has no method to try without further settings; set speculation.method'
+        )
+    speeds: Speeds = {candidate.name: [] for candidate in plan}
     with ExitStack() as stack:
         alive: list[Worker] = []
         for candidate in plan:
             if alive and time.monotonic() > deadline - budget_s / 3:
-                console.print(f"{candidate.name}: left out, the budget is too small for it", markup=False)
+                console.print(f"{candidate.name}: skipped, too little of the budget is left", markup=False)
                 continue
             alive.append(stack.enter_context(open_worker(candidate, folder, limit, console)))
-        number = 0
-        while True:
+        number, took = 0, 0.0
+        while not number or (len(alive) > 1 and time.monotonic() + took <= deadline):
             number += 1
             started = time.monotonic()
-            for worker in alive if number % 2 else reversed(alive):
-                console.print(f"{worker.candidate.name}: pass {number} ...", markup=False)
-                result = worker.measure()
-                if not result["records"]:
-                    raise ConfigError(f"{worker.candidate.name}: no record was answered; see {worker.answers}")
-                speeds[worker.candidate.name].append(result["tokens_per_s"])
-            best = max(speeds[worker.candidate.name][-1] or 0.0 for worker in alive)
-            alive = [
-                worker
-                for worker in alive
-                if worker.candidate.config.speculation.method == PLAIN
-                or (speeds[worker.candidate.name][-1] or 0.0) >= BEHIND * best
-            ]
-            if len(alive) < 2 or time.monotonic() + (time.monotonic() - started) > deadline:
-                break
+            _time_round(alive, number, speeds, console)
+            took = time.monotonic() - started
+            alive = _promising(alive, speeds)
     return choose([candidate for candidate in plan if speeds[candidate.name]], speeds)
 
 
+def _time_round(workers: list[Worker], number: int, speeds: Speeds, console: Console) -> None:
+    """Run a pass of every worker, in an order that turns from round to round, and add its speed to `speeds`."""
+    for worker in workers if number % 2 else reversed(workers):
+        name = worker.candidate.name
+        console.print(f"{name}: pass {number} ...", markup=False)
+        figures = worker.measure()
+        if not figures.records:
+            raise ConfigError(f"{name}: no record was answered; see {worker.answers}")
+        speeds[name].append(figures.tokens_per_s)
+
+
+def _promising(workers: list[Worker], speeds: Speeds) -> list[Worker]:
+    """Return plain decoding and the workers that were not far behind in the last round."""
+    last = {worker.candidate.name: speeds[worker.candidate.name][-1] or 0.0 for worker in workers}
+    least = BEHIND * max(last.values())
+    return [
+        worker
+        for worker in workers
+        if worker.candidate.config.speculation.method == PLAIN or last[worker.candidate.name] >= least
+    ]
+
+
 def candidates(config: RunConfig) -> list[Candidate]:
-    """Return plain decoding, what the config says, and every method of the runner that needs no more than it has."""
+    """Return plain decoding, what the config says, and every method of the runner that needs no further settings."""
     free = () if config.runner == FAKE else model_free(config.runner)
     methods = [PLAIN, config.speculation.method, *free]
     if importlib.util.find_spec("arctic_inference") is None:
@@ -90,7 +104,7 @@ def candidates(config: RunConfig) -> list[Candidate]:
     return plan
 
 
-def choose(plan: list[Candidate], speeds: dict[str, list[float | None]]) -> Tuned:
+def choose(plan: list[Candidate], speeds: Speeds) -> Tuned:
     """Return the fastest candidate that beats plain decoding in every pair of passes, else plain decoding."""
     plain = speeds[plan[0].name]
     winner, best = plan[0], MARGIN
@@ -100,14 +114,14 @@ def choose(plan: list[Candidate], speeds: dict[str, list[float | None]]) -> Tune
         ratios = [a / b for a, b in zip(mine, plain, strict=False) if a and b]
         middle = median(ratios) if ratios else 0.0
         rate = median([speed for speed in mine if speed] or [0.0])
-        evidence.append(f"{candidate.name}: {rate:.1f} tokens/s, {middle:.2f}x of {plan[0].name}, {len(mine)} passes")
+        evidence.append(f"{candidate.name}: {rate:.1f} tokens/s, {middle:.2f}x {plan[0].name}, {len(mine)} passes")
         if ratios and min(ratios) > 1.0 and middle > best:
             winner, best = candidate, middle
     return Tuned(winner, evidence)
 
 
 def write_config(tuned: Tuned, path: Path, sample: str) -> None:
-    """Write the winner's config with the evidence as comments. It stands alone: a template file is in it as text."""
+    """Write the winner's config with the evidence as comments. It needs no other file: a template is in it as text."""
     about = machine()
     comments = [
         f"Chosen by `ragspec tune`: {tuned.winner.name}. Timed on {sample},",
@@ -118,7 +132,7 @@ def write_config(tuned: Tuned, path: Path, sample: str) -> None:
     values: dict[str, Any] = by_name(tuned.winner.config.model_dump(exclude_defaults=True), "", named)
     values.setdefault("speculation", {"method": tuned.winner.config.speculation.method})
     if named:
-        comments.append("Secrets are not written. Before it runs, set in the environment:")
+        comments.append("Secrets are not written here. Before running this config, set in the environment:")
         comments += [f"  {name}: what stood under {key}" for name, key in named.items()]
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""One method in a process of its own: loads once, then answers the whole input each time it is told to go.
+"""One method in a process of its own: loads once, then answers the whole input each time it is told to.
 
-Speaks JSON lines: a task in, then "go" per pass or "details"; `ready`, an answer to each, or `error` out. A pass is
-the pipeline itself, so what is timed is what `ragspec generate` does.
+messages.py says what is read and written. A pass is the pipeline itself, so what is timed is what `ragspec generate`
+does.
 """
 
 from __future__ import annotations
@@ -15,77 +15,80 @@ from typing import IO, Any
 
 import orjson
 
+from ragspec.benchmark.answers import read_answers
 from ragspec.benchmark.details import acceptance_by_record, roofline, samples
+from ragspec.benchmark.messages import DETAILS, Ready, Task
+from ragspec.benchmark.results import Details, Pass, StepCost, parse
 from ragspec.config.load import build_config
 from ragspec.config.run import RunConfig
 from ragspec.errors import RagspecError
 from ragspec.inputs.base import open_source
 from ragspec.outputs.journal import Journal
 from ragspec.run.local import LocalPass
-from ragspec.run.session import prepare
+from ragspec.run.session import Session, prepare
 from ragspec.runners.base import Runner
+
+Say = Callable[[Any], None]
 
 
 def serve(source: IO[bytes], sink: IO[bytes]) -> None:
-    """Do one task: load, say `ready`, then one pass per "go" of `source` until it ends."""
+    """Do one task: load, say that it is ready, then do what `source` says until it ends."""
 
-    def say(message: dict[str, Any]) -> None:
+    def send(message: dict[str, Any]) -> None:
         sink.write(orjson.dumps(message) + b"\n")
         sink.flush()
 
     try:
-        task = orjson.loads(source.readline())
-        config = build_config(task["config"], task["name"])
+        task = parse(Task, orjson.loads(source.readline()))
+        config = build_config(task.config, task.name)
         with config.veil().over_errors():
-            _answer(config, task, source, say)
+            _answer(config, task, source, lambda value: send({"value": value}))
     except RagspecError as error:
-        say({"error": str(error), "exit_code": error.exit_code})
+        send({"error": str(error), "exit_code": error.exit_code})
 
 
-def _answer(config: RunConfig, task: dict[str, Any], source: IO[bytes], say: Callable[[dict[str, Any]], None]) -> None:
+def _answer(config: RunConfig, task: Task, source: IO[bytes], say: Say) -> None:
     """Load what `config` names, and do what `source` says."""
     session = prepare(config)
-    runner = session.runner
+    runner, output = session.runner, Path(task.output)
     started = time.perf_counter()
     with runner:
         load_s = time.perf_counter() - started
         started = time.perf_counter()
         runner.warm_up()
         warmup_s = time.perf_counter() - started
-        say(
-            {
-                "ready": session.about(),
-                "load_s": load_s,
-                "warmup_s": warmup_s,
-                "notes": [config.veil()(note) for note in runner.notes],
-                "remembers": runner.remembers,
-            }
-        )
-        output = Path(task["output"])
+        notes = tuple(config.veil()(note) for note in runner.notes)
+        say(Ready(session.about(), load_s, warmup_s, notes, runner.remembers))
         for command in source:
-            if command.strip() == b"details":
-                say({"details": details(runner, output)})
-                continue
-            output.unlink(missing_ok=True)
-            with open_source(config.input or "") as rows, Journal(str(output)) as journal:
-                executor = LocalPass(session, rows, journal, limit=task["limit"], keep_details=True)
-                for _ in executor.stream():
-                    pass
-            # only now is it known: a runner may choose it by the records
-            say({"result": executor.summary.to_json() | {"batch_size": runner.about().get("batch_size")}})
+            if command.strip() == DETAILS:
+                say(details(runner, output))
+            else:
+                say(_run_pass(session, output, task.limit))
 
 
-def details(runner: Runner, output: Path) -> dict[str, Any]:
-    """Return what the report shows beside speeds; nothing of it is timed."""
+def _run_pass(session: Session, output: Path, limit: int | None) -> Pass:
+    """Answer the whole input into `output`, as `ragspec generate` does, and return the figures."""
+    output.unlink(missing_ok=True)
+    with open_source(session.config.input or "") as rows, Journal(str(output)) as journal:
+        executor = LocalPass(session, rows, journal, limit=limit, keep_details=True)
+        for _ in executor.stream():
+            pass
+    stats = executor.summary.to_json()
+    batch_size = session.runner.about().get("batch_size")  # only now known: a runner may choose it by the records
+    return parse(Pass, stats | stats["speculation"] | {"batch_size": batch_size})
+
+
+def details(runner: Runner, output: Path) -> Details:
+    """Return what the report shows besides speeds; none of it is timed."""
     ran = runner.about()
-    lines = [orjson.loads(line) for line in output.read_bytes().splitlines()]
-    answers = [line for line in lines if "token_ids" in line]
-    return {
-        "samples": samples(answers, runner.tokenizer),
-        "acceptance_by_record": acceptance_by_record(answers),
-        "step_cost": ran.get("step_cost"),
-        "roofline": roofline(ran["device"], ran["dtype"]) if ran.get("step_cost") else None,
-    }
+    answers = list(read_answers(output).answered.values())
+    cost = ran.get("step_cost")
+    return Details(
+        samples=samples(answers, runner.tokenizer),
+        acceptance_by_record=acceptance_by_record(answers),
+        step_cost=None if cost is None else parse(StepCost, cost),
+        roofline=None if cost is None else roofline(ran["device"], ran["dtype"]),
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ app = typer.Typer(
     add_completion=True,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Batch RAG generation with speculative decoding: a JSONL of questions in, answers and their speed out.",
+    help="Answer batches of RAG questions with speculative decoding.",
 )
 
 for command in (generate, index, retrieve, benchmark, report, verify, tune, doctor):
@@ -31,7 +31,7 @@ def root(
     debug: Debug = False,
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
-    """Take the options that stand before a command."""
+    """Handle the options that come before a command."""
     set_debug(debug)
     if version:
         from ragspec import __version__
@@ -41,7 +41,7 @@ def root(
 
 
 def main() -> None:
-    """Run the command line; errors become one line and an exit code."""
+    """Run the command line; an error becomes one line and an exit code."""
     try:
         app(prog_name="ragspec", standalone_mode=True)
     except RagspecError as error:

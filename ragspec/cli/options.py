@@ -1,4 +1,4 @@
-"""The options that commands share, and what they do alike. Nothing heavy is imported."""
+"""The options and steps that commands share. Nothing heavy is imported."""
 
 from __future__ import annotations
 
@@ -18,15 +18,26 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 
-Config = Annotated[str, typer.Option("--config", "-c", help="YAML config: ragspec's own or AutoGluon-RAG's.")]
-Input = Annotated[str | None, typer.Option("--input", "-i", metavar="FILE", help="JSONL to answer.")]
-Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a key; repeatable.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Read so many lines only.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+RECORDS = "Records to answer: JSONL, plain, .gz or .zst"
+Config = Annotated[
+    str, typer.Option("--config", "-c", metavar="FILE", help="YAML config, ragspec's own or AutoGluon-RAG's.")
+]
+Input = Annotated[str | None, typer.Option("--input", "-i", metavar="FILE", help=f"{RECORDS}.")]
+InputOrStdin = Annotated[
+    str | None, typer.Option("--input", "-i", metavar="FILE|-", help=f"{RECORDS}, or - for stdin.")
+]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a config key; repeatable.")
+]
+Limit = Annotated[int | None, typer.Option(min=1, metavar="N", help="Read only the first N records.")]
+MaxNewTokens = Annotated[
+    int | None, typer.Option("--max-new-tokens", min=1, metavar="N", help="Longest answer, in tokens.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
 
 
 def set_debug(debug: bool) -> None:
-    """Show tracebacks from now on, if `debug`: of what ends the run, and of what costs a record only."""
+    """Show tracebacks from now on, if `debug`: of errors that end the run, and of those that cost only a record."""
     if debug:
         os.environ["RAGSPEC_DEBUG"] = "1"
     if os.environ.get("RAGSPEC_DEBUG"):
@@ -34,20 +45,29 @@ def set_debug(debug: bool) -> None:
         logging.getLogger("ragspec").setLevel(logging.DEBUG)
 
 
-def load(config: str, override: list[str] | None, input: str | None) -> tuple[RunConfig, Console]:
-    """Return the config, its notes said, and the console on stderr."""
-    from ragspec.cli.console import print_notes, stderr
+def overrides(override: list[str] | None, max_new_tokens: int | None = None) -> list[str]:
+    """Return the `--set` overrides followed by those of flags that set a key, which therefore win."""
+    answer_length = [] if max_new_tokens is None else [f"sampling.max_new_tokens={max_new_tokens}"]
+    return [*(override or ()), *answer_length]
+
+
+def load(
+    config: str, override: list[str] | None, input: str | None, max_new_tokens: int | None = None
+) -> tuple[RunConfig, Console]:
+    """Return the config and the console on stderr, with the config's notes printed there."""
+    from ragspec.cli.console import stderr
+    from ragspec.cli.tables import print_notes
     from ragspec.config.load import load_config
 
     console = stderr()
-    run_config, notes = load_config(config, override or (), input=input)
+    run_config, notes = load_config(config, overrides(override, max_new_tokens), input=input)
     print_notes(console, notes)
     return run_config, console
 
 
 @contextmanager
 def quiet_pipe() -> Iterator[None]:
-    """End the command without a word where the reader of its stdout has gone (`| head`)."""
+    """End the command quietly if the reader of its stdout has gone (`| head`)."""
     try:
         yield
     except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""`ragspec verify`, `tune` and `doctor`: is it right, what is best, what would run."""
+"""`ragspec verify`, `tune` and `doctor`: whether answers are right, what is fastest, what would run."""
 
 from __future__ import annotations
 
@@ -7,29 +7,33 @@ from typing import Annotated
 
 import typer
 
-from ragspec.cli.options import Config, Debug, Input, Limit, Set, load, set_debug
+from ragspec.cli.options import Config, Debug, Input, InputOrStdin, Limit, MaxNewTokens, Set, load, overrides, set_debug
 
 
 def verify(
     config: Config,
     input: Input = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Where findings and answers go.")
+    ] = Path("out/verify"),
+    max_new_tokens: MaxNewTokens = None,
     limit: Limit = None,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Findings and answers.")] = Path(
-        "out/verify"
-    ),
     reference: Annotated[
-        int, typer.Option(min=0, help="Records that stock transformers answers too, two at least; 0: none.")
+        int,
+        typer.Option(
+            min=0, metavar="N", help="Records to answer with stock transformers too (at least 2; 0 for none)."
+        ),
     ] = 8,
-    seed: Annotated[int, typer.Option(help="Draws these records.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="SEED", help="Which records these are: the seed of the draw.")] = 0,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Answer the input with and without speculation, a sample in stock transformers, and prove that nothing changed."""
+    """Check that speculation changes no answer."""
     from ragspec.audit.findings import print_findings
     from ragspec.audit.verify import run_verify
 
     set_debug(debug)
-    run_config, console = load(config, override, input)
+    run_config, console = load(config, override, input, max_new_tokens)
     found = run_verify(run_config, output, limit=limit, console=console, reference=reference, seed=seed)
     print_findings(console, found, output)
     if found.failed:
@@ -39,21 +43,22 @@ def verify(
 def tune(
     config: Config,
     input: Input = None,
-    budget: Annotated[float, typer.Option(min=1, help="Seconds to spend, about.")] = 300,
-    limit: Annotated[int, typer.Option(min=1, help="Records of the sample: the first so many.")] = 32,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The config to write.")] = Path(
-        "tuned.yaml"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Where the fastest config goes.")
+    ] = Path("tuned.yaml"),
+    max_new_tokens: MaxNewTokens = None,
+    limit: Annotated[int, typer.Option(min=1, metavar="N", help="Read only the first N records.")] = 32,
+    budget: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Roughly how long to spend.")] = 300,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Time the methods that could serve this config on a sample, and write the config of the fastest."""
+    """Find the fastest method for a config, and write it as a config."""
     from tempfile import TemporaryDirectory
 
     from ragspec.benchmark import tune as tuning
 
     set_debug(debug)
-    run_config, console = load(config, override, input)
+    run_config, console = load(config, override, input, max_new_tokens)
     with TemporaryDirectory() as folder:
         tuned = tuning.tune(run_config, Path(folder), budget_s=budget, limit=limit, console=console)
     tuning.write_config(tuned, output, f"the first {limit} records of {run_config.input}")
@@ -63,12 +68,16 @@ def tune(
 
 
 def doctor(
-    config: Annotated[str | None, typer.Option("--config", "-c", help="A config to examine on this machine.")] = None,
+    config: Annotated[
+        str | None, typer.Option("--config", "-c", metavar="FILE", help="Config to examine on this machine.")
+    ] = None,
+    input: InputOrStdin = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Say what this machine has, and what a config would do on it, before any weights load."""
+    """Show what this machine has and what a config would do on it."""
     from ragspec.cli.console import stderr
+    from ragspec.cli.input_check import examine_input
     from ragspec.run.doctor import examine_config, examine_machine
 
     set_debug(debug)
@@ -76,7 +85,11 @@ def doctor(
     if config is not None:
         from ragspec.config.load import load_config
 
-        findings += examine_config(*load_config(config, override or ()))
+        run_config, notes = load_config(config, overrides(override), input=input)
+        input = run_config.input
+        findings += examine_config(run_config, notes)
+    if input is not None:
+        findings.append(examine_input(input))
     console, styles = stderr(), {"ok": "green", "note": "yellow", "error": "red"}
     for finding in findings:
         console.print(f"{finding.level:5} {finding.text}", markup=False, style=styles[finding.level])

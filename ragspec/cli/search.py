@@ -13,29 +13,41 @@ if TYPE_CHECKING:
 
     from ragspec.config.sections import RetrievalConfig
 
-OptionalConfig = Annotated[str | None, typer.Option("--config", "-c", help="A config with a retrieval section.")]
+OptionalConfig = Annotated[
+    str | None, typer.Option("--config", "-c", metavar="FILE", help="Config with a retrieval section.")
+]
 
 
 def index(
-    more: Annotated[list[str] | None, typer.Argument(metavar="[FILE]...", help="More of the corpus.")] = None,
+    more: Annotated[list[str] | None, typer.Argument(metavar="[FILE]...", help="The same as --corpus.")] = None,
     corpus: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE", help="JSONL of {id, title, text}, text, Markdown, HTML, PDF, or a folder."),
+        typer.Option(metavar="FILE", help="Documents: JSONL of {id, title, text}, text, Markdown, HTML, PDF, folders."),
     ] = None,
-    output: Annotated[str | None, typer.Option("--output", "-o", metavar="DIR", help="Where the index is.")] = None,
+    output: Annotated[str | None, typer.Option("--output", "-o", metavar="DIR", help="Where the index goes.")] = None,
     config: OptionalConfig = None,
-    chunk_size: Annotated[int | None, typer.Option(help="Tokens of a passage (512).")] = None,
-    chunk_overlap: Annotated[int | None, typer.Option(help="Tokens that neighbours may share (64).")] = None,
-    embedding_model: Annotated[
-        str | None, typer.Option(help="sentence-transformers model: hub id, folder, demo. None: words only.")
+    chunk_size: Annotated[int | None, typer.Option(metavar="N", help="Longest passage, in tokens (512).")] = None,
+    chunk_overlap: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens that neighbouring passages may share (64).")
     ] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Whose tokens are counted.")] = None,
-    language: Annotated[str | None, typer.Option(help="Of stemming and stop words (English), or none.")] = None,
+    embedding_model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="sentence-transformers model: hub id, folder or demo. Without one, search is by words.",
+        ),
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(metavar="MODEL", help="Model whose tokens are counted.")] = None,
+    language: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Language of stemming and stop words (English), or none.")
+    ] = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Build a retrieval index, or bring it up to date: only new and changed documents are done again."""
-    from ragspec.cli.console import build_progress, print_build, stderr
+    """Build a retrieval index, or update it with new and changed documents."""
+    from ragspec.cli.console import stderr
+    from ragspec.cli.progress import build_progress
+    from ragspec.cli.tables import print_build
     from ragspec.config.veil import Veil
     from ragspec.errors import ConfigError
     from ragspec.retrieval.build import build
@@ -65,24 +77,33 @@ def index(
 
 def retrieve(
     source: Annotated[str | None, typer.Argument(metavar="[FILE|-]", help="The same as --input.")] = None,
-    index: Annotated[str | None, typer.Option(metavar="DIR", help="The index.")] = None,
+    index: Annotated[str | None, typer.Option(metavar="DIR", help="Index to search.")] = None,
     input: Annotated[
-        str | None, typer.Option("--input", "-i", metavar="FILE|-", help="JSONL with queries; stdin by default.")
+        str | None,
+        typer.Option(
+            "--input", "-i", metavar="FILE|-", help="Records with queries: JSONL, plain, .gz or .zst; stdin by default."
+        ),
     ] = None,
-    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE|-")] = "-",
-    top_k: Annotated[int | None, typer.Option("--top-k", "-k", help="Passages for each query (5).")] = None,
-    mode: Annotated[str | None, typer.Option(help="auto, bm25, dense or hybrid.")] = None,
-    reranker_model: Annotated[str | None, typer.Option(help="Cross-encoder that orders the best.")] = None,
-    order: Annotated[str | None, typer.Option(help="score, or canonical: by id.")] = None,
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE|-", help="Where the records go.")] = "-",
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", "-k", metavar="N", help="Passages for each query (5).")
+    ] = None,
+    mode: Annotated[str | None, typer.Option(metavar="MODE", help="Search: auto, bm25, dense or hybrid.")] = None,
+    reranker_model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Cross-encoder that reorders the best.")
+    ] = None,
+    order: Annotated[
+        str | None, typer.Option(metavar="ORDER", help="Order of passages: score, or canonical (by id).")
+    ] = None,
     evaluate: Annotated[
-        bool, typer.Option("--evaluate", help="Print recall, MRR and time instead; lines need gold_doc_ids.")
+        bool, typer.Option("--evaluate", help="Print recall, MRR and time instead; records need gold_doc_ids.")
     ] = False,
     config: OptionalConfig = None,
     limit: Limit = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Queries in, the same records with contexts out. Records that have contexts pass as they are."""
+    """Add retrieved contexts to the records that have none."""
     from ragspec.cli.console import stderr
     from ragspec.config.veil import Veil
     from ragspec.run.retrieve import measure, stream
@@ -99,15 +120,16 @@ def retrieve(
             return
         passed = stream(settings, where, output, limit)
     if passed.untouched:
-        console.print(f"note: {passed.untouched:,} lines have contexts or no query: passed as they are", markup=False)
+        note = f"{passed.untouched:,} lines have contexts or no query: passed on unchanged"
+        console.print(f"note: {note}", markup=False)
     console.print(f"{passed.searched:,} queries, {passed.failed:,} error lines", markup=False)
     if passed.failed:
         raise typer.Exit(1)
 
 
 def _settings(console: Console, path: str | None, override: list[str] | None, **given: Any) -> RetrievalConfig:
-    """Return the retrieval section: the config's, if one is named, with what the command line says over it."""
-    from ragspec.cli.console import print_notes
+    """Return the retrieval section: the config's, if there is one, overridden by the command line."""
+    from ragspec.cli.tables import print_notes
     from ragspec.config.load import load_retrieval
 
     direct = {key: value for key, value in given.items() if value is not None}

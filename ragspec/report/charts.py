@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-WIDTH, HEIGHT = 430, 240  # of the plot; axes and legend come on top
+WIDTH, HEIGHT = 430, 240  # of the plot, without axes and legend
 PALETTE = ["#4c5b6b", "#0b7285", "#c2410c", "#6d28d9", "#15803d", "#b91c1c", "#a16207", "#1d4ed8"]
 STYLE = {
     "background": None,
@@ -26,7 +26,7 @@ def draw(spec: Spec) -> str:
 
 
 def speed_ups(ratios: list[dict[str, Any]]) -> Spec:
-    """ratios: {name, median, low, high}; an interval that is None is not drawn."""
+    """Return the ratios as points with their intervals. ratios: {name, median, low, high}; low and high may be None."""
     names = [ratio["name"] for ratio in ratios]
     name: Spec = {
         "field": "name",
@@ -66,7 +66,7 @@ def speed_ups(ratios: list[dict[str, Any]]) -> Spec:
 
 
 def lines(values: list[dict[str, Any]], x: str, y: str, *, log: bool = False, ordinal: bool = False) -> Spec:
-    """values: {series, x, y}. x and y: titles of the axes."""
+    """Return one line per series. values: {series, x, y}. x, y: titles of the axes."""
     scale: Spec = {"scale": {"type": "log", "nice": False}} if log else {}
     kind = "ordinal" if ordinal else "quantitative"
     axis: Spec = {"axis": {"labelAngle": 0}} if ordinal else {"axis": {"format": "~s", "grid": log}}
@@ -84,7 +84,7 @@ def lines(values: list[dict[str, Any]], x: str, y: str, *, log: bool = False, or
 
 
 def histogram(values: list[dict[str, Any]], x: str) -> Spec:
-    """values: {series, value}, value between 0 and 1."""
+    """Return how many values fall into each tenth. values: {series, value}, value between 0 and 1."""
     return {
         "width": WIDTH,
         "height": HEIGHT,

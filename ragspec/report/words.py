@@ -2,79 +2,75 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 from ragspec.benchmark.baseline import baselines, ratios_to_peers, ratios_to_plain
+from ragspec.benchmark.results import SPEED, Ratio, Results, Run
 
-WORTH = 1.02  # a gain below it is none
+WORTH = 1.02  # smaller gains do not count
 
 
-def summary(results: dict[str, Any]) -> list[str]:
+def summary(results: Results) -> list[str]:
     """Return sentences: who won by how much and how surely, whether answers changed, what the work was."""
-    runs = {run["name"]: run for run in results["runs"]}
+    runs = {run.name: run for run in results.runs}
     sentences = [_verdict(results)]
     sentences += _sameness(runs)
     first = next(iter(runs.values()))
-    lengths = sorted({run["output_tokens"] for run in runs.values()})
+    lengths = sorted({run.output_tokens for run in runs.values()})
     tokens = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
-    mean = first["output_tokens"] / max(1, first["records"])
+    mean = first.output_tokens / max(1, first.records)
     sentences.append(
-        f"{first['records']} records with {first['prompt_tokens']:,} prompt tokens and {tokens} output tokens "
+        f"{first.records} records with {first.prompt_tokens:,} prompt tokens and {tokens} output tokens "
         f"({mean:.0f} an answer): the shorter the answers, the less speculation can do."
     )
     if share := _prompt_share(first):
-        sentences.append(f"{first['name']} spends {share:.0%} of its time on prompts, where no draft helps.")
-    for ratio in ratios_to_peers(results):
-        if ratio["metric"] == "tokens_per_s":
-            sentences.append(
-                f"{ratio['name']} is {_times(ratio)} as fast as {ratio['baseline'].removeprefix('peer-')}."
-            )
+        sentences.append(f"{first.name} spends {share:.0%} of its time on prompts, which drafts do not speed up.")
+    for ratio in ratios_to_peers(results, SPEED):
+        sentences.append(f"{ratio.name} is {_times(ratio)} as fast as {ratio.baseline.removeprefix('peer-')}.")
     return sentences
 
 
-def _sameness(runs: dict[str, dict[str, Any]]) -> list[str]:
-    """Return whose answers are those of plain decoding; nothing of runs beside which no plain decoding ran."""
+def _sameness(runs: Mapping[str, Run]) -> list[str]:
+    """Return whose answers are those of plain decoding; nothing about runs without plain decoding to compare."""
     plain = baselines(list(runs.values()))
-    own = [name for name, run in runs.items() if not run["peer"] and plain[name] != name]
+    own = [name for name, run in runs.items() if not run.peer and plain[name] != name]
     held = [name for name in own if plain[name] is not None]
     if not held:
         return []
-    changed = [name for name in held if runs[name]["identical"] < runs[name]["records"]]
-    if changed:
-        parts = ", ".join(f"{name} ({runs[name]['records'] - runs[name]['identical']})" for name in changed)
+    changed = {name: runs[name].records - (runs[name].identical or 0) for name in held}
+    if any(changed.values()):
+        parts = ", ".join(f"{name} ({count})" for name, count in changed.items() if count)
         return [f"Answers differ from plain decoding in {parts}; `ragspec verify` says whether that is rounding."]
     whose = "" if held == own else f" of {', '.join(held)}"
     return [f"Every answer{whose} is, token for token, that of plain decoding."]
 
 
-def _verdict(results: dict[str, Any]) -> str:
-    own = [ratio for ratio in ratios_to_plain(results) if ratio["metric"] == "tokens_per_s"]
+def _verdict(results: Results) -> str:
+    own = ratios_to_plain(results, SPEED)
     if not own:
-        if len({run["name"] for run in results["runs"]}) == 1:
+        if len(results.names) == 1:
             return "One method was timed, so there is nothing to compare it with."
         return (
-            "No speculation was timed beside plain decoding of the same runner and batch size, so there is nothing to "
-            "compare; the notes say which run is missing."
+            "No speculation was timed next to plain decoding with the same runner and batch size, so there is nothing "
+            "to compare; the notes name the run that is missing."
         )
-    best = max(own, key=lambda ratio: ratio["median"])
-    if best["low"] is not None and best["low"] <= 1.0 <= best["high"]:
+    best = max(own, key=lambda ratio: ratio.median)
+    if best.interval and best.interval[0] <= 1.0 <= best.interval[1]:
         return (
-            f"No clear winner: {best['name']} came to {_times(best)} the speed of {best['baseline']}, "
+            f"No clear winner: {best.name} came to {_times(best)} the speed of {best.baseline}, "
             "which may be chance; more passes (--repeat) would tell."
         )
-    if best["median"] < WORTH:
-        return (
-            f"Speculation does not pay here: the best, {best['name']}, is {_times(best)} as fast as {best['baseline']}."
-        )
-    return f"{best['name']} is {_times(best)} as fast as {best['baseline']}, end to end."
+    if best.median < WORTH:
+        return f"Speculation does not pay here: the best, {best.name}, is {_times(best)} as fast as {best.baseline}."
+    return f"{best.name} is {_times(best)} as fast as {best.baseline}, end to end."
 
 
-def _times(ratio: dict[str, Any]) -> str:
-    if ratio["low"] is None:
-        return f"{ratio['median']:.2f} times (one pass)"
-    return f"{ratio['median']:.2f} times ({ratio['low']:.2f} to {ratio['high']:.2f})"
+def _times(ratio: Ratio) -> str:
+    if ratio.interval is None:
+        return f"{ratio.median:.2f} times (one pass)"
+    return f"{ratio.median:.2f} times ({ratio.interval[0]:.2f} to {ratio.interval[1]:.2f})"
 
 
-def _prompt_share(run: dict[str, Any]) -> float | None:
-    prefill, decode = run["prefill_s"], run["decode_s"]
-    return prefill / (prefill + decode) if prefill and decode else None
+def _prompt_share(run: Run) -> float | None:
+    """Return the share of a run's time that its prompts took, None if the runner does not know it."""
+    return run.prefill_s / (run.prefill_s + run.decode_s) if run.prefill_s and run.decode_s else None

@@ -61,6 +61,8 @@ def preload():
     """Import what every run needs, once."""
     import ragspec.cli
     import ragspec.cli.console
+    import ragspec.cli.progress
+    import ragspec.cli.tables
     import ragspec.run.session
     import ragspec.runners.fake
     import ragspec.runners.huggingface.runner

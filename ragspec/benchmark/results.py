@@ -1,0 +1,199 @@
+"""What a benchmark found, as data, and the only way between that and results.json.
+
+    results = read_results(Path("out/benchmark"))
+    max(results.runs, key=lambda run: run.tokens_per_s or 0).name
+
+Seconds are wall-clock; None means that a runner does not know. Limit: a file of another shape is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import orjson
+from pydantic import TypeAdapter, ValidationError
+
+from ragspec.errors import ConfigError
+
+NAME = "results.json"
+SPEED, DECODE_SPEED = "tokens_per_s", "decode_tokens_per_s"  # what ratios are taken of
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Of a time per record, in seconds."""
+
+    p50: float
+    p95: float
+    p99: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """The figures of one pass over the input. batch_size: records answered at once, where the runner says."""
+
+    batch_size: int | None
+    records: int
+    failed: int
+    prompt_tokens: int
+    output_tokens: int
+    generate_s: float
+    prefill_s: float | None
+    decode_s: float | None
+    tokens_per_s: float | None
+    decode_tokens_per_s: float | None
+    drafted: int
+    accepted: int
+    acceptance_rate: float | None
+    mean_acceptance_length: float | None
+    tokens_per_step: float | None
+    acceptance_by_position: tuple[float, ...]
+    latency_s: Percentiles | None
+    time_to_first_token_s: Percentiles | None
+    peak_memory_gib: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Pass):
+    """A pass and whose it is: an entry of `runs`.
+
+    repeat: its number, from 1. identical: answers equal, token for token, to those of plain decoding; None if that did
+    not run.
+    """
+
+    name: str
+    peer: bool
+    runner: str
+    method: str
+    num_tokens: int | Literal["auto"]
+    repeat: int
+    load_s: float
+    warmup_s: float
+    identical: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How many times as fast as `baseline` a candidate was, over paired passes. low, high: its interval."""
+
+    name: str
+    baseline: str
+    metric: str
+    median: float
+    low: float | None
+    high: float | None
+    pairs: int
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Its 95% interval; None for one pair alone."""
+        return None if self.low is None or self.high is None else (self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One token of an answer: who wrote it, and the id of the passage it was copied from."""
+
+    text: str
+    by: Literal["target", "draft"]
+    context: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Quote:
+    """A passage of a record's prompt."""
+
+    id: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """An answer, token by token. guessed_known: whether the runner says which tokens a draft had guessed."""
+
+    id: str
+    question: str | None
+    pieces: tuple[Piece, ...]
+    passages: tuple[Quote, ...]
+    guessed_known: bool
+    speculation: dict[str, Any]  # as in an output line
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds of a forward by its number of tokens, and the model that it ran."""
+
+    points: tuple[tuple[int, float], ...]
+    parameters: int
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """What a device reads and computes at best."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What the report shows of a candidate besides its speed."""
+
+    samples: tuple[Sample, ...]
+    acceptance_by_record: tuple[float, ...]
+    step_cost: StepCost | None
+    roofline: Roofline | None
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """A finished benchmark. details, configs: by candidate; ratio_interval: what low and high of a ratio are."""
+
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    input: str | None
+    runs: tuple[Run, ...]
+    ratios: tuple[Ratio, ...]
+    ratio_interval: str
+    details: dict[str, Details | None]
+    configs: dict[str, dict[str, Any]]
+    notes: tuple[str, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """The candidates, in the order in which they were given."""
+        return list(dict.fromkeys(run.name for run in self.runs))
+
+    def runs_of(self, name: str) -> list[Run]:
+        """Return the passes of a candidate."""
+        return [run for run in self.runs if run.name == name]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that results.json holds; a person who reads a run sees its name first."""
+        return asdict(self) | {"runs": [{"name": run.name, **asdict(run)} for run in self.runs]}
+
+
+def parse(kind: type[T], value: Any) -> T:
+    """Return JSON's `value` as a `kind`; unknown keys are dropped. Raises ValidationError."""
+    return TypeAdapter(kind).validate_python(value)
+
+
+def read_results(folder: Path) -> Results:
+    """Return what `folder`/results.json holds. Raises ConfigError."""
+    path = folder / NAME
+    try:
+        return parse(Results, orjson.loads(path.read_bytes()))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give the folder of a finished benchmark") from None
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"{path}: not JSON ({error})") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"])) or "the file"
+        raise ConfigError(
+            f"{path}: {key}: {first['msg']}; not the results of `ragspec benchmark`, or of an old one; run it again"
+        ) from None

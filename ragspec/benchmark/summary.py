@@ -1,0 +1,119 @@
+"""Passes -> Results: who is compared with whom, the paired ratios, and whose answers are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ragspec.benchmark.answers import read_answers
+from ragspec.benchmark.baseline import missing
+from ragspec.benchmark.messages import Ready
+from ragspec.benchmark.passes import Entry
+from ragspec.benchmark.plan import Candidate, baseline_of, setting_of
+from ragspec.benchmark.process import answers_of
+from ragspec.benchmark.ratios import interval
+from ragspec.benchmark.results import DECODE_SPEED, SPEED, Pass, Ratio, Results, Run
+from ragspec.host.machine import machine
+
+
+def summarise(
+    plan: Sequence[Candidate], entries: Mapping[str, Entry], folder: Path, repeat: int, notes: Sequence[str]
+) -> Results:
+    """Return what `repeat` passes of every candidate say; `notes` come last in those of the results."""
+    passes = {candidate.name: entries[candidate.name].passes[:repeat] for candidate in plan}
+    ready = {candidate.name: _ready(entries[candidate.name]) for candidate in plan}
+    # how many records were answered at once, as far as the runner says so, else what was asked of it
+    sizes = {
+        candidate.name: entries[candidate.name].passes[-1].batch_size or candidate.batch_size for candidate in plan
+    }
+    baselines = {candidate.name: baseline_of(candidate, plan, sizes) for candidate in plan}
+    settings = [setting_of(candidate, sizes) for candidate in plan]
+    found = {f"{name}: {note}" for name, one in ready.items() for note in one.notes}
+    found |= {missing(one, settings) for one in settings if baselines[one.name] is None and not one.peer}
+    runs = []
+    for candidate in plan:
+        name = candidate.name
+        identical = _identical(candidate, baselines[name], folder)
+        for number, figures in enumerate(passes[name], 1):
+            runs.append(_run(candidate, number, figures, ready[name], sizes[name], identical))
+    return Results(
+        machine=machine(),
+        versions={key: value for one in ready.values() for key, value in one.about["versions"].items()},
+        input=plan[0].config.input,
+        runs=tuple(runs),
+        ratios=tuple(ratio for candidate in plan for ratio in _ratios(candidate, baselines, plan, passes)),
+        ratio_interval="95%, Student's t on the logarithms of the paired ratios",
+        details={candidate.name: entries[candidate.name].details for candidate in plan},
+        configs={candidate.name: candidate.config.model_dump(mode="json") for candidate in plan},
+        notes=(*sorted(found), *notes),
+    )
+
+
+def _ready(entry: Entry) -> Ready:
+    assert entry.ready is not None, "a pass comes after its process was ready"
+    return entry.ready
+
+
+def _run(
+    candidate: Candidate, number: int, figures: Pass, ready: Ready, batch_size: int | None, identical: int | None
+) -> Run:
+    return Run(
+        **vars(figures) | {"batch_size": batch_size},
+        name=candidate.name,
+        peer=candidate.peer,
+        runner=candidate.config.runner,
+        method=candidate.config.speculation.method,
+        num_tokens=candidate.num_tokens or candidate.config.speculation.num_tokens,
+        repeat=number,
+        load_s=round(ready.load_s, 3),
+        warmup_s=round(ready.warmup_s, 3),
+        identical=identical,
+    )
+
+
+def _ratios(
+    candidate: Candidate,
+    baselines: Mapping[str, Candidate | None],
+    plan: Sequence[Candidate],
+    passes: Mapping[str, Sequence[Pass]],
+) -> Iterator[Ratio]:
+    """Yield the candidate's ratios: to its baseline where it has one, and to every peer; a peer itself has none."""
+    if candidate.peer:
+        return
+    baseline = baselines[candidate.name]
+    if baseline is not None and baseline is not candidate:
+        for metric in (SPEED, DECODE_SPEED):
+            yield from _ratio(candidate, baseline, metric, passes)
+    for peer in plan:
+        if peer.peer:
+            yield from _ratio(candidate, peer, SPEED, passes)
+
+
+def _ratio(
+    candidate: Candidate, other: Candidate, metric: str, passes: Mapping[str, Sequence[Pass]]
+) -> Iterator[Ratio]:
+    """Yield the one ratio of a metric, or none where no pair of passes knows it."""
+    pairs = [
+        (getattr(mine, metric), getattr(theirs, metric))
+        for mine, theirs in zip(passes[candidate.name], passes[other.name], strict=True)
+    ]
+    ratios = [mine / theirs for mine, theirs in pairs if mine and theirs]
+    if ratios:
+        middle, low, high = interval(ratios)
+        yield Ratio(
+            name=candidate.name,
+            baseline=other.name,
+            metric=metric,
+            median=round(middle, 4),
+            low=None if low is None else round(low, 4),
+            high=None if high is None else round(high, 4),
+            pairs=len(ratios),
+        )
+
+
+def _identical(candidate: Candidate, baseline: Candidate | None, folder: Path) -> int | None:
+    """Return how many of the candidate's answers are, token for token, the baseline's; None without a baseline."""
+    if baseline is None:
+        return None
+    mine, theirs = (read_answers(answers_of(one, folder)).answered for one in (candidate, baseline))
+    return sum(name in theirs and theirs[name].token_ids == answer.token_ids for name, answer in mine.items())

@@ -1,0 +1,96 @@
+"""What a finished command says on stderr: its notes, and a table of what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ragspec.stats import RunSummary
+
+if TYPE_CHECKING:
+    from ragspec.retrieval.build import BuildSummary
+
+
+def print_notes(console: Console, notes: Iterable[str]) -> None:
+    """Print the notes, a line each."""
+    for note in notes:
+        console.print(f"note: {note}", markup=False, style="yellow")
+
+
+def print_summary(console: Console, summary: RunSummary, output: str) -> None:
+    """Print the table of a finished run, and its notes."""
+    print_notes(console, summary.notes)
+    table = _table()
+    spec = summary.spec
+    rows = [
+        ("records", _records(summary)),
+        ("tokens", f"{summary.prompt_tokens:,} prompt, {summary.output_tokens:,} output"),
+        ("speed", _speed(summary)),
+        (
+            "time",
+            f"{summary.load_s:.1f} s load, {summary.warmup_s:.1f} s warm-up, {summary.generate_s:.1f} s answering",
+        ),
+        ("speculation", summary.method),
+    ]
+    if spec.drafted:
+        rows += [
+            ("acceptance", f"{spec.acceptance_rate:.1%} ({spec.accepted:,} of {spec.drafted:,} drafted tokens)"),
+            ("tokens per step", f"{summary.tokens_per_step:.2f} ({spec.mean_acceptance_length:.2f} where it drafted)"),
+        ]
+    if summary.retrieval and summary.retrieval["queries"]:
+        rows.append(("retrieval", _retrieval(summary.retrieval)))
+    rows.append(("output", "stdout" if output == "-" else output))
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    console.print(table)
+
+
+def print_build(console: Console, summary: BuildSummary, index: str) -> None:
+    """Print what a build did."""
+    print_notes(console, summary.notes)
+    documents = f"{summary.added:,} added, {summary.changed:,} changed, {summary.unchanged:,} unchanged"
+    documents += f", {summary.removed:,} removed, {summary.skipped:,} skipped"
+    table = _table()
+    table.add_row("documents", documents)
+    table.add_row("passages", f"{summary.chunks:,} in the index, {summary.chunks_written:,} written now")
+    table.add_row("time", f"{summary.seconds:.1f} s")
+    table.add_row("index", Text(index))
+    console.print(table)
+
+
+def _records(summary: RunSummary) -> str:
+    parts = [f"{summary.records:,} answered"]
+    if summary.failed:
+        parts.append(f"{summary.failed:,} failed (error lines)")
+    if summary.skipped:
+        parts.append(f"{summary.skipped:,} finished before")
+    if summary.failed_before:
+        parts.append(f"{summary.failed_before:,} of them error lines (--retry-failed tries them again)")
+    return ", ".join(parts)
+
+
+def _speed(summary: RunSummary) -> str:
+    if summary.tokens_per_s is None:
+        return "-"
+    text = f"{summary.tokens_per_s:.1f} output tokens/s"
+    if summary.decode_tokens_per_s is not None:
+        text += f" ({summary.decode_tokens_per_s:.1f} in decoding alone)"
+    return text
+
+
+def _retrieval(found: dict[str, Any]) -> str:
+    return (
+        f"{found['queries']:,} searches ({found['mode']}), {found['ms_per_query']:.1f} ms each; "
+        f"answering waited {found['waited_s']:.1f} s for them"
+    )
+
+
+def _table() -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
+    return table
