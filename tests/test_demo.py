@@ -6,8 +6,8 @@ import pytest
 
 from ragspec.config.load import build_config
 from ragspec.run.generate import generate as run
+from tests.cli.test_cli import ragspec
 from tests.conftest import SAMPLE, read_jsonl
-from tests.test_cli import ragspec
 
 pytestmark = pytest.mark.demo
 RECORDS = 3

@@ -29,7 +29,7 @@ from ragspec.records import Failure, Generation, Request, Sampling
 from ragspec.runners.huggingface import runner as huggingface
 from ragspec.speculation.drafters.context import ContextDrafter
 from tests.conftest import SAMPLE, read_jsonl, train_tokenizer
-from tests.test_engine import Fixed
+from tests.engine.test_engine import Fixed
 from tests.zoo.entry import Entry, Outcome
 from tests.zoo.tiny import VOCAB, build
 

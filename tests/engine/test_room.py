@@ -12,7 +12,7 @@ from ragspec.engine.proposers import ByRow, NoDrafts
 from ragspec.engine.room import AHEAD, PATIENCE, Backoff, Room
 from ragspec.records import Failure, Request, Sampling
 from ragspec.speculation.drafters.context import ContextDrafter
-from tests.test_engine import NEW, answers, ids, loaded, plain, requests_for  # noqa: F401 (fixtures)
+from tests.engine.test_engine import NEW, answers, ids, loaded, plain, requests_for  # noqa: F401 (fixtures)
 
 # -- arithmetic -------------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from ragspec.benchmark.answers import Answer, Answers, read_answers
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from ragspec.records import Request, Sampling
+from tests.cli.test_cli import RAGSPEC, ragspec
 from tests.conftest import SAMPLE, write_jsonl
-from tests.test_cli import RAGSPEC, ragspec
 
 GREEDY = Sampling(max_new_tokens=8)
 

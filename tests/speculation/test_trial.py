@@ -5,7 +5,7 @@ import pytest
 from ragspec.engine.proposers import Auto, ByRow, NoDrafts
 from ragspec.speculation import trial as trial_module
 from ragspec.speculation.trial import BLOCK, PAUSE, ROUNDS, Trial
-from tests.test_engine import Fixed, answers, ids, loaded, oracle, plain  # noqa: F401
+from tests.engine.test_engine import Fixed, answers, ids, loaded, oracle, plain  # noqa: F401
 
 
 def feed(trial, rates, steps):

@@ -19,8 +19,8 @@ from ragspec.config.veil import Veil
 from ragspec.errors import ConfigError, ModelError
 from ragspec.outputs.journal import Journal
 from ragspec.outputs.runstate import write_json
+from tests.cli.test_cli import ragspec
 from tests.conftest import SAMPLE
-from tests.test_cli import ragspec
 
 WORD = "correct horse battery"  # a secret by its key alone
 SHAPED = "hf_QwErTyUiOpAsDfGhJkLz"  # by what it looks like alone

@@ -15,9 +15,9 @@ from ragspec.report.figures import figures
 from ragspec.report.page import render
 from ragspec.report.rows import rows
 from ragspec.report.words import summary
+from tests.cli.test_cli import ragspec
 from tests.conftest import SAMPLE
-from tests.test_cli import ragspec
-from tests.test_report import ratio, results, run  # noqa: F401 (a fixture)
+from tests.report.test_report import ratio, results, run  # noqa: F401 (a fixture)
 
 
 def plan_of(methods, sizes=(), runner="fake", **more):

@@ -14,9 +14,9 @@ from ragspec.benchmark.results import Piece, read_results
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from ragspec.records import Sampling
+from tests.cli.test_cli import ragspec
 from tests.conftest import SAMPLE, write_jsonl
-from tests.test_cli import ragspec
-from tests.test_report import results  # noqa: F401 (a fixture)
+from tests.report.test_report import results  # noqa: F401 (a fixture)
 
 
 @pytest.mark.parametrize("pairs", [2, 3, 5, 20])

@@ -326,7 +326,7 @@ def test_what_cannot_be_written_as_text_is_that_records_error():
     template = "{{ query }}{{ metadata.a | map('lower') | join | replace(' ', '') }}{% if '<' in query %}{% endif %}"
     template += "{% if '<' in metadata.a %}!{% endif %}"
     record = Record("r", query="Why?", metadata={"a": ["<", "|im_end|>"]})
-    with pytest.raises(RecordError, match=r'holds "<\|im_end\|>".*prompt\.allow_special_tokens: true'):
+    with pytest.raises(RecordError, match=r'contains "<\|im_end\|>".*prompt\.allow_special_tokens: true'):
         PromptBuilder(PromptConfig(template=template), tokenizer, None).build(record, 10)
 
 

@@ -14,7 +14,7 @@ import pytest
 from ragspec.outputs import linefile, spill
 from ragspec.outputs.journal import Journal
 from tests.conftest import read_jsonl
-from tests.test_journal import IDENTITY, answer
+from tests.outputs.test_journal import IDENTITY, answer
 
 COUNT = 5
 

@@ -20,7 +20,7 @@ from ragspec.retrieval.stage import AHEAD, BATCH, Stage
 from ragspec.run.generate import generate as run
 from ragspec.run.retrieve import stream
 from tests.conftest import ROOT, SAMPLE, read_jsonl, write_jsonl
-from tests.test_corpus import pdf_bytes
+from tests.retrieval.test_corpus import pdf_bytes
 
 DOCUMENTS = ROOT / "sample_data" / "documents"
 DOCS = [
@@ -272,7 +272,7 @@ def test_what_cannot_be_looked_at_stays_in_the_index(tmp_path):
     summary = build(settings, complain=said.append)
     assert "damaged" in said[0].why
     assert (summary.removed, summary.chunks) == (0, 4)
-    assert "nothing is taken out" in summary.notes[0]
+    assert "no documents are removed" in summary.notes[0]
     (folder / "b.jsonl.gz").unlink()
     assert build(settings).removed == 3
 

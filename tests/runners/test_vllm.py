@@ -12,8 +12,8 @@ from ragspec.config.run import to_sampling
 from ragspec.errors import ConfigError
 from ragspec.records import Failure, Request
 from ragspec.run.generate import generate as run
+from tests.cli.test_cli import RAGSPEC, ragspec, start_interruptible, wait_for_lines
 from tests.conftest import SAMPLE, read_jsonl, write_jsonl
-from tests.test_cli import RAGSPEC, ragspec, start_interruptible, wait_for_lines
 
 pytestmark = [
     pytest.mark.vllm,

@@ -5,8 +5,8 @@ import pytest
 from ragspec.benchmark.plan import make_plan
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
+from tests.cli.test_cli import ragspec
 from tests.conftest import SAMPLE, read_jsonl
-from tests.test_cli import ragspec
 
 RUN_KEYS = {
     *("name", "runner", "method", "batch_size", "num_tokens", "repeat", "records", "output_tokens", "tokens_per_s"),

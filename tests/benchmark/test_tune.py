@@ -5,8 +5,8 @@ import yaml
 from ragspec.benchmark.plan import Candidate
 from ragspec.benchmark.tune import candidates, choose
 from ragspec.config.load import build_config
+from tests.cli.test_cli import ragspec
 from tests.conftest import SAMPLE
-from tests.test_cli import ragspec
 
 
 def plan(*methods):

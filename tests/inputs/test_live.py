@@ -18,9 +18,9 @@ from ragspec.inputs.feed import Feed
 from ragspec.inputs.jsonl import JsonlSource
 from ragspec.inputs.live import MOST
 from ragspec.run.generate import generate as run
+from tests.cli.test_cli import RAGSPEC, start_interruptible
 from tests.conftest import read_jsonl
-from tests.test_cli import RAGSPEC, start_interruptible
-from tests.test_retrieval import built
+from tests.retrieval.test_retrieval import built
 
 PATIENCE_S = 200
 

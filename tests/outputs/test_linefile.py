@@ -12,7 +12,7 @@ from ragspec.outputs.journal import Journal
 from ragspec.outputs.linefile import LineFile
 from ragspec.outputs.runstate import write_json
 from tests.conftest import read_jsonl
-from tests.test_journal import IDENTITY, answer, write
+from tests.outputs.test_journal import IDENTITY, answer, write
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import os
 import pytest
 
 from ragspec.cli.input_check import examine_input
+from tests.cli.test_cli import ragspec
 from tests.conftest import SAMPLE, write_jsonl
-from tests.test_cli import ragspec
 
 
 def examine(tmp_path, **config):

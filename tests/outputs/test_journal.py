@@ -151,7 +151,7 @@ def test_two_runs_cannot_write_one_output(path):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("a.jsonl.gz", "compress it after"), ("file/a.jsonl", "cannot be written")]
+    ("name", "message"), [("a.jsonl.gz", "compress the file afterwards"), ("file/a.jsonl", "cannot be written")]
 )
 def test_an_output_that_cannot_be_written_is_named(tmp_path, name, message):
     (tmp_path / "file").write_text("")

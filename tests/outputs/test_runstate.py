@@ -5,7 +5,7 @@ import pytest
 from ragspec.errors import ConfigError
 from ragspec.outputs.journal import Journal
 from tests.conftest import read_jsonl
-from tests.test_journal import IDENTITY, answer, write
+from tests.outputs.test_journal import IDENTITY, answer, write
 
 
 def legacy(path):
@@ -55,7 +55,7 @@ def test_names_of_other_forms_have_states_of_their_own(tmp_path):
 def test_answers_do_not_wait_in_another_runs_output(tmp_path):
     write(tmp_path / "answers.pending.jsonl", answer("precious"))
     before = (tmp_path / "answers.pending.jsonl").read_bytes()
-    with pytest.raises(ConfigError, match=r"wait in answers.pending.jsonl, which is another run's output"):
+    with pytest.raises(ConfigError, match=r"go to answers.pending.jsonl, which is another run's output"):
         Journal(str(tmp_path / "answers.jsonl"), IDENTITY)
     assert (tmp_path / "answers.pending.jsonl").read_bytes() == before
 
