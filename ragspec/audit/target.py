@@ -30,7 +30,7 @@ class Target:
         from ragspec.models.resolve import resolve
         from ragspec.models.stopping import end_tokens
         from ragspec.models.tokenizer import HFTokenizer, load_tokenizer
-        from ragspec.runners.huggingface.runner import Args
+        from ragspec.runners.huggingface.args import Args
 
         args = stock_config(config, ran).args()
         assert isinstance(args, Args)

@@ -77,8 +77,8 @@ def doctor(
 ) -> None:
     """Show what this machine has and what a config would do on it."""
     from ragspec.cli.console import stderr
-    from ragspec.cli.input_check import examine_input
     from ragspec.run.doctor import examine_config, examine_machine
+    from ragspec.run.input_check import examine_input
 
     set_debug(debug)
     findings = list(examine_machine())

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from ragspec.cli.input_check import examine_input
+from ragspec.run.input_check import examine_input
 from tests.cli.test_cli import ragspec
 from tests.conftest import SAMPLE, write_jsonl
 

@@ -14,17 +14,15 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
-from typing import Annotated, Any, Literal, Self
-
-from pydantic import ConfigDict, Field
+from typing import Any, Self
 
 from ragspec.config.run import RunConfig, to_sampling
-from ragspec.config.secret import Settings, revealed
+from ragspec.config.secret import revealed
 from ragspec.errors import ConfigError, ModelError, did_you_mean
 from ragspec.host.machine import free_bytes, free_gpu_bytes
 from ragspec.models.resolve import context_length, read_model_config, resolve
 from ragspec.records import Failure, Generation, Request, Sampling
-from ragspec.runners.base import RunnerArgs
+from ragspec.runners.vllm.args import Args
 from ragspec.runners.vllm.config import (
     DRAFT_TRUST_KEYS,
     TESTED,
@@ -48,23 +46,7 @@ CPU_SAMPLING_LOST = (
 )
 CPU_BLOCK = 32  # tokens; vLLM's own 128 leave out more of every shared prefix, and smaller ones its fast kernels
 
-
-class Args(RunnerArgs):
-    """`runner_args` of the vLLM runner: any argument of `LLM(...)`, and these."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True, use_attribute_docstrings=True)
-
-    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Most records in one step: `max_num_seqs` under the name it has in the other runners."""
-    lookahead: Annotated[int, Field(ge=1)] = 4096
-    """Records read ahead, to submit those that share a prefix together. 1: in the order given, in blocks of vLLM's own
-    size."""
-    sampling_args: Settings = {}
-    """Passed to `SamplingParams`, beside the `sampling` section."""
-
-    def neutral_keys(self) -> set[str]:
-        memory = {"gpu_memory_utilization", "kv_cache_memory_bytes", "block_size"}
-        return {"batch_size", "max_num_seqs", "lookahead", "enforce_eager"} | memory
+__all__ = ["Args", "Runner"]
 
 
 class Runner:

@@ -1,0 +1,28 @@
+"""`runner_args` of the vLLM runner."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+from ragspec.config.secret import Settings
+from ragspec.runners.base import RunnerArgs
+
+
+class Args(RunnerArgs):
+    """`runner_args` of the vLLM runner: any argument of `LLM(...)`, and these."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, use_attribute_docstrings=True)
+
+    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Most records in one step: `max_num_seqs` under the name it has in the other runners."""
+    lookahead: Annotated[int, Field(ge=1)] = 4096
+    """Records read ahead, to submit those that share a prefix together. 1: in the order given, in blocks of vLLM's own
+    size."""
+    sampling_args: Settings = {}
+    """Passed to `SamplingParams`, beside the `sampling` section."""
+
+    def neutral_keys(self) -> set[str]:
+        memory = {"gpu_memory_utilization", "kv_cache_memory_bytes", "block_size"}
+        return {"batch_size", "max_num_seqs", "lookahead", "enforce_eager"} | memory
