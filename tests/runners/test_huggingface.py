@@ -282,7 +282,7 @@ def test_arguments_of_autogluon_reach_transformers(tiny):
             "num_beams: 4 cannot be combined",
         ),
         ({"runner_args": {"generate_args": {"temprature": 1}}}, 'temprature" is not known; did you mean "temperature"'),
-        ({"runner_args": {"generate_args": {"do_sample": True}}}, "generate_args.do_sample: ragspec sets it"),
+        ({"runner_args": {"generate_args": {"do_sample": True}}}, "generate_args.do_sample: ragspec sets this itself"),
         ({"runner_args": {"encode_args": {"bogus": 1}}}, 'runner_args.encode_args.bogus" is not known'),
         ({"runner_args": {"device": "banana"}}, 'runner_args.device: "banana" is not known'),
         ({"runner_args": {"generate_args": {"num_return_sequences": 2}}}, "num_return_sequences: must be 1"),
@@ -290,7 +290,7 @@ def test_arguments_of_autogluon_reach_transformers(tiny):
         ({"method": "prompt_lookup", "extra": {"lookback": 3}}, "speculation.extra.lookback: is not known"),
         (
             {"method": "draft_model", "draft_model": "no/such-draft"},
-            'speculation.draft_model: "no/such-draft": is no folder',
+            'speculation.draft_model: "no/such-draft": is not a local folder',
         ),
     ],
 )
