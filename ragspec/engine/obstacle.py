@@ -13,11 +13,11 @@ def obstacle(model: Any) -> str:
     The words complete a sentence that begins with "it".
     """
     if keeps_state(model):
-        return "keeps a recurrent state, which cannot take back a rejected draft"
+        return "keeps a recurrent state, which cannot undo a rejected draft"
     if "ALL_ATTENTION_FUNCTIONS" not in inspect.getsource(sys.modules[type(model).__module__]):
-        return "has an attention of its own that cannot be replaced"
+        return "has its own attention, which cannot be replaced"
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        return "numbers its tokens itself"
+        return "assigns its own token positions"
     return ""
 
 

@@ -36,7 +36,7 @@ def differs(model: Model, tolerance: float) -> str:
     seconds = time.perf_counter() - started
     error = _relative(got, expected)
     if not error <= tolerance:
-        return f"computes other logits in packed rows (by {error:.1e} of the largest)"
+        return f"computes different logits in packed rows (by {error:.1e} of the largest)"
     return _differs_beyond_limits(model, expected, tolerance, seconds)
 
 
@@ -54,7 +54,7 @@ def _differs_beyond_limits(model: Model, expected: torch.Tensor, tolerance: floa
                 continue
             error = _cross(model, limit, seconds)
         if not error <= tolerance:
-            return f"computes other logits beyond its {limit.name} of {limit.tokens} (by {error:.1e} of the largest)"
+            return f"computes different logits beyond its {limit.name} of {limit.tokens} (by {error:.1e} of the largest)"
     return ""
 
 

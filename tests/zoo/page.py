@@ -25,7 +25,7 @@ There is no list of models in ragspec. Every model is tried once it is loaded: i
 a rejected draft must be those of its own forward. Where they are not, `generate()` answers, and the run says so on the
 terminal and under `notes` in the stats file:
 
-    stock generate() answers, not ragspec's engine: "my-model": it computes other logits in packed rows (by ...)
+    stock generate() answers, not ragspec's engine: "my-model": it computes different logits in packed rows (by ...)
 
 `runner_args: {{engine: ragspec}}` makes that an error, and so does `method: context`, which only the engine has.
 `runner_args: {{engine: transformers}}` asks for `generate()` from the start.
