@@ -54,7 +54,8 @@ def _differs_beyond_limits(model: Model, expected: torch.Tensor, tolerance: floa
                 continue
             error = _cross(model, limit, seconds)
         if not error <= tolerance:
-            return f"computes different logits beyond its {limit.name} of {limit.tokens} (by {error:.1e} of the largest)"
+            where = f"its {limit.name} of {limit.tokens}"
+            return f"computes different logits beyond {where} (by {error:.1e} of the largest)"
     return ""
 
 

@@ -132,7 +132,7 @@ def test_the_self_check_finds_what_is_computed_wrongly(what, tokenizer, monkeypa
         monkeypatch.setattr(
             inner.model.rotary_emb, "forward", _shifted(inner.model.rotary_emb.forward, selfcheck.TOKENS)
         )
-    with pytest.raises(backend.Refused, match="sliding_window of 400" if what == "window" else "other logits"):
+    with pytest.raises(backend.Refused, match="sliding_window of 400" if what == "window" else "different logits"):
         backend.prepare(inner)
 
 

@@ -99,7 +99,7 @@ def test_packed_rows_without_frequencies_of_their_own_answer_otherwise(make, mon
     engine = Engine(engine_model, ByRow(ContextDrafter(), 4, None), None, frozenset())
     assert {outcome.index: outcome.token_ids for outcome in engine.run(requests)} != expected
     monkeypatch.setattr("ragspec.engine.frequencies.length_dependent", lambda inner: [])
-    with pytest.raises(backend.Refused, match="other logits"):
+    with pytest.raises(backend.Refused, match="different logits"):
         backend.prepare(copy.deepcopy(model))
 
 
