@@ -208,7 +208,7 @@ class EngineBackend:
         return about | judged(self._drafters.get(best))
 
 
-def prepare(inner: Any, notes: Notes | None = None) -> Model:
+def prepare(inner: Any, notes: list[str] | None = None) -> Model:
     """Return the model ready for packed rows, checked to compute what it computes in transformers.
 
     Raises Refused, the model left as it was. notes: what the run should say of it goes there.
@@ -236,7 +236,7 @@ def prepare(inner: Any, notes: Notes | None = None) -> Model:
         unpack_linears(inner)
         raise Refused(f"it {obstacle(inner) or why}")
     if left and notes is not None:
-        notes.add(f"{len(left)} linear layers are not packed: packed, they compute something else ({left[0]})")
+        notes.append(f"{len(left)} linear layers are not packed: packed, they compute something else ({left[0]})")
     return model
 
 
