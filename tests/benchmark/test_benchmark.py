@@ -38,7 +38,7 @@ def test_a_plan_refuses_what_a_run_would_refuse():
         ({"methods": ["contxt"]}, r'^--method: "contxt" is not known; did you mean "context"\?$'),
         ({"methods": ["contxt"], "runner_names": ["huggingface", "vllm"]}, '^--method: "contxt" is not known'),
         ({"runner_names": ["vlm", "huggingface"]}, r'^--runner: "vlm" is not known; did you mean "vllm"\?$'),
-        ({"methods": ["eagle"], "runner_names": ["fake", "huggingface"]}, 'runner "fake" has no "eagle"'),
+        ({"methods": ["eagle"], "runner_names": ["fake", "huggingface"]}, 'runner "fake" does not have "eagle"'),
     ],
 )
 def test_a_plan_leaves_out_nothing_that_no_runner_has(asked, message):

@@ -255,7 +255,7 @@ def test_another_vllm_than_tried_drafts_by_prompt_lookup(demo, monkeypatch):
     assert runner.method == "prompt_lookup"
     assert runner._engine_args["speculative_config"]["method"] == "ngram"
     assert "additional_config" not in runner._engine_args
-    assert any("prompt_lookup drafts" in note for note in runner.notes)
+    assert any("prompt_lookup is used instead" in note for note in runner.notes)
 
 
 AUTOGLUON = """
