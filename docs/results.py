@@ -11,6 +11,7 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 COLUMNS = ("", "batch", "tokens/s", "vs plain", "decode tokens/s", "vs plain", "accepted", "tokens a step", "identical")
+ENOUGH = 3  # pairs of passes for an interval
 Results = dict[str, Any]
 
 
@@ -76,7 +77,8 @@ def _ratio(results: Results, name: str, metric: str) -> str:
     for ratio in results["ratios"]:
         if ratio["name"] == name and ratio["metric"] == metric and ratio["baseline"] in plain:
             low, high = ratio["low"], ratio["high"]
-            interval = "" if low is None else f" ({low:.2f} to {high:.2f})"
+            few = low is None or ratio["pairs"] < ENOUGH  # two pairs tell next to nothing of their spread
+            interval = "" if few else f" ({low:.2f} to {high:.2f})"
             return f"{ratio['median']:.2f}x{interval}"
     return ""
 
