@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import signal
 import subprocess
 
@@ -14,6 +15,7 @@ from ragspec.records import Failure, Request
 from ragspec.run.generate import generate as run
 from tests.cli.test_cli import RAGSPEC, ragspec, start_interruptible, wait_for_lines
 from tests.conftest import SAMPLE, read_jsonl, write_jsonl
+from tests.speculation.test_plugins import install
 
 pytestmark = [
     pytest.mark.vllm,
@@ -203,6 +205,14 @@ def test_the_answers_are_those_of_hugging_face(demo, tmp_path, expected, method)
         for line in lines:
             for copy in line["copied"]:
                 assert line["output"][copy["start"] : copy["end"]] in passages[copy["context"]]
+
+
+def test_a_drafter_of_another_package_drafts_in_vllm_and_changes_no_answer(demo, tmp_path, expected, monkeypatch):
+    site = install(tmp_path / "site")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
+    lines, _ = in_vllm(tmp_path, NATIVE.format(model=demo, method="repeats"))
+    assert [line["output"] for line in lines] == expected
+    assert sum(line["speculation"]["drafted"] for line in lines) > 0
 
 
 def with_passages(asked):

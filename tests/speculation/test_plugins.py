@@ -48,13 +48,18 @@ def nothing_registered(monkeypatch):
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
     """Return the folder of an installed package with a drafter."""
-    folder = tmp_path / "site"
+    folder = install(tmp_path / "site")
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+def install(folder):
+    """Make `folder` one with an installed package that brings the drafter `repeats`; return it."""
     info = folder / "repeats-1.0.dist-info"
     info.mkdir(parents=True)
     (folder / "repeats.py").write_text(MODULE)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: repeats\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[ragspec.drafters]\nrepeats = repeats:Repeats\n")
-    monkeypatch.syspath_prepend(str(folder))
     return folder
 
 
