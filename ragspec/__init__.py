@@ -55,15 +55,17 @@ _PLACES = {
 def load_config(source: str | PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
     """Return the checked config of a YAML file, or of a mapping with the same keys. Raises ConfigError.
 
-    overrides: "key.path=value" with YAML values, for a file. What is translated or ignored is logged.
+    overrides: "key.path=value" with YAML values. What is translated or ignored is logged.
     """
     import logging
+    from copy import deepcopy
 
     from ragspec.config import load
 
     if isinstance(source, Mapping):
-        return load.build_config(dict(source))
-    config, notes = load.load_config(str(source), overrides)
+        config, notes = load.config_of(deepcopy(dict(source)), "config", overrides)
+    else:
+        config, notes = load.load_config(str(source), overrides)
     for note in notes:
         logging.getLogger(__name__).warning(note)
     return config

@@ -37,17 +37,18 @@ def load_config(path: str, overrides: Sequence[str] = (), **direct: Any) -> tupl
     overrides: "key.path=value" with YAML values (`--set`). direct: top-level keys that are not None win over both.
     Raises ConfigError.
     """
-    raw = read_yaml(path)
-    with _veil(raw, path).over_errors():
-        notes: list[str] = []
-        if is_autogluon(raw):
-            raw, notes = translate(raw, path)
-        for override in overrides:
-            _set(raw, override)
-        notes += _modernise(raw, path)
+    return config_of(read_yaml(path), path, overrides, **direct)
+
+
+def config_of(
+    raw: dict[str, Any], source: str, overrides: Sequence[str] = (), **direct: Any
+) -> tuple[RunConfig, list[str]]:
+    """Return what load_config does, for a file's values `raw`, which it may change; `source` begins every message."""
+    with _veil(raw, source).over_errors():
+        raw, notes = _overridden(raw, source, overrides)
+        notes += _modernise(raw, source)
         raw |= {key: value for key, value in direct.items() if value is not None}
-        raw = {key: value for key, value in raw.items() if value is not None}  # a section with all keys commented out
-        config = build_config(raw, path)
+        config = build_config(_without_empty(raw), source)
     return config, [config.veil()(note) for note in notes]
 
 
@@ -73,22 +74,32 @@ def load_retrieval(
     source = path or "command line"
     raw = read_yaml(path) if path is not None else {}
     with _veil(raw, source).over_errors():
-        notes: list[str] = []
-        if is_autogluon(raw):
-            raw, notes = translate(raw, source)
-        for override in overrides:
-            _set(raw, override)
+        raw, notes = _overridden(raw, source, overrides)
         section = raw.get("retrieval") or {}
         if isinstance(section, dict):
             raw["retrieval"] = section = {**section, **direct}
             if "index" not in section:
                 raise ConfigError(f"{source}: retrieval.index: missing; say where the index is (a folder)")
-        raw = {key: value for key, value in raw.items() if value is not None}
-        config = cast(RunConfig, validate(RunConfig, raw, source)).retrieval
+        config = cast(RunConfig, validate(RunConfig, _without_empty(raw), source)).retrieval
         assert config is not None
         _check_retrieval(config)
         _check_references({"retrieval": config.model_dump()}, source)
     return config, notes
+
+
+def _overridden(raw: dict[str, Any], source: str, overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return `raw` in ragspec's own keys with `--set` applied, and notes on what was translated or ignored."""
+    notes: list[str] = []
+    if is_autogluon(raw):
+        raw, notes = translate(raw, source)
+    for override in overrides:
+        _set(raw, override)
+    return raw, notes
+
+
+def _without_empty(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return `raw` without sections whose keys are all commented out."""
+    return {key: value for key, value in raw.items() if value is not None}
 
 
 def _veil(raw: dict[str, Any], source: str) -> Veil:

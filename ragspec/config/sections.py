@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from ragspec.config.secret import Address, Settings, StringSettings
+from ragspec.speculation.methods import DrafterSettings
 
 
 class Section(BaseModel):
@@ -110,6 +111,16 @@ class SpeculationConfig(Section):
     """huggingface: `assistant_lookbehind`, `target_lookbehind`; vllm: further keys of `speculative_config`."""
     speculative_config: Settings | None = None
     """vllm, with `method: speculative_config`: vLLM's own, passed on as it is."""
+
+    @property
+    def draft_tokens(self) -> int | None:
+        """`num_tokens`; None for "auto"."""
+        return None if self.num_tokens == "auto" else self.num_tokens
+
+    @property
+    def drafting(self) -> DrafterSettings:
+        """What drafters are told."""
+        return DrafterSettings(self.ngram_min, self.ngram_max, self.isolate)
 
 
 class RetrievalConfig(Section):

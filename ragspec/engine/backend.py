@@ -23,14 +23,16 @@ from ragspec.engine.obstacle import keeps_state, obstacle
 from ragspec.engine.probe import probe
 from ragspec.engine.proposers import Auto, ByRow, NoDrafts, Proposer
 from ragspec.engine.room import Room
-from ragspec.engine.selfcheck import differs, tolerance
+from ragspec.engine.selfcheck import differs
 from ragspec.errors import flat
 from ragspec.inputs.feed import Feed
+from ragspec.models.draft import width_of
 from ragspec.models.generation import GenerationRules, Processors
+from ragspec.models.rounding import tolerance
 from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer
 from ragspec.speculation.cost import StepCost
 from ragspec.speculation.drafters.calibration import judged
-from ragspec.speculation.methods import HF, DrafterSettings, drafters_on
+from ragspec.speculation.methods import HF, PLAIN, DrafterSettings, drafters_on
 from ragspec.speculation.plugins import failures
 from ragspec.speculation.trial import Trial
 
@@ -86,8 +88,8 @@ class EngineBackend:
         self._lookahead = lookahead
         self._rules = rules
         self._probed: StepCost | None = None
-        width = int(inner.config.get_text_config().vocab_size)
-        self._drafting = replace(speculation.drafting, vocabulary=width)
+        self._width = width_of(inner.config)
+        self._drafting = replace(speculation.drafting, vocabulary=self._width)
         self._weights = _linear_weights(inner)
         self._model = prepare(inner, self.notes)
         try:
@@ -105,13 +107,13 @@ class EngineBackend:
         self._drafters = drafters_on(HF, self._method, self._drafting)
         self._candidates = [self._method]
         if self._method == "auto":
-            self._candidates = ["none", *self._drafters] + ["draft_model"] * (self._draft is not None)
+            self._candidates = [PLAIN, *self._drafters] + ["draft_model"] * (self._draft is not None)
         self._trial = Trial(self._candidates)
         self._cost = self._probed.anew() if self._probed else None
 
     def warm_up(self) -> None:
         """Run what the first record would pay for; measure what steps cost, where that decides the drafts' length."""
-        if self._method == "none" or self._num_tokens is not None:
+        if self._method == PLAIN or self._num_tokens is not None:
             ids = [1, 2, 3, 4]
             for _ in self._engine(1, Room()).run([Request(0, "warm-up", ids, Sampling(max_new_tokens=4))]):
                 pass
@@ -162,8 +164,7 @@ class EngineBackend:
         if method == "draft_model":
             assert self._draft is not None
             self._draft.resize(rows)
-            width = int(self._model.inner.config.get_text_config().vocab_size)
-            return DraftModel(self._draft, width, self._context_length, self._num_tokens, self._cost)
+            return DraftModel(self._draft, self._width, self._context_length, self._num_tokens, self._cost)
         if method in self._drafters:
             return ByRow(self._drafters[method], self._num_tokens, self._cost)
         return NoDrafts()
@@ -175,7 +176,7 @@ class EngineBackend:
             self.notes.add(self._trial.note())
         for note in [*engine.notes, *failures(self._drafters.values())]:
             self.notes.add(note)
-        if self._num_tokens is None and self._method not in ("none", "auto") and steps:
+        if self._num_tokens is None and self._method not in (PLAIN, "auto") and steps:
             off = 1 - drafted / steps
             if off >= 0.5:
                 self.notes.add(
@@ -197,7 +198,7 @@ class EngineBackend:
         about: dict[str, Any] = {"engine": "ragspec", "batch_size": self.batch_size}
         about["prompt_tokens_computed"] = clock.prompt_tokens
         spent = clock.prefill_s + clock.decode_s
-        if self._method != "none" and spent:
+        if self._method != PLAIN and spent:
             about["drafting_share"] = round(clock.drafting_s / spent, 4)
         if self._cost is not None:
             parameters, size = self._weights

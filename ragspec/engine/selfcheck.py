@@ -14,12 +14,11 @@ import torch
 from ragspec.engine.forward import Model
 from ragspec.engine.layout import Segment
 from ragspec.engine.masks import Unsupported
+from ragspec.models.draft import width_of
 from ragspec.models.limits import Limit, is_static, limits_of, lowered
 
 TOKENS = 48
 STEPS = 7  # of these tokens are computed one by one
-TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the largest logit; other dtypes: HALF
-HALF = 5e-2
 CHUNK = 512  # tokens of a forward while a limit is crossed
 PATIENCE_S = 30.0  # to cross a limit in full
 
@@ -122,12 +121,7 @@ def _relative(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).abs().max() / other.abs().max().clamp_min(1e-6))
 
 
-def tolerance(dtype: torch.dtype) -> float:
-    """Return the largest relative difference that counts as rounding."""
-    return TOLERANCE.get(dtype, HALF)
-
-
 def token_ids(inner: Any, count: int) -> list[int]:
     """Return a text of `count` token ids, always the same."""
-    width = int(inner.config.get_text_config().vocab_size)
+    width = width_of(inner.config)
     return [(7919 * i + 11) % width for i in range(count)]

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from ragspec.models.draft import width_of
 from ragspec.models.limits import limits_of, lowered
+from ragspec.models.rounding import tolerance
 
 LENGTHS = (5, 12, 27)  # tokens of the prompts that are compared
 PERIODS = (1000, 6)  # a text may repeat tokens; a model that keeps the best of its past then has ties to break
-TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the largest logit; others: HALF
-HALF = 5e-2
 
 
 @torch.inference_mode()
@@ -30,13 +30,13 @@ def takes_padding(model: Any, pad: int) -> bool:
 
 
 def _is_the_same_padded(model: Any, pad: int, period: int) -> bool:
-    width = int(model.config.get_text_config().vocab_size)
+    width = width_of(model.config)
     prompts = [[(7919 * (i % period) + 11 * length + 1) % width for i in range(length)] for length in LENGTHS]
     alone = torch.cat([_logits(model, [prompt], pad) for prompt in prompts])
     together = _logits(model, prompts, pad)
     largest = alone[alone.isfinite()].abs().max().clamp_min(1e-6)
     differences = (together - alone)[alone.isfinite() & together.isfinite()].abs()
-    return bool(differences.max() <= TOLERANCE.get(model.dtype, HALF) * largest)
+    return bool(differences.max() <= tolerance(model.dtype) * largest)
 
 
 def _logits(model: Any, prompts: list[list[int]], pad: int) -> torch.Tensor:

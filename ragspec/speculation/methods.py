@@ -113,12 +113,17 @@ def known_methods() -> dict[str, Method]:
     }
 
 
+def find(word: str) -> Method | None:
+    """Return the row of `word`, None for a word that has none. Other packages are looked through only if need be."""
+    return METHODS.get(word) or known_methods().get(word)
+
+
 def method_named(word: str) -> Method:
     """Return the row of `word`. Raises ConfigError, with the nearest words, for any other."""
-    known = known_methods()
-    if word not in known:
-        raise ConfigError(f'speculation.method: "{word}" is not known{did_you_mean(word, tuple(known))}')
-    return known[word]
+    found = find(word)
+    if found is None:
+        raise ConfigError(f'speculation.method: "{word}" is not known{did_you_mean(word, tuple(known_methods()))}')
+    return found
 
 
 def methods_of(runner: str) -> tuple[str, ...]:
@@ -145,9 +150,6 @@ def check_method(runner: str, word: str) -> None:
 
 def drafters_on(runner: str, method: str, settings: DrafterSettings) -> dict[str, Drafter]:
     """Return a new drafter of each kind that `method` may use on `runner`: its own, or all of ours for "auto"."""
-    known = known_methods()
-    if method == "auto":
-        words = [word for word, row in METHODS.items() if row.drafter and HF in row.drafts_on]
-    else:
-        words = [method] if runner in known[method].drafts_on else []
-    return {word: make(settings) for word in words if (make := known[word].drafter) is not None}
+    rows = METHODS if method == "auto" else {method: method_named(method)}
+    able = {word: row for word, row in rows.items() if method == "auto" or runner in row.drafts_on}
+    return {word: row.drafter(settings) for word, row in able.items() if row.drafter is not None}

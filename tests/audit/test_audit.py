@@ -159,8 +159,8 @@ def test_verify_finds_a_planted_wrong_verifier(tiny, tmp_path):
 
 
 SELF_CHECK_OFF = """
-import ragspec.engine.selfcheck as selfcheck
-selfcheck.tolerance = lambda dtype: float("inf")
+import ragspec.models.rounding as rounding
+rounding.tolerance = lambda dtype: float("inf")
 """
 FAULTS = {
     "attention 1.05 times too sharp": """

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ragspec.errors import ModelError
+from ragspec.models.draft import width_of
 from ragspec.stats import SpecStats
 
 
@@ -36,7 +37,7 @@ class AcceptanceMeter:
                 "use transformers 5.16 to 5.19"
             )
         target, draft = self._tokenizers
-        width = model.config.get_text_config().vocab_size
+        width = width_of(model.config)
 
         def build_watched(**kwargs: Any) -> Any:
             generator = build(**{**kwargs, "target_tokenizer": target, "assistant_tokenizer": draft})

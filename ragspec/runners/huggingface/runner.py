@@ -19,7 +19,7 @@ from ragspec.host.quiet import quiet
 from ragspec.models.resolve import ModelSource, context_length, read_model_config, resolve
 from ragspec.records import Failure, Generation, Request
 from ragspec.runners.huggingface.args import Args
-from ragspec.speculation.methods import HF, PLAIN, DrafterSettings, method_named
+from ragspec.speculation.methods import HF, PLAIN, method_named
 
 if TYPE_CHECKING:
     from ragspec.engine.backend import EngineBackend
@@ -193,8 +193,8 @@ class Runner:
                 eos,
                 Speculation(
                     self.method,
-                    None if spec.num_tokens == "auto" else spec.num_tokens,
-                    DrafterSettings(spec.ngram_min, spec.ngram_max, spec.isolate),
+                    spec.draft_tokens,
+                    spec.drafting,
                     draft_model,
                     self._draft.context_length if self._draft else None,
                 ),
@@ -234,7 +234,7 @@ class Runner:
             eos,
             Speculation(
                 method=self.method,
-                num_tokens=None if spec.num_tokens == "auto" else spec.num_tokens,
+                num_tokens=spec.draft_tokens,
                 ngram_max=spec.ngram_max,
                 early_exit_layer=spec.early_exit_layer,
                 schedule=spec.schedule,

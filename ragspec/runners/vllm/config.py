@@ -9,13 +9,13 @@ Source: vLLM 0.32, config/speculative.py. Limit: what only vLLM can judge is lef
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from ragspec.config.sections import SpeculationConfig
 from ragspec.errors import ConfigError
 from ragspec.models.resolve import ModelSource, brings_code, weights_bytes
-from ragspec.speculation.methods import PLAIN, VLLM, DrafterSettings, known_methods
+from ragspec.speculation.methods import PLAIN, VLLM, find
 
 # ragspec's word -> vLLM's, where they differ
 NAMES = {"prompt_lookup": "ngram"}
@@ -31,7 +31,7 @@ DRAFT_TRUST_KEYS = "speculation.draft_trust_remote_code and runner_args.trust_re
 
 def is_ours(method: str) -> bool:
     """Return whether our own proposer drafts for it."""
-    row = known_methods().get(method)
+    row = find(method)
     return row is not None and VLLM in row.drafts_on
 
 
@@ -45,10 +45,10 @@ def speculative_config(spec: SpeculationConfig, draft_path: str | None = None) -
     if spec.method == "speculative_config":
         return dict(spec.speculative_config or {})
     if is_ours(spec.method):
-        most = MOST_TOKENS if spec.num_tokens == "auto" else spec.num_tokens
+        most = spec.draft_tokens or MOST_TOKENS
         return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": most} | spec.extra
     config: dict[str, Any] = {"method": NAMES.get(spec.method, spec.method)}
-    tokens = AUTO_TOKENS.get(spec.method) if spec.num_tokens == "auto" else spec.num_tokens
+    tokens = spec.draft_tokens or AUTO_TOKENS.get(spec.method)
     if tokens is not None:
         config["num_speculative_tokens"] = tokens
     if spec.draft_model:
@@ -64,12 +64,8 @@ def speculative_config(spec: SpeculationConfig, draft_path: str | None = None) -
 
 def proposer_settings(spec: SpeculationConfig, vocabulary: int | None = None) -> dict[str, Any]:
     """Return what our proposer reads from vLLM's additional_config."""
-    drafting = DrafterSettings(spec.ngram_min, spec.ngram_max, spec.isolate, vocabulary)
-    return {
-        "method": spec.method,
-        "num_tokens": None if spec.num_tokens == "auto" else spec.num_tokens,
-        "drafting": asdict(drafting),
-    }
+    drafting = replace(spec.drafting, vocabulary=vocabulary)
+    return {"method": spec.method, "num_tokens": spec.draft_tokens, "drafting": asdict(drafting)}
 
 
 def check_build(config: dict[str, Any] | None, on_cpu: bool) -> None:
