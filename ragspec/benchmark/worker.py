@@ -57,8 +57,7 @@ def _answer(config: RunConfig, task: Task, source: IO[bytes], say: Say) -> None:
         started = time.perf_counter()
         runner.warm_up()
         warmup_s = time.perf_counter() - started
-        notes = tuple(config.veil()(note) for note in runner.notes)
-        say(Ready(session.about(), load_s, warmup_s, notes, runner.remembers))
+        say(Ready(session.about(), load_s, warmup_s, tuple(session.notes()), runner.remembers))
         for command in source:
             if command.strip() == DETAILS:
                 say(details(runner, output))

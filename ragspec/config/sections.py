@@ -124,7 +124,8 @@ class SpeculationConfig(Section):
 
 
 class RetrievalConfig(Section):
-    """Contexts for records that have a `query` and no `contexts`, and how the index is built."""
+    """Contexts for records that have a `query` and no `contexts` (an empty list asks for none), and how the index is
+    built."""
 
     index: Annotated[Address, Field(min_length=1), AfterValidator(_at_home)]
     """Folder of the index, or an object store's address (`s3://...`)."""

@@ -96,7 +96,7 @@ class EngineBackend:
             self._draft = prepare(speculation.draft) if speculation.draft is not None else None
         except Refused as reason:
             self._model.release()
-            raise Refused(f"of its draft model: {reason}") from reason
+            raise Refused(f"its draft model does not fit the engine: {reason}") from reason
         self._bytes_per_token = _bytes_per_token(self._model)
         if self._draft is not None:
             self._bytes_per_token += _bytes_per_token(self._draft)
@@ -237,7 +237,7 @@ def prepare(inner: Any, notes: list[str] | None = None) -> Model:
         unpack_linears(inner)
         raise Refused(f"it {obstacle(inner) or why}")
     if left and notes is not None:
-        notes.append(f"{len(left)} linear layers are not packed: packed, they compute something else ({left[0]})")
+        notes.append(f"{len(left)} linear layers are not packed: that would change what they compute ({left[0]})")
     return model
 
 

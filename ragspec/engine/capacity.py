@@ -31,11 +31,11 @@ def choose_rows(requests: Sequence[Request], room: Room, device: torch.device) -
     slots = needs[int(TYPICAL * (len(needs) - 1))]
     most = most_rows(device)
     fit = max(1, room.rows(slots))
-    need = f"{slots:,} tokens of {room.bytes_per_token / 1024:,.0f} KiB a row"
+    need = f"rows of {slots:,} tokens, {room.bytes_per_token / 1024:,.0f} KiB per token"
     if fit < most:
         free = (room.budget or 0) / SHARE / (1 << 30)
-        return fit, f"batch_size: auto chose {fit}: {need} fill half of the {free:.1f} GiB that are free"
-    return most, f"batch_size: auto chose {most}: more bring no more speed on this device ({need})"
+        return fit, f"batch_size: auto chose {fit}, which fill half of the {free:.1f} GiB that are free ({need})"
+    return most, f"batch_size: auto chose {most}: more rows are no faster on this device ({need})"
 
 
 def free_on(device: torch.device) -> int:

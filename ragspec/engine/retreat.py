@@ -73,7 +73,7 @@ class Retreat:
             failed = [self._fail(admission, row, text) for row in admission.rows()]
         else:
             self._rows.failed(places)
-            self._notes.add(f"batch_size: went from {places} to {self._rows.limit} rows after {text}")
+            self._notes.add(f"batch_size: reduced from {places} to {self._rows.limit} rows after {text}")
         self._begin_anew(admission, self._rows.limit if places > 1 else 1)
         return failed
 
@@ -83,7 +83,7 @@ class Retreat:
         places = self._room.rows(longest.slots)
         failed = []
         if places:
-            note = f"went from {len(admission.places)} to {places} rows for a record of {longest.slots} tokens"
+            note = f"reduced from {len(admission.places)} to {places} rows for a record of {longest.slots} tokens"
             self._notes.add(f"batch_size: {note}")
         else:
             failed = [self._fail(admission, longest.row, self._room.why(longest.slots))]

@@ -16,7 +16,7 @@ class Row:
     """One record of an input, as it came.
 
     number: counted from 1, in the source's own order. raw: the bytes by which a resumed run recognises it. value:
-    their JSON value, or a RecordError.
+    their JSON value, or a RecordError that says why there is none.
     """
 
     number: int
@@ -39,6 +39,9 @@ class Source(AbstractContextManager["Source"], Protocol):
 
     def count(self) -> int | None:
         """Return how many rows there are, for a progress bar; None if that is not known beforehand."""
+
+    def where(self, number: int) -> str:
+        """Return how messages name row `number`."""
 
 
 def open_source(name: str) -> Source:

@@ -102,7 +102,7 @@ class JsonlSource:
             except EOFError:
                 return
             except jsonlines.InvalidLineError as error:
-                value = RecordError(f"{self.path}:{number}: {_why(error)}")
+                value = RecordError(_why(error))
             yield Row(number, raw.rstrip(b"\r\n"), value)
 
     def _read_line(self, number: int) -> bytes:
@@ -115,13 +115,13 @@ class JsonlSource:
                 room -= len(piece)
                 if room < 0:
                     raise ConfigError(
-                        f"{self.path}:{number}: the line is longer than {LONGEST >> 20} MiB; is this JSONL, "
+                        f"{self.where(number)}: the line is longer than {LONGEST >> 20} MiB; is this JSONL, "
                         "one record per line?"
                     )
                 if piece.endswith(b"\n"):
                     break
         except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
-            raise ConfigError(f"{self.path}:{number}: {_what_failed(error)}") from None
+            raise ConfigError(f"{self.where(number)}: {_what_failed(error)}") from None
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def count(self) -> int | None:
@@ -131,6 +131,10 @@ class JsonlSource:
             return None
         with path.open("rb") as file:
             return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
+
+    def where(self, number: int) -> str:
+        """Return "path:line", as compilers do."""
+        return f"{self.path}:{number}"
 
 
 def _why(error: jsonlines.InvalidLineError) -> str:

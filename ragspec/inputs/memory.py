@@ -34,9 +34,13 @@ class MemorySource:
                 raw = orjson.dumps(record)
                 value = orjson.loads(raw)  # tuples become lists, as in a file
             except TypeError as error:
-                raw, value = b"", RecordError(f"record {number}: cannot be written as JSON ({error})")
+                raw, value = b"", RecordError(f"cannot be written as JSON ({error})")
             yield Row(number, raw, value)
 
     def count(self) -> int | None:
         """Return how many there are, if that can be told without reading them."""
         return len(self._records) if isinstance(self._records, Sized) else None
+
+    def where(self, number: int) -> str:
+        """Return "record 3": there is no file to name."""
+        return f"record {number}"

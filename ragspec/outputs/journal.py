@@ -69,9 +69,8 @@ class Journal:
         self._partial = partial
         self._interruptions = Interruptions()
         self._next = 0
-        self._silent: deque[tuple[int, int]] = (
-            deque()
-        )  # runs of lines that have nothing to write and whose turn has not come
+        # runs of lines that have nothing to write and whose turn has not come
+        self._silent: deque[tuple[int, int]] = deque()
         self._ahead: Spill | Shelf = Shelf()
         self._file: Sink
         if not isinstance(output, str):

@@ -110,8 +110,7 @@ def _of_jsonl(file: Path, name: str) -> Iterator[Document | Skipped]:
                 try:
                     yield _of_line(line, file, name)
                 except RecordError as error:
-                    where = f"{file}:{line.number}"
-                    yield Skipped(where, str(error).removeprefix(f"{where}: "))
+                    yield Skipped(lines.where(line.number), str(error))
     except ConfigError as error:  # a damaged archive: what came before the damage is kept
         yield Skipped(str(file), str(error).removeprefix(f"{file}:").strip(), many=True)
 

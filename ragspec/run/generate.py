@@ -34,8 +34,7 @@ def generate(
     if retry_failed and limit is not None:
         raise ConfigError("--retry-failed drops all error lines: it cannot be combined with --limit")
     _check_paths(config, stats_path)
-    veil = config.veil()
-    with veil.over_errors(), ExitStack() as stack:
+    with config.veil().over_errors(), ExitStack() as stack:
         source = stack.enter_context(open_source(config.input))
         session = prepare(config)
         if stats_path:
@@ -56,8 +55,7 @@ def generate(
         try:
             executor.answer()
         finally:
-            summary.notes += [note for note in map(veil, session.runner.notes) if note not in summary.notes]
-            summary.notes += session.prompts.notes
+            summary.notes += [note for note in session.notes() if note not in summary.notes]
             summary.about = session.about()
             _write_stats(summary, Path(stats_path) if stats_path else None, journal)
     return summary

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from ragspec.errors import ConfigError
+from ragspec.inputs.base import open_source
 from ragspec.run.doctor import Finding
 
 
@@ -13,14 +14,13 @@ def examine_input(name: str) -> Finding:
     if name == "-":
         return Finding("ok", "input: stdin")
     path = Path(name)
-    if not path.exists():
-        return Finding("error", f"input: {name}: no such file")
-    if path.is_dir():
-        return Finding("error", f"input: {name}: is a folder, not a file")
-    if not os.access(path, os.R_OK):
-        return Finding("error", f"input: {name}: cannot be read (permission denied)")
-    if not path.is_file():
+    if path.exists() and not (path.is_file() or path.is_dir()):
         return Finding("ok", f"input {name}: a pipe or device")
-    if (size := path.stat().st_size) == 0:
+    try:
+        with open_source(name):
+            size = path.stat().st_size
+    except ConfigError as error:
+        return Finding("error", f"input: {error}")
+    if size == 0:
         return Finding("note", f"input {name}: empty")
     return Finding("ok", f"input {name}: {size / (1 << 20):,.1f} MiB")

@@ -152,7 +152,7 @@ class LocalPass:
             if key in self._ledger:
                 self._skip(index, key)
             else:
-                message = self._located(row, str(error))
+                message = f"{self._source.where(row.number)}: {error}"
                 self._fail(index, line_id(row), key, "RecordError", message, row.number)
             return None
         self._flights[index] = Flight(record, prompt, sampling, key)
@@ -173,10 +173,6 @@ class LocalPass:
             clash = "appears twice" if own else "(its line number, as it has no id) is another record's id too"
             raise RecordError(f'id "{record.id}" {clash}; only the first record with that id is answered')
         return record
-
-    def _located(self, row: Row, message: str) -> str:
-        where = f"{self._config.input}:{row.number}: "
-        return message if message.startswith(where) else where + message
 
     def _sampling(self, record: Record) -> Sampling:
         if not record.sampling:

@@ -58,5 +58,5 @@ class Pipeline:
             self.summary = executor.summary
             for _ in executor.stream():
                 yield from sink.take()
-        self.summary.notes += [self._veil(note) for note in self._session.runner.notes]
+        self.summary.notes += self._session.notes()
         yield from sink.take()

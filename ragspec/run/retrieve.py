@@ -37,7 +37,7 @@ def stream(config: RetrievalConfig, source: str, output: str, limit: int | None 
             for index, line in enumerate(filled):
                 if isinstance(line.value, RecordError):
                     passed.failed += 1
-                    error = {"type": "RecordError", "message": str(line.value)}
+                    error = {"type": "RecordError", "message": f"{lines.where(line.number)}: {line.value}"}
                     journal.put(index, {"id": str(line.number), "line": line.number, "error": error})
                 elif (written := _with_contexts(line)) is not None:
                     passed.searched += 1

@@ -27,6 +27,10 @@ class Session:
         """Return what an answer depends on; a resumed run must agree on it."""
         return self.config.identity() | ({"index": self.retriever.index.identity} if self.retriever else {})
 
+    def notes(self) -> list[str]:
+        """Return what the user should know so far, secrets hidden."""
+        return [*dict.fromkeys(map(self.config.veil(), self.runner.notes)), *self.prompts.notes]
+
     def about(self) -> dict[str, Any]:
         """Return what identifies the run in its statistics."""
         return about(self.config, self.runner)

@@ -17,16 +17,11 @@ from ragspec.models.mending import mend
 from ragspec.models.rotary import effective_length, length_dependent
 from ragspec.records import Request, Sampling
 from ragspec.speculation.drafters.context import ContextDrafter
+from tests.engine.test_engine_models import SMALL
 
-SMALL = {
+TINY = {
+    **SMALL,
     "vocab_size": 400,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.3,
     "pad_token_id": 0,
     "bos_token_id": 0,
     "eos_token_id": 0,
@@ -38,7 +33,7 @@ NEW = 20
 
 def build(kind, **settings):
     torch.manual_seed(3)
-    config = getattr(transformers, f"{kind}Config")(**{**SMALL, **settings})
+    config = getattr(transformers, f"{kind}Config")(**{**TINY, **settings})
     return mend(transformers.AutoModelForCausalLM.from_config(config).eval())
 
 

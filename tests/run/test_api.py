@@ -71,6 +71,7 @@ def test_a_record_that_is_none_is_an_error_line_among_the_answers():
     with ragspec.Pipeline(config()) as pipeline:
         answers = list(pipeline.answers([QUESTIONS[0], {"query": ""}, {"query": object()}]))
     assert "output" in answers[0]
+    assert answers[1]["error"]["message"].startswith("record 2: ")
     assert "is empty" in answers[1]["error"]["message"]
     assert "cannot be written as JSON" in answers[2]["error"]["message"]
 

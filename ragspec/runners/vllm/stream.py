@@ -107,9 +107,8 @@ class Stream:
     def _outcome(self, submitted: _Submitted, output: Any) -> Generation | Failure:
         request, answer = submitted.request, output.outputs[0]
         written = list(answer.token_ids)
-        token_ids, _ = trim(
-            written, frozenset(), request.sampling.stop, self._tokenizer
-        )  # vLLM's answer ends with a whole step
+        # vLLM's answer ends with a whole step
+        token_ids, _ = trim(written, frozenset(), request.sampling.stop, self._tokenizer)
         known = self._proposer.finish(request.token_ids, written) if self._proposer is not None else None
         if answer.finish_reason not in ("stop", "length"):
             return Failure(request.index, f"vLLM ended it with {answer.finish_reason!r}")
