@@ -14,8 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention as attention
 
 from ragspec.engine import masks
 from ragspec.engine.cache import LayerCache, RaggedCache
-from ragspec.engine.layout import Alone, Run
+from ragspec.engine.layout import Alone, Layout, Run
 from ragspec.engine.masks import Rule, Unsupported
+from ragspec.engine.operators import CAPTURING, Parts
 
 NAME = "ragspec"
 
@@ -67,20 +68,88 @@ def attend(
         raise Unsupported("adds a bias to its scores by position")
     if attention_mask is not None and not isinstance(attention_mask, Rule):
         raise Unsupported("builds an attention mask of its own")
+    parts = CAPTURING.get()
+    if parts is not None:
+        return parts.attend(
+            query, key, value, s_aux, _Attend(parts, key, value, scaling, softcap, attention_mask)
+        ), None
     cache = RaggedCache.running.get(None)
     if cache is None or cache.layout is None or key.shape[2] != cache.layout.tokens:
         raise Unsupported("attends to more than its own tokens")
-    scores = Scores(scaling, softcap, s_aux)
-    layer, layout = cache.write(key, value), cache.layout
+    layer = cache.write(key, value)
+    return _attend_all(layer, cache.layout, query, Scores(scaling, softcap, s_aux), attention_mask), None
+
+
+class _Attend:
+    """One call of attend() in a captured graph. A later layer may share the keys and values of an earlier one."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scaling: float | None,
+        cap: float | None,
+        rule: Rule | None,
+    ) -> None:
+        same = [one for one in parts.attends if isinstance(one, _Attend) and one.shares(keys, values)]
+        written = sum(isinstance(one, _Attend) and one.writes for one in parts.attends)
+        self.writes: bool = not same
+        self.number: int = same[0].number if same else written
+        self._keys, self._values = keys, values
+        self._scaling, self._cap, self._rule = scaling, cap, rule
+
+    def shares(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Return whether it was captured with these."""
+        return self._keys is keys and self._values is values
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        cache = RaggedCache.running.get()
+        assert cache.layout is not None
+        layer = cache.write_to(self.number, key, value) if self.writes else cache.layer(self.number)
+        return _attend_all(layer, cache.layout, query, Scores(self._scaling, self._cap, sinks), self._rule)
+
+
+def _attend_all(
+    layer: LayerCache, layout: Layout, query: torch.Tensor, scores: Scores, rule: Rule | None
+) -> torch.Tensor:
+    """Return (1, T, heads, head_dim); zeros for tokens beyond those of the layout."""
     heads, tokens, _ = query.shape[1:]
     groups = heads // layer.keys.shape[0]
-    queries = query[0].view(-1, groups, *query.shape[2:])  # (kv_heads, groups, T, head_dim)
+    queries = query[0].reshape(-1, groups, tokens, query.shape[3])  # (kv_heads, groups, T, head_dim)
     out = query.new_empty(tokens, heads, layer.values.shape[3])
-    for run in layout.runs:
-        out[run.target] = _attend_together(layer, run, queries, scores, attention_mask)
+    out[layout.tokens :] = 0
+    if _is_for_kernels(layer, layout, query, scores, rule):
+        _attend_in_pieces(layer, layout, query[0], scores, out)
+    else:
+        for run in layout.runs:
+            out[run.target] = _attend_together(layer, run, queries, scores, rule)
     for alone in layout.alone:
-        out[alone.packed] = _attend_alone(layer, alone, queries, scores, attention_mask)
-    return out[None], None
+        out[alone.packed] = _attend_alone(layer, alone, queries, scores, rule)
+    return out[None]
+
+
+def _is_for_kernels(layer: LayerCache, layout: Layout, query: torch.Tensor, scores: Scores, rule: Rule | None) -> bool:
+    """Return whether the kernels compute this layer's attention of decoding: plain scores, and nothing out of sight."""
+    kernels = layout.kernels
+    if kernels is None or not scores.plain or not query.shape[3] == layer.values.shape[3] == kernels.head:
+        return False
+    groups = query.shape[1] // layer.keys.shape[0]
+    return rule is None or all(run.sight(rule, groups, query.dtype).causal for run in layout.runs)
+
+
+def _attend_in_pieces(
+    layer: LayerCache, layout: Layout, query: torch.Tensor, scores: Scores, out: torch.Tensor
+) -> None:
+    """Write the results of the rows that decode, by queries of (heads, T, head_dim), to `out`."""
+    assert layout.kernels is not None
+    if not layout.pieces.count:
+        return
+    query = query if query.stride(2) == 1 else query.contiguous()
+    scaling = query.shape[2] ** -0.5 if scores.scaling is None else scores.scaling
+    layout.kernels.attend(query, layer.keys, layer.values, scaling, layout.pieces, out)
 
 
 def _attend_together(

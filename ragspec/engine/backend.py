@@ -18,6 +18,7 @@ from ragspec.engine.heap import keep_freed_memory
 from ragspec.engine.layout import Segment
 from ragspec.engine.linear import can_pack, pack_linears, unpack_linears
 from ragspec.engine.masks import Unsupported
+from ragspec.engine.native.library import Kernels, Unbuilt, build
 from ragspec.engine.notes import Notes
 from ragspec.engine.obstacle import keeps_state, obstacle
 from ragspec.engine.probe import probe
@@ -217,12 +218,14 @@ def prepare(inner: Any, notes: list[str] | None = None) -> Model:
     if keeps_state(inner):
         raise Refused(f"it {obstacle(inner)}")
     left: list[str] = []
+    kernels = None
     if can_pack(inner):
         keep_freed_memory()
-        left = pack_linears(inner)
+        kernels = _kernels(inner, notes)
+        left = pack_linears(inner, kernels)
     model, why, attention = None, "", inner.config._attn_implementation
     try:
-        model = Model(inner, 2)
+        model = Model(inner, 2, kernels)
         why = differs(model, tolerance(inner.dtype))
     except Unsupported as reason:
         why = str(reason)
@@ -239,6 +242,18 @@ def prepare(inner: Any, notes: list[str] | None = None) -> Model:
     if left and notes is not None:
         notes.append(f"{len(left)} linear layers are not packed: that would change what they compute ({left[0]})")
     return model
+
+
+def _kernels(inner: Any, notes: list[str] | None) -> Kernels | None:
+    """Return our own kernels for the model, None where they cannot be built."""
+    config = inner.config.get_text_config()
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    try:
+        return build(int(head))
+    except Unbuilt as reason:
+        if notes is not None:
+            notes.append(f"kernels: torch's own are used, which are slower, because {reason}")
+        return None
 
 
 def _linear_weights(inner: Any) -> tuple[int, int]:

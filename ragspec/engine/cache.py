@@ -67,15 +67,30 @@ class RaggedCache:
             first, second, layer = self._written[names]
             if first() is keys and second() is values:
                 return layer
-        if self._next == len(self._layers):
-            self._layers.append(LayerCache(self._empty(keys), self._empty(values)))
-        layer = self._layers[self._next]
+        layer = self.write_to(self._next, keys, values)
         self._next += 1
-        for store, new in ((layer.keys, keys), (layer.values, values)):
-            heads, rows, slots, size = store.shape
-            store.view(heads, rows * slots, size).index_copy_(1, self.layout.writes, new[0])
         self._written[names] = weakref.ref(keys), weakref.ref(values), layer
         return layer
+
+    def write_to(self, number: int, keys: torch.Tensor, values: torch.Tensor) -> LayerCache:
+        """Write them to layer `number`, which is the next one if it is new, and return that."""
+        assert self.layout is not None
+        if number == len(self._layers):
+            self._layers.append(LayerCache(self._empty(keys), self._empty(values)))
+        layer = self._layers[number]
+        tokens = self.layout.tokens  # a graph may compute more: padding
+        if self.layout.kernels is not None and keys.shape[3] == values.shape[3]:
+            keys, values = [new[0] if new.stride(3) == 1 else new[0].contiguous() for new in (keys, values)]
+            self.layout.kernels.write(keys, values, self.layout.writes, (layer.keys, layer.values))
+            return layer
+        for store, new in ((layer.keys, keys), (layer.values, values)):
+            heads, rows, slots, size = store.shape
+            store.view(heads, rows * slots, size).index_copy_(1, self.layout.writes, new[0, :, :tokens])
+        return layer
+
+    def layer(self, number: int) -> LayerCache:
+        """Return layer `number`, which this forward has written already."""
+        return self._layers[number]
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         # zeros: a masked slot still takes part in the arithmetic, and must not hold a NaN

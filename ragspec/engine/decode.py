@@ -24,6 +24,7 @@ from ragspec.engine.proposers import LONGEST, Proposer
 from ragspec.engine.retreat import FORWARD, Retreat, free_memory, told
 from ragspec.engine.room import Room
 from ragspec.engine.row import Row
+from ragspec.engine.sharing import Sharing
 from ragspec.engine.work import Work, Written, accept
 from ragspec.models.generation import Processors
 from ragspec.models.stopping import ends_with_stop, trim
@@ -71,6 +72,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._eos = eos
         self._settings = settings or EngineSettings()
+        self._sharing = Sharing(model.frequencies.agree)
         self._drafting = Drafting(proposer, model.frequencies.restart, self.notes)
 
     def run(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
@@ -201,7 +203,8 @@ class Engine:
         for item in work:
             token_ids += item.token_ids
             wanted += range(len(token_ids) - item.wanted, len(token_ids))
-        return self._model.logits([item.segment for item in work], token_ids, wanted)
+        together = self._sharing.among([item.row for item in work if item.decodes]) if self._model.kernels else []
+        return self._model.logits([item.segment for item in work], token_ids, wanted, together)
 
     # -- tokens ---------------------------------------------------------------------------------------------------
 

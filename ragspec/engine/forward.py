@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -12,17 +12,31 @@ from ragspec.engine.attention import NAME, register
 from ragspec.engine.cache import RaggedCache
 from ragspec.engine.frequencies import Frequencies
 from ragspec.engine.layout import Layout, Segment
+from ragspec.engine.native.library import Kernels
+from ragspec.engine.pieces import Together
+
+
+class Compiled(Protocol):
+    """A forward that computes what the model's own computes."""
+
+    def takes(self, tokens: int, wanted: int) -> bool:
+        """Return whether it can compute a forward of these sizes."""
+
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """Return what Model.compute returns for the same tensors."""
 
 
 class Model:
-    """A causal model, with the keys and values of its rows."""
+    """A causal model, with the keys and values of its rows. kernels: what attention may be computed with."""
 
-    def __init__(self, inner: Any, rows: int) -> None:
+    def __init__(self, inner: Any, rows: int, kernels: Kernels | None = None) -> None:
         register()
         self.inner = inner
         self.device: torch.device = inner.device
         self.cache = RaggedCache(rows)
         self._own_attention = inner.config._attn_implementation
+        self.kernels = kernels
+        self.compiled: Compiled | None = None  # runs in place of `inner`, where it can
         self._wanted: torch.Tensor | None = None  # of the running forward
         self._hooks: list[Any] = []
         inner.set_attn_implementation(NAME)
@@ -73,25 +87,51 @@ class Model:
         self.cache = RaggedCache(rows)
 
     @torch.inference_mode()
-    def logits(self, segments: list[Segment], token_ids: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+    def logits(
+        self,
+        segments: list[Segment],
+        token_ids: Sequence[int],
+        wanted: Sequence[int],
+        together: Sequence[Together] = (),
+    ) -> torch.Tensor:
         """Run the segments' tokens and return the logits, (wanted, vocab) in float32, of the packed indices `wanted`.
 
         token_ids: the tokens of all segments in packed order. Their keys and values are in the cache afterwards.
+        together: rows that hold the same first tokens.
         """
         self.cache.reserve(max(segment.start + segment.count for segment in segments))
-        layout = Layout(segments, self.cache.slots, self.device)
+        layout = Layout(segments, self.cache.slots, self.device, together, self.kernels)
         indices = torch.tensor(wanted, dtype=torch.long, device=self.device)
-        self._tokens = len(token_ids)
-        self._wanted = None if len(wanted) == len(token_ids) else indices if wanted else indices.new_zeros(1)
+        ids = torch.tensor([token_ids], device=self.device)
+        with self.cache.forward(layout):
+            if self.compiled is not None and self.compiled.takes(len(token_ids), len(wanted)):
+                return self.compiled(ids, layout.positions[None], indices)
+            all_wanted = len(wanted) == len(token_ids)
+            return self.compute(ids, layout.positions[None], indices, self.inner, narrow=not all_wanted)
+
+    def compute(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        wanted: torch.Tensor,
+        call: Callable[..., Any],
+        narrow: bool = True,
+    ) -> torch.Tensor:
+        """Return the logits, (W, vocab) in float32, that `call`, the model or a stand-in, computes in one forward.
+
+        ids, positions: (1, T). wanted: (W,), indices of tokens. narrow: not all are wanted, so some work may be spared.
+        """
+        self._tokens = ids.shape[1]
+        if narrow:
+            self._wanted = wanted if wanted.shape[0] else wanted.new_zeros(1)  # len() would fix the size in a graph
         try:
-            with self.cache.forward(layout):
-                output = self.inner(
-                    input_ids=torch.tensor([token_ids], device=self.device),
-                    position_ids=layout.positions[None],
-                    past_key_values=self.cache,
-                    use_cache=True,
-                    logits_to_keep=indices,
-                )
+            output = call(
+                input_ids=ids,
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=wanted,
+            )
         finally:
             self._wanted = None
         logits: torch.Tensor = output.logits[0].float()

@@ -36,6 +36,11 @@ class Frequencies:
         for module in self._modules:
             module.forward = self._per_token(module, module.forward)
 
+    @property
+    def vary(self) -> bool:
+        """Whether there is such a module."""
+        return bool(self._modules)
+
     def release(self) -> None:
         """Give the modules back their own forward."""
         for module in self._modules:

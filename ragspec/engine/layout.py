@@ -10,12 +10,15 @@ Limit: a run's attention is padded to its longest segment and its longest row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
 from ragspec.engine.masks import Rule, Sight, sight
+from ragspec.engine.native.library import Kernels
+from ragspec.engine.pieces import Pieces, Together, cut
 
 # torch's CPU kernel computes masked scores too, so a prompt attends in pieces, each only to what it may see
 PIECE = {"cpu": 128, "cuda": 1 << 30}
@@ -74,9 +77,21 @@ class Alone:
 
 
 class Layout:
-    """The packed order of one forward. slots: capacity of a row. Shapes: T is the number of tokens of all segments."""
+    """The packed order of one forward. slots: capacity of a row. Shapes: T is the number of tokens of all segments.
 
-    def __init__(self, segments: list[Segment], slots: int, device: torch.device) -> None:
+    together: rows that hold the same first tokens. kernels: what attention may be computed with; None: with torch.
+    """
+
+    def __init__(
+        self,
+        segments: list[Segment],
+        slots: int,
+        device: torch.device,
+        together: Sequence[Together] = (),
+        kernels: Kernels | None = None,
+    ) -> None:
+        self.kernels = kernels
+        self._together = together
         self.segments = segments
         self.device = device
         positions: list[int] = []
@@ -105,6 +120,16 @@ class Layout:
                     part = Segment(segment.row, segment.start + first, count, alone=True)
                     pieces.append(Alone(part, slice(at + first, at + first + count)))
         return pieces
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """Segments of decode and verify, as the kernels compute them."""
+        queries = {
+            segment.row: [(at + i, segment.start + i + 1) for i in range(segment.count)]
+            for segment, at in zip(self.segments, self.starts, strict=True)
+            if not segment.alone
+        }
+        return cut(queries, self._together, self.tokens, torch.get_num_threads())
 
     @cached_property
     def runs(self) -> list[Run]:

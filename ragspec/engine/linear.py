@@ -1,39 +1,42 @@
-"""Linear layers with weights in oneDNN's own layout: on a CPU, a few tokens then cost half as much. Many tokens are a
-little faster in the plain layout, so a small model's weights are kept in both (docs/performance.md).
+"""Linear layers whose weights have the form, or forms, that this machine is fastest with (forms.py).
 
-Limit: float32 on x86 CPUs with oneDNN. Weights that another module shares (tied embeddings) are kept beside the packed.
+A second form is kept where that takes little of the free memory: decoding and prompts often want different ones.
+Limit: float32 on CPUs. Weights that another module shares (tied embeddings) are kept beside the others.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn.functional import linear as plain_linear
 
+from ragspec.engine.forms import Form, Shape, best, makers, measure
+from ragspec.engine.native.library import Kernels
+from ragspec.engine.operators import CAPTURING
 from ragspec.host.machine import free_bytes
 
-ROWS_HINT = 64
-MANY = 64  # tokens from which on the plain form is faster
-WIDEST = 8192  # outputs; a wider layer is the output layer, which few tokens go through
+TRIED = (1, 17, 65)  # tokens that a layer's forms are compared with
 TOLERANCE = 1e-4  # of the largest output; more is not rounding
-SHARE = 0.1  # of free memory that the second form may take
+SHARE = 0.1  # of free memory that further forms may take
 
 
 class PackedLinear(torch.nn.Module):
     """Computes what the Linear it was made from computes.
 
-    both: keep the plain form too. shared: its weight, where another module has it as well.
+    forms: its weight, by the form's name. choice: the name for 0, 1, 2, ... tokens. shared: its weight, where another
+    module has it as well.
     """
 
-    def __init__(self, linear: torch.nn.Linear, both: bool = False, shared: Any = None) -> None:
+    def __init__(
+        self, linear: torch.nn.Linear, forms: Mapping[str, Form], choice: Sequence[str], shared: Any = None
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        weight = linear.weight.detach()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
-        self.plain = weight if both and self.out_features <= WIDEST else None
+        self._forms = dict(forms)
+        self._choice = choice
         self._shared = [shared]  # in a list: it is the other module's parameter
 
     @property
@@ -43,46 +46,65 @@ class PackedLinear(torch.nn.Module):
 
     def unpacked(self) -> torch.nn.Linear:
         """Return the Linear that it was made from."""
-        weight = self.packed.to_dense() if self.plain is None else self.plain
         linear = torch.nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         (shared,) = self._shared
-        linear.weight = torch.nn.Parameter(weight, requires_grad=False) if shared is None else shared
-        linear.bias = self.bias
+        if shared is None:
+            form = self._forms.get("torch") or next(iter(self._forms.values()))
+            shared = torch.nn.Parameter(form.dense(), requires_grad=False)
+        linear.weight, linear.bias = shared, self.bias
         return linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (..., in_features). Returns (..., out_features)."""
-        if self.plain is not None and x.shape[-2] >= MANY:
-            return plain_linear(x, self.plain, self.bias)
-        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return result
+        parts = CAPTURING.get()
+        if parts is not None:
+            return parts.linear(x, self, self.out_features)
+        return self._forms[self._choice[min(x.shape[-2], len(self._choice) - 1)]](x, self.bias)
 
 
 def can_pack(model: torch.nn.Module) -> bool:
-    """Return whether this machine can pack this model's weights."""
+    """Return whether this machine may have better forms of this model's weights."""
     weight = next(model.parameters())
-    known = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-    return known and weight.device.type == "cpu" and weight.dtype == torch.float32
+    return weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
-def pack_linears(model: torch.nn.Module) -> list[str]:
-    """Replace every Linear of `model` in place; return the names of those left plain, because packed they differ."""
+def pack_linears(model: torch.nn.Module, kernels: Kernels | None = None) -> list[str]:
+    """Replace every Linear of `model` in place; return the names of those left, because packed they differ.
+
+    kernels: our own, where they are built.
+    """
     found = [
         (module, name, child, f"{path}.{name}")
         for path, module in model.named_modules()
         for name, child in module.named_children()
         if type(child) is torch.nn.Linear  # a subclass may compute something else
     ]
-    both = sum(child.weight.nbytes for _, _, child, _ in found) <= SHARE * free_bytes()
+    makes = makers(kernels)
+    if len(makes) == 1:
+        return []
+    choices = _choices([child for _, _, child, _ in found], kernels)
     shared = _shared(model)
     left = []
     for module, name, child, path in found:
-        packed = PackedLinear(child, both, child.weight if child.weight.data_ptr() in shared else None)
-        if _differs(packed, child):
+        weight, choice = child.weight.detach(), choices[child.out_features, child.in_features]
+        forms = {each: makes[each](weight) for each in dict.fromkeys(choice)}
+        packed = PackedLinear(child, forms, choice, child.weight if child.weight.data_ptr() in shared else None)
+        if _differs(forms, child):
             left.append(path)
         else:
             setattr(module, name, packed)
     return left
+
+
+def _choices(linears: Sequence[torch.nn.Linear], kernels: Kernels | None) -> dict[Shape, tuple[str, ...]]:
+    """Return which form serves how many tokens, for each shape."""
+    weights = [linear.weight.detach() for linear in linears]
+    seconds = measure(weights, makers(kernels))
+    several = {shape: best(found, several=True) for shape, found in seconds.items()}
+    further = sum((len(set(several[w.shape[0], w.shape[1]])) - 1) * w.nbytes for w in weights)
+    if further <= SHARE * free_bytes():
+        return several
+    return {shape: best(found, several=False) for shape, found in seconds.items()}
 
 
 def unpack_linears(model: torch.nn.Module) -> None:
@@ -100,11 +122,12 @@ def _shared(model: torch.nn.Module) -> set[int]:
 
 
 @torch.inference_mode()
-def _differs(packed: PackedLinear, linear: torch.nn.Linear) -> bool:
-    """Return whether a packed layer computes something else, tried with one token, a few and many."""
-    for tokens in (1, 17, MANY + 1):
+def _differs(forms: Mapping[str, Form], linear: torch.nn.Linear) -> bool:
+    """Return whether one of a layer's forms computes something else, tried with one token, a few and many."""
+    for tokens in TRIED:
         x = torch.linspace(-1, 1, tokens * linear.in_features).view(tokens, -1).sin()
         expected = linear(x)
-        if not (packed(x) - expected).abs().max() <= TOLERANCE * expected.abs().max().clamp_min(1e-6):
-            return True
+        for form in forms.values():
+            if not (form(x, linear.bias) - expected).abs().max() <= TOLERANCE * expected.abs().max().clamp_min(1e-6):
+                return True
     return False

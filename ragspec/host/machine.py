@@ -28,6 +28,15 @@ def machine() -> dict[str, Any]:
     }
 
 
+def cpu_features() -> str:
+    """Return what tells whether code built on one machine runs on another: the processor's instruction sets."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(("flags", "Features"))), "")
+
+
 def free_bytes() -> int:
     """Return the memory that a process here may still take: the system's, or its container's where that is less."""
     try:

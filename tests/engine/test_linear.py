@@ -7,11 +7,28 @@ import torch
 import transformers
 
 from ragspec.engine import backend, linear
-from ragspec.engine.linear import PackedLinear, can_pack, pack_linears, unpack_linears
+from ragspec.engine.forms import POINTS, OneDnn, best, makers, measure
+from ragspec.engine.linear import PackedLinear, pack_linears, unpack_linears
+from ragspec.engine.native.library import Unbuilt, build
 
-pytestmark = pytest.mark.skipif(
-    not can_pack(torch.nn.Linear(2, 2)), reason="this machine's torch has no packed linear layers"
-)
+
+def kernels():
+    try:
+        return build(64)
+    except Unbuilt:
+        return None
+
+
+FORMS = makers(kernels())
+pytestmark = pytest.mark.skipif(len(FORMS) < 2, reason="this machine has one form of linear layers only")
+
+
+def packed(plain, form):
+    return PackedLinear(plain, {form: FORMS[form](plain.weight.detach())}, (form,))
+
+
+def shape(layer):
+    return layer.out_features, layer.in_features
 
 
 def llama(**settings):
@@ -28,22 +45,48 @@ def llama(**settings):
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
-@pytest.mark.parametrize("both", [False, True])
-@pytest.mark.parametrize("tokens", [1, 5, 63, 64, 200])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tokens", [0, 1, 5, 13, 64, 200])
+@pytest.mark.parametrize(("inputs", "outputs"), [(40, 24), (600, 70), (33, 129)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_packed_layer_computes_what_the_plain_one_does(tokens, both, bias):
-    plain = torch.nn.Linear(40, 24, bias=bias)
-    x = torch.randn(1, tokens, 40)
-    assert torch.allclose(PackedLinear(plain, both)(x), plain(x), atol=1e-5)
+@torch.inference_mode()
+def test_every_form_computes_what_the_plain_one_does(tokens, form, inputs, outputs, bias):
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(inputs, outputs, bias=bias)
+    layer = packed(plain, form)
+    x = torch.randn(1, tokens, inputs)
+    assert torch.allclose(layer(x), plain(x), atol=1e-5)
+    assert torch.allclose(layer(x[:, ::2]), plain(x[:, ::2]), atol=1e-5)
+    assert torch.equal(layer.unpacked().weight, plain.weight)
 
 
-@pytest.mark.parametrize("both", [False, True])
+def test_the_fastest_form_is_chosen_for_each_number_of_tokens():
+    seconds = {"torch": [5, 5, 5, 1, 1], "native": [1, 1, 1, 5, 9]}
+    choice = best(seconds, several=True)
+    assert (choice[1], choice[16], choice[31], choice[33], choice[-1]) == (
+        *("native", "native", "native"),
+        *("torch", "torch"),
+    )
+    assert best(seconds, several=False) == ("native",)
+
+
+def test_forms_are_timed_for_every_shape_and_size():
+    weights = [torch.randn(32, 16), torch.randn(48, 16), torch.randn(32, 16)]
+    seconds = measure(weights, FORMS)
+    assert set(seconds) == {(32, 16), (48, 16)}
+    for found in seconds.values():
+        assert set(found) == set(FORMS)
+        assert all(len(each) == len(POINTS) and min(each) > 0 and max(each) < 1 for each in found.values())
+
+
+@pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_unpacking_gives_the_model_back(both, tied, monkeypatch):
-    monkeypatch.setattr(linear, "free_bytes", lambda: 1 << 40 if both else 0)
+@pytest.mark.parametrize("ours", [False, True])
+def test_unpacking_gives_the_model_back(several, tied, ours, monkeypatch):
+    monkeypatch.setattr(linear, "free_bytes", lambda: 1 << 40 if several else 0)
     model = llama(tie_word_embeddings=tied, attention_bias=True)
     before = copy.deepcopy(model.state_dict())
-    assert pack_linears(model) == []
+    assert pack_linears(model, kernels() if ours else None) == []
     assert any(isinstance(module, PackedLinear) for module in model.modules())
     unpack_linears(model)
     assert not any(isinstance(module, PackedLinear) for module in model.modules())
@@ -54,13 +97,14 @@ def test_unpacking_gives_the_model_back(both, tied, monkeypatch):
 
 
 def test_a_layer_that_computes_something_else_when_packed_is_left_as_it_was_and_named(monkeypatch):
-    right = PackedLinear.forward
+    right = OneDnn.__call__
 
-    def wrong(self, x):
-        out = right(self, x)
-        return out * 1.001 if self.out_features == 48 and x.shape[-2] > 8 else out
+    def wrong(self, x, bias):
+        out = right(self, x, bias)
+        return out * 1.001 if out.shape[-1] == 48 and x.shape[-2] > 8 else out
 
-    monkeypatch.setattr(PackedLinear, "forward", wrong)
+    monkeypatch.setattr(OneDnn, "__call__", wrong)
+    monkeypatch.setattr(linear, "_choices", lambda linears, kernels: dict.fromkeys(map(shape, linears), ("onednn",)))
     notes = []
     model = backend.prepare(llama(), notes)
     kinds = {name: type(module) for name, module in model.inner.named_modules() if name.endswith("_proj")}

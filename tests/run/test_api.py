@@ -107,7 +107,7 @@ def test_the_wheel_holds_the_whole_package_and_its_types(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     package = {str(path.relative_to(ROOT)) for path in (ROOT / "ragspec").rglob("*.py")}
     assert package <= names
-    assert {"ragspec/py.typed", "ragspec/report/page.html.jinja"} <= names
+    assert {"ragspec/py.typed", "ragspec/report/page.html.jinja", "ragspec/engine/native/kernels.cpp"} <= names
 
 
 def test_the_wheel_works_in_another_environment_and_another_folder(wheel, tmp_path):

@@ -1,0 +1,156 @@
+"""The forms that a linear layer's weight can have on a CPU, and which of them is fastest for how many tokens.
+
+No form is best everywhere: it depends on the processor, the layer's shape and the number of tokens, so it is measured
+when a model has loaded. Limit: float32.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch.nn.functional import linear
+
+from ragspec.engine.native.library import Kernels
+
+POINTS = (1, 4, 16, 64, 256)  # tokens at which forms are timed
+FEW = 64  # tokens up to which a step decodes; more are a prompt's
+REPEATS = 2  # the first also pays for the libraries' setup
+STREAMED = 256 << 20  # bytes of weights that few tokens are timed with: more than the processor's cache holds
+COMPUTED = 32 << 20  # bytes that many tokens are timed with: arithmetic is what they cost
+WIDEST = 8192  # outputs; a wider layer is the output layer, which few tokens go through
+ROUNDING = 64  # tokens that oneDNN lays weights out for; it makes no difference
+
+Shape = tuple[int, int]  # outputs, inputs
+Seconds = dict[Shape, dict[str, list[float]]]  # at each of POINTS
+
+
+class Form(Protocol):
+    """A weight of (n, k), laid out for one way of multiplying with it."""
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return (..., n) for x of (..., k)."""
+
+    def dense(self) -> torch.Tensor:
+        """Return the weight as it was."""
+
+
+class Plain:
+    """As torch has it."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        result: torch.Tensor = linear(x, self._weight, bias)
+        return result
+
+    def dense(self) -> torch.Tensor:
+        return self._weight
+
+
+class OneDnn:
+    """In oneDNN's own layout."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROUNDING)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, bias, "none", [], "")
+        return result
+
+    def dense(self) -> torch.Tensor:
+        weight: torch.Tensor = self._weight.to_dense()
+        return weight
+
+
+class Native:
+    """For our own kernels (native/)."""
+
+    def __init__(self, weight: torch.Tensor, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._outputs = weight.shape[0]
+        self._weight = kernels.pack(weight)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self._kernels.linear(x, self._weight, self._outputs, bias)
+
+    def dense(self) -> torch.Tensor:
+        return self._kernels.unpack(self._weight, self._outputs)
+
+
+Makers = Mapping[str, Callable[[torch.Tensor], Form]]
+
+
+def makers(kernels: Kernels | None) -> dict[str, Callable[[torch.Tensor], Form]]:
+    """Return the forms that this machine has, by name. kernels: None where they are not built."""
+    forms: dict[str, Callable[[torch.Tensor], Form]] = {"torch": Plain}
+    if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        forms["onednn"] = OneDnn
+    if kernels is not None:
+        forms["native"] = lambda weight: Native(weight, kernels)
+    return forms
+
+
+@torch.inference_mode()
+def measure(weights: Iterable[torch.Tensor], forms: Makers) -> Seconds:
+    """Return what a layer of each shape takes in each form, in seconds, at each of POINTS."""
+    some = _sample(list(weights), STREAMED)
+    seconds: Seconds = defaultdict(lambda: {name: [float("inf")] * len(POINTS) for name in forms})
+    for name, make in forms.items():
+        made = [(weight.shape, make(weight)) for weight in some]
+        for at, tokens in enumerate(POINTS):
+            timed = made if tokens < FEW else made[: len(_sample(some, COMPUTED))]
+            for _ in range(REPEATS):
+                for shape, taken in _timed(timed, tokens).items():
+                    seconds[shape][name][at] = min(seconds[shape][name][at], taken)
+    return dict(seconds)
+
+
+def _timed(made: Sequence[tuple[torch.Size, Form]], tokens: int) -> dict[Shape, float]:
+    """Return the mean seconds of a layer of each shape, one layer after the other as in a forward."""
+    inputs = {shape[1]: torch.ones(1, tokens, shape[1]) for shape, _ in made}
+    taken: dict[Shape, list[float]] = defaultdict(list)
+    for shape, form in made:
+        if shape[0] > WIDEST and tokens > FEW:
+            continue
+        started = time.perf_counter()
+        form(inputs[shape[1]], None)
+        taken[shape[0], shape[1]].append(time.perf_counter() - started)
+    return {shape: sum(each) / len(each) for shape, each in taken.items()}
+
+
+def _sample(weights: Sequence[torch.Tensor], most: int) -> list[torch.Tensor]:
+    """Return one weight of each shape, then others in order, up to `most` bytes."""
+    firsts: dict[torch.Size, int] = {}
+    for at, weight in enumerate(weights):
+        firsts.setdefault(weight.shape, at)
+    chosen = list(firsts.values())
+    size = sum(weights[at].nbytes for at in chosen)
+    for at, weight in enumerate(weights):
+        if at not in firsts.values() and size + weight.nbytes <= most:
+            chosen.append(at)
+            size += weight.nbytes
+    return [weights[at] for at in chosen]
+
+
+def best(seconds: Mapping[str, Sequence[float]], several: bool) -> tuple[str, ...]:
+    """Return the form for 0, 1, 2, ... tokens; its last one is for all beyond. several: more than one may be kept.
+
+    Where only one may be, it is the one that decodes fastest.
+    """
+    if not several:
+        few = len([tokens for tokens in POINTS if tokens <= FEW])
+        return (min(seconds, key=lambda name: sum(seconds[name][:few])),)
+    at_points: list[str] = []
+    for at in range(len(POINTS)):
+        timed = {name: each[at] for name, each in seconds.items() if each[at] < float("inf")}
+        at_points.append(min(timed, key=lambda name: timed[name]) if timed else at_points[-1])
+    # between two points, that of the nearer one: nearer by their ratio, so up to their geometric mean
+    edges = [int((one * two) ** 0.5) for one, two in pairwise(POINTS)]
+    return tuple(at_points[bisect_left(edges, tokens)] for tokens in range(edges[-1] + 2))

@@ -1,0 +1,173 @@
+"""The kernels of kernels.cpp, built by this machine's C++ compiler once and kept in the user's cache.
+
+    >>> kernels = build(head=64); kernels.linear(x, kernels.pack(weight), n, bias)
+
+Limit: CPUs, float32, heads of a multiple of 16. Linked against the OpenMP that torch has loaded: a second one would
+fight it for the cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from ctypes import c_float, c_int, c_int64, c_void_p
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ragspec.engine.pieces import Pieces
+from ragspec.errors import flat
+from ragspec.host.machine import cpu_features
+from ragspec.models.resolve import cache_dir
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+WIDE = "-mprefer-vector-width=512"  # GNU on x86: use whole vectors
+WIDEST_HEAD = 256
+PATIENCE_S = 120  # for the compiler
+POINTER, NUMBER = c_void_p, c_int64
+SIGNATURES: dict[str, list[Any]] = {
+    "ragspec_pack": [POINTER, NUMBER, NUMBER, POINTER],
+    "ragspec_linear": [POINTER, NUMBER, NUMBER, POINTER, NUMBER, POINTER, POINTER, c_int],
+    "ragspec_write": [*[POINTER, NUMBER, NUMBER] * 2, POINTER, NUMBER, NUMBER, POINTER, POINTER, NUMBER, NUMBER],
+    "ragspec_attend": [
+        *[POINTER, NUMBER, NUMBER],  # the query and its strides
+        *[POINTER, POINTER, NUMBER, NUMBER, NUMBER, NUMBER],  # the cache
+        *[c_float, POINTER, NUMBER, POINTER, POINTER, NUMBER],  # the work
+        *[POINTER, POINTER, c_int],
+    ],
+}
+
+
+class Unbuilt(Exception):
+    """There are no kernels here; the message says why."""
+
+
+class Kernels:
+    """The functions of a built library. head: the size of a head that attention is built for."""
+
+    def __init__(self, path: Path, head: int) -> None:
+        self.head = head
+        self._library = ctypes.CDLL(str(path))
+        for name, arguments in SIGNATURES.items():
+            function = getattr(self._library, name)
+            function.argtypes, function.restype = arguments, None
+        self._linear = self._library.ragspec_linear
+        self._write = self._library.ragspec_write
+        self._attend = self._library.ragspec_attend
+        self._library.ragspec_columns.restype = c_int64
+        self.columns = int(self._library.ragspec_columns())
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a weight of (n, k) as linear() reads it: (panels, k, columns)."""
+        weight = weight.contiguous()
+        n, k = weight.shape
+        packed = weight.new_empty(-(-n // self.columns), k, self.columns)
+        self._library.ragspec_pack(weight.data_ptr(), n, k, packed.data_ptr())
+        return packed
+
+    @staticmethod
+    def unpack(packed: torch.Tensor, n: int) -> torch.Tensor:
+        """Return the weight that pack() was given."""
+        return packed.transpose(1, 2).flatten(0, 1)[:n].contiguous()
+
+    def linear(self, x: torch.Tensor, packed: torch.Tensor, n: int, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return (..., n) for x of (..., k)."""
+        x = x.contiguous()
+        k = x.shape[-1]
+        y = x.new_empty(*x.shape[:-1], n)
+        first = None if bias is None else bias.data_ptr()
+        tokens, threads = x.numel() // k, torch.get_num_threads()
+        self._linear(x.data_ptr(), tokens, k, packed.data_ptr(), n, first, y.data_ptr(), threads)
+        return y
+
+    def write(
+        self, keys: torch.Tensor, values: torch.Tensor, places: torch.Tensor, stores: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Write keys and values, (kv_heads, T, size), to `places`, (T,), of `stores`, (kv_heads, rows, slots, size)."""
+        (heads, rows, slots, size), tokens = stores[0].shape, len(places)
+        self._write(
+            *(keys.data_ptr(), keys.stride(0), keys.stride(1)),
+            *(values.data_ptr(), values.stride(0), values.stride(1)),
+            *(places.data_ptr(), tokens, size, stores[0].data_ptr(), stores[1].data_ptr(), heads, rows * slots),
+        )
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+        work: Pieces,
+        out: torch.Tensor,
+    ) -> None:
+        """Write to `out`, (T, heads, size), what queries of (heads, T, size) make of the cache.
+
+        keys, values: (kv_heads, rows, slots, size). Tokens that have no part in `work` are left alone.
+        """
+        heads, _, size = query.shape
+        kv_heads, rows, slots, _ = keys.shape
+        scratch = query.new_empty(work.count * heads * (size + 2))
+        self._attend(
+            *(query.data_ptr(), query.stride(1), query.stride(0), keys.data_ptr(), values.data_ptr()),
+            *(kv_heads, rows, slots, heads // kv_heads, scale),
+            *(work.pieces.data_ptr(), len(work.pieces), work.entries.data_ptr(), work.parts.data_ptr()),
+            *(len(work.parts), scratch.data_ptr(), out.data_ptr(), torch.get_num_threads()),
+        )
+
+
+@cache
+def build(head: int) -> Kernels:
+    """Return the kernels for heads of size `head`, built unless they are in the cache. Raises Unbuilt."""
+    head = head if head % 16 == 0 and head <= WIDEST_HEAD else 16  # linear layers do not care
+    compiler = _compiler()
+    flags = [*FLAGS, f"-DRAGSPEC_HEAD={head}"]
+    if "clang" not in compiler[1] and platform.machine() in ("x86_64", "AMD64"):
+        flags.append(WIDE)
+    source = SOURCE.read_bytes()
+    what = "\0".join([*flags, compiler[1], platform.machine(), cpu_features()]).encode()
+    name = f"{blake2b(source + what, digest_size=12).hexdigest()}.so"
+    folder = cache_dir() / "native"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not (folder / name).exists():
+            with tempfile.TemporaryDirectory(dir=folder) as draft:
+                os.replace(_compile(compiler[0], flags, Path(draft) / name), folder / name)
+        return Kernels(folder / name, head)
+    except OSError:  # no such folder may be written, or nothing there may be loaded as code: not kept then
+        with tempfile.TemporaryDirectory() as draft:
+            try:
+                return Kernels(_compile(compiler[0], flags, Path(draft) / name), head)
+            except OSError as error:
+                raise Unbuilt(f"the built library cannot be loaded ({flat(error, 120)})") from error
+
+
+def _compiler() -> tuple[str, str]:
+    """Return the C++ compiler, GNU's by choice (its OpenMP is the one torch comes with), and its version."""
+    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
+        path = shutil.which(name) if name else None
+        if path:
+            done = _run([path, "--version"])
+            return path, done.stdout.partition("\n")[0]
+    raise Unbuilt("there is no C++ compiler (g++)")
+
+
+def _compile(compiler: str, flags: list[str], path: Path) -> Path:
+    done = _run([compiler, *flags, str(SOURCE), "-o", str(path)])
+    if done.returncode:
+        raise Unbuilt(f"{Path(compiler).name} failed: {' '.join(done.stderr.split())[:200]}")
+    return path
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unbuilt(f"{Path(command[0]).name} failed: {flat(error, 120)}") from error

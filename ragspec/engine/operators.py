@@ -1,0 +1,90 @@
+"""What a captured graph (capture.py) calls as one operator each: attention over the cache, and packed linear layers.
+
+An operator takes tensors and numbers only. What else a call needs is in the Parts of the model, by number: those of the
+forward under way at run time, those that are being gathered during a capture.
+Limit: shapes are those of one packed forward, (1, T, ...).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+CAPTURING: ContextVar[Parts | None] = ContextVar("CAPTURING", default=None)  # the parts that a capture gathers
+RUNNING: ContextVar[Parts] = ContextVar("RUNNING")  # those of the graph that runs
+
+Attend = Callable[..., torch.Tensor]  # of queries, keys, values and sinks: (1, T, heads, head_dim)
+
+
+@dataclass(slots=True)
+class Parts:
+    """What the operators of one graph stand for, by number."""
+
+    attends: list[Attend] = field(default_factory=list)
+    linears: list[torch.nn.Module] = field(default_factory=list)
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Let the calls of a forward leave their parts here, and operators in the graph."""
+        token = CAPTURING.set(self)
+        try:
+            yield
+        finally:
+            CAPTURING.reset(token)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let operators find their parts here."""
+        token = RUNNING.set(self)
+        try:
+            yield
+        finally:
+            RUNNING.reset(token)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any, do: Attend) -> Any:
+        """Put a call of `do` into the graph that is captured."""
+        self.attends.append(do)
+        return torch.ops.ragspec.attend(query, key, value, sinks, len(self.attends) - 1)
+
+    def linear(self, x: torch.Tensor, layer: torch.nn.Module, size: int) -> torch.Tensor:
+        """Put a call of `layer`, which returns `size` features, into the graph that is captured."""
+        self.linears.append(layer)
+        result: torch.Tensor = torch.ops.ragspec.linear(x, len(self.linears) - 1, size)
+        return result
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, number: int
+) -> torch.Tensor:
+    return RUNNING.get().attends[number](query, key, value, sinks)
+
+
+def _attend_shape(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, number: int
+) -> torch.Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def _linear(x: torch.Tensor, number: int, size: int) -> torch.Tensor:
+    result: torch.Tensor = RUNNING.get().linears[number](x)
+    return result
+
+
+def _linear_shape(x: torch.Tensor, number: int, size: int) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], size)
+
+
+_library: Any = torch.library.Library("ragspec", "DEF")  # type: ignore[no-untyped-call]
+for _name, _arguments, _does, _shape in (
+    ("attend", "Tensor query, Tensor key, Tensor value, Tensor? sinks, int number", _attend, _attend_shape),
+    ("linear", "Tensor x, int number, int size", _linear, _linear_shape),
+):
+    _library.define(f"{_name}({_arguments}) -> Tensor")
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _does, _key)
+    torch.library.register_fake(f"ragspec::{_name}", _shape, lib=_library)

@@ -1,0 +1,85 @@
+"""Attention of decoding, cut into pieces for the kernels (native/): each key is read once per forward.
+
+Rows that hold the same first tokens attend to them together: one of them is read for all. What a query makes of each
+piece is a part of its result, merged by the logarithm of the sum of its weights.
+Sources: Dao et al., Flash-Decoding (2023); Juravsky et al., Hydragen (2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+LONGEST = 512  # slots of a piece, as in kernels.cpp
+SHORTEST = 64  # slots that keep a core busy for longer than it takes to hand them over
+
+Query = tuple[int, int]  # packed index of a token, and how many slots it sees
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Rows whose first slots hold what those of `leader` hold. tokens: how many, by row."""
+
+    leader: int
+    tokens: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What the kernel does. All int64.
+
+    pieces: (P, 5) row, first and last slot, first and last of its entries. entries: (E, 3) token, slots it sees, number
+    of its part. parts: (T, 2) first and last part of each token; none for tokens that attend elsewhere. count: how many
+    parts there are.
+    """
+
+    pieces: torch.Tensor
+    entries: torch.Tensor
+    parts: torch.Tensor
+    count: int
+
+
+def cut(queries: Mapping[int, Sequence[Query]], together: Sequence[Together], tokens: int, threads: int) -> Pieces:
+    """Return the pieces of a forward of `tokens` tokens. queries: of each row."""
+    spans = _spans(queries, together)
+    length = sum(last - first for _, first, last, _ in spans) // (2 * threads)  # some pieces for each core
+    length = min(LONGEST, max(SHORTEST, -(-length // 16) * 16))
+    pieces: list[tuple[int, int, int, int, int]] = []
+    asked: list[Query] = []
+    for row, first, last, who in spans:
+        for at in range(first, last, length):
+            begin = len(asked)
+            asked += [query for query in who if query[1] > at]
+            pieces.append((row, at, min(last, at + length), begin, len(asked)))
+    counts = [0] * tokens
+    for token, _ in asked:
+        counts[token] += 1
+    ends = list(accumulate(counts))
+    following = [end - count for end, count in zip(ends, counts, strict=True)]
+    parts = torch.tensor(list(zip(following, ends, strict=True)), dtype=torch.long)
+    entries = []
+    for token, seen in asked:
+        entries.append((token, seen, following[token]))
+        following[token] += 1
+    return Pieces(torch.tensor(pieces), torch.tensor(entries), parts, len(entries))
+
+
+def _spans(
+    queries: Mapping[int, Sequence[Query]], together: Sequence[Together]
+) -> list[tuple[int, int, int, list[Query]]]:
+    """Return what is read: row, first and last slot, and the queries for which it is."""
+    spans = []
+    own = dict.fromkeys(queries, 0)  # the first slot that only the row itself reads
+    for group in together:
+        read = 0
+        for edge in sorted(set(group.tokens.values())):
+            rows = [group.leader, *(row for row, tokens in group.tokens.items() if tokens >= edge)]
+            spans.append((group.leader, read, edge, [query for row in rows for query in queries[row]]))
+            read = edge
+        own |= {group.leader: read, **group.tokens}
+    for row, who in queries.items():
+        spans.append((row, own[row], max(seen for _, seen in who), list(who)))
+    return spans

@@ -1,0 +1,112 @@
+"""Attention of decoding in pieces: what the kernels compute, and which rows read their first tokens together."""
+
+import pytest
+import torch
+
+from ragspec.engine.native.library import Unbuilt, build
+from ragspec.engine.pieces import Together, cut
+from ragspec.engine.row import Row
+from ragspec.engine.sampling import Noise
+from ragspec.engine.sharing import LEAST, Sharing
+from ragspec.records import Request, Sampling
+
+HEAD = 16
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    try:
+        return build(HEAD)
+    except Unbuilt as reason:
+        pytest.skip(str(reason))
+
+
+def expected(query, keys, values, segments, scale):
+    """Return the textbook's attention, token by token: (T, heads, HEAD)."""
+    groups = query.shape[0] // keys.shape[0]
+    out = []
+    for row, start, count in segments:
+        for position in range(start, start + count):
+            mine = query[:, len(out)]
+            seen = keys[:, row, : position + 1].repeat_interleave(groups, 0)
+            scores = (seen @ mine[:, :, None])[..., 0] * scale
+            out.append(
+                (scores.softmax(-1)[:, None] @ values[:, row, : position + 1].repeat_interleave(groups, 0))[:, 0]
+            )
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 5])
+@pytest.mark.parametrize("threads", [1, 2, 40])
+@pytest.mark.parametrize(
+    "segments",
+    [
+        [(0, 0, 1)],
+        [(0, 37, 1), (2, 5, 4)],
+        [(1, 700, 3), (0, 1300, 1), (3, 15, 2)],
+        [(0, 130, 2), (1, 120, 1), (2, 100, 5), (3, 500, 1)],
+    ],
+)
+def test_pieces_compute_what_the_textbook_says(kernels, groups, threads, segments):
+    torch.manual_seed(0)
+    kv_heads, rows, slots = 2, 4, 1400
+    keys, values = torch.randn(2, kv_heads, rows, slots, HEAD)
+    shared = Together(segments[0][0], {row: min(64 + 10 * row, start) for row, start, _ in segments[1:]})
+    for row, tokens in shared.tokens.items():
+        keys[:, row, :tokens] = keys[:, shared.leader, :tokens]
+        values[:, row, :tokens] = values[:, shared.leader, :tokens]
+    if len(segments) > 1 and segments[0][1] < max(shared.tokens.values()):
+        shared = Together(segments[0][0], {})  # the leader must hold what it lends
+    tokens = sum(count for _, _, count in segments)
+    query = torch.randn(tokens, kv_heads * groups, HEAD).transpose(0, 1)
+    queries, at = {}, 0
+    for row, start, count in segments:
+        queries[row] = [(at + i, start + i + 1) for i in range(count)]
+        at += count
+    out = torch.full((tokens + 1, kv_heads * groups, HEAD), 7.0)
+    for together in ([], [shared] if shared.tokens else []):
+        work = cut(queries, together, tokens, threads)
+        kernels.attend(query, keys, values, 0.2, work, out)
+        assert torch.allclose(out[:tokens], expected(query, keys, values, segments, 0.2), atol=1e-5)
+        assert (out[tokens:] == 7).all(), "a token that attends elsewhere is left alone"
+
+
+def test_large_scores_neither_overflow_nor_vanish(kernels):
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 1, 1, 200, HEAD) * 30
+    query = torch.randn(1, 1, HEAD) * 30
+    out = torch.empty(1, 1, HEAD)
+    kernels.attend(query, keys, values, 1.0, cut({0: [(0, 200)]}, [], 1, 2), out)
+    assert torch.allclose(out, expected(query, keys, values, [(0, 199, 1)], 1.0), atol=1e-4)
+
+
+def row(index, place, token_ids, computed):
+    made = Row(Request(index, str(index), token_ids, Sampling(max_new_tokens=4)), token_ids, Noise(0, str(index)), 0.0)
+    made.place, made.computed = place, computed
+    return made
+
+
+def test_rows_that_begin_alike_are_found_with_as_much_as_both_have_computed():
+    text = list(range(300))
+    rows = [
+        row(0, 0, text, 299),
+        row(1, 1, text[:200] + [7] * 50, 249),
+        row(2, 2, text, 150),
+        row(3, 3, [9] * 300, 299),
+        row(4, 4, [9] * 299 + [1], 299),
+        row(5, 5, text[: LEAST - 1] + [8] * 100, 160),
+    ]
+    found = Sharing(lambda *_: True).among(rows)
+    assert [(group.leader, dict(group.tokens)) for group in found] == [(0, {1: 200, 2: 150}), (3, {4: 299})]
+    assert Sharing(lambda *_: False).among(rows) == []
+
+
+def test_shared_slots_are_read_once():
+    queries = {0: [(0, 301)], 1: [(1, 281)], 2: [(2, 101)]}
+    apart, together = (cut(queries, groups, 3, 1) for groups in ([], [Together(0, {1: 256, 2: 96})]))
+
+    def read(work):
+        return sum(int(last - first) for _, first, last, _, _ in work.pieces)
+
+    assert read(apart) == 301 + 281 + 101
+    assert read(together) == 256 + (301 - 256) + (281 - 256) + (101 - 96)
