@@ -55,7 +55,7 @@ def _answer(config: RunConfig, task: Task, source: IO[bytes], say: Say) -> None:
     with runner:
         load_s = time.perf_counter() - started
         started = time.perf_counter()
-        runner.warm_up()
+        runner.warm_up(_records(config, task.limit))
         warmup_s = time.perf_counter() - started
         say(Ready(session.about(), load_s, warmup_s, tuple(session.notes()), runner.remembers))
         for command in source:
@@ -63,6 +63,13 @@ def _answer(config: RunConfig, task: Task, source: IO[bytes], say: Say) -> None:
                 say(details(runner, output))
             else:
                 say(_run_pass(session, output, task.limit))
+
+
+def _records(config: RunConfig, limit: int | None) -> int | None:
+    """Return how many records a pass answers."""
+    with open_source(config.input or "") as rows:
+        count = rows.count()
+    return count if limit is None or count is None else min(count, limit)
 
 
 def _run_pass(session: Session, output: Path, limit: int | None) -> Pass:

@@ -123,10 +123,11 @@ class Admission:
         for place in self.places:
             del place.left[slots:]
 
-    def coming(self) -> int:
-        """Return the most tokens that any row under way, or any of those that come next, may grow to."""
-        needs = [len(row.request.token_ids) + row.request.sampling.max_new_tokens for row in self.rows()]
-        return max([*needs, *(waiting.most for waiting in islice(self._queue, SCAN))], default=0)
+    def coming(self) -> tuple[int, int]:
+        """Return the longest prompt of the rows under way and of those read ahead, and the most tokens one may get."""
+        requests = [*(row.request for row in self.rows()), *(waiting.request for waiting in self._queue)]
+        prompt = max((len(request.token_ids) for request in requests), default=0)
+        return prompt, max((len(r.token_ids) + r.sampling.max_new_tokens for r in requests), default=0)
 
     def admit(self) -> list[Start | Failure]:
         """Give free places to waiting requests, each with the longest prefix that some place has computed.

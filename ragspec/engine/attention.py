@@ -7,6 +7,7 @@ the masking, keys are expanded without being repeated. Source of the interface: 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ragspec.engine import masks
 from ragspec.engine.cache import LayerCache, RaggedCache
 from ragspec.engine.layout import Alone, Layout, Run
 from ragspec.engine.masks import Rule, Unsupported
-from ragspec.engine.operators import CAPTURING, Parts
+from ragspec.engine.operators import CAPTURING
 
 NAME = "ragspec"
 
@@ -70,46 +71,24 @@ def attend(
         raise Unsupported("builds an attention mask of its own")
     parts = CAPTURING.get()
     if parts is not None:
-        return parts.attend(
-            query, key, value, s_aux, _Attend(parts, key, value, scaling, softcap, attention_mask)
-        ), None
+        return parts.attend(query, key, value, s_aux, partial(_attend_now, scaling, softcap)), None
+    return _attend_now(scaling, softcap, query, key, value, s_aux, attention_mask), None
+
+
+def _attend_now(
+    scaling: float | None,
+    cap: float | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    rule: Rule | None,
+) -> torch.Tensor:
+    """Return (1, T, heads, head_dim), with the cache of the forward under way."""
     cache = RaggedCache.running.get(None)
-    if cache is None or cache.layout is None or key.shape[2] != cache.layout.tokens:
+    if cache is None or cache.layout is None or key.shape[2] != cache.layout.tokens + cache.layout.padding:
         raise Unsupported("attends to more than its own tokens")
-    layer = cache.write(key, value)
-    return _attend_all(layer, cache.layout, query, Scores(scaling, softcap, s_aux), attention_mask), None
-
-
-class _Attend:
-    """One call of attend() in a captured graph. A later layer may share the keys and values of an earlier one."""
-
-    def __init__(
-        self,
-        parts: Parts,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scaling: float | None,
-        cap: float | None,
-        rule: Rule | None,
-    ) -> None:
-        same = [one for one in parts.attends if isinstance(one, _Attend) and one.shares(keys, values)]
-        written = sum(isinstance(one, _Attend) and one.writes for one in parts.attends)
-        self.writes: bool = not same
-        self.number: int = same[0].number if same else written
-        self._keys, self._values = keys, values
-        self._scaling, self._cap, self._rule = scaling, cap, rule
-
-    def shares(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Return whether it was captured with these."""
-        return self._keys is keys and self._values is values
-
-    def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
-        cache = RaggedCache.running.get()
-        assert cache.layout is not None
-        layer = cache.write_to(self.number, key, value) if self.writes else cache.layer(self.number)
-        return _attend_all(layer, cache.layout, query, Scores(self._scaling, self._cap, sinks), self._rule)
+    return _attend_all(cache.write(key, value), cache.layout, query, Scores(scaling, cap, sinks), rule)
 
 
 def _attend_all(
@@ -135,6 +114,8 @@ def _is_for_kernels(layer: LayerCache, layout: Layout, query: torch.Tensor, scor
     """Return whether the kernels compute this layer's attention of decoding: plain scores, and nothing out of sight."""
     kernels = layout.kernels
     if kernels is None or not scores.plain or not query.shape[3] == layer.values.shape[3] == kernels.head:
+        return False
+    if not query.dtype == layer.keys.dtype == layer.values.dtype == torch.float32:
         return False
     groups = query.shape[1] // layer.keys.shape[0]
     return rule is None or all(run.sight(rule, groups, query.dtype).causal for run in layout.runs)

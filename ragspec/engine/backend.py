@@ -25,6 +25,7 @@ from ragspec.engine.probe import probe
 from ragspec.engine.proposers import Auto, ByRow, NoDrafts, Proposer
 from ragspec.engine.room import Room
 from ragspec.engine.selfcheck import differs
+from ragspec.engine.speedup import Wish, compile_layers
 from ragspec.errors import flat
 from ragspec.inputs.feed import Feed
 from ragspec.models.draft import width_of
@@ -33,6 +34,7 @@ from ragspec.models.rounding import tolerance
 from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer
 from ragspec.speculation.cost import StepCost
 from ragspec.speculation.drafters.calibration import judged
+from ragspec.speculation.guard import Guard
 from ragspec.speculation.methods import HF, PLAIN, DrafterSettings, drafters_on
 from ragspec.speculation.plugins import failures
 from ragspec.speculation.trial import Trial
@@ -62,6 +64,8 @@ class Speculation:
 class EngineBackend:
     """Answers with the batched engine. rows None: chosen by memory and device. rules: how logits become choices.
 
+    compile: whether code is compiled for this machine.
+
     Every run begins as the first did: no drafter knows the records of an earlier one. Raises Refused where the model
     does not compute the same in here.
     """
@@ -76,6 +80,7 @@ class EngineBackend:
         rows: int | None,
         lookahead: int = LOOKAHEAD,
         rules: GenerationRules | None = None,
+        compile: Wish = "auto",
     ) -> None:
         self.clock = Clock()
         self.notes = Notes()
@@ -92,9 +97,10 @@ class EngineBackend:
         self._width = width_of(inner.config)
         self._drafting = replace(speculation.drafting, vocabulary=self._width)
         self._weights = _linear_weights(inner)
-        self._model = prepare(inner, self.notes)
+        self._compile: Wish = compile
+        self._model = prepare(inner, self.notes, native=compile != "off")
         try:
-            self._draft = prepare(speculation.draft) if speculation.draft is not None else None
+            self._draft = prepare(speculation.draft, native=compile != "off") if speculation.draft is not None else None
         except Refused as reason:
             self._model.release()
             raise Refused(f"its draft model does not fit the engine: {reason}") from reason
@@ -111,9 +117,15 @@ class EngineBackend:
             self._candidates = [PLAIN, *self._drafters] + ["draft_model"] * (self._draft is not None)
         self._trial = Trial(self._candidates)
         self._cost = self._probed.anew() if self._probed else None
+        guarded = self._method not in (PLAIN, "auto") and self._num_tokens is None
+        self._guard = Guard() if guarded else None
 
-    def warm_up(self) -> None:
-        """Run what the first record would pay for; measure what steps cost, where that decides the drafts' length."""
+    def warm_up(self, tokens: int | None = None) -> None:
+        """Run what the first record would pay for; measure what steps cost, where that decides the drafts' length.
+
+        tokens: that will be written, as far as can be told; None if that is not known.
+        """
+        compile_layers(self._model, self._rows or most_rows(self._model.device), tokens, self._compile, self.notes)
         if self._method == PLAIN or self._num_tokens is not None:
             ids = [1, 2, 3, 4]
             for _ in self._engine(1, Room()).run([Request(0, "warm-up", ids, Sampling(max_new_tokens=4))]):
@@ -153,7 +165,9 @@ class EngineBackend:
             Auto(self._proposers, self._trial) if several else self._proposers[self._method],
             self._tokenizer,
             self._eos,
-            EngineSettings(room=room, cost=self._cost, lookahead=self._lookahead, processors=processors),
+            EngineSettings(
+                room=room, cost=self._cost, lookahead=self._lookahead, processors=processors, guard=self._guard
+            ),
             clock=self.clock,
         )
 
@@ -197,6 +211,7 @@ class EngineBackend:
         """Return what ran: rows, packed layers, how well drafts were judged, where the time went."""
         clock = self.clock
         about: dict[str, Any] = {"engine": "ragspec", "batch_size": self.batch_size}
+        about["compiled"] = self._model.compiled is not None
         about["prompt_tokens_computed"] = clock.prompt_tokens
         spent = clock.prefill_s + clock.decode_s
         if self._method != PLAIN and spent:
@@ -206,14 +221,17 @@ class EngineBackend:
             about["step_cost"] = {"points": self._cost.points, "parameters": parameters, "weight_bytes": size}
         if self._method == "auto":
             about |= self._trial.about()
+        if self._guard is not None:
+            about["guard"] = self._guard.about()
         best = (self._trial.chosen or "context") if self._method == "auto" else self._method
         return about | judged(self._drafters.get(best))
 
 
-def prepare(inner: Any, notes: list[str] | None = None) -> Model:
+def prepare(inner: Any, notes: list[str] | None = None, native: bool = True) -> Model:
     """Return the model ready for packed rows, checked to compute what it computes in transformers.
 
-    Raises Refused, the model left as it was. notes: what the run should say of it goes there.
+    Raises Refused, the model left as it was. notes: what the run should say of it goes there. native: with kernels of
+    our own.
     """
     if keeps_state(inner):
         raise Refused(f"it {obstacle(inner)}")
@@ -221,7 +239,7 @@ def prepare(inner: Any, notes: list[str] | None = None) -> Model:
     kernels = None
     if can_pack(inner):
         keep_freed_memory()
-        kernels = _kernels(inner, notes)
+        kernels = _kernels(inner, notes) if native else None
         left = pack_linears(inner, kernels)
     model, why, attention = None, "", inner.config._attn_implementation
     try:
@@ -247,9 +265,11 @@ def prepare(inner: Any, notes: list[str] | None = None) -> Model:
 def _kernels(inner: Any, notes: list[str] | None) -> Kernels | None:
     """Return our own kernels for the model, None where they cannot be built."""
     config = inner.config.get_text_config()
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    own, names = config.to_dict(), config.attribute_map
+    sizes = [own.get(names.get(name, name)) for name in ("head_dim", "hidden_size", "num_attention_heads")]
+    head, hidden, heads = (size if isinstance(size, int) else 0 for size in sizes)
     try:
-        return build(int(head))
+        return build(head or (hidden // heads if heads else 0))
     except Unbuilt as reason:
         if notes is not None:
             notes.append(f"kernels: torch's own are used, which are slower, because {reason}")

@@ -6,17 +6,20 @@ the row gets there. Limit: every row has room for as many tokens as the longest 
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import numpy
 import torch
 
 from ragspec.engine.layout import Layout
 
 ROUND = 64  # slots are allocated in multiples of this
+LINE = 64  # bytes
 
 
 class LayerCache:
@@ -67,34 +70,30 @@ class RaggedCache:
             first, second, layer = self._written[names]
             if first() is keys and second() is values:
                 return layer
-        layer = self.write_to(self._next, keys, values)
+        if self._next == len(self._layers):
+            self._layers.append(LayerCache(self._empty(keys), self._empty(values)))
+        layer = self._layers[self._next]
         self._next += 1
+        self._store(layer, keys, values)
         self._written[names] = weakref.ref(keys), weakref.ref(values), layer
         return layer
 
-    def write_to(self, number: int, keys: torch.Tensor, values: torch.Tensor) -> LayerCache:
-        """Write them to layer `number`, which is the next one if it is new, and return that."""
+    def _store(self, layer: LayerCache, keys: torch.Tensor, values: torch.Tensor) -> None:
         assert self.layout is not None
-        if number == len(self._layers):
-            self._layers.append(LayerCache(self._empty(keys), self._empty(values)))
-        layer = self._layers[number]
-        tokens = self.layout.tokens  # a graph may compute more: padding
-        if self.layout.kernels is not None and keys.shape[3] == values.shape[3]:
-            keys, values = [new[0] if new.stride(3) == 1 else new[0].contiguous() for new in (keys, values)]
-            self.layout.kernels.write(keys, values, self.layout.writes, (layer.keys, layer.values))
-            return layer
+        if not layer.keys.shape[1:3] == layer.values.shape[1:3] == (self.rows, self.slots):
+            raise RuntimeError("the cache has not grown in full")
+        kernels, tokens = self.layout.kernels, self.layout.tokens
+        alike = keys.shape[3] == values.shape[3] and keys.dtype == values.dtype == torch.float32
+        if kernels is not None and alike:
+            keys, values = (new[0] if new.stride(3) == 1 else new[0].contiguous() for new in (keys, values))
+            kernels.write(keys, values, self.layout.writes, (layer.keys, layer.values))
+            return
         for store, new in ((layer.keys, keys), (layer.values, values)):
             heads, rows, slots, size = store.shape
             store.view(heads, rows * slots, size).index_copy_(1, self.layout.writes, new[0, :, :tokens])
-        return layer
-
-    def layer(self, number: int) -> LayerCache:
-        """Return layer `number`, which this forward has written already."""
-        return self._layers[number]
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
-        # zeros: a masked slot still takes part in the arithmetic, and must not hold a NaN
-        return like.new_zeros(like.shape[1], self.rows, self.slots, like.shape[3])
+        return _zeros(like, (like.shape[1], self.rows, self.slots, like.shape[3]))
 
     def reserve(self, slots: int) -> None:
         """Make room for `slots` tokens in every row."""
@@ -113,10 +112,8 @@ class RaggedCache:
         for layer in self._layers:
             for name in ("keys", "values"):
                 old = getattr(layer, name)
-                new = old.new_empty(old.shape[0], rows, slots, old.shape[3])
+                new = _zeros(old, (old.shape[0], rows, slots, old.shape[3]))
                 new[:, :kept, :most] = old[:, :kept, :most]
-                new[:, :kept, most:] = 0  # as in _empty
-                new[:, kept:] = 0
                 setattr(layer, name, new)
 
     @torch.inference_mode()
@@ -150,3 +147,17 @@ class RaggedCache:
 
     def __len__(self) -> int:
         return len(self._layers)
+
+
+def _zeros(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return zeros: a masked slot still takes part in the arithmetic, and must not hold a NaN.
+
+    On a CPU the system clears memory when it is first used (calloc), so room that is never used costs nothing. It
+    begins where a line of the processor's cache does, as torch's own memory: vectors are then read in one piece.
+    """
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    size = math.prod(shape) * like.element_size()
+    memory = torch.from_numpy(numpy.zeros(size + LINE, numpy.uint8))
+    begin = -memory.data_ptr() % LINE
+    return memory[begin : begin + size].view(like.dtype).view(shape)

@@ -1,101 +1,130 @@
-"""A model's forward as one graph of torch's operators, captured by running it once on tensors without contents.
+"""A decoder layer as one graph of torch's operators, captured by running it once on tensors without contents.
 
-What runs is the model's own Python, so hooks, masks and caches do as ever; attention and packed linear layers become
-one operator each (operators.py). How many tokens there are, and how many logits are wanted, stays open; both are at
-least 2.
+What runs is the layer's own Python, so its masks and caches do as ever; attention and packed linear layers become one
+operator each (operators.py). How many tokens there are stays open, from two on.
 Source: torch.fx.experimental.proxy_tensor.make_fx.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
 from typing import Any
 
 import torch
 
-from ragspec.engine.forward import Model
 from ragspec.engine.operators import Parts
 
-TOKENS, WANTED = 40, 11  # of the captured forward: any two numbers that differ from the model's own sizes
+Call = tuple[tuple[Any, ...], Mapping[str, Any]]  # positional and keyword arguments
 
 
 class NotCaptured(Exception):
-    """The forward cannot become a graph; the message completes a sentence after "it"."""
+    """The layer cannot become a graph; the message completes a sentence after "it"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A captured forward of token ids and positions, each (1, T), and the indices of the wanted logits, (W,).
+    """A captured layer. Its module takes the layer's own tensors, then those of the call.
 
-    tensors: parameters and buffers, passed after those three. examples: all of these, without contents. conditions:
-    what the sizes must satisfy beyond T, W >= 2; tokens, wanted: the symbols of these.
+    layer: the one that was captured. examples: all tensors, without contents. whole: whether the layer returns its
+    result alone, not in a tuple; the module always returns a list.
     """
 
+    layer: torch.nn.Module
     module: torch.fx.GraphModule
-    tensors: list[torch.Tensor]
     examples: list[Any]
     parts: Parts
-    conditions: list[Any]
-    tokens: Any
-    wanted: Any
+    whole: bool
 
-    def holds_for(self) -> Any:
-        """Return a function of T and W that says whether the graph computes a forward of these sizes."""
 
-        @cache
-        def holds(tokens: int, wanted: int) -> bool:
-            sizes = {self.tokens: tokens, self.wanted: wanted}
-            return all(bool(condition.subs(sizes)) for condition in self.conditions)
+def own_tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a layer's parameters and buffers."""
+    return dict(layer.named_parameters()) | dict(layer.named_buffers())
 
-        return holds
+
+def tensors_of(call: Call) -> list[torch.Tensor]:
+    """Return the tensors among a call's arguments, those in tuples and lists too, in a fixed order."""
+    found: list[torch.Tensor] = []
+    for value in (*call[0], *call[1].values()):
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += [one for one in value if isinstance(one, torch.Tensor)]
+    return found
 
 
 @torch.no_grad()
-def capture(model: Model) -> Graph:
-    """Return the forward of `model` as a graph. Raises NotCaptured, and whatever the model's code raises on the way."""
+def capture(layer: torch.nn.Module, call: Call, tokens: int) -> Graph:
+    """Return `layer` as a graph, by the arguments of a call with `tokens` tokens; no other size may equal that.
+
+    Raises NotCaptured, and whatever the layer's code raises on the way.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    if model.frequencies.vary:
-        raise NotCaptured("has rotary frequencies that depend on the text's length")
-    named = dict(model.inner.named_parameters()) | dict(model.inner.named_buffers())
-    if {tensor.device for tensor in named.values()} != {model.device}:
-        raise NotCaptured("is spread over several devices")
     sizes = ShapeEnv()
     mode = FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=True)
-    ids = _open(mode, torch.zeros(1, TOKENS, dtype=torch.long, device=model.device), 1)
-    wanted = _open(mode, torch.zeros(WANTED, dtype=torch.long, device=model.device), 0)
-    tensors = [tensor.detach() for tensor in named.values()]
-    examples = [
-        ids,
-        torch.empty_like(ids),
-        wanted,
-        *(mode.from_tensor(tensor, static_shapes=True) for tensor in tensors),
-    ]
-    parts = Parts()
+    own = own_tensors(layer)
+    given = [_open(mode, tensor, tokens, number) for number, tensor in enumerate(tensors_of(call))]
+    examples = [*(mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in own.values()), *given]
+    parts, whole = Parts(), True
 
-    def forward(ids: Any, positions: Any, wanted: Any, *tensors: Any) -> Any:
-        call = partial(torch.func.functional_call, model.inner, dict(zip(named, tensors, strict=True)), ())
-        return model.compute(ids, positions, wanted, lambda **inputs: call(inputs))
+    def forward(*tensors: Any) -> list[Any]:
+        nonlocal whole
+        mine = dict(zip(own, tensors, strict=False))
+        args, kwargs = _filled(call, tensors[len(own) :])
+        result = torch.func.functional_call(layer, mine, args, dict(kwargs))
+        whole = isinstance(result, torch.Tensor)
+        results = [result] if whole else list(result)
+        if not all(isinstance(one, torch.Tensor) for one in results):
+            raise NotCaptured("returns more than tensors")
+        return results
 
     with parts.gathering():
         module = make_fx(forward, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*examples)
-    if not parts.attends:
+    if len(parts.attends) != 1:
         raise NotCaptured("attends in a way that a graph does not show")
-    symbols = ids.shape[1].node.expr, wanted.shape[0].node.expr
-    conditions = [guard.expr for guard in sizes.guards]
-    if any(condition.free_symbols - set(symbols) for condition in conditions):
-        raise NotCaptured("has sizes that depend on its contents")
-    return Graph(module, tensors, examples, parts, conditions, *symbols)
+    if any(node.op == "get_attr" for node in module.graph.nodes):
+        raise NotCaptured("keeps tensors where a graph does not see them change")
+    if sizes.guards:
+        raise NotCaptured("computes otherwise by the number of tokens")
+    return Graph(layer, module, examples, parts, whole)
 
 
-def _open(mode: Any, tensor: torch.Tensor, dimension: int) -> Any:
-    """Return `tensor` without contents, its size in `dimension` left open."""
+def _filled(call: Call, tensors: Sequence[Any]) -> Call:
+    """Return the call with `tensors` in place of its own."""
+    left = iter(tensors)
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return next(left)
+        if isinstance(value, tuple | list):
+            return type(value)([next(left) if isinstance(one, torch.Tensor) else one for one in value])
+        return value
+
+    args = tuple(fill(value) for value in call[0])
+    return args, {name: fill(value) for name, value in call[1].items()}
+
+
+def _open(mode: Any, tensor: torch.Tensor, tokens: int, number: int) -> Any:
+    """Return `tensor` without contents, each size of `tokens` left open."""
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
-    sizes = [DimDynamic.DYNAMIC if at == dimension else DimDynamic.STATIC for at in range(tensor.dim())]
+    sizes = [DimDynamic.DUCK if size == tokens else DimDynamic.STATIC for size in tensor.shape]
     context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
-    return mode.from_tensor(tensor, source=ConstantSource(f"open{tensor.dim()}"), symbolic_context=context)
+    return mode.from_tensor(tensor.detach(), source=ConstantSource(f"given{number}"), symbolic_context=context)
+
+
+def kind(layer: torch.nn.Module) -> tuple[Any, ...]:
+    """Return what two layers that become the same graph have in common: classes, settings, shapes of their tensors."""
+    plain = (bool, int, float, str, type(None))
+    settings = [
+        (name, type(module).__qualname__, key, value)
+        for name, module in layer.named_modules()
+        for key, value in sorted(vars(module).items())
+        if isinstance(value, plain) and key != "layer_idx"
+    ]
+    shapes = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in own_tensors(layer).items()]
+    return (*settings, *shapes)

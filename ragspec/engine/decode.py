@@ -30,6 +30,7 @@ from ragspec.models.generation import Processors
 from ragspec.models.stopping import ends_with_stop, trim
 from ragspec.records import Failure, Generation, Request, Tokenizer
 from ragspec.speculation.cost import StepCost
+from ragspec.speculation.guard import Guard
 
 CHUNK = 512  # tokens of a step while prompts are computed; more is no faster on a CPU, and delays the other rows
 LOOKAHEAD = 4096  # requests read ahead to find shared prefixes
@@ -40,7 +41,7 @@ class EngineSettings:
     """How an engine runs.
 
     room: memory for keys and values. cost: learns from every step, where drafts are as long as pays. chunk, lookahead:
-    as above. processors: those of a request's logits; None where nothing changes them.
+    as above. processors: those of a request's logits; None where nothing changes them. guard: judges the drafts.
     """
 
     room: Room = field(default_factory=Room)
@@ -48,6 +49,7 @@ class EngineSettings:
     chunk: int = CHUNK
     lookahead: int = LOOKAHEAD
     processors: Callable[[Request], Processors | None] | None = None
+    guard: Guard | None = None
 
 
 class Engine:
@@ -73,7 +75,7 @@ class Engine:
         self._eos = eos
         self._settings = settings or EngineSettings()
         self._sharing = Sharing(model.frequencies.agree)
-        self._drafting = Drafting(proposer, model.frequencies.restart, self.notes)
+        self._drafting = Drafting(proposer, model.frequencies.restart, self.notes, self._settings.guard)
 
     def run(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield one outcome per request, as they finish. Only a forward is tried again: any other error is raised."""
@@ -164,7 +166,7 @@ class Engine:
         cache = self._model.cache
         slots = max(item.slots for item in work)
         if slots > cache.slots:
-            slots = self._settings.room.ahead(slots, len(admission.places), admission.coming())
+            slots = self._settings.room.ahead(slots, len(admission.places), *admission.coming())
             if not slots:
                 return False
             cache.reserve(slots)
@@ -215,9 +217,11 @@ class Engine:
         finished: list[Row] = []
         try:
             tokens = sum(self._extend(item, token_ids, finished) for item, token_ids in written)
-            seconds = timer.count([item for item, _ in written], tokens, self.clock, self._settings.cost)
+            work = [item for item, _ in written]
+            seconds = timer.count(work, tokens, self.clock, self._settings.cost)
             if seconds is not None:
-                self._proposer.observe(tokens, seconds)
+                drafted = sum(len(item.draft.token_ids) for item in work)
+                self._drafting.observe(len(work), drafted, tokens, seconds)
         finally:  # what is finished is handed on, whatever became of the others
             for row in finished:
                 admission.release(row)

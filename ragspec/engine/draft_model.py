@@ -80,8 +80,7 @@ class DraftModel(NoDrafts):
         self._computed = (self._computed + [0] * rows)[:rows]
 
     def forget(self) -> None:
-        self._computed = [0] * len(self._computed)
-        self._drafts = {}
+        self.resize(len(self._computed))  # its cache may have grown by half
 
     # -- drafting -------------------------------------------------------------------------------------------------
 

@@ -10,14 +10,19 @@ from ragspec.engine.retreat import FORWARD, told
 from ragspec.engine.room import PATIENCE
 from ragspec.engine.row import Row
 from ragspec.speculation.drafters.base import Draft
+from ragspec.speculation.guard import Guard
 
 MOST_DOUBLINGS = 6  # of the pause after a failure
 
 
 class Drafting:
-    """One run's drafts. restart: the length at which a row is computed anew (Frequencies.restart), None for never."""
+    """One run's drafts. restart: the length at which a row is computed anew (Frequencies.restart), None for never.
 
-    def __init__(self, proposer: Proposer, restart: int | None, notes: Notes) -> None:
+    guard: judges whether they pay; None where they are asked for whatever they cost.
+    """
+
+    def __init__(self, proposer: Proposer, restart: int | None, notes: Notes, guard: Guard | None = None) -> None:
+        self._guard = guard
         self._proposer = proposer
         self._restart = restart
         self._notes = notes
@@ -28,6 +33,8 @@ class Drafting:
         """Return a draft per row. besides: tokens of the step that are not these rows'."""
         if not rows or self._pause:
             self._pause = max(0, self._pause - 1)
+            return [Draft()] * len(rows)
+        if self._guard is not None and not self._guard.allows(len(rows), mixed=besides > 0):
             return [Draft()] * len(rows)
         try:
             drafts = self._proposer.propose(rows, besides)
@@ -42,3 +49,9 @@ class Drafting:
         # a text that outgrows this length is computed anew, so no step may cross it
         lengths = [self._restart - len(row.tokens) if row.base <= self._restart else LONGEST for row in rows]
         return [draft.cut(max(0, length)) for draft, length in zip(drafts, lengths, strict=True)]
+
+    def observe(self, rows: int, drafted: int, tokens: int, seconds: float) -> None:
+        """A step of decoding alone verified `drafted` tokens on `rows` rows and wrote `tokens` in `seconds`."""
+        self._proposer.observe(tokens, seconds)
+        if self._guard is not None:
+            self._guard.observe(rows, drafted, tokens, seconds)

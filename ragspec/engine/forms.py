@@ -6,10 +6,14 @@ when a model has loaded. Limit: float32.
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from hashlib import blake2b
 from itertools import pairwise
 from typing import Protocol
 
@@ -17,6 +21,8 @@ import torch
 from torch.nn.functional import linear
 
 from ragspec.engine.native.library import Kernels
+from ragspec.host.machine import cpu_features
+from ragspec.models.resolve import cache_dir
 
 POINTS = (1, 4, 16, 64, 256)  # tokens at which forms are timed
 FEW = 64  # tokens up to which a step decodes; more are a prompt's
@@ -97,10 +103,36 @@ def makers(kernels: Kernels | None) -> dict[str, Callable[[torch.Tensor], Form]]
     return forms
 
 
+def measured(weights: Sequence[torch.Tensor], kernels: Kernels | None) -> Seconds:
+    """Return what measure() says of all forms, once and for all: processes that are compared should compute alike.
+
+    It is kept in the user's cache, if that can be written; without the file there it is measured anew.
+    """
+    forms = makers(kernels)
+    shapes = sorted({tuple(weight.shape) for weight in weights})
+    depends = [list(forms), shapes, POINTS, STREAMED, torch.get_num_threads(), torch.__version__, cpu_features()]
+    name = f"{blake2b(repr(depends).encode(), digest_size=12).hexdigest()}.json"
+    try:
+        known = json.loads((cache_dir() / "forms" / name).read_text(encoding="utf-8"))
+        return {(n, k): each for n, k, each in known}
+    except (OSError, RuntimeError, ValueError):  # there is no such file, or no such folder
+        seconds = measure(weights, forms)
+    with suppress(OSError, RuntimeError):
+        folder = cache_dir() / "forms"
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = folder / f".{name}.{os.getpid()}"
+        draft.write_text(json.dumps([(n, k, each) for (n, k), each in seconds.items()]), encoding="utf-8")
+        draft.replace(folder / name)
+    return seconds
+
+
 @torch.inference_mode()
 def measure(weights: Iterable[torch.Tensor], forms: Makers) -> Seconds:
-    """Return what a layer of each shape takes in each form, in seconds, at each of POINTS."""
-    some = _sample(list(weights), STREAMED)
+    """Return what a layer of each shape takes in each form, in seconds, at each of POINTS.
+
+    Shapes so large that a copy for a trial would need much memory are left out.
+    """
+    some = _sample([weight for weight in weights if weight.nbytes <= STREAMED], STREAMED)
     seconds: Seconds = defaultdict(lambda: {name: [float("inf")] * len(POINTS) for name in forms})
     for name, make in forms.items():
         made = [(weight.shape, make(weight)) for weight in some]
@@ -142,15 +174,14 @@ def _sample(weights: Sequence[torch.Tensor], most: int) -> list[torch.Tensor]:
 def best(seconds: Mapping[str, Sequence[float]], several: bool) -> tuple[str, ...]:
     """Return the form for 0, 1, 2, ... tokens; its last one is for all beyond. several: more than one may be kept.
 
-    Where only one may be, it is the one that decodes fastest.
+    Where only one may be, it is the one that loses least, all points taken together.
     """
+    timed = [at for at in range(len(POINTS)) if min(each[at] for each in seconds.values()) < float("inf")]
+    least = {at: min(each[at] for each in seconds.values()) for at in timed}
     if not several:
-        few = len([tokens for tokens in POINTS if tokens <= FEW])
-        return (min(seconds, key=lambda name: sum(seconds[name][:few])),)
-    at_points: list[str] = []
-    for at in range(len(POINTS)):
-        timed = {name: each[at] for name, each in seconds.items() if each[at] < float("inf")}
-        at_points.append(min(timed, key=lambda name: timed[name]) if timed else at_points[-1])
+        return (min(seconds, key=lambda name: sum(seconds[name][at] / least[at] for at in timed)),)
+    fastest = {at: min(seconds, key=lambda name: seconds[name][at]) for at in timed}
+    at_points = [fastest[min(at, timed[-1])] for at in range(len(POINTS))]
     # between two points, that of the nearer one: nearer by their ratio, so up to their geometric mean
     edges = [int((one * two) ** 0.5) for one, two in pairwise(POINTS)]
     return tuple(at_points[bisect_left(edges, tokens)] for tokens in range(edges[-1] + 2))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -16,14 +16,12 @@ from ragspec.engine.native.library import Kernels
 from ragspec.engine.pieces import Together
 
 
-class Compiled(Protocol):
-    """A forward that computes what the model's own computes."""
+class Switch(Protocol):
+    """Something about a model that can be on or off (compiled.py)."""
 
-    def takes(self, tokens: int, wanted: int) -> bool:
-        """Return whether it can compute a forward of these sizes."""
+    def on(self) -> None: ...
 
-    def __call__(self, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """Return what Model.compute returns for the same tensors."""
+    def off(self) -> None: ...
 
 
 class Model:
@@ -36,7 +34,8 @@ class Model:
         self.cache = RaggedCache(rows)
         self._own_attention = inner.config._attn_implementation
         self.kernels = kernels
-        self.compiled: Compiled | None = None  # runs in place of `inner`, where it can
+        self.compiled: Switch | None = None  # while compiled layers run
+        self.least = 1  # tokens of a forward
         self._wanted: torch.Tensor | None = None  # of the running forward
         self._hooks: list[Any] = []
         inner.set_attn_implementation(NAME)
@@ -45,6 +44,8 @@ class Model:
 
     def release(self) -> None:
         """Leave the model as it was."""
+        if self.compiled is not None:
+            self.compiled.off()
         self.inner.set_attn_implementation(self._own_attention)
         self.frequencies.release()
         for hook in self._hooks:
@@ -54,23 +55,33 @@ class Model:
     @contextmanager
     def as_it_was(self) -> Iterator[Any]:
         """Lend the model with its own attention, for forwards of transformers' own."""
+        compiled = self.compiled
+        if compiled is not None:
+            compiled.off()
         self.inner.set_attn_implementation(self._own_attention)
         self.frequencies.forget()
         try:
             yield self.inner
         finally:
+            if compiled is not None:
+                compiled.on()
             self.inner.set_attn_implementation(NAME)
             self.frequencies.forget()
 
+    @property
+    def layers(self) -> list[torch.nn.Module]:
+        """The decoder layers, in order; none where the model does not keep them in a list of its depth."""
+        depth = self.inner.config.get_text_config().num_hidden_layers
+        found = [list(each) for each in self.inner.modules() if isinstance(each, torch.nn.ModuleList)]
+        deep = [layers for layers in found if layers and len(layers) == depth]
+        return next((layers for layers in deep if hasattr(layers[-1], "mlp")), deep[0] if deep else [])
+
     def _spare_last_layer(self) -> None:
         """Let the last layer's MLP compute only tokens whose logits are wanted: nothing reads the others."""
-        depth = self.inner.config.get_text_config().num_hidden_layers
-        for module in self.inner.modules():
-            if isinstance(module, torch.nn.ModuleList) and len(module) == depth:
-                mlp = getattr(module[-1], "mlp", None)
-                if isinstance(mlp, torch.nn.Module):
-                    self._hooks.append(mlp.register_forward_pre_hook(self._narrow))
-                    self._hooks.append(mlp.register_forward_hook(self._widen))
+        mlp = getattr(self.layers[-1], "mlp", None) if self.layers else None
+        if isinstance(mlp, torch.nn.Module):
+            self._hooks.append(mlp.register_forward_pre_hook(self._narrow))
+            self._hooks.append(mlp.register_forward_hook(self._widen))
 
     def _narrow(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return inputs if self._wanted is None else (inputs[0][:, self._wanted], *inputs[1:])
@@ -100,38 +111,20 @@ class Model:
         together: rows that hold the same first tokens.
         """
         self.cache.reserve(max(segment.start + segment.count for segment in segments))
-        layout = Layout(segments, self.cache.slots, self.device, together, self.kernels)
+        padding = max(0, self.least - len(token_ids))
+        layout = Layout(segments, self.cache.slots, self.device, together, self.kernels, padding)
         indices = torch.tensor(wanted, dtype=torch.long, device=self.device)
-        ids = torch.tensor([token_ids], device=self.device)
-        with self.cache.forward(layout):
-            if self.compiled is not None and self.compiled.takes(len(token_ids), len(wanted)):
-                return self.compiled(ids, layout.positions[None], indices)
-            all_wanted = len(wanted) == len(token_ids)
-            return self.compute(ids, layout.positions[None], indices, self.inner, narrow=not all_wanted)
-
-    def compute(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        wanted: torch.Tensor,
-        call: Callable[..., Any],
-        narrow: bool = True,
-    ) -> torch.Tensor:
-        """Return the logits, (W, vocab) in float32, that `call`, the model or a stand-in, computes in one forward.
-
-        ids, positions: (1, T). wanted: (W,), indices of tokens. narrow: not all are wanted, so some work may be spared.
-        """
-        self._tokens = ids.shape[1]
-        if narrow:
-            self._wanted = wanted if wanted.shape[0] else wanted.new_zeros(1)  # len() would fix the size in a graph
+        self._tokens = len(token_ids) + padding
+        self._wanted = None if len(wanted) == self._tokens else indices if wanted else indices.new_zeros(1)
         try:
-            output = call(
-                input_ids=ids,
-                position_ids=positions,
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=wanted,
-            )
+            with self.cache.forward(layout):
+                output = self.inner(
+                    input_ids=torch.tensor([[*token_ids, *[token_ids[0]] * padding]], device=self.device),
+                    position_ids=layout.positions[None],
+                    past_key_values=self.cache,
+                    use_cache=True,
+                    logits_to_keep=indices,
+                )
         finally:
             self._wanted = None
         logits: torch.Tensor = output.logits[0].float()

@@ -80,6 +80,7 @@ class Layout:
     """The packed order of one forward. slots: capacity of a row. Shapes: T is the number of tokens of all segments.
 
     together: rows that hold the same first tokens. kernels: what attention may be computed with; None: with torch.
+    padding: tokens at the end that are computed and belong to no row.
     """
 
     def __init__(
@@ -89,8 +90,10 @@ class Layout:
         device: torch.device,
         together: Sequence[Together] = (),
         kernels: Kernels | None = None,
+        padding: int = 0,
     ) -> None:
         self.kernels = kernels
+        self.padding = padding
         self._together = together
         self.segments = segments
         self.device = device
@@ -105,7 +108,7 @@ class Layout:
             base = segment.row * slots + segment.start
             writes.extend(range(base, base + segment.count))
         self.tokens = len(positions)
-        self.positions = torch.tensor(positions, device=device)  # (T,)
+        self.positions = torch.tensor(positions + positions[:1] * padding, device=device)  # (T + padding,)
         self.writes = torch.tensor(writes, device=device)  # (T,) row x slots + slot
 
     @cached_property

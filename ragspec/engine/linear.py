@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
 
-from ragspec.engine.forms import Form, Shape, best, makers, measure
+from ragspec.engine.forms import Form, Shape, best, makers, measured
 from ragspec.engine.native.library import Kernels
 from ragspec.engine.operators import CAPTURING
 from ragspec.host.machine import free_bytes
@@ -77,7 +78,7 @@ def pack_linears(model: torch.nn.Module, kernels: Kernels | None = None) -> list
         (module, name, child, f"{path}.{name}")
         for path, module in model.named_modules()
         for name, child in module.named_children()
-        if type(child) is torch.nn.Linear  # a subclass may compute something else
+        if type(child) is torch.nn.Linear and can_pack(child)  # a subclass may compute something else
     ]
     makes = makers(kernels)
     if len(makes) == 1:
@@ -99,7 +100,12 @@ def pack_linears(model: torch.nn.Module, kernels: Kernels | None = None) -> list
 def _choices(linears: Sequence[torch.nn.Linear], kernels: Kernels | None) -> dict[Shape, tuple[str, ...]]:
     """Return which form serves how many tokens, for each shape."""
     weights = [linear.weight.detach() for linear in linears]
-    seconds = measure(weights, makers(kernels))
+    seconds = measured(weights, kernels)
+    if not seconds:
+        return {(linear.out_features, linear.in_features): ("torch",) for linear in linears}
+    largest = max(seconds, key=prod)
+    for weight in weights:  # what is too large to be tried is like the largest that was
+        seconds.setdefault((weight.shape[0], weight.shape[1]), seconds[largest])
     several = {shape: best(found, several=True) for shape, found in seconds.items()}
     further = sum((len(set(several[w.shape[0], w.shape[1]])) - 1) * w.nbytes for w in weights)
     if further <= SHARE * free_bytes():

@@ -1,8 +1,7 @@
-"""What a captured graph (capture.py) calls as one operator each: attention over the cache, and packed linear layers.
+"""What a captured layer (capture.py) calls as one operator each: attention over the cache, and packed linear layers.
 
-An operator takes tensors and numbers only. What else a call needs is in the Parts of the model, by number: those of the
-forward under way at run time, those that are being gathered during a capture.
-Limit: shapes are those of one packed forward, (1, T, ...).
+An operator takes tensors and numbers only. What else a call needs is in the Parts of the layer, by number: those that
+are being gathered during a capture, those of the layer under way at run time.
 """
 
 from __future__ import annotations
@@ -16,35 +15,27 @@ from typing import Any
 import torch
 
 CAPTURING: ContextVar[Parts | None] = ContextVar("CAPTURING", default=None)  # the parts that a capture gathers
-RUNNING: ContextVar[Parts] = ContextVar("RUNNING")  # those of the graph that runs
+RUNNING: ContextVar[Parts] = ContextVar("RUNNING")  # those of the layer that runs
 
-Attend = Callable[..., torch.Tensor]  # of queries, keys, values and sinks: (1, T, heads, head_dim)
+Attend = Callable[..., torch.Tensor]  # of queries, keys, values, sinks and the mask's rule: (1, T, heads, head_dim)
 
 
 @dataclass(slots=True)
 class Parts:
-    """What the operators of one graph stand for, by number."""
+    """What the operators of one layer stand for, by number. mask: that of the layer's present call."""
 
     attends: list[Attend] = field(default_factory=list)
     linears: list[torch.nn.Module] = field(default_factory=list)
+    mask: Any = None
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Let the calls of a forward leave their parts here, and operators in the graph."""
+        """Let the calls of a layer leave their parts here, and operators in the graph."""
         token = CAPTURING.set(self)
         try:
             yield
         finally:
             CAPTURING.reset(token)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Let operators find their parts here."""
-        token = RUNNING.set(self)
-        try:
-            yield
-        finally:
-            RUNNING.reset(token)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any, do: Attend) -> Any:
         """Put a call of `do` into the graph that is captured."""
@@ -61,7 +52,8 @@ class Parts:
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, number: int
 ) -> torch.Tensor:
-    return RUNNING.get().attends[number](query, key, value, sinks)
+    parts = RUNNING.get()
+    return parts.attends[number](query, key, value, sinks, parts.mask)
 
 
 def _attend_shape(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-AHEAD = 1.5  # times the slots needed that a cache may grow to at once
+AHEAD = 1.5  # times the slots needed for sure that a cache may grow to at once
 PATIENCE = 16  # steps without a failure before more is tried; doubled whenever such a try fails
 
 
@@ -31,16 +31,17 @@ class Room:
             return 1 << 62
         return self.budget // (max(1, rows) * self.bytes_per_token)
 
-    def ahead(self, slots: int, rows: int, coming: int) -> int:
+    def ahead(self, slots: int, rows: int, prompt: int, coming: int) -> int:
         """Return how many slots to reserve for each of `rows` rows where `slots` are needed, 0 where they do not fit.
 
-        Growing a cache copies it, so it grows for the rows that come next too, which need up to `coming`: by half at
-        most, and not for a row that is alone, which must not fail for what others need.
+        Growing a cache copies it, so it grows at once for the rows that come next too: their longest prompt has
+        `prompt` tokens, and with its answer a row may need up to `coming`, though few do. Not for a row that is alone,
+        which must not fail for what others need.
         """
         most = self.slots(rows)
         if slots > most:
             return 0
-        return slots if rows == 1 else max(slots, min(int(AHEAD * slots), coming, most))
+        return slots if rows == 1 else max(slots, min(int(AHEAD * max(slots, prompt)), coming, most))
 
     def why(self, slots: int) -> str:
         """Return why a record of `slots` tokens is refused."""

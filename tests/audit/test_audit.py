@@ -171,8 +171,8 @@ attention.attend = lambda module, query, *args, **kwargs: attend(module, query *
     "another base of the rotary positions": """
 import ragspec.engine.forward as forward
 class Model(forward.Model):
-    def __init__(self, inner, rows):
-        super().__init__(inner, rows)
+    def __init__(self, inner, *more):
+        super().__init__(inner, *more)
         inner.model.rotary_emb.inv_freq *= 0.97
 forward.Model = Model
 """,

@@ -169,8 +169,13 @@ def test_a_verifier_that_believes_everything_is_caught(loaded, tiny, plain, monk
 
 
 def test_a_mask_that_shows_a_rejected_draft_is_caught(loaded, tiny, plain, monkeypatch):
-    right = layout.sight
-    monkeypatch.setattr(layout, "sight", lambda queries, *rest: right(queries + 1, *rest))
+    masks, pieces = layout.sight, layout.cut
+
+    def too_much(queries, *rest):
+        return pieces({row: [(token, seen + 1) for token, seen in who] for row, who in queries.items()}, *rest)
+
+    monkeypatch.setattr(layout, "sight", lambda queries, *rest: masks(queries + 1, *rest))
+    monkeypatch.setattr(layout, "cut", too_much)
     assert ids(answers(loaded, tiny, ByRow(Fixed(ragged(plain, loaded, tiny)), 7, None))) != plain
 
 

@@ -29,6 +29,7 @@ SMALL = {
 }
 FAMILIES = {
     "llama": ("Llama", SMALL),
+    "llama-heads-of-16": ("Llama", {**SMALL, "head_dim": 16, "num_hidden_layers": 4}),
     "llama-bias": ("Llama", {**SMALL, "attention_bias": True, "mlp_bias": True}),
     "qwen2": ("Qwen2", SMALL),
     "qwen3": ("Qwen3", {**SMALL, "head_dim": 8}),

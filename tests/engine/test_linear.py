@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from ragspec.engine import backend, linear
+from ragspec.engine import backend, forms, linear
 from ragspec.engine.forms import POINTS, OneDnn, best, makers, measure
 from ragspec.engine.linear import PackedLinear, pack_linears, unpack_linears
 from ragspec.engine.native.library import Unbuilt, build
@@ -60,14 +60,47 @@ def test_every_form_computes_what_the_plain_one_does(tokens, form, inputs, outpu
     assert torch.equal(layer.unpacked().weight, plain.weight)
 
 
+@pytest.mark.skipif("native" not in FORMS, reason="no C++ compiler")
+@pytest.mark.parametrize("x", [torch.ones(1, 3, 40, dtype=torch.float64), torch.ones(1, 3, 41)])
+def test_the_kernel_refuses_what_it_would_misread(x):
+    layer = packed(torch.nn.Linear(40, 24), "native")
+    with pytest.raises(RuntimeError, match="where the kernel takes float32 of 40"):
+        layer(x)
+
+
 def test_the_fastest_form_is_chosen_for_each_number_of_tokens():
-    seconds = {"torch": [5, 5, 5, 1, 1], "native": [1, 1, 1, 5, 9]}
+    seconds = {"torch": [5, 5, 5, 1, 1], "native": [1, 1, 1, 5, 10]}
     choice = best(seconds, several=True)
     assert (choice[1], choice[16], choice[31], choice[33], choice[-1]) == (
         *("native", "native", "native"),
         *("torch", "torch"),
     )
+    assert best(seconds, several=False) == ("torch",), "17 times the best, the other 18"
+    seconds = {"torch": [5, 5, 5, 1, float("inf")], "native": [1, 1, 1, 5, float("inf")]}
     assert best(seconds, several=False) == ("native",)
+    assert best(seconds, several=True)[-1] == "torch", "nothing was timed with so many: as with the most that were"
+
+
+def test_what_was_measured_is_kept_for_the_processes_that_follow(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAGSPEC_CACHE", str(tmp_path))
+    weights = [torch.randn(32, 16), torch.randn(40, 9000)]
+    first = forms.measured(weights, kernels())
+    monkeypatch.setattr(forms, "measure", lambda *given: pytest.fail("it is known"))
+    assert forms.measured(weights, kernels()) == first
+    monkeypatch.setattr(forms, "measure", lambda *given: {(1, 1): {"torch": [1.0]}})
+    assert forms.measured(weights[:1], kernels()) == {(1, 1): {"torch": [1.0]}}
+    (tmp_path / "no").write_text("a file")
+    monkeypatch.setenv("RAGSPEC_CACHE", str(tmp_path / "no"))
+    assert forms.measured(weights, kernels()) == {(1, 1): {"torch": [1.0]}}
+
+
+def test_a_weight_too_large_to_try_has_the_form_of_the_largest_that_was(monkeypatch):
+    layers = [torch.nn.Linear(16, 32, bias=False), torch.nn.Linear(64, 128, bias=False)]
+    monkeypatch.setattr(forms, "STREAMED", layers[0].weight.nbytes)
+    choices = linear._choices(layers, kernels())
+    assert choices[128, 64] == choices[32, 16]
+    monkeypatch.setattr(forms, "STREAMED", 0)
+    assert linear._choices(layers, kernels())[128, 64] == ("torch",)
 
 
 def test_forms_are_timed_for_every_shape_and_size():

@@ -10,19 +10,19 @@ from ragspec.engine.sampling import Noise
 from ragspec.engine.sharing import LEAST, Sharing
 from ragspec.records import Request, Sampling
 
-HEAD = 16
+HEADS = (8, 16, 24, 64, 80)
 
 
-@pytest.fixture(scope="module")
-def kernels():
+@pytest.fixture(scope="module", params=HEADS)
+def kernels(request):
     try:
-        return build(HEAD)
+        return build(request.param)
     except Unbuilt as reason:
         pytest.skip(str(reason))
 
 
 def expected(query, keys, values, segments, scale):
-    """Return the textbook's attention, token by token: (T, heads, HEAD)."""
+    """Return the textbook's attention, token by token: (T, heads, head)."""
     groups = query.shape[0] // keys.shape[0]
     out = []
     for row, start, count in segments:
@@ -50,7 +50,7 @@ def expected(query, keys, values, segments, scale):
 def test_pieces_compute_what_the_textbook_says(kernels, groups, threads, segments):
     torch.manual_seed(0)
     kv_heads, rows, slots = 2, 4, 1400
-    keys, values = torch.randn(2, kv_heads, rows, slots, HEAD)
+    keys, values = torch.randn(2, kv_heads, rows, slots, kernels.head)
     shared = Together(segments[0][0], {row: min(64 + 10 * row, start) for row, start, _ in segments[1:]})
     for row, tokens in shared.tokens.items():
         keys[:, row, :tokens] = keys[:, shared.leader, :tokens]
@@ -58,12 +58,12 @@ def test_pieces_compute_what_the_textbook_says(kernels, groups, threads, segment
     if len(segments) > 1 and segments[0][1] < max(shared.tokens.values()):
         shared = Together(segments[0][0], {})  # the leader must hold what it lends
     tokens = sum(count for _, _, count in segments)
-    query = torch.randn(tokens, kv_heads * groups, HEAD).transpose(0, 1)
+    query = torch.randn(tokens, kv_heads * groups, kernels.head).transpose(0, 1)
     queries, at = {}, 0
     for row, start, count in segments:
         queries[row] = [(at + i, start + i + 1) for i in range(count)]
         at += count
-    out = torch.full((tokens + 1, kv_heads * groups, HEAD), 7.0)
+    out = torch.full((tokens + 1, kv_heads * groups, kernels.head), 7.0)
     for together in ([], [shared] if shared.tokens else []):
         work = cut(queries, together, tokens, threads)
         kernels.attend(query, keys, values, 0.2, work, out)
@@ -73,9 +73,9 @@ def test_pieces_compute_what_the_textbook_says(kernels, groups, threads, segment
 
 def test_large_scores_neither_overflow_nor_vanish(kernels):
     torch.manual_seed(0)
-    keys, values = torch.randn(2, 1, 1, 200, HEAD) * 30
-    query = torch.randn(1, 1, HEAD) * 30
-    out = torch.empty(1, 1, HEAD)
+    keys, values = torch.randn(2, 1, 1, 200, kernels.head) * 30
+    query = torch.randn(1, 1, kernels.head) * 30
+    out = torch.empty(1, 1, kernels.head)
     kernels.attend(query, keys, values, 1.0, cut({0: [(0, 200)]}, [], 1, 2), out)
     assert torch.allclose(out, expected(query, keys, values, [(0, 199, 1)], 1.0), atol=1e-4)
 

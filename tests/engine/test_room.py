@@ -29,18 +29,19 @@ def test_rows_and_slots_share_the_budget():
 
 
 @pytest.mark.parametrize(
-    ("slots", "rows", "coming", "expected"),
+    ("slots", "rows", "prompt", "coming", "expected"),
     [
-        (110, 4, 310, int(AHEAD * 110)),
-        (110, 4, 120, 120),  # no more than anybody will need
-        (110, 4, 0, 110),
-        (110, 1, 310, 110),  # a row alone asks for its own need
-        (240, 4, 310, 250),  # all that there is
-        (251, 4, 310, 0),
+        (110, 4, 90, 310, int(AHEAD * 110)),
+        (110, 4, 150, 310, int(AHEAD * 150)),
+        (110, 4, 90, 120, 120),  # no more than anybody will need
+        (110, 4, 0, 0, 110),
+        (110, 1, 90, 310, 110),  # a row alone asks for its own need
+        (240, 4, 200, 310, 250),  # all that there is
+        (251, 4, 200, 310, 0),
     ],
 )
-def test_a_cache_grows_for_those_who_come_next_too(slots, rows, coming, expected):
-    assert Room(bytes_per_token=1, budget=1000).ahead(slots, rows, coming) == expected
+def test_a_cache_grows_for_those_who_come_next_too(slots, rows, prompt, coming, expected):
+    assert Room(bytes_per_token=1, budget=1000).ahead(slots, rows, prompt, coming) == expected
 
 
 def test_failures_halve_and_calm_brings_back():

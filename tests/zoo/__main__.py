@@ -17,6 +17,8 @@ def main() -> int:
         for name, future in coming.items():
             outcomes[name] = future.result()
             print(f"{len(outcomes)}/{len(ENTRIES)} {name}: {outcomes[name]}", file=sys.stderr)
+    captured = sum(outcome.captured for outcome in outcomes.values())
+    print(f"{captured} of them can be compiled, and answer the same", file=sys.stderr)
     text = page(outcomes)
     if "--check" in sys.argv[1:]:
         same = PATH.read_text(encoding="utf-8") == text

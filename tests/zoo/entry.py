@@ -20,10 +20,12 @@ class Entry:
 class Outcome:
     """Who answers, why not the engine, and how that differs from stock generate(): a fault, or "".
 
-    ties: records that part from stock generate() where it finds two tokens equally likely.
+    ties: records that part from stock generate() where it finds two tokens equally likely. captured: whether its layers
+    answer as graphs too.
     """
 
     by: Literal["engine", "stock"]
     why: str = ""
     fault: str = ""
     ties: int = 0
+    captured: bool = False

@@ -18,12 +18,15 @@ import torch
 from transformers import GenerationConfig
 
 from ragspec.config.load import build_config
-from ragspec.engine import backend
+from ragspec.engine import backend, sharing
+from ragspec.engine.compiled import CompiledLayers
 from ragspec.engine.decode import Engine, EngineSettings
 from ragspec.engine.proposers import ByRow, NoDrafts, Proposer
+from ragspec.engine.selfcheck import differs
 from ragspec.models.generation import GenerationRules
 from ragspec.models.mending import mend
 from ragspec.models.resolve import ModelSource
+from ragspec.models.rounding import tolerance
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Failure, Generation, Request, Sampling
 from ragspec.runners.huggingface import runner as huggingface
@@ -38,6 +41,7 @@ LENGTHS = (90, 9, 57, 75, 23)  # just below each limit of the configs (10, 24, 6
 SHARED = 64  # tokens that the two longest have in common
 ALONE = LENGTHS[:2]  # what one row answers: a short record over the slots of a long one
 PLAIN_IDS = range(1, 390)  # the others are a config's end, padding or image
+sharing.LEAST = 4  # tokens; the prompts are short
 NO_END = 100_000  # an id that no model writes
 ROUNDINGS = 64  # of float32, relative to the largest score, within which two are equal
 
@@ -118,16 +122,29 @@ def judge(entry: Entry) -> Outcome:
     except Exception as error:
         return Outcome("engine", fault=f"the self-check fails: {type(error).__name__}: {error}")
     ties = 0
-    for rows, chunk, proposer, lengths in (
-        (3, 8, ByRow(ContextDrafter(), 4, None), LENGTHS),
-        (3, 32, ByRow(Fixed(_ragged(right)), 7, None), LENGTHS),
-        (1, 512, NoDrafts(), ALONE),
-    ):
-        fault, more = _compare(right, engine_answers(model, rows, chunk, proposer, lengths))
-        ties += more
-        if fault:
-            return Outcome("engine", fault=fault, ties=ties)
-    return Outcome("engine", ties=ties)
+    for captured in (False, True):
+        if captured and not _capture(model):
+            return Outcome("engine", ties=ties)
+        for rows, chunk, proposer, lengths in (
+            (3, 8, ByRow(ContextDrafter(), 4, None), LENGTHS),
+            (3, 32, ByRow(Fixed(_ragged(right)), 7, None), LENGTHS),
+            (1, 512, NoDrafts(), ALONE),
+        ):
+            fault, more = _compare(right, engine_answers(model, rows, chunk, proposer, lengths))
+            ties += more
+            if fault:
+                return Outcome("engine", fault=fault + " (captured)" * captured, ties=ties)
+    return Outcome("engine", ties=ties, captured=captured)
+
+
+def _capture(model: Any) -> bool:
+    """Let the layers that can be captured run as the graphs that inductor would be given, where the model allows it."""
+    try:
+        layers = CompiledLayers(model, lambda graph: graph.module)
+        layers.on()
+        return not differs(model, tolerance(model.inner.dtype))
+    except Exception:  # as in speedup.compile_layers: it then runs uncompiled
+        return False
 
 
 @torch.inference_mode()

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <limits>
 
-#ifndef RAGSPEC_HEAD  // the size of a head: a multiple of 16
+#ifndef RAGSPEC_HEAD  // the size of a head: a multiple of 8
 #define RAGSPEC_HEAD 64
 #endif
 
@@ -59,7 +59,7 @@ void blocks(int tokens, const float* x, int64_t width, const float* w, const flo
 
 // -- attention -------------------------------------------------------------------------------------------------------
 
-constexpr int LANES = 16;
+constexpr int LANES = RAGSPEC_HEAD % 16 ? 8 : 16;
 constexpr int LONGEST = 512;  // slots of a piece of work: their scores stay in the cache
 constexpr int QUERIES = RAGSPEC_HEAD <= 64 ? 4 : 2;  // queries whose results fit into the registers
 
@@ -99,8 +99,9 @@ inline float sum_of(Lanes x) {
     return sum;
 }
 
-// The sums of 16 vectors, as one vector: neighbours are folded into each other until one is left.
+// The sums of LANES vectors, as one vector: they are folded into each other until one is left.
 inline Lanes sums_of(Lanes* x) {
+#if RAGSPEC_HEAD % 16 == 0
     for (int i = 0; i < 8; i++)
         x[i] = __builtin_shufflevector(x[i], x[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
                __builtin_shufflevector(x[i], x[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
@@ -112,6 +113,16 @@ inline Lanes sums_of(Lanes* x) {
                __builtin_shufflevector(x[i], x[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
     return __builtin_shufflevector(x[0], x[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
            __builtin_shufflevector(x[0], x[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+#else
+    for (int i = 0; i < 4; i++)
+        x[i] = __builtin_shufflevector(x[i], x[i + 4], 0, 1, 2, 3, 8, 9, 10, 11) +
+               __builtin_shufflevector(x[i], x[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    for (int i = 0; i < 2; i++)
+        x[i] = __builtin_shufflevector(x[i], x[i + 2], 0, 1, 8, 9, 4, 5, 12, 13) +
+               __builtin_shufflevector(x[i], x[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    return __builtin_shufflevector(x[0], x[1], 0, 8, 2, 10, 4, 12, 6, 14) +
+           __builtin_shufflevector(x[0], x[1], 1, 9, 3, 11, 5, 13, 7, 15);
+#endif
 }
 
 // Turn the scores of `count` slots, of which the first `sees` are seen, into weights; return the largest score, and put

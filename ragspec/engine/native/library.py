@@ -2,7 +2,7 @@
 
     >>> kernels = build(head=64); kernels.linear(x, kernels.pack(weight), n, bias)
 
-Limit: CPUs, float32, heads of a multiple of 16. Linked against the OpenMP that torch has loaded: a second one would
+Limit: CPUs, float32, heads of a multiple of 8. Linked against the OpenMP that torch has loaded: a second one would
 fight it for the cores.
 """
 
@@ -79,9 +79,11 @@ class Kernels:
         return packed.transpose(1, 2).flatten(0, 1)[:n].contiguous()
 
     def linear(self, x: torch.Tensor, packed: torch.Tensor, n: int, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return (..., n) for x of (..., k)."""
+        """Return (..., n) for x of (..., k). Raises RuntimeError, as torch does, for what does not fit."""
+        k = packed.shape[1]
+        if x.dtype != torch.float32 or x.shape[-1] != k:
+            raise RuntimeError(f"{x.dtype} of {x.shape[-1]} features, where the kernel takes float32 of {k}")
         x = x.contiguous()
-        k = x.shape[-1]
         y = x.new_empty(*x.shape[:-1], n)
         first = None if bias is None else bias.data_ptr()
         tokens, threads = x.numel() // k, torch.get_num_threads()
@@ -126,31 +128,34 @@ class Kernels:
 @cache
 def build(head: int) -> Kernels:
     """Return the kernels for heads of size `head`, built unless they are in the cache. Raises Unbuilt."""
-    head = head if head % 16 == 0 and head <= WIDEST_HEAD else 16  # linear layers do not care
-    compiler = _compiler()
+    head = head if head % 8 == 0 and 0 < head <= WIDEST_HEAD else 8  # linear layers do not care
+    compiler = find_compiler()
     flags = [*FLAGS, f"-DRAGSPEC_HEAD={head}"]
     if "clang" not in compiler[1] and platform.machine() in ("x86_64", "AMD64"):
         flags.append(WIDE)
     source = SOURCE.read_bytes()
     what = "\0".join([*flags, compiler[1], platform.machine(), cpu_features()]).encode()
     name = f"{blake2b(source + what, digest_size=12).hexdigest()}.so"
-    folder = cache_dir() / "native"
     try:
+        folder = cache_dir() / "native"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not (folder / name).exists():
             with tempfile.TemporaryDirectory(dir=folder) as draft:
                 os.replace(_compile(compiler[0], flags, Path(draft) / name), folder / name)
         return Kernels(folder / name, head)
-    except OSError:  # no such folder may be written, or nothing there may be loaded as code: not kept then
-        with tempfile.TemporaryDirectory() as draft:
-            try:
+    except (OSError, RuntimeError):  # no folder to write to, or nothing there may be loaded as code: not kept then
+        try:
+            with tempfile.TemporaryDirectory() as draft:
                 return Kernels(_compile(compiler[0], flags, Path(draft) / name), head)
-            except OSError as error:
-                raise Unbuilt(f"the built library cannot be loaded ({flat(error, 120)})") from error
+        except OSError as error:
+            raise Unbuilt(f"the built library cannot be loaded ({flat(error, 120)})") from error
 
 
-def _compiler() -> tuple[str, str]:
-    """Return the C++ compiler, GNU's by choice (its OpenMP is the one torch comes with), and its version."""
+def find_compiler() -> tuple[str, str]:
+    """Return the C++ compiler, GNU's by choice (its OpenMP is the one torch comes with), and its version.
+
+    Raises Unbuilt.
+    """
     for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
         path = shutil.which(name) if name else None
         if path:

@@ -21,6 +21,10 @@ class Args(RunnerArgs):
     `transformers` asks for `generate()`."""
     lookahead: Annotated[int, Field(ge=1)] = 4096
     """Records read ahead, to bring those that share a prefix together."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile code for this machine, with its C++ compiler: kernels for decoding on CPUs (seconds, once), and the
+    model's layers, through torch's inductor (half a minute, once; seconds later). `auto` compiles layers where the
+    input is long enough to earn it, and keeps them where they measure faster. `off`: neither."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto` is float32 on a CPU and the model's own elsewhere."""
     device: str = "auto"
@@ -44,4 +48,4 @@ class Args(RunnerArgs):
     `generate()`."""
 
     def neutral_keys(self) -> set[str]:
-        return {"batch_size", "lookahead"}
+        return {"batch_size", "lookahead", "compile"}

@@ -201,6 +201,7 @@ class Runner:
                 rows=None if asked == "auto" else asked,
                 lookahead=self._args.lookahead,
                 rules=rules,
+                compile=self._args.compile,
             )
         except Refused as reason:
             if self._needs_engine():
@@ -272,10 +273,10 @@ class Runner:
             extra=revealed(extra),
         )
 
-    def warm_up(self) -> None:
+    def warm_up(self, records: int | None = None) -> None:
         """Run once what the first record would otherwise pay for."""
         assert self._backend is not None
-        self._backend.warm_up()
+        self._backend.warm_up(None if records is None else records * self._sampling.max_new_tokens)
 
     # -- answering ------------------------------------------------------------------------------------------------
 

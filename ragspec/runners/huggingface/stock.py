@@ -114,7 +114,7 @@ class StockBackend:
         for name, value in self._spec.knobs.items():
             setattr(knobs, name, value)
 
-    def warm_up(self) -> None:
+    def warm_up(self, tokens: int | None = None) -> None:
         """Generate a few tokens, so that the first record does not pay for lazy initialisation."""
         ids = self._tokenizer.encode("one two three one two three", special_tokens=True)
         sampling = Sampling(max_new_tokens=4, temperature=0.0 if self._greedy_by_default else 1.0)

@@ -20,6 +20,7 @@ from ragspec.speculation.citations import Copies
 from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.drafters.calibration import judged
 from ragspec.speculation.fitted_cost import FittedCost
+from ragspec.speculation.guard import Guard
 from ragspec.speculation.methods import PLAIN, VLLM, DrafterSettings, drafters_on
 from ragspec.speculation.plugins import failures
 from ragspec.speculation.trial import Trial
@@ -42,6 +43,8 @@ class Proposer:
         self._drafters = drafters_on(VLLM, method, DrafterSettings(**self._settings["drafting"]))
         self.trial = Trial([PLAIN, *self._drafters] if method == "auto" else [method])
         self.cost = FittedCost()
+        guarded = method != "auto" and self._settings["num_tokens"] is None
+        self.guard = Guard() if guarded else None
         self.drafting_s = 0.0
         self._expected: dict[bytes, list[Sequence[tuple[int, int]]]] = {}  # passages, by the prompt's tokens
         self._rows = Rows(self._open)
@@ -78,6 +81,8 @@ class Proposer:
         about: dict[str, Any] = {"drafting_s": round(self.drafting_s, 3)}
         if self._settings["method"] == "auto":
             about |= self.trial.about()
+        if self.guard is not None:
+            about["guard"] = self.guard.about()
         return about | judged(self._drafters.get(self.trial.chosen or "context"))
 
     # -- what vLLM asks -------------------------------------------------------------------------------------------
@@ -97,7 +102,12 @@ class Proposer:
             seconds = started - self._since
             self.cost.observe(*self._asked, seconds)
             self.trial.observe(written, seconds + self._spent)
-        drafts = self.trial.ask(lambda name: self._choose(name, rows), lambda name: self._guess(name, rows))
+            if self.guard is not None:
+                tokens, before = self._asked
+                self.guard.observe(before, tokens - before, written, seconds + self._spent)
+        drafts: dict[int, Draft] = {}
+        if self.guard is None or not rows or self.guard.allows(len(rows), mixed=bool(prompts)):
+            drafts = self.trial.ask(lambda name: self._choose(name, rows), lambda name: self._guess(name, rows))
         proposed: list[list[int]] = [[] for _ in sampled_token_ids]
         for slot, draft in drafts.items():
             rows[slot].draft = draft

@@ -244,7 +244,7 @@ class Runner:
         with redirect_stdout(sys.stderr):
             cleanup_dist_env_and_memory()
 
-    def warm_up(self) -> None:
+    def warm_up(self, records: int | None = None) -> None:
         """Answer a few tokens, so that the first record does not pay for lazy initialisation."""
         ids = self.tokenizer.encode("one two three one two three one two", special_tokens=True)
         for _ in self._answer([Request(-1, "warm-up", ids, Sampling(max_new_tokens=8))]):

@@ -1,0 +1,147 @@
+"""Whether a model's layers are compiled: where the work ahead earns it, and only if they measure faster."""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from ragspec.engine.capture import NotCaptured
+from ragspec.engine.compiled import CompiledLayers, inductor
+from ragspec.engine.forward import Model
+from ragspec.engine.layout import Segment
+from ragspec.engine.selfcheck import differs, token_ids
+from ragspec.errors import flat
+from ragspec.models.resolve import cache_dir, context_length
+from ragspec.models.rounding import tolerance
+
+log = logging.getLogger(__name__)
+Wish = Literal["auto", "on", "off"]
+SECONDS = 40.0  # that compiling takes, until it is known for this machine
+GAIN = 0.05  # of the time of a step, expected
+PASSES = 7
+ROWS, REACH = 8, 64  # rows of the steps that are compared, and tokens that each sees
+LENGTHS = (65, 512)  # tokens of forwards that are compared, compiled and not
+FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def compile_layers(model: Model, rows: int, tokens: int | None, wish: Wish, notes: list[str]) -> None:
+    """Let the model run compiled layers if they are worth it. tokens: that will be written, None if nobody knows.
+
+    What the user should know goes to `notes`. The cache holds nothing of use afterwards.
+    """
+    rows = min(rows, ROWS)
+    layers: list[CompiledLayers] = []
+    try:
+        if wish == "on" or (wish == "auto" and _earned(model, rows, tokens)):
+            notes.append(f"compile: {_compile(model, rows, wish == 'on', layers, notes)}")
+            return
+    except NotCaptured as reason:
+        why = str(reason)
+    except Exception as error:  # compilers and the model's code raise what they like; the layers run uncompiled then
+        log.debug("the layers do not compile", exc_info=error)
+        why = f"does not compile ({type(error).__name__}: {flat(error, 160)})"
+    else:
+        return
+    for each in layers:
+        each.off()
+    notes.append(f"compile: the model's layers run uncompiled: it {why}")
+
+
+def _compile(model: Model, rows: int, wished: bool, made: list[CompiledLayers], notes: list[str]) -> str:
+    """Compile, and return what became of it. made: the layers go there as soon as they exist. Raises NotCaptured."""
+    folder = _folder(notes)
+    started = time.perf_counter()
+    layers = CompiledLayers(model, inductor)
+    made.append(layers)
+    layers.on()
+    if why := differs(model, tolerance(model.inner.dtype)) or _differs_at_length(model, layers):
+        raise NotCaptured(why)
+    seconds = time.perf_counter() - started
+    with suppress(OSError):
+        (folder / "seconds").write_text(f"{seconds:.1f}")
+    ratio = _ratio(model, rows, layers)
+    if wished or ratio < 1:
+        layers.on()
+    outcome = "kept" if wished or ratio < 1 else "not kept"
+    return f"compiled layers take {ratio:.2f} of the time of a step: {outcome} ({seconds:.0f} s to compile)"
+
+
+def _differs_at_length(model: Model, layers: CompiledLayers) -> str:
+    """Return how the compiled layers differ in forwards far larger than the self-check's."""
+    for tokens in [each for each in LENGTHS if each <= _longest(model)]:
+        ids = token_ids(model.inner, tokens)
+        found = []
+        for switch in (layers.off, layers.on):
+            switch()
+            model.resize(1)
+            found.append(model.logits([Segment(0, 0, tokens, alone=True)], ids, range(tokens - 8, tokens)))
+        error = float((found[0] - found[1]).abs().max() / found[0].abs().max().clamp_min(1e-6))
+        if not error <= tolerance(model.inner.dtype):
+            return f"computes different logits for {tokens} tokens when compiled (off by {error:.1e} of the largest)"
+    return ""
+
+
+def _earned(model: Model, rows: int, tokens: int | None) -> bool:
+    """Return whether what compiling is expected to gain is more than what it takes."""
+    if tokens is None:
+        return False
+    try:
+        seconds = float((cache_dir() / "inductor" / "seconds").read_text())
+    except (OSError, ValueError):
+        seconds = SECONDS
+    return GAIN * _step(model, rows) * tokens / rows > seconds
+
+
+def _folder(notes: list[str]) -> Path:
+    """Return where inductor keeps what it compiled; the user's choice wins."""
+    folder = cache_dir() / "inductor"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    if writable:
+        os.environ.setdefault(FOLDER, str(folder))
+    else:
+        notes.append(f"compile: {folder} cannot be written: what is compiled is not kept there")
+    return folder
+
+
+def _step(model: Model, rows: int) -> float:
+    """Return the seconds of a step in which `rows` rows decode, roughly."""
+    return min(_steps(model, rows, 1))
+
+
+def _ratio(model: Model, rows: int, layers: CompiledLayers) -> float:
+    """Return what a step takes with compiled layers, as a share of what it takes without; measured in turn."""
+    ratios = []
+    for _ in range(PASSES):
+        layers.off()
+        without = min(_steps(model, rows, 2))
+        layers.on()
+        ratios.append(min(_steps(model, rows, 2)) / without)
+    layers.off()
+    return statistics.median(ratios)
+
+
+def _longest(model: Model) -> int:
+    """Return how many tokens a text may have."""
+    return context_length(model.inner.config) or LENGTHS[-1]
+
+
+def _steps(model: Model, rows: int, times: int) -> Sequence[float]:
+    if model.cache.rows < rows:
+        model.resize(rows)
+    segments = [Segment(row, min(REACH, _longest(model) - 1), 1) for row in range(rows)]
+    taken = []
+    for _ in range(times):
+        started = time.perf_counter()
+        model.logits(segments, [1] * rows, range(rows)).argmax(-1).tolist()
+        taken.append(time.perf_counter() - started)
+    return taken

@@ -1,0 +1,73 @@
+"""The kernels' library: built once, kept, and done without where it cannot be built."""
+
+import shutil
+
+import pytest
+import torch
+
+from ragspec.engine import backend
+from ragspec.engine.native import library
+from ragspec.engine.native.library import Unbuilt, build
+from tests.engine.test_linear import llama
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path, monkeypatch):
+    """A cache of its own, and nothing remembered."""
+    monkeypatch.setenv("RAGSPEC_CACHE", str(tmp_path / "cache"))
+    build.cache_clear()
+    yield tmp_path / "cache"
+    build.cache_clear()
+
+
+def compiler(path, text):
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_library_is_built_once_and_kept(fresh, monkeypatch):
+    build(32)
+    (kept,) = (fresh / "native").iterdir()
+    assert kept.suffix == ".so"
+    build.cache_clear()
+    monkeypatch.setattr(library, "_compile", lambda *given: pytest.fail("it is there already"))
+    assert build(32).head == 32
+
+
+def test_heads_have_libraries_of_their_own(fresh):
+    assert (build(32).head, build(64).head, build(20).head) == (32, 64, 8)
+    assert len(list((fresh / "native").iterdir())) == 3
+
+
+def test_no_compiler_is_a_note_and_torch_computes(monkeypatch):
+    monkeypatch.setattr(library.shutil, "which", lambda name: None)
+    notes = []
+    model = backend.prepare(llama(), notes)
+    assert model.kernels is None
+    assert notes == ["kernels: torch's own are used, which are slower, because there is no C++ compiler (g++)"]
+
+
+def test_a_compiler_that_fails_is_named(tmp_path, monkeypatch):
+    failing = compiler(
+        tmp_path / "broken++", 'test "$1" = --version && echo broken 1.0 && exit 0; echo "no luck" >&2; exit 1'
+    )
+    monkeypatch.setenv("CXX", failing)
+    with pytest.raises(Unbuilt, match=r"broken\+\+ failed: no luck"):
+        build(32)
+
+
+def test_a_compiler_that_writes_nonsense_is_no_harm(tmp_path, monkeypatch):
+    text = 'test "$1" = --version && exit 0; for last; do :; done; echo nonsense > "$last"'
+    monkeypatch.setenv("CXX", compiler(tmp_path / "odd++", text))
+    with pytest.raises(Unbuilt, match="cannot be loaded"):
+        build(32)
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(fresh):
+    fresh.write_text("a file")
+    kernels = build(32)
+    weight, x = torch.randn(40, 24), torch.randn(3, 24)
+    assert torch.allclose(kernels.linear(x, kernels.pack(weight), 40, None), x @ weight.T, atol=1e-5)

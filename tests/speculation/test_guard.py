@@ -1,0 +1,111 @@
+"""Never slower than off: what a guard decides, on simulated steps."""
+
+import random
+
+import pytest
+
+from ragspec.speculation.guard import EVERY, Guard
+
+
+def simulate(seed, gain, steps, rows=8, noise=0.15, drafts=1.0):
+    """Return tokens per second with a guard, over those of plain decoding. gain: of a step that drafts, on average."""
+    rng, guard = random.Random(seed), Guard()
+    tokens = seconds = 0.0
+    for _ in range(steps):
+        drafted = guard.allows(rows) and rng.random() < drafts
+        written = rows * (1 + rng.choice([0, 0, 1, 2])) if drafted else rows
+        mean = rows * 1.75 / rows / gain if drafted else 1.0
+        took = mean * rng.lognormvariate(0, noise)
+        guard.observe(rows, 3 * drafted * rows, written, took)
+        tokens += written
+        seconds += took
+    return tokens / seconds / rows, guard
+
+
+@pytest.mark.parametrize("gain", [0.5, 0.8, 0.9])
+def test_drafts_that_lose_cost_little(gain):
+    ratios = sorted(simulate(seed, gain, 1500)[0] for seed in range(20))
+    assert ratios[10] > max(0.965, gain)
+    assert ratios[1] > 0.94
+    _, guard = simulate(1, gain, 1500)
+    assert guard.about()["pauses"] >= 2
+
+
+@pytest.mark.parametrize(("gain", "paused"), [(1.1, 0.1), (1.5, 0.01), (2.5, 0.0)])
+def test_drafts_that_win_are_left_alone(gain, paused):
+    runs = [simulate(seed, gain, 1500) for seed in range(20)]
+    ratios = sorted(ratio for ratio, _ in runs)
+    assert ratios[10] > 0.97 * gain
+    assert sum(guard.about()["paused_steps"] for _, guard in runs) <= paused * 20 * 1500
+
+
+def test_drafts_neither_here_nor_there_do_no_harm():
+    ratios = sorted(simulate(seed, 1.0, 1000)[0] for seed in range(20))
+    assert 0.97 < ratios[10] < 1.02
+
+
+def test_plain_steps_are_asked_for_only_where_there_are_none():
+    _, often = simulate(3, 1.2, 800, drafts=1.0)
+    _, seldom = simulate(3, 1.2, 800, drafts=0.5)
+    assert seldom.about()["plain_steps"] == 2, "the very first ones"
+    assert 2 <= often.about()["plain_steps"] <= 800 / EVERY + 1
+
+
+def test_another_number_of_rows_is_not_compared():
+    guard = known(16, 1.0)
+    assert guard.allows(16)
+    assert guard.allows(14)
+    assert not guard.allows(8), "nobody knows what eight rows take"
+    assert guard.allows(8, mixed=True), "nothing is learnt from such a step"
+
+
+def known(rows, seconds):
+    guard = Guard()
+    for _ in range(2):
+        guard.observe(rows, 0, rows, seconds)
+    return guard
+
+
+def test_a_first_plain_step_that_was_interrupted_is_forgotten():
+    guard = Guard()
+    for seconds in (30.0, 1.0):
+        assert not guard.allows(4)
+        guard.observe(4, 0, 4, seconds)
+    while guard.allows(4):  # a loss, if a step takes one second; a great gain, if it takes thirty
+        guard.observe(4, 8, 6, 2.0)
+    assert guard.about()["pauses"] == 1
+
+
+def test_a_large_loss_is_not_taken_for_an_interruption():
+    guard = known(4, 1.0)
+    for _ in range(100):
+        drafted = guard.allows(4)
+        guard.observe(4, 40 * drafted, 14 if drafted else 4, 4.3 if drafted else 1.0)
+    assert guard.about()["pauses"] >= 1
+
+
+def test_the_step_that_catches_up_after_a_pause_is_not_judged_and_winning_ends_long_pauses():
+    guard = known(4, 1.0)
+    lost = won = 0
+    for _ in range(3000):
+        drafted = guard.allows(4)
+        pauses = guard.about()["pauses"]
+        if drafted and pauses < 2:
+            lost += 1
+            guard.observe(4, 8, 4, 1.5)
+        elif drafted:
+            won += 1
+            guard.observe(4, 8, 8, 9.0 if won == 1 else 1.2)
+        else:
+            guard.observe(4, 0, 4, 1.0)
+    assert guard.about()["pauses"] == 2
+    assert lost < 15
+    assert won > 2000
+
+
+def test_one_step_that_was_interrupted_pauses_nothing():
+    guard = Guard()
+    for at in range(200):
+        drafted = guard.allows(4)
+        guard.observe(4, 8 * drafted, 8 if drafted else 4, 50.0 if at == 100 else 1.3 if drafted else 1.0)
+    assert guard.about()["pauses"] == 0
