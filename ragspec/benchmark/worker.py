@@ -22,7 +22,7 @@ from ragspec.benchmark.results import Details, Pass, StepCost, parse
 from ragspec.config.load import build_config
 from ragspec.config.run import RunConfig
 from ragspec.errors import RagspecError
-from ragspec.inputs.base import open_source
+from ragspec.inputs.base import count_of, open_source
 from ragspec.outputs.journal import Journal
 from ragspec.run.local import LocalPass
 from ragspec.run.session import Session, prepare
@@ -68,8 +68,7 @@ def _answer(config: RunConfig, task: Task, source: IO[bytes], say: Say) -> None:
 def _records(config: RunConfig, limit: int | None) -> int | None:
     """Return how many records a pass answers."""
     with open_source(config.input or "") as rows:
-        count = rows.count()
-    return count if limit is None or count is None else min(count, limit)
+        return count_of(rows, limit)
 
 
 def _run_pass(session: Session, output: Path, limit: int | None) -> Pass:

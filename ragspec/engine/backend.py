@@ -18,7 +18,7 @@ from ragspec.engine.heap import keep_freed_memory
 from ragspec.engine.layout import Segment
 from ragspec.engine.linear import can_pack, pack_linears, unpack_linears
 from ragspec.engine.masks import Unsupported
-from ragspec.engine.native.library import Kernels, Unbuilt, build
+from ragspec.engine.native.kernels import Kernels, Unbuilt, build
 from ragspec.engine.notes import Notes
 from ragspec.engine.obstacle import keeps_state, obstacle
 from ragspec.engine.probe import probe

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch.nn.functional import linear
 
-from ragspec.engine.native.library import Kernels
+from ragspec.engine.native.kernels import Kernels
 from ragspec.host.machine import cpu_features
 from ragspec.models.resolve import cache_dir
 

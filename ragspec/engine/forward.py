@@ -12,7 +12,7 @@ from ragspec.engine.attention import NAME, register
 from ragspec.engine.cache import RaggedCache
 from ragspec.engine.frequencies import Frequencies
 from ragspec.engine.layout import Layout, Segment
-from ragspec.engine.native.library import Kernels
+from ragspec.engine.native.kernels import Kernels
 from ragspec.engine.pieces import Together
 
 
@@ -78,7 +78,7 @@ class Model:
 
     def _spare_last_layer(self) -> None:
         """Let the last layer's MLP compute only tokens whose logits are wanted: nothing reads the others."""
-        mlp = getattr(self.layers[-1], "mlp", None) if self.layers else None
+        mlp = next((getattr(layer, "mlp", None) for layer in self.layers[-1:]), None)
         if isinstance(mlp, torch.nn.Module):
             self._hooks.append(mlp.register_forward_pre_hook(self._narrow))
             self._hooks.append(mlp.register_forward_hook(self._widen))

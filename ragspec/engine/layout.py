@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 
 from ragspec.engine.masks import Rule, Sight, sight
-from ragspec.engine.native.library import Kernels
+from ragspec.engine.native.kernels import Kernels
 from ragspec.engine.pieces import Pieces, Together, cut
 
 # torch's CPU kernel computes masked scores too, so a prompt attends in pieces, each only to what it may see

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ragspec.engine.forms import Form, Shape, best, makers, measured
-from ragspec.engine.native.library import Kernels
+from ragspec.engine.native.kernels import Kernels
 from ragspec.engine.operators import CAPTURING
 from ragspec.host.machine import free_bytes
 

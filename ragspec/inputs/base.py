@@ -44,6 +44,12 @@ class Source(AbstractContextManager["Source"], Protocol):
         """Return how messages name row `number`."""
 
 
+def count_of(source: Source, limit: int | None) -> int | None:
+    """Return how many of the first `limit` rows there are; None if that is not known beforehand."""
+    count = source.count()
+    return count if limit is None or count is None else min(count, limit)
+
+
 def open_source(name: str) -> Source:
     """Return the source that `name` (a path, or - for stdin) means. Raises ConfigError."""
     from ragspec.inputs.jsonl import JsonlSource

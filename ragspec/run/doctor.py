@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ragspec import __version__
 from ragspec.config.run import RunConfig
 from ragspec.config.sections import RetrievalConfig
-from ragspec.engine.native.library import Unbuilt, find_compiler
+from ragspec.engine.native.kernels import Unbuilt, find_compiler
 from ragspec.errors import RagspecError
 from ragspec.host.machine import free_bytes, free_gpu_bytes, machine
 from ragspec.models.draft import DRAFT_KEY, DRAFT_TRUST_KEY, width_of

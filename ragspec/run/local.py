@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from ragspec.config.run import to_sampling
 from ragspec.config.sections import SamplingConfig
 from ragspec.errors import RecordError
-from ragspec.inputs.base import Row, Source
+from ragspec.inputs.base import Row, Source, count_of
 from ragspec.inputs.feed import Feed, Sieve
 from ragspec.inputs.keyset import KeySet
 from ragspec.inputs.record import line_id, parse_record, record_id
@@ -59,9 +59,7 @@ class LocalPass:
         self._report = report
         self._keep_details = keep_details
         self._stage = Stage(session.retriever, self._unfinished) if session.retriever else None
-        self._total = source.count()
-        if self._total is not None and limit is not None:
-            self._total = min(self._total, limit)
+        self._total = count_of(source, limit)
         self._veil = config.veil()
         self._default_sampling = to_sampling(config.sampling)
         self._flights: dict[int, Flight] = {}

@@ -9,7 +9,7 @@ import transformers
 from ragspec.engine import backend, forms, linear
 from ragspec.engine.forms import POINTS, OneDnn, best, makers, measure
 from ragspec.engine.linear import PackedLinear, pack_linears, unpack_linears
-from ragspec.engine.native.library import Unbuilt, build
+from ragspec.engine.native.kernels import Unbuilt, build
 
 
 def kernels():

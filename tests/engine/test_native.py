@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ragspec.engine import backend
-from ragspec.engine.native import library
-from ragspec.engine.native.library import Unbuilt, build
+from ragspec.engine.native import kernels as native
+from ragspec.engine.native.kernels import Unbuilt, build
 from tests.engine.test_linear import llama
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -33,7 +33,7 @@ def test_a_library_is_built_once_and_kept(fresh, monkeypatch):
     (kept,) = (fresh / "native").iterdir()
     assert kept.suffix == ".so"
     build.cache_clear()
-    monkeypatch.setattr(library, "_compile", lambda *given: pytest.fail("it is there already"))
+    monkeypatch.setattr(native, "_compile", lambda *given: pytest.fail("it is there already"))
     assert build(32).head == 32
 
 
@@ -43,7 +43,7 @@ def test_heads_have_libraries_of_their_own(fresh):
 
 
 def test_no_compiler_is_a_note_and_torch_computes(monkeypatch):
-    monkeypatch.setattr(library.shutil, "which", lambda name: None)
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
     notes = []
     model = backend.prepare(llama(), notes)
     assert model.kernels is None

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ragspec.engine.native.library import Unbuilt, build
+from ragspec.engine.native.kernels import Unbuilt, build
 from ragspec.engine.pieces import Together, cut
 from ragspec.engine.row import Row
 from ragspec.engine.sampling import Noise

@@ -87,11 +87,11 @@ def test_what_would_stop_the_run_is_an_error(tiny, tmp_path, config, message):
 
 
 def test_the_compiler_is_named_or_missed(monkeypatch):
-    from ragspec.engine.native import library
+    from ragspec.engine.native import kernels as native
     from ragspec.run.doctor import examine_machine
 
-    monkeypatch.setattr(library.shutil, "which", lambda name: None)
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
     assert any("there is no C++ compiler (g++), so torch's own" in finding.text for finding in examine_machine())
     monkeypatch.undo()
-    if library.shutil.which("g++"):
+    if native.shutil.which("g++"):
         assert any(finding.text.startswith("compiler: g++") for finding in examine_machine())

@@ -1,5 +1,5 @@
 // What a decode step spends its time on, for CPUs and float32: linear layers over few tokens, and attention of many
-// rows over their own pasts. Plain loops that a compiler turns into vector instructions; library.py builds and calls
+// rows over their own pasts. Plain loops that a compiler turns into vector instructions; kernels.py builds and calls
 // them. Weights and cache are read once, in order.
 
 #include <algorithm>
