@@ -102,32 +102,29 @@ def _attend_all(
     out[layout.tokens :] = 0
     if _is_for_kernels(layer, layout, query, scores, rule):
         _attend_in_pieces(layer, layout, query[0], scores, out)
-    else:
-        for run in layout.runs:
-            out[run.target] = _attend_together(layer, run, queries, scores, rule)
+        return out[None]
+    for run in layout.runs:
+        out[run.target] = _attend_together(layer, run, queries, scores, rule)
     for alone in layout.alone:
         out[alone.packed] = _attend_alone(layer, alone, queries, scores, rule)
     return out[None]
 
 
 def _is_for_kernels(layer: LayerCache, layout: Layout, query: torch.Tensor, scores: Scores, rule: Rule | None) -> bool:
-    """Return whether the kernels compute this layer's attention of decoding: plain scores, and nothing out of sight."""
+    """Return whether the kernels compute this layer's attention: plain scores, and nothing out of sight."""
     kernels = layout.kernels
     if kernels is None or not scores.plain or not query.shape[3] == layer.values.shape[3] == kernels.head:
         return False
     if not query.dtype == layer.keys.dtype == layer.values.dtype == torch.float32:
         return False
-    groups = query.shape[1] // layer.keys.shape[0]
-    return rule is None or all(run.sight(rule, groups, query.dtype).causal for run in layout.runs)
+    return layout.causal(rule)
 
 
 def _attend_in_pieces(
     layer: LayerCache, layout: Layout, query: torch.Tensor, scores: Scores, out: torch.Tensor
 ) -> None:
-    """Write the results of the rows that decode, by queries of (heads, T, head_dim), to `out`."""
+    """Write the results, by queries of (heads, T, head_dim), to `out`."""
     assert layout.kernels is not None
-    if not layout.pieces.count:
-        return
     query = query if query.stride(2) == 1 else query.contiguous()
     scaling = query.shape[2] ** -0.5 if scores.scaling is None else scores.scaling
     layout.kernels.attend(query, layer.keys, layer.values, scaling, layout.pieces, out)

@@ -205,7 +205,7 @@ class Engine:
         for item in work:
             token_ids += item.token_ids
             wanted += range(len(token_ids) - item.wanted, len(token_ids))
-        together = self._sharing.among([item.row for item in work if item.decodes]) if self._model.kernels else []
+        together = self._sharing.among([item.row for item in work]) if self._model.kernels else []
         return self._model.logits([item.segment for item in work], token_ids, wanted, together)
 
     # -- tokens ---------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from functools import cached_property
 
 import torch
 
-from ragspec.engine.masks import Rule, Sight, sight
+from ragspec.engine.masks import Rule, Sight, is_causal, sight
 from ragspec.engine.native.kernels import Kernels
 from ragspec.engine.pieces import Pieces, Together, cut
 
@@ -70,10 +70,17 @@ class Alone:
     def sight(self, rule: Rule | None, groups: int, dtype: torch.dtype, device: torch.device) -> Sight:
         """Return what the piece's queries see, its mask (1, 1, groups x count, slots)."""
         if (rule, groups) not in self.sights:
-            start, end = self.segment.start, self.segment.start + self.segment.count
-            queries = torch.arange(start, end, device=device)[None]
-            self.sights[rule, groups] = sight(queries, end, rule, groups, dtype)
+            self.sights[rule, groups] = sight(self.queries(device), self.end, rule, groups, dtype)
         return self.sights[rule, groups]
+
+    @property
+    def end(self) -> int:
+        """Slots that its last query sees."""
+        return self.segment.start + self.segment.count
+
+    def queries(self, device: torch.device) -> torch.Tensor:
+        """Return the position of each query, (1, count)."""
+        return torch.arange(self.segment.start, self.end, device=device)[None]
 
 
 class Layout:
@@ -94,6 +101,7 @@ class Layout:
     ) -> None:
         self.kernels = kernels
         self.padding = padding
+        self._causal: dict[Rule | None, bool] = {None: True}
         self._together = together
         self.segments = segments
         self.device = device
@@ -126,13 +134,20 @@ class Layout:
 
     @cached_property
     def pieces(self) -> Pieces:
-        """Segments of decode and verify, as the kernels compute them."""
+        """All segments, as the kernels compute them."""
         queries = {
             segment.row: [(at + i, segment.start + i + 1) for i in range(segment.count)]
             for segment, at in zip(self.segments, self.starts, strict=True)
-            if not segment.alone
         }
         return cut(queries, self._together, self.tokens, torch.get_num_threads())
+
+    def causal(self, rule: Rule | None) -> bool:
+        """Return whether the layout's queries see what the plain causal mask shows them."""
+        if rule is not None and rule not in self._causal:
+            seen = [(run.queries, run.reach) for run in self.runs]
+            seen += [(alone.queries(self.device), alone.end) for alone in self.alone]
+            self._causal[rule] = all(is_causal(queries, reach, rule) for queries, reach in seen)
+        return self._causal[rule]
 
     @cached_property
     def runs(self) -> list[Run]:

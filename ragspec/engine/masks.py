@@ -53,14 +53,25 @@ def rule_of(*, mask_function: Callable[..., torch.Tensor], attention_mask: Any =
     return None if mask_function is causal_mask_function else Rule(mask_function)
 
 
+def is_causal(queries: torch.Tensor, reach: int, rule: Rule) -> bool:
+    """Return whether queries at positions (rows, n) see of `reach` slots what the plain causal mask shows them."""
+    return bool(torch.equal(*_seen(queries, reach, rule)))
+
+
+def _seen(queries: torch.Tensor, reach: int, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the rule and what the plain causal mask shows: (rows, n, reach) each."""
+    slots, zero = torch.arange(reach, device=queries.device), torch.zeros((), dtype=torch.long, device=queries.device)
+    causal = slots <= queries[..., None]
+    return rule.function(zero, zero, queries[..., None], slots).expand_as(causal), causal
+
+
 def sight(queries: torch.Tensor, reach: int, rule: Rule | None, groups: int, dtype: torch.dtype) -> Sight:
     """Return what queries at positions (rows, n) see of `reach` slots; the mask is (rows, 1, groups x n, slots)."""
-    slots = torch.arange(reach, device=queries.device)
-    causal = slots <= queries[..., None]  # (rows, n, reach)
-    seen, first, plain = causal, 0, True
-    if rule is not None:
-        zero = torch.zeros((), dtype=torch.long, device=queries.device)
-        seen = rule.function(zero, zero, queries[..., None], slots).expand_as(causal)
+    first, plain = 0, rule is None
+    if rule is None:
+        seen = torch.arange(reach, device=queries.device) <= queries[..., None]  # (rows, n, reach)
+    else:
+        seen, causal = _seen(queries, reach, rule)
         plain = bool(torch.equal(seen, causal))
         if not plain:
             first = int(seen.flatten(0, 1).any(0).to(torch.int8).argmax())

@@ -1,4 +1,5 @@
-"""Attention of decoding, cut into pieces for the kernels (native/): each key is read once per forward.
+"""Attention cut into pieces for the kernels (native/): what no query sees is not computed, and what a row decodes with
+is read once.
 
 Rows that hold the same first tokens attend to them together: one of them is read for all. What a query makes of each
 piece is a part of its result, merged by the logarithm of the sum of its weights.
@@ -7,16 +8,19 @@ Sources: Dao et al., Flash-Decoding (2023); Juravsky et al., Hydragen (2024).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
-LONGEST = 512  # slots of a piece, as in kernels.cpp
+LONGEST = 512  # slots of a piece that few queries see, as in kernels.cpp
+DEEPEST = 2048  # slots of a tile: fewer parts to merge
 SHORTEST = 64  # slots that keep a core busy for longer than it takes to hand them over
+TILE = 32  # queries of a tile, a part of a prompt: they see nearly the same slots
 
 Query = tuple[int, int]  # packed index of a token, and how many slots it sees
+Span = tuple[int, int, int, list[Query]]  # row, first and last slot, and the queries for which they are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +48,17 @@ class Pieces:
 
 def cut(queries: Mapping[int, Sequence[Query]], together: Sequence[Together], tokens: int, threads: int) -> Pieces:
     """Return the pieces of a forward of `tokens` tokens. queries: of each row."""
-    spans = _spans(queries, together)
+    spans = [tile for span in _spans(queries, together) for tile in _tiles(*span)]
     length = sum(last - first for _, first, last, _ in spans) // (2 * threads)  # some pieces for each core
-    length = min(LONGEST, max(SHORTEST, -(-length // 16) * 16))
+    length = max(SHORTEST, -(-length // 16) * 16)
     pieces: list[tuple[int, int, int, int, int]] = []
     asked: list[Query] = []
     for row, first, last, who in spans:
-        for at in range(first, last, length):
+        step = min(length, LONGEST if len(who) < TILE else DEEPEST)
+        for at in range(first, last, step):
             begin = len(asked)
             asked += [query for query in who if query[1] > at]
-            pieces.append((row, at, min(last, at + length), begin, len(asked)))
+            pieces.append((row, at, min(last, at + step), begin, len(asked)))
     counts = [0] * tokens
     for token, _ in asked:
         counts[token] += 1
@@ -67,11 +72,16 @@ def cut(queries: Mapping[int, Sequence[Query]], together: Sequence[Together], to
     return Pieces(torch.tensor(pieces), torch.tensor(entries), parts, len(entries))
 
 
-def _spans(
-    queries: Mapping[int, Sequence[Query]], together: Sequence[Together]
-) -> list[tuple[int, int, int, list[Query]]]:
-    """Return what is read: row, first and last slot, and the queries for which it is."""
-    spans = []
+def _tiles(row: int, first: int, last: int, who: list[Query]) -> Iterator[Span]:
+    """Yield a span in parts of at most TILE queries, each as far as they see."""
+    for begin in range(0, len(who), TILE):
+        some = who[begin : begin + TILE]
+        yield row, first, min(last, max(seen for _, seen in some)), some
+
+
+def _spans(queries: Mapping[int, Sequence[Query]], together: Sequence[Together]) -> list[Span]:
+    """Return what is read."""
+    spans: list[Span] = []
     own = dict.fromkeys(queries, 0)  # the first slot that only the row itself reads
     for group in together:
         read = 0

@@ -1,4 +1,4 @@
-"""Attention of decoding in pieces: what the kernels compute, and which rows read their first tokens together."""
+"""Attention in pieces: what the kernels compute, and which rows read their first tokens together."""
 
 import pytest
 import torch
@@ -45,6 +45,8 @@ def expected(query, keys, values, segments, scale):
         [(0, 37, 1), (2, 5, 4)],
         [(1, 700, 3), (0, 1300, 1), (3, 15, 2)],
         [(0, 130, 2), (1, 120, 1), (2, 100, 5), (3, 500, 1)],
+        [(0, 0, 150), (1, 600, 70)],
+        [(0, 260, 40), (1, 200, 33), (2, 150, 1), (3, 90, 12)],
     ],
 )
 def test_pieces_compute_what_the_textbook_says(kernels, groups, threads, segments):
@@ -99,6 +101,12 @@ def test_rows_that_begin_alike_are_found_with_as_much_as_both_have_computed():
     found = Sharing(lambda *_: True).among(rows)
     assert [(group.leader, dict(group.tokens)) for group in found] == [(0, {1: 200, 2: 150}), (3, {4: 299})]
     assert Sharing(lambda *_: False).among(rows) == []
+
+
+def test_a_prompt_is_not_shown_what_it_does_not_see():
+    work = cut({0: [(at, 1000 + at + 1) for at in range(512)]}, [], 512, 2)
+    computed = sum(int((last - first) * (end - begin)) for _, first, last, begin, end in work.pieces)
+    assert computed <= 1.02 * sum(range(1001, 1513))
 
 
 def test_shared_slots_are_read_once():

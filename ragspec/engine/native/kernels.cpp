@@ -62,6 +62,7 @@ void blocks(int tokens, const float* x, int64_t width, const float* w, const flo
 constexpr int LANES = RAGSPEC_HEAD % 16 ? 8 : 16;
 constexpr int LONGEST = 512;  // slots of a piece of work: their scores stay in the cache
 constexpr int QUERIES = RAGSPEC_HEAD <= 64 ? 4 : 2;  // queries whose results fit into the registers
+constexpr int MANY = COLUMNS * 5 / 8;  // queries from which on side by side is faster, though columns stay empty
 
 typedef float Lanes __attribute__((vector_size(LANES * sizeof(float))));
 typedef int32_t Whole __attribute__((vector_size(LANES * sizeof(int32_t))));
@@ -200,12 +201,98 @@ void attend(const float* const* query, const int64_t* seen, const float* keys, c
     weighed<D, N>(weights, values + first * D, count, to);
 }
 
+// M rows of results, COLUMNS wide, += M rows of numbers times a panel of (depth, COLUMNS). Numbers are at x[m * ROW +
+// i * STEP].
+template <int M, int ROW, int STEP, bool ADD>
+void multiply(const float* x, const float* panel, int depth, float* y) {
+    constexpr int WIDE = COLUMNS / LANES;
+    Lanes sum[M][WIDE];
+    for (int m = 0; m < M; m++)
+        for (int j = 0; j < WIDE; j++) sum[m][j] = ADD ? load(y + m * COLUMNS + j * LANES) : Lanes{};
+    for (int i = 0; i < depth; i++) {
+        Lanes row[WIDE];
+        for (int j = 0; j < WIDE; j++) row[j] = load(panel + i * COLUMNS + j * LANES);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; m++) {
+            const float value = x[m * ROW + int64_t(i) * STEP];
+#pragma GCC unroll 4
+            for (int j = 0; j < WIDE; j++) sum[m][j] += value * row[j];
+        }
+    }
+    for (int m = 0; m < M; m++)
+        for (int j = 0; j < WIDE; j++) store(y + m * COLUMNS + j * LANES, sum[m][j]);
+}
+
+template <int ROW, int STEP, bool ADD>
+void multiply_all(int rows, const float* x, const float* panel, int depth, float* y) {
+    constexpr int AT_ONCE = TOKENS > 8 ? 8 : 4;  // divides the size of a head
+    int m = 0;
+    for (; m + AT_ONCE <= rows; m += AT_ONCE)
+        multiply<AT_ONCE, ROW, STEP, ADD>(x + int64_t(m) * ROW, panel, depth, y + m * COLUMNS);
+    for (; m < rows; m++) multiply<1, ROW, STEP, ADD>(x + int64_t(m) * ROW, panel, depth, y + m * COLUMNS);
+}
+
+// At most COLUMNS queries over the `count` slots from `first` on, their scores side by side, block by block. Results as
+// of attend().
+template <int D>
+void attend_many(const float* const* query, const int64_t* seen, int n, const float* keys, const float* values,
+                 int64_t first, int64_t count, float scale, float* const* to) {
+    constexpr int BLOCK = 128;  // slots whose scores, keys and values stay in the cache
+    constexpr int WIDE = COLUMNS / LANES;
+    const float none = -std::numeric_limits<float>::infinity();
+    alignas(64) float queries[D * COLUMNS], weights[BLOCK * COLUMNS], out[D * COLUMNS] = {};
+    Whole sees[WIDE];
+    Lanes top[WIDE], sum[WIDE];
+    for (int d = 0; d < D; d++)
+        for (int c = 0; c < COLUMNS; c++) queries[d * COLUMNS + c] = c < n ? query[c][d] * scale : 0;
+    for (int c = 0; c < COLUMNS; c++) sees[c / LANES][c % LANES] = int(seen[std::min(c, n - 1)] - first);
+    for (int j = 0; j < WIDE; j++) top[j] = Lanes{} + none, sum[j] = Lanes{};
+    const auto range = std::minmax_element(seen, seen + n);
+    const int64_t all = *range.first - first, some = std::min(count, *range.second - first);
+    keys += first * D, values += first * D;
+    for (int64_t begin = 0; begin < some; begin += BLOCK) {
+        const int slots = int(std::min<int64_t>(BLOCK, some - begin));
+        multiply_all<D, 1, false>(slots, keys + begin * D, queries, D, weights);
+        for (int j = 0; j < WIDE; j++) {
+            float* column = weights + j * LANES;
+            if (begin + slots > all)
+                for (int s = 0; s < slots; s++) {
+                    const Lanes here = load(column + s * COLUMNS);
+                    store(column + s * COLUMNS, sees[j] > int(begin) + s ? here : Lanes{} + none);
+                }
+            Lanes most = top[j], total = {};
+            for (int s = 0; s < slots; s++) {
+                const Lanes here = load(column + s * COLUMNS);
+                most = here > most ? here : most;
+            }
+            const Lanes base = most == none ? Lanes{} : most;  // where nothing is seen yet
+#pragma GCC unroll 4
+            for (int s = 0; s < slots; s++) {
+                const Lanes here = load(column + s * COLUMNS);
+                const Lanes weight = here == none ? Lanes{} : power(here - base);
+                store(column + s * COLUMNS, weight);
+                total += weight;
+            }
+            const Lanes share = power(top[j] - base);
+            sum[j] = sum[j] * share + total;
+            top[j] = most;
+            for (int d = 0; d < D; d++) store(out + d * COLUMNS + j * LANES, load(out + d * COLUMNS + j * LANES) * share);
+        }
+        multiply_all<1, D, true>(D, values + begin * D, weights, slots, out);
+    }
+    for (int c = 0; c < n; c++) {
+        to[c][0] = top[c / LANES][c % LANES];
+        to[c][1] = sum[c / LANES][c % LANES];
+        for (int d = 0; d < D; d++) to[c][2 + d] = out[d * COLUMNS + c];
+    }
+}
+
 struct Cache {
     float *keys, *values;  // (kv_heads, rows, slots, D)
     int64_t kv_heads, rows, slots;
 };
 
-// A piece of work: slots [first, last) of `row`, at most LONGEST, seen by queries [begin, end) of the list.
+// A piece of work: slots [first, last) of `row`, seen by queries [begin, end) of the list.
 struct Piece {
     int64_t row, first, last, begin, end;
 };
@@ -227,9 +314,12 @@ void attend_all(const float* query, int64_t token_stride, int64_t head_stride, c
             const Piece& piece = pieces[job / cache.kv_heads];
             const int64_t kv = job % cache.kv_heads, base = (kv * cache.rows + piece.row) * cache.slots * D;
             const int count = int(piece.last - piece.first);
-            const float* from[QUERIES];
-            int64_t seen[QUERIES];
-            float* to[QUERIES];
+            const float *keys = cache.keys + base, *values = cache.values + base;
+            const bool wide = (piece.end - piece.begin) * groups >= MANY || piece.last - piece.first > LONGEST;
+            const int most = wide ? COLUMNS : QUERIES;
+            const float* from[COLUMNS];
+            int64_t seen[COLUMNS];
+            float* to[COLUMNS];
             int n = 0;
             for (int64_t i = piece.begin * groups; i < piece.end * groups; i++) {
                 const Entry& entry = entries[i / groups];
@@ -237,12 +327,17 @@ void attend_all(const float* query, int64_t token_stride, int64_t head_stride, c
                 from[n] = query + entry.token * token_stride + head * head_stride;
                 seen[n] = entry.seen;
                 to[n] = scratch + (entry.part * heads + head) * (D + 2);
-                if (++n < QUERIES && i + 1 < piece.end * groups) continue;
-                const float *keys = cache.keys + base, *values = cache.values + base;
-                if (n == 4) attend<D, QUERIES>(from, seen, keys, values, piece.first, count, scale, to);
-                if (n == 3) attend<D, std::min(3, QUERIES)>(from, seen, keys, values, piece.first, count, scale, to);
-                if (n == 2) attend<D, 2>(from, seen, keys, values, piece.first, count, scale, to);
-                if (n == 1) attend<D, 1>(from, seen, keys, values, piece.first, count, scale, to);
+                if (++n < most && i + 1 < piece.end * groups) continue;
+                if (wide)
+                    attend_many<D>(from, seen, n, keys, values, piece.first, count, scale, to);
+                else if (n == 4)
+                    attend<D, QUERIES>(from, seen, keys, values, piece.first, count, scale, to);
+                else if (n == 3)
+                    attend<D, std::min(3, QUERIES)>(from, seen, keys, values, piece.first, count, scale, to);
+                else if (n == 2)
+                    attend<D, 2>(from, seen, keys, values, piece.first, count, scale, to);
+                else
+                    attend<D, 1>(from, seen, keys, values, piece.first, count, scale, to);
                 n = 0;
             }
         }
