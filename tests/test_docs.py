@@ -49,7 +49,7 @@ def test_the_schema_takes_the_sample_configs(path):
 @pytest.mark.parametrize(
     "config",
     [
-        {"model": "demo", "speculation": {"method": "suffix"}},  # vLLM has it, huggingface has not
+        {"model": "demo", "runner": "huggingface", "speculation": {"method": "suffix"}},
         {"model": "demo", "sampling": {"temprature": 1}},
         {"model": "demo", "runner_args": {"engine": "other"}},
         {"model": "demo", "runner": "other"},

@@ -54,15 +54,17 @@ def overrides(override: list[str] | None, max_new_tokens: int | None = None) -> 
 def load(
     config: str, override: list[str] | None, input: str | None, max_new_tokens: int | None = None
 ) -> tuple[RunConfig, Console]:
-    """Return the config and the console on stderr, with the config's notes printed there."""
+    """Return the config, a runner chosen, and the console on stderr, with the config's notes printed there."""
     from ragspec.cli.console import stderr
     from ragspec.cli.tables import print_notes
     from ragspec.config.load import load_config
+    from ragspec.run.choice import settle
 
     console = stderr()
     run_config, notes = load_config(config, overrides(override, max_new_tokens), input=input)
-    print_notes(console, notes)
-    return run_config, console
+    choice = settle(run_config)
+    print_notes(console, [*notes, *([choice.why] if choice.why else [])])
+    return choice.config, console
 
 
 @contextmanager

@@ -134,8 +134,9 @@ def _check(config: RunConfig) -> None:
                 "set prompt.source: query, or remove retrieval"
             )
     spec = config.speculation
-    runners.module(config.runner)
-    check_method(config.runner, spec.method)
+    for runner in config.runners():
+        runners.module(runner)
+        check_method(runner, spec.method)
     if config.model is None and config.runner != "fake":
         raise ConfigError('model: missing; give a hub id, a folder, a .gguf file or "demo"')
     _check_method(spec)

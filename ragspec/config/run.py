@@ -10,7 +10,10 @@ from ragspec.config.sections import PromptConfig, RetrievalConfig, SamplingConfi
 from ragspec.config.veil import Veil
 from ragspec.records import Sampling
 from ragspec.runners.base import RunnerArgs
+from ragspec.speculation.methods import AUTO, HF, VLLM, method_named
 
+CHOICES = (HF, VLLM)  # of runner: auto
+SAME_ARGS = {"batch_size", "lookahead", "revision", "trust_remote_code"}  # that mean the same to both
 SEARCH_KEYS = ("top_k", "mode", "candidates", "reranker_model", "order")
 
 
@@ -19,8 +22,10 @@ class RunConfig(Section):
 
     model: Address | None = None
     """Hub id, folder, `.gguf` file (converted once into the user's cache), or `demo`."""
-    runner: str = "huggingface"
-    """`huggingface`, `vllm`, or `fake` (no model: repeats the end of each prompt)."""
+    runner: str = AUTO
+    """`huggingface`, `vllm`, `fake` (no model: repeats the end of each prompt), or `auto`: vLLM where it is installed,
+    serves the model, and should be done first, loading included; else `huggingface`. With `auto`, `runner_args` are
+    those of `huggingface`, unless only vLLM has the method."""
     input: str | None = None
     """JSONL file (`.gz`, `.zst`), or `-` for stdin. A line has at most 256 MiB."""
     output: str = "-"
@@ -34,11 +39,25 @@ class RunConfig(Section):
     runner_args: Settings = {}
 
     def args(self) -> RunnerArgs:
-        """Return `runner_args` as the runner's own model. Raises ConfigError."""
+        """Return `runner_args` as the model of the runner, or of the first that may be chosen. Raises ConfigError."""
+        return self._args_of(self.runners()[0])
+
+    def runners(self) -> list[str]:
+        """Return the runner, or those that `auto` may choose: they have the method, and what `runner_args` asks for.
+
+        Raises ConfigError for a method that is not known.
+        """
+        if self.runner != AUTO:
+            return [self.runner]
+        able = [word for word in CHOICES if word in method_named(self.speculation.method).runners]
+        if HF in able and not self.runner_args.keys() <= SAME_ARGS:
+            return [HF]
+        return able
+
+    def _args_of(self, word: str) -> RunnerArgs:
         from ragspec import runners  # late: runners know the config
 
-        model = runners.module(self.runner).Args
-        return cast(RunnerArgs, validate(model, self.runner_args, "config", "runner_args"))
+        return cast(RunnerArgs, validate(runners.module(word).Args, self.runner_args, "config", "runner_args"))
 
     def as_given(self) -> dict[str, Any]:
         """Return the config as the user wrote it, secrets in the clear: for another process, never for a file."""

@@ -28,6 +28,13 @@ def machine() -> dict[str, Any]:
     }
 
 
+def has_gpu() -> bool:
+    """Return whether torch can compute on a GPU here."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def cpu_features() -> str:
     """Return what tells whether code built on one machine runs on another: the processor's instruction sets."""
     try:

@@ -17,6 +17,7 @@ from ragspec.models.draft import DRAFT_KEY, DRAFT_TRUST_KEY, width_of
 from ragspec.models.resolve import context_length, read_model_config, resolve, weights_bytes
 from ragspec.models.tokenizer import load_tokenizer
 from ragspec.models.vocabulary import compare, fits
+from ragspec.run.choice import settle
 from ragspec.run.session import check_runner, make_prompts
 from ragspec.speculation.methods import method_named
 
@@ -70,6 +71,10 @@ def _examine(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
     for note in notes:
         yield Finding("note", note)
     try:
+        choice = settle(config)
+        config = choice.config
+        if choice.why:
+            yield Finding("ok", choice.why)
         if config.model is not None:
             yield from _examine_model(config)
         if config.speculation.draft_model and method_named(config.speculation.method).takes_draft:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError
-from ragspec.inputs.base import open_source
+from ragspec.inputs.base import count_of, open_source
 from ragspec.outputs.journal import Journal
 from ragspec.outputs.runstate import PENDING, STATE, STATISTICS, check_writable, sibling, write_json
+from ragspec.run.experience import remember
 from ragspec.run.local import LocalPass, Report
 from ragspec.run.session import prepare
 from ragspec.stats import RunSummary
@@ -36,7 +37,7 @@ def generate(
     _check_paths(config, stats_path)
     with config.veil().over_errors(), ExitStack() as stack:
         source = stack.enter_context(open_source(config.input))
-        session = prepare(config)
+        session = prepare(config, count_of(source, limit))
         if stats_path:
             check_writable(Path(stats_path), "--stats")
         journal = stack.enter_context(
@@ -57,6 +58,7 @@ def generate(
         finally:
             summary.notes += [note for note in session.notes() if note not in summary.notes]
             summary.about = session.about()
+            remember(session.config, summary)
             _write_stats(summary, Path(stats_path) if stats_path else None, journal)
     return summary
 

@@ -10,37 +10,50 @@ from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError
 from ragspec.prompts.builder import PromptBuilder
 from ragspec.retrieval.search import Retriever
+from ragspec.run.choice import choose
 from ragspec.run.provenance import about
 from ragspec.runners.base import Runner
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What a pass over an input needs; an executor (local.py) drives it. retriever: None: records bring contexts."""
+    """What a pass over an input needs; an executor (local.py) drives it. retriever: None: records bring contexts.
+
+    config: with the runner that was chosen. asked: as the user gave it. choice: why that runner, "" if it was named.
+    """
 
     config: RunConfig
+    asked: RunConfig
+    choice: str
     runner: Runner
     prompts: PromptBuilder
     retriever: Retriever | None
 
     def identity(self) -> dict[str, Any]:
         """Return what an answer depends on; a resumed run must agree on it."""
-        return self.config.identity() | ({"index": self.retriever.index.identity} if self.retriever else {})
+        return self.asked.identity() | ({"index": self.retriever.index.identity} if self.retriever else {})
 
     def notes(self) -> list[str]:
         """Return what the user should know so far, secrets hidden."""
-        return [*dict.fromkeys(map(self.config.veil(), self.runner.notes)), *self.prompts.notes]
+        own = [self.choice] if self.choice else []
+        return [*dict.fromkeys(map(self.config.veil(), [*own, *self.runner.notes])), *self.prompts.notes]
 
     def about(self) -> dict[str, Any]:
         """Return what identifies the run in its statistics."""
         return about(self.config, self.runner)
 
 
-def prepare(config: RunConfig) -> Session:
-    """Return the session of a config; the model's weights are not loaded. Raises ConfigError."""
+def prepare(config: RunConfig, records: int | None = None) -> Session:
+    """Return the session of a config; the model's weights are not loaded. records: how many will come, if known.
+
+    Raises ConfigError.
+    """
+    asked, choice = config, choose(config, records)
+    config = choice.config
     runner = check_runner(config)
     prompts = make_prompts(config, runner)
-    return Session(config, runner, prompts, Retriever(config.retrieval) if config.retrieval else None)
+    retriever = Retriever(config.retrieval) if config.retrieval else None
+    return Session(config, asked, choice.why, runner, prompts, retriever)
 
 
 def check_runner(config: RunConfig) -> Runner:

@@ -20,6 +20,7 @@ from ragspec.speculation.drafters.prompt_lookup import PromptLookup
 
 PLAIN = "none"
 FAKE, HF, VLLM = "fake", "huggingface", "vllm"
+AUTO = "auto"  # the word for "choose": of a runner, as of a method
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ def test_tutorial_configuration_1_is_a_draft_model():
     config, notes = resolved("autogluon_draft_model.yaml")
     assert config == {
         "model": "meta-llama/Llama-3.1-8B",
+        "runner": "huggingface",
         "speculation": {"method": "draft_model", "draft_model": "meta-llama/Llama-3.2-1B"},
     }
     assert notes == []
@@ -25,6 +26,7 @@ def test_tutorial_configuration_2_is_universal_assisted_decoding():
     config, notes = resolved("autogluon_universal.yaml")
     assert config == {
         "model": "google/gemma-2-9b",
+        "runner": "huggingface",
         "speculation": {
             "method": "draft_model",
             "draft_model": "double7/vicuna-68m",

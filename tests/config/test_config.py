@@ -49,7 +49,7 @@ def test_every_sample_config_loads(path, monkeypatch):
         ),
         ("model: demo\nspeculation: {method: draftmodel}", '"draftmodel" is not known; did you mean "draft_model"?'),
         (
-            "model: demo\nspeculation: {method: eagle3}",
+            "model: demo\nrunner: huggingface\nspeculation: {method: eagle3}",
             'runner "huggingface" does not have "eagle3" (it needs runner vllm); choose one of none,',
         ),
         ("model: demo\nspeculation: {method: draft_model}", "speculation.draft_model: missing"),

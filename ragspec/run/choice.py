@@ -1,0 +1,104 @@
+"""Which runner answers where the config leaves it open (`runner: auto`): the one that should be done first.
+
+Loading counts: vLLM needs a minute or more, our own engine seconds. What this machine has shown with the model in
+earlier runs (experience.py) decides, and priors until then.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ragspec import runners
+from ragspec.config.run import RunConfig
+from ragspec.errors import ConfigError
+from ragspec.host.machine import has_gpu
+from ragspec.inputs.base import count_of, open_source
+from ragspec.run.experience import Speed, speeds
+from ragspec.speculation.methods import AUTO, HF, VLLM
+
+LOADING_S = {HF: 5.0, VLLM: 80.0}
+TOKEN_S = {"CPU": {HF: 2e-3, VLLM: 2e-3}, "GPU": {HF: 1e-4, VLLM: 3e-5}}  # of prompts and answers together
+TOKEN_BYTES = 4  # of an input, roughly
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """config: with a runner named. why: one line for the user, "" where there was nothing to choose."""
+
+    config: RunConfig
+    why: str = ""
+
+
+def settle(config: RunConfig, limit: int | None = None) -> Choice:
+    """Return choose() for the first `limit` records of the config's input."""
+    if config.runner != AUTO or config.input is None or config.input == "-":
+        return choose(config, None)
+    try:
+        with open_source(config.input) as source:
+            return choose(config, count_of(source, limit))
+    except ConfigError:  # whoever opens it next says so
+        return choose(config, None)
+
+
+def choose(config: RunConfig, records: int | None) -> Choice:
+    """Return the config with a runner named. records: how many will be answered, None if nobody knows.
+
+    Raises ConfigError where no runner could answer.
+    """
+    if config.runner != AUTO:
+        return Choice(config)
+    able = config.runners()
+    if able == [VLLM]:
+        return _chosen(config, VLLM, "only that has what the config asks for")
+    if VLLM not in able:
+        return _chosen(config, HF, "only that has what the config asks for")
+    if not has_vllm():
+        return _chosen(config, HF, "vLLM is not installed")
+    if records is None:
+        return _chosen(config, HF, "nobody knows how many records will come, and vLLM loads for long")
+    tokens = _tokens(config, records)
+    device = "GPU" if has_gpu() else "CPU"
+    seconds = expected(speeds(config), device, tokens)
+    gain = seconds[HF] - seconds[VLLM]
+    if gain <= 0:
+        return _chosen(config, HF, f"about {-gain:,.0f} s sooner done than vLLM, which takes longer to load")
+    try:
+        runners.module(VLLM).Runner(config.model_copy(update={"runner": VLLM})).check()
+    except ConfigError as error:
+        return _chosen(config, HF, f"vLLM would be faster, but {error}")
+    return _chosen(config, VLLM, f"about {gain:,.0f} s sooner done than huggingface, loading included")
+
+
+def expected(known: Mapping[str, Speed], device: str, tokens: int) -> dict[str, float]:
+    """Return the seconds that each runner should take for `tokens` tokens of prompts and answers, loading included.
+
+    known: what runs here have shown. A runner that has not run is taken to be as much faster or slower than the other
+    as the priors say.
+    """
+    prior = TOKEN_S[device]
+    ratios = [speed.token_s / prior[word] for word, speed in known.items()]
+    scale = sum(ratios) / len(ratios) if ratios else 1.0
+    found = {}
+    for word, token_s in prior.items():
+        speed = known.get(word) or Speed(LOADING_S[word], token_s * scale)
+        found[word] = speed.load_s + tokens * speed.token_s
+    return found
+
+
+def has_vllm() -> bool:
+    """Return whether vLLM is installed."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+def _chosen(config: RunConfig, word: str, why: str) -> Choice:
+    return Choice(config.model_copy(update={"runner": word}), f"runner: {word}, as chosen by auto: {why}")
+
+
+def _tokens(config: RunConfig, records: int) -> int:
+    """Return roughly how many tokens the input's prompts and answers have."""
+    path = Path(config.input or "")
+    size = path.stat().st_size if path.is_file() else 0
+    return size // TOKEN_BYTES + records * config.sampling.max_new_tokens
