@@ -74,6 +74,6 @@ def roofline(device: str, dtype: str) -> Roofline | None:
     block = torch.ones(READ // kind.itemsize, dtype=kind, device=device)
     square = torch.ones(SIDE, SIDE, dtype=kind, device=device)
     return Roofline(
-        bytes_per_s=READ / best(lambda: block),
+        bytes_per_s=READ / min(best(lambda: block), best(lambda: block.view(-1, SIDE) @ square[0])),
         flops_per_s=2 * SIDE**3 / best(lambda: square @ square),
     )

@@ -29,14 +29,16 @@ def run_benchmark(
     sequential: bool,
     console: Console,
     resume: bool = False,
+    profile: bool = False,
 ) -> Results:
     """Run `plan` and return what `folder`/results.json then holds. Raises ConfigError and ModelError.
 
-    resume: keep the passes that an interrupted run of the same plan left in `folder`.
+    resume: keep the passes that an interrupted run of the same plan left in `folder`. profile: watch one more pass of
+    each candidate, and say where its time goes.
     """
     with open_source(plan[0].config.input or ""):
         pass  # a missing input is known before anything loads
-    benchmark = _Benchmark(plan, folder, repeat, limit, console, resume)
+    benchmark = _Benchmark(plan, folder, repeat, limit, console, resume, profile)
     if sequential:
         benchmark.run_one_by_one()
     else:
@@ -50,8 +52,16 @@ class _Benchmark:
     """The passes of a plan: those that are done, and how the others are run."""
 
     def __init__(
-        self, plan: list[Candidate], folder: Path, repeat: int, limit: int | None, console: Console, resume: bool
+        self,
+        plan: list[Candidate],
+        folder: Path,
+        repeat: int,
+        limit: int | None,
+        console: Console,
+        resume: bool,
+        profile: bool,
     ) -> None:
+        self._profile = profile
         self._plan = plan
         self._folder = folder
         self._repeat = repeat
@@ -107,5 +117,5 @@ class _Benchmark:
             )
         entry.passes.append(figures)
         if number == self._repeat:
-            entry.details = worker.details()
+            entry.details = worker.details(self._profile)
         self._store.save(worker.candidate)

@@ -1,6 +1,7 @@
 """What the benchmark and a candidate's process say to each other, a JSON line each.
 
-In: a Task, then "go" per pass, or "details". Out: {"value": Ready, Pass or Details}, or {"error", "exit_code"}.
+In: a Task, then "go" per pass, or "details", with a profile or without.
+Out: {"value": Ready, Pass or Details}, or {"error", "exit_code"}.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-GO, DETAILS = b"go", b"details"
+GO, DETAILS, PROFILE = b"go", b"details", b"details with a profile"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from ragspec.benchmark.baseline import Setting, plain_of
 from ragspec.config.load import build_config
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError, did_you_mean
+from ragspec.run.choice import settle
 from ragspec.speculation.methods import PLAIN, check_method, known_methods, method_named, methods_of
 
 STOCK = {"runner": "huggingface", "runner_args": {"engine": "transformers", "batch_size": 1}}
@@ -57,6 +58,7 @@ def make_plan(
     _check_words("--peer", peers, PEERS)
     wanted = list(dict.fromkeys(methods)) or list(dict.fromkeys([PLAIN, config.speculation.method]))
     wanted.sort(key=lambda method: method != PLAIN)
+    config = settle(config).config
     several = list(dict.fromkeys(runner_names)) or [config.runner]
     for method in wanted:
         if not any(method in methods_of(runner) for runner in several):

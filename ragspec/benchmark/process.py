@@ -13,7 +13,7 @@ from typing import IO, TypeVar
 import orjson
 from rich.console import Console
 
-from ragspec.benchmark.messages import DETAILS, GO, Ready, Task
+from ragspec.benchmark.messages import DETAILS, GO, PROFILE, Ready, Task
 from ragspec.benchmark.plan import Candidate
 from ragspec.benchmark.results import Details, Pass, parse
 from ragspec.config.veil import Veil
@@ -62,9 +62,12 @@ class Worker:
         self._send(GO)
         return self._receive(Pass)
 
-    def details(self) -> Details:
-        """Return what is not timed: answers token by token, what a step costs, what the machine could do."""
-        self._send(DETAILS)
+    def details(self, profile: bool = False) -> Details:
+        """Return what is not timed: answers token by token, what a step costs, what the machine could do.
+
+        profile: also where the time of one more pass goes.
+        """
+        self._send(PROFILE if profile else DETAILS)
         return self._receive(Details)
 
     def close(self) -> None:

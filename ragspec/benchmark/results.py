@@ -140,6 +140,37 @@ class Roofline:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A part of some steps. bound_s: what it takes at the device's best speeds; None where that is not known."""
+
+    seconds: float
+    bound_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """The steps that compute prompts, or those that only decode, and the parts of their forwards."""
+
+    steps: int
+    seconds: float
+    parts: dict[str, Part]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Where a pass's time went. seconds: of all of it; what is in no phase and no draft is the rest."""
+
+    seconds: float
+    drafting_s: float
+    phases: dict[str, Phase]
+
+    @property
+    def rest_s(self) -> float:
+        """Sampling, admission, reading and writing."""
+        return self.seconds - self.drafting_s - sum(phase.seconds for phase in self.phases.values())
+
+
+@dataclass(frozen=True, slots=True)
 class Details:
     """What the report shows of a candidate besides its speed."""
 
@@ -147,6 +178,7 @@ class Details:
     acceptance_by_record: tuple[float, ...]
     step_cost: StepCost | None
     roofline: Roofline | None
+    profile: Profile | None = None
 
 
 @dataclass(frozen=True, slots=True)

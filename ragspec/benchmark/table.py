@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ragspec.benchmark.baseline import baselines, ratios_to_peers, ratios_to_plain
-from ragspec.benchmark.results import NAME, SPEED, Ratio, Results
+from ragspec.benchmark.results import NAME, SPEED, Profile, Ratio, Results
 
 COLUMNS = ("method", "tokens/s", "vs plain", "decode tokens/s", "acceptance", "tokens/step", "output", "identical")
 
@@ -24,6 +24,9 @@ def print_results(console: Console, results: Results, folder: Path) -> None:
     console.print(_table(results))
     for ratio in ratios_to_peers(results, SPEED):
         console.print(f"{ratio.name} is {_shown(ratio)} {ratio.baseline}", markup=False)
+    for name, detail in results.details.items():
+        if detail is not None and detail.profile is not None:
+            console.print(_profile(name, detail.profile))
     console.print(f"results in {folder / NAME}, answers in {folder / 'outputs'}", markup=False)
 
 
@@ -46,6 +49,23 @@ def _table(results: Results) -> Table:
             f"{first.output_tokens:,}",
             "-" if plain[name] is None else f"{first.identical} of {first.records}",
         )
+    return table
+
+
+def _profile(name: str, profile: Profile) -> Table:
+    """Return where the time of a pass went, a row per part."""
+    table = Table(box=None, pad_edge=False, title=f"{name}: where {profile.seconds:.1f} s went", title_justify="left")
+    for title in ("step", "part", "seconds", "share", "of its bound"):
+        table.add_column(title, justify="left" if title in ("step", "part") else "right")
+    rows = [
+        (f"{phase} ({each.steps:,} steps)", part, value.seconds, value.bound_s)
+        for phase, each in profile.phases.items()
+        for part, value in each.parts.items()
+    ]
+    rows += [("all", "drafting", profile.drafting_s, None), ("all", "everything else", profile.rest_s, None)]
+    for step, part, seconds, bound_s in rows:
+        bound = f"{seconds / bound_s:.2f}x" if bound_s else ""
+        table.add_row(step, part, f"{seconds:.2f}", f"{seconds / profile.seconds:.0%}", bound)
     return table
 
 

@@ -17,8 +17,8 @@ import orjson
 
 from ragspec.benchmark.answers import read_answers
 from ragspec.benchmark.details import acceptance_by_record, roofline, samples
-from ragspec.benchmark.messages import DETAILS, Ready, Task
-from ragspec.benchmark.results import Details, Pass, StepCost, parse
+from ragspec.benchmark.messages import DETAILS, PROFILE, Ready, Task
+from ragspec.benchmark.results import Details, Pass, Profile, StepCost, parse
 from ragspec.config.load import build_config
 from ragspec.config.run import RunConfig
 from ragspec.errors import RagspecError
@@ -59,8 +59,9 @@ def _answer(config: RunConfig, task: Task, source: IO[bytes], say: Say) -> None:
         warmup_s = time.perf_counter() - started
         say(Ready(session.about(), load_s, warmup_s, tuple(session.notes()), runner.remembers))
         for command in source:
-            if command.strip() == DETAILS:
-                say(details(runner, output))
+            if command.strip() in (DETAILS, PROFILE):
+                profile = _profile(session, output, task.limit) if command.strip() == PROFILE else None
+                say(details(runner, output, profile))
             else:
                 say(_run_pass(session, output, task.limit))
 
@@ -83,7 +84,21 @@ def _run_pass(session: Session, output: Path, limit: int | None) -> Pass:
     return parse(Pass, stats | stats["speculation"] | {"batch_size": batch_size})
 
 
-def details(runner: Runner, output: Path) -> Details:
+def _profile(session: Session, output: Path, limit: int | None) -> Profile | None:
+    """Return where the time of one more pass goes; None for a runner that does not tell."""
+    ran = session.runner.about()
+    best = roofline(ran["device"], ran["dtype"]) if "device" in ran and "dtype" in ran else None
+    watched = session.runner.watched(best.bytes_per_s, best.flops_per_s) if best else None
+    if watched is None:
+        return None
+    drafted_before = session.runner.about().get("drafting_s") or 0.0
+    with watched:
+        seconds = _run_pass(session, output, limit).generate_s
+    drafting_s = (session.runner.about().get("drafting_s") or 0.0) - drafted_before
+    return parse(Profile, {"seconds": seconds, "drafting_s": drafting_s, "phases": watched.to_json()})
+
+
+def details(runner: Runner, output: Path, profile: Profile | None) -> Details:
     """Return what the report shows besides speeds; none of it is timed."""
     ran = runner.about()
     answers = list(read_answers(output).answered.values())
@@ -93,6 +108,7 @@ def details(runner: Runner, output: Path) -> Details:
         acceptance_by_record=acceptance_by_record(answers),
         step_cost=None if cost is None else parse(StepCost, cost),
         roofline=None if cost is None else roofline(ran["device"], ran["dtype"]),
+        profile=profile,
     )
 
 

@@ -54,6 +54,9 @@ def benchmark(
             "--sequential/--no-sequential", help="Keep one model in memory at a time; passes do not alternate."
         ),
     ] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Also show where the time of a pass goes, and this machine's bounds.")
+    ] = False,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
@@ -69,7 +72,14 @@ def benchmark(
     plan = make_plan(run_config, method or [], batch_size or [], draft_lengths, runner or [], peer or [])
     try:
         results = run_benchmark(
-            plan, output, repeat=repeat, limit=limit, sequential=sequential, console=console, resume=resume
+            plan,
+            output,
+            repeat=repeat,
+            limit=limit,
+            sequential=sequential,
+            console=console,
+            resume=resume,
+            profile=profile,
         )
     except KeyboardInterrupt:
         console.print("interrupted: finished passes are kept; run again with --resume to continue", markup=False)

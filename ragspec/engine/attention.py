@@ -88,7 +88,11 @@ def _attend_now(
     cache = RaggedCache.running.get(None)
     if cache is None or cache.layout is None or key.shape[2] != cache.layout.tokens + cache.layout.padding:
         raise Unsupported("attends to more than its own tokens")
-    return _attend_all(cache.write(key, value), cache.layout, query, Scores(scaling, cap, sinks), rule)
+    layer, layout, scores = cache.write(key, value), cache.layout, Scores(scaling, cap, sinks)
+    if layout.watch is None:
+        return _attend_all(layer, layout, query, scores, rule)
+    slot = sum(store.shape[0] * store.shape[3] * store.element_size() for store in (layer.keys, layer.values))
+    return layout.watch.attend(layout, query, slot, partial(_attend_all, layer, layout, query, scores, rule))
 
 
 def _attend_all(

@@ -26,6 +26,7 @@ from ragspec.engine.proposers import Auto, ByRow, NoDrafts, Proposer
 from ragspec.engine.room import Room
 from ragspec.engine.selfcheck import differs
 from ragspec.engine.speedup import Wish, compile_layers
+from ragspec.engine.watch import Watch
 from ragspec.errors import flat
 from ragspec.inputs.feed import Feed
 from ragspec.models.draft import width_of
@@ -207,6 +208,10 @@ class EngineBackend:
         if self._draft is not None:
             self._draft.resize(0)
 
+    def watched(self, bytes_per_s: float, flops_per_s: float) -> Watch:
+        """Return what times the parts of the model's forwards while it is entered."""
+        return Watch(self._model, bytes_per_s, flops_per_s)
+
     def about(self) -> dict[str, Any]:
         """Return what ran: rows, packed layers, how well drafts were judged, where the time went."""
         clock = self.clock
@@ -214,6 +219,7 @@ class EngineBackend:
         about["compiled"] = self._model.compiled is not None
         about["prompt_tokens_computed"] = clock.prompt_tokens
         spent = clock.prefill_s + clock.decode_s
+        about["drafting_s"] = round(clock.drafting_s, 4)
         if self._method != PLAIN and spent:
             about["drafting_share"] = round(clock.drafting_s / spent, 4)
         if self._cost is not None:

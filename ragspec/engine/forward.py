@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
+from ragspec.engine import layout as layouts
 from ragspec.engine.attention import NAME, register
 from ragspec.engine.cache import RaggedCache
 from ragspec.engine.frequencies import Frequencies
@@ -24,6 +25,12 @@ class Switch(Protocol):
     def off(self) -> None: ...
 
 
+class Watch(layouts.Watch, Protocol):
+    """Who wants to know what a forward takes (watch.py)."""
+
+    def forward(self, layout: Layout) -> AbstractContextManager[None]: ...
+
+
 class Model:
     """A causal model, with the keys and values of its rows. kernels: what attention may be computed with."""
 
@@ -36,6 +43,7 @@ class Model:
         self.kernels = kernels
         self.compiled: Switch | None = None  # while compiled layers run
         self.least = 1  # tokens of a forward
+        self.watch: Watch | None = None
         self._wanted: torch.Tensor | None = None  # of the running forward
         self._hooks: list[Any] = []
         inner.set_attn_implementation(NAME)
@@ -113,11 +121,12 @@ class Model:
         self.cache.reserve(max(segment.start + segment.count for segment in segments))
         padding = max(0, self.least - len(token_ids))
         layout = Layout(segments, self.cache.slots, self.device, together, self.kernels, padding)
+        layout.watch = self.watch
         indices = torch.tensor(wanted, dtype=torch.long, device=self.device)
         self._tokens = len(token_ids) + padding
         self._wanted = None if len(wanted) == self._tokens else indices if wanted else indices.new_zeros(1)
         try:
-            with self.cache.forward(layout):
+            with self.cache.forward(layout), self.watch.forward(layout) if self.watch else nullcontext():
                 output = self.inner(
                     input_ids=torch.tensor([[*token_ids, *[token_ids[0]] * padding]], device=self.device),
                     position_ids=layout.positions[None],

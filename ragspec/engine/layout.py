@@ -10,9 +10,10 @@ Limit: a run's attention is padded to its longest segment and its longest row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 import torch
 
@@ -83,6 +84,15 @@ class Alone:
         return torch.arange(self.segment.start, self.end, device=device)[None]
 
 
+Attend = Callable[[], torch.Tensor]
+
+
+class Watch(Protocol):
+    """Who wants to know what attention takes (watch.py)."""
+
+    def attend(self, layout: Layout, query: torch.Tensor, slot: int, do: Attend) -> torch.Tensor: ...
+
+
 class Layout:
     """The packed order of one forward. slots: capacity of a row. Shapes: T is the number of tokens of all segments.
 
@@ -101,6 +111,7 @@ class Layout:
     ) -> None:
         self.kernels = kernels
         self.padding = padding
+        self.watch: Watch | None = None  # while somebody asks where the time goes
         self._causal: dict[Rule | None, bool] = {None: True}
         self._together = together
         self.segments = segments
@@ -140,6 +151,12 @@ class Layout:
             for segment, at in zip(self.segments, self.starts, strict=True)
         }
         return cut(queries, self._together, self.tokens, torch.get_num_threads())
+
+    @property
+    def distinct_slots(self) -> int:
+        """Slots that the forward must read, each once: what rows share is read for one of them."""
+        reach = {segment.row: segment.start + segment.count for segment in self.segments}
+        return sum(reach.values()) - sum(sum(group.tokens.values()) for group in self._together)
 
     def causal(self, rule: Rule | None) -> bool:
         """Return whether the layout's queries see what the plain causal mask shows them."""

@@ -14,6 +14,17 @@ from pydantic import BaseModel, ConfigDict
 from ragspec.records import Failure, Generation, Request, Tokenizer
 
 
+class Watched(Protocol):
+    """What times the parts of steps while it is entered."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def to_json(self) -> dict[str, Any]:
+        """Return {phase: {steps, seconds, parts: {name: {seconds, bound_s}}}}."""
+
+
 class Runner(Protocol):
     """Answers requests. A context manager: weights load on enter and are freed on exit."""
 
@@ -64,6 +75,12 @@ class Runner(Protocol):
 
     def outlook(self) -> str:
         """Return which engine will answer and how, as far as can be told before weights load; needs check()."""
+
+    def watched(self, bytes_per_s: float, flops_per_s: float) -> Watched | None:
+        """Return what times the parts of steps, None where they are not known apart.
+
+        bytes_per_s, flops_per_s: what the device reads and computes at best.
+        """
 
     def about(self) -> dict[str, Any]:
         """Return what names this run for the stats file: versions, revision, dtype, device, batch size."""

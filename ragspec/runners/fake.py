@@ -128,6 +128,9 @@ class Runner:
         """Return that nothing real will answer."""
         return "the fake runner will answer: no model, for tests of the pipeline"
 
+    def watched(self, bytes_per_s: float, flops_per_s: float) -> None:
+        """There are no parts."""
+
     def about(self) -> dict[str, Any]:
         """Return the one thing there is to know."""
         return {"model": "none", "batch_size": self._batch_size}

@@ -68,7 +68,7 @@ def test_methods_are_timed_in_processes_of_their_own_and_compared(tiny, tmp_path
     )
     out = tmp_path / "bench"
     args = ["-m", "prompt_lookup", "-m", "none", "--batch-size", 1, "--repeat", 2, "--limit", 4, "-o", out]
-    done = ragspec("benchmark", "-c", config, *args, *(["--sequential"] if sequential else []))
+    done = ragspec("benchmark", "-c", config, *args, *(["--sequential", "--profile"] if sequential else []))
     assert done.returncode == 0, done.stderr
     results = json.loads((out / "results.json").read_text())
     assert [(run["name"], run["repeat"]) for run in results["runs"]] == [
@@ -85,6 +85,18 @@ def test_methods_are_timed_in_processes_of_their_own_and_compared(tiny, tmp_path
     order = [line.split(":")[0] for line in done.stderr.splitlines() if ": pass " in line]
     pairs = ["none-b1", "prompt_lookup-b1", "prompt_lookup-b1", "none-b1"]
     assert order == (sorted(pairs) if sequential else pairs)
+    profiles = [detail["profile"] for detail in results["details"].values()]
+    if not sequential:
+        assert profiles == [None, None]
+        return
+    for profile in profiles:
+        assert sum(phase["seconds"] for phase in profile["phases"].values()) < profile["seconds"]
+        for phase in profile["phases"].values():
+            assert phase["steps"] > 0
+            assert {name: part["bound_s"] is None for name, part in phase["parts"].items()} == {
+                **{"linear layers": False, "attention": False},
+                "small operators": True,
+            }
 
 
 def test_a_benchmark_of_nothing_is_an_error(tmp_path):

@@ -2,15 +2,19 @@
 
 import json
 import random
+from dataclasses import replace
+from io import StringIO
 from math import exp
 
 import pytest
+from rich.console import Console
 
 from ragspec.benchmark.answers import Answer
 from ragspec.benchmark.details import pieces
 from ragspec.benchmark.plan import baseline_of, make_plan
 from ragspec.benchmark.ratios import interval
-from ragspec.benchmark.results import Piece, read_results
+from ragspec.benchmark.results import Part, Phase, Piece, Profile, read_results
+from ragspec.benchmark.table import print_results
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from ragspec.records import Sampling
@@ -106,6 +110,20 @@ def test_an_interrupted_benchmark_goes_on(tmp_path):
     assert nothing_left.returncode == 0
     write_jsonl(tmp_path / "in.jsonl", [{"id": "0", "prompt": "another"}])
     assert len(passes_of(ragspec(*command, "--repeat", 2, "--resume"))) == 2  # another input: nothing is kept
+
+
+def test_a_profile_shows_every_second_and_how_far_it_is_from_its_bound(results, tmp_path):  # noqa: F811
+    parts = {"linear layers": Part(3.0, 2.0), "attention": Part(1.0, None)}
+    profile = Profile(10.0, 0.5, {"prompts": Phase(20, 4.0, parts), "decoding": Phase(0, 0.0, {})})
+    found = replace(results, details={"none": None, "context": replace(results.details["context"], profile=profile)})
+    console = Console(file=StringIO(), width=100)
+    print_results(console, found, tmp_path)
+    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    assert "context: where 10.0 s went" in lines
+    assert "prompts (20 steps) linear layers 3.00 30% 1.50x" in lines
+    assert "prompts (20 steps) attention 1.00 10%" in lines
+    assert "all drafting 0.50 5%" in lines
+    assert "all everything else 5.50 55%" in lines
 
 
 def test_a_report_is_drawn_again_from_results_alone(tmp_path):

@@ -18,6 +18,7 @@ from ragspec.errors import ConfigError, ModelError
 from ragspec.host.quiet import quiet
 from ragspec.models.resolve import ModelSource, context_length, read_model_config, resolve
 from ragspec.records import Failure, Generation, Request
+from ragspec.runners.base import Watched
 from ragspec.runners.huggingface.args import Args
 from ragspec.speculation.methods import HF, PLAIN, method_named
 
@@ -303,6 +304,10 @@ class Runner:
     def decode_tokens(self) -> int:
         """Tokens written in decode_s."""
         return self._backend.clock.decode_tokens if self._backend else self._seconds[2]
+
+    def watched(self, bytes_per_s: float, flops_per_s: float) -> Watched | None:
+        """Return what times the parts of the engine's steps; stock generate() has none."""
+        return self._backend.watched(bytes_per_s, flops_per_s) if self._backend is not None else None
 
     def about(self) -> dict[str, Any]:
         """Return what ran: model, revision, dtype, device, engine, batch size, draft."""

@@ -230,6 +230,9 @@ class StockBackend:
             kwargs["assistant_tokenizer"] = draft.tokenizer
         return kwargs
 
+    def watched(self, bytes_per_s: float, flops_per_s: float) -> None:
+        """generate() does not tell."""
+
     def about(self) -> dict[str, Any]:
         """Return what ran."""
         return {"engine": "transformers", "batch_size": self.batch_size}

@@ -279,6 +279,9 @@ class Runner:
         place = "its CPU build" if self._on_cpu else "on a GPU"
         return f"vLLM ({place}) will answer, with method {self.method} and up to {self._rows} records at once"
 
+    def watched(self, bytes_per_s: float, flops_per_s: float) -> None:
+        """vLLM's steps are its own."""
+
     def about(self) -> dict[str, Any]:
         """Return what ran: model, revision, batch size, the arguments that vLLM got."""
         return {
