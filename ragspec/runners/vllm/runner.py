@@ -25,7 +25,7 @@ from ragspec.records import Failure, Generation, Request, Sampling
 from ragspec.runners.vllm.args import Args
 from ragspec.runners.vllm.config import (
     DRAFT_TRUST_KEYS,
-    TESTED,
+    TRIED,
     check_build,
     check_draft_code,
     check_memory,
@@ -119,12 +119,12 @@ class Runner:
 
         if not is_ours(self.method):
             return spec
-        if vllm.__version__.startswith(TESTED):
+        if vllm.__version__.rpartition(".")[0] in TRIED:
             if self._spec.draft_model:
                 self.notes.append("speculation.draft_model: has no effect; vLLM cannot switch to it during a run")
             return spec
         self.notes.append(
-            f"method {self.method} has only been tested with vLLM {TESTED[0]}x, and this is {vllm.__version__}; "
+            f"method {self.method} has only been tried with vLLM {', '.join(TRIED)}, and this is {vllm.__version__}; "
             "prompt_lookup is used instead"
         )
         self.method, self.cites = "prompt_lookup", False
