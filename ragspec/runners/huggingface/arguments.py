@@ -1,15 +1,59 @@
-"""What a config may pass to transformers, which silently accepts most misspelt keys: they are refused here."""
+"""What a config may pass to transformers, which silently accepts most misspelt keys: they are refused here.
+
+And what only its generate() does.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ragspec.config.sections import SpeculationConfig
 from ragspec.errors import ConfigError, did_you_mean
+from ragspec.runners.huggingface.args import Args
+from ragspec.speculation.methods import PLAIN, method_named
+
+if TYPE_CHECKING:
+    from ragspec.models.draft import Draft
 
 OURS = ("max_new_tokens", "max_length", "do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 DRAFT_KNOBS = ("assistant_lookbehind", "target_lookbehind")
+
+
+def check_args(args: Args, spec: SpeculationConfig) -> list[str]:
+    """Raise ConfigError for arguments that could not work; return notes on those without effect."""
+    from ragspec.models.loading import check_device
+
+    check_generate_args(args.generate_args, speculates=spec.method != PLAIN)
+    check_encode_args(args.encode_args)
+    check_device(args.device)
+    check_draft_knobs(spec.extra)
+    if spec.num_tokens_by_batch_size is None:
+        return []
+    return [
+        "speculation.num_tokens_by_batch_size: has no effect on runner huggingface (only on vllm); "
+        "num_tokens: auto chooses lengths by what pays"
+    ]
+
+
+def only_stock(args: Args, spec: SpeculationConfig, draft: Draft | None) -> str:
+    """Return the part of a config that only generate() supports, or ""."""
+    from ragspec.models.generation import SERVED
+
+    unserved = next((key for key in args.generate_args if key not in SERVED), "")
+    rules = {
+        "runner_args.engine: transformers": args.engine == "transformers",
+        f"speculation.method: {spec.method}": not method_named(spec.method).batches,
+        "speculation.draft_tokenizer: a draft with a different vocabulary": draft is not None and draft.other_tokens,
+        f"runner_args.generate_args.{unserved}": unserved,
+        "runner_args.num_gpus over 1": (args.num_gpus or 0) > 1,
+        "runner_args.model_args.device_map": "device_map" in args.model_args,
+        "speculation.schedule": spec.schedule != "constant",
+        "speculation.confidence_threshold": spec.confidence_threshold is not None,
+        "speculation.extra": spec.extra,
+    }
+    return next((rule for rule, holds in rules.items() if holds), "")
 
 
 def check_generate_args(given: Mapping[str, Any], *, speculates: bool) -> None:

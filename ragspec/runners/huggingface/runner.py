@@ -104,38 +104,14 @@ class Runner:
         return f", and it does not have method {self.method}"
 
     def _only_stock(self) -> str:
-        """Return the part of the config that only generate() supports, or ""."""
-        from ragspec.models.generation import SERVED
+        from ragspec.runners.huggingface.arguments import only_stock
 
-        args, spec = self._args, self._spec
-        unserved = next((key for key in args.generate_args if key not in SERVED), "")
-        rules = {
-            "runner_args.engine: transformers": args.engine == "transformers",
-            f"speculation.method: {self.method}": not self._row.batches,
-            "speculation.draft_tokenizer: a draft with a different vocabulary": self._draft
-            and self._draft.other_tokens,
-            f"runner_args.generate_args.{unserved}": unserved,
-            "runner_args.num_gpus over 1": (args.num_gpus or 0) > 1,
-            "runner_args.model_args.device_map": "device_map" in args.model_args,
-            "speculation.schedule": spec.schedule != "constant",
-            "speculation.confidence_threshold": spec.confidence_threshold is not None,
-            "speculation.extra": spec.extra,
-        }
-        return next((rule for rule, holds in rules.items() if holds), "")
+        return only_stock(self._args, self._spec, self._draft)
 
     def _check_args(self) -> None:
-        from ragspec.models.loading import check_device
-        from ragspec.runners.huggingface.arguments import check_draft_knobs, check_encode_args, check_generate_args
+        from ragspec.runners.huggingface.arguments import check_args
 
-        check_generate_args(self._args.generate_args, speculates=self.method != PLAIN)
-        if self._spec.num_tokens_by_batch_size is not None:
-            self.notes.append(
-                "speculation.num_tokens_by_batch_size: has no effect on runner huggingface (only on vllm); "
-                "num_tokens: auto chooses lengths by what pays"
-            )
-        check_encode_args(self._args.encode_args)
-        check_device(self._args.device)
-        check_draft_knobs(self._spec.extra)
+        self.notes += check_args(self._args, self._spec)
 
     def _find_draft(self, tokenizer: Any) -> Draft:
         from ragspec.models.draft import find_draft, width_of
