@@ -19,6 +19,7 @@ from ragspec.retrieval.search import Retriever
 from ragspec.retrieval.stage import AHEAD, BATCH, Stage
 from ragspec.run.generate import generate as run
 from ragspec.run.retrieve import stream
+from tests.cli.test_cli import start_interruptible
 from tests.conftest import ROOT, SAMPLE, read_jsonl, write_jsonl
 from tests.retrieval.test_corpus import pdf_bytes
 
@@ -606,13 +607,12 @@ def test_a_closed_pipe_and_an_interruption_end_quietly(tmp_path):
         done = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert len(done.stdout.splitlines()) == 1
         assert "Error" not in done.stderr, done.stderr
-    running = subprocess.Popen(
+    running = start_interruptible(
         [*ragspec.split(), "generate", "-c", str(tmp_path / "c.yaml"), "-i", "-", "-o", str(tmp_path / "out.jsonl")],
         cwd=ROOT,
         stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
     )
-    running.stdin.write(many[: 1 << 14].rpartition("\n")[0].encode() + b"\n")
+    running.stdin.write(many[: 1 << 14].rpartition("\n")[0] + "\n")
     running.stdin.flush()  # and left open: more might come
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (
@@ -620,7 +620,7 @@ def test_a_closed_pipe_and_an_interruption_end_quietly(tmp_path):
     ):
         time.sleep(0.05)
     running.send_signal(signal.SIGINT)
-    said = running.communicate(timeout=60)[1].decode()
+    said = running.communicate(timeout=60)[1]
     assert running.returncode == 130, said
     assert "interrupted" in said
     assert json.loads((tmp_path / "out.stats.json").read_text())["retrieval"]["queries"] > 0
