@@ -136,3 +136,9 @@ def test_identity_leaves_out_what_cannot_change_an_answer():
     two = build_config({"model": "demo", "output": "b", "runner_args": {"batch_size": 4}, "order": "finish"})
     other = build_config({"model": "demo", "sampling": {"seed": 1}})
     assert one.identity() == two.identity() != other.identity()
+
+
+@pytest.mark.parametrize(("word", "meant"), [("on", "on"), ("off", "off"), ("true", "on"), ("auto", "auto")])
+def test_on_and_off_mean_what_they_say_though_yaml_reads_booleans(tmp_path, word, meant):
+    config = load(tmp_path, f"model: demo\nrunner: huggingface\nrunner_args: {{compile: {word}}}")
+    assert config.args().compile == meant

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from ragspec.config.secret import Settings
 from ragspec.runners.base import RunnerArgs
+
+
+def _word(value: Any) -> Any:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML reads on and off as booleans
+
+
+OnOff = Annotated[
+    Literal["auto", "on", "off"], BeforeValidator(_word, json_schema_input_type=Literal["auto", "on", "off"] | bool)
+]
 
 
 class Args(RunnerArgs):
@@ -21,7 +30,7 @@ class Args(RunnerArgs):
     `transformers` asks for `generate()`."""
     lookahead: Annotated[int, Field(ge=1)] = 4096
     """Records read ahead, to bring those that share a prefix together."""
-    compile: Literal["auto", "on", "off"] = "auto"
+    compile: OnOff = "auto"
     """Compile code for this machine, with its C++ compiler: kernels for decoding on CPUs (seconds, once), and the
     model's layers, through torch's inductor (half a minute, once; seconds later). `auto` compiles layers where the
     input is long enough to earn it, and keeps them where they measure faster. `off`: neither."""
