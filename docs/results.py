@@ -76,11 +76,16 @@ def _ratio(results: Results, name: str, metric: str) -> str:
     plain = {run["name"] for run in results["runs"] if run["method"] == "none" and not run["peer"]}
     for ratio in results["ratios"]:
         if ratio["name"] == name and ratio["metric"] == metric and ratio["baseline"] in plain:
-            low, high = ratio["low"], ratio["high"]
-            few = low is None or ratio["pairs"] < ENOUGH  # two pairs tell next to nothing of their spread
-            interval = "" if few else f" ({low:.2f} to {high:.2f})"
-            return f"{ratio['median']:.2f}x{interval}"
+            return _times(ratio)
     return ""
+
+
+def _times(ratio: Results) -> str:
+    """Return a ratio with its interval, where there is one."""
+    low, high = ratio["low"], ratio["high"]
+    few = low is None or ratio["pairs"] < ENOUGH  # two pairs tell next to nothing of their spread
+    interval = "" if few else f" ({low:.2f} to {high:.2f})"
+    return f"{ratio['median']:.2f}x{interval}"
 
 
 def _note(results: Results) -> str:
@@ -89,8 +94,8 @@ def _note(results: Results) -> str:
     found = [
         ratio for ratio in results.get("ratios", ()) if ratio["baseline"] in peers and ratio["metric"] == "tokens_per_s"
     ]
-    said = [f"{ratio['name']} is {ratio['median']:.2f}x of {ratio['baseline']}" for ratio in found]
-    return f"\n{'; '.join(said)}.\n" if said else ""
+    said = [f"{ratio['name']} is {_times(ratio)} of {ratio['baseline']}" for ratio in found]
+    return f"\n{fill('; '.join(said) + '.', 118, break_on_hyphens=False)}\n" if said else ""
 
 
 def _range(values: Any) -> str:
