@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -82,10 +82,11 @@ def performance_page() -> str:
 def _key_rows(model: Any, prefix: str = "") -> Iterator[str]:
     """Yield a table row for every key of a section and of those in it."""
     for name, field in model.model_fields.items():
-        inner = next((kind for kind in (field.annotation, *get_args(field.annotation)) if _is_section(kind)), None)
+        kinds = [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in get_args(field.annotation)]
+        inner = next((kind for kind in (field.annotation, *kinds) if _is_section(kind)), None)
         if inner is not None:
-            yield f"| **{name}** | | {' '.join(inner.__doc__.split())} |"
-            yield from _key_rows(inner, f"{name}.")
+            yield f"| **{prefix}{name}** | | {' '.join(inner.__doc__.split())} |"
+            yield from _key_rows(inner, f"{prefix}{name}.")
         elif field.description:
             meaning = " ".join(field.description.split()).replace("|", "\\|")
             yield f"| `{prefix}{name}` | {_default(field)} | {meaning} |"

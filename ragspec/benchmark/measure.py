@@ -16,7 +16,7 @@ from ragspec.benchmark.process import Worker, open_worker
 from ragspec.benchmark.results import NAME, Results
 from ragspec.benchmark.summary import summarise
 from ragspec.errors import ConfigError
-from ragspec.inputs.base import open_source
+from ragspec.inputs.opening import open_source
 from ragspec.outputs.runstate import write_json
 
 
@@ -36,7 +36,8 @@ def run_benchmark(
     resume: keep the passes that an interrupted run of the same plan left in `folder`. profile: watch one more pass of
     each candidate, and say where its time goes.
     """
-    with open_source(plan[0].config.input or ""):
+    assert plan[0].config.input is not None
+    with open_source(plan[0].config.input):
         pass  # a missing input is known before anything loads
     benchmark = _Benchmark(plan, folder, repeat, limit, console, resume, profile)
     if sequential:
@@ -91,6 +92,10 @@ class _Benchmark:
         notes = []
         if self._store.kept:
             notes.append(f"passes kept from an earlier run: {self._store.kept}, timed in that run's conditions")
+        if self._profile and any(
+            entry.details is None or entry.details.profile is None for entry in self._entries.values()
+        ):
+            notes.append("no profile where passes were kept from an earlier run, or where the runner does not tell")
         return summarise(self._plan, self._entries, self._folder, self._repeat, notes)
 
     def _unfinished(self) -> list[Candidate]:

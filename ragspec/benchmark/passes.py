@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from ragspec.benchmark.messages import Ready
 from ragspec.benchmark.plan import Candidate
 from ragspec.benchmark.results import Details, Pass, parse
+from ragspec.inputs.files import digest
 from ragspec.outputs.runstate import write_json
 
 
@@ -56,10 +57,8 @@ class Passes:
 
     def _identity(self, candidate: Candidate) -> str:
         """Return a hash of what a pass depends on: config, limit, and the input's bytes."""
-        with Path(candidate.config.input or "").open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256")
-        digest.update(orjson.dumps([candidate.config.model_dump(mode="json"), self._limit]))
-        return digest.hexdigest()
+        what = [digest(candidate.config.input), candidate.config.model_dump(mode="json"), self._limit]
+        return hashlib.sha256(orjson.dumps(what)).hexdigest()
 
 
 def _read(path: Path) -> Entry | None:

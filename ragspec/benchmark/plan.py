@@ -51,7 +51,7 @@ def make_plan(
     peers: Sequence[str] = (),
 ) -> list[Candidate]:
     """Return the candidates, baselines first. Without `methods`: plain decoding and what the config says."""
-    if config.input is None or config.input == "-":
+    if config.input is None or config.input.is_stdin:
         raise ConfigError("input: a benchmark reads its input several times; give a file with --input")
     _check_words("--method", methods, known_methods())
     _check_words("--runner", runner_names, runners.names())

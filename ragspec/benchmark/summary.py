@@ -39,7 +39,7 @@ def summarise(
     return Results(
         machine=machine(),
         versions={key: value for one in ready.values() for key, value in one.about["versions"].items()},
-        input=plan[0].config.input,
+        input=str(plan[0].config.input),
         runs=tuple(runs),
         ratios=tuple(ratio for candidate in plan for ratio in _ratios(candidate, baselines, plan, passes)),
         ratio_interval="95%, Student's t on the logarithms of the paired ratios",

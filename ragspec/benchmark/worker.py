@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,7 +23,8 @@ from ragspec.benchmark.results import Details, Pass, Profile, StepCost, parse
 from ragspec.config.load import build_config
 from ragspec.config.run import RunConfig
 from ragspec.errors import RagspecError
-from ragspec.inputs.base import count_of, open_source
+from ragspec.inputs.base import count_of
+from ragspec.inputs.opening import open_source
 from ragspec.outputs.journal import Journal
 from ragspec.run.local import LocalPass
 from ragspec.run.session import Session, prepare
@@ -60,22 +62,26 @@ def _answer(config: RunConfig, task: Task, source: IO[bytes], say: Say) -> None:
         say(Ready(session.about(), load_s, warmup_s, tuple(session.notes()), runner.remembers))
         for command in source:
             if command.strip() in (DETAILS, PROFILE):
-                profile = _profile(session, output, task.limit) if command.strip() == PROFILE else None
-                say(details(runner, output, profile))
+                found = details(runner, output)
+                if command.strip() == PROFILE:  # last: watched steps are slower, and teach what a step costs
+                    found = replace(found, profile=_profile(session, output, task.limit))
+                say(found)
             else:
                 say(_run_pass(session, output, task.limit))
 
 
 def _records(config: RunConfig, limit: int | None) -> int | None:
     """Return how many records a pass answers."""
-    with open_source(config.input or "") as rows:
+    assert config.input is not None
+    with open_source(config.input) as rows:
         return count_of(rows, limit)
 
 
 def _run_pass(session: Session, output: Path, limit: int | None) -> Pass:
     """Answer the whole input into `output`, as `ragspec generate` does, and return the figures."""
     output.unlink(missing_ok=True)
-    with open_source(session.config.input or "") as rows, Journal(str(output)) as journal:
+    assert session.config.input is not None
+    with open_source(session.config.input) as rows, Journal(str(output)) as journal:
         executor = LocalPass(session, rows, journal, limit=limit, keep_details=True)
         for _ in executor.stream():
             pass
@@ -98,7 +104,7 @@ def _profile(session: Session, output: Path, limit: int | None) -> Profile | Non
     return parse(Profile, {"seconds": seconds, "drafting_s": drafting_s, "phases": watched.to_json()})
 
 
-def details(runner: Runner, output: Path, profile: Profile | None) -> Details:
+def details(runner: Runner, output: Path) -> Details:
     """Return what the report shows besides speeds; none of it is timed."""
     ran = runner.about()
     answers = list(read_answers(output).answered.values())
@@ -108,7 +114,6 @@ def details(runner: Runner, output: Path, profile: Profile | None) -> Details:
         acceptance_by_record=acceptance_by_record(answers),
         step_cost=None if cost is None else parse(StepCost, cost),
         roofline=None if cost is None else roofline(ran["device"], ran["dtype"]),
-        profile=profile,
     )
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 
-RECORDS = "Records to answer: JSONL, plain, .gz or .zst"
+RECORDS = "Records to answer: JSONL (.gz, .zst), CSV, TSV, Parquet or Arrow, or a folder of them"
 Config = Annotated[
     str, typer.Option("--config", "-c", metavar="FILE", help="YAML config, ragspec's own or AutoGluon-RAG's.")
 ]

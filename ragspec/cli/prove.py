@@ -77,19 +77,23 @@ def doctor(
 ) -> None:
     """Show what this machine has and what a config would do on it."""
     from ragspec.cli.console import stderr
+    from ragspec.config.sections import InputConfig
     from ragspec.run.doctor import examine_config, examine_machine
     from ragspec.run.input_check import examine_input
 
     set_debug(debug)
     findings = list(examine_machine())
+    given: InputConfig | None = None
     if config is not None:
         from ragspec.config.load import load_config
 
         run_config, notes = load_config(config, overrides(override), input=input)
-        input = run_config.input
+        given = run_config.input
         findings += examine_config(run_config, notes)
-    if input is not None:
-        findings.append(examine_input(input))
+    elif input is not None:
+        given = InputConfig(path=[input])
+    if given is not None:
+        findings.append(examine_input(given))
     console, styles = stderr(), {"ok": "green", "note": "yellow", "error": "red"}
     for finding in findings:
         console.print(f"{finding.level:5} {finding.text}", markup=False, style=styles[finding.level])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from types import NoneType
-from typing import Any, cast, get_args
+from typing import Annotated, Any, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -27,6 +27,8 @@ def _explain(model: type[BaseModel], error: dict[str, Any], prefix: str) -> str:
     key = ".".join(([prefix] if prefix else []) + path)
     if error["type"] == "extra_forbidden":
         return f'"{key}" is not a known key{did_you_mean(path[-1], _fields(model, path[:-1]))}'
+    if error["type"] == "missing":
+        return f"{key}: missing"
     allowed = error["msg"].replace("Input should be ", "must be ").replace("String should", "must")
     if error["type"] == "value_error":
         return f"{key}.{allowed.removeprefix('Value error, ')}"
@@ -52,6 +54,7 @@ def _fields(model: type[BaseModel], path: list[str]) -> list[str]:
     for part in path:
         inner: Any = model.model_fields[part].annotation if part in model.model_fields else None
         inner = next((choice for choice in get_args(inner) if choice is not NoneType), inner)  # left out: None
+        inner = get_args(inner)[0] if get_origin(inner) is Annotated else inner
         if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
             return []
         model = inner

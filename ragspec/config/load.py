@@ -47,7 +47,7 @@ def config_of(
     with _veil(raw, source).over_errors():
         raw, notes = _overridden(raw, source, overrides)
         notes += _modernise(raw, source)
-        raw |= {key: value for key, value in direct.items() if value is not None}
+        raw |= {key: _beside(raw.get(key), value) for key, value in direct.items() if value is not None}
         config = build_config(_without_empty(raw), source)
     return config, [config.veil()(note) for note in notes]
 
@@ -95,6 +95,11 @@ def _overridden(raw: dict[str, Any], source: str, overrides: Sequence[str]) -> t
     for override in overrides:
         _set(raw, override)
     return raw, notes
+
+
+def _beside(given: Any, path: Any) -> Any:
+    """Return a section (input) with another path, where it says more than that; else the path alone."""
+    return {**given, "path": path} if isinstance(given, dict) else path
 
 
 def _without_empty(raw: dict[str, Any]) -> dict[str, Any]:
@@ -205,6 +210,8 @@ def _set(raw: dict[str, Any], override: str) -> None:
     for parent in parents:
         if place.get(parent) is None:
             place[parent] = {}
+        elif parent == "input" and isinstance(place[parent], str | list):  # a path stands for its section
+            place[parent] = {"path": place[parent]}
         place = place[parent]
         if not isinstance(place, dict):
             raise ConfigError(f'--set: "{key}": "{parent}" is a value and has no keys')

@@ -6,7 +6,7 @@ from typing import Any, Literal, cast
 
 from ragspec.config.check import validate
 from ragspec.config.secret import Address, Settings, as_given
-from ragspec.config.sections import PromptConfig, RetrievalConfig, SamplingConfig, Section, SpeculationConfig
+from ragspec.config.sections import Input, PromptConfig, RetrievalConfig, SamplingConfig, Section, SpeculationConfig
 from ragspec.config.veil import Veil
 from ragspec.records import Sampling
 from ragspec.runners.base import RunnerArgs
@@ -26,8 +26,8 @@ class RunConfig(Section):
     """`huggingface`, `vllm`, `fake` (no model: repeats the end of each prompt), or `auto`: vLLM where it is installed,
     serves the model, and should be done first, loading included; else `huggingface`. With `auto`, `runner_args` are
     those of `huggingface`, unless only vLLM has the method."""
-    input: str | None = None
-    """JSONL file (`.gz`, `.zst`), or `-` for stdin. A line has at most 256 MiB."""
+    input: Input | None = None
+    """Where records come from."""
     output: str = "-"
     """JSONL file, or `-` for stdout."""
     order: Literal["input", "finish"] = "input"
@@ -71,6 +71,8 @@ class RunConfig(Section):
     def identity(self) -> dict[str, Any]:
         """Return the part of the config that an answer depends on; a resumed run must agree on it."""
         whole = self.model_dump(mode="json", exclude={"input", "output", "order"})
+        if self.input and self.input.columns.given:
+            whole["columns"] = self.input.columns.given
         if self.retrieval:  # how the index was built is the index's own matter
             whole["retrieval"] = {key: whole["retrieval"][key] for key in SEARCH_KEYS}
         if self.sampling.temperature == 0:  # what is sampled in a padded batch depends on the batch

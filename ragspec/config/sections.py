@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ragspec.config.secret import Address, Settings, StringSettings
 from ragspec.speculation.methods import DrafterSettings
@@ -30,6 +30,73 @@ def _at_home(path: str) -> str:
 
 OneOrMore = Annotated[list[str], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
 BatchSizeRange = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=3, max_length=3)]
+
+
+class ColumnNames(Section):
+    """The input's own names for the fields of a record (`id`, `query`, `contexts`, `messages`, `prompt`, `metadata`,
+    `custom_id`, `body`), for instance `{query: question, contexts: retrieval.passages}`. A dot leads into a nested
+    field. `ragspec inspect` suggests them."""
+
+    id: str | None = None
+    query: str | None = None
+    contexts: str | None = None
+    messages: str | None = None
+    prompt: str | None = None
+    metadata: str | None = None
+    custom_id: str | None = None
+    body: str | None = None
+
+    @property
+    def given(self) -> dict[str, str]:
+        """Those that the user gave."""
+        return self.model_dump(exclude_none=True)
+
+
+class InputConfig(Section):
+    """Where records come from. A path alone, or a list of them, may stand for the section."""
+
+    path: Annotated[
+        list[Annotated[str, Field(min_length=1)]],
+        Field(min_length=1),
+        BeforeValidator(_listed, json_schema_input_type=str | list[str]),
+    ]
+    """JSONL (`.gz`, `.zst`), CSV, TSV, Parquet or Arrow files; patterns (`data/*.parquet`), folders, a folder that
+    `save_to_disk` wrote, or `-` for JSONL from stdin. With `format: dataset`, a dataset's id on the Hugging Face hub. A
+    line of JSONL has at most 256 MiB."""
+    format: Literal["auto", "jsonl", "csv", "tsv", "parquet", "arrow", "dataset"] = "auto"
+    """What the files are; `auto` tells by their names."""
+    columns: ColumnNames = ColumnNames()
+    split: str | None = None
+    """dataset: the split; may be left out where there is only one."""
+    name: str | None = None
+    """dataset: the name of its configuration."""
+    revision: str | None = None
+    """dataset: its revision on the hub."""
+
+    @model_validator(mode="after")
+    def _only_of_datasets(self) -> InputConfig:
+        given = [key for key in ("split", "name", "revision") if getattr(self, key) is not None]
+        if given and (self.format not in ("auto", "dataset") or not (self.format == "dataset" or self._may_be_saved())):
+            raise ValueError(f"{given[0]}: is for datasets; set input.format: dataset")
+        return self
+
+    def _may_be_saved(self) -> bool:
+        return len(self.path) == 1 and Path(self.path[0]).is_dir()
+
+    def __str__(self) -> str:
+        return ", ".join(self.path)
+
+    @property
+    def is_stdin(self) -> bool:
+        """Whether records come from stdin, and can be read only once."""
+        return "-" in self.path
+
+
+def _as_input(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str | list) else value
+
+
+Input = Annotated[InputConfig, BeforeValidator(_as_input, json_schema_input_type=InputConfig | str | list[str])]
 
 
 class PromptConfig(Section):

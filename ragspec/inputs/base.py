@@ -1,4 +1,4 @@
-"""What an input is: a source of rows. A new kind is one file in this folder and a line in `open_source`."""
+"""What an input is: a source of rows. opening.py makes them."""
 
 from __future__ import annotations
 
@@ -48,10 +48,3 @@ def count_of(source: Source, limit: int | None) -> int | None:
     """Return how many of the first `limit` rows there are; None if that is not known beforehand."""
     count = source.count()
     return count if limit is None or count is None else min(count, limit)
-
-
-def open_source(name: str) -> Source:
-    """Return the source that `name` (a path, or - for stdin) means. Raises ConfigError."""
-    from ragspec.inputs.jsonl import JsonlSource
-
-    return JsonlSource(name)

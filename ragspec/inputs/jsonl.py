@@ -23,6 +23,7 @@ import zstandard
 
 from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.base import Row
+from ragspec.inputs.columns import ALL, Columns
 from ragspec.inputs.live import Live, Pipe
 from ragspec.inputs.zst import WIDEST, ZstReader
 
@@ -33,8 +34,9 @@ PIECE = 1 << 20  # a line is read in pieces, so that one without an end is notic
 class JsonlSource:
     """The non-empty lines of a file or of stdin; `raw` is a line without its end."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, columns: Columns = ALL) -> None:
         self.path = path
+        self._columns = columns
         self._stack = ExitStack()
         self._pipe: Pipe | None = None  # if the input may keep its reader waiting
         self._file = self._open()
@@ -58,15 +60,15 @@ class JsonlSource:
     def _open_as_it_is(self) -> IO[bytes]:
         if self.path == "-":
             if sys.stdin is None:
-                raise ConfigError("-: stdin is closed; --input takes a JSONL file or - for stdin")
+                raise ConfigError("-: stdin is closed; --input takes a file of records, or - for stdin")
             return sys.stdin.buffer
         path = Path(self.path)
         if path.is_dir():
-            raise ConfigError(f"{path}: is a folder; --input takes a JSONL file or - for stdin")
+            raise ConfigError(f"{path}: is a folder; --input takes a file of records, or - for stdin")
         try:
             return self._stack.enter_context(path.open("rb"))
         except FileNotFoundError:
-            raise ConfigError(f"{path}: no such file; --input takes a JSONL file or - for stdin") from None
+            raise ConfigError(f"{path}: no such file; --input takes a file of records, or - for stdin") from None
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
 
@@ -98,11 +100,13 @@ class JsonlSource:
         while True:
             value: Any
             try:
-                value = reader.read(allow_none=True, skip_empty=True)
+                value = self._columns.of(reader.read(allow_none=True, skip_empty=True))
             except EOFError:
                 return
             except jsonlines.InvalidLineError as error:
                 value = RecordError(_why(error))
+            except RecordError as error:
+                value = error
             yield Row(number, raw.rstrip(b"\r\n"), value)
 
     def _read_line(self, number: int) -> bytes:

@@ -40,6 +40,16 @@ def check_writable(path: Path, key: str) -> None:
         raise ConfigError(f"{key}: {path} cannot be written; choose another file") from None
 
 
+def began_by(output: str) -> str | None:
+    """Return the runner that began the output `output`, None if nothing has."""
+    path = Path(output)
+    if output == "-" or not _has_lines(path):
+        return None
+    config = RunState(output).read().get("config")
+    runner = config.get("runner") if isinstance(config, dict) else None
+    return runner if isinstance(runner, str) else None
+
+
 class RunState:
     """What `answers.run.json` says: the config that started the output `output`."""
 
@@ -71,7 +81,7 @@ class RunState:
         return self._output.with_name(other)
 
     def _is_state_of(self, twin: Path) -> bool:
-        owner = self._read().get("output")
+        owner = self.read().get("output")
         if owner is not None:
             return bool(owner == twin.name) and twin.is_file()
         # a file from before owners were named belongs to the output that has lines
@@ -79,7 +89,7 @@ class RunState:
 
     def check_config(self, identity: dict[str, Any]) -> None:
         """Raise ConfigError, naming the key, if another config started the output."""
-        began = self._read().get("config")
+        began = self.read().get("config")
         if not isinstance(began, dict):
             raise ConfigError(
                 f"{self._output}: contains lines, but {self.path.name} does not say which config wrote them{WAY_OUT}"
@@ -95,7 +105,8 @@ class RunState:
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be written ({error.strerror}); choose another --output") from None
 
-    def _read(self) -> dict[str, Any]:
+    def read(self) -> dict[str, Any]:
+        """Return what the file says; nothing where there is none."""
         try:
             value = orjson.loads(self.path.read_bytes())
         except (OSError, ValueError):

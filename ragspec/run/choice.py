@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ragspec import runners
 from ragspec.config.run import RunConfig
-from ragspec.errors import ConfigError
+from ragspec.errors import ConfigError, flat
 from ragspec.host.machine import has_gpu
-from ragspec.inputs.base import count_of, open_source
+from ragspec.inputs.files import size_of
+from ragspec.inputs.opening import open_source
 from ragspec.run.experience import Speed, speeds
 from ragspec.speculation.methods import AUTO, HF, VLLM
 
@@ -33,24 +33,33 @@ class Choice:
 
 
 def settle(config: RunConfig, limit: int | None = None) -> Choice:
-    """Return choose() for the first `limit` records of the config's input."""
-    if config.runner != AUTO or config.input is None or config.input == "-":
+    """Return choose() for the first `limit` records of the config's input. A pipe is not opened."""
+    if config.runner != AUTO or config.input is None or size_of(config.input) is None:
         return choose(config, None)
     try:
         with open_source(config.input) as source:
-            return choose(config, count_of(source, limit))
+            found = source.count()
     except ConfigError:  # whoever opens it next says so
-        return choose(config, None)
+        found = None
+    records = found if limit is None or found is None else min(found, limit)
+    return choose(config, records, share=share_of(records, found))
 
 
-def choose(config: RunConfig, records: int | None) -> Choice:
+def share_of(records: int | None, found: int | None) -> float:
+    """Return which share of `found` records `records` are; 1 where that is not known."""
+    return records / found if records and found else 1.0
+
+
+def choose(config: RunConfig, records: int | None, began: str | None = None, *, share: float = 1.0) -> Choice:
     """Return the config with a runner named. records: how many will be answered, None if nobody knows.
 
-    Raises ConfigError where no runner could answer.
+    began: the runner that began the output. share: of the input that `records` are.
     """
     if config.runner != AUTO:
         return Choice(config)
     able = config.runners()
+    if began in able:
+        return _chosen(config, str(began), "it began the output")
     if able == [VLLM]:
         return _chosen(config, VLLM, "only that has what the config asks for")
     if VLLM not in able:
@@ -59,7 +68,7 @@ def choose(config: RunConfig, records: int | None) -> Choice:
         return _chosen(config, HF, "vLLM is not installed")
     if records is None:
         return _chosen(config, HF, "nobody knows how many records will come, and vLLM loads for long")
-    tokens = _tokens(config, records)
+    tokens = _tokens(config, records, share)
     device = "GPU" if has_gpu() else "CPU"
     seconds = expected(speeds(config), device, tokens)
     gain = seconds[HF] - seconds[VLLM]
@@ -69,6 +78,10 @@ def choose(config: RunConfig, records: int | None) -> Choice:
         runners.module(VLLM).Runner(config.model_copy(update={"runner": VLLM})).check()
     except ConfigError as error:
         return _chosen(config, HF, f"vLLM would be faster, but {error}")
+    except Exception as error:  # a vLLM that is broken raises what it likes as it is imported
+        return _chosen(
+            config, HF, f"vLLM would be faster, but it fails here ({type(error).__name__}: {flat(error, 120)})"
+        )
     return _chosen(config, VLLM, f"about {gain:,.0f} s sooner done than huggingface, loading included")
 
 
@@ -79,7 +92,7 @@ def expected(known: Mapping[str, Speed], device: str, tokens: int) -> dict[str, 
     as the priors say.
     """
     prior = TOKEN_S[device]
-    ratios = [speed.token_s / prior[word] for word, speed in known.items()]
+    ratios = [speed.token_s / prior[word] for word, speed in known.items() if word in prior]
     scale = sum(ratios) / len(ratios) if ratios else 1.0
     found = {}
     for word, token_s in prior.items():
@@ -97,8 +110,7 @@ def _chosen(config: RunConfig, word: str, why: str) -> Choice:
     return Choice(config.model_copy(update={"runner": word}), f"runner: {word}, as chosen by auto: {why}")
 
 
-def _tokens(config: RunConfig, records: int) -> int:
-    """Return roughly how many tokens the input's prompts and answers have."""
-    path = Path(config.input or "")
-    size = path.stat().st_size if path.is_file() else 0
-    return size // TOKEN_BYTES + records * config.sampling.max_new_tokens
+def _tokens(config: RunConfig, records: int, share: float) -> int:
+    """Return roughly how many tokens the records' prompts and answers have."""
+    prompts = share * (size_of(config.input) or 0) / TOKEN_BYTES
+    return int(prompts) + records * config.sampling.max_new_tokens

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from ragspec.config.run import RunConfig
+from ragspec.config.run import CHOICES, RunConfig
 from ragspec.host.machine import has_gpu, machine
 from ragspec.models.resolve import cache_dir
 from ragspec.outputs.runstate import write_json
@@ -37,7 +37,7 @@ def speeds(config: RunConfig) -> dict[str, Speed]:
 def remember(config: RunConfig, summary: RunSummary) -> None:
     """Keep how fast the config's runner was, if the run was long enough to tell."""
     tokens = summary.prompt_tokens + summary.output_tokens
-    if summary.generate_s < TELLING_S or not tokens or config.model is None:
+    if summary.generate_s < TELLING_S or not tokens or config.model is None or config.runner not in CHOICES:
         return
     speed = Speed(round(summary.load_s + summary.warmup_s, 1), summary.generate_s / tokens)
     with suppress(OSError):  # a cache that cannot be written costs nothing but the experience

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError
-from ragspec.inputs.base import count_of, open_source
+from ragspec.inputs.files import files_of
+from ragspec.inputs.opening import open_source
 from ragspec.outputs.journal import Journal
-from ragspec.outputs.runstate import PENDING, STATE, STATISTICS, check_writable, sibling, write_json
+from ragspec.outputs.runstate import PENDING, STATE, STATISTICS, began_by, check_writable, sibling, write_json
+from ragspec.run.choice import choose, share_of
 from ragspec.run.experience import remember
 from ragspec.run.local import LocalPass, Report
 from ragspec.run.session import prepare
@@ -37,7 +39,10 @@ def generate(
     _check_paths(config, stats_path)
     with config.veil().over_errors(), ExitStack() as stack:
         source = stack.enter_context(open_source(config.input))
-        session = prepare(config, count_of(source, limit))
+        count = source.count()
+        records = count if limit is None or count is None else min(count, limit)
+        began = began_by(config.output) if resume else None
+        session = prepare(config, choose(config, records, began, share=share_of(records, count)))
         if stats_path:
             check_writable(Path(stats_path), "--stats")
         journal = stack.enter_context(
@@ -50,7 +55,7 @@ def generate(
                 partial=limit is not None,
             )
         )
-        executor = LocalPass(session, source, journal, limit=limit, report=report)
+        executor = LocalPass(session, source, journal, limit=limit, total=records, report=report)
         summary = executor.summary
         summary.notes += notes or []
         try:
@@ -65,15 +70,22 @@ def generate(
 
 def _check_paths(config: RunConfig, stats_path: str | None) -> None:
     """Raise ConfigError if one file would have two uses. The files beside the output count too."""
-    uses = {"the input": config.input, "output": config.output, "--stats": stats_path}
+    read = files_of(config.input.path) if config.input else []
+    uses: dict[str, str | None] = {f"the input {name}" if len(read) > 1 else "the input": name for name in read}
+    uses |= {"output": config.output, "--stats": stats_path}
     if config.output != "-":
         uses["the run's state"] = str(sibling(config.output, STATE))
         uses["the file of waiting answers"] = str(sibling(config.output, PENDING))
         if stats_path is None:
             uses["the statistics"] = str(sibling(config.output, STATISTICS))
+    folders = [Path(path).resolve() for path in (config.input.path if config.input else []) if Path(path).is_dir()]
+    if config.output != "-" and any(folder in Path(config.output).resolve().parents for folder in folders):
+        raise ConfigError(
+            f"{config.output}: lies in the input's folder, and would be read as records; choose another --output"
+        )
     taken: dict[Path, str] = {}
     for use, name in uses.items():
-        if name in (None, "-") or name.startswith("/dev/"):
+        if name is None or name == "-" or name.startswith("/dev/"):
             continue
         other = taken.setdefault(Path(name).resolve(), use)
         if other != use:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ragspec.config.sections import InputConfig
 from ragspec.errors import ConfigError
-from ragspec.inputs.base import open_source
+from ragspec.inputs.files import size_of
+from ragspec.inputs.opening import open_source
 from ragspec.run.doctor import Finding
 
 
-def examine_input(name: str) -> Finding:
-    """Return whether a run could open the input `name`. A pipe is not opened: that would take what it holds."""
-    if name == "-":
+def examine_input(given: InputConfig) -> Finding:
+    """Return whether a run could open the input. A pipe is not opened: that would take what it holds."""
+    if given.is_stdin:
         return Finding("ok", "input: stdin")
-    path = Path(name)
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        return Finding("ok", f"input {name}: a pipe or device")
+    paths = [Path(path) for path in given.path]
+    if any(path.exists() and not (path.is_file() or path.is_dir()) for path in paths):
+        return Finding("ok", f"input {given}: a pipe or device")
     try:
-        with open_source(name):
-            size = path.stat().st_size
+        with open_source(given):
+            size = size_of(given)
     except ConfigError as error:
         return Finding("error", f"input: {error}")
+    if size is None:
+        return Finding("ok", f"input {given}: can be opened")
     if size == 0:
-        return Finding("note", f"input {name}: empty")
-    return Finding("ok", f"input {name}: {size / (1 << 20):,.1f} MiB")
+        return Finding("note", f"input {given}: empty")
+    return Finding("ok", f"input {given}: {size / (1 << 20):,.1f} MiB")

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from ragspec.config.run import to_sampling
 from ragspec.config.sections import SamplingConfig
 from ragspec.errors import RecordError
-from ragspec.inputs.base import Row, Source, count_of
+from ragspec.inputs.base import Row, Source
 from ragspec.inputs.feed import Feed, Sieve
 from ragspec.inputs.keyset import KeySet
 from ragspec.inputs.record import line_id, parse_record, record_id
@@ -32,7 +32,7 @@ Report = Callable[[RunSummary, int | None], None]  # called after each record wi
 
 
 class LocalPass:
-    """One pass of a session over a source, in this process. limit: read only this many rows.
+    """One pass of a session over a source, in this process. limit: read only this many rows. total: how many will come.
 
     report: called as records finish. keep_details: also write what an audit and a report need.
     """
@@ -44,6 +44,7 @@ class LocalPass:
         journal: Journal,
         *,
         limit: int | None = None,
+        total: int | None = None,
         report: Report | None = None,
         keep_details: bool = False,
     ) -> None:
@@ -59,7 +60,7 @@ class LocalPass:
         self._report = report
         self._keep_details = keep_details
         self._stage = Stage(session.retriever, self._unfinished) if session.retriever else None
-        self._total = count_of(source, limit)
+        self._total = total
         self._veil = config.veil()
         self._default_sampling = to_sampling(config.sampling)
         self._flights: dict[int, Flight] = {}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import resource
 import sys
-from pathlib import Path
 from typing import Any
 
 from ragspec import __version__
 from ragspec.config.run import RunConfig
+from ragspec.inputs.files import digest
 from ragspec.runners.base import Runner
 
 LIBRARIES = ("torch", "transformers", "vllm")
@@ -22,7 +22,7 @@ def about(config: RunConfig, runner: Runner) -> dict[str, Any]:
         "config": config.model_dump(mode="json"),
         "runner": runner.about(),
         "versions": {"ragspec": __version__, "python": sys.version.split()[0], **versions},
-        "input_sha256": _sha256(config.input),
+        "input_sha256": digest(config.input),
         "template_sha256": hashlib.sha256((config.prompt.template or "").encode()).hexdigest(),
         "seed": config.sampling.seed,
     }
@@ -35,10 +35,3 @@ def peak_memory_gib() -> float:
     if torch is not None and torch.cuda.is_available():
         peak = max(peak, torch.cuda.max_memory_allocated() / (1 << 30))
     return peak
-
-
-def _sha256(path: str | None) -> str | None:
-    if path is None or not Path(path).is_file():
-        return None  # a pipe is read once; a file may have gone since
-    with Path(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

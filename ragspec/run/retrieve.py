@@ -11,8 +11,9 @@ import orjson
 
 from ragspec.config.sections import RetrievalConfig
 from ragspec.errors import RecordError
-from ragspec.inputs.base import Row, open_source
+from ragspec.inputs.base import Row
 from ragspec.inputs.feed import Feed
+from ragspec.inputs.opening import open_source
 from ragspec.outputs.journal import Journal
 from ragspec.retrieval.evaluate import evaluate
 from ragspec.retrieval.search import Retriever

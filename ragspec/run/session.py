@@ -10,7 +10,7 @@ from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError
 from ragspec.prompts.builder import PromptBuilder
 from ragspec.retrieval.search import Retriever
-from ragspec.run.choice import choose
+from ragspec.run.choice import Choice, choose
 from ragspec.run.provenance import about
 from ragspec.runners.base import Runner
 
@@ -19,11 +19,10 @@ from ragspec.runners.base import Runner
 class Session:
     """What a pass over an input needs; an executor (local.py) drives it. retriever: None: records bring contexts.
 
-    config: with the runner that was chosen. asked: as the user gave it. choice: why that runner, "" if it was named.
+    config: with the runner that was chosen. choice: why that one, "" if it was named.
     """
 
     config: RunConfig
-    asked: RunConfig
     choice: str
     runner: Runner
     prompts: PromptBuilder
@@ -31,7 +30,7 @@ class Session:
 
     def identity(self) -> dict[str, Any]:
         """Return what an answer depends on; a resumed run must agree on it."""
-        return self.asked.identity() | ({"index": self.retriever.index.identity} if self.retriever else {})
+        return self.config.identity() | ({"index": self.retriever.index.identity} if self.retriever else {})
 
     def notes(self) -> list[str]:
         """Return what the user should know so far, secrets hidden."""
@@ -43,17 +42,17 @@ class Session:
         return about(self.config, self.runner)
 
 
-def prepare(config: RunConfig, records: int | None = None) -> Session:
-    """Return the session of a config; the model's weights are not loaded. records: how many will come, if known.
+def prepare(config: RunConfig, choice: Choice | None = None) -> Session:
+    """Return the session of a config; the model's weights are not loaded. choice: of its runner.
 
     Raises ConfigError.
     """
-    asked, choice = config, choose(config, records)
+    choice = choice or choose(config, None)
     config = choice.config
     runner = check_runner(config)
     prompts = make_prompts(config, runner)
     retriever = Retriever(config.retrieval) if config.retrieval else None
-    return Session(config, asked, choice.why, runner, prompts, retriever)
+    return Session(config, choice.why, runner, prompts, retriever)
 
 
 def check_runner(config: RunConfig) -> Runner:

@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from ragspec.config.sections import InputConfig
 from ragspec.run.input_check import examine_input
 from tests.cli.test_cli import ragspec
 from tests.conftest import SAMPLE, write_jsonl
@@ -64,10 +65,10 @@ def test_a_missing_input_is_an_error_beside_what_else_was_found(tmp_path):
 def test_examining_a_pipe_takes_nothing_from_it(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    finding = examine_input(str(pipe))  # to open it would wait for a writer for ever
+    finding = examine_input(InputConfig(path=[str(pipe)]))  # to open it would wait for a writer for ever
     assert (finding.level, "pipe" in finding.text) == ("ok", True)
-    assert examine_input(str(tmp_path)).level == "error"
-    assert examine_input("-").level == "ok"
+    assert examine_input(InputConfig(path=[str(tmp_path)])).level == "error"
+    assert examine_input(InputConfig(path=["-"])).level == "ok"
 
 
 @pytest.mark.parametrize(

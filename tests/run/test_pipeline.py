@@ -142,7 +142,7 @@ def test_limit_reads_so_many_lines(tmp_path):
 def test_input_must_not_be_the_output(tmp_path):
     config = fake(tmp_path, questions(1))
     with pytest.raises(ConfigError, match="would be both the input and output"):
-        run(config.model_copy(update={"output": config.input}))
+        run(config.model_copy(update={"output": str(config.input)}))
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "out.run.json", "out.stats.json", "out.pending.jsonl"])

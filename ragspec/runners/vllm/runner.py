@@ -119,7 +119,7 @@ class Runner:
 
         if not is_ours(self.method):
             return spec
-        if vllm.__version__.rpartition(".")[0] in TRIED:
+        if ".".join(vllm.__version__.split(".")[:2]) in TRIED:
             if self._spec.draft_model:
                 self.notes.append("speculation.draft_model: has no effect; vLLM cannot switch to it during a run")
             return spec

@@ -1,0 +1,92 @@
+"""Hugging Face datasets: one from the hub, streamed, or a folder that `save_to_disk` wrote.
+
+>>> for row in DatasetSource("rag-datasets/mini", Columns({}), split="test"): row.value["query"]
+
+Needs the `datasets` library. Nothing is downloaded as a whole. Limit: datasets that bring code are not run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import count
+from typing import Any, Self
+
+from ragspec.errors import ConfigError
+from ragspec.inputs.base import Row
+from ragspec.inputs.columns import Columns, listed
+from ragspec.inputs.table import row_of
+
+
+class DatasetSource:
+    """The rows of one split. name: of the dataset's configuration. saved: whether `path` is a folder on disk."""
+
+    def __init__(
+        self,
+        path: str,
+        columns: Columns,
+        *,
+        split: str | None = None,
+        name: str | None = None,
+        revision: str | None = None,
+        saved: bool = False,
+    ) -> None:
+        self._path = path
+        self._columns = columns
+        self._data = self._chosen(self._load(name, revision, saved), split)
+        if self._data.column_names is not None:
+            columns.check(self._data.column_names, path)
+
+    def _load(self, name: str | None, revision: str | None, saved: bool) -> Any:
+        try:
+            import datasets
+        except ImportError:
+            raise ConfigError(f'{self._path}: reading it needs datasets: pip install "ragspec[datasets]"') from None
+        try:
+            if saved:
+                return datasets.load_from_disk(self._path)
+            return datasets.load_dataset(self._path, name, revision=revision, streaming=True)
+        except Exception as error:  # the hub, the network and the dataset's own files: each has its own errors
+            said = " ".join(str(error).split())[:200]
+            raise ConfigError(f"{self._path}: the dataset cannot be opened ({type(error).__name__}: {said})") from None
+
+    def _chosen(self, found: Any, split: str | None) -> Any:
+        if not isinstance(found, dict):  # one split only
+            return found
+        if split is None and len(found) == 1:
+            return next(iter(found.values()))
+        if split not in found:
+            asked = "input.split: missing" if split is None else f'input.split: "{split}" is not there'
+            raise ConfigError(f"{asked}; {self._path} has {listed(found)}")
+        return found[split]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Row]:
+        rows = iter(self._data)
+        for number in count(1):
+            try:
+                value = next(rows, None)
+            except Exception as error:  # as above, in the middle
+                said = " ".join(str(error).split())[:200]
+                raise ConfigError(f"{self.where(number)}: cannot be read ({type(error).__name__}: {said})") from None
+            if value is None:
+                return
+            yield row_of(number, value, self._columns)
+
+    def count(self) -> int | None:
+        """Return how many rows there are, if the dataset says so."""
+        try:
+            return len(self._data)
+        except TypeError:  # streamed
+            splits = getattr(self._data.info, "splits", None) or {}
+            rows = getattr(splits.get(str(self._data.split)), "num_examples", None)
+            return int(rows) if rows and math.isfinite(rows) else None
+
+    def where(self, number: int) -> str:
+        """Return "path: row 3"."""
+        return f"{self._path}: row {number}"

@@ -1,0 +1,99 @@
+"""CSV and TSV: a header line, then a record per row.
+
+>>> for row in DelimitedSource("questions.csv", Columns({})): row.value["query"]
+
+Every cell is text, except one that holds a JSON list or object (contexts, messages, metadata). A cell may hold line
+ends, in quotes. An empty cell is null. Source: Python's csv module; RFC 4180. Limit: UTF-8.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import orjson
+
+from ragspec.errors import ConfigError, RecordError
+from ragspec.inputs.base import Row
+from ragspec.inputs.columns import Columns
+from ragspec.inputs.table import row_of
+
+WIDEST = 256 << 20  # characters of a cell
+
+
+class DelimitedSource:
+    """The rows of one file. delimiter: between cells."""
+
+    def __init__(self, path: str, columns: Columns, delimiter: str = ",") -> None:
+        self._path = path
+        self._columns = columns
+        self._stack = ExitStack()
+        csv.field_size_limit(WIDEST)
+        try:
+            file = Path(path).open(encoding="utf-8-sig", newline="")  # noqa: SIM115 (the stack closes it)
+            self._stack.enter_context(file)
+            self._reader = csv.reader(file, delimiter=delimiter, strict=True)
+            self._names = next(self._reader, [])
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: no such file") from None
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            self._stack.close()
+            raise ConfigError(f"{path}: cannot be read as text with a header line ({error})") from None
+        try:
+            self._check()
+        except ConfigError:
+            self._stack.close()
+            raise
+
+    def _check(self) -> None:
+        twice = [name for name in self._names if self._names.count(name) > 1]
+        if twice:
+            raise ConfigError(f'{self._path}: two columns are called "{twice[0]}"')
+        if self._names:
+            self._columns.check(self._names, self._path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def __iter__(self) -> Iterator[Row]:
+        number = 0
+        while True:
+            number += 1
+            try:
+                cells = next(self._reader, None)
+            except (OSError, UnicodeDecodeError, csv.Error) as error:
+                raise ConfigError(f"{self.where(number)}: cannot be read ({error})") from None
+            if cells is None:
+                return
+            if not cells:  # an empty line
+                number -= 1
+            elif len(cells) != len(self._names):
+                raw = orjson.dumps(cells)
+                yield Row(number, raw, RecordError(f"has {len(cells)} cells, the header has {len(self._names)}"))
+            else:
+                value = {name: _cell(cell) for name, cell in zip(self._names, cells, strict=True)}
+                yield row_of(number, value, self._columns)
+
+    def count(self) -> int | None:
+        """Return None: a line end may be part of a cell."""
+        return None
+
+    def where(self, number: int) -> str:
+        """Return "path: row 3"; the header is not counted."""
+        return f"{self._path}: row {number}"
+
+
+def _cell(text: str) -> Any:
+    """Return a cell's value: text, or the JSON list or object that it holds; None for an empty one."""
+    if text[:1] in ("[", "{"):
+        try:
+            return orjson.loads(text)
+        except orjson.JSONDecodeError:
+            return text
+    return text or None

@@ -1,0 +1,97 @@
+"""Which files an input names, and what they are: one path, several, a pattern, a folder.
+
+>>> kind_of("questions.jsonl.gz")
+'jsonl'
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from ragspec.config.sections import InputConfig
+from ragspec.errors import ConfigError
+
+KINDS = {
+    "jsonl": (".jsonl", ".ndjson", ".json"),
+    "csv": (".csv",),
+    "tsv": (".tsv", ".tab"),
+    "parquet": (".parquet", ".pq"),
+    "arrow": (".arrow", ".feather", ".ipc"),
+}
+PACKED = (".gz", ".zst")
+SAVED = "dataset_info.json", "dataset_dict.json"  # in a folder that save_to_disk wrote
+
+
+def kind_of(path: str) -> str:
+    """Return what a file's name says that it is; "jsonl" where it says nothing."""
+    name = path.lower()
+    for ending in PACKED:
+        name = name.removesuffix(ending)
+    return next((kind for kind, endings in KINDS.items() if name.endswith(endings)), "jsonl")
+
+
+def is_saved_dataset(path: str) -> bool:
+    """Return whether `path` is a folder that a Hugging Face dataset was saved to."""
+    return any((Path(path) / name).is_file() for name in SAVED)
+
+
+def files_of(paths: Iterable[str]) -> list[str]:
+    """Return the files that `paths` name: patterns and folders by name, in order. Raises ConfigError for none."""
+    found: list[str] = []
+    for path in paths:
+        if path == "-" or Path(path).is_file() or not (glob.has_magic(path) or Path(path).is_dir()):
+            found.append(path)
+        elif Path(path).is_dir():
+            found += _in_folder(path)
+        else:
+            matching = sorted(name for name in glob.glob(path, recursive=True) if Path(name).is_file())
+            if not matching:
+                raise ConfigError(f"input: no file is called {path}")
+            found += matching
+    return found
+
+
+def digest(config: InputConfig | None) -> str | None:
+    """Return the SHA-256 of an input's files; None for a pipe, which is read once, and for what is not there."""
+    found = hashlib.sha256()
+    files = _local(config)
+    for path in files:
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 20):
+                found.update(chunk)
+    return found.hexdigest() if files else None
+
+
+def size_of(config: InputConfig | None) -> int | None:
+    """Return the bytes of an input's files, None where that is not known."""
+    files = _local(config)
+    return sum(path.stat().st_size for path in files) if files else None
+
+
+def _local(config: InputConfig | None) -> list[Path]:
+    """Return the files of an input that lie here and can be read again; none if one of them does not."""
+    if config is None or config.is_stdin or config.format == "dataset":
+        return []
+    try:
+        files = [Path(path) for path in files_of(config.path)]
+    except ConfigError:
+        return []
+    return files if all(path.is_file() for path in files) else []
+
+
+def _in_folder(path: str) -> list[str]:
+    endings = tuple(ending for kind in KINDS.values() for ending in kind)
+    endings += tuple(f"{ending}{packed}" for ending in KINDS["jsonl"] for packed in PACKED)
+    files = sorted(
+        str(each)
+        for each in Path(path).rglob("*")
+        if each.is_file()
+        and each.name.lower().endswith(endings)
+        and not any(part.startswith((".", "_")) for part in each.relative_to(path).parts)
+    )
+    if not files:
+        raise ConfigError(f"{path}: the folder has no file that could be records ({', '.join(endings[:8])}, ...)")
+    return files

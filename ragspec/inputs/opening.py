@@ -1,0 +1,55 @@
+"""From what a config names to a source: `open_source("questions.parquet")`. A new kind: one file, and a line below."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ragspec.config.sections import InputConfig
+from ragspec.errors import ConfigError
+from ragspec.inputs.base import Source
+from ragspec.inputs.columns import Columns
+from ragspec.inputs.files import PACKED, files_of, is_saved_dataset, kind_of
+from ragspec.inputs.several import Several
+
+
+def open_source(given: InputConfig | str) -> Source:
+    """Return the source that an input (or a path alone, or - for stdin) means. Raises ConfigError."""
+    config = InputConfig(path=[given]) if isinstance(given, str) else given
+    columns = Columns(config.columns.given)
+    if config.format == "dataset" or (len(config.path) == 1 and is_saved_dataset(config.path[0])):
+        return _open_dataset(config, columns)
+    openers = [partial(_open_file, config.format, columns, path) for path in files_of(config.path)]
+    return Several(openers) if len(openers) > 1 else openers[0]()
+
+
+def _open_file(kind: str, columns: Columns, path: str) -> Source:
+    kind = kind_of(path) if kind == "auto" else kind
+    if kind != "jsonl" and path.endswith(PACKED):
+        raise ConfigError(f"{path}: only JSONL is read packed; unpack it first")
+    if kind in ("csv", "tsv"):
+        from ragspec.inputs.delimited import DelimitedSource
+
+        return DelimitedSource(path, columns, "\t" if kind == "tsv" else ",")
+    if kind in ("parquet", "arrow"):
+        from ragspec.inputs.table import TableSource
+
+        return TableSource(path, columns, kind)
+    from ragspec.inputs.jsonl import JsonlSource
+
+    return JsonlSource(path, columns)
+
+
+def _open_dataset(config: InputConfig, columns: Columns) -> Source:
+    from ragspec.inputs.dataset import DatasetSource
+
+    if len(config.path) > 1:
+        raise ConfigError("input.path: one dataset at a time")
+    (path,) = config.path
+    return DatasetSource(
+        path,
+        columns,
+        split=config.split,
+        name=config.name,
+        revision=config.revision,
+        saved=is_saved_dataset(path),
+    )
