@@ -309,3 +309,71 @@ def test_inspect_says_why_the_first_row_is_no_record(tmp_path):
     assert seen.returncode == 1
     assert "the first row is no record" in seen.stderr
     assert 'the record needs "query", "messages" or "prompt"' in " ".join(seen.stderr.split())
+
+
+@pytest.mark.parametrize("path", ["", [], [""]])
+def test_an_empty_path_is_refused(path):
+    with pytest.raises(ConfigError, match=r"input\.path"):
+        build_config({"runner": "fake", "input": {"path": path}})
+
+
+def test_an_output_inside_the_inputs_folder_is_refused_before_anything_is_written(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", RECORDS)
+    config = build_config({"runner": "fake", "input": str(tmp_path), "output": str(tmp_path / "out.jsonl")})
+    with pytest.raises(ConfigError, match="lies in the input's folder"):
+        generate(config)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_hidden_folders_are_not_read(tmp_path):
+    for folder in ("data", "data/.ipynb_checkpoints", "data/_temporary"):
+        (tmp_path / folder).mkdir()
+        write_jsonl(tmp_path / folder / "a.jsonl", RECORDS)
+    assert files_of([str(tmp_path / "data")]) == [str(tmp_path / "data" / "a.jsonl")]
+
+
+def test_a_file_that_is_missing_among_several_is_known_at_once(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", RECORDS)
+    with pytest.raises(ConfigError, match=r"b\.jsonl: no such file"):
+        open_source(InputConfig(path=[str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]))
+
+
+def test_an_empty_cell_is_no_context_and_no_error(tmp_path):
+    (tmp_path / "a.csv").write_text('question,passages\nWhy?,"[""one""]"\nWho?,\n')
+    found, summary = answers(tmp_path / "a.csv", tmp_path, columns={"query": "question", "contexts": "passages"})
+    assert [line["contexts"] for line in found] == [["1"], []]
+    assert summary.failed == 0
+
+
+def test_a_mapped_prompt_is_the_prompt_whatever_else_a_row_has(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"full": "all of it", "query": "Why?"}])
+    (row,) = rows(tmp_path / "a.jsonl", columns={"prompt": "full"})
+    assert row.value == {"query": None, "prompt": "all of it"}
+
+
+def test_what_cannot_be_read_of_a_table_is_that_rows_error(tmp_path):
+    import pyarrow.parquet
+
+    offsets = pa.array([0, 4, 6, 10], pa.int32()).buffers()[1]
+    text = pa.StringArray.from_buffers(3, offsets, pa.py_buffer(b"Why?\xff\xfeWho?"))
+    pyarrow.parquet.write_table(pa.table({"query": text}), tmp_path / "a.parquet")
+    found = rows(tmp_path / "a.parquet")
+    assert [row.value["query"] for row in (found[0], found[2])] == ["Why?", "Who?"]
+    assert "cannot be read" in str(found[1].value)
+
+
+@pytest.mark.parametrize("name", ["a.csv.gz", "a.parquet.zst"])
+def test_only_jsonl_is_read_packed(name, tmp_path):
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ConfigError, match="only JSONL is read packed"):
+        rows(tmp_path / name)
+
+
+def test_keys_of_datasets_are_refused_for_files(tmp_path):
+    with pytest.raises(ConfigError, match="split: is for datasets"):
+        build_config({"runner": "fake", "input": {"path": "a.parquet", "split": "test"}})
+
+
+def test_inspect_suggests_only_what_makes_a_record(tmp_path):
+    as_parquet(tmp_path / "a.parquet", [{"id": "1", "question": "Why?", "context": "one text"}])
+    assert inspect(InputConfig(path=[str(tmp_path / "a.parquet")])).mapping == {"query": "question"}

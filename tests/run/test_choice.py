@@ -126,3 +126,34 @@ def test_a_run_says_what_was_chosen_and_resumes_whatever_is_chosen_later(tmp_pat
     assert sum("runner: huggingface, as chosen by auto" in note for note in done.notes) == 1
     again = generate(asked.model_copy(update={"order": "finish"}))
     assert (again.skipped, again.records) == (1, 0)
+
+
+def test_an_output_keeps_the_runner_that_began_it():
+    remember(config(runner="huggingface"), summary(10_000, 40))
+    remember(config(runner="vllm"), summary(10_000, 20, load=60))
+    assert choose(config(), 1000).config.runner == "vllm"
+    chosen = choose(config(), 1000, "huggingface")
+    assert (chosen.config.runner, chosen.why.endswith("it began the output")) == ("huggingface", True)
+
+
+def test_a_limit_counts_for_prompts_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(choice, "has_gpu", lambda: True)
+    path = tmp_path / "in.jsonl"
+    path.write_text((json.dumps({"query": "?", "contexts": ["long " * 100_000]}) + "\n") * 40)
+    assert settle(config(input=str(path))).config.runner == "vllm"
+    assert settle(config(input=str(path)), limit=1).config.runner == "huggingface"
+
+
+def test_a_vllm_that_is_broken_ends_no_run(monkeypatch):
+    def fail(self):
+        raise ImportError("undefined symbol")
+
+    monkeypatch.setattr(choice, "has_gpu", lambda: True)
+    monkeypatch.setattr(Runner, "check", fail)
+    assert choose(config(), 10**6).why.endswith("but it fails here (ImportError: undefined symbol)")
+
+
+def test_runners_that_are_no_choice_are_not_remembered():
+    remember(build_config({"model": "demo", "runner": "fake"}), summary(1000, 20))
+    assert speeds(config()) == {}
+    assert expected({"fake": Speed(0.0, 1.0)}, "CPU", 10)["huggingface"] < 10
