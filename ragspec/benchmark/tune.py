@@ -25,6 +25,7 @@ from ragspec.config.secret import by_name
 from ragspec.errors import ConfigError
 from ragspec.host.machine import machine
 from ragspec.outputs.private import write_private
+from ragspec.run.choice import settle
 from ragspec.speculation.methods import FAKE, PLAIN, model_free
 
 BEHIND = 0.85  # of the fastest of a round; what is slower is not timed again
@@ -91,6 +92,7 @@ def _promising(workers: list[Worker], speeds: Speeds) -> list[Worker]:
 
 def candidates(config: RunConfig) -> list[Candidate]:
     """Return plain decoding, what the config says, and every method of the runner that needs no further settings."""
+    config = settle(config).config
     free = () if config.runner == FAKE else model_free(config.runner)
     methods = [PLAIN, config.speculation.method, *free]
     if importlib.util.find_spec("arctic_inference") is None:

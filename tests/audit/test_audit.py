@@ -322,7 +322,7 @@ def test_sampled_records_of_a_draft_model_are_left_out_and_said_so(tiny, tiny_dr
     ],
 )
 def test_verify_refuses_what_it_cannot_compare(tiny, tmp_path, more, message):
-    done = ragspec("verify", "-c", config_of(tiny, tmp_path, **more), "-o", tmp_path / "v")
+    done = ragspec("verify", "-c", config_of(tiny, tmp_path, runner="huggingface", **more), "-o", tmp_path / "v")
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
