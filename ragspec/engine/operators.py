@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import library
 
 CAPTURING: ContextVar[Parts | None] = ContextVar("CAPTURING", default=None)  # the parts that a capture gathers
 RUNNING: ContextVar[Parts] = ContextVar("RUNNING")  # those of the layer that runs
@@ -71,7 +72,7 @@ def _linear_shape(x: torch.Tensor, number: int, size: int) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], size)
 
 
-_library: Any = torch.library.Library("ragspec", "DEF")  # type: ignore[no-untyped-call]
+_library: Any = library.Library("ragspec", "DEF")  # type: ignore[no-untyped-call]
 for _name, _arguments, _does, _shape in (
     ("attend", "Tensor query, Tensor key, Tensor value, Tensor? sinks, int number", _attend, _attend_shape),
     ("linear", "Tensor x, int number, int size", _linear, _linear_shape),
@@ -79,4 +80,4 @@ for _name, _arguments, _does, _shape in (
     _library.define(f"{_name}({_arguments}) -> Tensor")
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _does, _key)
-    torch.library.register_fake(f"ragspec::{_name}", _shape, lib=_library)
+    library.register_fake(f"ragspec::{_name}", _shape, lib=_library)

@@ -46,5 +46,9 @@ class Source(AbstractContextManager["Source"], Protocol):
 
 def count_of(source: Source, limit: int | None) -> int | None:
     """Return how many of the first `limit` rows there are; None if that is not known beforehand."""
-    count = source.count()
+    return within(limit, source.count())
+
+
+def within(limit: int | None, count: int | None) -> int | None:
+    """Return how many of `count` rows are among the first `limit`; None if it is not known how many there are."""
     return count if limit is None or count is None else min(count, limit)

@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ragspec.errors import ConfigError, RecordError
+from ragspec.inputs.record import SOURCES
 
-SOURCES = {"query", "messages", "prompt"}
 OPTIONAL = {"id", "contexts", "metadata"}
 SHOWN = 12  # names in a message
 
@@ -31,7 +31,7 @@ class Columns:
         if not self._mapping or not isinstance(value, dict):
             return value
         found = {ours: _look_up(value, path, ours) for ours, path in self._mapping.items()}
-        found |= dict.fromkeys(SOURCES & value.keys() - found.keys()) if SOURCES & found.keys() else {}
+        found |= dict.fromkeys(value.keys() & SOURCES - found.keys()) if found.keys() & SOURCES else {}
         renamed = set(self._mapping.values())
         return {key: field for key, field in value.items() if key not in renamed and key not in found} | found
 

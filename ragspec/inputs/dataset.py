@@ -10,15 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import count
-from typing import Any, Self
+from typing import Any
 
-from ragspec.errors import ConfigError
+from ragspec.errors import ConfigError, flat
 from ragspec.inputs.base import Row
 from ragspec.inputs.columns import Columns, listed
-from ragspec.inputs.table import row_of
+from ragspec.inputs.rows import NumberedRows
 
 
-class DatasetSource:
+class DatasetSource(NumberedRows):
     """The rows of one split. name: of the dataset's configuration. saved: whether `path` is a folder on disk."""
 
     def __init__(
@@ -31,8 +31,7 @@ class DatasetSource:
         revision: str | None = None,
         saved: bool = False,
     ) -> None:
-        self._path = path
-        self._columns = columns
+        super().__init__(path, columns)
         self._data = self._chosen(self._load(name, revision, saved), split)
         if self._data.column_names is not None:
             columns.check(self._data.column_names, path)
@@ -47,8 +46,8 @@ class DatasetSource:
                 return datasets.load_from_disk(self._path)
             return datasets.load_dataset(self._path, name, revision=revision, streaming=True)
         except Exception as error:  # the hub, the network and the dataset's own files: each has its own errors
-            said = " ".join(str(error).split())[:200]
-            raise ConfigError(f"{self._path}: the dataset cannot be opened ({type(error).__name__}: {said})") from None
+            said = f"{type(error).__name__}: {flat(error, 200)}"
+            raise ConfigError(f"{self._path}: the dataset cannot be opened ({said})") from None
 
     def _chosen(self, found: Any, split: str | None) -> Any:
         if not isinstance(found, dict):  # one split only
@@ -60,23 +59,17 @@ class DatasetSource:
             raise ConfigError(f"{asked}; {self._path} has {listed(found)}")
         return found[split]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
     def __iter__(self) -> Iterator[Row]:
         rows = iter(self._data)
         for number in count(1):
             try:
                 value = next(rows, None)
             except Exception as error:  # as above, in the middle
-                said = " ".join(str(error).split())[:200]
-                raise ConfigError(f"{self.where(number)}: cannot be read ({type(error).__name__}: {said})") from None
+                said = f"{type(error).__name__}: {flat(error, 200)}"
+                raise ConfigError(f"{self.where(number)}: cannot be read ({said})") from None
             if value is None:
                 return
-            yield row_of(number, value, self._columns)
+            yield self._row(number, value)
 
     def count(self) -> int | None:
         """Return how many rows there are, if the dataset says so."""
@@ -86,7 +79,3 @@ class DatasetSource:
             splits = getattr(self._data.info, "splits", None) or {}
             rows = getattr(splits.get(str(self._data.split)), "num_examples", None)
             return int(rows) if rows and math.isfinite(rows) else None
-
-    def where(self, number: int) -> str:
-        """Return "path: row 3"."""
-        return f"{self._path}: row {number}"

@@ -12,41 +12,38 @@ import csv
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import orjson
 
 from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.base import Row
 from ragspec.inputs.columns import Columns
-from ragspec.inputs.table import row_of
+from ragspec.inputs.rows import NumberedRows
 
 WIDEST = 256 << 20  # characters of a cell
 
 
-class DelimitedSource:
-    """The rows of one file. delimiter: between cells."""
+class DelimitedSource(NumberedRows):
+    """The rows of one file; a line end may be part of a cell. delimiter: between cells."""
 
     def __init__(self, path: str, columns: Columns, delimiter: str = ",") -> None:
-        self._path = path
-        self._columns = columns
-        self._stack = ExitStack()
+        super().__init__(path, columns)
         csv.field_size_limit(WIDEST)
+        with ExitStack() as stack:
+            self._open(delimiter, stack)
+            self._check()
+            self._stack = stack.pop_all()
+
+    def _open(self, delimiter: str, stack: ExitStack) -> None:
         try:
-            file = Path(path).open(encoding="utf-8-sig", newline="")  # noqa: SIM115 (the stack closes it)
-            self._stack.enter_context(file)
+            file = stack.enter_context(Path(self._path).open(encoding="utf-8-sig", newline=""))  # noqa: SIM115
             self._reader = csv.reader(file, delimiter=delimiter, strict=True)
             self._names = next(self._reader, [])
         except FileNotFoundError:
-            raise ConfigError(f"{path}: no such file") from None
+            raise ConfigError(f"{self._path}: no such file") from None
         except (OSError, UnicodeDecodeError, csv.Error) as error:
-            self._stack.close()
-            raise ConfigError(f"{path}: cannot be read as text with a header line ({error})") from None
-        try:
-            self._check()
-        except ConfigError:
-            self._stack.close()
-            raise
+            raise ConfigError(f"{self._path}: cannot be read as text with a header line ({error})") from None
 
     def _check(self) -> None:
         twice = [name for name in self._names if self._names.count(name) > 1]
@@ -54,12 +51,6 @@ class DelimitedSource:
             raise ConfigError(f'{self._path}: two columns are called "{twice[0]}"')
         if self._names:
             self._columns.check(self._names, self._path)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
 
     def __iter__(self) -> Iterator[Row]:
         number = 0
@@ -78,15 +69,7 @@ class DelimitedSource:
                 yield Row(number, raw, RecordError(f"has {len(cells)} cells, the header has {len(self._names)}"))
             else:
                 value = {name: _cell(cell) for name, cell in zip(self._names, cells, strict=True)}
-                yield row_of(number, value, self._columns)
-
-    def count(self) -> int | None:
-        """Return None: a line end may be part of a cell."""
-        return None
-
-    def where(self, number: int) -> str:
-        """Return "path: row 3"; the header is not counted."""
-        return f"{self._path}: row {number}"
+                yield self._row(number, value)
 
 
 def _cell(text: str) -> Any:

@@ -14,6 +14,7 @@ from ragspec import runners
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError, flat
 from ragspec.host.machine import has_gpu
+from ragspec.inputs.base import within
 from ragspec.inputs.files import size_of
 from ragspec.inputs.opening import open_source
 from ragspec.run.experience import Speed, speeds
@@ -38,22 +39,15 @@ def settle(config: RunConfig, limit: int | None = None) -> Choice:
         return choose(config, None)
     try:
         with open_source(config.input) as source:
-            found = source.count()
+            return choose(config, source.count(), limit=limit)
     except ConfigError:  # whoever opens it next says so
-        found = None
-    records = found if limit is None or found is None else min(found, limit)
-    return choose(config, records, share=share_of(records, found))
+        return choose(config, None)
 
 
-def share_of(records: int | None, found: int | None) -> float:
-    """Return which share of `found` records `records` are; 1 where that is not known."""
-    return records / found if records and found else 1.0
+def choose(config: RunConfig, rows: int | None, began: str | None = None, *, limit: int | None = None) -> Choice:
+    """Return the config with a runner named. rows: of the input, None if nobody knows; the first `limit` are answered.
 
-
-def choose(config: RunConfig, records: int | None, began: str | None = None, *, share: float = 1.0) -> Choice:
-    """Return the config with a runner named. records: how many will be answered, None if nobody knows.
-
-    began: the runner that began the output. share: of the input that `records` are.
+    began: the runner that began the output.
     """
     if config.runner != AUTO:
         return Choice(config)
@@ -66,9 +60,9 @@ def choose(config: RunConfig, records: int | None, began: str | None = None, *, 
         return _chosen(config, HF, "only that has what the config asks for")
     if not has_vllm():
         return _chosen(config, HF, "vLLM is not installed")
-    if records is None:
+    if rows is None:
         return _chosen(config, HF, "nobody knows how many records will come, and vLLM loads for long")
-    tokens = _tokens(config, records, share)
+    tokens = _tokens(config, rows, limit)
     device = "GPU" if has_gpu() else "CPU"
     seconds = expected(speeds(config), device, tokens)
     gain = seconds[HF] - seconds[VLLM]
@@ -110,7 +104,8 @@ def _chosen(config: RunConfig, word: str, why: str) -> Choice:
     return Choice(config.model_copy(update={"runner": word}), f"runner: {word}, as chosen by auto: {why}")
 
 
-def _tokens(config: RunConfig, records: int, share: float) -> int:
-    """Return roughly how many tokens the records' prompts and answers have."""
-    prompts = share * (size_of(config.input) or 0) / TOKEN_BYTES
-    return int(prompts) + records * config.sampling.max_new_tokens
+def _tokens(config: RunConfig, rows: int, limit: int | None) -> int:
+    """Return roughly how many tokens the prompts and answers of the first `limit` of `rows` rows have."""
+    records = within(limit, rows) or 0
+    row_bytes = (size_of(config.input) or 0) / max(1, rows)
+    return int(records * (row_bytes / TOKEN_BYTES + config.sampling.max_new_tokens))

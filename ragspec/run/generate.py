@@ -7,11 +7,12 @@ from pathlib import Path
 
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError
+from ragspec.inputs.base import within
 from ragspec.inputs.files import files_of
 from ragspec.inputs.opening import open_source
 from ragspec.outputs.journal import Journal
 from ragspec.outputs.runstate import PENDING, STATE, STATISTICS, began_by, check_writable, sibling, write_json
-from ragspec.run.choice import choose, share_of
+from ragspec.run.choice import choose
 from ragspec.run.experience import remember
 from ragspec.run.local import LocalPass, Report
 from ragspec.run.session import prepare
@@ -36,13 +37,12 @@ def generate(
         raise ConfigError("input: missing; set it in the config, or give --input FILE (- for stdin)")
     if retry_failed and limit is not None:
         raise ConfigError("--retry-failed drops all error lines: it cannot be combined with --limit")
-    _check_paths(config, stats_path)
+    _check_paths(config, config.input.path, stats_path)
     with config.veil().over_errors(), ExitStack() as stack:
         source = stack.enter_context(open_source(config.input))
         count = source.count()
-        records = count if limit is None or count is None else min(count, limit)
         began = began_by(config.output) if resume else None
-        session = prepare(config, choose(config, records, began, share=share_of(records, count)))
+        session = prepare(config, choose(config, count, began, limit=limit))
         if stats_path:
             check_writable(Path(stats_path), "--stats")
         journal = stack.enter_context(
@@ -55,7 +55,7 @@ def generate(
                 partial=limit is not None,
             )
         )
-        executor = LocalPass(session, source, journal, limit=limit, total=records, report=report)
+        executor = LocalPass(session, source, journal, limit=limit, total=within(limit, count), report=report)
         summary = executor.summary
         summary.notes += notes or []
         try:
@@ -68,9 +68,9 @@ def generate(
     return summary
 
 
-def _check_paths(config: RunConfig, stats_path: str | None) -> None:
+def _check_paths(config: RunConfig, inputs: list[str], stats_path: str | None) -> None:
     """Raise ConfigError if one file would have two uses. The files beside the output count too."""
-    read = files_of(config.input.path) if config.input else []
+    read = files_of(inputs)
     uses: dict[str, str | None] = {f"the input {name}" if len(read) > 1 else "the input": name for name in read}
     uses |= {"output": config.output, "--stats": stats_path}
     if config.output != "-":
@@ -78,7 +78,7 @@ def _check_paths(config: RunConfig, stats_path: str | None) -> None:
         uses["the file of waiting answers"] = str(sibling(config.output, PENDING))
         if stats_path is None:
             uses["the statistics"] = str(sibling(config.output, STATISTICS))
-    folders = [Path(path).resolve() for path in (config.input.path if config.input else []) if Path(path).is_dir()]
+    folders = [Path(path).resolve() for path in inputs if Path(path).is_dir()]
     if config.output != "-" and any(folder in Path(config.output).resolve().parents for folder in folders):
         raise ConfigError(
             f"{config.output}: lies in the input's folder, and would be read as records; choose another --output"

@@ -14,7 +14,7 @@ from ragspec.config.sections import InputConfig
 from ragspec.errors import RecordError
 from ragspec.inputs.columns import Columns
 from ragspec.inputs.opening import open_source
-from ragspec.inputs.record import parse_record
+from ragspec.inputs.record import SOURCES, parse_record
 from ragspec.records import Record
 
 LOOKED_AT = 20  # rows
@@ -26,7 +26,6 @@ NAMES = {
     "messages": ("messages", "conversation", "conversations", "chat"),
     "prompt": ("prompt", "text"),
 }
-SOURCES = ("query", "messages", "prompt")
 
 
 @dataclass(frozen=True, slots=True)

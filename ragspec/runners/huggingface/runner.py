@@ -20,6 +20,7 @@ from ragspec.models.resolve import ModelSource, context_length, read_model_confi
 from ragspec.records import Failure, Generation, Request
 from ragspec.runners.base import Watched
 from ragspec.runners.huggingface.args import Args
+from ragspec.runners.huggingface.arguments import check_args, only_stock
 from ragspec.speculation.methods import HF, PLAIN, method_named
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Runner:
     def check(self) -> None:
         """Find model, draft and tokenizers. Raises ConfigError for whatever could not work."""
         quiet()
-        self._check_args()
+        self.notes += check_args(self._args, self._spec)
         from ragspec.models.tokenizer import HFTokenizer, load_tokenizer
 
         args = self._args
@@ -104,14 +105,7 @@ class Runner:
         return f", and it does not have method {self.method}"
 
     def _only_stock(self) -> str:
-        from ragspec.runners.huggingface.arguments import only_stock
-
         return only_stock(self._args, self._spec, self._draft)
-
-    def _check_args(self) -> None:
-        from ragspec.runners.huggingface.arguments import check_args
-
-        self.notes += check_args(self._args, self._spec)
 
     def _find_draft(self, tokenizer: Any) -> Draft:
         from ragspec.models.draft import find_draft, width_of

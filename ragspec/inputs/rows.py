@@ -1,0 +1,50 @@
+"""What sources of numbered rows have in common: tables, delimited files and datasets."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any, Self
+
+import orjson
+
+from ragspec.errors import RecordError
+from ragspec.inputs.base import Row
+from ragspec.inputs.columns import Columns
+from ragspec.inputs.plain import plain
+
+
+class NumberedRows:
+    """Rows of `path` counted from 1; a header is none. What was opened for them is on `_stack`."""
+
+    def __init__(self, path: str, columns: Columns) -> None:
+        self._path = path
+        self._columns = columns
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def count(self) -> int | None:
+        """Return None: the rows would have to be read."""
+        return None
+
+    def where(self, number: int) -> str:
+        """Return "path: row 3"."""
+        return f"{self._path}: row {number}"
+
+    def _row(self, number: int, value: Any) -> Row:
+        """Return a row; one that JSON cannot hold, or that lacks a field, says so in its value."""
+        if isinstance(value, RecordError):
+            return Row(number, b"", value)
+        try:
+            found = plain(value)
+            raw = orjson.dumps(found)
+        except (TypeError, ValueError) as error:
+            return Row(number, b"", RecordError(f"cannot be written as JSON ({error})"))
+        try:
+            return Row(number, raw, self._columns.of(found))
+        except RecordError as error:
+            return Row(number, raw, error)
