@@ -46,6 +46,10 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0  # taken off the score of every token that the answer has already
+    frequency_penalty: float = 0.0  # the same, once for every time that it has it
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its score)
+    logprobs: int | None = None  # how many of the likeliest tokens are told at every place; None: nothing is
     stop: tuple[str, ...] = ()
     seed: int = 0
 
@@ -64,6 +68,17 @@ class Request:
     token_ids: list[int]
     sampling: Sampling
     passages: tuple[tuple[int, int], ...] = ()  # where the contexts stand in token_ids: (start, end)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely the target found a token of an answer, before penalties, bias and temperature: natural logarithms.
+
+    likeliest: (token id, its logarithm), the likeliest first, as many as were asked for.
+    """
+
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(slots=True)
@@ -89,6 +104,8 @@ class Generation:
     cached_prompt_tokens: int = 0
     guessed: bytes = b""  # a 1 per token that a draft had guessed, a 0 per one that the target added; empty: not known
     copied: tuple[Copied, ...] = ()  # what accepted drafts took from the prompt's passages
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token, where the request's sampling asks for them
+    undrafted: str = ""  # why nothing was drafted for it, where its own settings forbid it
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from ragspec.speculation.methods import AUTO, HF, VLLM, method_named
 
 CHOICES = (HF, VLLM)  # of runner: auto
 SAME_ARGS = {"batch_size", "lookahead", "revision", "trust_remote_code"}  # that mean the same to both
+LATER = ("presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "n")  # keys of sampling
 SEARCH_KEYS = ("top_k", "mode", "candidates", "reranker_model", "order")
 
 
@@ -71,6 +72,9 @@ class RunConfig(Section):
     def identity(self) -> dict[str, Any]:
         """Return the part of the config that an answer depends on; a resumed run must agree on it."""
         whole = self.model_dump(mode="json", exclude={"input", "output", "order"})
+        for key in LATER:  # an output that was begun before these were there can go on
+            if getattr(self.sampling, key) == SamplingConfig.model_fields[key].default:
+                del whole["sampling"][key]
         if self.input and self.input.columns.given:
             whole["columns"] = self.input.columns.given
         if self.retrieval:  # how the index was built is the index's own matter
@@ -83,4 +87,5 @@ class RunConfig(Section):
 
 def to_sampling(config: SamplingConfig) -> Sampling:
     """Return the config's section as the plain value that travels with a request."""
-    return Sampling(**{**config.model_dump(), "stop": tuple(config.stop)})
+    bias = tuple(sorted(config.logit_bias.items()))
+    return Sampling(**{**config.model_dump(exclude={"n"}), "stop": tuple(config.stop), "logit_bias": bias})

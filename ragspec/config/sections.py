@@ -28,7 +28,15 @@ def _at_home(path: str) -> str:
     return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
+def _by_token_id(value: Any) -> Any:
+    """JSON's keys are strings."""
+    if not isinstance(value, dict):
+        return value
+    return {int(key) if isinstance(key, str) and key.isdecimal() else key: bias for key, bias in value.items()}
+
+
 OneOrMore = Annotated[list[str], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 BatchSizeRange = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=3, max_length=3)]
 
 
@@ -136,6 +144,16 @@ class SamplingConfig(Section):
     """Leave out tokens less likely than this share of the most likely one; 0 is off."""
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Divide the scores of tokens that have appeared already; 1 is off."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Taken off the score of every token that the answer has already."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """The same, once for every time that the answer has it."""
+    logit_bias: Annotated[dict[int, Bias], BeforeValidator(_by_token_id)] = {}
+    """What is added to the scores of tokens: `{token id: bias}`, from -100 to 100."""
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """Write how likely each token of the answer was, beside this many of the likeliest (0: the token alone)."""
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    """Answers to each record."""
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed, json_schema_input_type=str | list[str])
     ] = []
