@@ -25,15 +25,21 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One input line. One of `query` (with `contexts`), `messages` and `prompt` becomes the prompt."""
+    """One input line. One of `query` (with `contexts`), `messages` and `prompt` becomes the prompt.
+
+    messages: {"role", "content"} and what else a chat template may look at. prompt: a text, or the model's token ids.
+    prompts: several of these in one record, each with answers of its own.
+    """
 
     id: str
     query: str | None = None
-    messages: tuple[dict[str, str], ...] | None = None
-    prompt: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    prompt: str | tuple[int, ...] | None = None
+    prompts: tuple[str | tuple[int, ...], ...] = ()
     contexts: tuple[Passage, ...] = ()
     sampling: dict[str, Any] = field(default_factory=dict)  # this record's own settings, over the config's
     metadata: dict[str, Any] = field(default_factory=dict)
+    model: str | None = None  # that it asks for by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +155,8 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: list[int]) -> str: ...
 
+    def piece(self, token_id: int) -> str: ...
+
     def offsets(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[tuple[int, int]] | None: ...
 
-    def render_chat(self, messages: list[dict[str, str]]) -> str: ...
+    def render_chat(self, messages: list[dict[str, Any]]) -> str: ...

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ragspec.cli.answer import generate
+from ragspec.cli.batch import run_batch
 from ragspec.cli.look import inspect
 from ragspec.cli.measure import benchmark, report
 from ragspec.cli.options import INTERRUPTED, Debug, set_debug
@@ -23,7 +24,7 @@ app = typer.Typer(
     help="Answer batches of RAG questions with speculative decoding.",
 )
 
-for command in (generate, index, retrieve, inspect, benchmark, report, verify, tune, doctor):
+for command in (generate, run_batch, index, retrieve, inspect, benchmark, report, verify, tune, doctor):
     app.command()(command)
 
 

@@ -33,6 +33,9 @@ Limit = Annotated[int | None, typer.Option(min=1, metavar="N", help="Read only t
 MaxNewTokens = Annotated[
     int | None, typer.Option("--max-new-tokens", min=1, metavar="N", help="Longest answer, in tokens.")
 ]
+Resume = Annotated[bool, typer.Option(help="Continue an output begun before, or start over and keep it as a copy.")]
+RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Retry the records that failed in an earlier run.")]
+Stats = Annotated[str | None, typer.Option(metavar="FILE", help="Where statistics go. By default beside the output.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
 
 

@@ -98,7 +98,7 @@ def _overridden(raw: dict[str, Any], source: str, overrides: Sequence[str]) -> t
 
 
 def _beside(given: Any, path: Any) -> Any:
-    """Return a section (input) with another path, where it says more than that; else the path alone."""
+    """Return a section (input, output) with another path, where it says more than that; else the path alone."""
     return {**given, "path": path} if isinstance(given, dict) else path
 
 
@@ -210,7 +210,7 @@ def _set(raw: dict[str, Any], override: str) -> None:
     for parent in parents:
         if place.get(parent) is None:
             place[parent] = {}
-        elif parent == "input" and isinstance(place[parent], str | list):  # a path stands for its section
+        elif parent in ("input", "output") and isinstance(place[parent], str | list):  # a path stands for its section
             place[parent] = {"path": place[parent]}
         place = place[parent]
         if not isinstance(place, dict):

@@ -6,7 +6,16 @@ from typing import Any, Literal, cast
 
 from ragspec.config.check import validate
 from ragspec.config.secret import Address, Settings, as_given
-from ragspec.config.sections import Input, PromptConfig, RetrievalConfig, SamplingConfig, Section, SpeculationConfig
+from ragspec.config.sections import (
+    Input,
+    Output,
+    OutputConfig,
+    PromptConfig,
+    RetrievalConfig,
+    SamplingConfig,
+    Section,
+    SpeculationConfig,
+)
 from ragspec.config.veil import Veil
 from ragspec.records import Sampling
 from ragspec.runners.base import RunnerArgs
@@ -29,8 +38,8 @@ class RunConfig(Section):
     those of `huggingface`, unless only vLLM has the method."""
     input: Input | None = None
     """Where records come from."""
-    output: str = "-"
-    """JSONL file, or `-` for stdout."""
+    output: Output = OutputConfig()
+    """Where answers go."""
     order: Literal["input", "finish"] = "input"
     """Order of the output lines: `input` (an answer that finishes early waits in `NAME.pending.jsonl`), or `finish`."""
     prompt: PromptConfig = PromptConfig()

@@ -64,13 +64,13 @@ class InputConfig(Section):
     """Where records come from. A path alone, or a list of them, may stand for the section."""
 
     path: Annotated[
-        list[Annotated[str, Field(min_length=1)]],
+        list[Annotated[Address, Field(min_length=1)]],
         Field(min_length=1),
         BeforeValidator(_listed, json_schema_input_type=str | list[str]),
     ]
-    """JSONL (`.gz`, `.zst`), CSV, TSV, Parquet or Arrow files; patterns (`data/*.parquet`), folders, a folder that
-    `save_to_disk` wrote, or `-` for JSONL from stdin. With `format: dataset`, a dataset's id on the Hugging Face hub. A
-    line of JSONL has at most 256 MiB."""
+    """JSONL (`.gz`, `.zst`), CSV, TSV, Parquet or Arrow files, here or at an address (`s3://`, `gs://`, `hf://`,
+    `https://`); patterns (`data/*.parquet`), folders, a folder that `save_to_disk` wrote, or `-` for JSONL from stdin.
+    With `format: dataset`, a dataset's id on the Hugging Face hub. A line of JSONL has at most 256 MiB."""
     format: Literal["auto", "jsonl", "csv", "tsv", "parquet", "arrow", "dataset"] = "auto"
     """What the files are; `auto` tells by their names."""
     columns: ColumnNames = ColumnNames()
@@ -80,6 +80,9 @@ class InputConfig(Section):
     """dataset: the name of its configuration."""
     revision: str | None = None
     """dataset: its revision on the hub."""
+    storage_options: Settings = {}
+    """Passed to fsspec with an address, for instance `{anon: true}`. Credentials come from the environment (or
+    `${NAME}`)."""
 
     @model_validator(mode="after")
     def _only_of_datasets(self) -> InputConfig:
@@ -105,6 +108,35 @@ def _as_input(value: Any) -> Any:
 
 
 Input = Annotated[InputConfig, BeforeValidator(_as_input, json_schema_input_type=InputConfig | str | list[str])]
+
+
+class OutputConfig(Section):
+    """Where answers go. A path alone may stand for the section."""
+
+    path: Address = "-"
+    """A local JSONL file is appended to, line by line; `-` is stdout. What cannot be appended to is a folder of parts:
+    a path that ends in `.gz`, `.zst`, `.parquet` or `/`, and any address (`s3://`, `gs://`)."""
+    format: Literal["auto", "jsonl", "parquet", "openai"] = "auto"
+    """`auto` tells by the name: Parquet, or JSONL. `openai`: the lines of OpenAI's Batch API, in JSONL."""
+    model: str | None = None
+    """openai: the model's name in the lines; the config's by default."""
+    part_records: Annotated[int, Field(ge=1)] = 10_000
+    """Records of a part."""
+    part_mib: Annotated[int, Field(ge=1, le=1024)] = 64
+    """MiB of a part, before it is compressed."""
+    storage_options: Settings = {}
+    """Passed to fsspec with an address, for instance `{endpoint_url: ...}`. Credentials come from the environment (or
+    `${NAME}`)."""
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+def _as_output(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+Output = Annotated[OutputConfig, BeforeValidator(_as_output, json_schema_input_type=OutputConfig | str)]
 
 
 class PromptConfig(Section):

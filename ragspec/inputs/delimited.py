@@ -9,9 +9,9 @@ ends, in quotes. An empty cell is null. Source: Python's csv module; RFC 4180. L
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+import io
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -20,6 +20,7 @@ from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.base import Row
 from ragspec.inputs.columns import Columns
 from ragspec.inputs.rows import NumberedRows
+from ragspec.inputs.storage import open_binary
 
 WIDEST = 256 << 20  # characters of a cell
 
@@ -27,8 +28,10 @@ WIDEST = 256 << 20  # characters of a cell
 class DelimitedSource(NumberedRows):
     """The rows of one file; a line end may be part of a cell. delimiter: between cells."""
 
-    def __init__(self, path: str, columns: Columns, delimiter: str = ",") -> None:
-        super().__init__(path, columns)
+    def __init__(
+        self, path: str, columns: Columns, delimiter: str = ",", options: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(path, columns, options)
         csv.field_size_limit(WIDEST)
         with ExitStack() as stack:
             self._open(delimiter, stack)
@@ -37,8 +40,9 @@ class DelimitedSource(NumberedRows):
 
     def _open(self, delimiter: str, stack: ExitStack) -> None:
         try:
-            file = stack.enter_context(Path(self._path).open(encoding="utf-8-sig", newline=""))  # noqa: SIM115
-            self._reader = csv.reader(file, delimiter=delimiter, strict=True)
+            file = stack.enter_context(open_binary(self._path, self._options))
+            text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+            self._reader = csv.reader(text, delimiter=delimiter, strict=True)
             self._names = next(self._reader, [])
         except FileNotFoundError:
             raise ConfigError(f"{self._path}: no such file") from None

@@ -99,27 +99,29 @@ class Feed(Generic[T]):
         return item
 
 
-class Sieve(Generic[S, T]):
-    """What `make` makes of the items of `source`, None left out."""
+class Spread(Generic[S, T]):
+    """What `make` makes of the items of `source`: none, one or several of each."""
 
-    def __init__(self, source: Feed[S], make: Callable[[S], T | None]) -> None:
+    def __init__(self, source: Feed[S], make: Callable[[S], Iterable[T]]) -> None:
         self._source = source
         self._make = make
+        self._made: deque[T] = deque()
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> T:
-        while (made := self._make(next(self._source))) is None:
-            pass
-        return made
+        while not self._made:
+            self._made.extend(self._make(next(self._source)))
+        return self._made.popleft()
 
     def poll(self) -> T | None:
         """Return what is made of an available item, or None if there is none yet."""
-        while (item := self._source.poll()) is not None:
-            if (made := self._make(item)) is not None:
-                return made
-        return None
+        while not self._made:
+            if (item := self._source.poll()) is None:
+                return None
+            self._made.extend(self._make(item))
+        return self._made.popleft()
 
     def close(self) -> None:
         """Close the source."""

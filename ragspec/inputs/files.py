@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import glob
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from ragspec.config.sections import InputConfig
 from ragspec.errors import ConfigError
+from ragspec.inputs import storage
 
 KINDS = {
     "jsonl": (".jsonl", ".ndjson", ".json"),
@@ -23,11 +25,12 @@ KINDS = {
 }
 PACKED = (".gz", ".zst")
 SAVED = "dataset_info.json", "dataset_dict.json"  # in a folder that save_to_disk wrote
+BESIDE = {"run.json", "stats.json", "manifest.json"}  # in a folder of answers, beside the parts
 
 
 def kind_of(path: str) -> str:
     """Return what a file's name says that it is; "jsonl" where it says nothing."""
-    name = path.lower()
+    name = path.lower().partition("?")[0] if storage.is_url(path) else path.lower()
     for ending in PACKED:
         name = name.removesuffix(ending)
     return next((kind for kind, endings in KINDS.items() if name.endswith(endings)), "jsonl")
@@ -38,11 +41,16 @@ def is_saved_dataset(path: str) -> bool:
     return any((Path(path) / name).is_file() for name in SAVED)
 
 
-def files_of(paths: Iterable[str]) -> list[str]:
-    """Return the files that `paths` name: patterns and folders by name, in order. Raises ConfigError for none."""
+def files_of(paths: Iterable[str], options: Mapping[str, Any] | None = None) -> list[str]:
+    """Return the files that `paths` name: patterns and folders by name, in order. Raises ConfigError for none.
+
+    options: of the file systems of addresses.
+    """
     found: list[str] = []
     for path in paths:
-        if path == "-" or Path(path).is_file() or not (glob.has_magic(path) or Path(path).is_dir()):
+        if storage.is_url(path):
+            found += _elsewhere(path, options)
+        elif path == "-" or Path(path).is_file() or not (glob.has_magic(path) or Path(path).is_dir()):
             found.append(path)
         elif Path(path).is_dir():
             found += _in_folder(path)
@@ -75,6 +83,8 @@ def _local(config: InputConfig | None) -> list[Path]:
     """Return the files of an input that lie here and can be read again; none if one of them does not."""
     if config is None or config.is_stdin or config.format == "dataset":
         return []
+    if any(map(storage.is_url, config.path)):
+        return []
     try:
         files = [Path(path) for path in files_of(config.path)]
     except ConfigError:
@@ -82,16 +92,43 @@ def _local(config: InputConfig | None) -> list[Path]:
     return files if all(path.is_file() for path in files) else []
 
 
+def _elsewhere(url: str, options: Mapping[str, Any] | None) -> list[str]:
+    """Return the addresses of the files that `url`, its pattern or its folder names."""
+    if url.lower().startswith(("http://", "https://")):  # a ? is a query there, and folders cannot be listed
+        return [url]
+    system, path = storage.filesystem(url, options)
+    try:
+        with storage.told(url):
+            if glob.has_magic(path):
+                found = sorted(name for name in system.glob(path) if not system.isdir(name))
+                if not found:
+                    raise ConfigError(f"input: no file is called {url}")
+            elif system.isdir(path):
+                found = _records(url, (name.removeprefix(path).lstrip("/") for name in system.find(path)))
+                found = [f"{path.rstrip('/')}/{name}" for name in found]
+            else:
+                return [url]
+    except OSError as error:
+        raise ConfigError(f"{url}: cannot be listed ({storage.reason(error)})") from None
+    return [str(system.unstrip_protocol(name)) for name in found]
+
+
 def _in_folder(path: str) -> list[str]:
+    inside = (str(each.relative_to(path)) for each in Path(path).rglob("*") if each.is_file())
+    return [str(Path(path) / name) for name in _records(path, inside)]
+
+
+def _records(folder: str, names: Iterable[str]) -> list[str]:
+    """Return those of a folder's files, by their names in it, that could be records. Raises ConfigError for none."""
     endings = tuple(ending for kind in KINDS.values() for ending in kind)
     endings += tuple(f"{ending}{packed}" for ending in KINDS["jsonl"] for packed in PACKED)
     files = sorted(
-        str(each)
-        for each in Path(path).rglob("*")
-        if each.is_file()
-        and each.name.lower().endswith(endings)
-        and not any(part.startswith((".", "_")) for part in each.relative_to(path).parts)
+        name
+        for name in names
+        if name.lower().endswith(endings)
+        and name not in BESIDE
+        and not any(part.startswith((".", "_")) for part in name.split("/"))
     )
     if not files:
-        raise ConfigError(f"{path}: the folder has no file that could be records ({', '.join(endings[:8])}, ...)")
+        raise ConfigError(f"{folder}: the folder has no file that could be records ({', '.join(endings[:8])}, ...)")
     return files

@@ -12,7 +12,7 @@ import os
 import stat
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, Self, cast
@@ -25,6 +25,7 @@ from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.base import Row
 from ragspec.inputs.columns import ALL, Columns
 from ragspec.inputs.live import Live, Pipe
+from ragspec.inputs.storage import is_url, open_binary
 from ragspec.inputs.zst import WIDEST, ZstReader
 
 LONGEST = 256 << 20  # bytes of a line
@@ -34,9 +35,10 @@ PIECE = 1 << 20  # a line is read in pieces, so that one without an end is notic
 class JsonlSource:
     """The non-empty lines of a file or of stdin; `raw` is a line without its end."""
 
-    def __init__(self, path: str, columns: Columns = ALL) -> None:
+    def __init__(self, path: str, columns: Columns = ALL, options: Mapping[str, Any] | None = None) -> None:
         self.path = path
         self._columns = columns
+        self._options = options
         self._stack = ExitStack()
         self._pipe: Pipe | None = None  # if the input may keep its reader waiting
         self._file = self._open()
@@ -51,24 +53,28 @@ class JsonlSource:
         file: Any = self._open_as_it_is()
         if self._waits(file):
             file = self._pipe = self._stack.enter_context(Pipe(file.fileno()))
-        if self.path.endswith(".gz"):
+        if self._packed(".gz"):
             return cast(IO[bytes], self._stack.enter_context(gzip.open(file, "rb")))
-        if self.path.endswith(".zst"):
+        if self._packed(".zst"):
             return io.BufferedReader(ZstReader(file), zstandard.DECOMPRESSION_RECOMMENDED_OUTPUT_SIZE)
         return io.BufferedReader(self._pipe) if self._pipe else cast(IO[bytes], file)
+
+    def _packed(self, ending: str) -> bool:
+        return self.path.partition("?")[0].endswith(ending) if is_url(self.path) else self.path.endswith(ending)
 
     def _open_as_it_is(self) -> IO[bytes]:
         if self.path == "-":
             if sys.stdin is None:
                 raise ConfigError("-: stdin is closed; --input takes a file of records, or - for stdin")
             return sys.stdin.buffer
-        path = Path(self.path)
-        if path.is_dir():
+        path = self.path
+        if Path(path).is_dir():
             raise ConfigError(f"{path}: is a folder; --input takes a file of records, or - for stdin")
         try:
-            return self._stack.enter_context(path.open("rb"))
-        except FileNotFoundError:
-            raise ConfigError(f"{path}: no such file; --input takes a file of records, or - for stdin") from None
+            return self._stack.enter_context(open_binary(path, self._options))
+        except FileNotFoundError as error:
+            missing = error.strerror if is_url(path) else "no such file"
+            raise ConfigError(f"{path}: {missing}; --input takes a file of records, or - for stdin") from None
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
 
@@ -131,7 +137,7 @@ class JsonlSource:
     def count(self) -> int | None:
         """Return how many lines a plain file has, for a progress bar; None for pipes and compressed files."""
         path = Path(self.path)
-        if self.path == "-" or path.suffix in (".gz", ".zst") or not path.is_file():
+        if self.path == "-" or is_url(self.path) or path.suffix in (".gz", ".zst") or not path.is_file():
             return None
         with path.open("rb") as file:
             return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))

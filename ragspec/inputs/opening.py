@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
+from ragspec.config.secret import revealed
 from ragspec.config.sections import InputConfig
 from ragspec.errors import ConfigError
 from ragspec.inputs.base import Source
@@ -16,27 +19,30 @@ def open_source(given: InputConfig | str) -> Source:
     """Return the source that an input (or a path alone, or - for stdin) means. Raises ConfigError."""
     config = InputConfig(path=[given]) if isinstance(given, str) else given
     columns = Columns(config.columns.given)
+    options = revealed(config.storage_options)
     if config.format == "dataset" or (len(config.path) == 1 and is_saved_dataset(config.path[0])):
         return _open_dataset(config, columns)
-    openers = [partial(_open_file, config.format, columns, path) for path in files_of(config.path)]
+    openers = [
+        partial(_open_file, config.format, columns, options, path) for path in files_of(revealed(config.path), options)
+    ]
     return Several(openers) if len(openers) > 1 else openers[0]()
 
 
-def _open_file(kind: str, columns: Columns, path: str) -> Source:
+def _open_file(kind: str, columns: Columns, options: Mapping[str, Any], path: str) -> Source:
     kind = kind_of(path) if kind == "auto" else kind
     if kind != "jsonl" and path.endswith(PACKED):
         raise ConfigError(f"{path}: only JSONL is read packed; unpack it first")
     if kind in ("csv", "tsv"):
         from ragspec.inputs.delimited import DelimitedSource
 
-        return DelimitedSource(path, columns, "\t" if kind == "tsv" else ",")
+        return DelimitedSource(path, columns, "\t" if kind == "tsv" else ",", options)
     if kind in ("parquet", "arrow"):
         from ragspec.inputs.table import TableSource
 
-        return TableSource(path, columns, kind)
+        return TableSource(path, columns, kind, options)
     from ragspec.inputs.jsonl import JsonlSource
 
-    return JsonlSource(path, columns)
+    return JsonlSource(path, columns, options)
 
 
 def _open_dataset(config: InputConfig, columns: Columns) -> Source:

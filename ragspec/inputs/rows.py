@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -16,9 +17,10 @@ from ragspec.inputs.plain import plain
 class NumberedRows:
     """Rows of `path` counted from 1; a header is none. What was opened for them is on `_stack`."""
 
-    def __init__(self, path: str, columns: Columns) -> None:
+    def __init__(self, path: str, columns: Columns, options: Mapping[str, Any] | None = None) -> None:
         self._path = path
         self._columns = columns
+        self._options = options
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:

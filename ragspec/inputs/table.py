@@ -7,15 +7,15 @@ Needs pyarrow. `number` counts rows; `raw` is the row's JSON, so a row keeps its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from ragspec.errors import ConfigError, RecordError, flat
 from ragspec.inputs.base import Row
 from ragspec.inputs.columns import Columns
 from ragspec.inputs.rows import NumberedRows
+from ragspec.inputs.storage import open_binary
 
 BATCH = 1024  # rows
 
@@ -23,8 +23,10 @@ BATCH = 1024  # rows
 class TableSource(NumberedRows):
     """The rows of one .parquet, .arrow, .feather or .ipc file."""
 
-    def __init__(self, path: str, columns: Columns, kind: str = "parquet") -> None:
-        super().__init__(path, columns)
+    def __init__(
+        self, path: str, columns: Columns, kind: str = "parquet", options: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(path, columns, options)
         self._rows: int | None = None
         self._names: list[str] = []
         self._batches: Callable[[], Iterator[Any]] = lambda: iter(())
@@ -36,7 +38,7 @@ class TableSource(NumberedRows):
 
     def _open(self, kind: str, stack: ExitStack) -> None:
         try:
-            file = stack.enter_context(Path(self._path).open("rb"))  # noqa: SIM115 (the stack closes it)
+            file = stack.enter_context(open_binary(self._path, self._options))
             if kind == "parquet":
                 import pyarrow.parquet
 

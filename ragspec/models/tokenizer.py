@@ -71,7 +71,12 @@ class HFTokenizer:
         text: str = self.inner.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
-    def render_chat(self, messages: list[dict[str, str]]) -> str:
+    def piece(self, token_id: int) -> str:
+        """Return the text of one token, a control token's name included."""
+        text: str = self.inner.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    def render_chat(self, messages: list[dict[str, Any]]) -> str:
         """Return the chat as the model's template writes it, ending where the answer begins."""
         text: str = self.inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return text

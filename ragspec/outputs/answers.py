@@ -1,51 +1,119 @@
-"""A generation -> its output line: the text, what it cost, where it comes from."""
+"""What is known about a record and its answers -> its output line, in ragspec's own form."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
+from ragspec.outputs.likelihood import told
 from ragspec.prompts.builder import Prompt
 from ragspec.records import Generation, Passage, Record, Sampling, Tokenizer
 from ragspec.runners.base import Runner
+from ragspec.stats import SpecStats
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """What is kept about a record while the runner has it."""
+    """What is kept about a record while the runner has it. index: of its line. prompts: one, mostly.
 
+    n: answers to each.
+    """
+
+    index: int
     record: Record
-    prompt: Prompt
+    prompts: tuple[Prompt, ...]
     sampling: Sampling
+    n: int
     fingerprint: str
 
+    @property
+    def prompt(self) -> Prompt:
+        """The first, which is the only one of a record with passages."""
+        return self.prompts[0]
 
-def output_line(flight: Flight, outcome: Generation, runner: Runner, *, details: bool) -> dict[str, Any]:
-    """Return the line that answers a record. details: with what an audit and a report need."""
-    text = cut_at_stop(runner.tokenizer.decode(outcome.token_ids), flight.sampling.stop)
-    first = outcome.time_to_first_token_s
-    line: dict[str, Any] = {
-        "id": flight.record.id,
-        "output": text,
-        "finish_reason": outcome.finish_reason,
-        "prompt_tokens": len(flight.prompt.token_ids),
-        "cached_prompt_tokens": outcome.cached_prompt_tokens,
-        "output_tokens": len(outcome.token_ids),
-        "time_to_first_token_s": None if first is None else round(first, 4),
-        "latency_s": round(outcome.latency_s, 4),
-        "speculation": outcome.spec.to_json(runner.method),
-        "contexts": [passage.id for passage in flight.prompt.kept],
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Why a record has no answer. name: its id, or what stands in for one. line: of the input, if that is at fault."""
+
+    name: str
+    fingerprint: str
+    kind: str
+    message: str
+    line: int | None = None
+
+
+class Shape(Protocol):
+    """A form of output lines."""
+
+    def answer(self, flight: Flight, answers: Sequence[Generation], runner: Runner, *, details: bool) -> dict[str, Any]:
+        """Return the line that answers a record. answers: `n` of each of its prompts. details: for audit and report."""
+
+    def error(self, failed: Failed) -> dict[str, Any]:
+        """Return the line of a record without an answer."""
+
+
+class Native:
+    """ragspec's own form: docs/output.md."""
+
+    def answer(self, flight: Flight, answers: Sequence[Generation], runner: Runner, *, details: bool) -> dict[str, Any]:
+        first, kept = answers[0], flight.prompt.kept
+        texts = texts_of(flight, answers, runner.tokenizer)
+        line: dict[str, Any] = {"id": flight.record.id, "output": texts[0], "finish_reason": first.finish_reason}
+        if len(answers) > 1:
+            line |= {"outputs": texts, "finish_reasons": [each.finish_reason for each in answers]}
+        line |= _costs(flight, answers, runner)
+        line["contexts"] = [passage.id for passage in kept]
+        if any(passage.score is not None for passage in kept):
+            line["context_scores"] = [passage.score for passage in kept]
+        if runner.cites:
+            line["copied"] = copied_spans(runner.tokenizer, kept, first, texts[0])
+        if flight.prompt.dropped:
+            line["dropped_contexts"] = [passage.id for passage in flight.prompt.dropped]
+        if flight.sampling.logprobs is not None:
+            found = [told(each, runner.tokenizer) for each in answers]
+            line["logprobs"] = found if len(answers) > 1 else found[0]
+        if details:
+            line |= token_details(flight, first)
+        return line | {"metadata": flight.record.metadata, "fingerprint": flight.fingerprint}
+
+    def error(self, failed: Failed) -> dict[str, Any]:
+        place = {} if failed.line is None else {"line": failed.line}
+        error = {"type": failed.kind, "message": failed.message}
+        return {"id": failed.name, **place, "error": error, "fingerprint": failed.fingerprint}
+
+
+def _costs(flight: Flight, answers: Sequence[Generation], runner: Runner) -> dict[str, Any]:
+    firsts = [each.time_to_first_token_s for each in answers if each.time_to_first_token_s is not None]
+    written = distinct(answers)
+    spec = SpecStats()
+    for each in written:
+        spec.add(each.spec)
+    undrafted = next((each.undrafted for each in written if each.undrafted), "")
+    return {
+        "prompt_tokens": flight.prompt_tokens,
+        "cached_prompt_tokens": sum(each.cached_prompt_tokens for each in written),
+        "output_tokens": sum(len(each.token_ids) for each in answers),
+        "time_to_first_token_s": round(min(firsts), 4) if firsts else None,
+        "latency_s": round(max(each.latency_s for each in answers), 4),
+        "speculation": spec.to_json(runner.method) | ({"off": undrafted} if undrafted else {}),
     }
-    if any(passage.score is not None for passage in flight.prompt.kept):
-        line["context_scores"] = [passage.score for passage in flight.prompt.kept]
-    if runner.cites:
-        line["copied"] = copied_spans(runner.tokenizer, flight.prompt.kept, outcome, text)
-    if flight.prompt.dropped:
-        line["dropped_contexts"] = [passage.id for passage in flight.prompt.dropped]
-    if details:
-        line |= token_details(flight, outcome)
-    return line | {"metadata": flight.record.metadata, "fingerprint": flight.fingerprint}
+
+
+def texts_of(flight: Flight, answers: Sequence[Generation], tokenizer: Tokenizer) -> list[str]:
+    """Return the answers' texts."""
+    return [cut_at_stop(tokenizer.decode(each.token_ids), flight.sampling.stop) for each in answers]
+
+
+def distinct(answers: Sequence[Generation]) -> list[Generation]:
+    """Return what was written, once each: greedy answers to one prompt are all the same one."""
+    return list({id(each): each for each in answers}.values())
 
 
 def token_details(flight: Flight, outcome: Generation) -> dict[str, Any]:

@@ -1,8 +1,17 @@
-"""What an output is: a sink for finished lines. A new kind of output is one new file in this folder."""
+"""What an output is: a sink for finished lines, and what a run that goes on later needs of it.
+
+A new kind of output is one new file in this folder, and a line in target.py.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ragspec.outputs.ledger import Finished
+
+if TYPE_CHECKING:
+    from ragspec.outputs.spill import Spill
 
 
 class Sink(Protocol):
@@ -16,3 +25,37 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """End it."""
+
+
+class Store(Sink, Protocol):
+    """A sink that keeps its lines, so that a later run can go on with it. Every method raises OSError."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has lines."""
+
+    def finished(self, *, retry_failed: bool) -> Iterator[Finished]:
+        """Make it whole after a run that was killed, and yield what its lines finish.
+
+        retry_failed: after leaving out the lines of records that failed.
+        """
+
+    def set_aside(self, spill: Spill | None) -> None:
+        """Move all lines, and those that wait for their turn in `spill`, to another name, and begin anew."""
+
+    def finish(self) -> None:
+        """All lines of this run are there: make them the output."""
+
+
+class Document(Protocol):
+    """A small JSON file beside the lines of an output."""
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+
+    def read(self) -> dict[str, Any]:
+        """Return what it says; nothing where there is none."""
+
+    def write(self, value: Any) -> None:
+        """Write it whole or not at all, for its owner's eyes. Raises OSError."""

@@ -1,4 +1,4 @@
-"""The output file: appended line by line as records finish, resumed where it ended.
+"""The output: line by line as records finish, resumed where it ended.
 
 A line contains the fingerprint of the input line that it answers, so a resumed run knows what is finished in whatever
 order the lines are. Finished means on disk: a line ahead of its turn waits in `answers.pending.jsonl` (spill.py),
@@ -11,35 +11,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from itertools import count
-from pathlib import Path
 from typing import Any, Self
 
 import orjson
 
+from ragspec.config.sections import OutputConfig
 from ragspec.errors import ConfigError
-from ragspec.outputs.base import Sink
+from ragspec.outputs.appended import free_number
+from ragspec.outputs.base import Sink, Store
 from ragspec.outputs.interrupt import Interruptions
 from ragspec.outputs.ledger import Finished, Ledger
-from ragspec.outputs.linefile import LineFile
 from ragspec.outputs.outstream import OutStream
-from ragspec.outputs.runstate import PENDING, RunState, sibling
 from ragspec.outputs.spill import Place, Shelf, Spill
+from ragspec.outputs.target import Target, target_of
 
 
-def is_resumable(output: str) -> bool:
-    """Return whether `output` is a file: pipes and devices (/dev/null, >(...)) take lines and keep none."""
-    path = Path(output)
-    return output != "-" and not output.startswith("/dev/") and (not path.exists() or path.is_file())
-
-
-def whereabouts(output: str) -> str:
+def whereabouts(target: Target | None) -> str:
     """Return where the finished lines of a run that ended early are, and how to go on, for a message."""
-    if not is_resumable(output):
+    if target is None:
         return "finished answers have been written"
-    pending = sibling(output, PENDING)
-    names = {Path(output): output, pending: f"{pending} (answers waiting for earlier ones)"}
-    places = [name for path, name in names.items() if path.exists() and path.stat().st_size]
+    try:
+        places = target.whereabouts()
+    except OSError:  # it cannot be asked any more
+        places = [target.name]
     kept = f"finished answers are kept in {' and '.join(places)}" if places else "nothing was finished yet"
     return f"{kept}; run the same command again to go on"
 
@@ -47,14 +41,14 @@ def whereabouts(output: str) -> str:
 class Journal:
     """Writes output lines in the asked order and knows which input lines are finished already.
 
-    output: a path, or - for stdout, or a sink (nothing to resume there). identity: what a resumed run must agree on;
-    None for a file that is never resumed. partial: whether only a part of the input is read, so that what an earlier
-    run left may belong to the rest of it.
+    output: what a config says (or a path, or - for stdout), or a sink (nothing to resume there). identity: what a
+    resumed run must agree on; None for an output that is never resumed. partial: whether only a part of the input is
+    read, so that what an earlier run left may belong to the rest of it.
     """
 
     def __init__(
         self,
-        output: str | Sink,
+        output: OutputConfig | str | Sink,
         identity: dict[str, Any] | None = None,
         *,
         order: str = "input",
@@ -62,9 +56,10 @@ class Journal:
         retry_failed: bool = False,
         partial: bool = False,
     ) -> None:
-        self.output = output if isinstance(output, str) else "memory"
+        config = OutputConfig(path=output) if isinstance(output, str) else output
+        self.target = target_of(config) if isinstance(config, OutputConfig) else None
         self.ledger = Ledger()
-        self.resumable = isinstance(output, str) and is_resumable(output)
+        self.output = str(config.path) if isinstance(config, OutputConfig) else "memory"
         self._in_order = order == "input"
         self._partial = partial
         self._interruptions = Interruptions()
@@ -72,14 +67,15 @@ class Journal:
         # runs of lines that have nothing to write and whose turn has not come
         self._silent: deque[tuple[int, int]] = deque()
         self._ahead: Spill | Shelf = Shelf()
+        self._store: Store | None = None
         self._file: Sink
-        if not isinstance(output, str):
-            self._file = output
-        elif self.resumable:
-            self._open(identity, resume, retry_failed)
+        if not isinstance(config, OutputConfig):
+            self._file = config
+        elif self.target is not None:
+            self._file = self._store = self._open(self.target, identity, resume, retry_failed)
         else:
-            with _opening(output):
-                self._file = OutStream(output)
+            with _opening(self.output):
+                self._file = OutStream(self.output)
 
     def __enter__(self) -> Self:
         self._interruptions.__enter__()
@@ -142,6 +138,8 @@ class Journal:
             for line in self._ahead.rest():
                 self._file.append(line)
         self._file.sync()
+        if self._store is not None:
+            self._store.finish()
         if not self._partial:
             self._ahead.remove()
 
@@ -155,52 +153,42 @@ class Journal:
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Keep a file and the counts in agreement, whenever Ctrl-C comes; waiting for a full pipe is interrupted."""
-        with self._interruptions.held_back() if self.resumable else nullcontext():
+        with self._interruptions.held_back() if self.target else nullcontext():
             try:
                 yield
             except BrokenPipeError:
                 raise
             except OSError as error:
-                kept = f"; {whereabouts(self.output)}" if self.resumable else ""
+                kept = f"; {whereabouts(self.target)}" if self.target else ""
                 where = error.filename or self.output
                 raise ConfigError(f"{where}: cannot be written ({error.strerror}){kept}") from None
 
-    # -- an output that is a file ---------------------------------------------------------------------------------
+    # -- an output that keeps its lines ---------------------------------------------------------------------------
 
-    def _open(self, identity: dict[str, Any] | None, resume: bool, retry_failed: bool) -> None:
-        path = Path(self.output)
-        if path.suffix in (".gz", ".zst"):
-            raise ConfigError(
-                f"{path}: answers are appended one by one, which {path.suffix} does not allow; "
-                "compress the file afterwards"
-            )
-        state = RunState(self.output)
-        spill = None
+    def _open(self, target: Target, identity: dict[str, Any] | None, resume: bool, retry_failed: bool) -> Store:
         if identity is not None:
-            state.check_names()
-        with ExitStack() as opened, _opening(self.output):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = self._file = LineFile(path)
-            opened.callback(file.close)
+            target.state.check_names()
+        spill = None
+        with ExitStack() as opened, _opening(target.name):
+            store = target.open()
+            opened.callback(store.close)
             if identity is not None:
-                spill = self._ahead = Spill(sibling(self.output, PENDING))
+                spill = self._ahead = Spill(target.pending)
                 opened.callback(spill.close)
-            began = file.size or (spill is not None and spill.size)
+            began = store.begun or (spill is not None and spill.size)
             if began and (identity is None or not resume):
-                _set_aside(file, spill)
+                store.set_aside(spill)
             elif began and identity is not None and spill is not None:
-                state.check_config(identity)
-                self._resume(file, spill, retry_failed)
+                target.state.check_config(identity)
+                self._resume(store, spill, retry_failed)
             if identity is not None:
-                state.write(identity)
+                target.state.write(identity)
             opened.pop_all()
+        return store
 
-    def _resume(self, file: LineFile, spill: Spill, retry_failed: bool) -> None:
-        file.cut_torn_line()
-        if retry_failed:
-            file.replace(line for _, line in file if not Finished.of(line).failed)
-        for _, line in file:
-            self.ledger.note(Finished.of(line))
+    def _resume(self, store: Store, spill: Spill, retry_failed: bool) -> None:
+        for found in store.finished(retry_failed=retry_failed):
+            self.ledger.note(found)
         waiting: dict[str, Place] = {}
         foreign = False
         for place, line in spill.lines():
@@ -211,12 +199,12 @@ class Journal:
                 waiting[found.key] = place
                 self.ledger.note(found)
         if foreign:
-            spill.copy_aside(_free_number(spill.path))
+            spill.copy_aside(free_number(spill.path))
         spill.keep(waiting)
         if not self._in_order:
             for line in spill.rest():
-                file.append(line)
-            file.sync()
+                store.append(line)
+            store.sync()
             spill.remove()
 
 
@@ -230,16 +218,3 @@ def _opening(output: str) -> Iterator[None]:
     except OSError as error:
         where = error.filename or output
         raise ConfigError(f"{where}: cannot be written ({error.strerror}); choose another --output") from None
-
-
-def _set_aside(file: LineFile, spill: Spill | None) -> None:
-    """Move what is not to be resumed to NAME.1, NAME.2, ...: nothing written is ever lost."""
-    number = _free_number(file.path, *([spill.path] if spill else []))
-    if spill:
-        spill.set_aside(number)
-    if file.size:
-        file.set_aside(number)
-
-
-def _free_number(*paths: Path) -> int:
-    return next(n for n in count(1) if not any(path.with_name(f"{path.name}.{n}").exists() for path in paths))

@@ -14,6 +14,8 @@ import orjson
 from ragspec.inputs.base import Row
 from ragspec.inputs.keyset import KeySet
 
+LINE = "batch_req_"  # before the fingerprint, in the id of a line of OpenAI's Batch API
+
 
 def fingerprint(row: Row, record_id: str | None) -> str:
     """Return what names an input row: its content with its id, or with its number if it has no id of its own."""
@@ -33,10 +35,14 @@ class Finished(NamedTuple):
         """Return what the line `raw` finishes."""
         try:
             line = orjson.loads(raw)
-            key, name = line["fingerprint"], line["id"]
-        except (ValueError, KeyError, TypeError):
+            batch = "fingerprint" not in line
+            key = line["id"].removeprefix(LINE) if batch else line["fingerprint"]
+            name = line["custom_id"] if batch else line["id"]
+        except (ValueError, KeyError, TypeError, AttributeError):
             return cls()
-        return cls(key, name, "error" in line) if isinstance(key, str) and isinstance(name, str) else cls()
+        if not isinstance(key, str) or not isinstance(name, str) or (batch and key == line["id"]):
+            return cls()
+        return cls(key, name, line.get("error") is not None)
 
 
 class Ledger:

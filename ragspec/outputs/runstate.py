@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from ragspec.errors import ConfigError
+from ragspec.outputs.base import Document
 from ragspec.outputs.private import write_private
 
 STATE, STATISTICS, PENDING = ".run.json", ".stats.json", ".pending.jsonl"
@@ -40,21 +41,75 @@ def check_writable(path: Path, key: str) -> None:
         raise ConfigError(f"{key}: {path} cannot be written; choose another file") from None
 
 
-def began_by(output: str) -> str | None:
-    """Return the runner that began the output `output`, None if nothing has."""
-    path = Path(output)
-    if output == "-" or not _has_lines(path):
-        return None
-    config = RunState(output).read().get("config")
-    runner = config.get("runner") if isinstance(config, dict) else None
-    return runner if isinstance(runner, str) else None
+class LocalDocument:
+    """A JSON file on this machine, which only its owner can read."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self.path = path
+
+    def read(self) -> dict[str, Any]:
+        """Return what it says; nothing where there is none."""
+        try:
+            value = orjson.loads(self.path.read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def write(self, value: Any) -> None:
+        """Write it. Raises OSError."""
+        write_json(self.path, value)
 
 
 class RunState:
-    """What `answers.run.json` says: the config that started the output `output`."""
+    """What `run.json` says: the config that started the output `output`."""
+
+    def __init__(self, output: str, document: Document) -> None:
+        self._name = output
+        self._document = document
+
+    def check_names(self) -> None:
+        """Raise ConfigError if what belongs to the output belongs to another one too."""
+
+    def began_by(self) -> str | None:
+        """Return the runner that began the output; None if that is not known."""
+        config = self.read().get("config")
+        runner = config.get("runner") if isinstance(config, dict) else None
+        return runner if isinstance(runner, str) else None
+
+    def check_config(self, identity: dict[str, Any]) -> None:
+        """Raise ConfigError, naming the key, if another config started the output."""
+        began = self.read().get("config")
+        if not isinstance(began, dict):
+            name = self._document.name.rpartition("/")[2]
+            raise ConfigError(f"{self._name}: contains lines, but {name} does not say which config wrote them{WAY_OUT}")
+        changed = _difference(began, orjson.loads(orjson.dumps(identity)))
+        if changed:
+            raise ConfigError(f"{self._name}: was started with a different config: {changed}{WAY_OUT}")
+
+    def write(self, identity: dict[str, Any]) -> None:
+        """Record which config starts the output. Raises ConfigError."""
+        try:
+            self._document.write({"config": identity, "output": self._name.rstrip("/").rpartition("/")[2]})
+        except OSError as error:
+            where = error.filename or self._document.name
+            raise ConfigError(f"{where}: cannot be written ({error.strerror}); choose another --output") from None
+
+    def read(self) -> dict[str, Any]:
+        """Return what the file says; nothing where there is none. Raises ConfigError where nobody can tell."""
+        try:
+            return self._document.read()
+        except OSError as error:
+            where = error.filename or self._document.name
+            raise ConfigError(f"{where}: cannot be read ({error.strerror}); choose another --output") from None
+
+
+class FileState(RunState):
+    """The same for an output that is one file, from `answers.run.json` beside it."""
 
     def __init__(self, output: str) -> None:
         self.path = sibling(output, STATE)
+        super().__init__(output, LocalDocument(self.path))
         self._output = Path(output)
 
     def check_names(self) -> None:
@@ -86,32 +141,6 @@ class RunState:
             return bool(owner == twin.name) and twin.is_file()
         # a file from before owners were named belongs to the output that has lines
         return self.path.exists() and _has_lines(twin) and not _has_lines(self._output)
-
-    def check_config(self, identity: dict[str, Any]) -> None:
-        """Raise ConfigError, naming the key, if another config started the output."""
-        began = self.read().get("config")
-        if not isinstance(began, dict):
-            raise ConfigError(
-                f"{self._output}: contains lines, but {self.path.name} does not say which config wrote them{WAY_OUT}"
-            )
-        changed = _difference(began, orjson.loads(orjson.dumps(identity)))
-        if changed:
-            raise ConfigError(f"{self._output}: was started with a different config: {changed}{WAY_OUT}")
-
-    def write(self, identity: dict[str, Any]) -> None:
-        """Record which config starts the output. Raises ConfigError."""
-        try:
-            write_json(self.path, {"config": identity, "output": self._output.name})
-        except OSError as error:
-            raise ConfigError(f"{self.path}: cannot be written ({error.strerror}); choose another --output") from None
-
-    def read(self) -> dict[str, Any]:
-        """Return what the file says; nothing where there is none."""
-        try:
-            value = orjson.loads(self.path.read_bytes())
-        except (OSError, ValueError):
-            return {}
-        return value if isinstance(value, dict) else {}
 
 
 def _has_lines(path: Path) -> bool:

@@ -10,6 +10,7 @@ import logging
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from ragspec.config.sections import PromptConfig
 from ragspec.errors import ConfigError, RecordError
@@ -111,6 +112,8 @@ class PromptBuilder:
         return tuple(places)
 
     def _encode(self, record: Record, contexts: tuple[Passage, ...]) -> list[int]:
+        if isinstance(record.prompt, tuple):
+            return list(record.prompt)
         written = self._compose(record, contexts)
         return self._tokenizer.encode(written.text, special_tokens=written.special_tokens, own=written.own)
 
@@ -161,13 +164,13 @@ class PromptBuilder:
             text = f"{self._config.system}\n\n{text}"
         return text, True
 
-    def _with_system(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    def _with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         system = self._config.system
-        if system is None or messages[0]["role"] == "system":
+        if system is None or messages[0]["role"] in ("system", "developer"):
             return messages
         return [{"role": "system", "content": system}, *messages]
 
-    def _render_chat(self, messages: list[dict[str, str]]) -> str:
+    def _render_chat(self, messages: list[dict[str, Any]]) -> str:
         try:
             return self._tokenizer.render_chat(messages)
         except Exception as error:  # a program of the model's authors
@@ -176,6 +179,7 @@ class PromptBuilder:
 
     def _text(self, record: Record, contexts: tuple[Passage, ...]) -> str:
         if record.prompt is not None:
+            assert isinstance(record.prompt, str)
             return record.prompt
         if record.messages is not None:
             return "\n\n".join(message["content"] for message in record.messages)

@@ -109,12 +109,12 @@ def mapped(
 
     messages = record.messages
     if messages is not None:
-        messages = tuple(message | {"content": change(message["content"])} for message in messages)
+        messages = tuple({**nested(message), "role": message["role"]} for message in messages)
     changed = replace(
         record,
         id=change(record.id),
         query=optional(record.query),
-        prompt=optional(record.prompt),
+        prompt=record.prompt if isinstance(record.prompt, tuple) else optional(record.prompt),
         messages=messages,
         metadata=nested(record.metadata),
     )

@@ -16,7 +16,7 @@ from typing import Any
 from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.base import Row
 from ragspec.inputs.jsonl import JsonlSource
-from ragspec.inputs.record import record_id
+from ragspec.inputs.values import record_id
 from ragspec.retrieval.chunks import looks_numbered
 from ragspec.retrieval.readers import READERS, Text, read_text
 

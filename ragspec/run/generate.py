@@ -6,12 +6,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ragspec.config.run import RunConfig
+from ragspec.config.sections import InputConfig
 from ragspec.errors import ConfigError
 from ragspec.inputs.base import within
 from ragspec.inputs.files import files_of
 from ragspec.inputs.opening import open_source
+from ragspec.inputs.storage import is_url
+from ragspec.outputs.base import Document
 from ragspec.outputs.journal import Journal
-from ragspec.outputs.runstate import PENDING, STATE, STATISTICS, began_by, check_writable, sibling, write_json
+from ragspec.outputs.runstate import LocalDocument, check_writable
+from ragspec.outputs.target import target_of
 from ragspec.run.choice import choose
 from ragspec.run.experience import remember
 from ragspec.run.local import LocalPass, Report
@@ -37,11 +41,12 @@ def generate(
         raise ConfigError("input: missing; set it in the config, or give --input FILE (- for stdin)")
     if retry_failed and limit is not None:
         raise ConfigError("--retry-failed drops all error lines: it cannot be combined with --limit")
-    _check_paths(config, config.input.path, stats_path)
+    _check_paths(config, config.input, stats_path)
     with config.veil().over_errors(), ExitStack() as stack:
         source = stack.enter_context(open_source(config.input))
         count = source.count()
-        began = began_by(config.output) if resume else None
+        target = target_of(config.output)
+        began = target.state.began_by() if target and resume and target.begun() else None
         session = prepare(config, choose(config, count, began, limit=limit))
         if stats_path:
             check_writable(Path(stats_path), "--stats")
@@ -68,39 +73,40 @@ def generate(
     return summary
 
 
-def _check_paths(config: RunConfig, inputs: list[str], stats_path: str | None) -> None:
-    """Raise ConfigError if one file would have two uses. The files beside the output count too."""
-    read = files_of(inputs)
-    uses: dict[str, str | None] = {f"the input {name}" if len(read) > 1 else "the input": name for name in read}
-    uses |= {"output": config.output, "--stats": stats_path}
-    if config.output != "-":
-        uses["the run's state"] = str(sibling(config.output, STATE))
-        uses["the file of waiting answers"] = str(sibling(config.output, PENDING))
-        if stats_path is None:
-            uses["the statistics"] = str(sibling(config.output, STATISTICS))
-    folders = [Path(path).resolve() for path in inputs if Path(path).is_dir()]
-    if config.output != "-" and any(folder in Path(config.output).resolve().parents for folder in folders):
-        raise ConfigError(
-            f"{config.output}: lies in the input's folder, and would be read as records; choose another --output"
-        )
+def _check_paths(config: RunConfig, given: InputConfig, stats_path: str | None) -> None:
+    """Raise ConfigError if one local file would have two uses. The files beside the output count too."""
+    read = [path for path in files_of([path for path in given.path if not is_url(path)]) if path != "-"]
+    uses = [(f"the input {name}" if len(read) > 1 else "the input", Path(name)) for name in read]
+    target = target_of(config.output)
+    written = target.files() if target else {}
+    if stats_path is not None:
+        written.pop("the statistics", None)
+        written["--stats"] = Path(stats_path)
+    folders = [Path(path).resolve() for path in given.path if Path(path).is_dir()]
+    if "output" in written:
+        output = written["output"].resolve()
+        if any(folder == output or folder in output.parents for folder in folders):
+            raise ConfigError(
+                f"{config.output}: lies in the input's folder, and would be read as records; choose another --output"
+            )
     taken: dict[Path, str] = {}
-    for use, name in uses.items():
-        if name is None or name == "-" or name.startswith("/dev/"):
+    for use, path in [*uses, *written.items()]:
+        if str(path).startswith("/dev/"):
             continue
-        other = taken.setdefault(Path(name).resolve(), use)
+        other = taken.setdefault(path.resolve(), use)
         if other != use:
-            raise ConfigError(f"{name} would be both {other} and {use}; choose another --output")
+            raise ConfigError(f"{path} would be both {other} and {use}; choose another --output")
 
 
 def _write_stats(summary: RunSummary, path: Path | None, journal: Journal) -> None:
     """Write the stats file. A run that found everything finished keeps the file of the run that did the work."""
-    idle = not (summary.records or summary.failed)
-    if path is None and journal.resumable:
-        path = sibling(journal.output, STATISTICS)
-        if idle and path.exists():
+    document: Document | None = LocalDocument(path) if path else None
+    if document is None and journal.target is not None:
+        document = journal.target.statistics
+        if not (summary.records or summary.failed) and document.read():
             return
-    if path is not None:
+    if document is not None:
         try:
-            write_json(path, summary.to_json())
+            document.write(summary.to_json())
         except OSError as error:
-            summary.notes.append(f"{path}: the statistics cannot be written ({error.strerror})")
+            summary.notes.append(f"{document.name}: the statistics cannot be written ({error.strerror})")

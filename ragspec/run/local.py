@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 
 from pydantic import ValidationError
@@ -16,18 +17,22 @@ from ragspec.config.run import to_sampling
 from ragspec.config.sections import SamplingConfig
 from ragspec.errors import RecordError
 from ragspec.inputs.base import Row, Source
-from ragspec.inputs.feed import Feed, Sieve
+from ragspec.inputs.feed import Feed, Spread
 from ragspec.inputs.keyset import KeySet
-from ragspec.inputs.record import line_id, parse_record, record_id
-from ragspec.outputs.answers import Flight, output_line
+from ragspec.inputs.record import line_id, parse_record
+from ragspec.inputs.values import record_id
+from ragspec.outputs.answers import Failed, Flight, distinct
 from ragspec.outputs.journal import Journal
 from ragspec.outputs.ledger import fingerprint
+from ragspec.outputs.shapes import shape_of
 from ragspec.records import Failure, Generation, Record, Request, Sampling
 from ragspec.retrieval.stage import Stage
+from ragspec.run.gathering import Gathering
 from ragspec.run.provenance import peak_memory_gib
 from ragspec.run.session import Session
 from ragspec.stats import RunSummary
 
+MODELS_NAMED = 5  # in a note
 Report = Callable[[RunSummary, int | None], None]  # called after each record with the totals and the input's lines
 
 
@@ -63,7 +68,10 @@ class LocalPass:
         self._total = total
         self._veil = config.veil()
         self._default_sampling = to_sampling(config.sampling)
-        self._flights: dict[int, Flight] = {}
+        self._shape = shape_of(config)
+        self._gathering = Gathering()
+        self._names = {str(config.model), str(config.model).rstrip("/").rpartition("/")[2], config.output.model}
+        self._asked: set[str] = set()  # other models that records ask for
         self._changed = 0
 
     def answer(self) -> None:
@@ -81,6 +89,9 @@ class LocalPass:
                 f"{self._changed} records changed since they were answered: they are answered again, "
                 "and their old lines stay in the output above the new ones"
             )
+        if self._asked:
+            others = ", ".join(sorted(self._asked))
+            self.summary.notes.append(f"records ask for {others}; {self._config.model} answers them")
 
     def _load_and_stream(self, requests: Feed[Request]) -> None:
         summary, runner = self.summary, self._runner
@@ -132,30 +143,34 @@ class LocalPass:
         if self._stage is not None:
             rows = Feed(self._stage.fill(rows))
         seen, numbers = KeySet(), count()
-        return Feed(Sieve(rows, lambda row: self._request(next(numbers), row, seen)))
+        return Feed(Spread(rows, lambda row: self._requests_of(next(numbers), row, seen)))
 
-    def _request(self, index: int, row: Row, seen: KeySet) -> Request | None:
-        """Return the request that a row is; None if it needs no answer any more, or can have none."""
+    def _requests_of(self, index: int, row: Row, seen: KeySet) -> list[Request]:
+        """Return the requests that a row is; none if it needs no answer any more, or can have none."""
         key = None
         try:
             record = self._read(row, seen)
             key = fingerprint(row, record.id)
             if key in self._ledger:
                 self._skip(index, key)
-                return None
+                return []
             self._changed += self._ledger.resumed > 0 and self._ledger.answered(record.id)
-            sampling = self._sampling(record)
-            prompt = self._prompts.build(record, sampling.max_new_tokens, locate=self._runner.cites)
+            sampling, n = self._sampling(record)
+            parts = [replace(record, prompt=each) for each in record.prompts] or [record]
+            prompts = tuple(
+                self._prompts.build(part, sampling.max_new_tokens, locate=self._runner.cites) for part in parts
+            )
         except RecordError as error:
             key = key or fingerprint(row, None)
             if key in self._ledger:
                 self._skip(index, key)
             else:
                 message = f"{self._source.where(row.number)}: {error}"
-                self._fail(index, line_id(row), key, "RecordError", message, row.number)
-            return None
-        self._flights[index] = Flight(record, prompt, sampling, key)
-        return Request(index, record.id, prompt.token_ids, sampling, prompt.places)
+                self._fail(index, Failed(line_id(row), key, "RecordError", message, row.number))
+            return []
+        if record.model is not None and record.model not in self._names and len(self._asked) < MODELS_NAMED:
+            self._asked.add(record.model)
+        return self._gathering.requests(Flight(index, record, prompts, sampling, n, key))
 
     def _unfinished(self, row: Row) -> bool:
         try:
@@ -173,12 +188,13 @@ class LocalPass:
             raise RecordError(f'id "{record.id}" {clash}; only the first record with that id is answered')
         return record
 
-    def _sampling(self, record: Record) -> Sampling:
+    def _sampling(self, record: Record) -> tuple[Sampling, int]:
+        """Return how a record is sampled, and how many answers each prompt of it has."""
         if not record.sampling:
-            return self._default_sampling
+            return self._default_sampling, self._config.sampling.n
         try:
-            merged = self._config.sampling.model_dump() | record.sampling
-            return to_sampling(SamplingConfig.model_validate(merged))
+            merged = SamplingConfig.model_validate(self._config.sampling.model_dump() | record.sampling)
+            return to_sampling(merged), merged.n
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             name = "max_tokens" if first["loc"][0] == "max_new_tokens" else first["loc"][0]
@@ -190,10 +206,8 @@ class LocalPass:
         self._journal.skip(index, key)
         self._tell()
 
-    def _fail(self, index: int, name: str, key: str, kind: str, message: str, number: int | None = None) -> None:
-        place = {} if number is None else {"line": number}
-        error = {"type": kind, "message": self._veil(message)}
-        line = {"id": name, **place, "error": error, "fingerprint": key}
+    def _fail(self, index: int, failed: Failed) -> None:
+        line = self._shape.error(replace(failed, message=self._veil(failed.message)))
         self._journal.put(index, line, counted=self._count_failure)
         self._tell()
 
@@ -201,29 +215,39 @@ class LocalPass:
         self.summary.failed += 1
 
     def _finish(self, outcome: Generation | Failure) -> None:
-        flight = self._flights.pop(outcome.index)
-        if isinstance(outcome, Failure):
-            self._fail(outcome.index, flight.record.id, flight.fingerprint, outcome.kind, outcome.message)
+        landed = self._gathering.take(outcome)
+        if landed is None:
             return
-        line = output_line(flight, outcome, self._runner, details=self._keep_details)
+        flight, answers = landed
+        name, key = flight.record.id, flight.fingerprint
+        if isinstance(answers, Failure):
+            self._fail(flight.index, Failed(name, key, answers.kind, answers.message))
+            return
+        line = self._shape.answer(flight, answers, self._runner, details=self._keep_details)
         try:
-            self._journal.put(outcome.index, line, counted=lambda: self._count(flight, outcome))
+            self._journal.put(flight.index, line, counted=lambda: self._count(flight, answers))
         except TypeError as error:  # metadata that can be read but not written back
-            message = f"its metadata cannot be written ({error})"
-            self._fail(outcome.index, flight.record.id, flight.fingerprint, "RecordError", message)
+            self._fail(flight.index, Failed(name, key, "RecordError", f"its metadata cannot be written ({error})"))
             return
         self._tell()
 
-    def _count(self, flight: Flight, outcome: Generation) -> None:
+    def _count(self, flight: Flight, answers: list[Generation]) -> None:
         summary = self.summary
         summary.records += 1
-        summary.prompt_tokens += len(flight.prompt.token_ids)
-        summary.cached_prompt_tokens += outcome.cached_prompt_tokens
-        summary.output_tokens += len(outcome.token_ids)
-        summary.spec.add(outcome.spec)
-        summary.latency_s.add(outcome.latency_s)
-        if outcome.time_to_first_token_s is not None:
-            summary.time_to_first_token_s.add(outcome.time_to_first_token_s)
+        summary.prompt_tokens += flight.prompt_tokens
+        for answer in distinct(answers):
+            summary.cached_prompt_tokens += answer.cached_prompt_tokens
+            summary.output_tokens += len(answer.token_ids)
+            summary.spec.add(answer.spec)
+            summary.latency_s.add(answer.latency_s)
+            if answer.time_to_first_token_s is not None:
+                summary.time_to_first_token_s.add(answer.time_to_first_token_s)
+            if answer.undrafted:
+                self._note_once(f"some records are answered without drafts: {answer.undrafted}")
+
+    def _note_once(self, note: str) -> None:
+        if note not in self.summary.notes:
+            self.summary.notes.append(note)
 
     def _tell(self) -> None:
         if self._report:

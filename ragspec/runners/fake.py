@@ -63,7 +63,10 @@ class ByteTokenizer:
     def offsets(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[tuple[int, int]] | None:
         return None
 
-    def render_chat(self, messages: list[dict[str, str]]) -> str:
+    def piece(self, token_id: int) -> str:
+        return self.decode([token_id])
+
+    def render_chat(self, messages: list[dict[str, Any]]) -> str:
         return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 

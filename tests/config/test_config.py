@@ -106,7 +106,7 @@ def test_bad_override_is_explained(tmp_path, override):
 
 def test_flags_win_over_set_and_file(tmp_path):
     config = load(tmp_path, "model: demo\ninput: a", "input=b", input="c", output=None)
-    assert (str(config.input), config.output) == ("c", "-")
+    assert (str(config.input), str(config.output)) == ("c", "-")
 
 
 def test_merge_keys_work_and_empty_sections_are_defaults(tmp_path):

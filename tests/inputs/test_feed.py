@@ -1,7 +1,7 @@
 import pytest
 
 from ragspec.errors import ConfigError
-from ragspec.inputs.feed import Feed, Pollable, Sieve
+from ragspec.inputs.feed import Feed, Pollable, Spread
 
 
 class Partner:
@@ -47,7 +47,7 @@ def test_waiting_ends_with_the_first_item():
     assert Feed(Partner(None, None, 1, None, 2)).take(9, wait=True) == [1]
 
 
-@pytest.mark.parametrize("wrap", [Feed, lambda feed: Sieve(Feed(feed), lambda item: item)])
+@pytest.mark.parametrize("wrap", [Feed, lambda feed: Spread(Feed(feed), lambda item: [item])])
 def test_a_feed_of_a_feed_does_not_wait_either(wrap):
     inner = wrap(Partner(1, None, 2))
     assert isinstance(inner, Pollable)
@@ -86,20 +86,23 @@ def test_what_came_before_a_break_is_handed_out_before_its_error():
             feed.take(9, wait=True)
 
 
-def test_a_sieve_looks_past_what_it_drops_but_does_not_wait_for_it():
+def test_a_spread_looks_past_what_it_drops_but_does_not_wait_for_it():
     made = []
 
-    def even(item):
+    def twice_if_even(item):
         made.append(item)
-        return item if item % 2 == 0 else None
+        return [item, item] if item % 2 == 0 else []
 
-    sieve = Sieve(Feed(Partner(1, 3, None, 5, 6)), even)
-    assert sieve.poll() is None
+    spread = Spread(Feed(Partner(1, 3, None, 5, 6)), twice_if_even)
+    assert spread.poll() is None
     assert made == [1, 3]  # what is dropped is dealt with at once
-    assert next(sieve) == 6
+    assert next(spread) == 6
+    assert spread.poll() == 6
+    with pytest.raises(StopIteration):
+        next(spread)
 
 
 def test_closing_reaches_the_source():
     source = Partner(1)
-    Feed(Sieve(Feed(source), lambda item: item)).close()
+    Feed(Spread(Feed(source), lambda item: [item])).close()
     assert source.closed

@@ -35,7 +35,7 @@ def test_openai_batch_line_brings_its_own_sampling():
 
 def test_openai_content_parts_are_joined():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert parse_record({"messages": [{"role": "user", "content": parts}]}, 1).messages[0]["content"] == "ab"
+    assert parse_record({"messages": [{"role": "user", "content": parts}]}, 1).messages[0]["content"] == "a\nb"
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,15 @@ def test_openai_content_parts_are_joined():
         ({"messages": [{"role": "user"}]}, '"messages" item 1: "content" must be a string, got nothing'),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only content parts"),
         ({"custom_id": "c", "body": 3}, '"body" must be an object'),
-        ({"custom_id": "c", "body": {"prompt": "p", "n": 2}}, '"body.n" must be 1'),
-        ({"custom_id": "c", "body": {"prompt": "p", "tools": []}}, '"body.tools" is not supported'),
+        ({"custom_id": "c", "body": {"prompt": "p", "tools": [{"type": "function"}]}}, '"body.tools" is not supported'),
+        ({"custom_id": "c", "body": {"prompt": "p", "stream": True}}, '"body.stream" is not supported'),
+        ({"custom_id": "c", "body": {"prompt": "p", "echo": True}}, '"body.echo" is not supported'),
+        ({"custom_id": "c", "body": {"prompt": "p", "best_of": 3}}, '"body.best_of" is not supported'),
+        ({"custom_id": "c", "body": {"prompt": "p", "logprobs": True}}, '"body.logprobs" must be a whole number'),
+        ({"custom_id": "c", "body": {"messages": [], "top_logprobs": 2}}, '"messages" must be a non-empty list'),
+        ({"custom_id": "c", "url": "/v1/embeddings", "body": {"prompt": "p"}}, '"url": '),
+        ({"custom_id": "c", "body": {"prompt": ["a", ""]}}, '"body.prompt" is empty'),
+        ({"custom_id": "c", "body": {"prompt": [1, -1]}}, '"body.prompt" must be a string, got a number'),
         ({"body": {"prompt": "p"}}, '"custom_id" is missing'),
         ({"custom_id": "c", "body": {}}, 'no prompt: "body" needs'),
     ],

@@ -4,6 +4,7 @@ import os
 import pytest
 
 from ragspec.config.load import build_config
+from ragspec.config.sections import OutputConfig
 from ragspec.errors import ConfigError
 from ragspec.outputs.answers import cut_at_stop
 from ragspec.run.generate import generate as run
@@ -142,7 +143,7 @@ def test_limit_reads_so_many_lines(tmp_path):
 def test_input_must_not_be_the_output(tmp_path):
     config = fake(tmp_path, questions(1))
     with pytest.raises(ConfigError, match="would be both the input and output"):
-        run(config.model_copy(update={"output": str(config.input)}))
+        run(config.model_copy(update={"output": OutputConfig(path=str(config.input))}))
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "out.run.json", "out.stats.json", "out.pending.jsonl"])
@@ -352,7 +353,7 @@ def test_a_pipe_gets_what_is_finished_in_the_order_of_the_input_when_a_run_break
             raise stop
 
     with pytest.raises(stop):
-        run(config.model_copy(update={"output": f"/dev/fd/{writing}"}), report=report)
+        run(config.model_copy(update={"output": OutputConfig(path=f"/dev/fd/{writing}")}), report=report)
     os.close(writing)
     with open(reading) as pipe:
         assert [json.loads(line)["id"] for line in pipe] == [f"q{i}" for i in (*range(8), 12, 13, 14, 15)]
@@ -368,5 +369,5 @@ def test_a_pipe_whose_reader_has_gone_leaves_an_interruption_one(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(config.model_copy(update={"output": f"/dev/fd/{writing}"}), report=stop)
+        run(config.model_copy(update={"output": OutputConfig(path=f"/dev/fd/{writing}")}), report=stop)
     os.close(writing)

@@ -1,0 +1,82 @@
+"""`ragspec run-batch`: OpenAI's batch files in and out, with the flags of `vllm run-batch`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from ragspec.cli.answer import run
+from ragspec.cli.options import Debug, Limit, Resume, RetryFailed, Set, Stats, set_debug
+
+# what a body means that does not say: OpenAI's temperature, and room for a long answer
+SAMPLING = {"temperature": 1.0, "max_new_tokens": 1024}
+METHOD = "context"
+
+
+def run_batch(
+    input: Annotated[
+        str,
+        typer.Option("--input", "--input-file", "-i", metavar="FILE", help="OpenAI batch lines: a file or an address."),
+    ],
+    output: Annotated[
+        str, typer.Option("--output", "--output-file", "-o", metavar="PATH", help="Where OpenAI's output lines go.")
+    ],
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help="Hub id, folder, .gguf file, or demo.")] = None,
+    config: Annotated[
+        str | None, typer.Option("--config", "-c", metavar="FILE", help="YAML config for everything else.")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The model's name in the lines. By default its own.")
+    ] = None,
+    runner: Annotated[
+        str | None, typer.Option(metavar="RUNNER", help="huggingface, vllm, or auto (the default).")
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option("--method", "-m", metavar="METHOD", help="Where drafts come from; none turns them off."),
+    ] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Records at once.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Longest answer where a body names none (1024).")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="Such as float32 or bfloat16.")] = None,
+    revision: Annotated[str | None, typer.Option(metavar="REVISION", help="The model's revision on the hub.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, metavar="N", help="Seed where a body names none.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False,
+    limit: Limit = None,
+    resume: Resume = True,
+    retry_failed: RetryFailed = False,
+    stats: Stats = None,
+    override: Set = None,
+    debug: Debug = False,
+) -> None:
+    """Answer an OpenAI batch file; rerun to continue after an interruption."""
+    from ragspec.config.load import config_of
+    from ragspec.config.yaml_file import read_yaml
+    from ragspec.errors import ConfigError
+
+    set_debug(debug)
+    raw: dict[str, Any] = read_yaml(config) if config else {"sampling": SAMPLING, "speculation": {"method": METHOD}}
+    given = {
+        "model": model,
+        "runner": runner,
+        "speculation.method": method,
+        "sampling.max_new_tokens": max_tokens,
+        "sampling.seed": seed,
+        "runner_args.batch_size": max_num_seqs,
+        "runner_args.dtype": dtype,
+        "runner_args.revision": revision,
+        "runner_args.trust_remote_code": trust_remote_code or None,
+        "output.model": served_model_name,
+        "output.format": "openai",
+    }
+    settings = [f"{key}={value}" for key, value in given.items() if value is not None]
+    run_config, notes = config_of(
+        raw, config or "run-batch", [*settings, *(override or ())], input=input, output=output
+    )
+    if run_config.model is None and run_config.runner != "fake":
+        raise ConfigError("--model: missing; name the model that is to answer (a hub id, a folder, or demo)")
+    run(run_config, notes, limit=limit, resume=resume, retry_failed=retry_failed, stats_path=stats)

@@ -1,0 +1,136 @@
+"""Files elsewhere: any address that fsspec knows (s3://, gs://, hf://, https://, ...).
+
+>>> is_url("s3://bucket/questions.parquet"), is_url("questions.parquet")
+(True, False)
+
+Credentials come from the environment, as the libraries behind fsspec look for them; `storage_options` are theirs too.
+What goes wrong comes out as an OSError with one line and the address, whatever the library raised.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from ragspec.errors import ConfigError, flat
+
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+# what to install for an address of that kind; fsspec itself comes with pyarrow's and datasets' extras too
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "http": "http", "https": "http", "hf": "hf"}
+# what the libraries raise beside OSErrors: (module, name), looked up where the module was imported
+ERRORS = (
+    ("botocore.exceptions", "BotoCoreError"),
+    ("botocore.exceptions", "ClientError"),
+    ("aiohttp", "ClientError"),
+    ("gcsfs.retry", "HttpError"),
+    ("google.auth.exceptions", "GoogleAuthError"),
+    ("httpx", "HTTPError"),
+    ("huggingface_hub.errors", "HfHubHTTPError"),
+)
+SHOWN = 200  # characters of what a library says
+
+
+def is_url(path: str) -> bool:
+    """Return whether `path` is an address of fsspec's, rather than a file here."""
+    return URL.match(path) is not None
+
+
+def filesystem(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
+    """Return fsspec's file system of `url`, and the path in it. Raises ConfigError."""
+    protocol = url.partition("://")[0].lower()
+    extra = EXTRAS.get(protocol, "")
+    try:
+        import fsspec
+    except ImportError:
+        raise ConfigError(f'{url}: needs fsspec: pip install "ragspec[{extra or "http"}]"') from None
+    if protocol not in fsspec.available_protocols():
+        raise ConfigError(f"{url}: {protocol}:// is not known; for example s3://, gs://, hf:// and https:// are")
+    try:
+        with told(url):
+            system, path = fsspec.url_to_fs(url, **(options or {}))
+    except ImportError as error:
+        how = f'pip install "ragspec[{extra}]"' if extra else flat(error, SHOWN)
+        raise ConfigError(f"{url}: {protocol}:// needs more than is installed: {how}") from None
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{url}: cannot be reached ({reason(error)})") from None
+    return system, path
+
+
+def open_url(url: str, options: Mapping[str, Any] | None = None) -> IO[bytes]:
+    """Return a file open for reading, read in pieces as it is needed. Raises ConfigError and OSError."""
+    system, path = filesystem(url, options)
+    with told(url):
+        return io.BufferedReader(_Told(url, system.open(path, "rb")))
+
+
+def open_binary(path: str, options: Mapping[str, Any] | None = None) -> IO[bytes]:
+    """Return a file open for reading, here or elsewhere. Raises ConfigError and OSError."""
+    return open_url(path, options) if is_url(path) else Path(path).open("rb")
+
+
+class _Told(io.RawIOBase):
+    """A file of fsspec's, whose errors are OSErrors with the address."""
+
+    def __init__(self, url: str, file: Any) -> None:
+        self._url = url
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return bool(self._file.seekable())
+
+    def readinto(self, buffer: Any) -> int:
+        with told(self._url):
+            data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        with told(self._url):
+            return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+@contextmanager
+def told(url: str) -> Iterator[None]:
+    """Turn what the libraries raise for `url` into OSErrors that say it in one line."""
+    try:
+        yield
+    except OSError as error:
+        if error.strerror is None or error.filename is None:
+            kind = type(error) if type(error) in (FileNotFoundError, PermissionError, FileExistsError) else OSError
+            raise kind(error.errno or errno.EIO, reason(error), url) from error
+        raise
+    except network_errors() as error:
+        raise OSError(errno.EIO, reason(error), url) from error
+
+
+def network_errors() -> tuple[type[Exception], ...]:
+    """Return what the libraries that were imported raise when an address does not answer as it should."""
+    found = (getattr(sys.modules.get(module), name, None) for module, name in ERRORS)
+    return tuple(error for error in found if error is not None)
+
+
+def reason(error: Exception) -> str:
+    """Return what an error says, on one line."""
+    said = flat(error, SHOWN)
+    if isinstance(error, FileNotFoundError):
+        return "no such file or bucket"
+    if isinstance(error, PermissionError):
+        return f"not allowed; are the credentials in the environment right? {said}".rstrip()
+    return said if isinstance(error, OSError) and said else f"{type(error).__name__}: {said}"

@@ -1,0 +1,151 @@
+"""Folders that take whole files: one on this machine, or an object store's.
+
+>>> folder = LocalFolder(Path("answers.parquet")); folder.create("part-00000.parquet", b"...")
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any, Protocol
+
+import orjson
+
+from ragspec.inputs.storage import filesystem, told
+from ragspec.outputs.appended import free_number
+from ragspec.outputs.linefile import sync_folder
+
+TAKEN = "is there already, with other answers: another run is writing this output"
+
+
+class Folder(Protocol):
+    """Files by name. Every method raises OSError."""
+
+    def names(self) -> list[str]:
+        """Return the names of the files in it; none where it is not there."""
+
+    def read(self, name: str) -> bytes:
+        """Return a file's content."""
+
+    def create(self, name: str, data: bytes) -> None:
+        """Write a file whole or not at all. Raises FileExistsError if one of that name holds something else."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a file whole or not at all, over one of that name."""
+
+    def delete(self, name: str) -> None:
+        """Delete a file, if it is there."""
+
+    def set_aside(self, names: list[str]) -> None:
+        """Move files to the first of FOLDER.1, FOLDER.2, ... that is free."""
+
+
+class LocalFolder:
+    """A folder on this machine. Whoever writes it has locked it (parts.py)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def names(self) -> list[str]:
+        return sorted(each.name for each in self.path.iterdir() if each.is_file()) if self.path.is_dir() else []
+
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
+
+    def create(self, name: str, data: bytes) -> None:
+        if (self.path / name).exists():
+            raise FileExistsError(17, TAKEN, str(self.path / name))
+        self.put(name, data)
+
+    def put(self, name: str, data: bytes) -> None:
+        draft = self.path / f".{name}.draft"
+        with draft.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(self.path / name)
+        sync_folder(self.path)
+
+    def delete(self, name: str) -> None:
+        (self.path / name).unlink(missing_ok=True)
+
+    def set_aside(self, names: list[str]) -> None:
+        other = self.path.with_name(f"{self.path.name}.{free_number(self.path)}")
+        other.mkdir()
+        for name in names:
+            shutil.move(self.path / name, other / name)
+        sync_folder(other)
+
+
+class RemoteFolder:
+    """A prefix of an object store, or a folder of any file system that fsspec knows."""
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        self.url = url.rstrip("/")
+        self._system, self._path = filesystem(self.url, options)
+
+    def names(self) -> list[str]:
+        return self._listed(self._path)
+
+    def _listed(self, path: str) -> list[str]:
+        with told(self.url):
+            self._system.invalidate_cache()
+            try:
+                found = self._system.ls(path, detail=False)
+            except FileNotFoundError:
+                return []
+        return sorted(name.rpartition("/")[2] for name in found if name.rstrip("/") != path.rstrip("/"))
+
+    def read(self, name: str) -> bytes:
+        with told(f"{self.url}/{name}"):
+            return bytes(self._system.cat_file(f"{self._path}/{name}"))
+
+    def create(self, name: str, data: bytes) -> None:
+        url = f"{self.url}/{name}"
+        with told(url):
+            try:
+                self._system.pipe_file(f"{self._path}/{name}", data, mode="create")
+            except FileExistsError:
+                # ours, if the connection broke after it was stored, and it was sent again
+                if self.read(name) != data:
+                    raise FileExistsError(17, TAKEN, url) from None
+
+    def put(self, name: str, data: bytes) -> None:
+        with told(f"{self.url}/{name}"):
+            self._system.pipe_file(f"{self._path}/{name}", data)
+
+    def delete(self, name: str) -> None:
+        with told(f"{self.url}/{name}"):
+            if self._system.exists(f"{self._path}/{name}"):
+                self._system.rm_file(f"{self._path}/{name}")
+
+    def set_aside(self, names: list[str]) -> None:
+        other = next(f"{self._path}.{n}" for n in count(1) if not self._listed(f"{self._path}.{n}"))
+        with told(self.url):
+            for name in names:
+                self._system.cp_file(f"{self._path}/{name}", f"{other}/{name}")
+            for name in names:
+                self._system.rm_file(f"{self._path}/{name}")
+
+
+class RemoteDocument:
+    """A JSON file in a folder."""
+
+    def __init__(self, folder: Folder, name: str) -> None:
+        self.name = name
+        self._folder = folder
+
+    def read(self) -> dict[str, Any]:
+        """Return what it says; nothing where there is none."""
+        try:
+            value = orjson.loads(self._folder.read(self.name))
+        except (FileNotFoundError, ValueError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def write(self, value: Any) -> None:
+        """Write it. Raises OSError."""
+        self._folder.put(self.name, orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n")

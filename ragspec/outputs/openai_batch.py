@@ -1,0 +1,75 @@
+"""Output lines of OpenAI's Batch API: {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}.
+
+The line's id contains its fingerprint, so that a resumed run knows what is finished. Source: OpenAI's API reference.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ragspec.outputs.answers import Failed, Flight, texts_of
+from ragspec.outputs.ledger import LINE
+from ragspec.outputs.likelihood import told, told_of_completion
+from ragspec.records import Generation
+from ragspec.runners.base import Runner
+
+BAD_REQUEST, SERVER_ERROR = 400, 500
+
+
+class OpenAIBatch:
+    """Chat completions; text completions for records that are a prompt. model: the name that answers, in the lines."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def answer(self, flight: Flight, answers: Sequence[Generation], runner: Runner, *, details: bool) -> dict[str, Any]:
+        chat = flight.record.prompt is None
+        texts = texts_of(flight, answers, runner.tokenizer)
+        choice = _chat_choice if chat else _text_choice
+        choices = []
+        for index, (answer, text) in enumerate(zip(answers, texts, strict=True)):
+            asked = flight.sampling.logprobs is not None
+            choices.append(
+                {"index": index, **choice(answer, text, runner, asked), "finish_reason": answer.finish_reason}
+            )
+        written = sum(len(answer.token_ids) for answer in answers)
+        body = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{flight.fingerprint}",
+            "object": "chat.completion" if chat else "text_completion",
+            "created": int(time.time()),
+            "model": self._model,
+            "choices": choices,
+            "usage": {
+                "prompt_tokens": flight.prompt_tokens,
+                "completion_tokens": written,
+                "total_tokens": flight.prompt_tokens + written,
+                "prompt_tokens_details": {"cached_tokens": answers[0].cached_prompt_tokens},
+            },
+        }
+        return _line(flight.record.id, flight.fingerprint, 200, body, None)
+
+    def error(self, failed: Failed) -> dict[str, Any]:
+        status = BAD_REQUEST if failed.kind == "RecordError" else SERVER_ERROR
+        code = "invalid_request" if status == BAD_REQUEST else "server_error"
+        body = {"error": {"message": failed.message, "type": f"{code}_error", "param": None, "code": failed.kind}}
+        return _line(failed.name, failed.fingerprint, status, body, {"code": code, "message": failed.message})
+
+
+def _line(
+    name: str, fingerprint: str, status: int, body: dict[str, Any], error: dict[str, Any] | None
+) -> dict[str, Any]:
+    response = {"status_code": status, "request_id": f"req_{fingerprint}", "body": body}
+    return {"id": f"{LINE}{fingerprint}", "custom_id": name, "response": response, "error": error}
+
+
+def _chat_choice(answer: Generation, text: str, runner: Runner, asked: bool) -> dict[str, Any]:
+    return {
+        "message": {"role": "assistant", "content": text, "refusal": None},
+        "logprobs": {"content": told(answer, runner.tokenizer), "refusal": None} if asked else None,
+    }
+
+
+def _text_choice(answer: Generation, text: str, runner: Runner, asked: bool) -> dict[str, Any]:
+    return {"text": text, "logprobs": told_of_completion(answer, runner.tokenizer) if asked else None}

@@ -1,0 +1,94 @@
+"""Answers as Parquet: one column per field of an output line. docs/output.md lists them.
+
+`metadata` and `logprobs`, whose form the records decide, are JSON texts. Needs pyarrow.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from ragspec.errors import ConfigError
+from ragspec.outputs.ledger import Finished
+
+AS_JSON = ("metadata", "logprobs")
+
+
+class Parquet:
+    """A part is one Parquet file with one row group, compressed with zstd."""
+
+    ending = ".parquet"
+
+    def __init__(self) -> None:
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError:
+            raise ConfigError('output: Parquet needs pyarrow: pip install "ragspec[tables]"') from None
+        self._arrow = pyarrow
+        self._parquet = pyarrow.parquet
+        self.schema = _schema(pyarrow)
+
+    def encode(self, lines: Sequence[bytes]) -> bytes:
+        """Return the file's content."""
+        rows = [_row(orjson.loads(line)) for line in lines]
+        return self._written(self._arrow.Table.from_pylist(rows, schema=self.schema))
+
+    def finished(self, data: bytes) -> list[Finished]:
+        """Return what its rows finish."""
+        rows = self._read(data, ["id", "fingerprint", "error"]).to_pylist()
+        return [Finished(row["fingerprint"], row["id"], row["error"] is not None) for row in rows]
+
+    def without_failed(self, data: bytes) -> bytes:
+        """Return the content without the rows of records that failed."""
+        table = self._read(data)
+        return self._written(table.filter(table["error"].is_null()))
+
+    def _read(self, data: bytes, columns: list[str] | None = None) -> Any:
+        try:
+            return self._parquet.read_table(io.BytesIO(data), columns=columns)
+        except (OSError, self._arrow.ArrowException) as error:
+            raise ValueError(f"cannot be read as Parquet ({error})") from None
+
+    def _written(self, table: Any) -> bytes:
+        file = io.BytesIO()
+        self._parquet.write_table(table, file, compression="zstd")
+        return file.getvalue()
+
+
+def _row(line: dict[str, Any]) -> dict[str, Any]:
+    return line | {key: orjson.dumps(line[key]).decode() for key in AS_JSON if line.get(key) is not None}
+
+
+def _schema(arrow: Any) -> Any:
+    text, whole, real = arrow.string(), arrow.int64(), arrow.float64()
+    speculation = {
+        "method": text, "steps": whole, "drafted": whole, "accepted": whole, "acceptance_rate": real,
+        "mean_acceptance_length": real,
+    }  # fmt: skip
+    columns = {
+        "id": text,
+        "output": text,
+        "outputs": arrow.list_(text),
+        "finish_reason": text,
+        "finish_reasons": arrow.list_(text),
+        "prompt_tokens": whole,
+        "cached_prompt_tokens": whole,
+        "output_tokens": whole,
+        "time_to_first_token_s": real,
+        "latency_s": real,
+        "speculation": arrow.struct(list(speculation.items())),
+        "contexts": arrow.list_(text),
+        "context_scores": arrow.list_(real),
+        "dropped_contexts": arrow.list_(text),
+        "copied": arrow.list_(arrow.struct([("start", whole), ("end", whole), ("context", text)])),
+        "logprobs": text,
+        "metadata": text,
+        "error": arrow.struct([("type", text), ("message", text)]),
+        "line": whole,
+        "fingerprint": text,
+    }
+    return arrow.schema(list(columns.items()))

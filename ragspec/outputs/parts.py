@@ -1,0 +1,193 @@
+"""An output that is a folder of parts: for what cannot be appended to (compressed files, Parquet, object stores).
+
+    answers.jsonl.zst/part-00000.jsonl.zst, part-00001.jsonl.zst, ..., run.json, stats.json, manifest.json
+
+A line is finished once it is in the spool, a local file. When that has enough lines it is sealed: written as the next
+part, whole, and emptied. Being killed between the two leaves lines in both; whoever opens it again drops them from the
+spool. Losing the machine loses the spool: at most the lines of one part are answered again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import orjson
+
+from ragspec.inputs.keyset import KeySet
+from ragspec.outputs.codecs import Codec
+from ragspec.outputs.folder import Folder
+from ragspec.outputs.ledger import Finished
+from ragspec.outputs.linefile import LineFile
+from ragspec.outputs.spill import Spill
+
+NAME = re.compile(r"part-(\d+)(\..+)")
+MANIFEST, STATE, STATISTICS = "manifest.json", "run.json", "stats.json"
+SPOOL, WAITING = "lines.jsonl", "pending.jsonl"  # in the local folder of what is not sealed
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What the manifest says about a part. records: lines, those of failed records included. bytes: of the file."""
+
+    name: str
+    records: int
+    failed: int
+    bytes: int
+    sha256: str
+
+
+class Parts:
+    """Parts in `folder`, lines on their way to them in `local`. records, size: of a part, before it is packed."""
+
+    def __init__(self, folder: Folder, codec: Codec, local: Path, *, records: int, size: int) -> None:
+        self._folder = folder
+        self._codec = codec
+        self._local = local
+        self._records = records
+        self._size = size
+        local.mkdir(parents=True, exist_ok=True)
+        self._spool = LineFile(local / SPOOL)
+        try:
+            self._names = self._found()
+        except BaseException:
+            self._spool.close()
+            raise
+        self._parts: dict[str, Part] = {}
+        self._waiting = sum(1 for _ in self._spool)
+        self._complete = True  # whether the manifest, if there is one, may stay
+
+    def _found(self) -> list[str]:
+        """Return the parts that are there. Raises OSError for those of another format."""
+        found = [(name, match) for name in self._folder.names() if (match := NAME.fullmatch(name))]
+        for name, match in found:
+            if match[2] != self._codec.ending:
+                raise OSError(17, f"it has {name}, and this run would write parts that end in {self._codec.ending}")
+        return sorted((name for name, _ in found), key=_number)
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has lines."""
+        return bool(self._names or self._spool.size)
+
+    def finished(self, *, retry_failed: bool) -> Iterator[Finished]:
+        """Yield what is finished: in the parts, then in the spool, which loses what a part has already."""
+        sealed = KeySet()
+        for name in list(self._names):
+            for found in self._read(name, retry_failed):
+                if found.key is not None:
+                    sealed.add(found.key)
+                yield found
+        self._spool.cut_torn_line()
+        kept: list[Finished] = []
+
+        def unsealed() -> Iterator[bytes]:
+            for _, line in self._spool:
+                found = Finished.of(line)
+                if found.key not in sealed and not (found.failed and retry_failed):
+                    kept.append(found)
+                    yield line
+
+        self._spool.replace(unsealed())
+        self._waiting = len(kept)
+        yield from kept
+
+    def _read(self, name: str, retry_failed: bool) -> list[Finished]:
+        data = self._folder.read(name)
+        try:
+            found = self._codec.finished(data)
+            if retry_failed and any(each.failed for each in found):
+                self._change()
+                data = self._codec.without_failed(data)
+                found = [each for each in found if not each.failed]
+                if not found:
+                    self._folder.delete(name)
+                    self._names.remove(name)
+                    return []
+                self._folder.put(name, data)
+        except ValueError as error:
+            raise OSError(5, str(error), name) from None
+        self._parts[name] = _part(name, found, data)
+        return found
+
+    def append(self, line: bytes) -> None:
+        """Write a line; seal a part if that makes it full."""
+        self._spool.append(line)
+        self._waiting += 1
+        if self._waiting >= self._records or self._spool.size >= self._size:
+            self._seal()
+
+    def _seal(self) -> None:
+        """Write what is in the spool as the next part."""
+        lines = [line for _, line in self._spool]
+        name = f"part-{_number(self._names[-1]) + 1 if self._names else 0:05}{self._codec.ending}"
+        data = self._codec.encode(lines)
+        self._change()
+        self._folder.create(name, data)
+        self._parts[name] = _part(name, [Finished.of(line) for line in lines], data)
+        self._names.append(name)
+        self._spool.empty()
+        self._waiting = 0
+
+    def _change(self) -> None:
+        """A manifest of before says no longer what is there."""
+        if self._complete:
+            self._folder.delete(MANIFEST)
+            self._complete = False
+
+    def set_aside(self, spill: Spill | None) -> None:
+        """Move all that is there to FOLDER.1, FOLDER.2, ..., what waited in a part of its own."""
+        self._spool.cut_torn_line()
+        if spill:
+            for _, line in spill.lines():
+                self._spool.append(line)
+            spill.remove()
+        if self._spool.size:
+            self._seal()
+        self._folder.set_aside([*self._names, *(set(self._folder.names()) & {STATE, STATISTICS, MANIFEST})])
+        self._names, self._parts = [], {}
+
+    def finish(self) -> None:
+        """Seal the last part, and write the manifest."""
+        if self._waiting:
+            self._seal()
+        parts = [self._parts[name] for name in self._names]
+        self._folder.put(
+            MANIFEST,
+            orjson.dumps(
+                {
+                    "records": sum(part.records for part in parts),
+                    "failed": sum(part.failed for part in parts),
+                    "parts": [asdict(part) for part in parts],
+                },
+                option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,
+            ),
+        )
+
+    def sync(self) -> None:
+        """Let what is in the spool survive a power cut; parts do."""
+        self._spool.sync()
+
+    def close(self) -> None:
+        """Close the spool. An empty one is deleted."""
+        if self._spool.size:
+            self._spool.close()
+            return
+        self._spool.remove()
+        with suppress(OSError):  # something else is in it
+            self._local.rmdir()
+
+
+def _number(name: str) -> int:
+    match = NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1])
+
+
+def _part(name: str, found: list[Finished], data: bytes) -> Part:
+    failed = sum(each.failed for each in found)
+    return Part(name, len(found), failed, len(data), hashlib.sha256(data).hexdigest())

@@ -1,0 +1,136 @@
+"""What a config's output means: a file that is appended to, a folder of parts, or a stream that keeps nothing.
+
+>>> target_of(OutputConfig(path="s3://bucket/answers/")).name
+'s3://bucket/answers/'
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Protocol
+
+from ragspec.config.secret import revealed
+from ragspec.config.sections import OutputConfig
+from ragspec.errors import ConfigError
+from ragspec.inputs.storage import is_url
+from ragspec.models.resolve import cache_dir
+from ragspec.outputs import parts
+from ragspec.outputs.appended import Appended
+from ragspec.outputs.base import Document, Store
+from ragspec.outputs.codecs import Codec, codec_of
+from ragspec.outputs.folder import Folder, LocalFolder, RemoteDocument, RemoteFolder
+from ragspec.outputs.parts import Parts
+from ragspec.outputs.runstate import PENDING, STATE, STATISTICS, FileState, LocalDocument, RunState, sibling
+
+PACKED = (".gz", ".zst", ".parquet")
+
+
+class Target(Protocol):
+    """An output that can be resumed. name: for messages. pending: lines ahead of their turn wait there."""
+
+    name: str
+    pending: Path
+    state: RunState
+    statistics: Document
+
+    def open(self) -> Store:
+        """Return the lines, locked. Raises OSError."""
+
+    def begun(self) -> bool:
+        """Return whether there are lines of an earlier run."""
+
+    def whereabouts(self) -> list[str]:
+        """Return where finished lines are, for a message."""
+
+    def files(self) -> dict[str, Path]:
+        """Return the local files that a run writes, by their use."""
+
+
+def target_of(config: OutputConfig) -> Target | None:
+    """Return what an output means; None for stdout, pipes and devices, which keep nothing. Raises ConfigError."""
+    path = revealed(config.path)
+    if path == "-" or path.startswith("/dev/"):
+        return None
+    if config.format in ("jsonl", "openai") and path.endswith(".parquet"):
+        raise ConfigError(f"output.format: {config.format}, but {config.path} ends in .parquet")
+    there = Path(path)
+    elsewhere = is_url(path)
+    if not elsewhere and there.exists() and not there.is_file() and not there.is_dir():
+        return None
+    whole = path.endswith((*PACKED, "/")) or config.format == "parquet"
+    if elsewhere or whole or there.is_dir():
+        return PartsTarget(config)
+    return FileTarget(path)
+
+
+class FileTarget:
+    """One local file of lines; what belongs to it lies beside it."""
+
+    def __init__(self, path: str) -> None:
+        self.name = path
+        self.path = Path(path)
+        self.pending = sibling(path, PENDING)
+        self.state: RunState = FileState(path)
+        self.statistics: Document = LocalDocument(sibling(path, STATISTICS))
+
+    def open(self) -> Appended:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        return Appended(self.path)
+
+    def begun(self) -> bool:
+        return self.path.is_file() and self.path.stat().st_size > 0
+
+    def whereabouts(self) -> list[str]:
+        names = {self.path: self.name, self.pending: f"{self.pending} (answers waiting for earlier ones)"}
+        return [name for path, name in names.items() if path.exists() and path.stat().st_size]
+
+    def files(self) -> dict[str, Path]:
+        return {
+            "output": self.path,
+            "the run's state": sibling(self.name, STATE),
+            "the file of waiting answers": self.pending,
+            "the statistics": sibling(self.name, STATISTICS),
+        }
+
+
+class PartsTarget:
+    """A folder of parts, here or elsewhere. What is not sealed lies in it, or in the user's cache folder."""
+
+    def __init__(self, config: OutputConfig) -> None:
+        self.name = str(config.path)
+        path = revealed(config.path)
+        self._records, self._size = config.part_records, config.part_mib << 20
+        self._codec: Codec = codec_of(path, config.format)
+        self._folder: Folder
+        self._own: dict[str, Path] = {}
+        if is_url(path):
+            self._folder = RemoteFolder(path, revealed(config.storage_options))
+            key = hashlib.sha256(path.rstrip("/").encode()).hexdigest()[:16]
+            self._local = cache_dir() / "spool" / key
+            state: Document = RemoteDocument(self._folder, parts.STATE)
+            self.statistics: Document = RemoteDocument(self._folder, parts.STATISTICS)
+        else:
+            self._folder = LocalFolder(Path(path))
+            self._local = Path(path) / "_unsealed"
+            self._own = {"output": Path(path)}
+            state = LocalDocument(Path(path) / parts.STATE)
+            self.statistics = LocalDocument(Path(path) / parts.STATISTICS)
+        self.pending = self._local / parts.WAITING
+        self.state = RunState(self.name, state)
+
+    def open(self) -> Parts:
+        return Parts(self._folder, self._codec, self._local, records=self._records, size=self._size)
+
+    def begun(self) -> bool:
+        return bool(self.state.read())
+
+    def whereabouts(self) -> list[str]:
+        spool = self._local / parts.SPOOL
+        kept = [self.name] if any(parts.NAME.fullmatch(name) for name in self._folder.names()) else []
+        if spool.exists() and spool.stat().st_size:
+            kept.append(f"{spool} (on their way to it)")
+        return kept
+
+    def files(self) -> dict[str, Path]:
+        return self._own

@@ -1,0 +1,137 @@
+"""Lines of OpenAI's Batch API, through the pipeline, read by the official package's types."""
+
+import json
+
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+
+from ragspec.config.load import build_config
+from ragspec.outputs.ledger import Finished
+from ragspec.run.generate import generate
+from tests.conftest import read_jsonl, write_jsonl
+
+RECORDS = [
+    {"custom_id": "chat", "body": {"model": "m", "messages": [{"role": "user", "content": "Why?"}], "max_tokens": 3}},
+    {"custom_id": "text", "url": "/v1/completions", "body": {"prompt": "Once upon", "max_tokens": 4, "seed": 1}},
+    {"custom_id": "many", "body": {"prompt": ["one", "three"], "n": 2, "max_tokens": 3, "logprobs": 2}},
+    {
+        "custom_id": "told",
+        "body": {"messages": [{"role": "user", "content": "é"}], "logprobs": True, "top_logprobs": 1, "max_tokens": 2},
+    },
+    {"custom_id": "stream", "body": {"prompt": "p", "stream": True}},
+    {"custom_id": "fails", "body": {"prompt": "p"}},
+    {"id": "own", "query": "Who?", "contexts": ["Ann."]},
+]
+
+
+@pytest.fixture
+def answered(tmp_path):
+    def run(records=RECORDS, **more):
+        output = {"path": str(tmp_path / "out.jsonl"), "format": "openai"} | more.pop("output", {})
+        raw = {
+            "runner": "fake",
+            "runner_args": {"fail_ids": ["fails"]},
+            "input": write_jsonl(tmp_path / "in.jsonl", records),
+            "output": output,
+        }
+        return generate(build_config(raw | more)), read_jsonl(tmp_path / "out.jsonl")
+
+    return run
+
+
+def test_every_line_is_what_the_official_package_reads(answered):
+    _, lines = answered()
+    assert [line["custom_id"] for line in lines] == ["chat", "text", "many", "told", "stream", "fails", "own"]
+    read = 0
+    for line in lines:
+        assert line.keys() == {"id", "custom_id", "response", "error"}
+        response = line["response"]
+        assert response.keys() == {"status_code", "request_id", "body"}
+        if response["status_code"] == 200:
+            kind = Completion if response["body"]["object"] == "text_completion" else ChatCompletion
+            body = kind.model_validate(response["body"], strict=True)
+            assert not body.model_extra
+            assert all(not choice.model_extra for choice in body.choices)
+            read += 1
+        else:
+            assert line["error"]["message"] == response["body"]["error"]["message"]
+    assert read == 5
+
+
+def test_answers_are_counted_and_placed(answered):
+    _, lines = answered()
+    bodies = {line["custom_id"]: line["response"]["body"] for line in lines}
+    chat = bodies["chat"]
+    assert chat["choices"][0]["message"] == {"role": "assistant", "content": "hy?", "refusal": None}
+    assert chat["usage"]["completion_tokens"] == 3
+    assert chat["usage"]["total_tokens"] == 3 + chat["usage"]["prompt_tokens"]
+    assert [choice["text"] for choice in bodies["many"]["choices"]] == ["one", "one", "ree", "ree"]
+    assert [choice["index"] for choice in bodies["many"]["choices"]] == [0, 1, 2, 3]
+    assert bodies["many"]["usage"]["prompt_tokens"] == len("one") + len("three")
+    assert bodies["many"]["usage"]["completion_tokens"] == 12
+
+
+def test_errors_have_a_status(answered):
+    _, lines = answered()
+    found = {line["custom_id"]: line for line in lines}
+    assert found["stream"]["response"]["status_code"] == 400
+    assert '"body.stream" is not supported' in found["stream"]["error"]["message"]
+    assert found["fails"]["response"]["status_code"] == 500
+
+
+def test_a_run_that_goes_on_knows_its_lines(answered):
+    first, lines = answered()
+    assert (first.records, first.failed) == (5, 2)
+    second, again = answered()
+    assert (second.records, second.skipped, second.failed_before) == (0, 7, 2)
+    assert again == lines
+
+
+def test_another_model_is_said_once(answered):
+    summary, _ = answered(output={"model": "served"})
+    assert [note for note in summary.notes if "records ask for" in note] == ["records ask for m; None answers them"]
+    summary, _ = answered(RECORDS[:1], output={"model": "m"})
+    assert not [note for note in summary.notes if "records ask for" in note]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"[1]", b"{}", b'{"id": "x", "custom_id": "c"}', b'{"id": "batch_req_1"}', b'{"id": 3, "custom_id": "c"}'],
+)
+def test_a_line_of_somebody_elses_finishes_nothing(line):
+    assert Finished.of(line) == Finished()
+
+
+def test_a_line_finishes_its_record():
+    line = {"id": "batch_req_ab", "custom_id": "c", "response": None, "error": {"code": "x"}}
+    assert Finished.of(json.dumps(line).encode()) == Finished("ab", "c", True)
+    assert Finished.of(json.dumps(line | {"error": None}).encode()) == Finished("ab", "c", False)
+
+
+def test_several_answers_on_a_native_line(tmp_path):
+    raw = {
+        "runner": "fake",
+        "input": write_jsonl(tmp_path / "in.jsonl", [{"id": "a", "prompt": "one"}]),
+        "output": str(tmp_path / "out.jsonl"),
+        "sampling": {"n": 2, "temperature": 1.0, "max_new_tokens": 2},
+    }
+    summary = generate(build_config(raw))
+    (line,) = read_jsonl(tmp_path / "out.jsonl")
+    assert (line["output"], line["outputs"], line["finish_reasons"]) == ("ne", ["ne", "ne"], ["length", "length"])
+    assert (line["output_tokens"], line["prompt_tokens"]) == (4, 3)
+    assert (summary.records, summary.output_tokens) == (1, 4)
+
+
+def test_greedy_answers_are_written_once(tmp_path):
+    raw = {
+        "runner": "fake",
+        "input": write_jsonl(tmp_path / "in.jsonl", [{"id": "a", "prompt": "one"}]),
+        "output": str(tmp_path / "out.jsonl"),
+        "sampling": {"n": 3, "max_new_tokens": 2},
+    }
+    summary = generate(build_config(raw))
+    (line,) = read_jsonl(tmp_path / "out.jsonl")
+    assert line["outputs"] == ["ne"] * 3
+    assert line["output_tokens"] == 6
+    assert summary.output_tokens == 2  # of which tokens per second are made
