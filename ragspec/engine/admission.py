@@ -64,6 +64,7 @@ class Admission:
 
     step: most tokens that a row grows by in a step. agree(base, other, tokens): whether rows that began with `base` and
     `other` tokens compute the same for the first `tokens` (Frequencies.agree). start: makes the row of a request.
+    refusal: why a request cannot be answered, "" where it can.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Admission:
         room: Room | None = None,
         step: int = 1,
         agree: Agree | None = None,
+        refusal: Callable[[Request], str] | None = None,
     ) -> None:
         self._requests = Feed(requests)
         self._lookahead = lookahead
@@ -83,6 +85,7 @@ class Admission:
         self._room = room or Room()
         self._step = step
         self._agree = agree or (lambda base, other, tokens: True)
+        self._refusal_of = refusal or (lambda request: "")
         self._queue: deque[Waiting] = deque()
         self._groups = count()
         self._clear(places)
@@ -190,7 +193,7 @@ class Admission:
         if not waiting.tokens:
             return "the prompt has no tokens"
         needs = self._needs(waiting)
-        return self._room.why(needs) if needs > self._room.slots(1) else ""
+        return self._room.why(needs) if needs > self._room.slots(1) else self._refusal_of(waiting.request)
 
     def _choose(self) -> _Choice | None:
         """Return what starts next; None while nothing can.

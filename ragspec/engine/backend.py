@@ -160,14 +160,18 @@ class EngineBackend:
         self._model.resize(rows)
         self._proposers = {name: self._proposer(name, rows) for name in self._candidates}
         several = len(self._proposers) > 1
-        processors = self._processors if self._rules else None
         return Engine(
             self._model,
             Auto(self._proposers, self._trial) if several else self._proposers[self._method],
             self._tokenizer,
             self._eos,
             EngineSettings(
-                room=room, cost=self._cost, lookahead=self._lookahead, processors=processors, guard=self._guard
+                room=room,
+                cost=self._cost,
+                lookahead=self._lookahead,
+                processors=self._processors if self._rules else None,
+                refusal=self._refusal if self._rules else None,
+                guard=self._guard,
             ),
             clock=self.clock,
         )
@@ -175,6 +179,10 @@ class EngineBackend:
     def _processors(self, request: Request) -> Processors | None:
         assert self._rules is not None
         return self._rules.processors(request.sampling, len(request.token_ids))
+
+    def _refusal(self, request: Request) -> str:
+        assert self._rules is not None
+        return self._rules.refusal(request.sampling)
 
     def _proposer(self, method: str, rows: int) -> Proposer:
         if method == "draft_model":

@@ -41,7 +41,8 @@ class EngineSettings:
     """How an engine runs.
 
     room: memory for keys and values. cost: learns from every step, where drafts are as long as pays. chunk, lookahead:
-    as above. processors: those of a request's logits; None where nothing changes them. guard: judges the drafts.
+    as above. processors: those of a request's logits; None where nothing changes them. refusal: why a request cannot be
+    answered, "" where it can. guard: judges the drafts.
     """
 
     room: Room = field(default_factory=Room)
@@ -49,6 +50,7 @@ class EngineSettings:
     chunk: int = CHUNK
     lookahead: int = LOOKAHEAD
     processors: Callable[[Request], Processors | None] | None = None
+    refusal: Callable[[Request], str] | None = None
     guard: Guard | None = None
 
 
@@ -88,6 +90,7 @@ class Engine:
             room=room,
             step=1 + LONGEST,
             agree=self._model.frequencies.agree,
+            refusal=self._settings.refusal,
         )
         retreat = Retreat(self._model, self._proposer, room, self.notes)
         while True:
@@ -238,6 +241,7 @@ class Engine:
         kept = self._within(row, token_ids)
         row.copies.note(row.written, item.draft, kept)
         row.tokens.extend(kept)
+        row.logprobs += item.logprobs[: len(kept)]
         row.computed = len(row.tokens) - 1
         accepted = min(len(kept), len(token_ids) - 1)
         row.spec.record(len(item.draft.token_ids), accepted)

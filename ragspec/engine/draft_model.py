@@ -19,7 +19,7 @@ from ragspec.engine.forward import Model
 from ragspec.engine.layout import Segment
 from ragspec.engine.proposers import NoDrafts
 from ragspec.engine.row import Row
-from ragspec.engine.sampling import draw, penalise, probabilities
+from ragspec.engine.sampling import draw
 from ragspec.speculation.allocate import LEAST_GAIN
 from ragspec.speculation.cost import Cost
 from ragspec.speculation.drafters.base import Draft
@@ -172,14 +172,15 @@ class DraftModel(NoDrafts):
             logits = torch.nn.functional.pad(logits, (0, self._width - logits.shape[1]), value=float("-inf"))
         greedy = logits.argmax(-1).tolist()
         for row, own, best in zip(rows, logits, greedy, strict=True):
-            draft, sampling = drafts[row.place], row.request.sampling
-            scores = penalise(own[None], sampling.repetition_penalty, [row.tokens + draft.token_ids])
-            if sampling.temperature > 0:
-                chances = probabilities(scores, sampling)
+            draft, scores = drafts[row.place], own[None]
+            if row.processors is not None:
+                scores = row.processors(scores, row.tokens + draft.token_ids)
+            if row.samples:
+                chances = torch.softmax(scores.double(), dim=-1)
                 position = row.written + len(draft.token_ids)
                 best = draw(chances, [row.noise.at(position, b"draft")])[0]
                 weights[row.place].append(chances[0])
-            elif sampling.repetition_penalty != 1:
+            elif row.processors is not None:
                 best = int(scores.argmax())
             draft.token_ids.append(best)
             draft.survival.append(self._accepted ** len(draft.token_ids))

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from ragspec.engine.sampling import Noise
 from ragspec.models.generation import Processors
-from ragspec.records import Generation, Request
+from ragspec.records import Generation, Request, TokenLogprob
 from ragspec.speculation.citations import Copies
 from ragspec.stats import SpecStats
 
@@ -47,6 +47,7 @@ class Row:
     first_at: float | None = None
     reason: str = ""  # why the answer has ended; "" while it has not
     guessed: bytearray = field(default_factory=bytearray)  # per token of the answer: 1 where a draft had it
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # per token of the answer, where they are asked for
     copies: Copies = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,4 +93,5 @@ class Row:
             cached_prompt_tokens=self.cached,
             guessed=bytes(self.guessed),
             copied=self.copies.worth_citing(answer),
+            logprobs=tuple(self.logprobs),
         )

@@ -11,6 +11,8 @@ from ragspec.engine.layout import Segment
 from ragspec.engine.row import Row
 from ragspec.engine.sampling import draw
 from ragspec.engine.verify import agreement, reject
+from ragspec.models.logprobs import token_logprobs
+from ragspec.records import TokenLogprob
 from ragspec.speculation.drafters.base import Draft
 
 
@@ -18,7 +20,8 @@ from ragspec.speculation.drafters.base import Draft
 class Work:
     """What one row does in a step: its last token and a draft behind it (decodes), or a piece of its text.
 
-    writes: whether the last of `token_ids` is the row's last, so that a token follows.
+    writes: whether the last of `token_ids` is the row's last, so that a token follows. logprobs: of what the target
+    wrote, where the record asks for them.
     """
 
     row: Row
@@ -26,6 +29,7 @@ class Work:
     draft: Draft = field(default_factory=Draft)
     decodes: bool = False
     writes: bool = True
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
     def wanted(self) -> int:
@@ -66,6 +70,9 @@ def accept(work: Sequence[Work], logits: torch.Tensor) -> Written:
             chosen = chosen[: agreement(item.draft.token_ids, chosen) + 1]
         else:
             chosen = _choose(item, logits[at:end])
+        most = item.row.request.sampling.logprobs
+        if item.writes and most is not None:
+            item.logprobs = token_logprobs(logits[at:end], chosen, most)
         written.append((item, chosen))
         at = end
     return written

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from ragspec.errors import ModelError
+from ragspec.models.draft import width_of
+from ragspec.models.penalties import AnswerPenalties
 from ragspec.records import Sampling
 
 # keys of generation_config -> those of `sampling`, which decide in their place
@@ -39,7 +41,7 @@ STOCK_ONLY = (
     "max_time", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "cache_implementation", "use_mtp",
 )  # fmt: skip
 NEUTRAL: tuple[Any, ...] = (None, False, 0, 1, 0.0, 1.0, "hybrid", "dynamic", [], {})
-# processors that look at nothing but the logits before them
+# processors that look at nothing but the logits before them, as do biases of single tokens
 BY_LOGITS = {
     "InfNanRemoveLogitsProcessor", "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper", "TopKLogitsWarper",
     "TopPLogitsWarper", "TopHLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper", "EpsilonLogitsWarper",
@@ -89,7 +91,20 @@ class GenerationRules:
         config.min_p = sampling.min_p or (None if greedy or own is None else 0.0)
         for name, value in self._given.items():
             setattr(config, name, value)
+        if sampling.logit_bias:
+            config.sequence_bias = _with_bias(config.sequence_bias, sampling.logit_bias)
         return config
+
+    def penalties(self, sampling: Sampling, prompt_tokens: int) -> list[AnswerPenalties]:
+        """Return the processors that transformers does not have: it applies them after those of its config."""
+        presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
+        return [AnswerPenalties(prompt_tokens, presence, frequency)] if presence or frequency else []
+
+    def refusal(self, sampling: Sampling) -> str:
+        """Return which setting the model has no place for; "" if there is none."""
+        width = width_of(self._model.config)
+        beyond = next((token for token, _ in sampling.logit_bias if not 0 <= token < width), None)
+        return "" if beyond is None else f"logit_bias: the model has no token {beyond}, only 0 to {width - 1}"
 
     def processors(self, sampling: Sampling, prompt_tokens: int) -> Processors | None:
         """Return what an answer's logits go through; None if nothing changes them."""
@@ -102,7 +117,12 @@ class GenerationRules:
             config.max_length = prompt_tokens + sampling.max_new_tokens
             if config.min_new_tokens is not None:
                 config.min_length = config.min_new_tokens + prompt_tokens
-            found = model._get_logits_processor(config, input_ids_seq_length=prompt_tokens, device=model.device)
+            found = model._get_logits_processor(
+                config,
+                input_ids_seq_length=prompt_tokens,
+                device=model.device,
+                logits_processor=self.penalties(sampling, prompt_tokens),
+            )
         except AttributeError as error:
             raise ModelError(
                 f"this version of transformers is not supported ({error}); use transformers 5.16 to 5.19"
@@ -111,10 +131,10 @@ class GenerationRules:
         self._known[sampling] = bool(found)
         return Processors(found) if found else None
 
-    def depends_on_text(self, sampling: Sampling) -> bool:
-        """Return whether a choice depends on earlier tokens other than through its logits: padding would change it."""
+    def depends_on_prompt(self, sampling: Sampling) -> bool:
+        """Return whether a choice depends on the prompt other than through its logits: padding would change it."""
         processors = self.processors(sampling, 1)
-        return processors is not None and bool(processors.by_text)
+        return processors is not None and not all(isinstance(one, AnswerPenalties) for one in processors.by_text)
 
     def only_stock(self) -> str:
         """Return the key of the model's generation_config that only generate() supports; "" if there is none."""
@@ -138,6 +158,21 @@ class GenerationRules:
         return ", ".join(parts)
 
 
+def _with_bias(own: Any, added: Sequence[tuple[int, float]]) -> list[list[Any]]:
+    """Return a `sequence_bias`, which comes before all penalties, with the biases of single tokens added."""
+    biases = {tuple(ids): bias for ids, bias in (own.items() if isinstance(own, dict) else own or ())}
+    for token, bias in added:
+        biases[(token,)] = biases.get((token,), 0.0) + float(bias)
+    return [[list(ids), bias] for ids, bias in biases.items()]
+
+
+def _by_logits(processor: Any) -> bool:
+    """Return whether a processor looks at nothing but logits."""
+    if type(processor).__name__ == "SequenceBiasLogitsProcessor":
+        return all(len(ids) == 1 for ids in processor.sequence_bias)
+    return type(processor).__name__ in BY_LOGITS
+
+
 class Processors:
     """The logits processors of one answer, in order."""
 
@@ -147,17 +182,17 @@ class Processors:
     @cached_property
     def by_text(self) -> list[Any]:
         """Those that look at the tokens before."""
-        return [one for one in self._processors if type(one).__name__ not in BY_LOGITS]
+        return [one for one in self._processors if not _by_logits(one)]
 
     def __call__(self, logits: torch.Tensor, tokens: list[int], draft: Sequence[int] = ()) -> torch.Tensor:
         """Return the processed logits, (k + 1, vocab): row i follows `tokens` and the first i of `draft`."""
         if not self.by_text:
-            return self._apply(logits, tokens[-1:])
-        rows = [self._apply(logits[i : i + 1], [*tokens, *draft[:i]]) for i in range(len(draft) + 1)]
+            return self._apply(logits, torch.tensor([tokens[-1:]], device=logits.device))
+        text = torch.tensor([[*tokens, *draft]], device=logits.device)
+        rows = [self._apply(logits[i : i + 1], text[:, : len(tokens) + i]) for i in range(len(draft) + 1)]
         return torch.cat(rows)
 
-    def _apply(self, logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-        ids = torch.tensor([tokens], device=logits.device)
+    def _apply(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         for processor in self._processors:
             logits = processor(ids, logits)
         return logits

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from ragspec.config.run import RunConfig
 from ragspec.inputs.feed import Feed
-from ragspec.records import Failure, Generation, Request, Spans
+from ragspec.records import Failure, Generation, Request, Spans, TokenLogprob
 from ragspec.runners.base import RunnerArgs
 from ragspec.speculation.methods import PLAIN
 from ragspec.stats import SpecStats
@@ -125,7 +125,10 @@ class Runner:
         return self._generation(request, token_ids, spec)
 
     def _generation(self, request: Request, token_ids: list[int], spec: SpecStats) -> Generation:
-        return Generation(request.index, token_ids, "length", spec, latency_s=self._args.delay_s)
+        most = request.sampling.logprobs
+        certain = () if most is None else tuple(TokenLogprob(0.0, ((token, 0.0),)[:most]) for token in token_ids)
+        latency_s = self._args.delay_s
+        return Generation(request.index, token_ids, "length", spec, latency_s=latency_s, logprobs=certain)
 
     def outlook(self) -> str:
         """Return that nothing real will answer."""

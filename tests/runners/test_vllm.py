@@ -130,14 +130,84 @@ def test_a_shared_prefix_is_reported_as_cached(engine):
     assert generations[1].cached_prompt_tokens >= 128
 
 
-def test_sampling_that_vllm_would_get_wrong_is_refused_record_by_record(engine):
-    """vLLM 0.32 on a CPU: `expand_kernel` drops what it writes. Delete this, and the refusal, once it does not."""
-    if not engine._on_cpu:
-        pytest.skip("only the CPU build has this defect")
-    asked = requests(engine, TEXTS[:2], temperature=1.0) + requests(engine, TEXTS[:3])[2:]
+def settled(engine, texts, settings):
+    """Return a request per text, the settings in turn."""
+    asked = [requests(engine, texts, **each) for each in settings]
+    return [asked[i % len(asked)][i] for i in range(len(texts))]
+
+
+def by_index(outcomes):
+    found = {outcome.index: outcome for outcome in outcomes}
+    assert not [outcome for outcome in found.values() if isinstance(outcome, Failure)]
+    return found
+
+
+BIAS = {"28": 4.0, "198": 2.5, "260": -3.0}
+SETTINGS = [
+    {},
+    {"presence_penalty": 1.3, "logprobs": 2},
+    {"logit_bias": BIAS, "logprobs": 4},
+    {"frequency_penalty": 0.7, "repetition_penalty": 1.1},
+    {"logprobs": 0},
+    {"logit_bias": BIAS, "repetition_penalty": 1.2, "presence_penalty": 0.5},
+]
+
+
+def test_penalties_biases_and_logprobs_are_those_of_our_engine_in_one_batch_with_drafts(demo, engine):
+    from ragspec.runners.huggingface import runner as huggingface
+
+    texts = [f"{text} Again: {text[:300]}" for text in TEXTS[:6]] * 2
+    asked = settled(engine, texts, SETTINGS)
+    plain = huggingface.Runner(make_config(demo, runner="huggingface"))
+    plain.check()
+    with plain:
+        expected = by_index(plain.generate(asked))
+    found = by_index(engine.generate(asked))
+    assert {i: o.token_ids for i, o in found.items()} == {i: o.token_ids for i, o in expected.items()}
+    assert sum(found[i].spec.accepted for i in range(len(texts)) if i % 6 in (0, 1, 3, 4)) > 0
+    for request in asked:
+        ours, theirs = expected[request.index], found[request.index]
+        if request.sampling.logit_bias:
+            assert theirs.undrafted.startswith("logit_bias: ")
+            assert theirs.spec.drafted == 0
+        else:
+            assert theirs.undrafted == ""
+        most = request.sampling.logprobs
+        assert len(theirs.logprobs) == len(ours.logprobs) == (0 if most is None else len(ours.token_ids))
+        for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert len(other.likeliest) == most
+            values = [one.logprob, *(value for _, value in one.likeliest)]
+            assert [other.logprob, *(value for _, value in other.likeliest)] == pytest.approx(values, abs=2e-3)
+
+
+def test_what_vllm_would_get_wrong_in_drafts_is_answered_without_any_beside_others(engine):
+    """Without the mended `expand_kernel` of vLLM 0.32's CPU build, the greedy rows would be judged by its leftovers."""
+    drawn = {"temperature": 1.0, "top_k": 50, "min_p": 0.02}
+    greedy = by_index(engine.generate(requests(engine, TEXTS)))
+    alone = by_index(engine.generate([r for r in requests(engine, TEXTS, **drawn) if r.index % 2]))
+    mixed = by_index(engine.generate(settled(engine, TEXTS, [{}, drawn])))
+    for index, outcome in mixed.items():
+        expected = alone if index % 2 else greedy
+        assert outcome.token_ids == expected[index].token_ids
+        assert (outcome.undrafted != "") == (index % 2 == 1)
+    assert all(mixed[index].token_ids != greedy[index].token_ids for index in alone)
+    assert sum(outcome.spec.drafted for outcome in alone.values()) == 0
+    assert sum(outcome.spec.accepted for index, outcome in mixed.items() if not index % 2) > 0
+
+
+def test_what_cannot_be_answered_without_drafts_is_refused_record_by_record(engine, monkeypatch):
+    monkeypatch.setattr(engine, "_undrafted", None)
+    asked = requests(engine, TEXTS[:2], logit_bias=BIAS) + requests(engine, TEXTS[:3])[2:]
     outcomes = {outcome.index: outcome for outcome in engine.generate(asked)}
     assert [isinstance(outcomes[i], Failure) for i in range(3)] == [True, True, False]
-    assert "uninitialised memory" in outcomes[0].message
+    assert outcomes[0].message == "logit_bias: vLLM does not apply it to drafts; use method: none, or remove it"
+
+
+def test_a_bias_on_a_token_that_there_is_not_is_its_records_failure(engine):
+    asked = settled(engine, TEXTS[:2], [{"logit_bias": {"999999": 1.0}}, {}])
+    outcomes = {outcome.index: outcome for outcome in engine.generate(asked)}
+    assert "out-of-vocab" in outcomes[0].message
+    assert len(outcomes[1].token_ids) > 0
 
 
 def test_a_stop_string_ends_the_answer(engine):
@@ -158,7 +228,6 @@ def test_a_stop_string_ends_the_answer(engine):
     [
         ({"runner_args": {"max_modellen": 4}}, 'runner_args.max_modellen" is not an argument of vLLM; did you mean'),
         ({"runner_args": {"max_model_len": 99999}}, "vLLM refuses the configuration"),
-        ({"sampling": {"temperature": 0.5}}, "while speculating"),
         ({"speculation": {"method": "draft_model", "draft_model": "tiny_stranger"}}, "the tokenizer of "),
         ({"speculation": {"method": "speculative_config", "speculative_config": {"method": "x"}}}, "vLLM refuses"),
     ],
@@ -173,6 +242,23 @@ def test_what_cannot_run_is_known_before_any_weights_load(demo, change, message,
         Runner(build_config(raw)).check()
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("tried", [True, False])
+def test_settings_that_forbid_drafts_are_noted_or_refused_before_any_weights_load(demo, tried, monkeypatch):
+    from ragspec.runners.vllm import runner as vllm
+
+    if not tried:  # its inside is not known
+        monkeypatch.setattr(vllm, "TRIED", {"0.1": ""})
+    sampling = {"temperature": 0.5, "min_p": 0.1}
+    config = {"model": demo, "runner": "vllm", "sampling": sampling, "speculation": {"method": "prompt_lookup"}}
+    runner = vllm.Runner(build_config(config))
+    if tried:
+        runner.check()
+        assert any("min_p" in note and "answered without drafts" in note for note in runner.notes)
+    else:
+        with pytest.raises(ConfigError, match=r"sampling\.min_p: vLLM .* use method: none"):
+            runner.check()
 
 
 def in_vllm(tmp_path, text, *args):
@@ -205,6 +291,20 @@ def test_the_answers_are_those_of_hugging_face(demo, tmp_path, expected, method)
         for line in lines:
             for copy in line["copied"]:
                 assert line["output"][copy["start"] : copy["end"]] in passages[copy["context"]]
+
+
+@pytest.mark.parametrize("method", ["context", "prompt_lookup"])
+def test_samples_that_cannot_be_drafted_are_those_of_an_engine_that_does_not_speculate(demo, tmp_path, method):
+    sampled = "temperature: 0.9, min_p: 0.03, seed: 3, logit_bias: {28: 1.5}, max_new_tokens: 24"
+    texts = []
+    for name in ("none", method):
+        folder = tmp_path / name
+        folder.mkdir()
+        config = NATIVE.format(model=demo, method=name).replace("max_new_tokens: 24", sampled)
+        lines, _ = in_vllm(folder, config)
+        assert sum(line["speculation"]["drafted"] for line in lines) == 0
+        texts.append([line["output"] for line in lines])
+    assert texts[0] == texts[1]
 
 
 def test_a_drafter_of_another_package_drafts_in_vllm_and_changes_no_answer(demo, tmp_path, expected, monkeypatch):

@@ -17,12 +17,13 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from transformers import StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from ragspec.errors import ModelError, flat
 from ragspec.inputs.feed import Feed
 from ragspec.models.draft import Draft, width_of
 from ragspec.models.generation import GenerationRules
+from ragspec.models.logprobs import generated_logprobs
 from ragspec.models.padding import takes_padding
 from ragspec.models.rotary import forget, length_dependent
 from ragspec.models.stopping import trim
@@ -127,7 +128,7 @@ class StockBackend:
         while batch := source.take(self.batch_size, wait=True):
             sampling = batch[0].sampling
             # padding would change what depends on earlier tokens, or on the length of the text
-            by_text = self._rules.depends_on_text(sampling) or self._rules.only_stock()
+            by_text = self._rules.depends_on_prompt(sampling) or self._rules.only_stock()
             alone = bool(self._rotary or by_text) or not self._takes_padding
             rows = 1 if alone else self.batch_size
             alike = list(takewhile(lambda request: request.sampling == sampling, batch))[:rows]  # noqa: B023
@@ -154,6 +155,9 @@ class StockBackend:
 
     def _answer(self, batch: list[Request]) -> Iterator[Generation | Failure]:
         """Answer a batch; if it fails, answer its records one by one, so that one alone can be at fault."""
+        if why := self._rules.refusal(batch[0].sampling):
+            yield from (Failure(request.index, why) for request in batch)
+            return
         try:
             yield from self._call(batch)
         except FAILURES as error:
@@ -182,31 +186,58 @@ class StockBackend:
             self._meter.start()
         for module in self._rotary:
             forget(module)
+        undrafted = self._undrafted(sampling)
         device = self._model.device
         started = time.perf_counter()
         output = self._model.generate(
             input_ids=torch.tensor(rows, device=device),  # (batch, width), padded on the left
             attention_mask=torch.tensor(masks, device=device),
-            generation_config=self._generation_config(sampling),
+            generation_config=self._generation_config(sampling, drafts=not undrafted),
+            logits_processor=LogitsProcessorList(self._rules.penalties(sampling, width)),
             stopping_criteria=criteria,
-            **{"tokenizer": self._tokenizer.inner, **self._assistant(sampling)},
+            **{"tokenizer": self._tokenizer.inner, **({} if undrafted else self._assistant(sampling))},
         )
-        answers = output[:, width:].tolist()
+        answers = output.sequences[:, width:].tolist()
         ended = time.perf_counter()
         first = clock.first_step_at or ended
         self.clock.prefill_s += first - started
         self.clock.decode_s += ended - first
         generations = []
-        for request, answer in zip(batch, answers, strict=True):
+        for row, (request, answer) in enumerate(zip(batch, answers, strict=True)):
             token_ids, reason = trim(answer, self._eos, sampling.stop, self._tokenizer)
             self.clock.decode_tokens += max(0, len(token_ids) - clock.first_step_tokens)
-            spec = self._meter.stats if self._meter else SpecStats(steps=len(token_ids))
+            spec = self._meter.stats if self._meter and not undrafted else SpecStats(steps=len(token_ids))
             spec.end(len(token_ids))
-            generations.append(Generation(request.index, token_ids, reason, spec, ended - started, first - started))
+            generations.append(
+                Generation(
+                    request.index,
+                    token_ids,
+                    reason,
+                    spec,
+                    ended - started,
+                    first - started,
+                    logprobs=generated_logprobs(output, row, token_ids, sampling.logprobs),
+                    undrafted=undrafted,
+                )
+            )
         return generations
 
-    def _generation_config(self, sampling: Sampling) -> Any:
+    def _undrafted(self, sampling: Sampling) -> str:
+        """Return why these settings forbid drafts, "" where they do not."""
+        draft = self._spec.draft
+        if draft is None or not sampling.logit_bias:
+            return ""
+        if draft.other_tokens or draft.width != width_of(self._model.config):
+            # transformers 5.19 hands the target's biases to the draft model, whatever its ids mean
+            return "logit_bias: stock generate() would bias the draft model's own tokens"
+        return ""
+
+    def _generation_config(self, sampling: Sampling, *, drafts: bool = True) -> Any:
         config = self._rules.config(sampling)
+        config.return_dict_in_generate = True
+        config.output_logits = sampling.logprobs is not None
+        if not drafts:
+            return config
         if self._spec.method == "prompt_lookup":
             config.prompt_lookup_num_tokens = self._spec.num_tokens or LOOKUP_TOKENS
             config.max_matching_ngram_size = self._spec.ngram_max

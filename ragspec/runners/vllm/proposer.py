@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,12 @@ from ragspec.speculation.plugins import failures
 from ragspec.speculation.trial import Trial
 
 KEY = "ragspec"  # of our settings in vLLM's additional_config
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    passages: Sequence[tuple[int, int]] = ()
+    drafts: bool = True
 
 
 class Proposer:
@@ -46,7 +53,7 @@ class Proposer:
         guarded = method != "auto" and self._settings["num_tokens"] is None
         self.guard = Guard() if guarded else None
         self.drafting_s = 0.0
-        self._expected: dict[bytes, list[Sequence[tuple[int, int]]]] = {}  # passages, by the prompt's tokens
+        self._expected: dict[bytes, list[_Expected]] = {}  # by the prompt's tokens
         self._rows = Rows(self._open)
         self._asked = (0, 0)  # tokens and rows of the step under way, if it only decodes
         self._since = 0.0  # when that step began
@@ -57,9 +64,10 @@ class Proposer:
 
     # -- what the runner tells ------------------------------------------------------------------------------------
 
-    def expect(self, prompt: Sequence[int], passages: Sequence[tuple[int, int]]) -> None:
-        """Take in where the passages are in a prompt, before it is answered."""
-        self._expected.setdefault(np.asarray(prompt, dtype=np.int32).tobytes(), []).append(passages)
+    def expect(self, prompt: Sequence[int], passages: Sequence[tuple[int, int]], *, drafts: bool = True) -> None:
+        """Take in where the passages are in a prompt, before it is answered. drafts: whether any are wanted for it."""
+        key = np.asarray(prompt, dtype=np.int32).tobytes()
+        self._expected.setdefault(key, []).append(_Expected(passages, drafts))
 
     def finish(self, prompt: Sequence[int], answer: Sequence[int]) -> Tracked | None:
         """Return what is known of a finished answer, None where nothing is."""
@@ -120,8 +128,9 @@ class Proposer:
 
     def _open(self, prompt: np.ndarray) -> Tracked:
         token_ids = prompt.tolist()
-        passages = self._expected.get(prompt.tobytes(), [()])[0]
-        wanted = self.trial.candidates
+        expected = self._expected.get(prompt.tobytes(), [_Expected()])
+        passages = expected[0].passages
+        wanted = self.trial.candidates if any(one.drafts for one in expected) else ()
         drafters = {
             name: drafter.open(token_ids, passages) for name, drafter in self._drafters.items() if name in wanted
         }

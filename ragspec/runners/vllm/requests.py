@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ragspec.records import Request, record_seed
+from ragspec.records import Request, Sampling, TokenLogprob, record_seed
 from ragspec.stats import SpecStats
 
 
-def sampling_params(request: Request, extra: dict[str, Any]) -> Any:
-    """Return vLLM's SamplingParams for `request`. extra: arguments that win over the request's own."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    sampling = request.sampling
+def settings_of(sampling: Sampling, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of vLLM's SamplingParams. extra: those that win over the record's own."""
     greedy = sampling.temperature == 0
     ours = {
         "max_tokens": sampling.max_new_tokens,
@@ -22,11 +19,30 @@ def sampling_params(request: Request, extra: dict[str, Any]) -> Any:
         "top_k": 0 if greedy else sampling.top_k,
         "min_p": 0.0 if greedy else sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "logit_bias": dict(sampling.logit_bias) or None,
+        "logprobs": sampling.logprobs,
         "stop": list(sampling.stop) or None,
-        "seed": None if greedy else record_seed(sampling.seed, request.id),
-        "output_kind": RequestOutputKind.FINAL_ONLY,
     }
-    return SamplingParams(**ours | extra)
+    return ours | dict(extra)
+
+
+def sampling_params(kind: Any, request: Request, settings: Mapping[str, Any]) -> Any:
+    """Return the SamplingParams, of class `kind`, of one request with these settings."""
+    from vllm.sampling_params import RequestOutputKind
+
+    seed = None if request.sampling.temperature == 0 else record_seed(request.sampling.seed, request.id)
+    return kind(**{"seed": seed, "output_kind": RequestOutputKind.FINAL_ONLY} | dict(settings))
+
+
+def logprobs_of(told: Sequence[Mapping[int, Any]], token_ids: Sequence[int], most: int) -> tuple[TokenLogprob, ...]:
+    """Return how likely each token was. told: what vLLM says of each token, and of the `most` likeliest beside it."""
+    found = []
+    for ids, token in zip(told, token_ids, strict=False):
+        ranked = sorted(((other, one.logprob) for other, one in ids.items()), key=lambda pair: -pair[1])
+        found.append(TokenLogprob(ids[token].logprob, tuple(ranked[:most])))
+    return tuple(found)
 
 
 def spec_stats(metrics: Any, written: int, output_tokens: int) -> SpecStats:

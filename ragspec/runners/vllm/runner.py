@@ -12,7 +12,7 @@ import gc
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import redirect_stdout
 from typing import Any, Self
 
@@ -35,15 +35,12 @@ from ragspec.runners.vllm.config import (
     speculative_config,
 )
 from ragspec.runners.vllm.environment import device_count, one_line, prepare
+from ragspec.runners.vllm.requests import settings_of
 from ragspec.runners.vllm.stream import Stream
+from ragspec.runners.vllm.undrafted import Undrafted, can_be_undrafted, lost
 from ragspec.speculation.methods import PLAIN, VLLM, method_named
 
 CPU_KV_CACHE_BYTES = 2 << 30  # vLLM would take nearly all memory, and a benchmark loads several engines
-MIN_P_LOST = "vLLM ignores it while speculating, which would change answers; use method: none, or remove it"
-# its expand_kernel writes each token's temperature, top_k and top_p into a copy that is dropped (cpu_triton_utils)
-CPU_SAMPLING_LOST = (
-    "vLLM 0.32 on a CPU samples from uninitialised memory while speculating; use temperature 0 or method: none"
-)
 CPU_BLOCK = 32  # tokens; vLLM's own 128 leave out more of every shared prefix, and smaller ones its fast kernels
 
 __all__ = ["Args", "Runner"]
@@ -67,6 +64,7 @@ class Runner:
         self.cites = is_ours(self.method)
         self._proposer: Any = None  # our drafter inside the engine, if it can be reached
         self._drafting: dict[str, Any] = {}  # what it says about itself
+        self._undrafted: Undrafted | None = None  # how records are answered without drafts, if they can be
         self.notes: list[str] = []
         self.prefill_s: float | None = None  # prefill and decoding share the engine's steps
         self.decode_s: float | None = None
@@ -108,10 +106,15 @@ class Runner:
             devices = None if self._on_cpu else device_count()
             self.notes += check_parallel(extra, spec, devices)
             check_memory(self._model_name, self._source.path, free_bytes() if self._on_cpu else free_gpu_bytes())
-            if lost := self._lost(self._default_sampling):
-                raise ConfigError(f"sampling.{lost}")
             self._engine_args = self._make_engine_args(extra, spec)
             self.context_length: int | None = self._configure()
+            self._check_sampling()
+
+    def _is_tried(self) -> bool:
+        """Return whether what is inside this vLLM is known."""
+        import vllm
+
+        return ".".join(vllm.__version__.split(".")[:2]) in TRIED
 
     def _settle(self, spec: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return what drafts: prompt lookup in place of our own drafter on a vLLM that it was not tested with."""
@@ -119,7 +122,7 @@ class Runner:
 
         if not is_ours(self.method):
             return spec
-        if ".".join(vllm.__version__.split(".")[:2]) in TRIED:
+        if self._is_tried():
             if self._spec.draft_model:
                 self.notes.append("speculation.draft_model: has no effect; vLLM cannot switch to it during a run")
             return spec
@@ -153,13 +156,16 @@ class Runner:
         # vLLM compares sizes only: paddings that differ need its mapping too, which is then the identity
         return draft.source.path, draft.other_tokens or draft.width != width
 
-    def _lost(self, sampling: Sampling) -> str:
-        """Return what vLLM would not do as asked while speculating, "" if there is nothing."""
-        if self.method == PLAIN or sampling.temperature == 0:
-            return ""
-        if self._on_cpu:
-            return f"temperature: {CPU_SAMPLING_LOST}"
-        return f"min_p: {MIN_P_LOST}" if sampling.min_p else ""
+    def _lost(self, settings: Mapping[str, Any]) -> str:
+        return "" if self.method == PLAIN else lost(settings, self._on_cpu)
+
+    def _check_sampling(self) -> None:
+        """Say what the config's own settings cost: records without drafts, or, where there can be none, the run."""
+        wrong = self._lost(settings_of(self._default_sampling, revealed(self._args.sampling_args)))
+        if wrong and not self._undraftable:
+            raise ConfigError(f"sampling.{wrong}; use method: none, or remove it")
+        if wrong:
+            self.notes.append(f"sampling.{wrong}: such records are answered without drafts")
 
     def _make_engine_args(self, extra: dict[str, Any], spec: dict[str, Any] | None) -> dict[str, Any]:
         args: dict[str, Any] = {"model": self._source.path, "disable_log_stats": False, "use_tqdm_on_load": False}
@@ -196,6 +202,7 @@ class Runner:
             config = EngineArgs(**revealed(self._engine_args)).create_engine_config()
         except Exception as error:  # vLLM raises whatever its many checks raise; none of them has read weights
             raise ConfigError(f"vLLM refuses the configuration: {one_line(error)}") from error
+        self._undraftable = self._is_tried() and can_be_undrafted(config)
         self._rows = int(config.scheduler_config.max_num_seqs)
         self._dtype = str(config.model_config.dtype).removeprefix("torch.")
         self._quantized = config.model_config.quantization is not None
@@ -218,6 +225,8 @@ class Runner:
                 ) from error
         if is_ours(self.method):
             self._find_proposer()
+        if self.method != PLAIN and self._undraftable:
+            self._undrafted = Undrafted.within(self._engine, on_cpu=self._on_cpu)
         return self
 
     def _find_proposer(self) -> None:
@@ -234,7 +243,7 @@ class Runner:
         self._free()
 
     def _free(self) -> None:
-        engine, self._engine, self._proposer = self._engine, None, None
+        engine, self._engine, self._proposer, self._undrafted = self._engine, None, None, None
         if engine is not None:
             engine.engine_core.shutdown()
             del engine
@@ -271,6 +280,7 @@ class Runner:
             lookahead=args.lookahead,
             sampling_args=revealed(args.sampling_args),
             lost=self._lost,
+            undrafted=self._undrafted,
         )
         return stream.run(requests)
 

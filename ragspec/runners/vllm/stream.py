@@ -20,9 +20,10 @@ from ragspec.engine.prefix import grouped, largest_first
 from ragspec.errors import ModelError
 from ragspec.inputs.feed import Feed
 from ragspec.models.stopping import trim
-from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer
+from ragspec.records import Failure, Generation, Request, Tokenizer
 from ragspec.runners.vllm.environment import one_line
-from ragspec.runners.vllm.requests import sampling_params, spec_stats
+from ragspec.runners.vllm.requests import logprobs_of, sampling_params, settings_of, spec_stats
+from ragspec.runners.vllm.undrafted import Undrafted
 
 log = logging.getLogger(__name__)
 AHEAD = 2  # records submitted per row of the engine's batch, so that a row never waits for one
@@ -32,12 +33,14 @@ AHEAD = 2  # records submitted per row of the engine's batch, so that a row neve
 class _Submitted:
     request: Request
     at: float
+    undrafted: str = ""  # why nothing is drafted for it
 
 
 class Stream:
     """One run. proposer: our drafter in the engine, or None.
 
-    lost: returns what of a sampling the engine would not do, "" for nothing.
+    lost: returns what of a record's settings the engine would not do where it drafts, "" for nothing. undrafted: how it
+    answers such records without drafts; None where it cannot.
     """
 
     def __init__(
@@ -49,7 +52,8 @@ class Stream:
         rows: int,
         lookahead: int,
         sampling_args: Mapping[str, Any],
-        lost: Callable[[Sampling], str],
+        lost: Callable[[Mapping[str, Any]], str],
+        undrafted: Undrafted | None = None,
     ) -> None:
         self._engine = engine
         self._proposer = proposer
@@ -58,6 +62,7 @@ class Stream:
         self._lookahead = lookahead
         self._sampling_args = dict(sampling_args)
         self._lost = lost
+        self._undrafted = undrafted
         self._flying: dict[str, _Submitted] = {}
 
     def run(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
@@ -81,18 +86,24 @@ class Stream:
                     yield self._outcome(self._flying.pop(output.request_id), output)
 
     def _submit(self, request: Request) -> Failure | None:
-        if lost := self._lost(request.sampling):
-            return Failure(request.index, lost)
+        from vllm import SamplingParams
+
+        settings = settings_of(request.sampling, self._sampling_args)
+        lost, kind = self._lost(settings), SamplingParams
+        if lost:
+            if self._undrafted is None:
+                return Failure(request.index, f"{lost}; use method: none, or remove it")
+            kind = self._undrafted.params
         name = str(request.index)
         prompt = {"prompt_token_ids": request.token_ids}
         try:
-            self._engine.add_request(name, prompt, sampling_params(request, self._sampling_args))
+            self._engine.add_request(name, prompt, sampling_params(kind, request, settings))
         except Exception as error:  # whatever the engine refuses is this record's failure
             log.debug("vLLM refuses a record", exc_info=error)
             return Failure(request.index, f"vLLM refuses it: {one_line(error)}")
         if self._proposer is not None:
-            self._proposer.expect(request.token_ids, request.passages)
-        self._flying[name] = _Submitted(request, perf_counter())
+            self._proposer.expect(request.token_ids, request.passages, drafts=not lost)
+        self._flying[name] = _Submitted(request, perf_counter(), lost)
         return None
 
     def _step(self) -> list[Any]:
@@ -112,7 +123,7 @@ class Stream:
         known = self._proposer.finish(request.token_ids, written) if self._proposer is not None else None
         if answer.finish_reason not in ("stop", "length"):
             return Failure(request.index, f"vLLM ended it with {answer.finish_reason!r}")
-        metrics = output.metrics
+        metrics, most = output.metrics, request.sampling.logprobs
         return Generation(
             request.index,
             token_ids,
@@ -123,6 +134,8 @@ class Stream:
             cached_prompt_tokens=output.num_cached_tokens or 0,
             guessed=bytes(known.guessed[: len(token_ids)]) if known else b"",
             copied=known.copies.worth_citing(token_ids) if known else (),
+            logprobs=() if most is None else logprobs_of(answer.logprobs, token_ids, most),
+            undrafted=submitted.undrafted,
         )
 
 
