@@ -150,3 +150,12 @@ def demo_draft(demo, tmp_path_factory):
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(demo).save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def s3():
+    """The address of an S3 server on this machine, with a bucket "box"."""
+    from tests.stores import s3_server
+
+    with s3_server() as address:
+        yield address

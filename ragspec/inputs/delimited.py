@@ -20,7 +20,7 @@ from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.base import Row
 from ragspec.inputs.columns import Columns
 from ragspec.inputs.rows import NumberedRows
-from ragspec.inputs.storage import open_binary
+from ragspec.inputs.storage import missing, open_binary
 
 WIDEST = 256 << 20  # characters of a cell
 
@@ -44,8 +44,8 @@ class DelimitedSource(NumberedRows):
             text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
             self._reader = csv.reader(text, delimiter=delimiter, strict=True)
             self._names = next(self._reader, [])
-        except FileNotFoundError:
-            raise ConfigError(f"{self._path}: no such file") from None
+        except FileNotFoundError as error:
+            raise ConfigError(f"{self._path}: {missing(error)}") from None
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise ConfigError(f"{self._path}: cannot be read as text with a header line ({error})") from None
 

@@ -25,7 +25,7 @@ from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.base import Row
 from ragspec.inputs.columns import ALL, Columns
 from ragspec.inputs.live import Live, Pipe
-from ragspec.inputs.storage import is_url, open_binary
+from ragspec.inputs.storage import is_url, missing, open_binary
 from ragspec.inputs.zst import WIDEST, ZstReader
 
 LONGEST = 256 << 20  # bytes of a line
@@ -73,8 +73,7 @@ class JsonlSource:
         try:
             return self._stack.enter_context(open_binary(path, self._options))
         except FileNotFoundError as error:
-            missing = error.strerror if is_url(path) else "no such file"
-            raise ConfigError(f"{path}: {missing}; --input takes a file of records, or - for stdin") from None
+            raise ConfigError(f"{path}: {missing(error)}; --input takes a file of records, or - for stdin") from None
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -31,8 +32,11 @@ ERRORS = (
     ("gcsfs.retry", "HttpError"),
     ("google.auth.exceptions", "GoogleAuthError"),
     ("httpx", "HTTPError"),
+    ("httpx2", "HTTPError"),
     ("huggingface_hub.errors", "HfHubHTTPError"),
 )
+# by which Python makes the right OSError again
+NUMBERS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, FileExistsError: errno.EEXIST}
 SHOWN = 200  # characters of what a library says
 
 
@@ -43,6 +47,7 @@ def is_url(path: str) -> bool:
 
 def filesystem(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
     """Return fsspec's file system of `url`, and the path in it. Raises ConfigError."""
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of what it raises too
     protocol = url.partition("://")[0].lower()
     extra = EXTRAS.get(protocol, "")
     try:
@@ -54,6 +59,7 @@ def filesystem(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any,
     try:
         with told(url):
             system, path = fsspec.url_to_fs(url, **(options or {}))
+            system.invalidate_cache()  # what was there a while ago
     except ImportError as error:
         how = f'pip install "ragspec[{extra}]"' if extra else flat(error, SHOWN)
         raise ConfigError(f"{url}: {protocol}:// needs more than is installed: {how}") from None
@@ -112,10 +118,10 @@ def told(url: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.strerror is None or error.filename is None:
-            kind = type(error) if type(error) in (FileNotFoundError, PermissionError, FileExistsError) else OSError
-            raise kind(error.errno or errno.EIO, reason(error), url) from error
-        raise
+        if error.strerror is not None and error.filename is not None:
+            raise
+        number = next((number for kind, number in NUMBERS.items() if isinstance(error, kind)), errno.EIO)
+        raise OSError(number, reason(error), url) from error
     except network_errors() as error:
         raise OSError(errno.EIO, reason(error), url) from error
 
@@ -126,11 +132,19 @@ def network_errors() -> tuple[type[Exception], ...]:
     return tuple(error for error in found if error is not None)
 
 
+def missing(error: FileNotFoundError) -> str:
+    """Return how a message says that a file, here or elsewhere, is not there."""
+    told_more = isinstance(error.filename, str) and is_url(error.filename)
+    return str(error.strerror) if told_more else "no such file"
+
+
 def reason(error: Exception) -> str:
     """Return what an error says, on one line."""
     said = flat(error, SHOWN)
     if isinstance(error, FileNotFoundError):
-        return "no such file or bucket"
+        cause = error.__cause__  # fsspec says so of a host that does not answer, too
+        told_more = isinstance(cause, (ConnectionError, *network_errors()))
+        return flat(cause, SHOWN) if told_more and isinstance(cause, Exception) else "no such file or bucket"
     if isinstance(error, PermissionError):
         return f"not allowed; are the credentials in the environment right? {said}".rstrip()
     return said if isinstance(error, OSError) and said else f"{type(error).__name__}: {said}"

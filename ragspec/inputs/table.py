@@ -15,7 +15,7 @@ from ragspec.errors import ConfigError, RecordError, flat
 from ragspec.inputs.base import Row
 from ragspec.inputs.columns import Columns
 from ragspec.inputs.rows import NumberedRows
-from ragspec.inputs.storage import open_binary
+from ragspec.inputs.storage import missing, open_binary
 
 BATCH = 1024  # rows
 
@@ -57,8 +57,8 @@ class TableSource(NumberedRows):
                 reader = pyarrow.ipc.open_stream(file)
                 self._batches = lambda: iter(reader)
             self._names = reader.schema.names
-        except FileNotFoundError:
-            raise ConfigError(f"{self._path}: no such file") from None
+        except FileNotFoundError as error:
+            raise ConfigError(f"{self._path}: {missing(error)}") from None
         except (OSError, self._arrow.ArrowException) as error:
             raise ConfigError(f"{self._path}: cannot be read as {kind} ({flat(error, 160)})") from None
 

@@ -1,0 +1,134 @@
+"""Records at addresses: an S3 server and an HTTP server on this machine."""
+
+import functools
+import gzip
+import http.server
+import json
+import threading
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from ragspec.config.sections import InputConfig
+from ragspec.errors import ConfigError
+from ragspec.inputs.files import files_of
+from ragspec.inputs.opening import open_source
+from tests.conftest import write_jsonl
+from tests.stores import Breaking, environment
+
+RECORDS = [{"id": f"q{i}", "query": f"Why {i}?", "contexts": ["Because."]} for i in range(5)]
+
+
+def put(key, data):
+    import boto3
+
+    boto3.client("s3").put_object(Bucket="box", Key=key, Body=data)
+
+
+def lines(records=RECORDS):
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
+def table(tmp_path, records=RECORDS):
+    path = tmp_path / "t.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    return path.read_bytes()
+
+
+def read(path, **more):
+    with open_source(InputConfig(path=path if isinstance(path, list) else [path], **more)) as source:
+        return [row.value for row in source], source.count()
+
+
+@pytest.fixture
+def stored(s3, tmp_path):
+    put("in/a.jsonl", lines())
+    put("in/b.jsonl.gz", gzip.compress(lines()))
+    put("in/c.csv", b"id,query\nq0,Why?\n")
+    put("in/d.parquet", table(tmp_path))
+    put("in/manifest.json", b"{}")
+    put("in/_hidden.jsonl", b"{}")
+    return s3
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("a.jsonl", None), ("b.jsonl.gz", None), ("d.parquet", 5)], ids=lambda value: str(value)
+)
+def test_a_file_elsewhere_is_read_as_one_here(stored, name, count):
+    assert read(f"s3://box/in/{name}") == (RECORDS, count)
+
+
+def test_a_table_of_text_elsewhere(stored):
+    assert read("s3://box/in/c.csv")[0] == [{"id": "q0", "query": "Why?"}]
+
+
+def test_folders_and_patterns_elsewhere(stored):
+    assert files_of(["s3://box/in/"]) == [
+        f"s3://box/in/{name}" for name in ("a.jsonl", "b.jsonl.gz", "c.csv", "d.parquet")
+    ]
+    assert files_of(["s3://box/in/*.jsonl*"]) == [
+        "s3://box/in/_hidden.jsonl", "s3://box/in/a.jsonl", "s3://box/in/b.jsonl.gz"
+    ]  # fmt: skip
+    found, _ = read(["s3://box/in/a.jsonl", "s3://box/in/d.parquet"])
+    assert found == RECORDS + RECORDS
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("s3://box/none.jsonl", r"s3://box/none.jsonl: .*no such file or bucket"),
+        ("s3://nobox/a.jsonl", r"s3://nobox/a.jsonl: .*bucket does not exist"),
+        ("s3://box/none/*.jsonl", "no file is called s3://box/none/"),
+        ("nope://x/a.jsonl", "nope:// is not known"),
+        ("http://127.0.0.1:9/a.jsonl", "127.0.0.1:9"),
+    ],
+)
+def test_an_address_that_leads_nowhere_is_named(stored, path, message):
+    with pytest.raises(ConfigError, match=message):
+        read(path)
+
+
+def test_an_endpoint_may_be_in_the_config(stored):
+    with environment(AWS_ENDPOINT_URL="http://127.0.0.1:9"):
+        assert read("s3://box/in/a.jsonl", storage_options={"endpoint_url": stored})[0] == RECORDS
+
+
+def test_a_cut_file_elsewhere_says_so(stored, tmp_path):
+    put("cut.parquet", table(tmp_path)[:-20])
+    with pytest.raises(ConfigError, match=r"s3://box/cut.parquet: cannot be read as parquet"):
+        read("s3://box/cut.parquet")
+
+
+def test_a_connection_that_breaks_is_taken_up_again(stored):
+    put("long.jsonl", lines(RECORDS * 20_000))  # 1 MiB and more: read in several pieces
+    broken = []
+
+    def once(direction, data):
+        broken.append(direction)
+        return direction == "down" and broken.count("down") == 12
+
+    with Breaking(stored, once) as proxy:
+        found, _ = read("s3://box/long.jsonl", storage_options={"endpoint_url": proxy.address})
+    assert found == RECORDS * 20_000
+    assert proxy.broken == 1
+
+
+def test_the_web(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", RECORDS)
+    handler = functools.partial(Silent, directory=str(tmp_path))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        address = f"http://127.0.0.1:{server.server_port}"
+        assert read(f"{address}/a.jsonl?token=1")[0] == RECORDS
+        with pytest.raises(ConfigError, match="File not found"):
+            read(f"{address}/b.jsonl")
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class Silent(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
