@@ -1,41 +1,81 @@
 """How fast, and in how much memory, records stream through the pipeline without a model.
 
-    python benchmarks/stream.py [RECORDS]
+    python benchmarks/stream.py [RECORDS] [--input jsonl|parquet] [--output answers.jsonl|answers.parquet|...]
 
-Writes a JSONL of RECORDS (1,000,000) questions with one passage each into a temporary folder, answers it with the fake
-runner, and prints one JSON line: records/s, microseconds a record, and the process's peak memory.
+Writes RECORDS (1,000,000) questions with one passage each into a temporary folder, answers them with the fake runner,
+and prints one JSON line: records/s, microseconds a record, and the process's peak memory.
 """
 
+import argparse
 import json
 import resource
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
+
+GROUP = 10_000  # rows of a Parquet row group
 
 
 def main() -> None:
     """Stream and measure."""
-    records = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("records", type=int, nargs="?", default=1_000_000)
+    parser.add_argument("--input", choices=["jsonl", "parquet"], default="jsonl")
+    parser.add_argument("--output", default="answers.jsonl", help="the output's name")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        source, output = Path(folder, "in.jsonl"), Path(folder, "out.jsonl")
-        with source.open("w") as file:
-            for number in range(records):
-                passage = f"Passage number {number} of a corpus that nobody has read."
-                file.write(json.dumps({"id": f"q{number}", "query": "What is this?", "contexts": [passage]}) + "\n")
+        source, output = Path(folder, f"in.{args.input}"), Path(folder, args.output)
+        (write_parquet if args.input == "parquet" else write_jsonl)(source, questions(args.records))
         config = Path(folder, "fake.yaml")
         config.write_text("runner: fake\nsampling: {max_new_tokens: 32}\n")
         command = [sys.executable, "-m", "ragspec", "generate", "-c", config, "-i", source, "-o", output]
         started = time.perf_counter()
         subprocess.run(command, check=True)
         seconds = time.perf_counter() - started
-        with output.open("rb") as file:
-            lines = sum(1 for _ in file)
-        assert lines == records, f"{lines} lines for {records} records"
+        answered = count(output)
+        assert answered == args.records, f"{answered} answers to {args.records} records"
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    figures = {"records": records, "seconds": round(seconds, 1), "records_per_s": round(records / seconds)}
-    print(json.dumps(figures | {"us_per_record": round(seconds / records * 1e6, 1), "peak_mib": round(peak)}))
+    figures = {"input": args.input, "output": args.output, "records": args.records, "seconds": round(seconds, 1)}
+    figures |= {"records_per_s": round(args.records / seconds)}
+    print(json.dumps(figures | {"us_per_record": round(seconds / args.records * 1e6, 1), "peak_mib": round(peak)}))
+
+
+def questions(records: int) -> Iterator[dict[str, Any]]:
+    """Yield that many records."""
+    for number in range(records):
+        passage = f"Passage number {number} of a corpus that nobody has read."
+        yield {"id": f"q{number}", "query": "What is this?", "contexts": [passage]}
+
+
+def write_jsonl(path: Path, records: Iterator[dict[str, Any]]) -> None:
+    """Write records as JSON Lines."""
+    with path.open("w") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def write_parquet(path: Path, records: Iterator[dict[str, Any]]) -> None:
+    """Write records as Parquet, a row group at a time."""
+    import pyarrow
+    import pyarrow.parquet
+
+    text = pyarrow.string()
+    schema = pyarrow.schema([("id", text), ("query", text), ("contexts", pyarrow.list_(text))])
+    with pyarrow.parquet.ParquetWriter(path, schema) as writer:
+        while group := list(islice(records, GROUP)):
+            writer.write_table(pyarrow.Table.from_pylist(group, schema=schema))
+
+
+def count(output: Path) -> int:
+    """Return how many answers an output has."""
+    if output.is_dir():
+        return int(json.loads((output / "manifest.json").read_text())["records"])
+    with output.open("rb") as file:
+        return sum(1 for _ in file)
 
 
 if __name__ == "__main__":

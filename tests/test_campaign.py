@@ -8,7 +8,9 @@ import pytest
 from tests.conftest import ROOT
 
 
-@pytest.mark.parametrize(("part", "count"), [("lines", 400), ("configs", 30), ("archives", 10), ("faults", 2)])
+@pytest.mark.parametrize(
+    ("part", "count"), [("lines", 400), ("configs", 30), ("archives", 10), ("parts", 4), ("faults", 2)]
+)
 def test_a_few_faults_at_random_break_no_guarantee(part, count, tiny):
     command = [sys.executable, "-m", "tests.campaign", "--only", part, f"--{part}", str(count), "--seed", "1"]
     command += ["--model", tiny]

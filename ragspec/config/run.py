@@ -86,6 +86,8 @@ class RunConfig(Section):
                 del whole["sampling"][key]
         if self.input and self.input.columns.given:
             whole["columns"] = self.input.columns.given
+        if self.output.format == "openai":  # lines of two forms do not mix
+            whole["output_format"] = "openai"
         if self.retrieval:  # how the index was built is the index's own matter
             whole["retrieval"] = {key: whole["retrieval"][key] for key in SEARCH_KEYS}
         if self.sampling.temperature == 0:  # what is sampled in a padded batch depends on the batch

@@ -6,11 +6,17 @@ import time
 from pathlib import Path
 
 from tests.campaign import __doc__ as about
-from tests.campaign import archives, configs, faults, lines
+from tests.campaign import archives, configs, faults, lines, parts
 from tests.campaign.forked import preload
 
 # those that fork come before the one that brings torch and its threads into this process
-PARTS = {"lines": (lines, 10_000), "configs": (configs, 1000), "archives": (archives, 200), "faults": (faults, 200)}
+PARTS = {
+    "lines": (lines, 10_000),
+    "configs": (configs, 1000),
+    "archives": (archives, 200),
+    "parts": (parts, 100),
+    "faults": (faults, 200),
+}
 
 
 def main() -> None:
