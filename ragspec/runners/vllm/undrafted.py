@@ -33,8 +33,10 @@ def lost(settings: Mapping[str, Any], on_cpu: bool) -> str:
 
 
 def can_be_undrafted(config: Any) -> bool:
-    """Return whether an engine of this VllmConfig, in this process, could be reached."""
-    one = config.parallel_config.world_size == 1
+    """Return whether an engine of this VllmConfig could be reached."""
+    from vllm import envs
+
+    one = config.parallel_config.world_size == 1 and not envs.VLLM_ENABLE_V1_MULTIPROCESSING
     return bool(one and not config.scheduler_config.async_scheduling and not config.use_v2_model_runner)
 
 
