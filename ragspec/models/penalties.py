@@ -20,9 +20,11 @@ class AnswerPenalties:
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return the scores, (rows, vocab), after `input_ids`, (rows, tokens): the prompt and the answer so far."""
-        width = scores.shape[1]
-        # a draft model's output layer may be narrower than its vocabulary (transformers prunes it)
+        rows, width = scores.shape
+        # a draft model's output layer may be narrower than its vocabulary (transformers prunes it): one more column
         answer = input_ids[:, self._prompt_tokens :].clamp(max=width)
-        counts = scores.new_zeros(scores.shape[0], width + 1)
-        counts = counts.scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))[:, :width]
-        return scores - self._frequency * counts - self._presence * (counts > 0)
+        counts = scores.new_zeros(rows, width + 1)
+        counts.scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
+        changed = torch.nn.functional.pad(scores, (0, 1))
+        there = changed.gather(1, answer) - self._frequency * counts.gather(1, answer) - self._presence
+        return changed.scatter_(1, answer, there)[:, :width]

@@ -1,15 +1,19 @@
 """What can be judged without vLLM: its words for our speculation, and what does not combine."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ragspec.config.load import build_config, load_config
 from ragspec.config.sections import SpeculationConfig
 from ragspec.errors import ConfigError
+from ragspec.records import Sampling, TokenLogprob
 from ragspec.runners.vllm import runner as vllm
 from ragspec.runners.vllm.config import check_build, check_memory, check_parallel, speculative_config
-from ragspec.runners.vllm.requests import spec_stats
+from ragspec.runners.vllm.requests import logprobs_of, settings_of, spec_stats
+from ragspec.runners.vllm.undrafted import expanded, lost
 
 
 def translated(**spec):
@@ -148,3 +152,41 @@ def test_tokens_behind_the_end_of_an_answer_are_cut_from_the_counts():
     stats = spec_stats(Metrics(), 10, 7)
     assert stats.steps + stats.accepted - stats.cut == 7
     assert stats.drafted >= stats.accepted
+
+
+@pytest.mark.parametrize(
+    ("sampling", "extra", "on_cpu", "first"),
+    [
+        ({"presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 1.2, "logprobs": 3}, {}, True, ""),
+        ({"logit_bias": ((5, 1.0),)}, {}, False, "logit_bias"),
+        ({"temperature": 1.0, "min_p": 0.1}, {}, False, "min_p"),
+        ({"min_p": 0.1}, {}, False, ""),  # greedy
+        ({"temperature": 1.0}, {}, False, ""),
+        ({"temperature": 1.0}, {}, True, "temperature"),
+        ({}, {"temperature": 1.0}, True, "temperature"),
+        ({"temperature": 1.0}, {"temperature": 0.0}, True, ""),
+        ({}, {"logit_bias": {5: 1.0}}, False, "logit_bias"),
+    ],
+)
+def test_what_vllm_gets_wrong_in_drafts_is_known_from_all_settings(sampling, extra, on_cpu, first):
+    assert lost(settings_of(Sampling(**sampling), extra), on_cpu).split(":")[0] == first
+
+
+def test_each_rows_number_is_repeated_for_its_draft_tokens():
+    numbers, ends = torch.tensor([0.0, 0.5, 2.0, 0.7]), torch.tensor([2, 2, 5, 6], dtype=torch.int32)
+    assert expanded(numbers, ends, 6, replace_from=0, replace_to=1).tolist() == pytest.approx([1, 1, 2, 2, 2, 0.7])
+    assert expanded(torch.tensor([4, 5]), torch.tensor([1, 3]), 3).tolist() == [4, 5, 5]
+    assert expanded(numbers, torch.zeros(4, dtype=torch.int32), 0).tolist() == []
+
+
+def test_logprobs_are_the_tokens_own_and_as_many_of_the_likeliest_as_were_asked_for():
+    """vLLM tells of a token beside the likeliest ones, or among them, in any order, and of those after the end."""
+
+    def told(**values):
+        return {int(name[1:]): SimpleNamespace(logprob=value) for name, value in values.items()}
+
+    steps = [told(t9=-4.0, t1=-0.1, t2=-2.5), told(t2=-0.7, t1=-0.6), told(t5=-0.1, t6=-3.0)]
+    first, second = logprobs_of(steps, [9, 2], 2)
+    assert first == TokenLogprob(-4.0, ((1, -0.1), (2, -2.5)))
+    assert second == TokenLogprob(-0.7, ((1, -0.6), (2, -0.7)))
+    assert logprobs_of(steps, [9], 0) == (TokenLogprob(-4.0),)

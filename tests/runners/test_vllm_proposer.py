@@ -47,18 +47,18 @@ class Job:
 class Scheduler:
     """vLLM's side: a persistent batch of slots, whose rows come, go, move and are told late."""
 
-    def __init__(self, proposer, jobs, slots=4, seed=0, silent=0.0):
+    def __init__(self, proposer, jobs, slots=4, seed=0, silent=0.0, undrafted=()):
         self.random = random.Random(seed)
         self.proposer, self.line, self.slots = proposer, list(jobs), slots
         self.batch, self.silent = [], silent
         self.moved = self.preempted = 0
-        self.done = []
+        self.done, self.undrafted = [], undrafted
         self.seen = {}  # job -> what the proposer knew at its end
         self.check = lambda job, draft: None
 
     def run(self):
         for job in self.line:
-            self.proposer.expect(job.prompt, [(0, len(job.prompt))])
+            self.proposer.expect(job.prompt, [(0, len(job.prompt))], drafts=job not in self.undrafted)
         drafts = {}
         while self.line or self.batch:
             self._change_rows(drafts)
@@ -266,3 +266,12 @@ def test_before_any_step_a_token_more_is_cheap_beside_a_step():
     cost.observe(4, 1, 0.05)
     assert cost(4, 1) == pytest.approx(0.05)
     assert 0.05 < cost(8, 1) < 0.07
+
+
+@pytest.mark.parametrize("method", ["context", "auto"])
+def test_records_that_want_no_drafts_get_none_and_the_others_theirs(method):
+    made = jobs(12)[:12]
+    scheduler = Scheduler(make(method, num_tokens=LIMIT), made, undrafted=made[::3]).run()
+    assert scheduler.preempted > 0
+    assert {job.drafted for job in made[::3]} == {0}
+    assert sum(job.accepted for job in scheduler.done if job not in made[::3]) > 0

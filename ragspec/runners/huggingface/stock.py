@@ -127,6 +127,10 @@ class StockBackend:
         source = Feed(requests)
         while batch := source.take(self.batch_size, wait=True):
             sampling = batch[0].sampling
+            if why := self._rules.refusal(sampling):
+                yield Failure(batch[0].index, why)
+                source.put_back(batch[1:])
+                continue
             # padding would change what depends on earlier tokens, or on the length of the text
             by_text = self._rules.depends_on_prompt(sampling) or self._rules.only_stock()
             alone = bool(self._rotary or by_text) or not self._takes_padding
@@ -155,9 +159,6 @@ class StockBackend:
 
     def _answer(self, batch: list[Request]) -> Iterator[Generation | Failure]:
         """Answer a batch; if it fails, answer its records one by one, so that one alone can be at fault."""
-        if why := self._rules.refusal(batch[0].sampling):
-            yield from (Failure(request.index, why) for request in batch)
-            return
         try:
             yield from self._call(batch)
         except FAILURES as error:

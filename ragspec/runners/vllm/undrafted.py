@@ -33,8 +33,10 @@ def lost(settings: Mapping[str, Any], on_cpu: bool) -> str:
 
 
 def can_be_undrafted(config: Any) -> bool:
-    """Return whether an engine of this VllmConfig, in this process, could be reached."""
-    one = config.parallel_config.world_size == 1
+    """Return whether an engine of this VllmConfig could be reached."""
+    from vllm import envs
+
+    one = config.parallel_config.world_size == 1 and not envs.VLLM_ENABLE_V1_MULTIPROCESSING
     return bool(one and not config.scheduler_config.async_scheduling and not config.use_v2_model_runner)
 
 
@@ -46,7 +48,7 @@ class Undrafted:
         self._drop_drafts(core.scheduler)
         _restore_processors(model_runner)
         if on_cpu:
-            _mend_expansion()
+            _mend_cpu_sampling()
 
     @classmethod
     def within(cls, engine: Any, *, on_cpu: bool) -> Undrafted | None:
@@ -96,11 +98,21 @@ def _restore_processors(model_runner: Any) -> None:
             (there.argmax_invariant if made.is_argmax_invariant() else there.non_argmax_invariant).append(made)
 
 
-def _mend_expansion() -> None:
-    """Do in torch what vLLM's CPU kernel does to a copy: greedy drafts beside a sampled row would be judged by it."""
+def _mend_cpu_sampling() -> None:
+    """Let sampled rows without drafts be in a batch of vLLM's CPU build, beside greedy ones that have some.
+
+    Its kernel fills a copy that is dropped, and greedy drafts would be judged by what is in memory; top_k without any
+    draft in the batch ends the engine, as the most of no numbers is asked for.
+    """
     from vllm.v1.sample import rejection_sampler
 
+    if rejection_sampler.expand_batch_to_tokens is expanded:
+        return
     rejection_sampler.expand_batch_to_tokens = expanded
+    constrain = rejection_sampler.apply_sampling_constraints
+    rejection_sampler.apply_sampling_constraints = lambda logits, *rest: (
+        constrain(logits, *rest) if len(logits) else logits
+    )
 
 
 def expanded(
