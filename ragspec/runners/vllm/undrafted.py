@@ -12,9 +12,10 @@ Limit: the model runner "V1" in this process, one device, without asynchronous s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 LOST = {
     "logit_bias": "vLLM does not apply it to drafts",
@@ -122,5 +123,7 @@ def expanded(
 
     `replace_from` becomes `replace_to`.
     """
+    import torch
+
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     return torch.where(x == replace_from, torch.full_like(x, replace_to), x).repeat_interleave(counts)
