@@ -26,7 +26,7 @@ def inspect(
     from ragspec.cli.console import stderr
     from ragspec.cli.options import quiet_pipe
     from ragspec.config.check import validate
-    from ragspec.config.sections import InputConfig
+    from ragspec.config.places import InputConfig
     from ragspec.run.inspection import inspect as look
 
     set_debug(debug)

@@ -77,7 +77,7 @@ def doctor(
 ) -> None:
     """Show what this machine has and what a config would do on it."""
     from ragspec.cli.console import stderr
-    from ragspec.config.sections import InputConfig
+    from ragspec.config.places import InputConfig
     from ragspec.run.doctor import examine_config, examine_machine
     from ragspec.run.input_check import examine_input
 

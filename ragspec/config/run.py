@@ -5,17 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal, cast
 
 from ragspec.config.check import validate
+from ragspec.config.places import Input, Output, OutputConfig
 from ragspec.config.secret import Address, Settings, as_given
-from ragspec.config.sections import (
-    Input,
-    Output,
-    OutputConfig,
-    PromptConfig,
-    RetrievalConfig,
-    SamplingConfig,
-    Section,
-    SpeculationConfig,
-)
+from ragspec.config.sections import PromptConfig, RetrievalConfig, SamplingConfig, Section, SpeculationConfig
 from ragspec.config.veil import Veil
 from ragspec.records import Sampling
 from ragspec.runners.base import RunnerArgs

@@ -12,7 +12,7 @@ from typing import Any
 from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.record import SOURCES
 
-OPTIONAL = {"id", "contexts", "metadata"}
+OPTIONAL = {"id", "contexts", "reference", "metadata"}
 SHOWN = 12  # names in a message
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ragspec.config.sections import InputConfig
+from ragspec.config.places import InputConfig
 from ragspec.errors import ConfigError
 from ragspec.inputs import storage
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from ragspec.config.places import InputConfig
 from ragspec.config.secret import revealed
-from ragspec.config.sections import InputConfig
 from ragspec.errors import ConfigError
 from ragspec.inputs.base import Source
 from ragspec.inputs.columns import Columns

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import orjson
 
-from ragspec.config.sections import OutputConfig
+from ragspec.config.places import OutputConfig
 from ragspec.errors import ConfigError
 from ragspec.outputs.appended import free_number
 from ragspec.outputs.base import Sink, Store

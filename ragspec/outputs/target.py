@@ -10,8 +10,8 @@ import hashlib
 from pathlib import Path
 from typing import Protocol
 
+from ragspec.config.places import OutputConfig
 from ragspec.config.secret import revealed
-from ragspec.config.sections import OutputConfig
 from ragspec.errors import ConfigError
 from ragspec.inputs.storage import is_url
 from ragspec.models.resolve import cache_dir

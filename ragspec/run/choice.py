@@ -108,4 +108,4 @@ def _tokens(config: RunConfig, rows: int, limit: int | None) -> int:
     """Return roughly how many tokens the prompts and answers of the first `limit` of `rows` rows have."""
     records = within(limit, rows) or 0
     row_bytes = (size_of(config.input) or 0) / max(1, rows)
-    return int(records * (row_bytes / TOKEN_BYTES + config.sampling.max_new_tokens))
+    return int(records * (row_bytes / TOKEN_BYTES + config.sampling.expected_tokens))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
+from ragspec.config.places import InputConfig
 from ragspec.config.run import RunConfig
-from ragspec.config.sections import InputConfig
 from ragspec.errors import ConfigError
 from ragspec.inputs.base import within
 from ragspec.inputs.files import files_of

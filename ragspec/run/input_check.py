@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ragspec.config.sections import InputConfig
+from ragspec.config.places import InputConfig
 from ragspec.errors import ConfigError
 from ragspec.inputs.files import size_of
 from ragspec.inputs.opening import open_source

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from ragspec.config.sections import InputConfig
+from ragspec.config.places import InputConfig
 from ragspec.errors import RecordError
 from ragspec.inputs.columns import Columns
 from ragspec.inputs.opening import open_source

@@ -11,28 +11,23 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 
-from pydantic import ValidationError
-
-from ragspec.config.run import to_sampling
-from ragspec.config.sections import SamplingConfig
 from ragspec.errors import RecordError
 from ragspec.inputs.base import Row, Source
 from ragspec.inputs.feed import Feed, Spread
-from ragspec.inputs.keyset import KeySet
-from ragspec.inputs.record import line_id, parse_record
+from ragspec.inputs.record import line_id
 from ragspec.inputs.values import record_id
 from ragspec.outputs.answers import Failed, Flight, distinct
 from ragspec.outputs.journal import Journal
 from ragspec.outputs.ledger import fingerprint
 from ragspec.outputs.shapes import shape_of
-from ragspec.records import Failure, Generation, Record, Request, Sampling
+from ragspec.records import Failure, Generation, Request
 from ragspec.retrieval.stage import Stage
 from ragspec.run.gathering import Gathering
 from ragspec.run.provenance import peak_memory_gib
+from ragspec.run.reading import Reader
 from ragspec.run.session import Session
 from ragspec.stats import RunSummary
 
-MODELS_NAMED = 5  # in a note
 Report = Callable[[RunSummary, int | None], None]  # called after each record with the totals and the input's lines
 
 
@@ -58,7 +53,6 @@ class LocalPass:
         self._config = config
         self._source = source
         self._runner = session.runner
-        self._prompts = session.prompts
         self._journal = journal
         self._ledger = journal.ledger
         self._limit = limit
@@ -67,11 +61,9 @@ class LocalPass:
         self._stage = Stage(session.retriever, self._unfinished) if session.retriever else None
         self._total = total
         self._veil = config.veil()
-        self._default_sampling = to_sampling(config.sampling)
         self._shape = shape_of(config)
         self._gathering = Gathering()
-        self._names = {str(config.model), str(config.model).rstrip("/").rpartition("/")[2], config.output.model}
-        self._asked: set[str] = set()  # other models that records ask for
+        self._reader = Reader(session)
         self._changed = 0
 
     def answer(self) -> None:
@@ -89,9 +81,7 @@ class LocalPass:
                 f"{self._changed} records changed since they were answered: they are answered again, "
                 "and their old lines stay in the output above the new ones"
             )
-        if self._asked:
-            others = ", ".join(sorted(self._asked))
-            self.summary.notes.append(f"records ask for {others}; {self._config.model} answers them")
+        self.summary.notes += self._reader.notes()
 
     def _load_and_stream(self, requests: Feed[Request]) -> None:
         summary, runner = self.summary, self._runner
@@ -142,24 +132,20 @@ class LocalPass:
         rows: Feed[Row] = Feed(self._source, self._limit)
         if self._stage is not None:
             rows = Feed(self._stage.fill(rows))
-        seen, numbers = KeySet(), count()
-        return Feed(Spread(rows, lambda row: self._requests_of(next(numbers), row, seen)))
+        numbers = count()
+        return Feed(Spread(rows, lambda row: self._requests_of(next(numbers), row)))
 
-    def _requests_of(self, index: int, row: Row, seen: KeySet) -> list[Request]:
+    def _requests_of(self, index: int, row: Row) -> list[Request]:
         """Return the requests that a row is; none if it needs no answer any more, or can have none."""
         key = None
         try:
-            record = self._read(row, seen)
+            record = self._reader.record(row)
             key = fingerprint(row, record.id)
             if key in self._ledger:
                 self._skip(index, key)
                 return []
             self._changed += self._ledger.resumed > 0 and self._ledger.answered(record.id)
-            sampling, n = self._sampling(record)
-            parts = [replace(record, prompt=each) for each in record.prompts] or [record]
-            prompts = tuple(
-                self._prompts.build(part, sampling.max_new_tokens, locate=self._runner.cites) for part in parts
-            )
+            return self._gathering.requests(self._reader.flight(index, record, key))
         except RecordError as error:
             key = key or fingerprint(row, None)
             if key in self._ledger:
@@ -168,37 +154,12 @@ class LocalPass:
                 message = f"{self._source.where(row.number)}: {error}"
                 self._fail(index, Failed(line_id(row), key, "RecordError", message, row.number))
             return []
-        if record.model is not None and record.model not in self._names and len(self._asked) < MODELS_NAMED:
-            self._asked.add(record.model)
-        return self._gathering.requests(Flight(index, record, prompts, sampling, n, key))
 
     def _unfinished(self, row: Row) -> bool:
         try:
             return fingerprint(row, record_id(row.value.get("id"), row.number)) not in self._ledger
         except RecordError:
             return False
-
-    def _read(self, row: Row, seen: KeySet) -> Record:
-        if isinstance(row.value, RecordError):
-            raise row.value
-        record = parse_record(row.value, row.number, self._config.prompt.source)
-        if not seen.add(record.id):
-            own = isinstance(row.value, dict) and ("id" in row.value or "custom_id" in row.value)
-            clash = "appears twice" if own else "(its line number, as it has no id) is another record's id too"
-            raise RecordError(f'id "{record.id}" {clash}; only the first record with that id is answered')
-        return record
-
-    def _sampling(self, record: Record) -> tuple[Sampling, int]:
-        """Return how a record is sampled, and how many answers each prompt of it has."""
-        if not record.sampling:
-            return self._default_sampling, self._config.sampling.n
-        try:
-            merged = SamplingConfig.model_validate(self._config.sampling.model_dump() | record.sampling)
-            return to_sampling(merged), merged.n
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            name = "max_tokens" if first["loc"][0] == "max_new_tokens" else first["loc"][0]
-            raise RecordError(f'"body.{name}": {first["input"]!r}: {first["msg"]}') from None
 
     def _skip(self, index: int, key: str) -> None:
         self.summary.skipped += 1

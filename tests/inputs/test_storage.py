@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from ragspec.config.sections import InputConfig
+from ragspec.config.places import InputConfig
 from ragspec.errors import ConfigError
 from ragspec.inputs.files import files_of
 from ragspec.inputs.opening import open_source
@@ -129,6 +129,38 @@ def test_the_web(tmp_path):
         server.server_close()
 
 
+def test_a_credential_that_has_expired_is_said_in_one_line():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Expired)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        options = {"endpoint_url": f"http://127.0.0.1:{server.server_port}", "key": "old", "secret": "hush-hush"}
+        with pytest.raises(ConfigError) as caught:
+            read("s3://box/a.jsonl", storage_options=options)
+    finally:
+        server.shutdown()
+        server.server_close()
+    message = str(caught.value)
+    assert message.startswith("s3://box/a.jsonl: ")
+    assert "expired" in message
+    assert "hush" not in message
+    assert "\n" not in message
+
+
 class Silent(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *args):
         pass
+
+
+class Expired(Silent):
+    """An S3 server that a token has expired for."""
+
+    def do_GET(self):
+        body = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+        self.send_response(400)
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET

@@ -9,7 +9,7 @@ from uuid import UUID
 import pytest
 
 from ragspec.config.load import build_config, load_config
-from ragspec.config.sections import ColumnNames, InputConfig
+from ragspec.config.places import ColumnNames, InputConfig
 from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.columns import Columns
 from ragspec.inputs.files import digest, files_of, kind_of

@@ -3,7 +3,7 @@ import tracemalloc
 
 import pytest
 
-from ragspec.config.sections import OutputConfig
+from ragspec.config.places import OutputConfig
 from ragspec.errors import ConfigError
 from ragspec.inputs.base import Row
 from ragspec.outputs.journal import Journal, whereabouts

@@ -15,7 +15,7 @@ import pytest
 import zstandard
 
 from ragspec.config.load import build_config
-from ragspec.config.sections import OutputConfig
+from ragspec.config.places import OutputConfig
 from ragspec.errors import ConfigError
 from ragspec.outputs.codecs import codec_of
 from ragspec.outputs.journal import Journal

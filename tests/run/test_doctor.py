@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from ragspec.config.sections import InputConfig
+from ragspec.config.places import InputConfig
 from ragspec.run.input_check import examine_input
 from tests.cli.test_cli import ragspec
 from tests.conftest import SAMPLE, write_jsonl

@@ -4,7 +4,7 @@ import os
 import pytest
 
 from ragspec.config.load import build_config
-from ragspec.config.sections import OutputConfig
+from ragspec.config.places import OutputConfig
 from ragspec.errors import ConfigError
 from ragspec.outputs.answers import cut_at_stop
 from ragspec.run.generate import generate as run

@@ -52,6 +52,7 @@ class Runner:
         self.method = config.speculation.method
         self.remembers = False
         self._sampling = to_sampling(config.sampling)
+        self._expected_tokens = config.sampling.expected_tokens
         self._row = method_named(config.speculation.method)
         self.cites = self._row.cites_on(HF)
         self.notes: list[str] = []
@@ -247,7 +248,7 @@ class Runner:
     def warm_up(self, records: int | None = None) -> None:
         """Run once what the first record would otherwise pay for."""
         assert self._backend is not None
-        self._backend.warm_up(None if records is None else records * self._sampling.max_new_tokens)
+        self._backend.warm_up(None if records is None else records * self._expected_tokens)
 
     # -- answering ------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,111 @@
+"""Where records come from and where answers go, as the user writes it: `input` and `output` of a config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from ragspec.config.secret import Address, Settings
+from ragspec.config.sections import Section, listed
+
+
+class ColumnNames(Section):
+    """The input's own names for the fields of a record (`id`, `query`, `contexts`, `messages`, `prompt`, `reference`,
+    `metadata`, `custom_id`, `body`), for instance `{query: question, contexts: retrieval.passages}`. A dot leads into a nested
+    field. `ragspec inspect` suggests them."""
+
+    id: str | None = None
+    query: str | None = None
+    contexts: str | None = None
+    messages: str | None = None
+    prompt: str | None = None
+    reference: str | None = None
+    metadata: str | None = None
+    custom_id: str | None = None
+    body: str | None = None
+
+    @property
+    def given(self) -> dict[str, str]:
+        """Those that the user gave."""
+        return self.model_dump(exclude_none=True)
+
+
+class InputConfig(Section):
+    """Where records come from. A path alone, or a list of them, may stand for the section."""
+
+    path: Annotated[
+        list[Annotated[Address, Field(min_length=1)]],
+        Field(min_length=1),
+        BeforeValidator(listed, json_schema_input_type=str | list[str]),
+    ]
+    """JSONL (`.gz`, `.zst`), CSV, TSV, Parquet or Arrow files, here or at an address (`s3://`, `gs://`, `hf://`,
+    `https://`); patterns (`data/*.parquet`), folders, a folder that `save_to_disk` wrote, or `-` for JSONL from stdin.
+    With `format: dataset`, a dataset's id on the Hugging Face hub. A line of JSONL has at most 256 MiB."""
+    format: Literal["auto", "jsonl", "csv", "tsv", "parquet", "arrow", "dataset"] = "auto"
+    """What the files are; `auto` tells by their names."""
+    columns: ColumnNames = ColumnNames()
+    split: str | None = None
+    """dataset: the split; may be left out where there is only one."""
+    name: str | None = None
+    """dataset: the name of its configuration."""
+    revision: str | None = None
+    """dataset: its revision on the hub."""
+    storage_options: Settings = {}
+    """Passed to fsspec with an address, for instance `{anon: true}`. Credentials come from the environment (or
+    `${NAME}`)."""
+
+    @model_validator(mode="after")
+    def _only_of_datasets(self) -> InputConfig:
+        given = [key for key in ("split", "name", "revision") if getattr(self, key) is not None]
+        if given and (self.format not in ("auto", "dataset") or not (self.format == "dataset" or self._may_be_saved())):
+            raise ValueError(f"{given[0]}: is for datasets; set input.format: dataset")
+        return self
+
+    def _may_be_saved(self) -> bool:
+        return len(self.path) == 1 and Path(self.path[0]).is_dir()
+
+    def __str__(self) -> str:
+        return ", ".join(self.path)
+
+    @property
+    def is_stdin(self) -> bool:
+        """Whether records come from stdin, and can be read only once."""
+        return "-" in self.path
+
+
+def _as_input(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str | list) else value
+
+
+Input = Annotated[InputConfig, BeforeValidator(_as_input, json_schema_input_type=InputConfig | str | list[str])]
+
+
+class OutputConfig(Section):
+    """Where answers go. A path alone may stand for the section."""
+
+    path: Address = "-"
+    """A local JSONL file is appended to, line by line; `-` is stdout. What cannot be appended to is a folder of parts:
+    a path that ends in `.gz`, `.zst`, `.parquet` or `/`, and any address (`s3://`, `gs://`)."""
+    format: Literal["auto", "jsonl", "parquet", "openai"] = "auto"
+    """`auto` tells by the name: Parquet, or JSONL. `openai`: the lines of OpenAI's Batch API, in JSONL."""
+    model: str | None = None
+    """openai: the model's name in the lines; the config's by default."""
+    part_records: Annotated[int, Field(ge=1)] = 10_000
+    """Records of a part."""
+    part_mib: Annotated[int, Field(ge=1, le=1024)] = 64
+    """MiB of a part, before it is compressed."""
+    storage_options: Settings = {}
+    """Passed to fsspec with an address, for instance `{endpoint_url: ...}`. Credentials come from the environment (or
+    `${NAME}`)."""
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+def _as_output(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+Output = Annotated[OutputConfig, BeforeValidator(_as_output, json_schema_input_type=OutputConfig | str)]
