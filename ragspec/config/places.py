@@ -13,8 +13,8 @@ from ragspec.config.sections import Section, listed
 
 class ColumnNames(Section):
     """The input's own names for the fields of a record (`id`, `query`, `contexts`, `messages`, `prompt`, `reference`,
-    `metadata`, `custom_id`, `body`), for instance `{query: question, contexts: retrieval.passages}`. A dot leads into a nested
-    field. `ragspec inspect` suggests them."""
+    `metadata`, `custom_id`, `body`), for instance `{query: question, contexts: retrieval.passages}`. A dot leads into
+    a nested field. `ragspec inspect` suggests them."""
 
     id: str | None = None
     query: str | None = None

@@ -29,13 +29,13 @@ class Appended(LineFile):
             self.replace(line for _, line in self if not Finished.of(line).failed)
         return (Finished.of(line) for _, line in self)
 
-    def set_aside(self, spill: Spill | None) -> None:  # type: ignore[override]
+    def set_aside(self, spill: Spill | None) -> None:
         """Move what is not to be resumed to NAME.1, NAME.2, ...: nothing written is ever lost."""
         number = free_number(self.path, *([spill.path] if spill else []))
         if spill:
             spill.set_aside(number)
         if self.size:
-            super().set_aside(number)
+            self.move_aside(number)
 
     def finish(self) -> None:
         """Nothing is left to do."""

@@ -99,7 +99,7 @@ class LineFile:
         self._file.close()
         self._file = fresh
 
-    def set_aside(self, number: int) -> None:
+    def move_aside(self, number: int) -> None:
         """Move it to NAME.number, and begin an empty one."""
         self.path.rename(self.path.with_name(f"{self.path.name}.{number}"))
         sync_folder(self.path.parent)

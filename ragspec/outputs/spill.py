@@ -128,7 +128,7 @@ class Spill:
     def set_aside(self, number: int) -> None:
         """Move what an earlier run left to NAME.number."""
         if self._file and self._file.size:
-            self._file.set_aside(number)
+            self._file.move_aside(number)
 
     def copy_aside(self, number: int) -> None:
         """Copy what an earlier run left to NAME.number."""

@@ -108,7 +108,8 @@ def test_the_referee_knows_the_models_choice(referee, sampling):
 
 def test_the_referee_draws_as_the_engine_does(referee):
     """The token that the record's own noise chooses has no shortfall; its neighbours have one."""
-    from ragspec.engine.sampling import Noise, draw, probabilities
+    from ragspec.engine.sampling import Noise, draw
+    from tests.chances import probabilities
 
     sampling = replace(GREEDY, temperature=1.0, seed=7)
     prompt = list(range(5, 30))

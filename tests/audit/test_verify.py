@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from ragspec.engine import sampling as sampling_module
 from ragspec.engine import verify
-from ragspec.engine.sampling import Noise, draw, penalise, probabilities
+from ragspec.engine.sampling import Noise, draw
 from ragspec.engine.verify import agreement, reject
 from ragspec.records import Sampling
+from tests.chances import penalise, probabilities
 
 BELOW_ONE = math.nextafter(1.0, 0.0)
 DRAWS = 2000
