@@ -28,7 +28,8 @@ class Record:
     """One input line. One of `query` (with `contexts`), `messages` and `prompt` becomes the prompt.
 
     messages: {"role", "content"} and what else a chat template may look at. prompt: a text, or the model's token ids.
-    prompts: several of these in one record, each with answers of its own.
+    prompts: several of these in one record, each with answers of its own. raw: the prompt is continued as it is,
+    without chat template and system prompt.
     """
 
     id: str
@@ -40,6 +41,7 @@ class Record:
     sampling: dict[str, Any] = field(default_factory=dict)  # this record's own settings, over the config's
     metadata: dict[str, Any] = field(default_factory=dict)
     model: str | None = None  # that it asks for by name
+    raw: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """A line of OpenAI's Batch API -> Record: {"custom_id", "method", "url", "body": {"messages" | "prompt", ...}}.
 
-Bodies of /v1/chat/completions and /v1/completions. A field that would change the answer in a way that cannot be done is
+Bodies of /v1/chat/completions and /v1/completions, whose prompt is continued as it is. A field that would change the answer in a way that cannot be done is
 the record's error; one with a value that means nothing (null, false, 0, "", [], {}) is not.
 Source: OpenAI's API reference; vLLM 0.32, entrypoints/openai.
 """
@@ -81,6 +81,7 @@ def parse_batch_line(value: dict[str, Any]) -> Record:
         prompts=prompts if len(prompts) > 1 else (),
         sampling=_sampling(given, chat),
         metadata=metadata,
+        raw=not chat,
         model=body["model"] if isinstance(body.get("model"), str) else None,
     )
 

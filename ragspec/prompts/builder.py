@@ -158,6 +158,8 @@ class PromptBuilder:
         if record.messages is not None and self._chat:
             return self._render_chat(self._with_system(list(record.messages))), False  # the template has written them
         text = self._text(record, contexts)
+        if record.raw:
+            return text, True
         if self._chat:
             return self._render_chat(self._with_system([{"role": "user", "content": text}])), False
         if self._config.system is not None:

@@ -44,6 +44,23 @@ def test_messages_keep_their_own_system_prompt():
     assert build(record, tokenizer=ChatTokenizer(), system="config's")[0] == "system: own\nuser: hi"
 
 
+def test_a_developers_message_is_a_system_prompt():
+    record = Record("r", messages=({"role": "developer", "content": "own"}, {"role": "user", "content": "hi"}))
+    assert build(record, tokenizer=ChatTokenizer(), system="config's")[0] == "developer: own\nuser: hi"
+
+
+def test_a_raw_prompt_is_continued_as_it_is():
+    assert build(Record("r", prompt="Once", raw=True), tokenizer=ChatTokenizer(), system="Be brief.")[0] == "Once"
+    assert build(Record("r", prompt="Once"), tokenizer=ChatTokenizer())[0] == "user: Once"
+
+
+def test_a_prompt_may_be_token_ids():
+    record = Record("r", prompt=(72, 105), raw=True)
+    assert build(record, tokenizer=ChatTokenizer())[1].token_ids == [72, 105]
+    with pytest.raises(RecordError, match="the prompt has 2 tokens, over max_prompt_tokens"):
+        build(record, max_prompt_tokens=1)
+
+
 def test_query_prefix_stands_before_the_query():
     assert "Question: Briefly.\nWhy?" in build(RECORD, query_prefix="Briefly.\n")[0]
 
