@@ -1,7 +1,8 @@
 """A line of OpenAI's Batch API -> Record: {"custom_id", "method", "url", "body": {"messages" | "prompt", ...}}.
 
-Bodies of /v1/chat/completions and /v1/completions, whose prompt is continued as it is. A field that would change the answer in a way that cannot be done is
-the record's error; one with a value that means nothing (null, false, 0, "", [], {}) is not.
+Bodies of /v1/chat/completions and /v1/completions, whose prompt is continued as it is. A field that would change the
+answer in a way that cannot be done is the record's error; one with a value that means nothing (null, false, 0, "", [],
+{}) is not.
 Source: OpenAI's API reference; vLLM 0.32, entrypoints/openai.
 """
 
