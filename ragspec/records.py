@@ -146,6 +146,10 @@ class Tokenizer(Protocol):
     has_chat_template: bool
 
     @property
+    def size(self) -> int:
+        """How many tokens it has."""
+
+    @property
     def controls(self) -> Controls | None:
         """Its control words, None where it has none."""
 

@@ -55,11 +55,15 @@ def run_batch(
 ) -> None:
     """Answer an OpenAI batch file; rerun to continue after an interruption."""
     from ragspec.config.load import config_of
+    from ragspec.config.translate.autogluon import is_autogluon
     from ragspec.config.yaml_file import read_yaml
     from ragspec.errors import ConfigError
 
     set_debug(debug)
-    raw: dict[str, Any] = read_yaml(config) if config else {"sampling": SAMPLING, "speculation": {"method": METHOD}}
+    raw: dict[str, Any] = read_yaml(config) if config else {}
+    if not is_autogluon(raw):
+        raw["sampling"] = SAMPLING | (raw.get("sampling") or {})
+        raw["speculation"] = raw.get("speculation") or {"method": METHOD}
     given = {
         "model": model,
         "runner": runner,

@@ -27,13 +27,16 @@ def inspect(
     from ragspec.cli.options import quiet_pipe
     from ragspec.config.check import validate
     from ragspec.config.places import InputConfig
+    from ragspec.config.veil import Veil
     from ragspec.run.inspection import inspect as look
 
     set_debug(debug)
     given = {"path": path, "format": format, "split": split, "name": name}
     config = validate(InputConfig, {key: value for key, value in given.items() if value is not None}, "command line")
     assert isinstance(config, InputConfig)
-    found = look(config)
+    veil = Veil(config.model_dump())
+    with veil.over_errors():
+        found = look(config)
     console = stderr()
     rows = "" if found.rows is None else f", {found.rows:,} rows"
     console.print(f"{config}{rows}", markup=False)
@@ -45,7 +48,7 @@ def inspect(
             yaml.safe_dump({"input": {**asked, "columns": found.mapping}}, sys.stdout, sort_keys=False)
         return
     if found.record is None:
-        console.print(f"the first row is no record: {found.error}", markup=False, style="yellow")
+        console.print(f"the first row is no record: {veil(found.error)}", markup=False, style="yellow")
         raise typer.Exit(1)
     record = found.record
     fields = {"query": record.query, "messages": record.messages, "prompt": record.prompt}

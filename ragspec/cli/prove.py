@@ -78,6 +78,7 @@ def doctor(
     """Show what this machine has and what a config would do on it."""
     from ragspec.cli.console import stderr
     from ragspec.config.places import InputConfig
+    from ragspec.config.veil import Veil
     from ragspec.run.doctor import examine_config, examine_machine
     from ragspec.run.input_check import examine_input
 
@@ -94,8 +95,9 @@ def doctor(
         given = InputConfig(path=[input])
     if given is not None:
         findings.append(examine_input(given))
+    veil = Veil(given.model_dump() if given is not None else {})
     console, styles = stderr(), {"ok": "green", "note": "yellow", "error": "red"}
     for finding in findings:
-        console.print(f"{finding.level:5} {finding.text}", markup=False, style=styles[finding.level])
+        console.print(f"{finding.level:5} {veil(finding.text)}", markup=False, style=styles[finding.level])
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(2)

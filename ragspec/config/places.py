@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ragspec.config.secret import Address, Settings
+from ragspec.config.secret import Place, Settings
 from ragspec.config.sections import Section, listed
 
 
@@ -36,7 +36,7 @@ class InputConfig(Section):
     """Where records come from. A path alone, or a list of them, may stand for the section."""
 
     path: Annotated[
-        list[Annotated[Address, Field(min_length=1)]],
+        list[Annotated[Place, Field(min_length=1)]],
         Field(min_length=1),
         BeforeValidator(listed, json_schema_input_type=str | list[str]),
     ]
@@ -85,7 +85,7 @@ Input = Annotated[InputConfig, BeforeValidator(_as_input, json_schema_input_type
 class OutputConfig(Section):
     """Where answers go. A path alone may stand for the section."""
 
-    path: Address = "-"
+    path: Place = "-"
     """A local JSONL file is appended to, line by line; `-` is stdout. What cannot be appended to is a folder of parts:
     a path that ends in `.gz`, `.zst`, `.parquet` or `/`, and any address (`s3://`, `gs://`)."""
     format: Literal["auto", "jsonl", "parquet", "openai"] = "auto"

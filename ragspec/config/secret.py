@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, WrapValidator
 
-from ragspec.config.secret_words import LOGIN, is_secret, names_secret, secret_parts
+from ragspec.config.secret_words import LOGIN, SIGNED, is_secret, names_secret, secret_parts
 from ragspec.errors import ConfigError
 
 REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)\}")  # of an environment variable
@@ -129,11 +129,11 @@ def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _shown(value: Any) -> str:
-    """Return a secret's placeholder: the address without its login, or a hash that shows when it has changed."""
+    """Return a secret's placeholder: an address without login and signature, or a hash that shows when it changes."""
     text = str(value)
     shown = f"secret:{hashlib.pbkdf2_hmac('sha256', text.encode(), b'ragspec', ROUNDS, 4).hex()}"
-    without = LOGIN.sub(shown, text)
-    return shown if without == text or secret_parts(LOGIN.sub("", text)) else without
+    without = re.sub(SIGNED, shown, LOGIN.sub(shown, text))
+    return shown if without == text or secret_parts(re.sub(SIGNED, "", LOGIN.sub("", text))) else without
 
 
 def _from_environment(found: re.Match[str]) -> str:
@@ -150,6 +150,20 @@ def _address(value: Any, read: Any) -> Any:
     if not isinstance(text, str) or not LOGIN.search(text):
         return text
     return Secret(_shown(text), text, tuple(secret_parts(text)))
+
+
+def _place(value: Any, read: Any) -> Any:
+    if isinstance(value, Secret):
+        return value
+    text = read(value)
+    if not isinstance(text, str):
+        return text
+    besides = REFERENCE.sub("", text)
+    if besides != text and not LOGIN.search(besides) and not re.search(SIGNED, besides):
+        return Secret(text, text)
+    if LOGIN.search(text) or re.search(SIGNED, text):
+        return Secret(_shown(text), text, tuple(secret_parts(text)))
+    return text
 
 
 def _kept(value: Any, read: Any) -> Any:
@@ -169,3 +183,4 @@ def _settings(value: dict[str, Any]) -> dict[str, Any]:
 Settings = Annotated[dict[str, Any], AfterValidator(_settings)]  # arguments passed on to a library
 StringSettings = Annotated[dict[str, Annotated[str, WrapValidator(_kept)]], AfterValidator(_settings)]
 Address = Annotated[str, WrapValidator(_address)]  # a name, a path, or an address that may contain a login
+Place = Annotated[str, WrapValidator(_place)]  # where files are, which a ${NAME} may be part of

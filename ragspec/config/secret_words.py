@@ -30,6 +30,11 @@ HARMLESS = {
 VOCABULARY = re.compile(r"<[^<>]*>|\[[A-Za-z_]+\]|[\d.]+|.{0,2}")  # what a token of a vocabulary looks like, or its id
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
+# what signs an address
+SIGNED = (
+    r"(?<=[?&])(?i:(?:X-(?:Amz|Goog)-)?(?:Signature|Security-Token|Credential)|sig|token|api_key|apikey|access_token)"
+    r"=[^&\s\"':]{4,}"
+)
 SHAPES = re.compile(
     r"\bhf_(?:(?=\w*[0-9A-Z])\w{8,}|[a-z]{16,})"  # Hugging Face
     r"|\bapi_org_\w{16,}"
@@ -42,7 +47,7 @@ SHAPES = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*"
     r"|\b[Bb]earer\s+[\w.~+/-]{8,}=*"
     r"|\b(?:AccountKey|SharedAccessSignature|Password|Pwd)=[^;\s\"']{4,}"  # connection strings
-    r"|(?<=[?&])(?:sig|signature|token|api_key|apikey|access_token|X-Amz-Signature)=[^&\s\"']{4,}"
+    rf"|{SIGNED}"
 )
 LOGIN = re.compile(r"(?<=://)[^\s/@:\"']*:[^\s/@\"']+(?=@)")  # user:password of an address
 NAMED = re.compile(r"""(["']?)(\b[A-Za-z_][\w.-]*)\1\s*[:=]\s*(["'])((?:(?!\3).)+)\3""")  # key: "value", key='value'

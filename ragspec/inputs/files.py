@@ -47,7 +47,7 @@ def files_of(paths: Iterable[str], options: Mapping[str, Any] | None = None) -> 
     options: of the file systems of addresses.
     """
     found: list[str] = []
-    for path in paths:
+    for path in map(storage.local_path, paths):
         if storage.is_url(path):
             found += _elsewhere(path, options)
         elif path == "-" or Path(path).is_file() or not (glob.has_magic(path) or Path(path).is_dir()):
@@ -126,7 +126,7 @@ def _records(folder: str, names: Iterable[str]) -> list[str]:
         name
         for name in names
         if name.lower().endswith(endings)
-        and name not in BESIDE
+        and name.rpartition("/")[2] not in BESIDE
         and not any(part.startswith((".", "_")) for part in name.split("/"))
     )
     if not files:

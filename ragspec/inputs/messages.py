@@ -4,7 +4,7 @@
 ({'role': 'user', 'content': 'Why?'},)
 
 Source: vLLM 0.32, renderers/chat_utils.py: text parts are joined by line ends, the arguments of tool calls become
-objects, what a message lacks is an empty text.
+objects, the content that an assistant's message with tool calls lacks is an empty text.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from ragspec.errors import ConfigError, flat
 
@@ -42,7 +44,12 @@ SHOWN = 200  # characters of what a library says
 
 def is_url(path: str) -> bool:
     """Return whether `path` is an address of fsspec's, rather than a file here."""
-    return URL.match(path) is not None
+    return URL.match(path) is not None and not path.lower().startswith("file://")
+
+
+def local_path(path: str) -> str:
+    """Return `path`, or the file here that a file:// address means."""
+    return url2pathname(urlsplit(path).path) if path.lower().startswith("file://") else path
 
 
 def filesystem(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
@@ -68,16 +75,21 @@ def filesystem(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any,
     return system, path
 
 
-def open_url(url: str, options: Mapping[str, Any] | None = None) -> IO[bytes]:
-    """Return a file open for reading, read in pieces as it is needed. Raises ConfigError and OSError."""
+def open_url(url: str, options: Mapping[str, Any] | None = None, *, seeks: bool = False) -> IO[bytes]:
+    """Return a file open for reading, in pieces as they are needed. seeks: not only from its begin to its end.
+
+    Raises ConfigError and OSError.
+    """
     system, path = filesystem(url, options)
+    web = url.lower().startswith(("http://", "https://"))  # not every server there sends parts of files
     with told(url):
-        return io.BufferedReader(_Told(url, system.open(path, "rb")))
+        file = system.open(path, "rb", **({"block_size": 0} if web and not seeks else {}))
+        return io.BufferedReader(_Told(url, file))
 
 
-def open_binary(path: str, options: Mapping[str, Any] | None = None) -> IO[bytes]:
+def open_binary(path: str, options: Mapping[str, Any] | None = None, *, seeks: bool = False) -> IO[bytes]:
     """Return a file open for reading, here or elsewhere. Raises ConfigError and OSError."""
-    return open_url(path, options) if is_url(path) else Path(path).open("rb")
+    return open_url(path, options, seeks=seeks) if is_url(path) else Path(local_path(path)).open("rb")
 
 
 class _Told(io.RawIOBase):
@@ -122,8 +134,13 @@ def told(url: str) -> Iterator[None]:
             raise
         number = next((number for kind, number in NUMBERS.items() if isinstance(error, kind)), errno.EIO)
         raise OSError(number, reason(error), url) from error
-    except network_errors() as error:
+    except refusals() as error:
         raise OSError(errno.EIO, reason(error), url) from error
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """Return what fsspec and the libraries behind it raise beside OSErrors."""
+    return (ValueError, *network_errors())  # ValueError: a server that does not send parts of files, for instance
 
 
 def network_errors() -> tuple[type[Exception], ...]:

@@ -38,7 +38,7 @@ class TableSource(NumberedRows):
 
     def _open(self, kind: str, stack: ExitStack) -> None:
         try:
-            file = stack.enter_context(open_binary(self._path, self._options))
+            file = stack.enter_context(open_binary(self._path, self._options, seeks=True))
             if kind == "parquet":
                 import pyarrow.parquet
 

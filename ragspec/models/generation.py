@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -108,7 +109,8 @@ class GenerationRules:
 
     def processors(self, sampling: Sampling, prompt_tokens: int) -> Processors | None:
         """Return what an answer's logits go through; None if nothing changes them."""
-        if self._known.get(sampling) is False:
+        kind = replace(sampling, seed=0)  # a record may have a seed of its own
+        if self._known.get(kind) is False:
             return None
         model = self._model
         try:
@@ -128,7 +130,7 @@ class GenerationRules:
                 f"this version of transformers is not supported ({error}); use transformers 5.16 to 5.19"
             ) from error
         # which ones there are depends only on the sampling
-        self._known[sampling] = bool(found)
+        self._known[kind] = bool(found)
         return Processors(found) if found else None
 
     def depends_on_prompt(self, sampling: Sampling) -> bool:

@@ -71,6 +71,11 @@ class HFTokenizer:
         text: str = self.inner.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
+    @property
+    def size(self) -> int:
+        """How many tokens it has."""
+        return len(self.inner)
+
     def piece(self, token_id: int) -> str:
         """Return the text of one token, a control token's name included."""
         text: str = self.inner.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -98,12 +98,17 @@ def _costs(flight: Flight, answers: Sequence[Generation], runner: Runner) -> dic
     undrafted = next((each.undrafted for each in written if each.undrafted), "")
     return {
         "prompt_tokens": flight.prompt_tokens,
-        "cached_prompt_tokens": sum(each.cached_prompt_tokens for each in written),
+        "cached_prompt_tokens": cached_tokens(flight, answers),
         "output_tokens": sum(len(each.token_ids) for each in answers),
         "time_to_first_token_s": round(min(firsts), 4) if firsts else None,
         "latency_s": round(max(each.latency_s for each in answers), 4),
         "speculation": spec.to_json(runner.method) | ({"off": undrafted} if undrafted else {}),
     }
+
+
+def cached_tokens(flight: Flight, answers: Sequence[Generation]) -> int:
+    """Return how many of the prompts' tokens were not computed; further answers to a prompt find all of it."""
+    return sum(each.cached_prompt_tokens for each in answers[:: flight.n])
 
 
 def texts_of(flight: Flight, answers: Sequence[Generation], tokenizer: Tokenizer) -> list[str]:

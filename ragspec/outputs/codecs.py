@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -52,7 +53,7 @@ class Lines:
     def _lines(self, data: bytes) -> list[bytes]:
         try:
             return self.unpack(data).splitlines(keepends=True)
-        except (OSError, EOFError, zstandard.ZstdError) as error:
+        except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
             raise ValueError(f"the compressed data is damaged ({error})") from None
 
 
@@ -77,6 +78,7 @@ PLAIN, GZIP, ZSTD = (
 
 def codec_of(path: str, format: str = "auto") -> Codec:
     """Return how the parts of the output `path` are written; compressed lines where its name does not say."""
+    path = path.rstrip("/")
     if format == "parquet" or (format == "auto" and path.endswith(".parquet")):
         from ragspec.outputs.parquet import Parquet
 

@@ -18,6 +18,7 @@ from ragspec.inputs.storage import filesystem, told
 from ragspec.outputs.appended import free_number
 from ragspec.outputs.linefile import sync_folder
 
+OBJECTS = {"s3", "s3a", "gs", "gcs"}  # stores whose files can be created exclusively
 TAKEN = "is there already, with other answers: another run is writing this output"
 
 
@@ -86,6 +87,7 @@ class RemoteFolder:
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self.url = url.rstrip("/")
         self._system, self._path = filesystem(self.url, options)
+        self._exclusive = self.url.partition("://")[0].lower() in OBJECTS
 
     def names(self) -> list[str]:
         return self._listed(self._path)
@@ -107,15 +109,29 @@ class RemoteFolder:
         url = f"{self.url}/{name}"
         with told(url):
             try:
-                self._system.pipe_file(f"{self._path}/{name}", data, mode="create")
+                if self._exclusive:
+                    self._system.pipe_file(f"{self._path}/{name}", data, mode="create")
+                elif self._system.exists(f"{self._path}/{name}"):
+                    raise FileExistsError
+                else:
+                    self.put(name, data)
             except FileExistsError:
                 # ours, if the connection broke after it was stored, and it was sent again
                 if self.read(name) != data:
                     raise FileExistsError(17, TAKEN, url) from None
 
     def put(self, name: str, data: bytes) -> None:
+        path = f"{self._path}/{name}"
         with told(f"{self.url}/{name}"):
-            self._system.pipe_file(f"{self._path}/{name}", data)
+            if self._exclusive:  # an object is there as a whole, or not at all
+                self._system.pipe_file(path, data)
+                return
+            self._system.makedirs(self._path, exist_ok=True)
+            draft = f"{self._path}/.{name}.draft"
+            self._system.pipe_file(draft, data)
+            if self._system.exists(path):
+                self._system.rm_file(path)
+            self._system.mv(draft, path)
 
     def delete(self, name: str) -> None:
         with told(f"{self.url}/{name}"):

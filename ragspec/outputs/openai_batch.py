@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ragspec.outputs.answers import Failed, Flight, texts_of
+from ragspec.outputs.answers import Failed, Flight, cached_tokens, texts_of
 from ragspec.outputs.ledger import LINE
 from ragspec.outputs.likelihood import told, told_of_completion
 from ragspec.records import Generation
@@ -45,7 +45,7 @@ class OpenAIBatch:
                 "prompt_tokens": flight.prompt_tokens,
                 "completion_tokens": written,
                 "total_tokens": flight.prompt_tokens + written,
-                "prompt_tokens_details": {"cached_tokens": answers[0].cached_prompt_tokens},
+                "prompt_tokens_details": {"cached_tokens": cached_tokens(flight, answers)},
             },
         }
         return _line(flight.record.id, flight.fingerprint, 200, body, None)

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
-from ragspec.errors import ConfigError
+from ragspec.errors import ConfigError, flat
 from ragspec.outputs.ledger import Finished
 
 AS_JSON = ("metadata", "logprobs")
@@ -35,7 +36,10 @@ class Parquet:
     def encode(self, lines: Sequence[bytes]) -> bytes:
         """Return the file's content."""
         rows = [_row(orjson.loads(line)) for line in lines]
-        return self._written(self._arrow.Table.from_pylist(rows, schema=self.schema))
+        try:
+            return self._written(self._arrow.Table.from_pylist(rows, schema=self.schema))
+        except self._arrow.ArrowException as error:
+            raise OSError(errno.EINVAL, f"cannot be written as Parquet ({flat(error, 160)})") from None
 
     def finished(self, data: bytes) -> list[Finished]:
         """Return what its rows finish."""
@@ -67,7 +71,7 @@ def _schema(arrow: Any) -> Any:
     text, whole, real = arrow.string(), arrow.int64(), arrow.float64()
     speculation = {
         "method": text, "steps": whole, "drafted": whole, "accepted": whole, "acceptance_rate": real,
-        "mean_acceptance_length": real,
+        "mean_acceptance_length": real, "off": text,
     }  # fmt: skip
     columns = {
         "id": text,

@@ -71,6 +71,10 @@ class RunState:
     def check_names(self) -> None:
         """Raise ConfigError if what belongs to the output belongs to another one too."""
 
+    def is_ours(self) -> bool:
+        """Return whether it says what a run of ragspec's writes there."""
+        return isinstance(self.read().get("config"), dict)
+
     def began_by(self) -> str | None:
         """Return the runner that began the output; None if that is not known."""
         config = self.read().get("config")

@@ -7,13 +7,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ragspec.config.places import OutputConfig
 from ragspec.config.secret import revealed
 from ragspec.errors import ConfigError
-from ragspec.inputs.storage import is_url
+from ragspec.inputs.storage import is_url, local_path
 from ragspec.models.resolve import cache_dir
 from ragspec.outputs import parts
 from ragspec.outputs.appended import Appended
@@ -27,9 +29,14 @@ PACKED = (".gz", ".zst", ".parquet")
 
 
 class Target(Protocol):
-    """An output that can be resumed. name: for messages. pending: lines ahead of their turn wait there."""
+    """An output that can be resumed. name: for messages. address: secrets in the clear. is_folder: of parts.
+
+    pending: lines ahead of their turn wait there.
+    """
 
     name: str
+    address: str
+    is_folder: bool
     pending: Path
     state: RunState
     statistics: Document
@@ -49,10 +56,10 @@ class Target(Protocol):
 
 def target_of(config: OutputConfig) -> Target | None:
     """Return what an output means; None for stdout, pipes and devices, which keep nothing. Raises ConfigError."""
-    path = revealed(config.path)
+    path = local_path(revealed(config.path))
     if path == "-" or path.startswith("/dev/"):
         return None
-    if config.format in ("jsonl", "openai") and path.endswith(".parquet"):
+    if config.format in ("jsonl", "openai") and path.rstrip("/").endswith(".parquet"):
         raise ConfigError(f"output.format: {config.format}, but {config.path} ends in .parquet")
     there = Path(path)
     elsewhere = is_url(path)
@@ -67,8 +74,10 @@ def target_of(config: OutputConfig) -> Target | None:
 class FileTarget:
     """One local file of lines; what belongs to it lies beside it."""
 
+    is_folder = False
+
     def __init__(self, path: str) -> None:
-        self.name = path
+        self.name = self.address = path
         self.path = Path(path)
         self.pending = sibling(path, PENDING)
         self.state: RunState = FileState(path)
@@ -94,36 +103,56 @@ class FileTarget:
         }
 
 
+def _endpoint(options: Mapping[str, Any]) -> list[Any]:
+    """Return what says whose object store an address is in."""
+    client = options.get("client_kwargs") or {}
+    named = [options.get("endpoint_url"), client.get("endpoint_url") if isinstance(client, dict) else None]
+    return [*named, *(os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))]
+
+
 class PartsTarget:
     """A folder of parts, here or elsewhere. What is not sealed lies in it, or in the user's cache folder."""
 
+    is_folder = True
+
     def __init__(self, config: OutputConfig) -> None:
         self.name = str(config.path)
-        path = revealed(config.path)
+        self.address = path = local_path(revealed(config.path))
         self._records, self._size = config.part_records, config.part_mib << 20
         self._codec: Codec = codec_of(path, config.format)
         self._folder: Folder
         self._own: dict[str, Path] = {}
         if is_url(path):
-            self._folder = RemoteFolder(path, revealed(config.storage_options))
-            key = hashlib.sha256(path.rstrip("/").encode()).hexdigest()[:16]
-            self._local = cache_dir() / "spool" / key
+            options = revealed(config.storage_options)
+            self._folder = RemoteFolder(path, options)
+            # the same address is another place at another endpoint; what is hashed shows no password
+            key = "\0".join([self.name.rstrip("/"), *map(str, _endpoint(options))])
+            self._local = cache_dir() / "spool" / hashlib.sha256(key.encode()).hexdigest()[:16]
             state: Document = RemoteDocument(self._folder, parts.STATE)
             self.statistics: Document = RemoteDocument(self._folder, parts.STATISTICS)
         else:
-            self._folder = LocalFolder(Path(path))
-            self._local = Path(path) / "_unsealed"
-            self._own = {"output": Path(path)}
-            state = LocalDocument(Path(path) / parts.STATE)
-            self.statistics = LocalDocument(Path(path) / parts.STATISTICS)
+            here = Path(path).resolve()
+            self._folder = LocalFolder(here)
+            self._local = here / "_unsealed"
+            self._own = {"output": here}
+            state = LocalDocument(here / parts.STATE)
+            self.statistics = LocalDocument(here / parts.STATISTICS)
         self.pending = self._local / parts.WAITING
         self.state = RunState(self.name, state)
 
     def open(self) -> Parts:
+        if not self.begun() and (other := self._others()):
+            raise ConfigError(
+                f"{self.name}: has {other} already, and no {parts.STATE} of ragspec's; choose another --output"
+            )
         return Parts(self._folder, self._codec, self._local, records=self._records, size=self._size)
 
     def begun(self) -> bool:
-        return bool(self.state.read())
+        return self.state.is_ours()
+
+    def _others(self) -> str:
+        """Return a file that a run would write over and that is somebody else's, "" if there is none."""
+        return next(iter({parts.STATE, parts.STATISTICS, parts.MANIFEST} & set(self._folder.names())), "")
 
     def whereabouts(self) -> list[str]:
         spool = self._local / parts.SPOOL

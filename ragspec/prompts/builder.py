@@ -113,6 +113,8 @@ class PromptBuilder:
 
     def _encode(self, record: Record, contexts: tuple[Passage, ...]) -> list[int]:
         if isinstance(record.prompt, tuple):
+            if (highest := max(record.prompt)) >= self._tokenizer.size:
+                raise RecordError(f'"prompt": the model has no token {highest}, only 0 to {self._tokenizer.size - 1}')
             return list(record.prompt)
         written = self._compose(record, contexts)
         return self._tokenizer.encode(written.text, special_tokens=written.special_tokens, own=written.own)

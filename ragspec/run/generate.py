@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ragspec.config.places import InputConfig
 from ragspec.config.run import RunConfig
+from ragspec.config.secret import revealed
 from ragspec.errors import ConfigError
 from ragspec.inputs.base import within
 from ragspec.inputs.files import files_of
@@ -15,7 +16,7 @@ from ragspec.inputs.storage import is_url
 from ragspec.outputs.base import Document
 from ragspec.outputs.journal import Journal
 from ragspec.outputs.runstate import LocalDocument, check_writable
-from ragspec.outputs.target import target_of
+from ragspec.outputs.target import Target, target_of
 from ragspec.run.choice import choose
 from ragspec.run.experience import remember
 from ragspec.run.local import LocalPass, Report
@@ -41,8 +42,8 @@ def generate(
         raise ConfigError("input: missing; set it in the config, or give --input FILE (- for stdin)")
     if retry_failed and limit is not None:
         raise ConfigError("--retry-failed drops all error lines: it cannot be combined with --limit")
-    _check_paths(config, config.input, stats_path)
     with config.veil().over_errors(), ExitStack() as stack:
+        _check_paths(config, config.input, stats_path)
         source = stack.enter_context(open_source(config.input))
         count = source.count()
         target = target_of(config.output)
@@ -74,21 +75,17 @@ def generate(
 
 
 def _check_paths(config: RunConfig, given: InputConfig, stats_path: str | None) -> None:
-    """Raise ConfigError if one local file would have two uses. The files beside the output count too."""
-    read = [path for path in files_of([path for path in given.path if not is_url(path)]) if path != "-"]
-    uses = [(f"the input {name}" if len(read) > 1 else "the input", Path(name)) for name in read]
+    """Raise ConfigError if one file would have two uses. The files beside the output count too."""
     target = target_of(config.output)
+    read = _read(given)
+    if target is not None:
+        _check_places(target, given, read)
+    here = [path for path in read if not is_url(path)]
+    uses = [(f"the input {name}" if len(here) > 1 else "the input", Path(name)) for name in here]
     written = target.files() if target else {}
     if stats_path is not None:
         written.pop("the statistics", None)
         written["--stats"] = Path(stats_path)
-    folders = [Path(path).resolve() for path in given.path if Path(path).is_dir()]
-    if "output" in written:
-        output = written["output"].resolve()
-        if any(folder == output or folder in output.parents for folder in folders):
-            raise ConfigError(
-                f"{config.output}: lies in the input's folder, and would be read as records; choose another --output"
-            )
     taken: dict[Path, str] = {}
     for use, path in [*uses, *written.items()]:
         if str(path).startswith("/dev/"):
@@ -96,6 +93,33 @@ def _check_paths(config: RunConfig, given: InputConfig, stats_path: str | None) 
         other = taken.setdefault(path.resolve(), use)
         if other != use:
             raise ConfigError(f"{path} would be both {other} and {use}; choose another --output")
+
+
+def _read(given: InputConfig) -> list[str]:
+    """Return the files and addresses of an input; none of a dataset."""
+    if given.format == "dataset":
+        return []
+    return [path for path in files_of(revealed(given.path), revealed(given.storage_options)) if path != "-"]
+
+
+def _check_places(target: Target, given: InputConfig, read: list[str]) -> None:
+    """Raise ConfigError if the output lies where records are read, or records where it is written."""
+    place = _place(target.address)
+    # a file is not in itself: that both are the same one is said later, and better
+    if any(_is_in(place, _place(path)) for path in revealed(given.path) if is_url(path) or Path(path).is_dir()):
+        raise ConfigError(
+            f"{target.name}: lies in the input's folder, and would be read as records; choose another --output"
+        )
+    if target.is_folder and (inside := next((path for path in read if _is_in(_place(path), place)), None)):
+        raise ConfigError(f"{target.name}: the input {inside} lies in it; choose another --output")
+
+
+def _place(path: str) -> str:
+    return path.rstrip("/") if is_url(path) else str(Path(path).resolve())
+
+
+def _is_in(inner: str, outer: str) -> bool:
+    return inner == outer or inner.startswith(f"{outer}/")
 
 
 def _write_stats(summary: RunSummary, path: Path | None, journal: Journal) -> None:

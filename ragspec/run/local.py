@@ -16,7 +16,7 @@ from ragspec.inputs.base import Row, Source
 from ragspec.inputs.feed import Feed, Spread
 from ragspec.inputs.record import line_id
 from ragspec.inputs.values import record_id
-from ragspec.outputs.answers import Failed, Flight, distinct
+from ragspec.outputs.answers import Failed, Flight, Native, distinct
 from ragspec.outputs.journal import Journal
 from ragspec.outputs.ledger import fingerprint
 from ragspec.outputs.shapes import shape_of
@@ -61,7 +61,7 @@ class LocalPass:
         self._stage = Stage(session.retriever, self._unfinished) if session.retriever else None
         self._total = total
         self._veil = config.veil()
-        self._shape = shape_of(config)
+        self._shape = Native() if keep_details else shape_of(config)
         self._gathering = Gathering()
         self._reader = Reader(session)
         self._changed = 0

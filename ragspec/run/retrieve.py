@@ -10,10 +10,11 @@ from typing import Any
 import orjson
 
 from ragspec.config.sections import RetrievalConfig
-from ragspec.errors import RecordError
+from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.base import Row
 from ragspec.inputs.feed import Feed
 from ragspec.inputs.opening import open_source
+from ragspec.outputs.codecs import codec_of
 from ragspec.outputs.journal import Journal
 from ragspec.retrieval.evaluate import evaluate
 from ragspec.retrieval.search import Retriever
@@ -32,6 +33,8 @@ class Passed:
 def stream(config: RetrievalConfig, source: str, output: str, limit: int | None = None) -> Passed:
     """Copy the lines of `source` to `output`, contexts added; a line that is not JSON becomes an error line."""
     passed = Passed()
+    if codec_of(output).ending == ".parquet":
+        raise ConfigError(f"{output}: records with contexts are written as JSONL; choose another name")
     with open_source(source) as lines:
         stage = Stage(Retriever(config))
         with Journal(output, resume=False) as journal, closing(stage.fill(Feed(lines, limit))) as filled:

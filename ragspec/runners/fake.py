@@ -47,6 +47,7 @@ class ByteTokenizer:
 
     has_chat_template = False
     controls = None
+    size = 256
 
     def encode(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[int]:
         return list(text.encode())
