@@ -57,7 +57,6 @@ def run_batch(
     from ragspec.config.load import config_of
     from ragspec.config.translate.autogluon import is_autogluon
     from ragspec.config.yaml_file import read_yaml
-    from ragspec.errors import ConfigError
 
     set_debug(debug)
     raw: dict[str, Any] = read_yaml(config) if config else {}
@@ -81,6 +80,4 @@ def run_batch(
     run_config, notes = config_of(
         raw, config or "run-batch", [*settings, *(override or ())], input=input, output=output
     )
-    if run_config.model is None and run_config.runner != "fake":
-        raise ConfigError("--model: missing; name the model that is to answer (a hub id, a folder, or demo)")
     run(run_config, notes, limit=limit, resume=resume, retry_failed=retry_failed, stats_path=stats)

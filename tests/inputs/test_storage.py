@@ -121,7 +121,10 @@ def test_the_web(tmp_path):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         address = f"http://127.0.0.1:{server.server_port}"
-        assert read(f"{address}/a.jsonl?token=1")[0] == RECORDS
+        assert read(f"{address}/a.jsonl?part=1")[0] == RECORDS
+        many = [{"id": str(i), "query": "x" * 1000} for i in range(12_000)]  # more than is read at once
+        write_jsonl(tmp_path / "many.jsonl", many)  # this server does not send parts of files
+        assert read(f"{address}/many.jsonl")[0] == many
         with pytest.raises(ConfigError, match="File not found"):
             read(f"{address}/b.jsonl")
     finally:

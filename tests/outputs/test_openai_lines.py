@@ -135,3 +135,31 @@ def test_greedy_answers_are_written_once(tmp_path):
     assert line["outputs"] == ["ne"] * 3
     assert line["output_tokens"] == 6
     assert summary.output_tokens == 2  # of which tokens per second are made
+
+
+def test_a_line_that_is_wrong_keeps_its_own_name(answered):
+    records = [{"id": "mine", "custom_id": "theirs", "body": {"prompt": "p", "stream": True}}]
+    _, lines = answered(records)
+    assert lines[0]["custom_id"] == "theirs"
+
+
+def test_a_token_that_the_model_has_not_is_that_lines_error(answered):
+    bodies = [{"prompt": [65, 256]}, {"prompt": [3_000_000_000]}, {"prompt": [65, 66]}]
+    _, lines = answered([{"custom_id": f"c{i}", "body": body} for i, body in enumerate(bodies)])
+    assert [line["response"]["status_code"] for line in lines] == [400, 400, 200]
+    assert "the model has no token 256, only 0 to 255" in lines[0]["error"]["message"]
+
+
+def test_a_benchmark_reads_its_own_form_of_lines(tmp_path):
+    from ragspec.inputs.opening import open_source
+    from ragspec.outputs.journal import Journal
+    from ragspec.run.local import LocalPass
+    from ragspec.run.session import prepare
+
+    source = write_jsonl(tmp_path / "in.jsonl", [{"id": "a", "prompt": "one"}])
+    raw = {"runner": "fake", "input": source, "output": {"path": "-", "format": "openai"}}
+    session = prepare(build_config(raw))
+    with open_source(source) as rows, Journal(str(tmp_path / "out.jsonl")) as journal:
+        LocalPass(session, rows, journal, keep_details=True).answer()
+    (line,) = read_jsonl(tmp_path / "out.jsonl")
+    assert line["token_ids"]

@@ -349,3 +349,100 @@ def test_parquet_says_what_lines_say(tmp_path):
         if "speculation" in line:  # what is null in a line is null in a column
             line["speculation"] = {k: line["speculation"].get(k) for k in told["speculation"]}
         assert told == {key: value for key, value in line.items() if value is not None}
+
+
+def test_parts_are_not_read_as_records_by_the_next_run(place, tmp_path):
+    """Whatever way the input names the place of the output."""
+    ask = {"runner": "fake"}
+    for name in ("in/answers/", "in/"):
+        with pytest.raises(ConfigError, match="lies in the input's folder"):
+            generate(build_config(ask | {"input": made(place, "in"), "output": place.path(name)}))
+    source = f"{place.path('in')}/**/*.zst"
+    made(place, "in")
+    output = {"output": place.path("in/answers/"), "input": source}
+    target_of(config_of(place, "in/answers/")).open().close()
+    write(place, "in/answers/", "a")
+    with pytest.raises(ConfigError, match=r"the input .*part-00000.jsonl.zst lies in it"):
+        generate(build_config(ask | output))
+
+
+def made(place, name):
+    """Return the path of a folder with records."""
+    data = zstandard.ZstdCompressor().compress(b'{"id": "a", "prompt": "p"}\n')
+    target = target_of(config_of(place, f"{name}/"))
+    if isinstance(place, Here):
+        Path(place.path(name)).mkdir(parents=True, exist_ok=True)
+    target._folder.put("records.jsonl.zst", data)
+    return place.path(name)
+
+
+def test_a_folder_of_somebody_elses_is_not_written_to(place):
+    made(place, "site")
+    target_of(config_of(place, "site/"))._folder.put("manifest.json", b'{"name": "site"}')
+    with pytest.raises(ConfigError, match=r"site/: has manifest.json already, and no run.json of ragspec's"):
+        journal(place, "site/")
+    assert place.files("site/")["manifest.json"] == b'{"name": "site"}'
+
+
+def test_the_folder_that_one_is_in_may_be_the_output(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for key in "ab":
+        with Journal(".", IDENTITY, resume=False) as sink:
+            sink.put(0, answer(key))
+    assert (tmp_path.with_name(f"{tmp_path.name}.1") / "part-00000.jsonl.zst").is_file()
+
+
+def test_the_same_address_elsewhere_has_a_spool_of_its_own(s3, tmp_path):
+    with environment(RAGSPEC_CACHE=str(tmp_path)):
+        spools = [
+            target_of(OutputConfig(path="s3://box/a/", storage_options=options)).pending
+            for options in ({}, {"endpoint_url": "http://127.0.0.1:9"}, {"client_kwargs": {"endpoint_url": "x"}})
+        ]
+    assert len(set(spools)) == 3
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_a_slash_at_the_end_changes_nothing(tmp_path, slash):
+    assert codec_of(f"{tmp_path}/a.parquet{slash}").ending == ".parquet"
+    with pytest.raises(ConfigError, match=r"ends in \.parquet"):
+        target_of(OutputConfig(path=f"{tmp_path}/a.parquet{slash}", format="openai"))
+
+
+def test_an_address_of_this_machine_is_a_path(tmp_path):
+    with Journal(f"file://{tmp_path}/a%20b/", IDENTITY) as sink:
+        sink.put(0, answer("a"))
+    assert (tmp_path / "a b" / "part-00000.jsonl.zst").is_file()
+
+
+def test_a_store_without_exclusive_files_gets_whole_ones():
+    import fsspec
+
+    for key in "ab":
+        with Journal(OutputConfig(path="memory://deep/er/", part_records=1), IDENTITY) as sink:
+            sink.put(0, answer(key))
+    names = sorted(name.rpartition("/")[2] for name in fsspec.filesystem("memory").ls("/deep/er", detail=False))
+    assert names == ["manifest.json", "part-00000.jsonl.zst", "part-00001.jsonl.zst", "run.json"]
+
+
+def test_a_damaged_gzip_part_is_named(place):
+    write(place, "a.jsonl.gz", "a")
+    data = bytearray(place.files("a.jsonl.gz")["part-00000.jsonl.gz"])
+    data[12:20] = b"\xff" * 8
+    target_of(config_of(place, "a.jsonl.gz"))._folder.put("part-00000.jsonl.gz", bytes(data))
+    with pytest.raises(ConfigError, match=r"part-00000.jsonl.gz: .*the compressed data is damaged"):
+        journal(place, "a.jsonl.gz")
+
+
+def test_a_signed_address_is_never_written(tmp_path):
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "p"}])
+    signed = "https://127.0.0.1:9/in.jsonl?X-Goog-Signature=abcdef0123456789&X-Amz-Security-Token=fedcba9876543210"
+    with pytest.raises(ConfigError) as caught:
+        generate(build_config({"runner": "fake", "input": signed, "output": str(tmp_path / "a.jsonl")}))
+    written = str(caught.value) + json.dumps(build_config({"runner": "fake", "input": signed}).model_dump(mode="json"))
+    assert "127.0.0.1:9/in.jsonl" in written
+    assert "abcdef0123456789" not in written
+    assert "fedcba9876543210" not in written
+    with environment(PLACE=str(tmp_path)):  # a ${NAME} may be part of a path
+        summary = generate(build_config({"runner": "fake", "input": source, "output": "${PLACE}/b.jsonl"}))
+    assert summary.records == 1
+    assert (tmp_path / "b.jsonl").is_file()
