@@ -25,7 +25,9 @@ def test_a_commands_page_has_its_help(path):
 def test_every_command_has_a_page():
     from ragspec.cli import app
 
-    assert {command.callback.__name__.replace("_", "-") for command in app.registered_commands} == {path.stem for path in PAGES}
+    assert {command.callback.__name__.replace("_", "-") for command in app.registered_commands} == {
+        path.stem for path in PAGES
+    }
 
 
 def test_the_schema_is_the_configs():

@@ -6,6 +6,7 @@ import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
+from math import sqrt
 from pathlib import Path
 
 from ragspec.config.run import CHOICES, RunConfig
@@ -19,7 +20,8 @@ TELLING_S = 10.0  # a run shorter than that says little
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """load_s: of loading and warm-up. token_s: of one token, prompts and answers together."""
+    """load_s: of loading; a warm-up may compile for a long input, which a short one does not pay for. token_s: of one
+    token, prompts and answers together."""
 
     load_s: float
     token_s: float
@@ -39,12 +41,20 @@ def remember(config: RunConfig, summary: RunSummary) -> None:
     tokens = summary.prompt_tokens + summary.output_tokens
     if summary.generate_s < TELLING_S or not tokens or config.model is None or config.runner not in CHOICES:
         return
-    speed = Speed(round(summary.load_s + summary.warmup_s, 1), summary.generate_s / tokens)
+    speed = Speed(round(summary.load_s, 1), summary.generate_s / tokens)
     with suppress(OSError):  # a cache that cannot be written costs nothing but the experience
         path = _path(config)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        known = speeds(config) | {config.runner: speed}
+        known = speeds(config)
+        known[config.runner] = _together(known.get(config.runner), speed)
         write_json(path, {word: asdict(each) for word, each in known.items()})
+
+
+def _together(before: Speed | None, now: Speed) -> Speed:
+    """Return what two runs say: other work may slow a run down, nothing speeds one up."""
+    if before is None:
+        return now
+    return Speed(min(before.load_s, now.load_s), sqrt(before.token_s * now.token_s))
 
 
 def _path(config: RunConfig) -> Path:

@@ -99,6 +99,13 @@ def test_experience_takes_the_place_of_the_priors():
     assert speeds(build_config({"model": "another"})) == {}
 
 
+def test_a_run_that_was_slowed_down_does_not_count_for_long():
+    ours = config(runner="huggingface")
+    remember(ours, summary(10_000, 640, load=300))
+    remember(ours, summary(10_000, 40, load=2))
+    assert speeds(config()) == {"huggingface": Speed(2.0, pytest.approx(16e-3))}
+
+
 def test_one_runner_tells_of_the_other():
     seconds = expected({"huggingface": Speed(2.0, 8e-3)}, "CPU", 1000)
     assert seconds == {"huggingface": 10.0, "vllm": pytest.approx(88.0)}
