@@ -2,7 +2,10 @@
 
 import os
 import socket
+import subprocess
+import sys
 import threading
+import time
 from contextlib import contextmanager, suppress
 
 KEYS = {
@@ -26,19 +29,35 @@ def environment(**values):
 
 @contextmanager
 def s3_server():
-    """Yield the address of an S3 server with a bucket "box", which the environment names to every client."""
-    from moto.server import ThreadedMotoServer
+    """Yield the address of an S3 server with a bucket "box", which the environment names to every client.
 
-    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    address = f"http://{host}:{port}"
+    It is a process of its own: Flask's global objects would not let others look through this one's modules.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
+        wait_for(port)
         with environment(**KEYS, AWS_ENDPOINT_URL=address):
             make_bucket("box", address)
             yield address
     finally:
-        server.stop()
+        server.kill()
+        server.wait()
+
+
+def wait_for(port, seconds=120):
+    """Return once something listens there."""
+    latest = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        except ConnectionRefusedError:
+            assert time.monotonic() < latest, "the server did not start"
+            time.sleep(0.1)
 
 
 def make_bucket(name, address):
