@@ -16,7 +16,7 @@ from ragspec.benchmark.plan import Candidate, make_plan
 from ragspec.benchmark.process import open_worker
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError, ModelError
-from ragspec.outputs.runstate import write_json
+from ragspec.outputs.documents import write_json
 from ragspec.speculation.methods import PLAIN
 
 STOCK = "stock generate()"

@@ -17,7 +17,7 @@ from ragspec.benchmark.results import NAME, Results
 from ragspec.benchmark.summary import summarise
 from ragspec.errors import ConfigError
 from ragspec.inputs.opening import open_source
-from ragspec.outputs.runstate import write_json
+from ragspec.outputs.documents import write_json
 
 
 def run_benchmark(

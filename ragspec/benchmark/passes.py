@@ -14,7 +14,7 @@ from ragspec.benchmark.messages import Ready
 from ragspec.benchmark.plan import Candidate
 from ragspec.benchmark.results import Details, Pass, parse
 from ragspec.inputs.files import digest
-from ragspec.outputs.runstate import write_json
+from ragspec.outputs.documents import write_json
 
 
 @dataclass(slots=True)

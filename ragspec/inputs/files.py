@@ -30,7 +30,7 @@ BESIDE = {"run.json", "stats.json", "manifest.json"}  # in a folder of answers, 
 
 def kind_of(path: str) -> str:
     """Return what a file's name says that it is; "jsonl" where it says nothing."""
-    name = path.lower().partition("?")[0] if storage.is_url(path) else path.lower()
+    name = storage.bare(path).lower()
     for ending in PACKED:
         name = name.removesuffix(ending)
     return next((kind for kind, endings in KINDS.items() if name.endswith(endings)), "jsonl")

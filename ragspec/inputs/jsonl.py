@@ -25,7 +25,7 @@ from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.base import Row
 from ragspec.inputs.columns import ALL, Columns
 from ragspec.inputs.live import Live, Pipe
-from ragspec.inputs.storage import is_url, missing, open_binary
+from ragspec.inputs.storage import bare, is_url, missing, open_binary
 from ragspec.inputs.zst import WIDEST, ZstReader
 
 LONGEST = 256 << 20  # bytes of a line
@@ -60,7 +60,7 @@ class JsonlSource:
         return io.BufferedReader(self._pipe) if self._pipe else cast(IO[bytes], file)
 
     def _packed(self, ending: str) -> bool:
-        return self.path.partition("?")[0].endswith(ending) if is_url(self.path) else self.path.endswith(ending)
+        return bare(self.path).endswith(ending)
 
     def _open_as_it_is(self) -> IO[bytes]:
         if self.path == "-":

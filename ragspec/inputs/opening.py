@@ -13,6 +13,7 @@ from ragspec.inputs.base import Source
 from ragspec.inputs.columns import Columns
 from ragspec.inputs.files import PACKED, files_of, is_saved_dataset, kind_of
 from ragspec.inputs.several import Several
+from ragspec.inputs.storage import bare
 
 
 def open_source(given: InputConfig | str) -> Source:
@@ -30,7 +31,7 @@ def open_source(given: InputConfig | str) -> Source:
 
 def _open_file(kind: str, columns: Columns, options: Mapping[str, Any], path: str) -> Source:
     kind = kind_of(path) if kind == "auto" else kind
-    if kind != "jsonl" and path.endswith(PACKED):
+    if kind != "jsonl" and bare(path).endswith(PACKED):
         raise ConfigError(f"{path}: only JSONL is read packed; unpack it first")
     if kind in ("csv", "tsv"):
         from ragspec.inputs.delimited import DelimitedSource

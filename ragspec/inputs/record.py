@@ -54,7 +54,7 @@ def parse_record(value: Any, line: int, source: str = "auto") -> Record:
 def line_id(row: Row) -> str:
     """Return the id to put on the error line of a row that may not be a record at all."""
     value = row.value if isinstance(row.value, dict) else {}
-    given = value.get("custom_id") if "body" in value else value.get("id")
+    given = value.get("custom_id") if "body" in value else value.get("id", value.get("custom_id"))
     return str(given) if isinstance(given, str | int) and given != "" else str(row.number)
 
 

@@ -52,6 +52,11 @@ def local_path(path: str) -> str:
     return url2pathname(urlsplit(path).path) if path.lower().startswith("file://") else path
 
 
+def bare(path: str) -> str:
+    """Return `path` without what is asked of a server: https://host/a.csv?key=1 -> https://host/a.csv."""
+    return path.partition("?")[0] if is_url(path) else path
+
+
 def filesystem(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
     """Return fsspec's file system of `url`, and the path in it. Raises ConfigError."""
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of what it raises too

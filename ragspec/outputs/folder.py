@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
-
-import orjson
 
 from ragspec.inputs.storage import filesystem, told
 from ragspec.outputs.appended import free_number
@@ -58,7 +57,7 @@ class LocalFolder:
 
     def create(self, name: str, data: bytes) -> None:
         if (self.path / name).exists():
-            raise FileExistsError(17, TAKEN, str(self.path / name))
+            raise FileExistsError(errno.EEXIST, TAKEN, str(self.path / name))
         self.put(name, data)
 
     def put(self, name: str, data: bytes) -> None:
@@ -118,7 +117,7 @@ class RemoteFolder:
             except FileExistsError:
                 # ours, if the connection broke after it was stored, and it was sent again
                 if self.read(name) != data:
-                    raise FileExistsError(17, TAKEN, url) from None
+                    raise FileExistsError(errno.EEXIST, TAKEN, url) from None
 
     def put(self, name: str, data: bytes) -> None:
         path = f"{self._path}/{name}"
@@ -145,23 +144,3 @@ class RemoteFolder:
                 self._system.cp_file(f"{self._path}/{name}", f"{other}/{name}")
             for name in names:
                 self._system.rm_file(f"{self._path}/{name}")
-
-
-class RemoteDocument:
-    """A JSON file in a folder."""
-
-    def __init__(self, folder: Folder, name: str) -> None:
-        self.name = name
-        self._folder = folder
-
-    def read(self) -> dict[str, Any]:
-        """Return what it says; nothing where there is none."""
-        try:
-            value = orjson.loads(self._folder.read(self.name))
-        except (FileNotFoundError, ValueError):
-            return {}
-        return value if isinstance(value, dict) else {}
-
-    def write(self, value: Any) -> None:
-        """Write it. Raises OSError."""
-        self._folder.put(self.name, orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n")

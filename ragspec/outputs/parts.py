@@ -9,6 +9,7 @@ spool. Losing the machine loses the spool: at most the lines of one part are ans
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import re
 from collections.abc import Iterator
@@ -16,10 +17,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import orjson
-
 from ragspec.inputs.keyset import KeySet
 from ragspec.outputs.codecs import Codec
+from ragspec.outputs.documents import encoded
 from ragspec.outputs.folder import Folder
 from ragspec.outputs.ledger import Finished
 from ragspec.outputs.linefile import LineFile
@@ -58,7 +58,7 @@ class Parts:
             self._spool.close()
             raise
         self._parts: dict[str, Part] = {}
-        self._waiting = sum(1 for _ in self._spool)
+        self._waiting = 0  # lines in the spool; those of an earlier run are counted by `finished`
         self._complete = True  # whether the manifest, if there is one, may stay
 
     def _found(self) -> list[str]:
@@ -66,7 +66,9 @@ class Parts:
         found = [(name, match) for name in self._folder.names() if (match := NAME.fullmatch(name))]
         for name, match in found:
             if match[2] != self._codec.ending:
-                raise OSError(17, f"it has {name}, and this run would write parts that end in {self._codec.ending}")
+                raise OSError(
+                    errno.EEXIST, f"it has {name}, and this run would write parts that end in {self._codec.ending}"
+                )
         return sorted((name for name, _ in found), key=_number)
 
     @property
@@ -110,7 +112,7 @@ class Parts:
                     return []
                 self._folder.put(name, data)
         except ValueError as error:
-            raise OSError(5, str(error), name) from None
+            raise OSError(errno.EIO, str(error), name) from None
         self._parts[name] = _part(name, found, data)
         return found
 
@@ -158,13 +160,12 @@ class Parts:
         parts = [self._parts[name] for name in self._names]
         self._folder.put(
             MANIFEST,
-            orjson.dumps(
+            encoded(
                 {
                     "records": sum(part.records for part in parts),
                     "failed": sum(part.failed for part in parts),
                     "parts": [asdict(part) for part in parts],
-                },
-                option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,
+                }
             ),
         )
 

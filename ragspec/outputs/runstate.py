@@ -14,7 +14,7 @@ import orjson
 
 from ragspec.errors import ConfigError
 from ragspec.outputs.base import Document
-from ragspec.outputs.private import write_private
+from ragspec.outputs.documents import LocalDocument
 
 STATE, STATISTICS, PENDING = ".run.json", ".stats.json", ".pending.jsonl"
 WAY_OUT = "; use the config it was started with, choose another --output, or use --no-resume (which keeps it as a copy)"
@@ -26,11 +26,6 @@ def sibling(output: str, suffix: str) -> Path:
     return path.with_name(path.name.removesuffix(".jsonl") + suffix)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write `value` to `path` whole or not at all, for its owner's eyes, to survive a power cut. Raises OSError."""
-    write_private(path, orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n")
-
-
 def check_writable(path: Path, key: str) -> None:
     """Raise ConfigError, beginning with `key`, if no file can be written at `path`."""
     try:
@@ -39,26 +34,6 @@ def check_writable(path: Path, key: str) -> None:
             raise PermissionError
     except OSError:
         raise ConfigError(f"{key}: {path} cannot be written; choose another file") from None
-
-
-class LocalDocument:
-    """A JSON file on this machine, which only its owner can read."""
-
-    def __init__(self, path: Path) -> None:
-        self.name = str(path)
-        self.path = path
-
-    def read(self) -> dict[str, Any]:
-        """Return what it says; nothing where there is none."""
-        try:
-            value = orjson.loads(self.path.read_bytes())
-        except (OSError, ValueError):
-            return {}
-        return value if isinstance(value, dict) else {}
-
-    def write(self, value: Any) -> None:
-        """Write it. Raises OSError."""
-        write_json(self.path, value)
 
 
 class RunState:

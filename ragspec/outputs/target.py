@@ -21,9 +21,10 @@ from ragspec.outputs import parts
 from ragspec.outputs.appended import Appended
 from ragspec.outputs.base import Document, Store
 from ragspec.outputs.codecs import Codec, codec_of
-from ragspec.outputs.folder import Folder, LocalFolder, RemoteDocument, RemoteFolder
+from ragspec.outputs.documents import FolderDocument, LocalDocument
+from ragspec.outputs.folder import Folder, LocalFolder, RemoteFolder
 from ragspec.outputs.parts import Parts
-from ragspec.outputs.runstate import PENDING, STATE, STATISTICS, FileState, LocalDocument, RunState, sibling
+from ragspec.outputs.runstate import PENDING, STATE, STATISTICS, FileState, RunState, sibling
 
 PACKED = (".gz", ".zst", ".parquet")
 
@@ -128,8 +129,8 @@ class PartsTarget:
             # the same address is another place at another endpoint; what is hashed shows no password
             key = "\0".join([self.name.rstrip("/"), *map(str, _endpoint(options))])
             self._local = cache_dir() / "spool" / hashlib.sha256(key.encode()).hexdigest()[:16]
-            state: Document = RemoteDocument(self._folder, parts.STATE)
-            self.statistics: Document = RemoteDocument(self._folder, parts.STATISTICS)
+            state: Document = FolderDocument(self._folder, parts.STATE)
+            self.statistics: Document = FolderDocument(self._folder, parts.STATISTICS)
         else:
             here = Path(path).resolve()
             self._folder = LocalFolder(here)

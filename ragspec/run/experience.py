@@ -12,7 +12,7 @@ from pathlib import Path
 from ragspec.config.run import CHOICES, RunConfig
 from ragspec.host.machine import has_gpu, machine
 from ragspec.models.resolve import cache_dir
-from ragspec.outputs.runstate import write_json
+from ragspec.outputs.documents import write_json
 from ragspec.stats import RunSummary
 
 TELLING_S = 10.0  # a run shorter than that says little

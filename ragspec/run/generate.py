@@ -14,8 +14,9 @@ from ragspec.inputs.files import files_of
 from ragspec.inputs.opening import open_source
 from ragspec.inputs.storage import is_url
 from ragspec.outputs.base import Document
+from ragspec.outputs.documents import LocalDocument
 from ragspec.outputs.journal import Journal
-from ragspec.outputs.runstate import LocalDocument, check_writable
+from ragspec.outputs.runstate import check_writable
 from ragspec.outputs.target import Target, target_of
 from ragspec.run.choice import choose
 from ragspec.run.experience import remember
@@ -43,10 +44,10 @@ def generate(
     if retry_failed and limit is not None:
         raise ConfigError("--retry-failed drops all error lines: it cannot be combined with --limit")
     with config.veil().over_errors(), ExitStack() as stack:
-        _check_paths(config, config.input, stats_path)
+        target = target_of(config.output)
+        _check_paths(target, config.input, stats_path)
         source = stack.enter_context(open_source(config.input))
         count = source.count()
-        target = target_of(config.output)
         began = target.state.began_by() if target and resume and target.begun() else None
         session = prepare(config, choose(config, count, began, limit=limit))
         if stats_path:
@@ -74,9 +75,8 @@ def generate(
     return summary
 
 
-def _check_paths(config: RunConfig, given: InputConfig, stats_path: str | None) -> None:
+def _check_paths(target: Target | None, given: InputConfig, stats_path: str | None) -> None:
     """Raise ConfigError if one file would have two uses. The files beside the output count too."""
-    target = target_of(config.output)
     read = _read(given)
     if target is not None:
         _check_places(target, given, read)

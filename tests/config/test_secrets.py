@@ -17,8 +17,8 @@ from ragspec.config.secret import Secret, as_given, by_name, concealed, revealed
 from ragspec.config.secret_words import names_secret, secret_parts
 from ragspec.config.veil import Veil
 from ragspec.errors import ConfigError, ModelError
+from ragspec.outputs.documents import write_json
 from ragspec.outputs.journal import Journal
-from ragspec.outputs.runstate import write_json
 from tests.cli.test_cli import ragspec
 from tests.conftest import SAMPLE
 

@@ -8,9 +8,9 @@ import pytest
 
 from ragspec.errors import ConfigError
 from ragspec.outputs import linefile
+from ragspec.outputs.documents import write_json
 from ragspec.outputs.journal import Journal
 from ragspec.outputs.linefile import LineFile
-from ragspec.outputs.runstate import write_json
 from tests.conftest import read_jsonl
 from tests.outputs.test_journal import IDENTITY, answer, write
 
