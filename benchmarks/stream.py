@@ -1,19 +1,21 @@
 """How fast, and in how much memory, records stream through the pipeline without a model.
 
-    python benchmarks/stream.py [RECORDS] [--input jsonl|parquet] [--output answers.jsonl|answers.parquet|...]
+    python benchmarks/stream.py [RECORDS] [--input jsonl|parquet] [--output answers.jsonl|answers.parquet|...] \
+        [--workers N]
 
 Writes RECORDS (1,000,000) questions with one passage each into a temporary folder, answers them with the fake runner,
-and prints one JSON line: records/s, microseconds a record, and the process's peak memory.
+and prints one JSON line: records/s, microseconds a record, MB/s of lines, and the process's peak memory. With
+--workers, that process only reads and writes.
 """
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ def main() -> None:
     parser.add_argument("records", type=int, nargs="?", default=1_000_000)
     parser.add_argument("--input", choices=["jsonl", "parquet"], default="jsonl")
     parser.add_argument("--output", default="answers.jsonl", help="the output's name")
+    parser.add_argument("--workers", type=int, default=0, help="answer on so many (0: in one process)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         source, output = Path(folder, f"in.{args.input}"), Path(folder, args.output)
@@ -34,15 +37,34 @@ def main() -> None:
         config = Path(folder, "fake.yaml")
         config.write_text("runner: fake\nsampling: {max_new_tokens: 32}\n")
         command = [sys.executable, "-m", "ragspec", "generate", "-c", config, "-i", source, "-o", output]
+        command += ["--workers", str(args.workers)] if args.workers else []
         started = time.perf_counter()
-        subprocess.run(command, check=True)
+        peak = watched(subprocess.Popen(command))
         seconds = time.perf_counter() - started
-        answered = count(output)
+        answered, size = count(output), size_of(output)
         assert answered == args.records, f"{answered} answers to {args.records} records"
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    figures = {"input": args.input, "output": args.output, "records": args.records, "seconds": round(seconds, 1)}
-    figures |= {"records_per_s": round(args.records / seconds)}
+    figures = {"input": args.input, "output": args.output, "workers": args.workers, "records": args.records}
+    figures |= {"seconds": round(seconds, 1), "records_per_s": round(args.records / seconds)}
+    figures |= {"mb_per_s": round(size / seconds / 1e6, 1)}
     print(json.dumps(figures | {"us_per_record": round(seconds / args.records * 1e6, 1), "peak_mib": round(peak)}))
+
+
+def watched(process: subprocess.Popen[bytes]) -> float:
+    """Return the most memory that a process had, in MiB. Raises RuntimeError if it fails."""
+    peak = 0.0
+    while process.poll() is None:
+        with suppress(OSError):
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            peak = max(peak, *(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmHWM")))
+        time.sleep(0.2)
+    if process.returncode:
+        raise RuntimeError(f"the run ended with {process.returncode}")
+    return peak
+
+
+def size_of(output: Path) -> int:
+    """Return the bytes of an output."""
+    return sum(path.stat().st_size for path in ([output] if output.is_file() else output.iterdir()) if path.is_file())
 
 
 def questions(records: int) -> Iterator[dict[str, Any]]:

@@ -10,8 +10,9 @@ Standard library only. Limit: above `Reservoir.size` records, percentiles come f
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(slots=True)
@@ -122,6 +123,69 @@ class Reservoir:
         return {f"p{p}": round(ranked[min(len(ranked) - 1, len(ranked) * p // 100)], 6) for p in (50, 95, 99)}
 
 
+class Cost(NamedTuple):
+    """What an answer took. undrafted: why nothing was drafted for it, where its own settings forbid it."""
+
+    output_tokens: int
+    cached_prompt_tokens: int
+    spec: SpecStats
+    latency_s: float
+    time_to_first_token_s: float | None
+    undrafted: str
+
+
+@dataclass(slots=True)
+class WorkerSummary:
+    """One worker's part of a run's totals. Its seconds are its own; deaths: how often it was replaced."""
+
+    name: str
+    host: str = ""
+    alive: bool = False
+    deaths: int = 0
+    records: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    output_tokens: int = 0
+    load_s: float = 0.0
+    warmup_s: float = 0.0
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    decode_tokens: int = 0
+    peak_memory_gib: float = 0.0
+    spec: SpecStats = field(default_factory=SpecStats)
+
+    def count(self, prompt_tokens: int, costs: Iterable[Cost]) -> None:
+        """Count a record that it answered. costs: of each answer."""
+        self.records += 1
+        self.prompt_tokens += prompt_tokens
+        for cost in costs:
+            self.cached_prompt_tokens += cost.cached_prompt_tokens
+            self.output_tokens += cost.output_tokens
+            self.spec.add(cost.spec)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return its line of the stats file."""
+        return {
+            "worker": self.name,
+            "host": self.host,
+            "deaths": self.deaths,
+            "records": self.records,
+            "failed": self.failed,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_prompt_tokens": self.cached_prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "drafted": self.spec.drafted,
+            "accepted": self.spec.accepted,
+            "load_s": _round(self.load_s),
+            "warmup_s": _round(self.warmup_s),
+            "prefill_s": _round(self.prefill_s),
+            "decode_s": _round(self.decode_s),
+            "decode_tokens_per_s": _round(self.decode_tokens / self.decode_s) if self.decode_s else None,
+            "peak_memory_gib": _round(self.peak_memory_gib),
+        }
+
+
 @dataclass(slots=True)
 class RunSummary:
     """The totals of one run. Seconds are wall-clock; load, warm-up and generation are kept apart."""
@@ -147,6 +211,7 @@ class RunSummary:
     retrieval: dict[str, Any] | None = None  # what the searches took; waited_s: seconds that answering waited for them
     about: dict[str, Any] = field(default_factory=dict)  # config, versions, hashes: whatever names the run
     notes: list[str] = field(default_factory=list)
+    workers: list[WorkerSummary] = field(default_factory=list)  # of a run on several
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -197,6 +262,7 @@ class RunSummary:
             "peak_memory_gib": _round(self.peak_memory_gib),
             "speculation": spec,
             **({"retrieval": self.retrieval} if self.retrieval else {}),
+            **({"workers": [worker.to_json() for worker in self.workers]} if self.workers else {}),
             "notes": self.notes,
             **self.about,
         }

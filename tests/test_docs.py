@@ -80,7 +80,14 @@ def test_every_key_of_the_config_is_described():
     from ragspec import runners
     from ragspec.config.run import RunConfig
 
-    sections = {"prompt", "sampling", "speculation", "retrieval", "runner_args"}  # described by their docstrings
+    sections = {
+        "prompt",
+        "sampling",
+        "speculation",
+        "retrieval",
+        "runner_args",
+        "scale",
+    }  # described by their docstrings
     models = [RunConfig, *(runners.module(name).Args for name in runners.names())]
     models += [field.annotation for field in RunConfig.model_fields.values() if isinstance(field.annotation, type)]
     silent = [

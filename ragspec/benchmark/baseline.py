@@ -17,22 +17,41 @@ from ragspec.speculation.methods import PLAIN
 
 
 class Setting(NamedTuple):
-    """What makes two runs comparable. batch_size: None if unknown. peer: whether it is another tool."""
+    """What makes two runs comparable. batch_size: None if unknown. peer: whether it is another tool.
+
+    workers: None if it answers in one process.
+    """
 
     name: str
     runner: str
     method: str
     batch_size: int | None
     peer: bool = False
+    workers: int | None = None
 
 
 def plain_of(setting: Setting, others: Sequence[Setting]) -> int | None:
     """Return the place in `others` of the run to compare `setting` with, None if there is none."""
     for place, other in enumerate(others):
-        alike = (other.runner, other.batch_size) == (setting.runner, setting.batch_size)
+        alike = _place(other) == _place(setting)
         if other.method == PLAIN and alike and not other.peer:
             return place
     return None
+
+
+def fewest_of(setting: Setting, others: Sequence[Setting]) -> int | None:
+    """Return the place in `others` of the same run on the fewest workers, None if that is `setting` itself."""
+    alike = [
+        (other.workers or 0, place)
+        for place, other in enumerate(others)
+        if other._replace(name="", workers=None) == setting._replace(name="", workers=None)
+    ]
+    fewest = min(alike, default=None)
+    return None if fewest is None or fewest[0] >= (setting.workers or 0) else fewest[1]
+
+
+def _place(setting: Setting) -> tuple[str, int | None, int | None]:
+    return setting.runner, setting.batch_size, setting.workers
 
 
 def baselines(runs: Sequence[Run]) -> dict[str, str | None]:
@@ -54,6 +73,16 @@ def ratios_to_peers(results: Results, metric: str) -> list[Ratio]:
     return [ratio for ratio in results.ratios if ratio.metric == metric and ratio.baseline in peers]
 
 
+def ratios_to_fewer(results: Results, metric: str) -> list[Ratio]:
+    """Return the ratios of `metric` between candidates on several workers and the same on the fewest."""
+    workers = {run.name: run.workers for run in results.runs}
+    return [
+        ratio
+        for ratio in results.ratios
+        if ratio.metric == metric and (workers.get(ratio.name) or 0) > (workers.get(ratio.baseline) or 0)
+    ]
+
+
 def missing(setting: Setting, others: Sequence[Setting]) -> str:
     """Return which plain run `setting` lacks among `others`, and the flag that adds it."""
     ran = any(other.runner == setting.runner and other.method == PLAIN and not other.peer for other in others)
@@ -66,4 +95,4 @@ def missing(setting: Setting, others: Sequence[Setting]) -> str:
 
 
 def _setting_of(run: Run) -> Setting:
-    return Setting(run.name, run.runner, run.method, run.batch_size, run.peer)
+    return Setting(run.name, run.runner, run.method, run.batch_size, run.peer, run.workers)

@@ -49,6 +49,7 @@ def make_plan(
     num_tokens: Sequence[int] = (),
     runner_names: Sequence[str] = (),
     peers: Sequence[str] = (),
+    workers: Sequence[int] = (),
 ) -> list[Candidate]:
     """Return the candidates, baselines first. Without `methods`: plain decoding and what the config says."""
     if config.input is None or config.input.is_stdin:
@@ -66,12 +67,13 @@ def make_plan(
     sizes: Sequence[int | None] = list(dict.fromkeys(batch_sizes)) or [None]
     lengths: Sequence[int | None] = list(dict.fromkeys(num_tokens)) or [None]
     candidates = []
-    for runner, method, batch_size in product(several, wanted, sizes):
+    crews: Sequence[int | None] = list(dict.fromkeys(workers)) or [None]
+    for runner, method, batch_size, crew in product(several, wanted, sizes, crews):
         if len(several) > 1 and method not in methods_of(runner):
             continue  # a method that only one of the runners has is timed there
         prefix = f"{runner}-" if len(several) > 1 else ""
         for tokens in lengths if method != PLAIN else [None]:
-            candidates.append(_candidate(config, prefix, runner, method, batch_size, tokens))
+            candidates.append(_candidate(config, prefix, runner, method, batch_size, tokens, crew))
     return candidates + [_peer(config, name, sizes[0]) for name in dict.fromkeys(peers)]
 
 
@@ -90,7 +92,8 @@ def setting_of(candidate: Candidate, sizes: Mapping[str, int | None] | None = No
     """Return what makes `candidate` comparable with another."""
     config = candidate.config
     size = candidate.batch_size if sizes is None else sizes[candidate.name]
-    return Setting(candidate.name, config.runner, config.speculation.method, size, candidate.peer)
+    workers = config.scale.workers if config.scale else None
+    return Setting(candidate.name, config.runner, config.speculation.method, size, candidate.peer, workers)
 
 
 def _check_words(flag: str, words: Iterable[str], known: Iterable[str]) -> None:
@@ -102,7 +105,13 @@ def _check_words(flag: str, words: Iterable[str], known: Iterable[str]) -> None:
 
 
 def _candidate(
-    config: RunConfig, prefix: str, runner: str, method: str, batch_size: int | None, tokens: int | None
+    config: RunConfig,
+    prefix: str,
+    runner: str,
+    method: str,
+    batch_size: int | None,
+    tokens: int | None,
+    workers: int | None,
 ) -> Candidate:
     raw: dict[str, Any] = config.model_dump()
     spec = raw["speculation"] | {"method": method}
@@ -121,11 +130,14 @@ def _candidate(
         name += f"-b{batch_size}"
     if tokens is not None:
         name += f"-k{tokens}"
+    if workers is not None:
+        raw["scale"] = (raw["scale"] or {}) | {"workers": workers}
+        name += f"-w{workers}"
     return Candidate(name, build_config(raw, f"--method {method}"), batch_size, tokens)
 
 
 def _peer(config: RunConfig, name: str, batch_size: int | None) -> Candidate:
-    raw = config.model_dump() | {"runner_args": {}} | PEERS[name]
+    raw = config.model_dump() | {"runner_args": {}, "scale": None} | PEERS[name]
     if raw["runner"] == "vllm" and batch_size is not None:
         raw["runner_args"] = raw["runner_args"] | {"batch_size": batch_size}
     checked = build_config(raw, f"--peer {name}")

@@ -61,7 +61,7 @@ class Run(Pass):
     """A pass and whose it is: an entry of `runs`.
 
     repeat: its number, from 1. identical: answers equal, token for token, to those of plain decoding; None if that did
-    not run.
+    not run. workers: of a cluster; None for one process.
     """
 
     name: str
@@ -73,6 +73,7 @@ class Run(Pass):
     load_s: float
     warmup_s: float
     identical: int | None
+    workers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ragspec.benchmark.answers import read_answers
-from ragspec.benchmark.baseline import missing
+from ragspec.benchmark.baseline import Setting, fewest_of, missing
 from ragspec.benchmark.messages import Ready
 from ragspec.benchmark.passes import Entry
 from ragspec.benchmark.plan import Candidate, baseline_of, setting_of
@@ -41,7 +41,7 @@ def summarise(
         versions={key: value for one in ready.values() for key, value in one.about["versions"].items()},
         input=str(plan[0].config.input),
         runs=tuple(runs),
-        ratios=tuple(ratio for candidate in plan for ratio in _ratios(candidate, baselines, plan, passes)),
+        ratios=tuple(ratio for candidate in plan for ratio in _ratios(candidate, baselines, plan, settings, passes)),
         ratio_interval="95%, Student's t on the logarithms of the paired ratios",
         details={candidate.name: entries[candidate.name].details for candidate in plan},
         configs={candidate.name: candidate.config.model_dump(mode="json") for candidate in plan},
@@ -68,6 +68,7 @@ def _run(
         load_s=round(ready.load_s, 3),
         warmup_s=round(ready.warmup_s, 3),
         identical=identical,
+        workers=candidate.config.scale.workers if candidate.config.scale else None,
     )
 
 
@@ -75,15 +76,22 @@ def _ratios(
     candidate: Candidate,
     baselines: Mapping[str, Candidate | None],
     plan: Sequence[Candidate],
+    settings: Sequence[Setting],
     passes: Mapping[str, Sequence[Pass]],
 ) -> Iterator[Ratio]:
-    """Yield the candidate's ratios: to its baseline where it has one, and to every peer; a peer itself has none."""
+    """Yield the candidate's ratios; a peer itself has none.
+
+    They are to its baseline where it has one, to the same on the fewest workers, and to every peer.
+    """
     if candidate.peer:
         return
     baseline = baselines[candidate.name]
     if baseline is not None and baseline is not candidate:
         for metric in (SPEED, DECODE_SPEED):
             yield from _ratio(candidate, baseline, metric, passes)
+    fewest = fewest_of(settings[plan.index(candidate)], settings)
+    if fewest is not None:
+        yield from _ratio(candidate, plan[fewest], SPEED, passes)
     for peer in plan:
         if peer.peer:
             yield from _ratio(candidate, peer, SPEED, passes)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ragspec.benchmark.baseline import baselines, ratios_to_peers, ratios_to_plain
+from ragspec.benchmark.baseline import baselines, ratios_to_fewer, ratios_to_peers, ratios_to_plain
 from ragspec.benchmark.results import NAME, SPEED, Profile, Ratio, Results
 
 COLUMNS = ("method", "tokens/s", "vs plain", "decode tokens/s", "acceptance", "tokens/step", "output", "identical")
@@ -24,6 +24,8 @@ def print_results(console: Console, results: Results, folder: Path) -> None:
     console.print(_table(results))
     for ratio in ratios_to_peers(results, SPEED):
         console.print(f"{ratio.name} is {_shown(ratio)} {ratio.baseline}", markup=False)
+    for ratio in ratios_to_fewer(results, SPEED):
+        console.print(f"{ratio.name} is {_shown(ratio)} {ratio.baseline}{_efficiency(results, ratio)}", markup=False)
     for name, detail in results.details.items():
         if detail is not None and detail.profile is not None:
             console.print(_profile(name, detail.profile))
@@ -67,6 +69,13 @@ def _profile(name: str, profile: Profile) -> Table:
         bound = f"{seconds / bound_s:.2f}x" if bound_s else ""
         table.add_row(step, part, f"{seconds:.2f}", f"{seconds / profile.seconds:.0%}", bound)
     return table
+
+
+def _efficiency(results: Results, ratio: Ratio) -> str:
+    """Return what share of so many workers' worth a ratio is."""
+    workers = {run.name: run.workers for run in results.runs}
+    more, fewer = workers[ratio.name] or 1, workers[ratio.baseline] or 1
+    return f", {ratio.median * fewer / more:.0%} of what {more} workers could be" if more > fewer else ""
 
 
 def _median(speeds: list[float | None]) -> str:

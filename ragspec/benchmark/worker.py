@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import orjson
 
@@ -22,13 +22,18 @@ from ragspec.benchmark.messages import DETAILS, PROFILE, Ready, Task
 from ragspec.benchmark.results import Details, Pass, Profile, StepCost, parse
 from ragspec.config.load import build_config
 from ragspec.config.run import RunConfig
+from ragspec.config.sections import ScaleConfig
 from ragspec.errors import RagspecError
-from ragspec.inputs.base import count_of
+from ragspec.inputs.base import Source, count_of
 from ragspec.inputs.opening import open_source
 from ragspec.outputs.journal import Journal
 from ragspec.run.local import LocalPass
 from ragspec.run.session import Session, prepare
 from ragspec.runners.base import Runner
+from ragspec.stats import RunSummary
+
+if TYPE_CHECKING:
+    from ragspec.run.ray.crew import Crew
 
 Say = Callable[[Any], None]
 
@@ -52,6 +57,9 @@ def serve(source: IO[bytes], sink: IO[bytes]) -> None:
 def _answer(config: RunConfig, task: Task, source: IO[bytes], say: Say) -> None:
     """Load what `config` names, and do what `source` says."""
     session = prepare(config)
+    if config.scale is not None:
+        _answer_on_workers(session, config.scale, task, source, say)
+        return
     runner, output = session.runner, Path(task.output)
     started = time.perf_counter()
     with runner:
@@ -70,6 +78,23 @@ def _answer(config: RunConfig, task: Task, source: IO[bytes], say: Say) -> None:
                 say(_run_pass(session, output, task.limit))
 
 
+def _answer_on_workers(session: Session, scale: ScaleConfig, task: Task, source: IO[bytes], say: Say) -> None:
+    """Do the same with workers. What a step costs, and where its time goes, they do not tell."""
+    from ragspec.run.ray.crew import Crew
+
+    started = time.perf_counter()
+    with Crew(session, scale, details=True) as crew:
+        crew.muster(_records(session.config, task.limit))
+        load_s = time.perf_counter() - started
+        about = {**session.about(), **crew.about}
+        say(Ready(about, load_s, 0.0, (*session.notes(), *crew.notes), session.runner.remembers))
+        for command in source:
+            if command.strip() in (DETAILS, PROFILE):
+                say(details(session.runner, Path(task.output)))
+            else:
+                say(_run_pass(session, Path(task.output), task.limit, crew))
+
+
 def _records(config: RunConfig, limit: int | None) -> int | None:
     """Return how many records a pass answers."""
     assert config.input is not None
@@ -77,17 +102,29 @@ def _records(config: RunConfig, limit: int | None) -> int | None:
         return count_of(rows, limit)
 
 
-def _run_pass(session: Session, output: Path, limit: int | None) -> Pass:
+def _run_pass(session: Session, output: Path, limit: int | None, crew: Crew | None = None) -> Pass:
     """Answer the whole input into `output`, as `ragspec generate` does, and return the figures."""
     output.unlink(missing_ok=True)
     assert session.config.input is not None
     with open_source(session.config.input) as rows, Journal(str(output)) as journal:
-        executor = LocalPass(session, rows, journal, limit=limit, keep_details=True)
-        for _ in executor.stream():
-            pass
-    stats = executor.summary.to_json()
-    batch_size = session.runner.about().get("batch_size")  # only now known: a runner may choose it by the records
+        summary = _stream(session, rows, journal, limit, crew)
+    stats = summary.to_json()
+    # only now known: a runner may choose it by the records
+    batch_size = (crew.about["runner"] if crew else session.runner.about()).get("batch_size")
     return parse(Pass, stats | stats["speculation"] | {"batch_size": batch_size})
+
+
+def _stream(session: Session, rows: Source, journal: Journal, limit: int | None, crew: Crew | None) -> RunSummary:
+    if crew is not None:
+        from ragspec.run.ray.driver import RayPass
+
+        shared = RayPass(session, crew, rows, journal, limit=limit)
+        shared.stream()
+        return shared.summary
+    executor = LocalPass(session, rows, journal, limit=limit, keep_details=True)
+    for _ in executor.stream():
+        pass
+    return executor.summary
 
 
 def _profile(session: Session, output: Path, limit: int | None) -> Profile | None:

@@ -13,12 +13,15 @@ from ragspec.cli.options import (
     InputOrStdin,
     Limit,
     MaxNewTokens,
+    RayAddress,
     Resume,
     RetryFailed,
     Set,
     Stats,
+    Workers,
     overrides,
     quiet_pipe,
+    scaled,
     set_debug,
 )
 
@@ -49,6 +52,8 @@ def generate(
     isolate: Annotated[
         bool, typer.Option("--isolate", help="Draft from a record's own text only, not from other records'.")
     ] = False,
+    workers: Workers = None,
+    ray_address: RayAddress = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
@@ -57,6 +62,7 @@ def generate(
 
     set_debug(debug)
     settings = [*overrides(override, max_new_tokens), *(["speculation.isolate=true"] if isolate else [])]
+    settings += scaled(workers, ray_address)
     run_config, notes = load_config(config, settings, input=input, output=output, order=order)
     run(run_config, notes, limit=limit, resume=resume, retry_failed=retry_failed, stats_path=stats)
 

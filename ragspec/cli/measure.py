@@ -7,7 +7,19 @@ from typing import Annotated
 
 import typer
 
-from ragspec.cli.options import INTERRUPTED, Config, Debug, Input, Limit, MaxNewTokens, Set, load, set_debug
+from ragspec.cli.options import (
+    INTERRUPTED,
+    Config,
+    Debug,
+    Input,
+    Limit,
+    MaxNewTokens,
+    RayAddress,
+    Set,
+    load,
+    scaled,
+    set_debug,
+)
 from ragspec.speculation.methods import METHODS
 
 
@@ -57,6 +69,11 @@ def benchmark(
     profile: Annotated[
         bool, typer.Option("--profile", help="Also show where the time of a pass goes, and this machine's bounds.")
     ] = False,
+    workers: Annotated[
+        list[int] | None,
+        typer.Option("--workers", min=1, metavar="N", help="Answer on N workers (docs/scale.md); repeatable."),
+    ] = None,
+    ray_address: RayAddress = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
@@ -67,9 +84,9 @@ def benchmark(
     from ragspec.report.page import write_report
 
     set_debug(debug)
-    run_config, console = load(config, override, input, max_new_tokens)
+    run_config, console = load(config, [*(override or ()), *scaled(None, ray_address)], input, max_new_tokens)
     draft_lengths = [*(draft_tokens or ()), *(num_tokens or ())]
-    plan = make_plan(run_config, method or [], batch_size or [], draft_lengths, runner or [], peer or [])
+    plan = make_plan(run_config, method or [], batch_size or [], draft_lengths, runner or [], peer or [], workers or [])
     try:
         results = run_benchmark(
             plan,

@@ -36,6 +36,13 @@ MaxNewTokens = Annotated[
 Resume = Annotated[bool, typer.Option(help="Continue an output begun before, or start over and keep it as a copy.")]
 RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Retry the records that failed in an earlier run.")]
 Stats = Annotated[str | None, typer.Option(metavar="FILE", help="Where statistics go. By default beside the output.")]
+Workers = Annotated[
+    int | None,
+    typer.Option("--workers", min=1, metavar="N", help="Answer on N workers, on this machine or a Ray cluster."),
+]
+RayAddress = Annotated[
+    str | None, typer.Option("--ray-address", metavar="ADDRESS", help="The cluster: local, auto, HOST:PORT or ray://.")
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
 
 
@@ -52,6 +59,12 @@ def overrides(override: list[str] | None, max_new_tokens: int | None = None) -> 
     """Return the `--set` overrides followed by those of flags that set a key, which therefore win."""
     answer_length = [] if max_new_tokens is None else [f"sampling.max_new_tokens={max_new_tokens}"]
     return [*(override or ()), *answer_length]
+
+
+def scaled(workers: int | None, address: str | None) -> list[str]:
+    """Return the overrides that mean these flags."""
+    given = {"workers": workers, "address": address}
+    return [f"scale.{key}={value}" for key, value in given.items() if value is not None]
 
 
 def load(

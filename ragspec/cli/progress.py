@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from ragspec.run.local import Report
+from ragspec.run.desk import Report
 from ragspec.stats import RunSummary
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ def _detail(summary: RunSummary) -> str:
         parts.append(f"{summary.tokens_per_s:.1f} tokens/s")
     if summary.spec.acceptance_rate is not None:
         parts.append(f"{summary.spec.acceptance_rate:.0%} of drafts accepted")
+    if summary.workers:
+        parts.append(f"{sum(worker.alive for worker in summary.workers)} of {len(summary.workers)} workers")
     if summary.failed:
         parts.append(f"{summary.failed} failed")
     return ", ".join(parts)

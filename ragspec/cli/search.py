@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragspec.cli.options import Debug, Limit, Set, quiet_pipe, set_debug
+from ragspec.cli.options import Debug, Limit, RayAddress, Set, quiet_pipe, set_debug
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,6 +43,11 @@ def index(
     language: Annotated[
         str | None, typer.Option(metavar="NAME", help="Language of stemming and stop words (English), or none.")
     ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", min=1, metavar="N", help="Embed on N workers, on this machine or a Ray cluster."),
+    ] = None,
+    ray_address: RayAddress = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
@@ -48,9 +55,11 @@ def index(
     from ragspec.cli.console import stderr
     from ragspec.cli.progress import build_progress
     from ragspec.cli.tables import print_build
+    from ragspec.config.sections import ScaleConfig
     from ragspec.config.veil import Veil
     from ragspec.errors import ConfigError
     from ragspec.retrieval.build import build
+    from ragspec.retrieval.embedding import Embedder
 
     set_debug(debug)
     console = stderr()
@@ -68,8 +77,16 @@ def index(
     )
     if not settings.corpus:
         raise ConfigError("--corpus: missing; give files or folders, or retrieval.corpus in the config")
-    with Veil(settings.model_dump()).over_errors(), build_progress(console) as (report, complain):
-        summary = build(settings, report, complain)
+    with ExitStack() as stack:
+        stack.enter_context(Veil(settings.model_dump()).over_errors())
+        embedder_of: Callable[[str], Embedder] = Embedder
+        if settings.embedding_model and (workers or ray_address):
+            from ragspec.run.ray.embedding import embedders
+
+            scale = ScaleConfig(workers=workers or 1, address=ray_address or "local")
+            embedder_of = stack.enter_context(embedders(scale))
+        report, complain = stack.enter_context(build_progress(console))
+        summary = build(settings, report, complain, embedder_of)
     print_build(console, summary, settings.index)
     if summary.skipped:
         raise typer.Exit(1)

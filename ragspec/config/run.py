@@ -7,7 +7,14 @@ from typing import Any, Literal, cast
 from ragspec.config.check import validate
 from ragspec.config.places import Input, Output, OutputConfig
 from ragspec.config.secret import Address, Settings, as_given
-from ragspec.config.sections import PromptConfig, RetrievalConfig, SamplingConfig, Section, SpeculationConfig
+from ragspec.config.sections import (
+    PromptConfig,
+    RetrievalConfig,
+    SamplingConfig,
+    ScaleConfig,
+    Section,
+    SpeculationConfig,
+)
 from ragspec.config.veil import Veil
 from ragspec.records import Sampling
 from ragspec.runners.base import RunnerArgs
@@ -39,6 +46,7 @@ class RunConfig(Section):
     speculation: SpeculationConfig = SpeculationConfig()
     retrieval: RetrievalConfig | None = None
     runner_args: Settings = {}
+    scale: ScaleConfig | None = None
 
     def args(self) -> RunnerArgs:
         """Return `runner_args` as the model of the runner, or of the first that may be chosen. Raises ConfigError."""
@@ -72,7 +80,7 @@ class RunConfig(Section):
 
     def identity(self) -> dict[str, Any]:
         """Return the part of the config that an answer depends on; a resumed run must agree on it."""
-        whole = self.model_dump(mode="json", exclude={"input", "output", "order"})
+        whole = self.model_dump(mode="json", exclude={"input", "output", "order", "scale"})
         for key in LATER:  # an output that was begun before these were there can go on
             if getattr(self.sampling, key) == SamplingConfig.model_fields[key].default:
                 del whole["sampling"][key]

@@ -181,3 +181,21 @@ class RetrievalConfig(Section):
     """Without an embedding model: the model whose tokens are counted; by default words and punctuation marks are."""
     language: str = "English"
     """Language of stemming and stop words (a LanceDB name), or `none`."""
+
+
+class ScaleConfig(Section):
+    """Answering on several workers, through Ray: processes on this machine or on many."""
+
+    engine: Literal["ray"] = "ray"
+    """What runs them."""
+    address: str = "local"
+    """The cluster: `local` (this machine's, for this run), `auto` (the one that `RAY_ADDRESS` or this machine's
+    `ray start` names), `HOST:PORT`, or `ray://HOST:PORT`."""
+    workers: Annotated[int, Field(ge=1)] = 1
+    """How many workers there are to be, each with the model loaded. The run begins with those there is room for."""
+    gpus_per_worker: Annotated[float, Field(ge=0)] | None = None
+    """GPUs of a worker. If left out: as many as its engine takes (`tensor_parallel_size`), where there are any."""
+    cpus_per_worker: Annotated[int, Field(ge=1)] | None = None
+    """CPU cores of a worker, which are its threads too. If left out: the machines' cores, shared evenly."""
+    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
+    """Seconds of silence after which a worker is taken for dead (ten times that while its model loads)."""

@@ -58,6 +58,16 @@ def line_id(row: Row) -> str:
     return str(given) if isinstance(given, str | int) and given != "" else str(row.number)
 
 
+def lacks_contexts(value: Any) -> bool:
+    """Return whether a row's value has a question and no contexts: an empty list asks for none."""
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("query"), str)
+        and bool(value["query"].strip())
+        and value.get("contexts") is None
+    )
+
+
 def _contexts(value: Any) -> tuple[Passage, ...]:
     if value is None:
         return ()

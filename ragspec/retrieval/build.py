@@ -44,17 +44,20 @@ class BuildSummary:
 
 
 def build(
-    config: RetrievalConfig, report: Report = lambda _: None, complain: Complain = lambda _: None
+    config: RetrievalConfig,
+    report: Report = lambda _: None,
+    complain: Complain = lambda _: None,
+    embedder_of: Callable[[str], Embedder] = Embedder,
 ) -> BuildSummary:
     """Bring the index at `config.index` up to date with `config.corpus`, and return what was done.
 
-    report: called after every document. complain: called for each one that is left out. Raises ConfigError; the index
-    is then as it was.
+    report: called after every document. complain: called for each one that is left out. embedder_of: a model's
+    name -> what embeds. Raises ConfigError; the index is then as it was.
     """
     started = time.perf_counter()
     summary = BuildSummary()
     check_language(config.language)
-    embedder = Embedder(config.embedding_model) if config.embedding_model else None
+    embedder = embedder_of(config.embedding_model) if config.embedding_model else None
     chunker, settings = _prepare(config, embedder, summary)
     with building(config.index), failing(config.index, "written"):
         writer = Writer(config.index, config.storage_options, settings)

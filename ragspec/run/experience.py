@@ -38,6 +38,8 @@ def speeds(config: RunConfig) -> dict[str, Speed]:
 
 def remember(config: RunConfig, summary: RunSummary) -> None:
     """Keep how fast the config's runner was, if the run was long enough to tell."""
+    if config.scale is not None:  # several workers say nothing of one
+        return
     tokens = summary.prompt_tokens + summary.output_tokens
     if summary.generate_s < TELLING_S or not tokens or config.model is None or config.runner not in CHOICES:
         return

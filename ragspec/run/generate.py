@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, Protocol
 
 from ragspec.config.places import InputConfig
 from ragspec.config.run import RunConfig
 from ragspec.config.secret import revealed
 from ragspec.errors import ConfigError
-from ragspec.inputs.base import within
+from ragspec.inputs.base import Source, within
 from ragspec.inputs.files import files_of
 from ragspec.inputs.opening import open_source
 from ragspec.inputs.storage import is_url
@@ -19,10 +20,23 @@ from ragspec.outputs.journal import Journal
 from ragspec.outputs.runstate import check_writable
 from ragspec.outputs.target import Target, target_of
 from ragspec.run.choice import choose
+from ragspec.run.desk import Report
 from ragspec.run.experience import remember
-from ragspec.run.local import LocalPass, Report
-from ragspec.run.session import prepare
+from ragspec.run.local import LocalPass
+from ragspec.run.session import Session, prepare
 from ragspec.stats import RunSummary
+
+
+class Executor(Protocol):
+    """Answers a source into a journal."""
+
+    summary: RunSummary
+
+    def answer(self) -> None:
+        """Answer it all. Raises ConfigError and ModelError."""
+
+    def about(self) -> dict[str, Any]:
+        """Return what identifies the run in its statistics."""
 
 
 def generate(
@@ -62,17 +76,28 @@ def generate(
                 partial=limit is not None,
             )
         )
-        executor = LocalPass(session, source, journal, limit=limit, total=within(limit, count), report=report)
+        executor = _executor(session, source, journal, limit=limit, total=within(limit, count), report=report)
         summary = executor.summary
         summary.notes += notes or []
         try:
             executor.answer()
         finally:
             summary.notes += [note for note in session.notes() if note not in summary.notes]
-            summary.about = session.about()
+            summary.about = executor.about()
             remember(session.config, summary)
             _write_stats(summary, Path(stats_path) if stats_path else None, journal)
     return summary
+
+
+def _executor(session: Session, source: Source, journal: Journal, **rest: Any) -> Executor:
+    """Return what answers a source: this process, or the workers that the config asks for."""
+    scale = session.config.scale
+    if scale is None:
+        return LocalPass(session, source, journal, **rest)
+    from ragspec.run.ray.crew import Crew
+    from ragspec.run.ray.driver import RayPass
+
+    return RayPass(session, Crew(session, scale), source, journal, **rest)
 
 
 def _check_paths(target: Target | None, given: InputConfig, stats_path: str | None) -> None:

@@ -1,34 +1,23 @@
-"""A run in this process: rows -> requests -> a loaded runner -> output lines, all of it pulled by the runner.
-
-Everything is a generator, so memory does not grow with the input.
-"""
+"""A run in this process: rows -> what is asked -> answers -> output lines, all of it pulled by the runner."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from itertools import count
+from typing import Any
 
-from ragspec.errors import RecordError
 from ragspec.inputs.base import Row, Source
 from ragspec.inputs.feed import Feed, Spread
-from ragspec.inputs.record import line_id
-from ragspec.inputs.values import record_id
-from ragspec.outputs.answers import Failed, Flight, Native, distinct
+from ragspec.outputs.answers import Native
 from ragspec.outputs.journal import Journal
-from ragspec.outputs.ledger import fingerprint
 from ragspec.outputs.shapes import shape_of
-from ragspec.records import Failure, Generation, Request
-from ragspec.retrieval.stage import Stage
-from ragspec.run.gathering import Gathering
+from ragspec.records import Request
+from ragspec.run.answering import Answering
+from ragspec.run.desk import Desk, Report
+from ragspec.run.intake import Intake
 from ragspec.run.provenance import peak_memory_gib
-from ragspec.run.reading import Reader
 from ragspec.run.session import Session
-from ragspec.stats import RunSummary
-
-Report = Callable[[RunSummary, int | None], None]  # called after each record with the totals and the input's lines
 
 
 class LocalPass:
@@ -48,23 +37,15 @@ class LocalPass:
         report: Report | None = None,
         keep_details: bool = False,
     ) -> None:
-        config = session.config
-        self.summary = RunSummary(method=session.runner.method)
-        self._config = config
-        self._source = source
+        shape = Native() if keep_details else shape_of(session.config)
+        self._rows: Feed[Row] = Feed(source, limit)
+        self._session = session
         self._runner = session.runner
-        self._journal = journal
-        self._ledger = journal.ledger
-        self._limit = limit
-        self._report = report
-        self._keep_details = keep_details
-        self._stage = Stage(session.retriever, self._unfinished) if session.retriever else None
-        self._total = total
-        self._veil = config.veil()
-        self._shape = Native() if keep_details else shape_of(config)
-        self._gathering = Gathering()
-        self._reader = Reader(session)
-        self._changed = 0
+        self._desk = Desk(session, source, journal, shape, total, report)
+        self._intake = Intake(session.config, self._desk)
+        self._answering = Answering(session, shape, self._desk, details=keep_details)
+        self._none = f"{session.config.input}: contains no records; nothing to answer"
+        self.summary = self._desk.summary
 
     def answer(self) -> None:
         """Load the model if there is anything to answer, and answer it."""
@@ -72,16 +53,15 @@ class LocalPass:
             first = next(requests, None)  # errors before it are written without a model
             if first is None:
                 if not (self.summary.failed or self.summary.skipped):
-                    self.summary.notes.append(f"{self._config.input}: contains no records; nothing to answer")
+                    self.summary.notes.append(self._none)
                 return
             requests.put_back([first])
             self._load_and_stream(requests)
-        if self._changed:
-            self.summary.notes.append(
-                f"{self._changed} records changed since they were answered: they are answered again, "
-                "and their old lines stay in the output above the new ones"
-            )
-        self.summary.notes += self._reader.notes()
+        self.summary.notes += self._intake.notes() + self._answering.notes()
+
+    def about(self) -> dict[str, Any]:
+        """Return what identifies the run in its statistics."""
+        return self._session.about()
 
     def _load_and_stream(self, requests: Feed[Request]) -> None:
         summary, runner = self.summary, self._runner
@@ -89,7 +69,7 @@ class LocalPass:
         with runner:
             summary.load_s = time.perf_counter() - started
             started = time.perf_counter()
-            runner.warm_up(self._total)
+            runner.warm_up(self._desk.total)
             summary.warmup_s = time.perf_counter() - started
             for _ in self._outcomes(requests):
                 pass
@@ -104,8 +84,7 @@ class LocalPass:
         prefill_s, decode_s, decode_tokens = runner.prefill_s, runner.decode_s, runner.decode_tokens
         started = time.perf_counter()
         try:
-            for outcome in runner.generate(requests):
-                self._finish(outcome)
+            for _ in self._answering.outcomes(requests):
                 summary.generate_s = time.perf_counter() - started
                 yield
         finally:
@@ -119,100 +98,12 @@ class LocalPass:
     @contextmanager
     def _reading(self) -> Iterator[Feed[Request]]:
         """Yield the input as requests; what is read and searched ahead of them ends with this, however it ends."""
-        requests = self._requests()
+        requests = self._answering.requests(Feed(Spread(self._rows, self._intake.asked)))
         try:
             yield requests
         finally:
             requests.close()
-            if self._stage is not None:
-                self.summary.retrieval = self._stage.to_json()
-
-    def _requests(self) -> Feed[Request]:
-        """Return the rows as requests. A row that cannot be one becomes an error line on the way."""
-        rows: Feed[Row] = Feed(self._source, self._limit)
-        if self._stage is not None:
-            rows = Feed(self._stage.fill(rows))
-        numbers = count()
-        return Feed(Spread(rows, lambda row: self._requests_of(next(numbers), row)))
-
-    def _requests_of(self, index: int, row: Row) -> list[Request]:
-        """Return the requests that a row is; none if it needs no answer any more, or can have none."""
-        key = None
-        try:
-            record = self._reader.record(row)
-            key = fingerprint(row, record.id)
-            if key in self._ledger:
-                self._skip(index, key)
-                return []
-            self._changed += self._ledger.resumed > 0 and self._ledger.answered(record.id)
-            return self._gathering.requests(self._reader.flight(index, record, key))
-        except RecordError as error:
-            key = key or fingerprint(row, None)
-            if key in self._ledger:
-                self._skip(index, key)
-            else:
-                message = f"{self._source.where(row.number)}: {error}"
-                self._fail(index, Failed(line_id(row), key, "RecordError", message, row.number))
-            return []
-
-    def _unfinished(self, row: Row) -> bool:
-        try:
-            return fingerprint(row, record_id(row.value.get("id"), row.number)) not in self._ledger
-        except RecordError:
-            return False
-
-    def _skip(self, index: int, key: str) -> None:
-        self.summary.skipped += 1
-        self.summary.failed_before += self._ledger.failed(key)
-        self._journal.skip(index, key)
-        self._tell()
-
-    def _fail(self, index: int, failed: Failed) -> None:
-        line = self._shape.error(replace(failed, message=self._veil(failed.message)))
-        self._journal.put(index, line, counted=self._count_failure)
-        self._tell()
-
-    def _count_failure(self) -> None:
-        self.summary.failed += 1
-
-    def _finish(self, outcome: Generation | Failure) -> None:
-        landed = self._gathering.take(outcome)
-        if landed is None:
-            return
-        flight, answers = landed
-        name, key = flight.record.id, flight.fingerprint
-        if isinstance(answers, Failure):
-            self._fail(flight.index, Failed(name, key, answers.kind, answers.message))
-            return
-        line = self._shape.answer(flight, answers, self._runner, details=self._keep_details)
-        try:
-            self._journal.put(flight.index, line, counted=lambda: self._count(flight, answers))
-        except TypeError as error:  # metadata that can be read but not written back
-            self._fail(flight.index, Failed(name, key, "RecordError", f"its metadata cannot be written ({error})"))
-            return
-        self._tell()
-
-    def _count(self, flight: Flight, answers: list[Generation]) -> None:
-        summary = self.summary
-        summary.records += 1
-        summary.prompt_tokens += flight.prompt_tokens
-        for answer in distinct(answers):
-            summary.cached_prompt_tokens += answer.cached_prompt_tokens
-            summary.output_tokens += len(answer.token_ids)
-            summary.spec.add(answer.spec)
-            summary.latency_s.add(answer.latency_s)
-            if answer.time_to_first_token_s is not None:
-                summary.time_to_first_token_s.add(answer.time_to_first_token_s)
-            if answer.undrafted:
-                self._note_once(f"some records are answered without drafts: {answer.undrafted}")
-
-    def _note_once(self, note: str) -> None:
-        if note not in self.summary.notes:
-            self.summary.notes.append(note)
-
-    def _tell(self) -> None:
-        if self._report:
-            self._report(self.summary, self._total)
+            self.summary.retrieval = self._answering.retrieval()
 
 
 def _since(now: float | None, before: float | None) -> float | None:

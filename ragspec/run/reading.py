@@ -1,4 +1,4 @@
-"""Rows -> records -> what the runner is asked: prompts, sampling, how many answers. What cannot be is a RecordError."""
+"""Records -> what the runner is asked: prompts, sampling, how many answers. What cannot be is a RecordError."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from pydantic import ValidationError
 from ragspec.config.run import to_sampling
 from ragspec.config.sections import SamplingConfig
 from ragspec.errors import RecordError
-from ragspec.inputs.base import Row
-from ragspec.inputs.keyset import KeySet
-from ragspec.inputs.record import parse_record
 from ragspec.outputs.answers import Flight
 from ragspec.records import Record, Sampling
 from ragspec.run.session import Session
@@ -20,7 +17,7 @@ MODELS_NAMED = 5  # in a note
 
 
 class Reader:
-    """Reads the rows of one pass, in order."""
+    """Reads the records of one pass."""
 
     def __init__(self, session: Session) -> None:
         config = session.config
@@ -28,20 +25,8 @@ class Reader:
         self._prompts = session.prompts
         self._locate = session.runner.cites
         self._default = to_sampling(config.sampling)
-        self._seen = KeySet()
         self._names = {str(config.model), str(config.model).rstrip("/").rpartition("/")[2], config.output.model}
         self._other_models: set[str] = set()  # that records ask for
-
-    def record(self, row: Row) -> Record:
-        """Return the record that a row is. Raises RecordError; so for an id that an earlier row had."""
-        if isinstance(row.value, RecordError):
-            raise row.value
-        record = parse_record(row.value, row.number, self._config.prompt.source)
-        if not self._seen.add(record.id):
-            own = isinstance(row.value, dict) and ("id" in row.value or "custom_id" in row.value)
-            clash = "appears twice" if own else "(its line number, as it has no id) is another record's id too"
-            raise RecordError(f'id "{record.id}" {clash}; only the first record with that id is answered')
-        return record
 
     def flight(self, index: int, record: Record, fingerprint: str) -> Flight:
         """Return what is asked for line number `index`. Raises RecordError."""

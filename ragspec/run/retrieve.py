@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -14,11 +14,13 @@ from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.base import Row
 from ragspec.inputs.feed import Feed
 from ragspec.inputs.opening import open_source
+from ragspec.inputs.record import lacks_contexts
 from ragspec.outputs.codecs import codec_of
 from ragspec.outputs.journal import Journal
+from ragspec.records import Passage
 from ragspec.retrieval.evaluate import evaluate
-from ragspec.retrieval.search import Retriever
-from ragspec.retrieval.stage import Stage, lacks_contexts
+from ragspec.retrieval.search import Hit, Retriever
+from ragspec.retrieval.stage import Stage
 
 
 @dataclass(slots=True)
@@ -36,7 +38,7 @@ def stream(config: RetrievalConfig, source: str, output: str, limit: int | None 
     if codec_of(output).ending == ".parquet":
         raise ConfigError(f"{output}: records with contexts are written as JSONL; choose another name")
     with open_source(source) as lines:
-        stage = Stage(Retriever(config))
+        stage = Stage(Retriever(config), query_of, with_hits)
         with Journal(output, resume=False) as journal, closing(stage.fill(Feed(lines, limit))) as filled:
             for index, line in enumerate(filled):
                 if isinstance(line.value, RecordError):
@@ -50,6 +52,21 @@ def stream(config: RetrievalConfig, source: str, output: str, limit: int | None 
                     passed.untouched += 1
                     journal.put(index, line.text)
     return passed
+
+
+def query_of(row: Row) -> str | None:
+    """Return the question to find contexts by, None if a row needs none."""
+    return row.value["query"] if lacks_contexts(row.value) else None
+
+
+def with_hits(row: Row, hits: list[Hit]) -> Row:
+    """Return a row with what was found for it; its raw bytes stay, by which a resumed run recognises it."""
+    return replace(row, value={**row.value, "contexts": [_context(hit.passage) for hit in hits]})
+
+
+def _context(passage: Passage) -> dict[str, Any]:
+    title = {"title": passage.title} if passage.title else {}
+    return {"id": passage.id, **title, "text": passage.text, "score": passage.score}
 
 
 def _with_contexts(row: Row) -> bytes | None:

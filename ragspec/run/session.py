@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ragspec import runners
@@ -31,6 +31,12 @@ class Session:
     def identity(self) -> dict[str, Any]:
         """Return what an answer depends on; a resumed run must agree on it."""
         return self.config.identity() | ({"index": self.retriever.index.identity} if self.retriever else {})
+
+    def of_workers(self) -> Session:
+        """Return the session as workers of a cluster have it: they neither read the input nor write the output."""
+        output = self.config.output.model_copy(update={"storage_options": {}})
+        config = self.config.model_copy(update={"input": None, "output": output, "scale": None})
+        return replace(self, config=config)
 
     def notes(self) -> list[str]:
         """Return what the user should know so far, secrets hidden."""

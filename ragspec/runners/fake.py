@@ -8,6 +8,7 @@ Its "tokens" are bytes, its "speculation" a fixed pattern: never a source of cla
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, Self
@@ -35,6 +36,8 @@ class Args(RunnerArgs):
     """Seconds that a batch takes."""
     fail_ids: list[str] = []
     """Ids of records that fail inside generation."""
+    exit_ids: list[str] = []
+    """Ids of records that end the whole process."""
     reverse: bool = False
     """Finish each batch last record first."""
 
@@ -112,6 +115,8 @@ class Runner:
                 yield self._answer(request)
 
     def _answer(self, request: Request) -> Generation | Failure:
+        if request.id in self._args.exit_ids:
+            os._exit(1)
         if request.id in self._fail_ids:
             return Failure(request.index, "the fake runner was told to fail here")
         token_ids = request.token_ids[-request.sampling.max_new_tokens :]

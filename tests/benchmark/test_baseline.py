@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from ragspec.benchmark.baseline import Setting, baselines, missing, plain_of
-from ragspec.benchmark.plan import baseline_of, make_plan
+from ragspec.benchmark.baseline import Setting, baselines, fewest_of, missing, plain_of
+from ragspec.benchmark.plan import baseline_of, make_plan, setting_of
 from ragspec.benchmark.results import Results, parse
 from ragspec.benchmark.table import print_results
 from ragspec.cli.console import stderr
@@ -36,6 +36,18 @@ def plan_of(methods, sizes=(), runner="fake", **more):
 )
 def test_only_plain_decoding_of_the_same_kind_is_a_baseline(other, comparable):
     assert plain_of(Setting("s", "vllm", "suffix", 8), [other]) == (0 if comparable else None)
+
+
+def test_runs_on_workers_are_compared_with_as_many_and_with_the_fewest():
+    plan = make_plan(build_config({"runner": "fake", "input": "x"}), ["none", "prompt_lookup"], workers=[2, 1, 4])
+    names = ["none-w2", "none-w1", "none-w4", "prompt_lookup-w2", "prompt_lookup-w1", "prompt_lookup-w4"]
+    assert [candidate.name for candidate in plan] == names
+    assert plan[2].config.scale.workers == 4
+    assert [baseline_of(candidate, plan).name for candidate in plan] == [*names[:3], *names[:3]]
+    settings = [setting_of(candidate) for candidate in plan]
+    assert [fewest_of(setting, settings) for setting in settings] == [1, None, 1, 4, None, 4]
+    alone = Setting("none", "fake", "none", None)
+    assert fewest_of(settings[0], [*settings, alone]) == 6  # one process is fewer than one worker
 
 
 def test_a_plan_without_plain_decoding_has_no_baseline():

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from tests.campaign import __doc__ as about
-from tests.campaign import archives, configs, faults, lines, parts
+from tests.campaign import archives, configs, faults, lines, parts, workers
 from tests.campaign.forked import preload
 
 # those that fork come before the one that brings torch and its threads into this process
@@ -15,6 +15,7 @@ PARTS = {
     "configs": (configs, 1000),
     "archives": (archives, 200),
     "parts": (parts, 100),
+    "workers": (workers, 100),
     "faults": (faults, 200),
 }
 

@@ -18,7 +18,7 @@ from ragspec.retrieval.evaluate import evaluate
 from ragspec.retrieval.search import Retriever
 from ragspec.retrieval.stage import AHEAD, BATCH, Stage
 from ragspec.run.generate import generate as run
-from ragspec.run.retrieve import stream
+from ragspec.run.retrieve import query_of, stream, with_hits
 from tests.cli.test_cli import start_interruptible
 from tests.conftest import ROOT, SAMPLE, read_jsonl, write_jsonl
 from tests.retrieval.test_corpus import pdf_bytes
@@ -415,16 +415,15 @@ def test_the_stage_fills_only_what_lacks_contexts(tmp_path):
         {"query": " "},
         {"messages": [{"role": "user", "content": "x"}]},
         5,
-        {"query": "finished"},
         *({"query": f"q{i}"} for i in range(20)),
     ]
     lines = [Row(number, json.dumps(value).encode(), value) for number, value in enumerate(values, 1)]
     search = Found()
-    stage = Stage(search, lambda line: line.value["query"] != "finished")
+    stage = Stage(search, query_of, with_hits)
     out = list(stage.fill(lines))
     assert [line.raw for line in out] == [line.raw for line in lines]  # fingerprints hold
     assert out[0].value["contexts"] == [{"id": "for a", "text": "t", "score": 1.0}]
-    assert [line.value for line in out[1:7]] == values[1:7]
+    assert [line.value for line in out[1:6]] == values[1:6]
     assert [query for batch in search.asked for query in batch] == ["a", *(f"q{i}" for i in range(20))]
     assert stage.queries == 21
 
@@ -441,7 +440,7 @@ def test_the_search_runs_ahead_while_the_reader_works():
             read.append(line)
             yield line
 
-    out = Stage(search).fill(lines())
+    out = Stage(search, query_of, with_hits).fill(lines())
     assert next(out).value["contexts"][0]["id"] == "for q0"
     deadline = time.monotonic() + 30
     while len(search.asked) < AHEAD and time.monotonic() < deadline:
@@ -459,7 +458,7 @@ def test_errors_of_the_search_and_of_the_input_come_where_they_belong():
                 raise ConfigError("the disk is gone")
             return super().search(queries)
 
-    out = Stage(Breaks()).fill(numbered(100))
+    out = Stage(Breaks(), query_of, with_hits).fill(numbered(100))
     assert [next(out).number for _ in range(32)] == list(range(32))
     with pytest.raises(ConfigError, match="the disk is gone"):
         next(out)
@@ -468,7 +467,7 @@ def test_errors_of_the_search_and_of_the_input_come_where_they_belong():
         yield from numbered(20)
         raise ConfigError("the archive is damaged")
 
-    out = Stage(Found()).fill(torn())
+    out = Stage(Found(), query_of, with_hits).fill(torn())
     assert [next(out).value["contexts"][0]["id"] for _ in range(20)] == [f"for q{n}" for n in range(20)]
     with pytest.raises(ConfigError, match="damaged"):
         next(out)

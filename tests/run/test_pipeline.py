@@ -231,7 +231,7 @@ def test_text_is_cut_at_the_first_stop_string():
 
 def test_generate_pulls_no_more_than_a_batch_ahead(tmp_path, monkeypatch):
     """Memory cannot grow with the input if records are read only as the runner asks for them."""
-    from ragspec.run import reading as batch
+    from ragspec.run import intake as batch
 
     seen = []
     most = 0

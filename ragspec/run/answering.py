@@ -1,0 +1,129 @@
+"""What is asked -> requests -> a loaded runner -> output lines: the part of a run that may happen on any machine.
+
+Everything is a generator, pulled by the runner, so memory does not grow with the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import orjson
+
+from ragspec.errors import RecordError
+from ragspec.inputs.feed import Feed, Spread
+from ragspec.outputs.answers import Failed, Flight, Shape, distinct
+from ragspec.records import Failure, Generation, Passage, Record, Request
+from ragspec.retrieval.search import Hit
+from ragspec.retrieval.stage import Stage
+from ragspec.run.gathering import Gathering
+from ragspec.run.reading import Reader
+from ragspec.run.session import Session
+from ragspec.stats import Cost
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A record that wants an answer. index: of its output line. number: of its row. query: to find contexts by."""
+
+    index: int
+    key: str
+    number: int
+    record: Record
+    query: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A record's output line, without its end, and what it took. costs: of each answer that was written."""
+
+    index: int
+    line: bytes
+    prompt_tokens: int
+    costs: list[Cost]
+
+
+class Outlet(Protocol):
+    """Takes what becomes of records."""
+
+    def put(self, answered: Answered) -> None: ...
+
+    def fail(self, index: int, failed: Failed) -> None: ...
+
+
+class Answering:
+    """One pass of a session's runner over what is asked. details: also write what an audit and a report need."""
+
+    def __init__(self, session: Session, shape: Shape, outlet: Outlet, *, details: bool = False) -> None:
+        self._runner = session.runner
+        self._shape = shape
+        self._outlet = outlet
+        self._details = details
+        self._stage = Stage(session.retriever, lambda asked: asked.query, _with_contexts) if session.retriever else None
+        self._reader = Reader(session)
+        self._gathering = Gathering()
+
+    def requests(self, asked: Feed[Asked]) -> Feed[Request]:
+        """Return what is asked as requests; close it after use, which ends what is searched ahead."""
+        if self._stage is not None:
+            asked = Feed(self._stage.fill(asked))
+        return Feed(Spread(asked, self._requests_of))
+
+    def outcomes(self, requests: Feed[Request]) -> Iterator[None]:
+        """Answer the requests; yield after each answer."""
+        for outcome in self._runner.generate(requests):
+            self._finish(outcome)
+            yield
+
+    def retrieval(self) -> dict[str, Any] | None:
+        """Return what the searches took, None where there were none."""
+        return self._stage.to_json() if self._stage is not None else None
+
+    def notes(self) -> list[str]:
+        """Return what the user should know about the records that were read."""
+        return self._reader.notes()
+
+    def _requests_of(self, asked: Asked) -> list[Request]:
+        try:
+            return self._gathering.requests(self._reader.flight(asked.index, asked.record, asked.key))
+        except RecordError as error:
+            self._outlet.fail(asked.index, Failed(asked.record.id, asked.key, "RecordError", str(error), asked.number))
+            return []
+
+    def _finish(self, outcome: Generation | Failure) -> None:
+        landed = self._gathering.take(outcome)
+        if landed is None:
+            return
+        flight, answers = landed
+        if isinstance(answers, Failure):
+            self._fail(flight, answers.kind, answers.message)
+            return
+        line = self._shape.answer(flight, answers, self._runner, details=self._details)
+        try:
+            encoded = orjson.dumps(line)
+        except TypeError as error:  # metadata that can be read but not written back
+            self._fail(flight, "RecordError", f"its metadata cannot be written ({error})")
+            return
+        costs = [_cost(answer) for answer in distinct(answers)]
+        self._outlet.put(Answered(flight.index, encoded, flight.prompt_tokens, costs))
+
+    def _fail(self, flight: Flight, kind: str, message: str) -> None:
+        self._outlet.fail(flight.index, Failed(flight.record.id, flight.fingerprint, kind, message))
+
+
+def _cost(answer: Generation) -> Cost:
+    return Cost(
+        len(answer.token_ids),
+        answer.cached_prompt_tokens,
+        answer.spec,
+        answer.latency_s,
+        answer.time_to_first_token_s,
+        answer.undrafted,
+    )
+
+
+def _with_contexts(asked: Asked, hits: list[Hit]) -> Asked:
+    passages = (hit.passage for hit in hits)
+    found = tuple(Passage(each.id, each.text, each.title or None, each.score) for each in passages)
+    return replace(asked, record=replace(asked.record, contexts=found))

@@ -1,0 +1,82 @@
+"""What becomes of rows: lines in the journal, counts in the totals, and word of it to whoever shows the progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ragspec.inputs.base import Source
+from ragspec.outputs.answers import Failed, Shape
+from ragspec.outputs.journal import Journal
+from ragspec.run.answering import Answered
+from ragspec.run.session import Session
+from ragspec.stats import RunSummary
+
+Report = Callable[[RunSummary, int | None], None]  # called after each record with the totals and the input's lines
+
+
+class Desk:
+    """Keeps the books of one pass. total: rows to come, None if nobody knows. shape: of the lines of failures."""
+
+    def __init__(
+        self, session: Session, source: Source, journal: Journal, shape: Shape, total: int | None, report: Report | None
+    ) -> None:
+        self.summary = RunSummary(method=session.runner.method)
+        self.total = total
+        self._source = source
+        self._journal = journal
+        self._ledger = journal.ledger
+        self._shape = shape
+        self._veil = session.config.veil()
+        self._report = report
+
+    def has(self, index: int, key: str) -> bool:
+        """Return whether an earlier run finished a row; if so, its line is passed over."""
+        if key not in self._ledger:
+            return False
+        self.summary.skipped += 1
+        self.summary.failed_before += self._ledger.failed(key)
+        self._journal.skip(index, key)
+        self._tell()
+        return True
+
+    def has_another(self, record_id: str) -> bool:
+        """Return whether an earlier run answered a row with this id, whatever it was then."""
+        return self._ledger.resumed > 0 and self._ledger.answered(record_id)
+
+    def put(self, answered: Answered) -> None:
+        """Write an answer's line, and count it."""
+        self._journal.put(answered.index, answered.line, counted=lambda: self._count(answered))
+        self._tell()
+
+    def fail(self, index: int, failed: Failed) -> None:
+        """Write the line of a record that has no answer, and count it."""
+        message = failed.message if failed.line is None else f"{self._source.where(failed.line)}: {failed.message}"
+        line = self._shape.error(replace(failed, message=self._veil(message)))
+        self._journal.put(index, line, counted=self._count_failure)
+        self._tell()
+
+    def _count(self, answered: Answered) -> None:
+        summary = self.summary
+        summary.records += 1
+        summary.prompt_tokens += answered.prompt_tokens
+        for cost in answered.costs:
+            summary.cached_prompt_tokens += cost.cached_prompt_tokens
+            summary.output_tokens += cost.output_tokens
+            summary.spec.add(cost.spec)
+            summary.latency_s.add(cost.latency_s)
+            if cost.time_to_first_token_s is not None:
+                summary.time_to_first_token_s.add(cost.time_to_first_token_s)
+            if cost.undrafted:
+                self._note_once(f"some records are answered without drafts: {cost.undrafted}")
+
+    def _count_failure(self) -> None:
+        self.summary.failed += 1
+
+    def _note_once(self, note: str) -> None:
+        if note not in self.summary.notes:
+            self.summary.notes.append(note)
+
+    def _tell(self) -> None:
+        if self._report:
+            self._report(self.summary, self.total)

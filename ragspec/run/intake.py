@@ -1,0 +1,65 @@
+"""Rows -> what is asked: records that have no line yet, each id once. The others become lines here, or need none."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from ragspec.config.run import RunConfig
+from ragspec.errors import RecordError
+from ragspec.inputs.base import Row
+from ragspec.inputs.keyset import KeySet
+from ragspec.inputs.record import lacks_contexts, line_id, parse_record
+from ragspec.outputs.answers import Failed
+from ragspec.outputs.ledger import fingerprint
+from ragspec.records import Record
+from ragspec.run.answering import Asked
+from ragspec.run.desk import Desk
+
+
+class Intake:
+    """Reads the rows of one pass, in order."""
+
+    def __init__(self, config: RunConfig, desk: Desk) -> None:
+        self._form = config.prompt.source
+        self._searches = config.retrieval is not None
+        self._desk = desk
+        self._seen = KeySet()
+        self._numbers = count()
+        self._changed = 0
+
+    def asked(self, row: Row) -> list[Asked]:
+        """Return what a row asks for; nothing if it needs no answer any more, or can have none."""
+        index, key = next(self._numbers), None
+        try:
+            record = self._record(row)
+            key = fingerprint(row, record.id)
+            if self._desk.has(index, key):
+                return []
+            self._changed += self._desk.has_another(record.id)
+            searches = self._searches and record.query is not None and lacks_contexts(row.value)
+            return [Asked(index, key, row.number, record, row.value["query"] if searches else None)]
+        except RecordError as error:
+            key = key or fingerprint(row, None)
+            if not self._desk.has(index, key):
+                self._desk.fail(index, Failed(line_id(row), key, "RecordError", str(error), row.number))
+            return []
+
+    def notes(self) -> list[str]:
+        """Return what the user should know about the rows that were read."""
+        if not self._changed:
+            return []
+        return [
+            f"{self._changed} records changed since they were answered: they are answered again, "
+            "and their old lines stay in the output above the new ones"
+        ]
+
+    def _record(self, row: Row) -> Record:
+        """Return the record that a row is. Raises RecordError; so for an id that an earlier row had."""
+        if isinstance(row.value, RecordError):
+            raise row.value
+        record = parse_record(row.value, row.number, self._form)
+        if not self._seen.add(record.id):
+            own = isinstance(row.value, dict) and ("id" in row.value or "custom_id" in row.value)
+            clash = "appears twice" if own else "(its line number, as it has no id) is another record's id too"
+            raise RecordError(f'id "{record.id}" {clash}; only the first record with that id is answered')
+        return record

@@ -1,0 +1,235 @@
+"""A Ray cluster: joined or started for one run, asked what it has, and left as it was found.
+
+with Cluster(ScaleConfig(workers=2)) as cluster:
+    hand = cluster.start("worker 1", config)
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import socket
+import threading
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ragspec.config.run import RunConfig
+from ragspec.config.sections import ScaleConfig
+from ragspec.errors import ConfigError, flat
+from ragspec.host.machine import machine
+from ragspec.run.ray.worker import Place, look
+
+CONNECTING_S = 10.0
+LOOKING_S = 120.0  # for machines to say what they have
+OBJECT_STORE = 200 << 20  # bytes, of a cluster of our own: only small messages pass through it
+LOCAL, AUTO = "local", "auto"
+SHOWN = 300  # characters of what Ray says
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine of the cluster. cpus, gpus: in all, whoever uses them now. key: Ray's name of it."""
+
+    key: str
+    host: str
+    cpus: float
+    gpus: float
+
+
+class Cluster:
+    """Ray, as one run sees it. Raises ConfigError where there is none, or none that fits."""
+
+    def __init__(self, scale: ScaleConfig) -> None:
+        self._scale = scale
+        self._ray: Any = None
+        self._joined = False  # somebody else began it in this process
+
+    def __enter__(self) -> Self:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # else workers are started anew through uv
+        try:
+            import ray
+        except ImportError:
+            raise ConfigError('scale: needs Ray: pip install "ragspec[ray]"') from None
+        self._ray = ray
+        self._joined = ray.is_initialized()
+        if not self._joined:
+            _check_answers(self._scale.address)
+            terminated = signal.getsignal(signal.SIGTERM)
+            try:
+                ray.init(**self._options())
+            except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+                ray.shutdown()
+                raise ConfigError(f"scale.address: {self._scale.address}: {_reason(error)}") from None
+            finally:
+                # Ray takes the signal of whoever calls it
+                if threading.current_thread() is threading.main_thread() and callable(terminated):
+                    signal.signal(signal.SIGTERM, terminated)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if not self._joined:
+            self._ray.shutdown()
+
+    def _options(self) -> dict[str, Any]:
+        scale = self._scale
+        quiet = {"log_to_driver": False, "logging_level": logging.CRITICAL, "include_dashboard": False}
+        if scale.address != LOCAL:
+            quiet.pop("include_dashboard")
+            return {"address": scale.address, **quiet}
+        cores = machine()["cores"] or 1
+        wanted = scale.workers * (scale.cpus_per_worker or 1)
+        return {
+            "address": LOCAL,
+            # more workers than cores are a user's own choice, where a worker need not have several
+            "num_cpus": cores if scale.cpus_per_worker else max(cores, wanted),
+            "object_store_memory": OBJECT_STORE,
+            **quiet,
+        }
+
+    def nodes(self) -> list[Node]:
+        """Return the machines that are there."""
+        return [
+            Node(
+                each["NodeID"],
+                each["NodeManagerHostname"],
+                each["Resources"].get("CPU", 0.0),
+                each["Resources"].get("GPU", 0.0),
+            )
+            for each in self._ray.nodes()
+            if each["Alive"]
+        ]
+
+    def share(self, gpus_of_engine: int) -> tuple[float, float]:
+        """Return the CPUs and GPUs of a worker: what the config says, else what the machines have.
+
+        gpus_of_engine: how many the engine takes, where there are any. Raises ConfigError if no machine has room.
+        """
+        nodes = self.nodes()
+        most = max((node.gpus for node in nodes), default=0.0)
+        gpus = self._scale.gpus_per_worker
+        if gpus is None:
+            gpus = float(gpus_of_engine) if most else 0.0
+        able = [node for node in nodes if node.gpus >= gpus and node.cpus >= 1]
+        cpus = self._scale.cpus_per_worker
+        if cpus is None:
+            if gpus:
+                cpus = min((int(node.cpus * gpus / node.gpus) for node in able), default=1)
+            else:
+                each = -(-self._scale.workers // max(1, len(able)))
+                cpus = min((int(node.cpus // each) for node in able), default=1)
+            cpus = max(1, cpus)
+        if not self.room(cpus, gpus):
+            there = ", ".join(f"{node.host} has {amount(node.cpus, node.gpus)}" for node in nodes) or "no machine"
+            asked = f"{self._scale.workers} workers of {amount(cpus, gpus)} each"
+            raise ConfigError(f"scale: no machine of the cluster has room for a worker: asked were {asked}; {there}")
+        return float(cpus), gpus
+
+    def room(self, cpus: float, gpus: float) -> int:
+        """Return how many workers of that size the machines take."""
+        return sum(
+            int(min(node.cpus // cpus if cpus else 1e9, node.gpus // gpus if gpus else 1e9)) for node in self.nodes()
+        )
+
+    def start(self, kind: type, cpus: float, gpus: float, *args: Any) -> Any:
+        """Return the handle of a new actor of that class; it runs once a machine has room."""
+        actor = self._ray.remote(kind)
+        options = {
+            "num_cpus": cpus,
+            "num_gpus": gpus,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "max_concurrency": 3,  # run, exchange, report
+            "scheduling_strategy": "SPREAD",
+        }
+        return actor.options(**options).remote(*args)
+
+    def look_around(self, config: dict[str, Any], cpus: float, gpus: float) -> list[tuple[Node, Place]]:
+        """Return what each machine with room for a worker of that size says; nothing is loaded there."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        able = [node for node in self.nodes() if node.cpus >= cpus and node.gpus >= gpus]
+        task = self._ray.remote(look)
+        said = [
+            task.options(
+                num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.key, soft=False)
+            ).remote(config, os.getcwd())
+            for node in able
+        ]
+        return list(zip(able, self._ray.get(said, timeout=LOOKING_S), strict=True))
+
+    def ready(self, refs: list[Any], timeout_s: float) -> list[Any]:
+        """Return those of `refs` that have an outcome; wait for the first."""
+        found, rest = self._ray.wait(refs, num_returns=1, timeout=timeout_s)
+        if rest and found:
+            found += self._ray.wait(rest, num_returns=len(rest), timeout=0)[0]
+        return list(found)
+
+    def get(self, ref: Any) -> Any:
+        """Return an outcome. Raises `lost()` where the actor is gone, and what its method raised."""
+        return self._ray.get(ref)
+
+    def kill(self, actor: Any) -> None:
+        """End an actor at once."""
+        self._ray.kill(actor, no_restart=True)
+
+    def gone(self, node: str) -> bool:
+        """Return whether a machine has left the cluster."""
+        return any(each["NodeID"] == node and not each["Alive"] for each in self._ray.nodes())
+
+    def unfit(self, error: Exception) -> bool:
+        """Return whether an actor could not even begin, as where ragspec is not installed."""
+        return bool(getattr(error, "actor_init_failed", False))
+
+    def reason(self, error: Exception) -> str:
+        """Return why an actor is gone."""
+        return _last_words(error)
+
+    def lost(self) -> tuple[type[Exception], ...]:
+        """Return what is raised where an actor is gone."""
+        errors = self._ray.exceptions
+        return (errors.RayActorError, errors.WorkerCrashedError, errors.NodeDiedError, errors.ObjectLostError)
+
+
+def _check_answers(address: str) -> None:
+    """Raise ConfigError if nobody listens at an address; Ray itself would wait for minutes."""
+    named = os.environ.get("RAY_ADDRESS", AUTO) if address == AUTO else address
+    if named in (LOCAL, AUTO):
+        return
+    host, _, port = named.removeprefix("ray://").rpartition(":")
+    try:
+        if not host or not port.isdigit():
+            raise OSError("an address is HOST:PORT")
+        socket.create_connection((host, int(port)), CONNECTING_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"scale.address: {address}: no Ray cluster answers there ({error.strerror or error})"
+        ) from None
+
+
+def gpus_of(config: RunConfig) -> int:
+    """Return how many GPUs an engine takes."""
+    sizes = [config.runner_args.get(key) for key in ("tensor_parallel_size", "pipeline_parallel_size")]
+    return math.prod(size for size in sizes if isinstance(size, int))
+
+
+def amount(cpus: float, gpus: float) -> str:
+    """Return how a message says how large a machine or a worker is."""
+    return f"{cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
+
+
+def _reason(error: Exception) -> str:
+    said = flat(error, SHOWN)
+    if isinstance(error, ConnectionError | TimeoutError) or "Could not" in said or "failed to connect" in said.lower():
+        return f"no Ray cluster answers there ({said})"
+    return said
+
+
+def _last_words(error: Exception) -> str:
+    """Return why an actor died, of all that Ray says about it."""
+    said = flat(error)
+    for begin in ("Worker exit detail:", "The actor is dead because", "The actor died because of"):
+        said = said.rpartition(begin)[2] or said
+    return said.strip()[:SHOWN]

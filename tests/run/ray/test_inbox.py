@@ -1,0 +1,76 @@
+import time
+from threading import Thread
+
+import pytest
+
+from ragspec.inputs.feed import Feed
+from ragspec.records import Record
+from ragspec.run.answering import Answered, Asked
+from ragspec.run.ray.inbox import Inbox, Outbox
+
+
+def asked(*indexes):
+    return [Asked(index, "", index, Record(str(index))) for index in indexes]
+
+
+def test_a_runner_takes_what_is_there_and_waits_only_when_it_has_nothing():
+    inbox = Inbox()
+    feed = Feed(inbox)
+    assert feed.take(3, wait=False) == []
+    inbox.add(asked(1, 2, 3))
+    assert [each.index for each in feed.take(2, wait=True)] == [1, 2]
+    assert inbox.look() == (1, True)
+    assert inbox.look() == (1, False)
+    assert [each.index for each in feed.take(9, wait=False)] == [3]
+    found = []
+    reader = Thread(target=lambda: found.extend(feed.take(1, wait=True)))
+    reader.start()
+    time.sleep(0.05)
+    assert not found
+    inbox.add(asked(4))
+    reader.join(10)
+    assert [each.index for each in found] == [4]
+
+
+def test_the_end_wakes_who_waits():
+    inbox = Inbox()
+    left = []
+    reader = Thread(target=lambda: left.append(list(inbox)))
+    reader.start()
+    inbox.add(asked(1))
+    inbox.add([], over=True)
+    reader.join(10)
+    assert [[each.index for each in found] for found in left] == [[1]]
+    with pytest.raises(StopIteration):
+        inbox.poll()
+
+
+def test_what_the_runner_has_not_taken_can_be_taken_back():
+    inbox = Inbox()
+    inbox.add(asked(1, 2, 3))
+    assert next(inbox).index == 1
+    assert inbox.take_back(1) == [3]
+    assert inbox.take_back(5) == [2]
+    assert inbox.poll() is None
+
+
+def test_lines_travel_together_and_nobody_waits_longer_than_told():
+    outbox = Outbox()
+    began = time.monotonic()
+    assert outbox.take(0.05) == ([], [])
+    assert time.monotonic() - began < 5
+    lines = [Answered(index, b"{}", 0, []) for index in range(3)]
+
+    def write():
+        for line in lines:
+            outbox.put(line)
+
+    writer = Thread(target=write)
+    writer.start()
+    found = []
+    while len(found) < 3:
+        found += outbox.take(10)[0]
+    writer.join()
+    assert found == lines
+    outbox.close()
+    assert outbox.take(60) == ([], [])  # at once
