@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from tests.conftest import ROOT, read_jsonl, write_jsonl
 
 RECORDS = 2000
-TIMEOUT_S = 2.0  # of silence
+TIMEOUT_S = 4.0  # of silence
 PATIENCE = 180  # seconds for a run
 NODES = 2
 INJECTION = "RAY_testing_rpc_failure"

@@ -141,7 +141,7 @@ class Cluster:
             "num_gpus": gpus,
             "max_restarts": 0,
             "max_task_retries": 0,
-            "max_concurrency": 3,  # run, exchange, report
+            "max_concurrency": 8,  # run, exchange and report, and those of them that are called again
             "scheduling_strategy": "SPREAD",
         }
         return actor.options(**options).remote(*args)
@@ -178,6 +178,11 @@ class Cluster:
     def gone(self, node: str) -> bool:
         """Return whether a machine has left the cluster."""
         return any(each["NodeID"] == node and not each["Alive"] for each in self._ray.nodes())
+
+    def unheard(self) -> type[Exception]:
+        """Return what is raised where a message or its answer got lost; the actor may be well."""
+        error: type[Exception] = self._ray.exceptions.ActorUnavailableError
+        return error
 
     def unfit(self, error: Exception) -> bool:
         """Return whether an actor could not even begin, as where ragspec is not installed."""

@@ -18,12 +18,15 @@ from ragspec.config.sections import ScaleConfig
 from ragspec.errors import ConfigError, ModelError
 from ragspec.run.ray.cluster import Cluster, gpus_of
 from ragspec.run.ray.hand import WAIT_S, Hand
+from ragspec.run.ray.leases import DEATH, SILENCE
 from ragspec.run.ray.worker import Place, Report, Word, Worker
 from ragspec.run.session import Session
 
 TRIES = 3  # deaths in a row without a line, after which a worker is not replaced
 PLACING_S = 120.0  # for the first workers to look around, once there is room for them
 LOADING = 10  # times the timeout, while a model loads
+ASKED = 4  # times in that time
+PAUSE_S = 0.1  # before a message that was lost is sent again
 LEAVING_S = 30.0  # for workers to free what they hold
 
 
@@ -37,11 +40,11 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A worker that is dead, or taken for dead. suspicious: what it had may be the reason."""
+    """A worker that is dead, or taken for dead. suspicion: that what it had is the reason (leases.py)."""
 
     hand: Hand
     why: str
-    suspicious: bool
+    suspicion: int
 
 
 class Crew:
@@ -113,11 +116,14 @@ class Crew:
                 continue
             try:
                 said = self._cluster.get(ref)
+            except self._cluster.unheard():
+                time.sleep(PAUSE_S)
+                hand.repeat(what)
             except self._cluster.lost() as error:
                 why = self._cluster.reason(error)
                 if self._cluster.unfit(error):
                     raise ConfigError(f"{hand.name} cannot start: {why}") from None
-                events.append(self._lose(hand, why, suspicious=not self._cluster.gone(hand.node)))
+                events.append(self._lose(hand, why, 0 if self._cluster.gone(hand.node) else DEATH))
             else:
                 events += self._take(hand, what, said)
         return events + self._silent()
@@ -200,7 +206,7 @@ class Crew:
         elif said is not None:  # of run: why it ended
             if not any(each.summary.alive for each in self.hands):
                 raise type(said)(f"{hand.name} on {hand.host}: {said}")
-            return [self._lose(hand, str(said), suspicious=hand.state == "answering")]
+            return [self._lose(hand, str(said), DEATH)]
         return []
 
     def _take_report(self, hand: Hand, report: Report) -> None:
@@ -213,20 +219,25 @@ class Crew:
     # -- how they go --------------------------------------------------------------------------------------------------
 
     def _silent(self) -> list[Heard | Lost]:
-        """Return the workers that have said nothing for too long: they are taken for dead."""
+        """Return the workers that have said nothing for too long: they are taken for dead.
+
+        Before that they are asked again, as messages may get lost.
+        """
         now, patience, found = time.monotonic(), self.scale.timeout_s, list[Heard | Lost]()
         for hand in self.hands:
             most = {"answering": patience, "loading": LOADING * patience}.get(hand.state)
             if most is not None and "exchange" in hand.refs and now - hand.sent > most:
-                found.append(self._lose(hand, f"it said nothing for {most:g} s", suspicious=True))
+                found.append(self._lose(hand, f"it said nothing for {most:g} s", SILENCE))
+            elif most is not None and "exchange" in hand.refs and now - hand.called > most / ASKED:
+                hand.repeat("exchange")
         return found
 
-    def _lose(self, hand: Hand, why: str, *, suspicious: bool) -> Lost:
+    def _lose(self, hand: Hand, why: str, suspicion: int) -> Lost:
         self._leave(hand)
         hand.state = "dead"
         hand.summary.deaths += 1
         self.note(f"{hand.name} on {hand.host} died: {why}")
-        return Lost(hand, why, suspicious)
+        return Lost(hand, why, suspicion)
 
     def _wait_for(self, what: str, hands: list[Hand]) -> None:
         deadline = time.monotonic() + LEAVING_S

@@ -159,9 +159,9 @@ class RayPass:
 
     def _bury(self, lost: Lost) -> None:
         """Lease again what a dead worker had, and replace it."""
-        guilty = self._leases.bury(lost.hand.name, suspicious=lost.suspicious)
+        guilty = self._leases.bury(lost.hand.name, lost.suspicion)
         for asked in guilty:
-            message = f"two workers died while they had it; the last: {lost.why}"
+            message = f"workers died while they had it, the last one so: {lost.why}"
             self._desk.fail(asked.index, Failed(asked.record.id, asked.key, "WorkerError", message))
         self._crew.replace(lost.hand, lost.why, fruitful=bool(guilty))
 

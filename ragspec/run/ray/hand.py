@@ -26,10 +26,12 @@ class Hand:
         self.place: Place | None = None
         self.state = "placing"
         self.refs: dict[str, Any] = {}  # calls under way, by method
+        self._said: dict[str, tuple[Any, ...]] = {}  # what they were called with
+        self._messages = 0
         self.wants = FIRST
         self.waiting = 0
         self.got_all = False  # whether it got as many records as it wanted, the last time
-        self.sent = 0.0  # when it was last asked something
+        self.sent = self.called = 0.0  # when it was last asked something new; and something at all
         self.fruitless = 0  # deaths in a row without a line between them
         self._gives_up = 0
         self._report = Report()  # the last of its actor's
@@ -39,16 +41,18 @@ class Hand:
         self.actor, self.place, self.state = actor, None, "placing"
         self.wants, self.waiting = FIRST, 0
         self._report = Report()
-        self.refs = {"check": actor.check.remote()}
+        self.refs.clear()
+        self._call("check")
 
     def load(self, records: int | None) -> None:
         """Let it load the model, and answer. records: how many will come to it, about."""
         self.state = "loading"
-        self.refs["run"] = self.actor.run.remote(records)
+        self._call("run", records)
 
     def send(self, asked: list[Any], *, over: bool = False) -> None:
         """Give it records, and ask what has become of others."""
-        self.refs["exchange"] = self.actor.exchange.remote(asked, over, self._gives_up, WAIT_S)
+        self._messages += 1
+        self._call("exchange", self._messages, asked, over, self._gives_up, WAIT_S)
         self._gives_up = 0
         self.sent = time.monotonic()
 
@@ -84,7 +88,16 @@ class Hand:
 
     def report(self) -> None:
         """Ask it to tell of itself."""
-        self.refs["report"] = self.actor.report.remote()
+        self._call("report")
+
+    def repeat(self, what: str) -> None:
+        """Call a method again as before: the message was lost, or its answer. Whoever does know, does it once."""
+        self._call(what, *self._said[what])
+
+    def _call(self, what: str, *args: Any) -> None:
+        self._said[what] = args
+        self.called = time.monotonic()
+        self.refs[what] = getattr(self.actor, what).remote(*args)
 
     def take_report(self, report: Report) -> None:
         """Take in what it tells of itself; the last is the one that counts."""

@@ -6,7 +6,8 @@ Records of one group (the same passages) go to the same worker, whose cache and 
 have nothing to do takes from another's group, and is a home of that group from then on.
 
 A record that was with a worker when it died is a suspect. It is leased again, one suspect at a time to a worker; if
-that one dies too, the suspect is guilty, and what else died with it is not suspected.
+that one dies too, the suspect is guilty, and what else died with it is not suspected. A worker that fell silent may be
+well, so silence weighs half as much.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections import OrderedDict, deque
 from ragspec.run.answering import Asked
 
 HOMES = 100_000  # groups whose workers are remembered
+DEATH, SILENCE, GUILTY = 2, 1, 4  # how suspicious records are, and when they are guilty
 
 
 class Leases:
@@ -29,7 +31,7 @@ class Leases:
         self._groups: OrderedDict[bytes, deque[Asked]] = OrderedDict()  # those with records waiting
         self._homes: OrderedDict[bytes, set[str]] = OrderedDict()
         self._suspects: deque[Asked] = deque()
-        self._marked: set[int] = set()  # lines of suspects, wherever they are
+        self._suspicion: dict[int, int] = {}  # by the line of a suspect, wherever it is
         self._leased: dict[str, dict[int, Asked]] = {}
         self._group_of: dict[int, bytes | None] = {}  # of all that is not settled
         self._sizes: dict[int, int] = {}
@@ -59,7 +61,7 @@ class Leases:
         """Lease up to `most` records to a worker, the oldest first as far as groups allow."""
         leased = self._leased.setdefault(worker, {})
         taken: list[Asked] = []
-        if most > 0 and self._suspects and self._marked.isdisjoint(leased):
+        if most > 0 and self._suspects and self._suspicion.keys().isdisjoint(leased):
             taken.append(self._suspects.popleft())
         for key in [key for key in self._groups if worker in self._homes_of(key)]:
             taken += self._from(key, worker, most - len(taken))
@@ -89,28 +91,32 @@ class Leases:
         leased = self._leased[worker]
         self._wait_again([leased.pop(index) for index in indexes if index in leased])
 
-    def bury(self, worker: str, *, suspicious: bool) -> list[Asked]:
-        """Let a dead worker's records wait again; return those that have now killed two. suspicious: it died of one."""
+    def bury(self, worker: str, suspicion: int) -> list[Asked]:
+        """Let a dead worker's records wait again; return the one that is guilty now, if any.
+
+        suspicion: DEATH, SILENCE, or 0 if none of them may be the reason.
+        """
         lost = self._leased.pop(worker, {})
         for homes in self._homes.values():
             homes.discard(worker)
-        guilty = [lost.pop(index) for index in self._marked & lost.keys()] if suspicious else []
-        for asked in guilty:
-            self._forget(asked.index)
-        if suspicious and not guilty:
-            self._marked |= lost.keys()
+        guilty = []
+        for index in list((self._suspicion.keys() & lost.keys()) or lost.keys()) if suspicion else ():
+            self._suspicion[index] = self._suspicion.get(index, 0) + suspicion
+            if self._suspicion[index] >= GUILTY:
+                guilty.append(lost.pop(index))
+                self._forget(index)
         self._wait_again(list(lost.values()))
         return guilty
 
     def _forget(self, index: int) -> None:
         del self._group_of[index]
         self.size -= self._sizes.pop(index)
-        self._marked.discard(index)
+        self._suspicion.pop(index, None)
         self.out -= 1
 
     def _wait_again(self, lost: list[Asked]) -> None:
         for asked in reversed(lost):
-            (self._suspects if asked.index in self._marked else self._queue(asked)).appendleft(asked)
+            (self._suspects if asked.index in self._suspicion else self._queue(asked)).appendleft(asked)
         self.waiting += len(lost)
         self.out -= len(lost)
 

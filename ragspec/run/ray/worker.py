@@ -11,7 +11,8 @@ import socket
 import time
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from threading import Lock
+from typing import Any, cast
 
 from ragspec import __version__
 from ragspec.config.load import build_config
@@ -86,6 +87,9 @@ class Worker:
         self._answering: Answering | None = None
         self._inbox, self._outbox = Inbox(), Outbox()
         self._state = "loading"
+        self._running, self._talking = Lock(), Lock()
+        self._end: RagspecError | None = None
+        self._heard, self._word = 0, cast("Word | None", None)  # the last message, and what was said to it
         self._report = Report()
 
     def check(self) -> Place:
@@ -100,6 +104,12 @@ class Worker:
 
     def run(self, records: int | None) -> RagspecError | None:
         """Load the model, and answer until the input is over. records: how many will come to this worker, about."""
+        with self._running:  # whoever asks again, as his message seemed lost, waits for the same end
+            if self._state == "loading":
+                self._end = self._run(records)
+            return self._end
+
+    def _run(self, records: int | None) -> RagspecError | None:
         assert self._session is not None
         try:
             with self._session.config.veil().over_errors():
@@ -107,6 +117,7 @@ class Worker:
         except RagspecError as error:
             return type(error)(str(error))
         finally:
+            self._state = "ended"
             self._outbox.close()
         return None
 
@@ -128,10 +139,20 @@ class Worker:
             finally:
                 requests.close()
             self._tell()
-        self._state = "ended"
 
-    def exchange(self, asked: list[Any], over: bool, take_back: int, wait_s: float) -> Word:
-        """Take records in, and say what has become of earlier ones; wait up to `wait_s` seconds for something."""
+    def exchange(self, number: int, asked: list[Any], over: bool, take_back: int, wait_s: float) -> Word:
+        """Take records in, and say what has become of earlier ones; wait up to `wait_s` seconds for something.
+
+        number: of the message. One that comes again gets the same answer, and nothing is taken in twice.
+        """
+        with self._talking:
+            if number != self._heard:
+                self._word = self._exchange(asked, over, take_back, wait_s)
+                self._heard = number
+            assert self._word is not None
+            return self._word
+
+    def _exchange(self, asked: list[Any], over: bool, take_back: int, wait_s: float) -> Word:
         self._inbox.add(asked, over=over)
         returned = self._inbox.take_back(take_back) if take_back else []
         lines, failures = self._outbox.take(0 if returned else wait_s)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from ragspec.records import Passage, Record
 from ragspec.run.answering import Asked
 from ragspec.run.ray.affinity import HEAD, group_of, size_of
-from ragspec.run.ray.leases import Leases
+from ragspec.run.ray.leases import DEATH, SILENCE, Leases
 
 
 def asked(index):
@@ -57,7 +57,7 @@ def test_only_what_a_worker_has_can_be_settled_and_late_answers_are_not():
     assert leases.settle("one", 0)
     assert not leases.settle("one", 0)
     assert not leases.settle("two", 1)
-    assert leases.bury("one", suspicious=True) == []
+    assert leases.bury("one", DEATH) == []
     assert not leases.settle("one", 1)
     assert lines(leases.take("two", 9)) == [1]
     assert leases.settle("two", 1)
@@ -87,7 +87,7 @@ def test_a_record_that_kills_two_workers_is_found_and_nothing_else_is_blamed():
                     assert leases.settle(name, each.index)
                     finished.add(each.index)
                 deaths += 1
-                guilty += lines(leases.bury(name, suspicious=True))
+                guilty += lines(leases.bury(name, DEATH))
                 break
             for each in got:
                 assert leases.settle(name, each.index)
@@ -103,14 +103,24 @@ def test_a_machine_that_vanishes_makes_nobody_suspicious():
     leases = filled([""] * 4)
     for life in range(5):
         assert len(leases.take(f"worker {life}", 9)) == 4
-        assert leases.bury(f"worker {life}", suspicious=False) == []
+        assert leases.bury(f"worker {life}", 0) == []
     assert lines(leases.take("last", 9)) == [0, 1, 2, 3]
+
+
+def test_silence_convicts_only_when_it_comes_again_and_again():
+    leases = filled([""])
+    for life in range(3):
+        assert len(leases.take(f"worker {life}", 9)) == 1
+        assert leases.bury(f"worker {life}", SILENCE) == []
+    leases.take("last", 9)
+    assert lines(leases.bury("last", SILENCE)) == [0]
+    assert (leases.waiting, leases.out) == (0, 0)
 
 
 def test_suspects_are_leased_one_at_a_time_to_a_worker():
     leases = filled([""] * 4)
     leases.take("one", 3)
-    leases.bury("one", suspicious=True)
+    leases.bury("one", DEATH)
     assert lines(leases.take("two", 9)) == [0, 3]
     assert leases.take("two", 9) == []
     assert lines(leases.take("three", 9)) == [1]
@@ -146,7 +156,7 @@ def test_whatever_happens_every_record_is_settled_exactly_once(seed, workers, to
             leases.give_back(name, [held[name].pop()])
         elif what > 0.97:
             held.pop(name, None)
-            settled += lines(leases.bury(name, suspicious=chance.random() < 0.5))
+            settled += lines(leases.bury(name, chance.choice([0, SILENCE, DEATH])))
     for name in names:
         for index in held.get(name, ()):
             assert leases.settle(name, index)
