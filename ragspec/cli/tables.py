@@ -14,6 +14,8 @@ from ragspec.stats import RunSummary
 if TYPE_CHECKING:
     from ragspec.retrieval.build import BuildSummary
 
+WORKERS_SHOWN = 8
+
 
 def print_notes(console: Console, notes: Iterable[str]) -> None:
     """Print the notes, a line each."""
@@ -43,6 +45,8 @@ def print_summary(console: Console, summary: RunSummary, output: str) -> None:
         ]
     if summary.retrieval and summary.retrieval["queries"]:
         rows.append(("retrieval", _retrieval(summary.retrieval)))
+    if summary.workers:
+        rows.append(("workers", _workers(summary)))
     rows.append(("output", "stdout" if output == "-" else output))
     for name, value in rows:
         table.add_row(name, Text(value))
@@ -60,6 +64,13 @@ def print_build(console: Console, summary: BuildSummary, index: str) -> None:
     table.add_row("time", f"{summary.seconds:.1f} s")
     table.add_row("index", Text(index))
     console.print(table)
+
+
+def _workers(summary: RunSummary) -> str:
+    shares = ", ".join(f"{worker.records:,}" for worker in summary.workers[:WORKERS_SHOWN])
+    more = ", ..." if len(summary.workers) > WORKERS_SHOWN else ""
+    replaced = sum(worker.deaths for worker in summary.workers)
+    return f"{len(summary.workers)} ({shares}{more} records)" + (f", replaced {replaced} times" if replaced else "")
 
 
 def _records(summary: RunSummary) -> str:

@@ -11,6 +11,7 @@ from collections import Counter
 from contextlib import contextmanager
 
 from tests.conftest import ROOT, read_jsonl, write_jsonl
+from tests.processes import actors
 
 RECORDS = 2000
 TIMEOUT_S = 4.0  # of silence
@@ -102,13 +103,8 @@ def check(place, kind, *, ordered):
 # -- what breaks ------------------------------------------------------------------------------------------------------
 
 
-def workers():
-    found = subprocess.run(["pgrep", "-f", "ray::Worker"], capture_output=True, text=True, check=False)
-    return [int(pid) for pid in found.stdout.split()]
-
-
 def kill_actor(there, run, chance):
-    if found := workers():
+    if found := actors():
         os.kill(chance.choice(found), signal.SIGKILL)
 
 
@@ -124,7 +120,7 @@ def kill_driver(there, run, chance):
 
 
 def stop_and_go_on(there, run, chance):
-    if found := workers():
+    if found := actors():
         stopped = chance.choice(found)
         os.kill(stopped, signal.SIGSTOP)
         time.sleep(TIMEOUT_S + 2)

@@ -7,6 +7,7 @@ from ragspec.inputs.feed import Feed
 from ragspec.records import Record
 from ragspec.run.answering import Answered, Asked
 from ragspec.run.ray.inbox import Inbox, Outbox
+from ragspec.run.ray.worker import Worker
 
 
 def asked(*indexes):
@@ -74,3 +75,13 @@ def test_lines_travel_together_and_nobody_waits_longer_than_told():
     assert found == lines
     outbox.close()
     assert outbox.take(60) == ([], [])  # at once
+
+
+def test_a_message_that_comes_again_is_taken_in_once_and_answered_alike(tmp_path):
+    worker = Worker({"runner": "fake"}, str(tmp_path / "nowhere"))
+    worker._outbox.put(Answered(0, b"{}", 0, []))
+    first = worker.exchange(1, asked(1, 2), False, 0, 0.0)
+    assert worker.exchange(1, asked(1, 2), False, 0, 0.0) is first
+    assert (first.waiting, len(first.lines)) == (2, 1)
+    second = worker.exchange(2, asked(3), False, 1, 0.0)
+    assert (second.waiting, second.lines, second.returned) == (2, [], [3])

@@ -16,6 +16,7 @@ from ragspec.config.load import build_config
 from ragspec.errors import ConfigError, ModelError
 from ragspec.run.generate import generate
 from tests.conftest import ROOT, read_jsonl, write_jsonl
+from tests.processes import actors
 
 pytest.importorskip("ray")
 
@@ -122,12 +123,6 @@ def test_a_resumed_run_may_have_another_number_of_workers(tmp_path, address):
     summary = generate(build_config(settings(tmp_path, "out", source, **HARD)))
     assert summary.skipped == 120
     assert (tmp_path / "out.jsonl").read_bytes() == expected
-
-
-def actors():
-    """The processes of workers."""
-    found = subprocess.run(["pgrep", "-f", "ray::Worker"], capture_output=True, text=True, check=False)
-    return [int(pid) for pid in found.stdout.split()]
 
 
 def until(done, seconds=90):
@@ -297,7 +292,7 @@ def test_an_interruption_ends_the_workers_and_leaves_a_file_that_resumes(tmp_pat
     output = tmp_path / "out.jsonl"
     run = subprocess.Popen(command(tmp_path, source, output), cwd=ROOT, stderr=subprocess.PIPE, text=True)
     until(lambda: lines_of(output) > 20)
-    workers = actors()
+    workers = actors(run.pid)
     assert workers
     run.send_signal(signal.SIGINT)
     said = run.communicate(timeout=60)[1]
@@ -390,7 +385,7 @@ def test_an_index_embedded_by_workers_is_the_same(tmp_path):
     import lancedb
 
     tables = []
-    for name, more in (("alone", []), ("workers", ["--workers", 2])):
+    for name, more in (("alone", []), ("workers", ["--workers", 1])):
         done = ragspec(
             *("index", "--corpus", "sample_data/documents", "--output", tmp_path / name, "--embedding-model", "demo"),
             *more,
