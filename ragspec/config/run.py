@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, cast
 
 from ragspec.config.check import validate
@@ -68,6 +69,11 @@ class RunConfig(Section):
         from ragspec import runners  # late: runners know the config
 
         return cast(RunnerArgs, validate(runners.module(word).Args, self.runner_args, "config", "runner_args"))
+
+    def devices(self) -> int:
+        """Return how many GPUs one engine takes."""
+        sizes = [self.runner_args.get(key) for key in ("tensor_parallel_size", "pipeline_parallel_size")]
+        return math.prod(size for size in sizes if isinstance(size, int))
 
     def as_given(self) -> dict[str, Any]:
         """Return the config as the user wrote it, secrets in the clear: for another process, never for a file."""

@@ -94,10 +94,10 @@ def _examine(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
 
 def _examine_cluster(config: RunConfig, scale: ScaleConfig) -> Iterator[Finding]:
     """Say what each machine of the cluster has, and whether a worker could answer there."""
-    from ragspec.run.ray.cluster import Cluster, amount, gpus_of
+    from ragspec.run.ray.cluster import Cluster, amount
 
     with Cluster(scale) as cluster:
-        share = cluster.share(gpus_of(config))
+        share = cluster.share(config.devices())
         room = cluster.room(*share)
         line = f"workers: {scale.workers} of {amount(*share)} each; the cluster has room for {room}"
         yield Finding("ok" if room >= scale.workers else "note", line)

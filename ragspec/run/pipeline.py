@@ -21,7 +21,8 @@ from ragspec.stats import RunSummary
 
 
 class Pipeline:
-    """What a config names, loaded on enter and freed on exit. `input` and `output` of the config are not used.
+    """What a config names, loaded on enter and freed on exit. `input`, `output` and `scale` of the config are not
+    used.
 
     summary: totals of the latest `answers`. Raises ConfigError and ModelError.
     """

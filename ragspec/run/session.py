@@ -13,6 +13,7 @@ from ragspec.retrieval.search import Retriever
 from ragspec.run.choice import Choice, choose
 from ragspec.run.provenance import about
 from ragspec.runners.base import Runner
+from ragspec.speculation.methods import VLLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +35,13 @@ class Session:
 
     def of_workers(self) -> Session:
         """Return the session as workers of a cluster have it: they neither read the input nor write the output."""
-        output = self.config.output.model_copy(update={"storage_options": {}})
-        config = self.config.model_copy(update={"input": None, "output": output, "scale": None})
-        return replace(self, config=config)
+        config = self.config
+        output = config.output.model_copy(update={"storage_options": {}})
+        changed: dict[str, Any] = {"input": None, "output": output, "scale": None}
+        if config.runner == VLLM and config.devices() > 1:
+            # all its GPUs are the worker's own; left to itself, vLLM may ask Ray for others
+            changed["runner_args"] = {"distributed_executor_backend": "mp", **config.runner_args}
+        return replace(self, config=config.model_copy(update=changed))
 
     def notes(self) -> list[str]:
         """Return what the user should know so far, secrets hidden."""

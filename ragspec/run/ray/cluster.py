@@ -7,7 +7,6 @@ with Cluster(ScaleConfig(workers=2)) as cluster:
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import socket
@@ -15,7 +14,6 @@ import threading
 from dataclasses import dataclass
 from typing import Any, Self
 
-from ragspec.config.run import RunConfig
 from ragspec.config.sections import ScaleConfig
 from ragspec.errors import ConfigError, flat
 from ragspec.host.machine import machine
@@ -212,12 +210,6 @@ def _check_answers(address: str) -> None:
         raise ConfigError(
             f"scale.address: {address}: no Ray cluster answers there ({error.strerror or error})"
         ) from None
-
-
-def gpus_of(config: RunConfig) -> int:
-    """Return how many GPUs an engine takes."""
-    sizes = [config.runner_args.get(key) for key in ("tensor_parallel_size", "pipeline_parallel_size")]
-    return math.prod(size for size in sizes if isinstance(size, int))
 
 
 def amount(cpus: float, gpus: float) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Self
 from ragspec import __version__
 from ragspec.config.sections import ScaleConfig
 from ragspec.errors import ConfigError, ModelError
-from ragspec.run.ray.cluster import Cluster, gpus_of
+from ragspec.run.ray.cluster import Cluster
 from ragspec.run.ray.hand import WAIT_S, Hand
 from ragspec.run.ray.leases import DEATH, SILENCE
 from ragspec.run.ray.worker import Place, Report, Word, Worker
@@ -64,7 +64,7 @@ class Crew:
         self._cluster = Cluster(scale)
         own = session.of_workers()
         self._config, self._identity = own.config.as_given(), own.identity()
-        self._gpus = gpus_of(own.config)
+        self._gpus = own.config.devices()
         self._share = (1.0, 0.0)  # CPUs and GPUs of a worker
         self._versions = {"ragspec": __version__}
         self._stack = ExitStack()
