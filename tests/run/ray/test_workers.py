@@ -136,12 +136,11 @@ def lines_of(path):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def while_it_runs(do):
-    """Run `do` on a thread, once there is a worker."""
+def while_it_runs(output, do):
+    """Run `do` on a thread, once workers answer."""
 
     def wait():
-        until(actors)
-        time.sleep(1)
+        until(lambda: lines_of(output) > 20)
         do()
 
     thread = threading.Thread(target=wait)
@@ -154,8 +153,8 @@ SLOW = {"runner_args": {"delay_s": 0.1, "batch_size": 4}}
 
 def test_what_a_killed_worker_had_is_answered_by_others(tmp_path, address):
     source = write_jsonl(tmp_path / "in.jsonl", records(200))
-    thread = while_it_runs(lambda: os.kill(actors()[0], signal.SIGKILL))
-    summary, _ = answered(tmp_path, "out", source, **SLOW, **scaled(address))
+    thread = while_it_runs(tmp_path / "out.jsonl", lambda: os.kill(actors()[0], signal.SIGKILL))
+    summary, _ = answered(tmp_path, "out", source, order="finish", **SLOW, **scaled(address))
     thread.join()
     assert once(tmp_path / "out.jsonl") == summary.records == 200
     assert sum(part["deaths"] for part in summary.to_json()["workers"]) == 1
@@ -172,8 +171,8 @@ def test_a_worker_that_falls_silent_is_taken_for_dead_and_not_listened_to_any_mo
         time.sleep(5)
         os.kill(stopped[0], signal.SIGCONT)
 
-    thread = while_it_runs(stop)
-    summary, _ = answered(tmp_path, "out", source, **SLOW, **scaled(address, timeout_s=2.0))
+    thread = while_it_runs(tmp_path / "out.jsonl", stop)
+    summary, _ = answered(tmp_path, "out", source, order="finish", **SLOW, **scaled(address, workers=1, timeout_s=2.0))
     thread.join()
     assert once(tmp_path / "out.jsonl") == summary.records == 200
     assert any("said nothing for 2 s" in note for note in summary.notes)
@@ -280,7 +279,9 @@ def test_nothing_of_ray_is_imported_without_workers(tmp_path):
 
 def command(tmp_path, source, output, *more):
     config = tmp_path / "config.yaml"
-    config.write_text(json.dumps({"runner": "fake", "runner_args": {"delay_s": 0.1, "batch_size": 4}}))
+    config.write_text(
+        json.dumps({"runner": "fake", "order": "finish", "runner_args": {"delay_s": 0.3, "batch_size": 4}})
+    )
     return [
         *(sys.executable, "-m", "ragspec", "generate", "-c", str(config), "-i", source, "-o", str(output)),
         *("--workers", "2", *more),
