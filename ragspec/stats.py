@@ -134,16 +134,12 @@ class Cost(NamedTuple):
     undrafted: str
 
 
-@dataclass(slots=True)
-class WorkerSummary:
-    """One worker's part of a run's totals. Its seconds are its own; deaths: how often it was replaced."""
+@dataclass(slots=True, kw_only=True)
+class Totals:
+    """What records came to. Seconds are wall-clock; load, warm-up and generation are kept apart."""
 
-    name: str
-    host: str = ""
-    alive: bool = False
-    deaths: int = 0
-    records: int = 0
-    failed: int = 0
+    records: int = 0  # answered
+    failed: int = 0  # error lines written
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     output_tokens: int = 0
@@ -151,18 +147,33 @@ class WorkerSummary:
     warmup_s: float = 0.0
     prefill_s: float | None = None
     decode_s: float | None = None
-    decode_tokens: int = 0
+    decode_tokens: int = 0  # tokens emitted in decode_s, those of the prefill step not counted
     peak_memory_gib: float = 0.0
     spec: SpecStats = field(default_factory=SpecStats)
 
     def count(self, prompt_tokens: int, costs: Iterable[Cost]) -> None:
-        """Count a record that it answered. costs: of each answer."""
+        """Count a record that was answered. costs: of each answer."""
         self.records += 1
         self.prompt_tokens += prompt_tokens
         for cost in costs:
             self.cached_prompt_tokens += cost.cached_prompt_tokens
             self.output_tokens += cost.output_tokens
             self.spec.add(cost.spec)
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Tokens over seconds of the decode part alone, where the engine knows it apart."""
+        return self.decode_tokens / self.decode_s if self.decode_s else None
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerSummary(Totals):
+    """One worker's part of a run's totals. Its seconds are its own; deaths: how often it was replaced."""
+
+    name: str
+    host: str = ""
+    alive: bool = False
+    deaths: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return its line of the stats file."""
@@ -181,31 +192,19 @@ class WorkerSummary:
             "warmup_s": _round(self.warmup_s),
             "prefill_s": _round(self.prefill_s),
             "decode_s": _round(self.decode_s),
-            "decode_tokens_per_s": _round(self.decode_tokens / self.decode_s) if self.decode_s else None,
+            "decode_tokens_per_s": _round(self.decode_tokens_per_s),
             "peak_memory_gib": _round(self.peak_memory_gib),
         }
 
 
-@dataclass(slots=True)
-class RunSummary:
-    """The totals of one run. Seconds are wall-clock; load, warm-up and generation are kept apart."""
+@dataclass(slots=True, kw_only=True)
+class RunSummary(Totals):
+    """The totals of one run."""
 
     method: str = "none"
-    records: int = 0  # answered in this run
-    failed: int = 0  # error lines written in this run
     skipped: int = 0  # finished before this run began
     failed_before: int = 0  # those of `skipped` that are error lines
-    prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    output_tokens: int = 0
-    load_s: float = 0.0
-    warmup_s: float = 0.0
     generate_s: float = 0.0
-    prefill_s: float | None = None
-    decode_s: float | None = None
-    decode_tokens: int = 0  # tokens emitted in decode_s, those of the prefill step not counted
-    peak_memory_gib: float = 0.0
-    spec: SpecStats = field(default_factory=SpecStats)
     time_to_first_token_s: Reservoir = field(default_factory=Reservoir)
     latency_s: Reservoir = field(default_factory=Reservoir)
     retrieval: dict[str, Any] | None = None  # what the searches took; waited_s: seconds that answering waited for them
@@ -217,11 +216,6 @@ class RunSummary:
     def tokens_per_s(self) -> float | None:
         """Output tokens over generation seconds, of the whole run."""
         return self.output_tokens / self.generate_s if self.generate_s and self.output_tokens else None
-
-    @property
-    def decode_tokens_per_s(self) -> float | None:
-        """Tokens over seconds of the decode part alone, where the engine knows it apart."""
-        return self.decode_tokens / self.decode_s if self.decode_s else None
 
     @property
     def tokens_per_step(self) -> float | None:

@@ -92,8 +92,7 @@ def setting_of(candidate: Candidate, sizes: Mapping[str, int | None] | None = No
     """Return what makes `candidate` comparable with another."""
     config = candidate.config
     size = candidate.batch_size if sizes is None else sizes[candidate.name]
-    workers = config.scale.workers if config.scale else None
-    return Setting(candidate.name, config.runner, config.speculation.method, size, candidate.peer, workers)
+    return Setting(candidate.name, config.runner, config.speculation.method, size, candidate.peer, config.workers())
 
 
 def _check_words(flag: str, words: Iterable[str], known: Iterable[str]) -> None:

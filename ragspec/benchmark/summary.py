@@ -68,7 +68,7 @@ def _run(
         load_s=round(ready.load_s, 3),
         warmup_s=round(ready.warmup_s, 3),
         identical=identical,
-        workers=candidate.config.scale.workers if candidate.config.scale else None,
+        workers=candidate.config.workers(),
     )
 
 

@@ -75,6 +75,19 @@ class RunConfig(Section):
         sizes = [self.runner_args.get(key) for key in ("tensor_parallel_size", "pipeline_parallel_size")]
         return math.prod(size for size in sizes if isinstance(size, int))
 
+    def workers(self) -> int | None:
+        """Return how many workers answer; None for this process alone."""
+        return self.scale.workers if self.scale else None
+
+    def of_workers(self) -> RunConfig:
+        """Return the config as workers of a cluster have it: they neither read the input nor write the output."""
+        output = self.output.model_copy(update={"storage_options": {}})
+        changed: dict[str, Any] = {"input": None, "output": output, "scale": None}
+        if self.runner == VLLM and self.devices() > 1:
+            # all its GPUs are the worker's own; left to itself, vLLM may ask Ray for others
+            changed["runner_args"] = {"distributed_executor_backend": "mp", **self.runner_args}
+        return self.model_copy(update=changed)
+
     def as_given(self) -> dict[str, Any]:
         """Return the config as the user wrote it, secrets in the clear: for another process, never for a file."""
         whole: dict[str, Any] = as_given(self.model_dump())

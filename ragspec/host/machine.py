@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,15 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(pages / (1 << 30), 1),
         "gpus": gpus,
     }
+
+
+def installed(names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those packages that are installed."""
+    found = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def has_gpu() -> bool:

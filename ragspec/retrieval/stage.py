@@ -64,14 +64,7 @@ class Stage(Generic[T]):
 
     def to_json(self) -> dict[str, Any]:
         """Return what the statistics say about the searches."""
-        each = round(1000 * self.search_s / self.queries, 2) if self.queries else None
-        return {
-            "mode": self._retriever.mode,
-            "queries": self.queries,
-            "search_s": round(self.search_s, 4),
-            "ms_per_query": each,
-            "waited_s": round(self.waited_s, 4),
-        }
+        return told(self._retriever.mode, self.queries, self.search_s, self.waited_s)
 
     def begin(self, items: list[T], pool: ThreadPoolExecutor) -> Batch[T]:
         """Return `items` with the search for them under way."""
@@ -97,6 +90,17 @@ class Stage(Generic[T]):
         for place, hits in zip(batch.places, found, strict=True):
             batch.items[place] = self._with_hits(batch.items[place], hits)
         return batch.items
+
+
+def told(mode: str, queries: int, search_s: float, waited_s: float) -> dict[str, Any]:
+    """Return what the statistics say about searches: see Stage."""
+    return {
+        "mode": mode,
+        "queries": queries,
+        "search_s": round(search_s, 4),
+        "ms_per_query": round(1000 * search_s / queries, 2) if queries else None,
+        "waited_s": round(waited_s, 4),
+    }
 
 
 class Filled(Generic[T]):

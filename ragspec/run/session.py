@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ragspec import runners
@@ -13,7 +13,6 @@ from ragspec.retrieval.search import Retriever
 from ragspec.run.choice import Choice, choose
 from ragspec.run.provenance import about
 from ragspec.runners.base import Runner
-from ragspec.speculation.methods import VLLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +31,6 @@ class Session:
     def identity(self) -> dict[str, Any]:
         """Return what an answer depends on; a resumed run must agree on it."""
         return self.config.identity() | ({"index": self.retriever.index.identity} if self.retriever else {})
-
-    def of_workers(self) -> Session:
-        """Return the session as workers of a cluster have it: they neither read the input nor write the output."""
-        config = self.config
-        output = config.output.model_copy(update={"storage_options": {}})
-        changed: dict[str, Any] = {"input": None, "output": output, "scale": None}
-        if config.runner == VLLM and config.devices() > 1:
-            # all its GPUs are the worker's own; left to itself, vLLM may ask Ray for others
-            changed["runner_args"] = {"distributed_executor_backend": "mp", **config.runner_args}
-        return replace(self, config=config.model_copy(update=changed))
 
     def notes(self) -> list[str]:
         """Return what the user should know so far, secrets hidden."""

@@ -187,8 +187,11 @@ class Cluster:
         return bool(getattr(error, "actor_init_failed", False))
 
     def reason(self, error: Exception) -> str:
-        """Return why an actor is gone."""
-        return _last_words(error)
+        """Return why an actor is gone, of all that Ray says about it."""
+        said = flat(error)
+        for begin in ("Worker exit detail:", "The actor is dead because", "The actor died because of"):
+            said = said.rpartition(begin)[2] or said
+        return said.strip()[:SHOWN]
 
     def lost(self) -> tuple[type[Exception], ...]:
         """Return what is raised where an actor is gone."""
@@ -222,11 +225,3 @@ def _reason(error: Exception) -> str:
     if isinstance(error, ConnectionError | TimeoutError) or "Could not" in said or "failed to connect" in said.lower():
         return f"no Ray cluster answers there ({said})"
     return said
-
-
-def _last_words(error: Exception) -> str:
-    """Return why an actor died, of all that Ray says about it."""
-    said = flat(error)
-    for begin in ("Worker exit detail:", "The actor is dead because", "The actor died because of"):
-        said = said.rpartition(begin)[2] or said
-    return said.strip()[:SHOWN]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from ragspec import __version__
@@ -62,9 +62,9 @@ class Crew:
         self.scale = scale
         self.details = details
         self._cluster = Cluster(scale)
-        own = session.of_workers()
-        self._config, self._identity = own.config.as_given(), own.identity()
-        self._gpus = own.config.devices()
+        own = session.config.of_workers()
+        self._config, self._identity = own.as_given(), replace(session, config=own).identity()
+        self._gpus = own.devices()
         self._share = (1.0, 0.0)  # CPUs and GPUs of a worker
         self._versions = {"ragspec": __version__}
         self._stack = ExitStack()

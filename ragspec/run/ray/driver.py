@@ -13,6 +13,7 @@ from ragspec.inputs.feed import Feed, Spread
 from ragspec.outputs.answers import Failed, Native
 from ragspec.outputs.journal import Journal
 from ragspec.outputs.shapes import shape_of
+from ragspec.retrieval.stage import told
 from ragspec.run.answering import Asked
 from ragspec.run.desk import Desk, Report
 from ragspec.run.intake import Intake
@@ -178,6 +179,6 @@ def _together(searches: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return what all workers' searches took, None if there were none."""
     if not searches:
         return None
-    sums = {key: sum(each[key] for each in searches) for key in ("queries", "search_s", "waited_s")}
-    each_ms = round(1000 * sums["search_s"] / sums["queries"], 2) if sums["queries"] else None
-    return {"mode": searches[0]["mode"], **sums, "ms_per_query": each_ms}
+    return told(
+        searches[0]["mode"], *(sum(each[key] for each in searches) for key in ("queries", "search_s", "waited_s"))
+    )

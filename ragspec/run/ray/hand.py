@@ -21,7 +21,7 @@ class Hand:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.summary = WorkerSummary(name)
+        self.summary = WorkerSummary(name=name)
         self.actor: Any = None
         self.place: Place | None = None
         self.state = "placing"

@@ -63,9 +63,14 @@ class Leases:
         taken: list[Asked] = []
         if most > 0 and self._suspects and self._suspicion.keys().isdisjoint(leased):
             taken.append(self._suspects.popleft())
-        for key in [key for key in self._groups if worker in self._homes_of(key)]:
+        own, free = list[bytes](), list[bytes]()
+        for key in self._groups:
+            homes = self._homes_of(key)
+            if not homes or worker in homes:
+                (own if homes else free).append(key)
+        for key in own:
             taken += self._from(key, worker, most - len(taken))
-        for key in [key for key in self._groups if not self._homes_of(key)]:
+        for key in free:
             while len(taken) < most and self._loose and self._loose[0].index < self._groups[key][0].index:
                 taken.append(self._loose.popleft())
             taken += self._from(key, worker, most - len(taken))

@@ -10,13 +10,13 @@ import platform
 import socket
 import time
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from threading import Lock
 from typing import Any, cast
 
 from ragspec import __version__
 from ragspec.config.load import build_config
 from ragspec.errors import RagspecError
+from ragspec.host.machine import installed
 from ragspec.inputs.feed import Feed
 from ragspec.outputs.answers import Failed, Native
 from ragspec.outputs.shapes import shape_of
@@ -188,14 +188,6 @@ def here() -> Place:
     import ray
 
     node = ray.get_runtime_context().get_node_id()
-    return Place(socket.gethostname(), node, platform.python_version(), {"ragspec": __version__, **_installed()})
-
-
-def _installed() -> dict[str, str]:
-    found = {}
-    for name in LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return Place(
+        socket.gethostname(), node, platform.python_version(), {"ragspec": __version__, **installed(LIBRARIES)}
+    )

@@ -6,7 +6,6 @@ from ragspec.config.load import build_config
 from ragspec.config.sections import ScaleConfig
 from ragspec.errors import ConfigError
 from ragspec.run.ray.cluster import Cluster, Node
-from ragspec.run.session import Session
 
 
 class There(Cluster):
@@ -60,11 +59,11 @@ def test_an_engine_of_several_gpus_stays_in_its_worker():
             "scale": {"workers": 2},
         }
     )
-    found = Session(config, "", None, None, None).of_workers().config
+    found = config.of_workers()
     assert found.devices() == 2
     assert found.runner_args["distributed_executor_backend"] == "mp"
     assert found.input is None
     assert found.scale is None
     assert found.output.storage_options == {}
     own = config.model_copy(update={"runner_args": {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}})
-    assert Session(own, "", None, None, None).of_workers().config.runner_args["distributed_executor_backend"] == "ray"
+    assert own.of_workers().runner_args["distributed_executor_backend"] == "ray"
