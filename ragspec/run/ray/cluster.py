@@ -17,7 +17,8 @@ from typing import Any, Self
 from ragspec.config.sections import ScaleConfig
 from ragspec.errors import ConfigError, flat
 from ragspec.host.machine import machine
-from ragspec.run.ray.worker import Place, look
+from ragspec.run.ray.messages import Place
+from ragspec.run.ray.worker import look
 
 CONNECTING_S = 10.0
 LOOKING_S = 120.0  # for machines to say what they have

@@ -19,7 +19,8 @@ from ragspec.errors import ConfigError, ModelError
 from ragspec.run.ray.cluster import Cluster
 from ragspec.run.ray.hand import WAIT_S, Hand
 from ragspec.run.ray.leases import DEATH, SILENCE
-from ragspec.run.ray.worker import Place, Report, Word, Worker
+from ragspec.run.ray.messages import Place, Report, Word, unpack
+from ragspec.run.ray.worker import Worker
 from ragspec.run.session import Session
 
 TRIES = 3  # deaths in a row without a line, after which a worker is not replaced
@@ -201,8 +202,9 @@ class Crew:
         elif what == "report":
             self._take_report(hand, said)
         elif what == "exchange":
-            hand.hear(said)
-            return [Heard(hand, said)]
+            word = unpack(said)
+            hand.hear(word)
+            return [Heard(hand, word)]
         elif said is not None:  # of run: why it ended
             if not any(each.summary.alive for each in self.hands):
                 raise type(said)(f"{hand.name} on {hand.host}: {said}")

