@@ -1,6 +1,8 @@
-"""Which processes belong to a test: others may run beside it."""
+"""Processes of a test: started so that they can be interrupted, and told from others that run beside it."""
 
 import os
+import signal
+import subprocess
 from pathlib import Path
 
 
@@ -27,3 +29,9 @@ def is_below(pid, root):
             return False
         pid = int(stat.rpartition(")")[2].split()[1])
     return False
+
+
+def start_interruptible(command, **more):
+    """Start a process that can be interrupted, also where this one was started with SIGINT ignored (by `&`, say)."""
+    default = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+    return subprocess.Popen(command, **{"stderr": subprocess.PIPE, "text": True, **more}, preexec_fn=default)

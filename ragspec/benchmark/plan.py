@@ -51,7 +51,10 @@ def make_plan(
     peers: Sequence[str] = (),
     workers: Sequence[int] = (),
 ) -> list[Candidate]:
-    """Return the candidates, baselines first. Without `methods`: plain decoding and what the config says."""
+    """Return the candidates, baselines first. Without `methods`: plain decoding and what the config says.
+
+    workers: how many; 0 is this process alone.
+    """
     if config.input is None or config.input.is_stdin:
         raise ConfigError("input: a benchmark reads its input several times; give a file with --input")
     _check_words("--method", methods, known_methods())
@@ -130,7 +133,7 @@ def _candidate(
     if tokens is not None:
         name += f"-k{tokens}"
     if workers is not None:
-        raw["scale"] = (raw["scale"] or {}) | {"workers": workers}
+        raw["scale"] = (raw["scale"] or {}) | {"workers": workers} if workers else None
         name += f"-w{workers}"
     return Candidate(name, build_config(raw, f"--method {method}"), batch_size, tokens)
 

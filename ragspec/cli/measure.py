@@ -71,7 +71,9 @@ def benchmark(
     ] = False,
     workers: Annotated[
         list[int] | None,
-        typer.Option("--workers", min=1, metavar="N", help="Answer on N workers (docs/scale.md); repeatable."),
+        typer.Option(
+            "--workers", min=0, metavar="N", help="Answer on N workers (docs/scale.md), 0: in one process; repeatable."
+        ),
     ] = None,
     ray_address: RayAddress = None,
     override: Set = None,

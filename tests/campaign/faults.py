@@ -3,13 +3,13 @@
 import json
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 from tests.conftest import SAMPLE, read_jsonl, save_llama, train_tokenizer, write_jsonl
+from tests.processes import start_interruptible
 
 RECORDS = {"fake": 100, "real": 30}
 SHARE = {"fake": 0.75, "real": 0.25}  # of the faults; a real model takes seconds to load
@@ -89,9 +89,8 @@ class Job:
         """Run once more, and let a signal end it; return whether it came in time."""
         self._stats.unlink(missing_ok=True)
         order = self._chance.choice(self._orders)
-        default = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
         with self._error.open("wb") as error:
-            process = subprocess.Popen([*self._command, "--order", order], stderr=error, preexec_fn=default)
+            process = start_interruptible([*self._command, "--order", order], stderr=error, text=False)
         self.totals["runs"] += 1
         if how is not None:
             self._wait(process)

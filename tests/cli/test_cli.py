@@ -13,6 +13,7 @@ from typer.main import get_command
 from ragspec.cli import app
 from ragspec.speculation.methods import METHODS
 from tests.conftest import ROOT, read_jsonl, write_jsonl
+from tests.processes import start_interruptible
 
 RAGSPEC = [sys.executable, "-m", "ragspec"]
 
@@ -247,12 +248,6 @@ def test_resume_with_a_changed_config_is_refused(config, questions, tmp_path):
 def slow(out, questions, config, *more):
     args = ["generate", "-c", config, "-i", questions, "-o", out, *more]
     return [*RAGSPEC, *map(str, args), "--set", "runner_args.delay_s=0.02", "--set", "runner_args.batch_size=2"]
-
-
-def start_interruptible(command, **more):
-    """Start a process that can be interrupted, also where this one was started with SIGINT ignored (by `&`, say)."""
-    default = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=default, **more)
 
 
 def wait_for_lines(out, wanted, process):

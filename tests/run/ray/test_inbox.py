@@ -1,13 +1,17 @@
+import pickle
 import time
 from threading import Thread
 
 import pytest
 
 from ragspec.inputs.feed import Feed
-from ragspec.records import Record
+from ragspec.outputs.answers import Failed
+from ragspec.records import Passage, Record
 from ragspec.run.answering import Answered, Asked
 from ragspec.run.ray.inbox import Inbox, Outbox
+from ragspec.run.ray.messages import Word, pack, unpack
 from ragspec.run.ray.worker import Worker
+from ragspec.stats import Cost, SpecStats
 
 
 def asked(*indexes):
@@ -80,8 +84,22 @@ def test_lines_travel_together_and_nobody_waits_longer_than_told():
 def test_a_message_that_comes_again_is_taken_in_once_and_answered_alike(tmp_path):
     worker = Worker({"runner": "fake"}, str(tmp_path / "nowhere"))
     worker._outbox.put(Answered(0, b"{}", 0, []))
-    first = worker.exchange(1, asked(1, 2), False, 0, 0.0)
-    assert worker.exchange(1, asked(1, 2), False, 0, 0.0) is first
-    assert (first.waiting, len(first.lines)) == (2, 1)
-    second = worker.exchange(2, asked(3), False, 1, 0.0)
-    assert (second.waiting, second.lines, second.returned) == (2, [], [3])
+    first = worker.exchange(1, pack(asked(1, 2)), False, 0, 0.0)
+    assert worker.exchange(1, pack(asked(1, 2)), False, 0, 0.0) is first
+    word = unpack(first)
+    assert (word.waiting, len(word.lines)) == (2, 1)
+    word = unpack(worker.exchange(2, pack(asked(3)), False, 1, 0.0))
+    assert (word.waiting, word.lines, word.returned) == (2, [], [3])
+
+
+def test_what_travels_arrives_as_it_was():
+    passage = Passage("1", "words", title=None, score=0.5)
+    record = Record(
+        "q", messages=({"role": "user", "content": "?"},), contexts=(passage,), metadata={"a": [1, None, float("inf")]}
+    )
+    spec = SpecStats(steps=3, drafted=4, accepted=2)
+    answered = Answered(7, b"{}", 5, [Cost(1, 2, spec, 0.1, None, "")])
+    failed = Failed("q", "key", "RecordError", "wrong", 3)
+    for message in ([Asked(1, "key", 2, record, "query")], Word([answered], [(1, failed)], 1, True, [2], "answering")):
+        assert unpack(pack(message)) == message
+    assert len(pack([Asked(1, "key", 2, record)])) < len(pickle.dumps([Asked(1, "key", 2, record)]))
