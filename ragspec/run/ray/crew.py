@@ -18,6 +18,7 @@ from ragspec.config.sections import ScaleConfig
 from ragspec.errors import ConfigError, ModelError
 from ragspec.run.ray.cluster import Cluster
 from ragspec.run.ray.hand import WAIT_S, Hand
+from ragspec.run.ray.inbox import End
 from ragspec.run.ray.leases import DEATH, SILENCE
 from ragspec.run.ray.messages import Place, Report, Word, unpack
 from ragspec.run.ray.worker import Worker
@@ -142,15 +143,20 @@ class Crew:
 
     def end(self) -> None:
         """Let workers free what they hold, and tell what they know."""
-        left = [hand for hand in self.hands if hand.state == "answering"]
-        for hand in left:
-            hand.refs.pop("exchange", None)
-            hand.send([], over=True)
+        left = self.rest("run")
         self._wait_for("run", left)
         for hand in left:
             if hand.state == "answering":
                 hand.report()
         self._wait_for("report", left)
+
+    def rest(self, end: End = "pass") -> list[Hand]:
+        """Tell workers, which have answered all that they had, that it was the last of a pass; return them."""
+        left = [hand for hand in self.hands if hand.state == "answering"]
+        for hand in left:
+            hand.refs.pop("exchange", None)
+            hand.send([], end)
+        return left
 
     def note(self, note: str) -> None:
         """Keep what the user should know, once."""

@@ -75,10 +75,11 @@ class RayPass:
         summary.notes += self._intake.notes()
 
     def stream(self) -> None:
-        """Answer the input with workers that are loaded, and time it."""
+        """Answer the input with workers that are loaded, and time it; another pass may follow."""
         self._started = time.perf_counter()
         try:
             self._stream()
+            self._crew.rest()
         finally:
             self._asked.close()
             self._conclude()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from ragspec.run.ray.inbox import End
 from ragspec.run.ray.messages import Place, Report, Word, pack
 from ragspec.stats import WorkerSummary
 
@@ -49,10 +50,10 @@ class Hand:
         self.state = "loading"
         self._call("run", records)
 
-    def send(self, asked: list[Any], *, over: bool = False) -> None:
-        """Give it records, and ask what has become of others."""
+    def send(self, asked: list[Any], end: End | None = None) -> None:
+        """Give it records, and ask what has become of others. end: of what these are the last."""
         self._messages += 1
-        self._call("exchange", self._messages, pack(asked), over, self._gives_up, WAIT_S)
+        self._call("exchange", self._messages, pack(asked), end, self._gives_up, WAIT_S)
         self._gives_up = 0
         self.sent = time.monotonic()
 

@@ -5,40 +5,49 @@ from __future__ import annotations
 import time
 from collections import deque
 from threading import Condition
-from typing import Self
+from typing import Literal, Self
 
 from ragspec.outputs.answers import Failed
 from ragspec.run.answering import Answered, Asked
 
+End = Literal["pass", "run"]
 LINGER_S = 0.02  # that a first line waits for more, so that lines travel together
 
 
 class Inbox:
-    """Records on their way to the runner (a Pollable, see inputs/feed.py), given to it while it works."""
+    """Records on their way to the runner (a Pollable, see inputs/feed.py), given to it while it works.
+
+    over: whether the last pass has ended; otherwise another may be iterated over after this one.
+    """
 
     def __init__(self) -> None:
-        self._waiting: deque[Asked] = deque()
-        self._over = False
+        self.over = False
+        self._waiting: deque[Asked | End] = deque()
         self._changed = Condition()
         self._dry = False  # whether the runner found nothing since the last look
 
-    def add(self, asked: list[Asked], *, over: bool = False) -> None:
-        """Take in records. over: no others will come."""
+    def add(self, asked: list[Asked], end: End | None = None) -> None:
+        """Take in records. end: of what they are the last."""
         with self._changed:
             self._waiting.extend(asked)
-            self._over = self._over or over
+            if end:
+                self._waiting.append(end)
             self._changed.notify()
 
     def take_back(self, most: int) -> list[int]:
         """Give up the last `most` records that the runner has not taken, and return their lines."""
+        found: list[int] = []
         with self._changed:
-            return [self._waiting.pop().index for _ in range(min(most, len(self._waiting)))]
+            while len(found) < most and self._waiting and not isinstance(last := self._waiting[-1], str):
+                self._waiting.pop()
+                found.append(last.index)
+        return found
 
     def look(self) -> tuple[int, bool]:
         """Return how many records wait, and whether the runner had to wait since the last look."""
         with self._changed:
             dry, self._dry = self._dry, False
-            return len(self._waiting), dry
+            return sum(not isinstance(each, str) for each in self._waiting), dry
 
     def __iter__(self) -> Self:
         return self
@@ -46,21 +55,24 @@ class Inbox:
     def __next__(self) -> Asked:
         with self._changed:
             while not self._waiting:
-                if self._over:
-                    raise StopIteration
                 self._dry = True
                 self._changed.wait()
-            return self._waiting.popleft()
+            return self._next()
 
     def poll(self) -> Asked | None:
         """Return the next record, or None if there is none yet. Raises StopIteration if none will come."""
         with self._changed:
             if self._waiting:
-                return self._waiting.popleft()
-            if self._over:
-                raise StopIteration
+                return self._next()
             self._dry = True
             return None
+
+    def _next(self) -> Asked:
+        found = self._waiting.popleft()
+        if isinstance(found, str):
+            self.over = found == "run"
+            raise StopIteration
+        return found
 
 
 class Outbox:

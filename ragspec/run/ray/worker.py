@@ -21,7 +21,7 @@ from ragspec.outputs.answers import Native
 from ragspec.outputs.shapes import shape_of
 from ragspec.run.answering import Answering, Asked
 from ragspec.run.provenance import peak_memory_gib
-from ragspec.run.ray.inbox import Inbox, Outbox
+from ragspec.run.ray.inbox import End, Inbox, Outbox
 from ragspec.run.ray.messages import Place, Report, Word, pack, unpack
 from ragspec.run.session import Session, prepare
 
@@ -85,31 +85,36 @@ class Worker:
             started = time.perf_counter()
             runner.warm_up(records)
             report.warmup_s = time.perf_counter() - started
-            shape = Native() if self._details else shape_of(session.config)
-            self._answering = Answering(session, shape, self._outbox, details=self._details)
-            requests = self._answering.requests(Feed(self._inbox))
-            self._state = "answering"
-            try:
-                for _ in self._answering.outcomes(requests):
-                    pass
-            finally:
-                requests.close()
+            while not self._inbox.over:
+                self._pass(session)
             self._tell()
 
-    def exchange(self, number: int, asked: bytes, over: bool, take_back: int, wait_s: float) -> bytes:
+    def _pass(self, session: Session) -> None:
+        """Answer until a pass is over; the next one finds nothing in the runner's cache, as in one process."""
+        shape = Native() if self._details else shape_of(session.config)
+        self._answering = Answering(session, shape, self._outbox, details=self._details)
+        requests = self._answering.requests(Feed(self._inbox))
+        self._state = "answering"
+        try:
+            for _ in self._answering.outcomes(requests):
+                pass
+        finally:
+            requests.close()
+
+    def exchange(self, number: int, asked: bytes, end: End | None, take_back: int, wait_s: float) -> bytes:
         """Take records in, and say what has become of earlier ones (a Word); wait up to `wait_s` seconds for something.
 
-        number: of the message. One that comes again gets the same answer, and nothing is taken in twice. Both are
-        packed.
+        number: of the message. One that comes again gets the same answer, and nothing is taken in twice. end: of what
+        these records are the last. Both are packed.
         """
         with self._talking:
             if number != self._heard:
-                self._word = pack(self._exchange(unpack(asked), over, take_back, wait_s))
+                self._word = pack(self._exchange(unpack(asked), end, take_back, wait_s))
                 self._heard = number
             return self._word
 
-    def _exchange(self, asked: list[Asked], over: bool, take_back: int, wait_s: float) -> Word:
-        self._inbox.add(asked, over=over)
+    def _exchange(self, asked: list[Asked], end: End | None, take_back: int, wait_s: float) -> Word:
+        self._inbox.add(asked, end)
         returned = self._inbox.take_back(take_back) if take_back else []
         lines, failures = self._outbox.take(0 if returned else wait_s)
         waiting, dry = self._inbox.look()

@@ -43,9 +43,11 @@ def test_the_end_wakes_who_waits():
     reader = Thread(target=lambda: left.append(list(inbox)))
     reader.start()
     inbox.add(asked(1))
-    inbox.add([], over=True)
+    inbox.add([], "run")
     reader.join(10)
     assert [[each.index for each in found] for found in left] == [[1]]
+    assert inbox.over
+    inbox.add([], "run")
     with pytest.raises(StopIteration):
         inbox.poll()
 
@@ -84,12 +86,25 @@ def test_lines_travel_together_and_nobody_waits_longer_than_told():
 def test_a_message_that_comes_again_is_taken_in_once_and_answered_alike(tmp_path):
     worker = Worker({"runner": "fake"}, str(tmp_path / "nowhere"))
     worker._outbox.put(Answered(0, b"{}", 0, []))
-    first = worker.exchange(1, pack(asked(1, 2)), False, 0, 0.0)
-    assert worker.exchange(1, pack(asked(1, 2)), False, 0, 0.0) is first
+    first = worker.exchange(1, pack(asked(1, 2)), None, 0, 0.0)
+    assert worker.exchange(1, pack(asked(1, 2)), None, 0, 0.0) is first
     word = unpack(first)
     assert (word.waiting, len(word.lines)) == (2, 1)
-    word = unpack(worker.exchange(2, pack(asked(3)), False, 1, 0.0))
+    word = unpack(worker.exchange(2, pack(asked(3)), None, 1, 0.0))
     assert (word.waiting, word.lines, word.returned) == (2, [], [3])
+
+
+def test_passes_follow_each_other_and_none_sees_what_belongs_to_the_next():
+    inbox = Inbox()
+    inbox.add(asked(1, 2), "pass")
+    inbox.add(asked(3))
+    assert inbox.look()[0] == 3
+    assert [each.index for each in Feed(inbox)] == [1, 2]
+    assert not inbox.over
+    inbox.add([], "run")
+    assert inbox.take_back(5) == []  # whoever is told that this was all has begun it
+    assert [each.index for each in Feed(inbox)] == [3]
+    assert inbox.over
 
 
 def test_what_travels_arrives_as_it_was():
