@@ -71,9 +71,7 @@ def ours(config: RunConfig, lines: list[str], workers: int, kill: bool) -> dict[
         given["scale"] = {"workers": workers, "cpus_per_worker": 1}
         thread = None
         if kill:
-            thread = killer(
-                "ray::Worker", lambda: output.exists() and output.read_bytes().count(b"\n") >= len(lines) // 3
-            )
+            thread = killer("Worker", lambda: output.exists() and output.read_bytes().count(b"\n") >= len(lines) // 3)
         summary = generate(RunConfig.model_validate(given))
         if thread:
             thread.join()

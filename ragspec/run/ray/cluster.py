@@ -189,6 +189,8 @@ class Cluster:
 
     def reason(self, error: Exception) -> str:
         """Return why an actor is gone, of all that Ray says about it."""
+        if self.unfit(error):
+            return str(error).strip().splitlines()[-1]  # of a traceback
         said = flat(error)
         for begin in ("Worker exit detail:", "The actor is dead because", "The actor died because of"):
             said = said.rpartition(begin)[2] or said

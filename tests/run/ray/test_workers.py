@@ -135,6 +135,50 @@ def test_a_machine_without_the_model_is_named_before_any_loads(tmp_path, address
     assert "\n" not in str(caught.value)
 
 
+def test_a_machine_without_ragspec_is_told_of(tmp_path):
+    from ray.cluster_utils import Cluster
+
+    (tmp_path / "sitecustomize.py").write_text(
+        """\
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name == "ragspec":
+            raise ModuleNotFoundError("No module named 'ragspec'")
+
+sys.meta_path.insert(0, Missing())
+"""
+    )
+    there = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        there.add_node(num_cpus=1, object_store_memory=150 << 20, env_vars={"PYTHONPATH": str(tmp_path)})
+        source = write_jsonl(tmp_path / "in.jsonl", records(3))
+        with pytest.raises(
+            ConfigError, match=r"^worker 1 cannot start: ModuleNotFoundError: No module named 'ragspec'$"
+        ):
+            answered(tmp_path, "out", source, **scaled(there.address, workers=1))
+    finally:
+        there.shutdown()
+
+
+def test_a_cluster_of_another_version_is_told_of(tmp_path, address):
+    source = write_jsonl(tmp_path / "in.jsonl", records(3))
+    command = ["generate", "-c", "sample_configs/quickstart.yaml", "-i", source, "-o", str(tmp_path / "out.jsonl")]
+    other = "import ray; ray.__version__ = '2.0.0'; from ragspec.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", other, *command, "--workers", "1", "--ray-address", address],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "scale.address" in done.stderr
+    assert "2.0.0" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_nothing_of_ray_is_imported_without_workers(tmp_path):
     source = write_jsonl(tmp_path / "in.jsonl", records(3))
     code = (
