@@ -69,7 +69,7 @@ def broken(there, kind, chance, place, source):
     assert run.returncode == 1, f"{kind}: {run.returncode}: {said}"  # two records fail
     check(place, kind, ordered=order == "input")
     stats = json.loads((place / "out.stats.json").read_text())
-    return sum(worker["deaths"] for worker in stats["workers"])
+    return sum(worker["deaths"] for worker in stats.get("workers", ()))
 
 
 def start(config, *more):
@@ -96,8 +96,9 @@ def check(place, kind, *, ordered):
     assert {line["id"] for line in lines if "error" in line} == {"q7", "q1203"}, kind
     stats = json.loads((place / "out.stats.json").read_text())
     assert stats["records"] + stats["failed"] + stats["skipped"] == RECORDS, kind
+    workers = stats.get("workers", ())  # none are started where earlier runs left nothing to answer
     for total in ("records", "failed", "prompt_tokens", "output_tokens"):
-        assert sum(worker[total] for worker in stats["workers"]) == stats[total], (kind, total)
+        assert sum(worker[total] for worker in workers) == stats[total], (kind, total)
 
 
 # -- what breaks ------------------------------------------------------------------------------------------------------
