@@ -42,6 +42,7 @@ class Record:
     metadata: dict[str, Any] = field(default_factory=dict)
     model: str | None = None  # that it asks for by name
     raw: bool = False
+    structured: dict[str, Any] | None = None  # what its answer is to look like, over the config's; {} for anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +70,17 @@ def record_seed(seed: int, record_id: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a runner sees. `index` counts the records of this run and names the answer."""
+    """What a runner sees. `index` counts the records of this run and names the answer.
+
+    grammar: that the answer must be of (structured/form.py), "" where it may be anything.
+    """
 
     index: int
     id: str
     token_ids: list[int]
     sampling: Sampling
     passages: tuple[tuple[int, int], ...] = ()  # where the contexts stand in token_ids: (start, end)
+    grammar: str = ""
 
 
 @dataclass(frozen=True, slots=True)

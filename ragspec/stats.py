@@ -124,7 +124,10 @@ class Reservoir:
 
 
 class Cost(NamedTuple):
-    """What an answer took. undrafted: why nothing was drafted for it, where its own settings forbid it."""
+    """What an answer took. undrafted: why nothing was drafted for it, where its own settings forbid it.
+
+    valid: whether it has the form that was asked for, None where it may have any. whole: whether it was not cut off.
+    """
 
     output_tokens: int
     cached_prompt_tokens: int
@@ -132,6 +135,8 @@ class Cost(NamedTuple):
     latency_s: float
     time_to_first_token_s: float | None
     undrafted: str
+    valid: bool | None = None
+    whole: bool = True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,6 +148,9 @@ class Totals:
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     output_tokens: int = 0
+    shaped: int = 0  # answers that were to have a form
+    valid: int = 0  # of them, those that have it
+    truncated: int = 0  # of them, those that were cut off
     load_s: float = 0.0
     warmup_s: float = 0.0
     prefill_s: float | None = None
@@ -159,6 +167,10 @@ class Totals:
             self.cached_prompt_tokens += cost.cached_prompt_tokens
             self.output_tokens += cost.output_tokens
             self.spec.add(cost.spec)
+            if cost.valid is not None:
+                self.shaped += 1
+                self.valid += cost.valid
+                self.truncated += not cost.whole
 
     @property
     def decode_tokens_per_s(self) -> float | None:
@@ -255,11 +267,15 @@ class RunSummary(Totals):
             "latency_s": self.latency_s.percentiles(),
             "peak_memory_gib": _round(self.peak_memory_gib),
             "speculation": spec,
+            **({"structured": self._structured()} if self.shaped else {}),
             **({"retrieval": self.retrieval} if self.retrieval else {}),
             **({"workers": [worker.to_json() for worker in self.workers]} if self.workers else {}),
             "notes": self.notes,
             **self.about,
         }
+
+    def _structured(self) -> dict[str, int]:
+        return {"answers": self.shaped, "valid": self.valid, "truncated": self.truncated}
 
 
 def _bump(counts: list[int], at: int, by: int = 1) -> None:

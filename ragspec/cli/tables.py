@@ -43,6 +43,9 @@ def print_summary(console: Console, summary: RunSummary, output: str) -> None:
             ("acceptance", f"{spec.acceptance_rate:.1%} ({spec.accepted:,} of {spec.drafted:,} drafted tokens)"),
             ("tokens per step", f"{summary.tokens_per_step:.2f} ({spec.mean_acceptance_length:.2f} where it drafted)"),
         ]
+    if summary.shaped:
+        cut = f", {summary.truncated:,} cut off at max_new_tokens" if summary.truncated else ""
+        rows.append(("structured", f"{summary.valid:,} of {summary.shaped:,} answers valid{cut}"))
     if summary.retrieval and summary.retrieval["queries"]:
         rows.append(("retrieval", _retrieval(summary.retrieval)))
     if summary.workers:

@@ -61,7 +61,7 @@ def build_config(raw: dict[str, Any], source: str = "config") -> RunConfig:
     except ConfigError as error:
         raise ConfigError(f"{source}: {str(error).removeprefix('config: ')}") from None
     _check_references(config.model_dump(), source)
-    return _with_template_text(config, source)
+    return _with_structured(_with_template_text(config, source), source)
 
 
 def load_retrieval(
@@ -199,6 +199,15 @@ def _with_template_text(config: RunConfig, source: str) -> RunConfig:
             f'{source}: prompt.template: cannot read "{template}" ({error}); give a file or the text itself'
         ) from None
     return config.model_copy(update={"prompt": config.prompt.model_copy(update={"template": text})})
+
+
+def _with_structured(config: RunConfig, source: str) -> RunConfig:
+    """Replace the names of schema and grammar files by their text, and see that the form can be compiled."""
+    if config.structured is None:
+        return config
+    from ragspec.config.structured import with_files
+
+    return config.model_copy(update={"structured": with_files(config.structured, source)})
 
 
 def _set(raw: dict[str, Any], override: str) -> None:

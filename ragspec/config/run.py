@@ -16,6 +16,7 @@ from ragspec.config.sections import (
     Section,
     SpeculationConfig,
 )
+from ragspec.config.structured import StructuredConfig
 from ragspec.config.veil import Veil
 from ragspec.records import Sampling
 from ragspec.runners.base import RunnerArgs
@@ -45,6 +46,7 @@ class RunConfig(Section):
     prompt: PromptConfig = PromptConfig()
     sampling: SamplingConfig = SamplingConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+    structured: StructuredConfig | None = None
     retrieval: RetrievalConfig | None = None
     runner_args: Settings = {}
     scale: ScaleConfig | None = None
@@ -103,6 +105,8 @@ class RunConfig(Section):
         for key in LATER:  # an output that was begun before these were there can go on
             if getattr(self.sampling, key) == SamplingConfig.model_fields[key].default:
                 del whole["sampling"][key]
+        if self.structured is None:
+            del whole["structured"]
         if self.input and self.input.columns.given:
             whole["columns"] = self.input.columns.given
         if self.output.format == "openai":  # lines of two forms do not mix

@@ -18,6 +18,7 @@ from ragspec.engine.prefix import grouped
 from ragspec.engine.room import Room
 from ragspec.engine.row import Row
 from ragspec.engine.sampling import Noise
+from ragspec.errors import RecordError
 from ragspec.inputs.feed import Feed
 from ragspec.records import Failure, Request
 
@@ -146,12 +147,15 @@ class Admission:
             decided.append(self._settle(chosen))
         return decided
 
-    def _settle(self, chosen: _Choice) -> Start:
+    def _settle(self, chosen: _Choice) -> Start | Failure:
         """Take the chosen one from the queue and give it its place."""
         waiting = self._queue[chosen.number]
         del self._queue[chosen.number]
+        try:
+            row = waiting.row or self._start(waiting.request)
+        except RecordError as error:
+            return Failure(waiting.request.index, str(error), "RecordError")
         self._free.remove(chosen.target)
-        row = waiting.row or self._start(waiting.request)
         place = self.places[chosen.target]
         place.row, place.group = row, waiting.group
         row.place, row.computed = chosen.target, chosen.tokens

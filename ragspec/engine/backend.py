@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from ragspec.engine.room import Room
 from ragspec.engine.selfcheck import differs
 from ragspec.engine.speedup import Wish, compile_layers
 from ragspec.engine.watch import Watch
-from ragspec.errors import flat
+from ragspec.errors import ConfigError, RecordError, flat
 from ragspec.inputs.feed import Feed
 from ragspec.models.draft import width_of
 from ragspec.models.generation import GenerationRules, Processors
@@ -39,6 +39,7 @@ from ragspec.speculation.guard import Guard
 from ragspec.speculation.methods import HF, PLAIN, DrafterSettings, drafters_on
 from ragspec.speculation.plugins import failures
 from ragspec.speculation.trial import Trial
+from ragspec.structured.grammars import Grammars, Matcher
 
 log = logging.getLogger(__name__)
 SAMPLE = 64  # requests by which the batch size is chosen
@@ -65,7 +66,7 @@ class Speculation:
 class EngineBackend:
     """Answers with the batched engine. rows None: chosen by memory and device. rules: how logits become choices.
 
-    compile: whether code is compiled for this machine.
+    compile: whether code is compiled for this machine. grammars: makes those of the tokenizer; it raises ConfigError.
 
     Every run begins as the first did: no drafter knows the records of an earlier one. Raises Refused where the model
     does not compute the same in here.
@@ -82,6 +83,7 @@ class EngineBackend:
         lookahead: int = LOOKAHEAD,
         rules: GenerationRules | None = None,
         compile: Wish = "auto",
+        grammars: Callable[[], Grammars] | None = None,
     ) -> None:
         self.clock = Clock()
         self.notes = Notes()
@@ -94,6 +96,7 @@ class EngineBackend:
         self._rows = rows
         self._lookahead = lookahead
         self._rules = rules
+        self._grammars = grammars
         self._probed: StepCost | None = None
         self._width = width_of(inner.config)
         self._drafting = replace(speculation.drafting, vocabulary=self._width)
@@ -172,6 +175,7 @@ class EngineBackend:
                 processors=self._processors if self._rules else None,
                 refusal=self._refusal if self._rules else None,
                 guard=self._guard,
+                matcher=self._matcher,
             ),
             clock=self.clock,
         )
@@ -183,6 +187,14 @@ class EngineBackend:
     def _refusal(self, request: Request) -> str:
         assert self._rules is not None
         return self._rules.refusal(request.sampling)
+
+    def _matcher(self, grammar: str) -> Matcher:
+        if self._grammars is None:
+            raise RecordError("structured: there is no tokenizer to read grammars with")
+        try:
+            return self._grammars().matcher(grammar)
+        except ConfigError as error:
+            raise RecordError(str(error)) from None
 
     def _proposer(self, method: str, rows: int) -> Proposer:
         if method == "draft_model":
@@ -230,6 +242,14 @@ class EngineBackend:
         about["drafting_s"] = round(clock.drafting_s, 4)
         if self._method != PLAIN and spent:
             about["drafting_share"] = round(clock.drafting_s / spent, 4)
+        if clock.masks_s:
+            forced = [proposer.forced for proposer in self._proposers.values() if isinstance(proposer, ByRow)]
+            about["structured"] = {
+                "masks_s": round(clock.masks_s, 4),
+                "masks_share": round(clock.masks_s / spent, 4) if spent else None,
+                "forced_met": sum(each.met for each in forced),
+                "forced_right": sum(each.right for each in forced),
+            }
         if self._cost is not None:
             parameters, size = self._weights
             about["step_cost"] = {"points": self._cost.points, "parameters": parameters, "weight_bytes": size}

@@ -18,6 +18,7 @@ class Clock:
     decode_s: float = 0.0
     decode_tokens: int = 0
     drafting_s: float = 0.0  # within the two
+    masks_s: float = 0.0  # of grammars; within the two
     steps: int = 0  # of decode
     drafted_steps: int = 0
     prompt_tokens: int = 0  # computed, prefixes of other rows not counted

@@ -16,6 +16,7 @@ import torch
 
 from ragspec.engine.admission import Admission, new_row
 from ragspec.engine.clock import Clock, StepTimer
+from ragspec.engine.constraint import Constraint
 from ragspec.engine.drafting import Drafting
 from ragspec.engine.forward import Model
 from ragspec.engine.notes import Notes
@@ -31,6 +32,7 @@ from ragspec.models.stopping import ends_with_stop, trim
 from ragspec.records import Failure, Generation, Request, Tokenizer
 from ragspec.speculation.cost import StepCost
 from ragspec.speculation.guard import Guard
+from ragspec.structured.grammars import Matcher
 
 CHUNK = 512  # tokens of a step while prompts are computed; more is no faster on a CPU, and delays the other rows
 LOOKAHEAD = 4096  # requests read ahead to find shared prefixes
@@ -42,7 +44,7 @@ class EngineSettings:
 
     room: memory for keys and values. cost: learns from every step, where drafts are as long as pays. chunk, lookahead:
     as above. processors: those of a request's logits; None where nothing changes them. refusal: why a request cannot be
-    answered, "" where it can. guard: judges the drafts.
+    answered, "" where it can. guard: judges the drafts. matcher: of a request's grammar; it raises RecordError.
     """
 
     room: Room = field(default_factory=Room)
@@ -52,6 +54,7 @@ class EngineSettings:
     processors: Callable[[Request], Processors | None] | None = None
     refusal: Callable[[Request], str] | None = None
     guard: Guard | None = None
+    matcher: Callable[[str], Matcher] | None = None
 
 
 class Engine:
@@ -77,6 +80,7 @@ class Engine:
         self._eos = eos
         self._settings = settings or EngineSettings()
         self._sharing = Sharing(model.frequencies.agree)
+        self._constraint = Constraint(self.clock)
         self._drafting = Drafting(proposer, model.frequencies.restart, self.notes, self._settings.guard)
 
     def run(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
@@ -105,6 +109,9 @@ class Engine:
         row = new_row(request)
         if self._settings.processors is not None:
             row.processors = self._settings.processors(request)
+        if request.grammar:
+            assert self._settings.matcher is not None
+            row.grammar = self._settings.matcher(request.grammar)
         return row
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -186,7 +193,7 @@ class Engine:
         while parts:
             part, failure = parts.pop(0), None
             try:
-                written += accept(part, self._logits(part))
+                written += accept(part, self._logits(part), self._constraint.masks(part))
             except FORWARD as error:
                 failure = told(error)
             if failure is None:
@@ -215,7 +222,7 @@ class Engine:
 
     def _commit(
         self, written: Written, timer: StepTimer, admission: Admission, retreat: Retreat
-    ) -> Iterator[Generation]:
+    ) -> Iterator[Generation | Failure]:
         """Take in what the rows computed and wrote, and what it cost; yield the answers that are finished."""
         finished: list[Row] = []
         try:
@@ -246,6 +253,8 @@ class Engine:
         accepted = min(len(kept), len(token_ids) - 1)
         row.spec.record(len(item.draft.token_ids), accepted)
         row.guessed += b"\1" * accepted + b"\0" * (len(kept) - accepted)
+        if row.grammar is not None:
+            self._follow(row, kept)
         self._proposer.extend(row, kept)
         row.first_at = row.first_at or time.perf_counter()
         if row.reason or row.room <= 0:
@@ -254,6 +263,15 @@ class Engine:
         if restart is not None and row.base <= restart < len(row.tokens):
             row.base, row.computed = len(row.tokens), 0
         return len(kept) if item.decodes else 0
+
+    def _follow(self, row: Row, kept: list[int]) -> None:
+        """Let the row's grammar take in what was written; end the answer where nothing may follow."""
+        assert row.grammar is not None
+        row.grammar.take(kept)
+        if row.grammar.problem:
+            row.reason = "error"
+        elif not self._eos and row.grammar.complete:
+            row.reason = "stop"
 
     def _within(self, row: Row, token_ids: list[int]) -> list[int]:
         """Return the tokens up to the end of the answer, if it is among them."""

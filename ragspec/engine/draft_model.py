@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ragspec.engine.clock import Clock
+from ragspec.engine.constraint import Constraint
 from ragspec.engine.forward import Model
 from ragspec.engine.layout import Segment
 from ragspec.engine.proposers import NoDrafts
@@ -46,6 +48,7 @@ class DraftModel(NoDrafts):
         self._step_s: float | None = None  # of one token for all rows
         self._idle = 0
         self._drafts: dict[int, Draft] = {}
+        self._constraint = Constraint(Clock())  # its time is drafting's
         self.outgrown = 0  # rows that outgrew the draft and went on without it
 
     # -- what the engine tells ------------------------------------------------------------------------------------
@@ -173,6 +176,9 @@ class DraftModel(NoDrafts):
         greedy = logits.argmax(-1).tolist()
         for row, own, best in zip(rows, logits, greedy, strict=True):
             draft, scores = drafts[row.place], own[None]
+            if row.grammar is not None:
+                scores = self._constraint.masked(row.grammar, draft.token_ids, scores)
+                best = int(scores.argmax())
             if row.processors is not None:
                 scores = row.processors(scores, row.tokens + draft.token_ids)
             if row.samples:

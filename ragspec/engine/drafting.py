@@ -44,6 +44,7 @@ class Drafting:
             self._proposer.forget()
             self._notes.add(f"drafting failed and paused for {self._pause} steps: {told(error)}")
             return [Draft()] * len(rows)
+        drafts = [row.admitted(draft) for row, draft in zip(rows, drafts, strict=True)]
         if self._restart is None:
             return drafts
         # a text that outgrows this length is computed anew, so no step may cross it

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from ragspec.engine.forced import Forced
 from ragspec.engine.row import Row
 from ragspec.speculation.allocate import allocate
 from ragspec.speculation.cost import Cost
@@ -69,9 +70,10 @@ class NoDrafts:
 
 
 class ByRow(NoDrafts):
-    """A drafter that needs no model. num_tokens None: drafts are as long as pays."""
+    """A drafter that needs no model, joined by what a row's grammar forces. num_tokens None: as long as pays."""
 
     def __init__(self, drafter: Drafter, num_tokens: int | None, cost: Cost | None) -> None:
+        self.forced = Forced()
         self._drafter = drafter
         self._num_tokens = num_tokens
         self._cost = cost
@@ -94,11 +96,16 @@ class ByRow(NoDrafts):
         self._guess(rows)
 
     def _guess(self, rows: Sequence[Row]) -> list[Draft]:
-        limit = self._num_tokens or LONGEST
-        return [self._open[row.place].propose(min(limit, row.room - 1)) for row in rows]
+        return [self._guess_one(row, min(self._num_tokens or LONGEST, row.room - 1)) for row in rows]
+
+    def _guess_one(self, row: Row, limit: int) -> Draft:
+        draft = self._open[row.place].propose(limit)
+        return draft if row.grammar is None else self.forced.join(row, draft, limit)
 
     def extend(self, row: Row, token_ids: Sequence[int]) -> None:
         self._open[row.place].extend(token_ids)
+        if row.grammar is not None:
+            self.forced.score(row, token_ids)
 
     def finish(self, row: Row) -> None:
         self._open.pop(row.place).close()

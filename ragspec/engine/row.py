@@ -21,9 +21,11 @@ from dataclasses import dataclass, field
 
 from ragspec.engine.sampling import Noise
 from ragspec.models.generation import Processors
-from ragspec.records import Generation, Request, TokenLogprob
+from ragspec.records import Failure, Generation, Request, TokenLogprob
 from ragspec.speculation.citations import Copies
+from ragspec.speculation.drafters.base import Draft
 from ragspec.stats import SpecStats
+from ragspec.structured.grammars import Matcher
 
 
 @dataclass(slots=True)
@@ -42,6 +44,7 @@ class Row:
     computed: int = 0
     base: int = 0
     processors: Processors | None = None  # what its logits go through, where anything changes them
+    grammar: Matcher | None = None  # where its answer is in its grammar, where it has one
     cached: int = 0  # prompt tokens whose keys and values came from another row
     spec: SpecStats = field(default_factory=SpecStats)
     first_at: float | None = None
@@ -79,8 +82,21 @@ class Row:
         """Whether all but the last token are computed: the next forward writes."""
         return self.computed == len(self.tokens) - 1
 
-    def outcome(self) -> Generation:
+    def admitted(self, draft: Draft) -> Draft:
+        """Return a draft as far as the row's grammar admits it, before anything is computed for the rest.
+
+        One that was sampled keeps its first token that is not admitted: the rule that rejects it draws another in its
+        place, and the two together give the right distribution.
+        """
+        if self.grammar is None or not draft.token_ids:
+            return draft
+        count = self.grammar.admitted(draft.token_ids)
+        return draft.cut(count if draft.probabilities is None else count + 1)
+
+    def outcome(self) -> Generation | Failure:
         """Return the finished answer."""
+        if self.grammar is not None and self.grammar.problem:
+            return Failure(self.request.index, self.grammar.problem)
         answer = self.tokens[self.prompt_tokens :]
         self.spec.end(len(answer))
         return Generation(

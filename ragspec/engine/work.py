@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +15,9 @@ from ragspec.engine.verify import agreement, reject
 from ragspec.models.logprobs import token_logprobs
 from ragspec.records import TokenLogprob
 from ragspec.speculation.drafters.base import Draft
+
+if TYPE_CHECKING:
+    from ragspec.engine.constraint import Masks
 
 
 @dataclass(slots=True)
@@ -51,14 +55,14 @@ class Work:
 Written = list[tuple[Work, list[int]]]  # each row's work and the tokens that the target wrote
 
 
-def accept(work: Sequence[Work], logits: torch.Tensor) -> Written:
+def accept(work: Sequence[Work], logits: torch.Tensor, masks: Masks | None = None) -> Written:
     """Return what the target writes after each row's tokens, up to its first disagreement with the draft.
 
-    logits: (sum of what is wanted, vocab), row after row.
+    logits: (sum of what is wanted, vocab), row after row. masks: of the rows that grammars shape.
     """
     writing = [item for item in work if item.writes]
     plain = all(item.row.processors is None and not item.row.samples for item in writing)
-    greedy = logits.argmax(-1).tolist() if plain else []
+    greedy = _greedy(logits, masks) if plain else []
     written: Written = []
     at = 0
     for item in work:
@@ -69,13 +73,23 @@ def accept(work: Sequence[Work], logits: torch.Tensor) -> Written:
             chosen = greedy[at:end]
             chosen = chosen[: agreement(item.draft.token_ids, chosen) + 1]
         else:
-            chosen = _choose(item, logits[at:end])
+            chosen = _choose(item, logits[at:end] if masks is None else masks.applied(logits[at:end], range(at, end)))
         most = item.row.request.sampling.logprobs
         if item.writes and most is not None:
             item.logprobs = token_logprobs(logits[at:end], chosen, most)
         written.append((item, chosen))
         at = end
     return written
+
+
+def _greedy(logits: torch.Tensor, masks: Masks | None) -> list[int]:
+    """Return the best token of each row that may be chosen."""
+    best: list[int] = logits.argmax(-1).tolist()
+    other = [row for row, token in enumerate(best) if not masks.admits(row, token)] if masks is not None else []
+    if masks is not None and other:
+        for row, token in zip(other, masks.applied(logits[other], other).argmax(-1).tolist(), strict=True):
+            best[row] = token
+    return best
 
 
 def _choose(item: Work, logits: torch.Tensor) -> list[int]:

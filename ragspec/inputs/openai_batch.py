@@ -12,6 +12,7 @@ from typing import Any
 
 from ragspec.errors import RecordError
 from ragspec.inputs.messages import messages_of
+from ragspec.inputs.structured import structured_of
 from ragspec.inputs.values import kind, names, record_id, text_of
 from ragspec.records import Record
 
@@ -37,12 +38,11 @@ SAMPLING = {
 READ = {
     "model", "messages", "prompt", "logprobs", "top_logprobs", "metadata", "user", "store", "service_tier",
     "safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "stream_options",
-    "parallel_tool_calls", "priority", "request_id", "session_id",
+    "parallel_tool_calls", "priority", "request_id", "session_id", "response_format", "structured_outputs",
 }  # fmt: skip
 # values that mean nothing, of fields that mean something
 NEUTRAL = {
     "best_of": (1,),
-    "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -68,6 +68,7 @@ def parse_batch_line(value: dict[str, Any]) -> Record:
     given = {key: field for key, field in body.items() if not _means_nothing(key, field)}
     if given.get("best_of") == body.get("n"):
         given.pop("best_of", None)
+    structured = structured_of({key: field for key, field in given.items() if key != "structured"}, "body.")
     if unknown := sorted(given.keys() - SAMPLING.keys() - READ):
         raise RecordError(f'"body.{unknown[0]}" is not supported; known: {", ".join(sorted({*SAMPLING, *READ}))}')
     chat = body.get("messages") is not None
@@ -83,6 +84,7 @@ def parse_batch_line(value: dict[str, Any]) -> Record:
         sampling=_sampling(given, chat),
         metadata=metadata,
         raw=not chat,
+        structured=structured,
         model=body["model"] if isinstance(body.get("model"), str) else None,
     )
 

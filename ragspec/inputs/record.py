@@ -12,10 +12,11 @@ from ragspec.errors import RecordError
 from ragspec.inputs.base import Row
 from ragspec.inputs.messages import messages_of
 from ragspec.inputs.openai_batch import parse_batch_line
+from ragspec.inputs.structured import FIELDS, structured_of
 from ragspec.inputs.values import kind, names, record_id, text_of
 from ragspec.records import Passage, Record
 
-OWN_FIELDS = {"id", "query", "contexts", "messages", "prompt", "metadata"}
+OWN_FIELDS = {"id", "query", "contexts", "messages", "prompt", "metadata", *FIELDS}
 SOURCES = ("query", "messages", "prompt")
 
 
@@ -48,6 +49,7 @@ def parse_record(value: Any, line: int, source: str = "auto") -> Record:
         prompt=text_of(value["prompt"], "prompt") if wanted == "prompt" else None,
         contexts=_contexts(value.get("contexts")) if wanted == "query" else (),
         metadata=metadata,
+        structured=structured_of(value),
     )
 
 

@@ -6,18 +6,21 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+import orjson
+
 from ragspec.outputs.likelihood import told
 from ragspec.prompts.builder import Prompt
 from ragspec.records import Generation, Passage, Record, Sampling, Tokenizer
 from ragspec.runners.base import Runner
 from ragspec.stats import SpecStats
+from ragspec.structured.form import Form
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
     """What is kept about a record while the runner has it. index: of its line. prompts: one, mostly.
 
-    n: answers to each.
+    n: answers to each. form: what they are to look like, None for anything; grammar: the same for this record.
     """
 
     index: int
@@ -26,6 +29,8 @@ class Flight:
     sampling: Sampling
     n: int
     fingerprint: str
+    form: Form | None = None
+    grammar: str = ""
 
     @property
     def prompt(self) -> Prompt:
@@ -68,6 +73,8 @@ class Native:
         line: dict[str, Any] = {"id": flight.record.id, "output": texts[0], "finish_reason": first.finish_reason}
         if len(answers) > 1:
             line |= {"outputs": texts, "finish_reasons": [each.finish_reason for each in answers]}
+        if flight.form is not None:
+            line |= _structured(flight.form, answers, texts)
         line |= _costs(flight, answers, runner)
         line["contexts"] = [passage.id for passage in kept]
         if any(passage.score is not None for passage in kept):
@@ -87,6 +94,29 @@ class Native:
         place = {} if failed.line is None else {"line": failed.line}
         error = {"type": failed.kind, "message": failed.message}
         return {"id": failed.name, **place, "error": error, "fingerprint": failed.fingerprint}
+
+
+def _structured(form: Form, answers: Sequence[Generation], texts: Sequence[str]) -> dict[str, Any]:
+    """Return whether answers have the form that was asked for, and what they say where that is JSON."""
+    valid = [is_valid(form, answer, text) for answer, text in zip(answers, texts, strict=True)]
+    found: dict[str, Any] = {"valid": valid if len(valid) > 1 else valid[0]}
+    if form.is_json:
+        parsed = [orjson.loads(text) if good else None for text, good in zip(texts, valid, strict=True)]
+        found["parsed"] = parsed if len(parsed) > 1 else parsed[0]
+    return found
+
+
+def is_valid(form: Form, answer: Generation, text: str) -> bool:
+    """Return whether an answer came to its end; a JSON text must be one that can be read, too."""
+    if answer.finish_reason != "stop":
+        return False
+    if not form.is_json:
+        return True
+    try:
+        orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return False
+    return True
 
 
 def _costs(flight: Flight, answers: Sequence[Generation], runner: Runner) -> dict[str, Any]:
@@ -130,6 +160,7 @@ def token_details(flight: Flight, outcome: Generation) -> dict[str, Any]:
         "copied_tokens": [[run.start, run.end, kept[run.passage].id] for run in outcome.copied],
         "prompt_token_ids": flight.prompt.token_ids,
         "sampling": asdict(flight.sampling),
+        "grammar": flight.grammar,
         "question": flight.record.query,
         "passages": [{"id": passage.id, "text": passage.text} for passage in kept],
     }

@@ -1,6 +1,6 @@
 """Answers as Parquet: one column per field of an output line. docs/output.md lists them.
 
-`metadata` and `logprobs`, whose form the records decide, are JSON texts. Needs pyarrow.
+`metadata`, `logprobs` and `parsed`, whose form the records decide, are JSON texts. Needs pyarrow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import orjson
 from ragspec.errors import ConfigError, flat
 from ragspec.outputs.ledger import Finished
 
-AS_JSON = ("metadata", "logprobs")
+AS_JSON = ("metadata", "logprobs", "parsed")
 
 
 class Parquet:
@@ -79,6 +79,8 @@ def _schema(arrow: Any) -> Any:
         "outputs": arrow.list_(text),
         "finish_reason": text,
         "finish_reasons": arrow.list_(text),
+        "valid": arrow.bool_(),
+        "parsed": text,
         "prompt_tokens": whole,
         "cached_prompt_tokens": whole,
         "output_tokens": whole,

@@ -13,7 +13,7 @@ import orjson
 
 from ragspec.errors import RecordError
 from ragspec.inputs.feed import Feed, Spread
-from ragspec.outputs.answers import Failed, Flight, Shape, distinct
+from ragspec.outputs.answers import Failed, Flight, Shape, distinct, is_valid, texts_of
 from ragspec.records import Failure, Generation, Passage, Record, Request
 from ragspec.retrieval.search import Hit
 from ragspec.retrieval.stage import Stage
@@ -105,22 +105,26 @@ class Answering:
         except TypeError as error:  # metadata that can be read but not written back
             self._fail(flight, "RecordError", f"its metadata cannot be written ({error})")
             return
-        costs = [_cost(answer) for answer in distinct(answers)]
+        costs = [self._cost(flight, answer) for answer in distinct(answers)]
         self._outlet.put(Answered(flight.index, encoded, flight.prompt_tokens, costs))
+
+    def _cost(self, flight: Flight, answer: Generation) -> Cost:
+        valid = None
+        if flight.form is not None:
+            valid = is_valid(flight.form, answer, texts_of(flight, [answer], self._runner.tokenizer)[0])
+        return Cost(
+            len(answer.token_ids),
+            answer.cached_prompt_tokens,
+            answer.spec,
+            answer.latency_s,
+            answer.time_to_first_token_s,
+            answer.undrafted,
+            valid,
+            answer.finish_reason != "length",
+        )
 
     def _fail(self, flight: Flight, kind: str, message: str) -> None:
         self._outlet.fail(flight.index, Failed(flight.record.id, flight.fingerprint, kind, message))
-
-
-def _cost(answer: Generation) -> Cost:
-    return Cost(
-        len(answer.token_ids),
-        answer.cached_prompt_tokens,
-        answer.spec,
-        answer.latency_s,
-        answer.time_to_first_token_s,
-        answer.undrafted,
-    )
 
 
 def _with_contexts(asked: Asked, hits: list[Hit]) -> Asked:

@@ -8,10 +8,14 @@ from pydantic import ValidationError
 
 from ragspec.config.run import to_sampling
 from ragspec.config.sections import SamplingConfig
+from ragspec.config.structured import StructuredConfig, about_form
 from ragspec.errors import RecordError
 from ragspec.outputs.answers import Flight
 from ragspec.records import Record, Sampling
 from ragspec.run.session import Session
+from ragspec.structured.form import Form
+from ragspec.structured.grammars import problem_of
+from ragspec.structured.schema import SOME
 
 MODELS_NAMED = 5  # in a note
 
@@ -25,6 +29,7 @@ class Reader:
         self._prompts = session.prompts
         self._locate = session.runner.cites
         self._default = to_sampling(config.sampling)
+        self._default_form = config.structured.form if config.structured else None
         self._names = {str(config.model), str(config.model).rstrip("/").rpartition("/")[2], config.output.model}
         self._other_models: set[str] = set()  # that records ask for
 
@@ -35,7 +40,25 @@ class Reader:
         prompts = [self._prompts.build(part, sampling.max_new_tokens, locate=self._locate) for part in parts]
         if record.model is not None and record.model not in self._names and len(self._other_models) < MODELS_NAMED:
             self._other_models.add(record.model)
-        return Flight(index, record, tuple(prompts), sampling, n, fingerprint)
+        form = self._form(record)
+        grammar = form.grammar(prompts[0].kept) if form else ""
+        return Flight(index, record, tuple(prompts), sampling, n, fingerprint, form, grammar)
+
+    def _form(self, record: Record) -> Form | None:
+        """Return what a record's answer is to look like, None where it may be anything."""
+        if record.structured is None:
+            return self._default_form
+        if not record.structured:
+            return None
+        try:
+            form = StructuredConfig.model_validate(record.structured).form
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            said = str(first["msg"]).removeprefix("Value error, ")
+            raise RecordError(f"structured{''.join(f'.{part}' for part in first['loc'])}: {said}") from None
+        if problem := problem_of(form.grammar(SOME)):
+            raise RecordError(about_form(form, problem))
+        return form
 
     def notes(self) -> list[str]:
         """Return what the user should know about the records that were read."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from ragspec.errors import ConfigError, did_you_mean
 from ragspec.speculation.drafters.base import Drafter
 from ragspec.speculation.drafters.context import ContextDrafter
+from ragspec.speculation.drafters.nothing import Nothing
 from ragspec.speculation.drafters.prompt_lookup import PromptLookup
 
 PLAIN = "none"
@@ -44,7 +45,7 @@ class Method:
     token by token, so answers can cite passages. needs: keys of the section without which it cannot run. takes_draft:
     whether it uses a draft model. some_models: whether it takes parts that only some models have. stock: whether
     transformers' generate() has it. batches: whether several records are answered at once. remembers: runners on which
-    drafts come from answers of earlier passes too.
+    drafts come from answers of earlier passes too. tried: whether "auto" tries it.
     """
 
     summary: str
@@ -57,6 +58,7 @@ class Method:
     stock: bool = False
     batches: bool = True
     remembers: tuple[str, ...] = ()
+    tried: bool = True
 
     def cites_on(self, runner: str) -> bool:
         """Return whether its answers say which passages they copy."""
@@ -87,6 +89,13 @@ METHODS = {
         (HF, VLLM),
         drafter=_context,
         drafts_on=(HF, VLLM),
+    ),
+    "grammar": Method(
+        "what the grammar of a structured answer forces, and nothing else",
+        (HF, VLLM),
+        lambda settings: Nothing(),
+        drafts_on=(HF, VLLM),
+        tried=False,
     ),
     "prompt_lookup": Method(
         "the record's own text, by n-gram", (FAKE, HF, VLLM), _prompt_lookup, drafts_on=(HF,), stock=True
@@ -136,7 +145,7 @@ def model_free(runner: str) -> tuple[str, ...]:
     """Return the speculation of `runner` that works with every model and needs nothing more, to be tried by tune."""
     known = known_methods()
     free = [word for word in methods_of(runner) if not (known[word].needs or known[word].takes_draft)]
-    return tuple(word for word in free if word != PLAIN and not known[word].some_models)
+    return tuple(word for word in free if word != PLAIN and known[word].tried and not known[word].some_models)
 
 
 def check_method(runner: str, word: str) -> None:
@@ -151,6 +160,7 @@ def check_method(runner: str, word: str) -> None:
 
 def drafters_on(runner: str, method: str, settings: DrafterSettings) -> dict[str, Drafter]:
     """Return a new drafter of each kind that `method` may use on `runner`: its own, or all of ours for "auto"."""
-    rows = METHODS if method == "auto" else {method: method_named(method)}
+    tried = {word: row for word, row in METHODS.items() if row.tried}
+    rows = tried if method == "auto" else {method: method_named(method)}
     able = {word: row for word, row in rows.items() if method == "auto" or runner in row.drafts_on}
     return {word: row.drafter(settings) for word, row in able.items() if row.drafter is not None}

@@ -1,5 +1,8 @@
 """OpenAI's bodies: which fields mean what, and which cannot be done."""
 
+import json
+import re
+
 import pytest
 
 from ragspec.errors import RecordError
@@ -30,7 +33,7 @@ def test_a_default_is_accepted(field, value):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("tools", [{"type": "function"}]), ("response_format", {"type": "json_object"}), ("stream", True), ("new", 1)],
+    [("tools", [{"type": "function"}]), ("stream", True), ("new", 1)],
 )
 def test_a_field_that_cannot_be_done_is_the_records_error(field, value):
     with pytest.raises(RecordError, match=f'"body.{field}" is not supported; known: '):
@@ -124,3 +127,50 @@ def test_what_a_template_may_look_at_reaches_it():
 def test_a_tool_call_that_is_none_says_what_was_expected(call, message):
     with pytest.raises(RecordError, match=message):
         chat(messages=[USER, {"role": "assistant", "tool_calls": [call]}])
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "meant"),
+    [
+        ("response_format", {"type": "text"}, {}),
+        ("response_format", {"type": "json_object"}, {"json_object": True}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}, SCHEMA),
+        ("structured_outputs", {"json": SCHEMA}, SCHEMA),
+        ("structured_outputs", {"json": json.dumps(SCHEMA), "regex": None}, SCHEMA),
+        ("structured_outputs", {"regex": "a+"}, {"regex": "a+"}),
+        ("structured_outputs", {"choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ("structured_outputs", {"grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+        ("structured_outputs", {"json_object": True}, {"json_object": True}),
+    ],
+)
+def test_forms_of_answers(field, value, meant):
+    meant = {"json_schema": meant} if meant is SCHEMA else meant
+    assert chat(**{field: value}).structured == meant
+    assert complete("x", **{field: value}).structured == meant
+    assert parse_record({"query": "x", field: value, "note": 1}, 1).structured == meant
+    assert parse_record({"query": "x", field: value, "note": 1}, 1).metadata == {"note": 1}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"response_format": {"type": "xml"}}, "\"body.response_format.type\": 'xml' is not supported; known: text"),
+        ({"response_format": {"type": "json_schema"}}, '"body.response_format.json_schema.schema" must be an object'),
+        ({"response_format": "json"}, '"body.response_format" must be an object, got a string'),
+        ({"structured_outputs": {"structural_tag": "x"}}, '"body.structured_outputs.structural_tag" is not supported'),
+        ({"structured_outputs": {"json": "{"}}, '"body.structured_outputs": its schema is not JSON'),
+        ({"structured_outputs": {"json": "/etc/passwd"}}, '"body.structured_outputs": its schema is not JSON'),
+        ({"structured_outputs": {"json": "[]"}}, "its schema must be an object, got an empty one"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            '"body.response_format" and "body.structured_outputs" say the same thing; keep one of them',
+        ),
+        ({"guided_json": SCHEMA}, '"body.guided_json" has been removed from vLLM, which ignores it; write '),
+    ],
+)
+def test_forms_that_cannot_be_done(body, message):
+    with pytest.raises(RecordError, match=re.escape(message)):
+        chat(**body)

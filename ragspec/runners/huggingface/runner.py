@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ragspec.models.draft import Draft
     from ragspec.models.generation import GenerationRules
     from ragspec.runners.huggingface.stock import StockBackend
+    from ragspec.structured.grammars import Grammars
 
 PLAIN_BATCH_SIZE = 8
 
@@ -52,10 +53,13 @@ class Runner:
         self.method = config.speculation.method
         self.remembers = False
         self._sampling = to_sampling(config.sampling)
+        self._structured = config.structured is not None
+        self._known_grammars: Grammars | None = None
         self._expected_tokens = config.sampling.expected_tokens
         self._row = method_named(config.speculation.method)
         self.cites = self._row.cites_on(HF)
         self.notes: list[str] = []
+        self._ends: frozenset[int] = frozenset()  # tokens that end an answer, once the model is loaded
 
     # -- before any weights ---------------------------------------------------------------------------------------
 
@@ -83,6 +87,8 @@ class Runner:
                     f"speculation.early_exit_layer: {self._spec.early_exit_layer} must be less than the model's "
                     f"{layers} layers"
                 )
+        if self._structured:
+            self._grammars()
         why = self._only_stock()
         if why and self._needs_engine():
             raise ConfigError(f"{why}: only stock generate() does that{self._conflict()}")
@@ -138,6 +144,8 @@ class Runner:
         self._loaded = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
         ends = end_tokens(model, self.tokenizer.inner, given)
         pad = self.tokenizer.inner.pad_token_id
+        self._ends = ends
+        self._known_grammars = None
         rules = GenerationRules(model, ends, min(ends, default=0) if pad is None else pad, given)
         if own := rules.overridden(self._sampling):
             self.notes.append(
@@ -174,6 +182,7 @@ class Runner:
                 lookahead=self._args.lookahead,
                 rules=rules,
                 compile=self._args.compile,
+                grammars=self._grammars,
             )
         except Refused as reason:
             if self._needs_engine():
@@ -183,6 +192,15 @@ class Runner:
                 ) from reason
             return f'"{self._model_name}": {reason}'
         return ""
+
+    def _grammars(self) -> Grammars:
+        """Return the grammars of the tokenizer; before weights load, to see whether it has any. Raises ConfigError."""
+        from ragspec.models.draft import width_of
+        from ragspec.structured.grammars import Grammars
+
+        if self._known_grammars is None:
+            self._known_grammars = Grammars(self.tokenizer.inner, width_of(self._hf_config), self._ends)
+        return self._known_grammars
 
     def _start_stock(self, model: Any, draft_model: Any, eos: frozenset[int], rules: GenerationRules, why: str) -> None:
         from ragspec.runners.huggingface.stock import Speculation, StockBackend

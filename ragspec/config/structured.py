@@ -1,0 +1,99 @@
+"""What answers are to look like, as the user writes it: `structured` of a config."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from ragspec.config.sections import Section
+from ragspec.errors import ConfigError, RecordError
+from ragspec.structured.form import Form
+from ragspec.structured.grammars import problem_of
+from ragspec.structured.schema import SOME
+
+GRAMMAR_SUFFIXES = (".lark", ".gbnf", ".ebnf")
+Choice = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+
+
+class StructuredConfig(Section):
+    """What every answer has to look like, by one of these keys; `structured: json_object` stands for the last. Tokens
+    that would break the form are never chosen. A record's own `response_format` or `structured_outputs` wins."""
+
+    json_schema: dict[str, Any] | str | None = None
+    """A JSON schema, or the name of a file with one. In it, `{"enum": {"$contexts": "id"}}` admits the ids (or
+    `title`s) of the record's passages, and `{"$quote": true}` a string that one of them contains word for word."""
+    regex: Annotated[str, Field(min_length=1)] | None = None
+    """A regular expression for the whole answer (Rust's syntax)."""
+    choice: Choice | None = None
+    """Texts, one of which is the answer."""
+    grammar: Annotated[str, Field(min_length=1)] | None = None
+    """A grammar in llguidance's Lark or in GBNF, or the name of a `.lark`, `.gbnf` or `.ebnf` file."""
+    json_object: Literal[True] | None = None
+    """Any JSON object."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _word(cls, given: Any) -> Any:
+        return {"json_object": True} if given == "json_object" else given
+
+    @model_validator(mode="after")
+    def _only_one(self) -> StructuredConfig:
+        given = list(self.model_dump(exclude_none=True))
+        if len(given) != 1:
+            said = f"has {' and '.join(given)}" if given else "is empty"
+            raise ValueError(f"{given[-1] if given else 'json_schema'}: the section {said}; it takes exactly one key")
+        return self
+
+    @property
+    def form(self) -> Form:
+        """The form that it means."""
+        if self.json_object:
+            return Form("json_schema", {"type": "object"})
+        kind, spec = next(iter(self.model_dump(exclude_none=True).items()))
+        return Form(kind, spec)
+
+
+def with_files(config: StructuredConfig, source: str) -> StructuredConfig:
+    """Return the section with the text of the files that it names. Raises ConfigError, also for what cannot compile.
+
+    Only for a config: what a record says never names a file.
+    """
+    if isinstance(config.json_schema, str):
+        config = config.model_copy(update={"json_schema": _schema_in(config.json_schema, source)})
+    if config.grammar is not None and config.grammar.endswith(GRAMMAR_SUFFIXES):
+        config = config.model_copy(update={"grammar": _text_of(config.grammar, "grammar", source)})
+    try:
+        problem = problem_of(config.form.grammar(SOME))
+    except RecordError as error:
+        problem = str(error)
+    if problem:
+        raise ConfigError(f"{source}: {about_form(config.form, problem)}")
+    return config
+
+
+def about_form(form: Form, problem: str) -> str:
+    """Return a complaint about a form in one line that names its key."""
+    return problem if problem.startswith("structured.") else f"structured.{form.kind}: {problem}"
+
+
+def _schema_in(name: str, source: str) -> dict[str, Any]:
+    text = _text_of(name, "json_schema", source)
+    try:
+        schema = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{source}: structured.json_schema: {name}:{error.lineno}: not JSON ({error.msg})") from None
+    if not isinstance(schema, dict):
+        raise ConfigError(f"{source}: structured.json_schema: {name}: must be a JSON object")
+    return schema
+
+
+def _text_of(name: str, key: str, source: str) -> str:
+    try:
+        return Path(name).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f'{source}: structured.{key}: cannot read "{name}" ({error}); give a file, or what it would say'
+        ) from None

@@ -1,0 +1,143 @@
+"""Which tokens may follow: llguidance's parser for one tokenizer, and its state in one answer.
+
+    >>> grammars = Grammars(tokenizer, width=49152, eos={2})
+    >>> matcher = grammars.matcher('start: "yes" | "no"')
+    >>> matcher.admitted([token_of_yes, 2]), matcher.forced([token_of_yes])
+    (2, [2])
+
+Source: llguidance 1.7, which vLLM uses as well. Limit: fast tokenizers only. Compiling takes a millisecond for most
+grammars; a grammar that is too large, or whose masks take too long, ends in an error, by llguidance's own limits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+from typing import Any
+
+from ragspec.errors import ConfigError, RecordError, flat
+
+KEPT = 256  # compiled grammars
+SHOWN = 300  # characters of a message
+WHERE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")  # a place in what we wrote ourselves
+
+
+@lru_cache(maxsize=KEPT)
+def problem_of(grammar: str) -> str:
+    """Return why a grammar cannot be compiled, "" if it can, as far as can be told without a tokenizer."""
+    from llguidance import LLMatcher
+
+    return _told(LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar)))
+
+
+class Grammars:
+    """Compiled grammars of one tokenizer. width: of the model's logits. eos: ids that end an answer.
+
+    Raises ConfigError for a tokenizer that llguidance cannot read.
+    """
+
+    def __init__(self, tokenizer: Any, width: int, eos: Collection[int]) -> None:
+        from llguidance.hf import from_tokenizer
+
+        self.eos = frozenset(eos)
+        self.width = max(width, len(tokenizer))
+        try:
+            self._tokenizer = from_tokenizer(tokenizer, self.width, eos_token=sorted(eos) or None)
+        except (ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"structured: the model's tokenizer cannot be used with grammars ({flat(error, SHOWN)}); choose "
+                "another model, or leave the section out"
+            ) from error
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+
+    def matcher(self, grammar: str) -> Matcher:
+        """Return the state of an answer that has not begun. Raises RecordError for a grammar that cannot be used."""
+        found = self._compiled.get(grammar)
+        if found is None:
+            found = self._compiled[grammar] = self._compile(grammar)
+            if len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+        else:
+            self._compiled.move_to_end(grammar)
+        return Matcher(found.deep_copy(), self.eos, self.width)
+
+    def _compile(self, grammar: str) -> Any:
+        from llguidance import LLMatcher, LLParserLimits
+        from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+        limits = LLParserLimits(verbose_errors=False)
+        found = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=limits)
+        mask = allocate_token_bitmask(1, self.width)
+        if not found.is_error():
+            fill_next_token_bitmask(found, mask)
+        if found.is_error():
+            raise RecordError(f"structured: {_told(found.get_error())}")
+        if not mask.any():
+            raise RecordError("structured: the grammar admits no answer at all")
+        return found
+
+
+class Matcher:
+    """Where one answer is in its grammar. Its tokens are those of the Grammars that made it."""
+
+    def __init__(self, inner: Any, eos: frozenset[int], width: int) -> None:
+        self.inner = inner
+        self.width = width  # tokens of a mask
+        self._eos = eos
+        self._end = next(iter(eos)) if len(eos) == 1 else None
+        self.ended = False  # by a token of eos
+
+    @property
+    def problem(self) -> str:
+        """Why it cannot go on, "" while it can."""
+        return f"structured: {_told(self.inner.get_error())}" if self.inner.is_error() else ""
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing may follow but an end."""
+        return bool(self.inner.is_stopped())
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Go on by tokens that were written; `problem` says if they could not be."""
+        for token in tokens:
+            if token in self._eos:
+                self.ended = True  # llguidance forgets an end when it goes back
+            elif not self.inner.consume_token(token):
+                return
+
+    def admitted(self, guesses: Sequence[int]) -> int:
+        """Return how many leading guesses may follow; none does after an end."""
+        count = int(self.inner.validate_tokens(list(guesses)))
+        end = next((at for at, token in enumerate(guesses) if token in self._eos), count)
+        return min(count, end + 1)
+
+    def forced(self, guesses: Sequence[int] = ()) -> list[int]:
+        """Return the tokens that must follow after `guesses`, all of them admitted; an end too, if there is one only.
+
+        The bytes are certain; a model may divide them into other tokens.
+        """
+        if any(token in self._eos for token in guesses):
+            return []
+        inner = self.inner
+        taken = inner.try_consume_tokens(list(guesses))
+        found = list(inner.compute_ff_tokens())
+        taken += inner.try_consume_tokens(found)
+        if self._end is not None and inner.is_stopped() and not inner.is_error():
+            found.append(self._end)
+        if taken:
+            inner.rollback(taken)
+        return found
+
+    def before_end(self, guesses: Sequence[int]) -> list[int]:
+        """Return the guesses before an end: what a mask is computed after."""
+        end = next((at for at, token in enumerate(guesses) if token in self._eos), len(guesses))
+        return list(guesses[:end])
+
+
+def _told(error: str) -> str:
+    """Return the first line of llguidance's message that says something."""
+    lines = (line.strip() for line in error.splitlines())
+    first = next((line for line in lines if line), "")
+    return WHERE.sub("", first)[:SHOWN]
