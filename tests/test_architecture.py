@@ -9,7 +9,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "ragspec"
 LEVELS = [  # a room may import rooms of lower lines only; a folder is one room, but for the two that are named below
     {"errors", "stats", "host"},
     {"records"},
-    {"speculation", "structured"},
+    {"structured"},
+    {"speculation"},
     {"runners.base"},
     {"config"},
     {"inputs"},

@@ -28,6 +28,7 @@ class Parting:
     prompt: list[int] = field(repr=False)
     common: list[int] = field(repr=False)  # of the answers, before `position`
     sampling: Sampling = field(repr=False)
+    grammar: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ def _parting(plain: Answer, speculative: Answer) -> Parting:
         prompt=plain.prompt_token_ids,
         common=one[:at],
         sampling=plain.sampling,
+        grammar=plain.grammar,
     )
 
 

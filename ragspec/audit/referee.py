@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from inspect import signature
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from ragspec.audit.lossless import Parting
 from ragspec.engine.sampling import Noise, draw
 from ragspec.models.generation import GenerationRules
+from ragspec.models.masking import Follower
 from ragspec.models.rotary import forget, length_dependent, restart_length
 from ragspec.records import Sampling
+from ragspec.structured.grammars import Grammars
 
 SPLITS = (1, 4, 16)  # tokens of the last forward, after a first one that filled the cache: the shapes of decoding
 LEAST = {torch.float32: 1e-6, torch.float64: 1e-12}  # of the largest score; what one rounding may do, or LEAST_HALF
@@ -22,11 +25,12 @@ LEAST_HALF = 4e-3
 class ModelReferee:
     """Computes the same logits in several shapes: their difference is this machine's noise.
 
-    rules: what logits go through before a token is chosen.
+    rules: what logits go through before a token is chosen. grammars: makes those of the model's tokenizer.
     """
 
-    def __init__(self, model: Any, rules: GenerationRules) -> None:
+    def __init__(self, model: Any, rules: GenerationRules, grammars: Callable[[], Grammars] | None = None) -> None:
         self._model = model
+        self._make_grammars = grammars
         self._rules = rules
         self._rotary = length_dependent(model)
 
@@ -48,7 +52,9 @@ class ModelReferee:
         return shortfalls[0], shortfalls[1], max(noise, least)
 
     @torch.inference_mode()
-    def choices(self, name: str, prompt: list[int], answer: list[int], sampling: Sampling) -> list[int]:
+    def choices(
+        self, name: str, prompt: list[int], answer: list[int], sampling: Sampling, grammar: str = ""
+    ) -> list[int]:
         """Return what model and noise choose at each place of a sampled answer, given what precedes it."""
         if not answer:
             return []
@@ -56,11 +62,23 @@ class ModelReferee:
             logits = torch.stack(list(self._steps(prompt, answer[:-1])))
         else:
             logits = self._forward(prompt + answer[:-1], len(answer))
+        if grammar:
+            follower = self._follower(grammar)
+            logits = torch.stack([follower.masked(own, answer[:at]) for at, own in enumerate(logits)])
         processors = self._rules.processors(sampling, len(prompt))
         if processors is not None:
             logits = processors(logits, prompt, answer[:-1])
         noise = Noise(sampling.seed, name)
         return draw(torch.softmax(logits.double(), -1), [noise.at(at) for at in range(len(answer))])
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        assert self._make_grammars is not None
+        return self._make_grammars()
+
+    def _follower(self, grammar: str) -> Follower:
+        """Return what holds an answer to its grammar, from its beginning."""
+        return Follower(self._grammars.matcher(grammar))
 
     def _forward(self, ids: list[int], last: int) -> torch.Tensor:
         """Return the logits of the `last` of some tokens, (last, vocab) in float32, in one forward."""
@@ -104,6 +122,8 @@ class ModelReferee:
 
     def _scores(self, logits: torch.Tensor, parting: Parting, sampling: Sampling) -> torch.Tensor:
         """Return what a token is chosen by: processed logits, or the running sum of probabilities."""
+        if parting.grammar:
+            logits = self._follower(parting.grammar).masked(logits, parting.common)
         processors = self._rules.processors(sampling, len(parting.prompt))
         if processors is not None:
             logits = processors(logits[None], parting.prompt + parting.common)[0]

@@ -33,7 +33,8 @@ def greedy(target: Target, answers: Iterable[Answer]) -> tuple[Answers, list[str
     """Return the greedy ones of `answers` as stock generate() gives them, and why it could not give some."""
     asked = [answer for answer in answers if answer.sampling.temperature == 0]
     requests = [
-        Request(place, answer.id, answer.prompt_token_ids, answer.sampling) for place, answer in enumerate(asked)
+        Request(place, answer.id, answer.prompt_token_ids, answer.sampling, grammar=answer.grammar)
+        for place, answer in enumerate(asked)
     ]
     given, failed = {}, []
     for outcome in target.answers(requests):
@@ -75,7 +76,7 @@ def compare_draws(answers: Iterable[Answer], referee: ModelReferee, audit: Audit
 def _misses(answer: Answer, referee: ModelReferee) -> Iterator[Parting]:
     """Yield the tokens of an answer that are not those the model and the record's noise choose after what precedes."""
     prompt, ids = answer.prompt_token_ids, answer.token_ids
-    chosen = referee.choices(answer.id, prompt, ids, answer.sampling)
+    chosen = referee.choices(answer.id, prompt, ids, answer.sampling, answer.grammar)
     for at, (own, theirs) in enumerate(zip(chosen, ids, strict=True)):
         if own != theirs:
-            yield Parting(answer.id, at, own, theirs, prompt, ids[:at], answer.sampling)
+            yield Parting(answer.id, at, own, theirs, prompt, ids[:at], answer.sampling, answer.grammar)

@@ -6,13 +6,17 @@ None of our code computes here: no cache rows, no packing, no drafts. Only the w
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from ragspec.config.load import build_config
 from ragspec.config.run import RunConfig
 from ragspec.config.secret import revealed
 from ragspec.errors import ConfigError
 from ragspec.records import Failure, Generation, Request
+
+if TYPE_CHECKING:
+    from ragspec.structured.grammars import Grammars
 
 # vLLM arguments that make it compute something other than transformers does with the same checkpoint
 OTHERWISE = ("hf_overrides", "kv_cache_dtype", "enable_lora", "sampling_args")
@@ -54,6 +58,13 @@ class Target:
         pad = tokenizer.pad_token_id
         self.rules = GenerationRules(self.model, self._ends, min(self._ends, default=0) if pad is None else pad, given)
 
+    def grammars(self) -> Grammars:
+        """Return the grammars of its tokenizer, each time anew. Raises ConfigError."""
+        from ragspec.models.draft import width_of
+        from ragspec.structured.grammars import Grammars
+
+        return Grammars(self.tokenizer.inner, width_of(self.model.config), self._ends)
+
     def answers(self, requests: Sequence[Request]) -> Iterator[Generation | Failure]:
         """Yield what stock generate() answers, one record at a time."""
         from ragspec.runners.huggingface.stock import Speculation, StockBackend
@@ -66,6 +77,7 @@ class Target:
             rows=1,
             rules=self.rules,
             greedy_by_default=self._greedy,
+            grammars=cache(self.grammars),
         )
         return backend.generate(requests)
 

@@ -125,7 +125,7 @@ class _Verification:
     def _referee(self) -> Any:
         from ragspec.audit.referee import ModelReferee
 
-        return ModelReferee(self._target.model, self._target.rules)
+        return ModelReferee(self._target.model, self._target.rules, self._target.grammars)
 
     def _write_reproducer(self, candidate: Candidate, against: str, parting: Parting, verdict: Verdict) -> None:
         name = "".join(c if c.isalnum() or c in "-_." else "_" for c in parting.id)[:80]
@@ -140,6 +140,7 @@ class _Verification:
                 "prompt_token_ids": parting.prompt,
                 "answer_before": parting.common,
                 "sampling": asdict(parting.sampling),
+                "grammar": parting.grammar,
                 "config": candidate.config.model_dump(mode="json"),
                 "note": "others in its batch can matter: if this one shows nothing alone, run the whole input",
             },

@@ -24,6 +24,7 @@ class Answer:
     token_ids: list[int]
     prompt_token_ids: list[int]
     sampling: Sampling
+    grammar: str = ""
     guessed: list[int] = field(default_factory=list)
     copied_tokens: list[tuple[int, int, str]] = field(default_factory=list)
     question: str | None = None

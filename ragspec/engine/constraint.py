@@ -65,24 +65,24 @@ class Constraint:
                 (drafted if guesses else plain).append((grammar.inner, at, *([guesses] if guesses else [])))
                 width = grammar.width
             at += item.wanted
-        bits = torch.full((at, -(-width // 32)), -1, dtype=torch.int32) if plain or drafted else None
+        bits = np.full((at, -(-width // 32)), -1, np.int32) if plain or drafted else None
         if bits is not None:
             self._fill(plain, drafted, bits)
         self._clock.masks_s += time.perf_counter() - started
-        return None if bits is None else Masks(bits.numpy(), self._clock)
+        return None if bits is None else Masks(bits, self._clock)
 
     def masked(self, grammar: Matcher, guesses: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         """Return the logits, (1, vocab), of what follows `guesses`; as they are where nothing may follow these."""
         if grammar.admitted(guesses) < len(guesses) or len(grammar.before_end(guesses)) < len(guesses):
             return logits
-        bits = torch.full((1 + len(guesses), -(-grammar.width // 32)), -1, dtype=torch.int32)
+        bits = np.full((1 + len(guesses), -(-grammar.width // 32)), -1, np.int32)
         one = [(grammar.inner, 0, *([list(guesses)] if guesses else []))]
         self._fill(*(([], one) if guesses else (one, [])), bits)
-        return Masks(bits.numpy(), self._clock).applied(logits, [len(guesses)])
+        return Masks(bits, self._clock).applied(logits, [len(guesses)])
 
-    def _fill(self, plain: list[Any], drafted: list[Any], bits: torch.Tensor) -> None:
+    def _fill(self, plain: list[Any], drafted: list[Any], bits: np.ndarray) -> None:
         from llguidance import LLExecutor
-        from llguidance.torch import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
+        from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
         if self._executor is None:
             self._executor = LLExecutor()

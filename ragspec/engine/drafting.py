@@ -10,6 +10,7 @@ from ragspec.engine.retreat import FORWARD, told
 from ragspec.engine.room import PATIENCE
 from ragspec.engine.row import Row
 from ragspec.speculation.drafters.base import Draft
+from ragspec.speculation.forced import admitted
 from ragspec.speculation.guard import Guard
 
 MOST_DOUBLINGS = 6  # of the pause after a failure
@@ -44,7 +45,10 @@ class Drafting:
             self._proposer.forget()
             self._notes.add(f"drafting failed and paused for {self._pause} steps: {told(error)}")
             return [Draft()] * len(rows)
-        drafts = [row.admitted(draft) for row, draft in zip(rows, drafts, strict=True)]
+        drafts = [
+            draft if row.grammar is None else admitted(row.grammar, draft)
+            for row, draft in zip(rows, drafts, strict=True)
+        ]
         if self._restart is None:
             return drafts
         # a text that outgrows this length is computed anew, so no step may cross it

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from ragspec.engine.forced import Forced
 from ragspec.engine.row import Row
 from ragspec.speculation.allocate import allocate
 from ragspec.speculation.cost import Cost
 from ragspec.speculation.drafters.base import Draft, Drafter, RowDrafter
+from ragspec.speculation.forced import Forced
 from ragspec.speculation.trial import Trial
 
 LONGEST = 24  # tokens of a draft at most, where it is as long as pays
@@ -100,15 +100,16 @@ class ByRow(NoDrafts):
 
     def _guess_one(self, row: Row, limit: int) -> Draft:
         draft = self._open[row.place].propose(limit)
-        return draft if row.grammar is None else self.forced.join(row, draft, limit)
+        return draft if row.grammar is None else self.forced.join(row.place, row.grammar, draft, limit)
 
     def extend(self, row: Row, token_ids: Sequence[int]) -> None:
         self._open[row.place].extend(token_ids)
         if row.grammar is not None:
-            self.forced.score(row, token_ids)
+            self.forced.score(row.place, token_ids)
 
     def finish(self, row: Row) -> None:
         self._open.pop(row.place).close()
+        self.forced.forget(row.place)
 
     def resize(self, rows: int) -> None:
         self._open = {}

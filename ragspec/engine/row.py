@@ -23,7 +23,6 @@ from ragspec.engine.sampling import Noise
 from ragspec.models.generation import Processors
 from ragspec.records import Failure, Generation, Request, TokenLogprob
 from ragspec.speculation.citations import Copies
-from ragspec.speculation.drafters.base import Draft
 from ragspec.stats import SpecStats
 from ragspec.structured.grammars import Matcher
 
@@ -81,17 +80,6 @@ class Row:
     def ready(self) -> bool:
         """Whether all but the last token are computed: the next forward writes."""
         return self.computed == len(self.tokens) - 1
-
-    def admitted(self, draft: Draft) -> Draft:
-        """Return a draft as far as the row's grammar admits it, before anything is computed for the rest.
-
-        One that was sampled keeps its first token that is not admitted: the rule that rejects it draws another in its
-        place, and the two together give the right distribution.
-        """
-        if self.grammar is None or not draft.token_ids:
-            return draft
-        count = self.grammar.admitted(draft.token_ids)
-        return draft.cut(count if draft.probabilities is None else count + 1)
 
     def outcome(self) -> Generation | Failure:
         """Return the finished answer."""

@@ -99,6 +99,10 @@ class Matcher:
         """Whether nothing may follow but an end."""
         return bool(self.inner.is_stopped())
 
+    def copy(self) -> Matcher:
+        """Return another that stands where this one does."""
+        return Matcher(self.inner.deep_copy(), self._eos, self.width)
+
     def take(self, tokens: Sequence[int]) -> None:
         """Go on by tokens that were written; `problem` says if they could not be."""
         for token in tokens:
@@ -113,9 +117,10 @@ class Matcher:
         end = next((at for at, token in enumerate(guesses) if token in self._eos), count)
         return min(count, end + 1)
 
-    def forced(self, guesses: Sequence[int] = ()) -> list[int]:
-        """Return the tokens that must follow after `guesses`, all of them admitted; an end too, if there is one only.
+    def forced(self, guesses: Sequence[int] = (), *, end: bool = True) -> list[int]:
+        """Return the tokens that must follow after `guesses`, all of them admitted.
 
+        end: the token that ends an answer too, if it must follow and there is one only.
         The bytes are certain; a model may divide them into other tokens.
         """
         if any(token in self._eos for token in guesses):
@@ -124,7 +129,7 @@ class Matcher:
         taken = inner.try_consume_tokens(list(guesses))
         found = list(inner.compute_ff_tokens())
         taken += inner.try_consume_tokens(found)
-        if self._end is not None and inner.is_stopped() and not inner.is_error():
+        if end and self._end is not None and inner.is_stopped() and not inner.is_error():
             found.append(self._end)
         if taken:
             inner.rollback(taken)

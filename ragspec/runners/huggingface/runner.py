@@ -237,6 +237,7 @@ class Runner:
             rows=rows,
             rules=rules,
             greedy_by_default=self._greedy_by_default,
+            grammars=self._grammars,
         )
 
     def __exit__(self, *exc: object) -> None:

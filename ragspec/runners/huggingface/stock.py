@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from ragspec.errors import ModelError, flat
+from ragspec.errors import ConfigError, ModelError, RecordError, flat
 from ragspec.inputs.feed import Feed
 from ragspec.models.draft import Draft, width_of
 from ragspec.models.generation import GenerationRules
 from ragspec.models.logprobs import generated_logprobs
+from ragspec.models.masking import GrammarMasks
 from ragspec.models.padding import takes_padding
 from ragspec.models.rotary import forget, length_dependent
 from ragspec.models.stopping import trim
@@ -32,6 +33,7 @@ from ragspec.records import Failure, Generation, Request, Sampling, record_seed
 from ragspec.runners.huggingface.acceptance import AcceptanceMeter, in_id_order
 from ragspec.runners.huggingface.criteria import StepClock, StopText
 from ragspec.stats import SpecStats
+from ragspec.structured.grammars import Grammars, Matcher
 
 # what generate() raises for one record: out of memory, ids that the model has no row for, arguments it refuses
 FAILURES = (RuntimeError, IndexError, MemoryError, ValueError)
@@ -64,7 +66,10 @@ class StockClock:
 
 
 class StockBackend:
-    """Answers with `generate()`, one call per batch. Raises ModelError if the model cannot undo a draft."""
+    """Answers with `generate()`, one call per batch. grammars: makes those of the tokenizer.
+
+    Raises ModelError if the model cannot undo a draft.
+    """
 
     def __init__(
         self,
@@ -76,6 +81,7 @@ class StockBackend:
         rows: int,
         rules: GenerationRules,
         greedy_by_default: bool,
+        grammars: Callable[[], Grammars] | None = None,
     ) -> None:
         self.clock = StockClock()
         self.notes: list[str] = []
@@ -85,6 +91,7 @@ class StockBackend:
         self._eos = eos
         self._spec = speculation
         self._rules = rules
+        self._grammars = grammars
         self._rotary = length_dependent(model)
         self._greedy_by_default = greedy_by_default
         self._sampling_draft: Any = None  # a copy: universal speculative sampling rewrites the draft's embeddings
@@ -119,7 +126,7 @@ class StockBackend:
         """Generate a few tokens, so that the first record does not pay for lazy initialisation."""
         ids = self._tokenizer.encode("one two three one two three", special_tokens=True)
         sampling = Sampling(max_new_tokens=4, temperature=0.0 if self._greedy_by_default else 1.0)
-        self._call([Request(0, "warm-up", ids, sampling)])
+        self._call([Request(0, "warm-up", ids, sampling)], [None])
         self.clock = StockClock()
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
@@ -160,7 +167,14 @@ class StockBackend:
     def _answer(self, batch: list[Request]) -> Iterator[Generation | Failure]:
         """Answer a batch; if it fails, answer its records one by one, so that one alone can be at fault."""
         try:
-            yield from self._call(batch)
+            matchers = [self._matcher(request) for request in batch]
+            yield from self._call(batch, matchers)
+        except RecordError as error:
+            if len(batch) == 1:
+                yield Failure(batch[0].index, str(error), "RecordError")
+                return
+            for request in batch:
+                yield from self._answer([request])
         except FAILURES as error:
             log.debug("generate() failed", exc_info=error)
             if torch.cuda.is_available():
@@ -172,7 +186,18 @@ class StockBackend:
             for request in batch:
                 yield from self._answer([request])
 
-    def _call(self, batch: list[Request]) -> list[Generation]:
+    def _matcher(self, request: Request) -> Matcher | None:
+        """Return where a request's answer begins in its grammar, None where it has none. Raises RecordError."""
+        if not request.grammar:
+            return None
+        if self._grammars is None:
+            raise RecordError("structured: there is no tokenizer to read grammars with")
+        try:
+            return self._grammars().matcher(request.grammar)
+        except ConfigError as error:
+            raise RecordError(str(error)) from None
+
+    def _call(self, batch: list[Request], matchers: list[Matcher | None]) -> list[Generation]:
         sampling = batch[0].sampling
         width = max(len(request.token_ids) for request in batch)
         rows = [[self._rules.pad] * (width - len(request.token_ids)) + request.token_ids for request in batch]
@@ -187,14 +212,17 @@ class StockBackend:
             self._meter.start()
         for module in self._rotary:
             forget(module)
-        undrafted = self._undrafted(sampling)
+        undrafted = self._undrafted(sampling, shaped=any(matchers))
+        processors: list[Any] = [*self._rules.penalties(sampling, width)]
+        if any(matchers):
+            processors.append(GrammarMasks(matchers, width))
         device = self._model.device
         started = time.perf_counter()
         output = self._model.generate(
             input_ids=torch.tensor(rows, device=device),  # (batch, width), padded on the left
             attention_mask=torch.tensor(masks, device=device),
             generation_config=self._generation_config(sampling, drafts=not undrafted),
-            logits_processor=LogitsProcessorList(self._rules.penalties(sampling, width)),
+            logits_processor=LogitsProcessorList(processors),
             stopping_criteria=criteria,
             **{"tokenizer": self._tokenizer.inner, **({} if undrafted else self._assistant(sampling))},
         )
@@ -223,9 +251,11 @@ class StockBackend:
             )
         return generations
 
-    def _undrafted(self, sampling: Sampling) -> str:
-        """Return why these settings forbid drafts, "" where they do not."""
+    def _undrafted(self, sampling: Sampling, *, shaped: bool) -> str:
+        """Return why these settings forbid drafts, "" where they do not. shaped: whether a grammar does."""
         draft = self._spec.draft
+        if shaped and draft is not None and draft.other_tokens:
+            return "structured: stock generate() would hold the draft model's own tokens to the grammar"
         if draft is None or not sampling.logit_bias:
             return ""
         if draft.other_tokens or draft.width != width_of(self._model.config):

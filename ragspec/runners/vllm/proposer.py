@@ -11,20 +11,24 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from ragspec.errors import RagspecError
 from ragspec.runners.vllm.rows import Rows, Tracked
 from ragspec.speculation.allocate import allocate
 from ragspec.speculation.citations import Copies
 from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.drafters.calibration import judged
 from ragspec.speculation.fitted_cost import FittedCost
+from ragspec.speculation.forced import Forced
 from ragspec.speculation.guard import Guard
 from ragspec.speculation.methods import PLAIN, VLLM, DrafterSettings, drafters_on
 from ragspec.speculation.plugins import failures
 from ragspec.speculation.trial import Trial
+from ragspec.structured.grammars import Grammars, Matcher
 
 KEY = "ragspec"  # of our settings in vLLM's additional_config
 
@@ -33,6 +37,7 @@ KEY = "ragspec"  # of our settings in vLLM's additional_config
 class _Expected:
     passages: Sequence[tuple[int, int]] = ()
     drafts: bool = True
+    grammar: str = ""
 
 
 class Proposer:
@@ -41,6 +46,7 @@ class Proposer:
     def __init__(self, vllm_config: Any) -> None:
         self._settings = vllm_config.additional_config[KEY]
         self._most = int(vllm_config.speculative_config.num_speculative_tokens)
+        self._model_config = vllm_config.model_config
         self._context_length = int(vllm_config.model_config.max_model_len)
         self.reset()
 
@@ -53,6 +59,8 @@ class Proposer:
         guarded = method != "auto" and self._settings["num_tokens"] is None
         self.guard = Guard() if guarded else None
         self.drafting_s = 0.0
+        # without the end: vLLM counts its tokens differently once a grammar has taken one
+        self.forced = {name: Forced(end=False) for name in self._drafters}
         self._expected: dict[bytes, list[_Expected]] = {}  # by the prompt's tokens
         self._rows = Rows(self._open)
         self._asked = (0, 0)  # tokens and rows of the step under way, if it only decodes
@@ -64,10 +72,15 @@ class Proposer:
 
     # -- what the runner tells ------------------------------------------------------------------------------------
 
-    def expect(self, prompt: Sequence[int], passages: Sequence[tuple[int, int]], *, drafts: bool = True) -> None:
-        """Take in where the passages are in a prompt, before it is answered. drafts: whether any are wanted for it."""
+    def expect(
+        self, prompt: Sequence[int], passages: Sequence[tuple[int, int]], *, drafts: bool = True, grammar: str = ""
+    ) -> None:
+        """Take in where the passages are in a prompt, before it is answered. drafts: whether any are wanted for it.
+
+        grammar: of its answer, "" where it has none.
+        """
         key = np.asarray(prompt, dtype=np.int32).tobytes()
-        self._expected.setdefault(key, []).append(_Expected(passages, drafts))
+        self._expected.setdefault(key, []).append(_Expected(passages, drafts, grammar))
 
     def finish(self, prompt: Sequence[int], answer: Sequence[int]) -> Tracked | None:
         """Return what is known of a finished answer, None where nothing is."""
@@ -106,6 +119,10 @@ class Proposer:
         started = time.perf_counter()
         rows, prompts = self._rows.update(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         written = sum(len(ids) for ids in sampled_token_ids)
+        for slot, row in rows.items():
+            if row.grammar is not None:
+                for forced in self.forced.values():
+                    forced.score(id(row), sampled_token_ids[slot])
         if any(self._asked) and not prompts and written:
             seconds = started - self._since
             self.cost.observe(*self._asked, seconds)
@@ -134,7 +151,24 @@ class Proposer:
         drafters = {
             name: drafter.open(token_ids, passages) for name, drafter in self._drafters.items() if name in wanted
         }
-        return Tracked(prompt, len(prompt), drafters, Copies(token_ids, passages))
+        return Tracked(prompt, len(prompt), drafters, Copies(token_ids, passages), grammar=self._matcher(expected))
+
+    def _matcher(self, expected: Sequence[_Expected]) -> Matcher | None:
+        """Return the beginning of an answer's grammar; None where it has none, or another record's is unlike it."""
+        texts = {one.grammar for one in expected}
+        if len(texts) != 1 or not (text := texts.pop()):
+            return None
+        try:
+            return self._grammars.matcher(text)
+        except RagspecError:  # vLLM compiles it too, and says so of the record
+            return None
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        tokenizer: Any = cached_tokenizer_from_config(self._model_config)
+        return Grammars(tokenizer, int(self._model_config.get_vocab_size()), {tokenizer.eos_token_id})
 
     def _choose(self, method: str, rows: dict[int, Tracked]) -> dict[int, Draft]:
         """Return the drafts of `method` by slot, no longer than pays."""
@@ -147,7 +181,13 @@ class Proposer:
 
     def _guess(self, method: str, rows: dict[int, Tracked]) -> dict[int, Draft]:
         limits = {slot: self._limit(row) for slot, row in rows.items() if method in row.drafters}
-        return {slot: rows[slot].drafters[method].propose(limit) for slot, limit in limits.items() if limit > 0}
+        return {slot: self._guess_one(method, rows[slot], limit) for slot, limit in limits.items() if limit > 0}
+
+    def _guess_one(self, method: str, row: Tracked, limit: int) -> Draft:
+        draft = row.drafters[method].propose(limit)
+        if row.grammar is None or row.grammar.ended or row.grammar.problem:
+            return draft
+        return self.forced[method].join(id(row), row.grammar, draft, limit)
 
     def _limit(self, row: Tracked) -> int:
         return min(self._settings["num_tokens"] or self._most, self._context_length - len(row.tokens) - 1)

@@ -33,6 +33,10 @@ def sampling_params(kind: Any, request: Request, settings: Mapping[str, Any]) ->
     from vllm.sampling_params import RequestOutputKind
 
     seed = None if request.sampling.temperature == 0 else record_seed(request.sampling.seed, request.id)
+    if request.grammar:
+        from vllm.sampling_params import StructuredOutputsParams
+
+        settings = {**settings, "structured_outputs": StructuredOutputsParams(grammar=request.grammar)}
     return kind(**{"seed": seed, "output_kind": RequestOutputKind.FINAL_ONLY} | dict(settings))
 
 

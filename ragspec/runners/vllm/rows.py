@@ -13,6 +13,7 @@ import numpy as np
 
 from ragspec.speculation.citations import Copies
 from ragspec.speculation.drafters.base import Draft, RowDrafter
+from ragspec.structured.grammars import Matcher
 
 SKIPPED = 64  # tokens that a record may write unseen: near its model length, vLLM asks for no drafts
 KEEP = 256  # records outside the batch, finished or preempted, before the oldest is given up
@@ -28,6 +29,7 @@ class Tracked:
     copies: Copies
     draft: Draft = field(default_factory=Draft)  # what was proposed for the coming tokens
     guessed: bytearray = field(default_factory=bytearray)  # per token of the answer: 1 where a draft had it
+    grammar: Matcher | None = None  # where its answer is in its grammar, where it has one
 
     def extend(self, fresh: np.ndarray, emitted: int) -> None:
         """Take in new tokens; the last `emitted` are the last step's, and all but one of these were drafts."""
@@ -38,6 +40,8 @@ class Tracked:
         self.guessed += b"\0" * len(missed) + b"\1" * (len(emission) - 1) + b"\0" * bool(emission)
         for drafter in self.drafters.values():
             drafter.extend(token_ids)
+        if self.grammar is not None:
+            self.grammar.take(token_ids)
         self.tokens = np.concatenate([self.tokens, fresh])
         self.draft = Draft()
 

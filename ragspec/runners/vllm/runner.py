@@ -56,6 +56,7 @@ class Runner:
         self._args = args
         self._model_name = config.model
         self._spec = config.speculation
+        self._structured = config.structured is not None
         self._engine: Any = None
         self._default_sampling = to_sampling(config.sampling)
         raw = config.speculation.speculative_config or {}
@@ -82,12 +83,15 @@ class Runner:
         prepare()
         from ragspec.models.generation import asked_beyond_sampling
         from ragspec.models.tokenizer import HFTokenizer, load_tokenizer
+        from ragspec.structured.grammars import Grammars
 
         extra = dict(self._args.model_extra or {})
         trust, revision = bool(extra.get("trust_remote_code")), revealed(extra.get("revision"))
         self._source = resolve(self._model_name, revision)
         self._hf_config = read_model_config(self._source, trust_remote_code=trust)
         self.tokenizer = HFTokenizer(load_tokenizer(self._source, trust_remote_code=trust))
+        if self._structured:
+            Grammars(self.tokenizer.inner, len(self.tokenizer.inner), ())
         self._not_done = ", ".join(asked_beyond_sampling(self._source.path, revision))
         if self._not_done:
             self.notes.append(f"the model's generation_config asks for {self._not_done}, which vLLM does not do")
@@ -169,6 +173,7 @@ class Runner:
 
     def _make_engine_args(self, extra: dict[str, Any], spec: dict[str, Any] | None) -> dict[str, Any]:
         args: dict[str, Any] = {"model": self._source.path, "disable_log_stats": False, "use_tqdm_on_load": False}
+        args["structured_outputs_config"] = {"backend": "guidance"}  # llguidance, as in our own engine
         if self._on_cpu:
             args["dtype"] = "float32"  # bfloat16 is emulated on CPUs without AVX-512
             if "kv_cache_memory_bytes" not in extra and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):

@@ -102,7 +102,7 @@ class Stream:
             log.debug("vLLM refuses a record", exc_info=error)
             return Failure(request.index, f"vLLM refuses it: {one_line(error)}")
         if self._proposer is not None:
-            self._proposer.expect(request.token_ids, request.passages, drafts=not lost)
+            self._proposer.expect(request.token_ids, request.passages, drafts=not lost, grammar=request.grammar)
         self._flying[name] = _Submitted(request, perf_counter(), lost)
         return None
 
