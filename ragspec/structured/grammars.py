@@ -113,6 +113,8 @@ class Matcher:
 
     def admitted(self, guesses: Sequence[int]) -> int:
         """Return how many leading guesses may follow; none does after an end."""
+        if self.complete:  # there, llguidance counts no end
+            return int(not self.problem and guesses[:1] != [] and guesses[0] in self._eos)
         count = int(self.inner.validate_tokens(list(guesses)))
         end = next((at for at, token in enumerate(guesses) if token in self._eos), count)
         return min(count, end + 1)

@@ -1,0 +1,226 @@
+"""Forms of answers as grammars: what they admit, what cannot be one, and a matcher that is never left elsewhere."""
+
+import json
+import random
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from ragspec.config.load import build_config
+from ragspec.errors import ConfigError, RecordError
+from ragspec.records import Passage
+from ragspec.structured.form import Form
+from ragspec.structured.grammars import Grammars, problem_of
+from ragspec.structured.quotes import spans
+from ragspec.structured.schema import completed
+
+EOS = 0
+PASSAGES = [
+    Passage("p1", 'He said "no",\nand left. The quick brown fox.', "A title"),
+    Passage("p2", "\u6771\u4eac\u306f\u65e5\u672c\u306e\u9996\u90fd\u3067\u3059\u3002 Caf\u00e9 \u00fcber alles."),
+]
+QUOTES = {
+    "type": "object",
+    "properties": {
+        "note": {"$ref": "#/$defs/word"},
+        "quotes": {"type": "array", "items": {"$quote": True, "minLength": 3, "maxLength": 24}, "minItems": 1},
+        "by": {"type": "object", "properties": {"exact": {"$quote": True}}, "required": ["exact"]},
+    },
+    "required": ["note", "quotes", "by"],
+    "$defs": {"word": {"type": "string", "pattern": "^[a-z]+$"}},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    return AutoTokenizer.from_pretrained(tiny)
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer):
+    return Grammars(tokenizer, len(tokenizer), {EOS})
+
+
+def admits(grammars, tokenizer, form, text, passages=PASSAGES):
+    """Return whether a text is a whole answer."""
+    matcher = grammars.matcher(form.grammar(passages))
+    ids = [*tokenizer.encode(text, add_special_tokens=False), EOS]
+    return matcher.admitted(ids) == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("form", "good", "bad"),
+    [
+        (Form("choice", ["yes", 'say "no"']), ["yes", 'say "no"'], ["y", "maybe", "yes "]),
+        (Form("regex", r"a/b\d{2,3}"), ["a/b12", "a/b123"], ["a/b1", "a/b1234"]),
+        (Form("grammar", 'start: "a"+ "b"'), ["ab", "aaab"], ["b", "a"]),
+        (Form("grammar", 'root ::= "a" | "b" root'), ["a", "bba"], ["b"]),
+        (
+            Form("json_schema", {"type": "object"}),
+            ['{}', '{"a": [1, {"b": null}]}'],
+            ['{"a":1}', "[]", '{ }', '{"a": 1 }'],
+        ),
+        (
+            Form("json_schema", {"enum": {"$contexts": "id"}}),
+            ['"p1"', '"p2"'],
+            ['"p3"', '"p"'],
+        ),
+        (Form("json_schema", {"enum": {"$contexts": "title"}}), ['"A title"'], ['"p1"', "null"]),
+        (
+            Form("json_schema", {"type": "object", "x-guidance": {"item_separator": ","}}),
+            ['{"a": 1,"b": 2}'],
+            ['{"a": 1, "b": 2}'],
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_form_admits(grammars, tokenizer, form, good, bad):
+    assert [admits(grammars, tokenizer, form, text) for text in good] == [True] * len(good)
+    assert [admits(grammars, tokenizer, form, text) for text in bad] == [False] * len(bad)
+
+
+def quoted(quotes, note="x", exact="left"):
+    return json.dumps({"note": note, "quotes": quotes, "by": {"exact": exact}}, ensure_ascii=False)
+
+
+def test_a_quote_is_a_part_of_a_passage_from_word_to_word(grammars, tokenizer):
+    form = Form("json_schema", QUOTES)
+    for good in ['said "no",\nand', "quick brown", "fox.", "\u65e5\u672c\u306e\u9996\u90fd", "Caf\u00e9 \u00fcber"]:
+        assert admits(grammars, tokenizer, form, quoted([good])), good
+    for bad in ["uick", "quick  brown", "qu", " quick", "fox. \u6771", "", "The quick brown fox. And more"]:
+        assert not admits(grammars, tokenizer, form, quoted([bad])), bad
+    assert admits(grammars, tokenizer, form, quoted(["left", "The quick"]))
+    assert not admits(grammars, tokenizer, form, quoted([]))
+    assert not admits(grammars, tokenizer, form, quoted(["left"], note="X"))
+    assert not admits(grammars, tokenizer, form, quoted(["The quick brown fox jumped over"]))
+    assert not admits(grammars, tokenizer, form, quoted(['said "no",\nand left. The']))  # longer than 24
+
+
+@given(st.text(max_size=80))
+def test_the_parts_of_a_text_are_the_text(text):
+    assert json.loads(f'"{"".join(spans(text))}"') == text
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"enum": {"$contexts": "text"}}, '"enum": {"$contexts": "text"} must be a list, or {"$contexts": "id"}'),
+        ({"enum": {"$context": "id"}}, "must be a list, or"),
+        ({"type": "object", "properties": {"a": {"$quote": True}}}, 'all properties of $ must be "required"; "a" is'),
+        ({"anyOf": [{"$quote": True}]}, "only objects and lists may hold one; $ is neither"),
+        ({"$quote": True, "pattern": "a"}, '"pattern" at $ cannot stand beside it'),
+        ({"type": "array", "prefixItems": [{"$quote": True}]}, '$ has "prefixItems"; use "items"'),
+    ],
+)
+def test_references_that_mean_nothing(schema, message):
+    with pytest.raises(RecordError) as raised:
+        Form("json_schema", schema).grammar(PASSAGES)
+    assert message in str(raised.value)
+
+
+def test_a_record_without_passages_cannot_cite():
+    with pytest.raises(RecordError, match=r"no passage in its prompt has one"):
+        completed({"enum": {"$contexts": "id"}}, [])
+    with pytest.raises(RecordError, match=r"no passages to quote"):
+        Form("json_schema", {"$quote": True}).grammar([])
+
+
+BAD = {
+    "unsatisfiable": ({"json_schema": {"enum": []}}, "structured.json_schema: Unsatisfiable schema"),
+    "nothing may follow": (
+        {"json_schema": {"type": "object", "properties": {"a": False}, "required": ["a"]}},
+        "structured.json_schema: Unsatisfiable schema",
+    ),
+    "unsupported keyword": ({"json_schema": {"type": "array", "uniqueItems": True}}, "Unimplemented keys"),
+    "regex": ({"regex": "(a"}, "structured.regex: "),
+    "regex bomb": ({"regex": "|".join(f"w{i}x" * 40 for i in range(20_000))}, "1,048,576 at most"),
+    "grammar": ({"grammar": "start: nothing"}, "structured.grammar: "),
+    "neither grammar": ({"grammar": "what is this?"}, "structured.grammar: "),
+    "choice": ({"choice": []}, "structured.choice: "),
+    "two": ({"regex": "a", "choice": ["a"]}, "structured.choice: the section has regex and choice; it takes exactly"),
+    "none": ({}, "structured.json_schema: the section is empty; it takes exactly one key"),
+    "unknown": ({"json_shema": {}}, '"structured.json_shema" is not a known key; did you mean "json_schema"?'),
+    "word": ("json", "structured: "),
+    "file": ({"json_schema": "no-such.json"}, 'structured.json_schema: cannot read "no-such.json"'),
+    "reference": ({"json_schema": {"enum": {"$contexts": "url"}}}, "structured.json_schema: "),
+    "quote": ({"json_schema": {"anyOf": [{"$quote": True}]}}, "structured.json_schema: "),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_a_form_is_a_config_error(name):
+    given, message = BAD[name]
+    started = time.monotonic()
+    with pytest.raises(ConfigError) as raised:
+        build_config({"runner": "fake", "structured": given})
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert time.monotonic() - started < 60  # never stuck
+
+
+def test_files_are_read_into_the_config(tmp_path):
+    schema, grammar = tmp_path / "s.json", tmp_path / "g.lark"
+    schema.write_text('{"type": "object"}')
+    grammar.write_text('start: "a"')
+    config = build_config({"runner": "fake", "structured": {"json_schema": str(schema)}})
+    assert config.structured.json_schema == {"type": "object"}
+    config = build_config({"runner": "fake", "structured": {"grammar": str(grammar)}})
+    assert config.structured.grammar == 'start: "a"'
+    assert build_config({"runner": "fake", "structured": "json_object"}).structured.form.spec == {"type": "object"}
+    schema.write_text('{"type": ')
+    with pytest.raises(ConfigError, match=r"s\.json:1: not JSON"):
+        build_config({"runner": "fake", "structured": {"json_schema": str(schema)}})
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_asking_leaves_a_matcher_where_it_was(grammars, tokenizer, seed):
+    """Random answers: at every place, what is forced is the only way on, and nothing is moved by asking."""
+    chance = random.Random(seed)
+    form = chance.choice(
+        [Form("json_schema", QUOTES), Form("choice", ["one two", "one three"]), Form("regex", "a{2,9}b")]
+    )
+    text, bytes_of = form.grammar(PASSAGES), grammars._tokenizer.decode_bytes
+    matcher, written = grammars.matcher(text), []
+    for _ in range(60):
+        mask = allowed(matcher, len(tokenizer))
+        guesses = [chance.choice(mask), *(chance.randrange(len(tokenizer)) for _ in range(chance.randint(0, 4)))]
+        count = matcher.admitted(guesses)
+        assert 1 <= count <= len(guesses)
+        forced = matcher.forced()
+        assert matcher.admitted(forced) == len(forced)
+        if forced and forced != [EOS]:
+            way = bytes_of([token for token in forced if token != EOS])
+            for token in mask:
+                other = bytes_of([token])
+                assert way.startswith(other) or other.startswith(way), "another way on"
+        after = matcher.forced(guesses[:count])
+        assert matcher.admitted([*guesses[:count], *after]) == count + len(after)
+        assert allowed(matcher, len(tokenizer)) == mask
+        fresh = grammars.matcher(text)
+        fresh.take(written)
+        assert allowed(fresh, len(tokenizer)) == mask
+        step = guesses[: chance.randint(1, count)]
+        matcher.take(step)
+        written += step
+        assert not matcher.problem
+        if EOS in step:
+            assert matcher.ended
+            return
+
+
+def allowed(matcher, size):
+    import numpy as np
+    from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+    mask = allocate_token_bitmask(1, matcher.width)
+    fill_next_token_bitmask(matcher.inner, mask)
+    return [i for i in np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little")).tolist() if i < size]
+
+
+def test_a_problem_is_one_line():
+    assert problem_of('start: "a"') == ""
+    problem = problem_of('start: %json {"enum": []}')
+    assert problem.startswith("Unsatisfiable schema")
+    assert "\n" not in problem
