@@ -5,14 +5,16 @@ import json
 import os
 import signal
 import subprocess
+from dataclasses import replace
 
 import pytest
 
 from ragspec.config.load import build_config
 from ragspec.config.run import to_sampling
 from ragspec.errors import ConfigError
-from ragspec.records import Failure, Request
+from ragspec.records import Failure, Passage, Request
 from ragspec.run.generate import generate as run
+from ragspec.structured.form import Form
 from tests.cli.test_cli import RAGSPEC, ragspec, start_interruptible, wait_for_lines
 from tests.conftest import SAMPLE, read_jsonl, write_jsonl
 from tests.speculation.test_plugins import install
@@ -201,6 +203,58 @@ def test_what_cannot_be_answered_without_drafts_is_refused_record_by_record(engi
     outcomes = {outcome.index: outcome for outcome in engine.generate(asked)}
     assert [isinstance(outcomes[i], Failure) for i in range(3)] == [True, True, False]
     assert outcomes[0].message == "logit_bias: vLLM does not apply it to drafts; use method: none, or remove it"
+
+
+FORMS = [
+    Form(
+        "json_schema",
+        {"type": "object", "properties": {"why": {"type": "string", "maxLength": 9}}, "required": ["why"]},
+    ),
+    None,
+    Form("json_schema", {"type": "object", "properties": {"says": {"$quote": True}}, "required": ["says"]}),
+    Form("regex", r"(In|At) [a-z ]{4,30}\."),
+    Form("choice", ["It does not say.", "It says so."]),
+    Form("json_schema", {"enum": {"$contexts": "id"}}),
+]
+
+
+def shaped(engine, texts, **sampling):
+    """Return a request per text, the forms in turn; passages are the texts themselves."""
+    for i, (request, text) in enumerate(zip(requests(engine, texts, **sampling), texts, strict=True)):
+        form = FORMS[i % len(FORMS)]
+        grammar = form.grammar([Passage("k1", text[:200]), Passage("k2", text[:80])]) if form else ""
+        yield replace(request, grammar=grammar)
+
+
+def test_structured_answers_are_those_of_our_engine_in_one_batch_with_drafts(demo, engine):
+    from ragspec.runners.huggingface import runner as huggingface
+
+    asked = list(shaped(engine, TEXTS[:6] * 2, max_new_tokens=32))
+    there = by_index(engine.generate(asked))
+    config = make_config(demo, runner="huggingface", method="none")
+    runner = huggingface.Runner(config)
+    runner.check()
+    with runner:
+        here = by_index(runner.generate(asked))
+    assert {i: one.token_ids for i, one in there.items()} == {i: one.token_ids for i, one in here.items()}
+    assert sum(there[i].spec.accepted for i in there if asked[i].grammar) > 0
+
+
+def test_sampled_structured_answers_have_their_form(engine):
+    asked = list(shaped(engine, TEXTS[:6], max_new_tokens=40, temperature=0.9))
+    found = by_index(engine.generate(asked))
+    assert engine.tokenizer.decode(found[5].token_ids) in ('"k1"', '"k2"')
+    assert engine.tokenizer.decode(found[4].token_ids) in FORMS[4].spec
+    for i in (0, 2):
+        if found[i].finish_reason == "stop":
+            assert list(json.loads(engine.tokenizer.decode(found[i].token_ids))) == [["why"], None, ["says"]][i]
+
+
+def test_a_grammar_that_vllm_refuses_is_its_records_failure(engine):
+    asked = requests(engine, TEXTS[:2])
+    outcomes = {o.index: o for o in engine.generate([replace(asked[0], grammar="start: nothing"), asked[1]])}
+    assert isinstance(outcomes[0], Failure)
+    assert not isinstance(outcomes[1], Failure)
 
 
 def test_a_bias_on_a_token_that_there_is_not_is_its_records_failure(engine):
