@@ -84,6 +84,7 @@ def test_every_key_of_the_config_is_described():
         "prompt",
         "sampling",
         "speculation",
+        "structured",
         "retrieval",
         "runner_args",
         "scale",

@@ -23,6 +23,7 @@ STOCK = {"runner": "huggingface", "runner_args": {"engine": "transformers", "bat
 AS_IT_COMES = {"runner": "vllm", "runner_args": {"lookahead": 1}}  # records in the order given, blocks of its own size
 PEERS: dict[str, dict[str, Any]] = {
     "hf": STOCK | {"speculation": {"method": PLAIN}},  # one record at a time, as AutoGluon-RAG does
+    "hf-structured": STOCK | {"speculation": {"method": PLAIN}},  # the same, llguidance's masks as a logits processor
     "hf-lookup": STOCK | {"speculation": {"method": "prompt_lookup"}},
     "vllm": AS_IT_COMES | {"speculation": {"method": PLAIN}},
     "vllm-ngram": AS_IT_COMES
@@ -139,6 +140,8 @@ def _candidate(
 
 
 def _peer(config: RunConfig, name: str, batch_size: int | None) -> Candidate:
+    if name == "hf-structured" and config.structured is None:
+        raise ConfigError("--peer hf-structured: the config has no `structured` section; use --peer hf")
     raw = config.model_dump() | {"runner_args": {}, "scale": None} | PEERS[name]
     if raw["runner"] == "vllm" and batch_size is not None:
         raw["runner_args"] = raw["runner_args"] | {"batch_size": batch_size}

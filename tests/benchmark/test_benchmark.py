@@ -46,6 +46,17 @@ def test_a_plan_leaves_out_nothing_that_no_runner_has(asked, message):
         make_plan(build_config({"model": "m", "input": "x"}), **asked)
 
 
+def test_the_structured_peer_is_for_structured_answers():
+    config = build_config({"model": "m", "input": "x", "structured": {"choice": ["a"]}})
+    peer = make_plan(config, ["none"], peers=["hf-structured"])[-1]
+    assert (peer.name, peer.config.structured) == ("peer-hf-structured", config.structured)
+    assert peer.config.runner_args["engine"] == "transformers"
+    with pytest.raises(
+        ConfigError, match="--peer hf-structured: the config has no `structured` section; use --peer hf"
+    ):
+        make_plan(build_config({"model": "m", "input": "x"}), ["none"], peers=["hf-structured"])
+
+
 def test_flags_set_the_draft_and_the_answer_apart(tmp_path):
     """`--num-tokens`, the name of before, still means the draft's length."""
     config, out = tmp_path / "c.yaml", tmp_path / "b"
