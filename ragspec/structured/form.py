@@ -68,7 +68,7 @@ def _grammar(text: str, passages: Sequence[Passage]) -> str:
 
     try:
         return str(any_to_lark(text))
-    except Exception as error:  # a parser that raises bare Exceptions
+    except Exception as error:  # its own parser raises Exception itself
         raise RecordError(f"structured.grammar: is neither Lark nor GBNF ({error})") from None
 
 

@@ -73,8 +73,10 @@ class _Writer:
         return name
 
     def _object(self, schema: dict[str, Any], where: str) -> str:
-        properties = schema.get("properties", {})
-        if loose := [name for name in properties if name not in schema.get("required", ())]:
+        properties, required = schema.get("properties"), schema.get("required", [])
+        if not isinstance(properties, dict) or not isinstance(required, list):
+            raise RecordError(f'"{QUOTE}": {where} needs "properties" (an object) and "required" (a list)')
+        if loose := [name for name in properties if name not in required]:
             raise RecordError(f'"{QUOTE}": all properties of {where} must be "required"; "{loose[0]}" is not')
         parts = []
         for name, value in properties.items():
@@ -86,21 +88,33 @@ class _Writer:
         if "prefixItems" in schema:
             raise RecordError(f'"{QUOTE}": {where} has "prefixItems"; use "items"')
         item = self._rule(schema.get("items", {}), f"{where}[]")
-        least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
+        least, most = _count(schema, "minItems", where) or 0, _count(schema, "maxItems", where)
         if most == 0:
             return '"[]"'
-        more = f'(", " {item}){{{max(0, least - 1)},{"" if most is None else int(most) - 1}}}'
+        if most is not None and most < least:
+            raise RecordError(f'"maxItems" at {where} is less than "minItems"')
+        more = f'(", " {item}){{{max(0, least - 1)},{"" if most is None else most - 1}}}'
         return f'"[" {item} {more} "]"' if least else f'"[" ({item} {more})? "]"'
 
     def _quote(self, schema: dict[str, Any], where: str) -> str:
         if unknown := sorted(schema.keys() - QUOTE_KEYS):
             raise RecordError(f'"{QUOTE}": "{unknown[0]}" at {where} cannot stand beside it')
-        least, most = max(1, int(schema.get("minLength", 1))), schema.get("maxLength")
-        length = f"(?s:.{{{least},{'' if most is None else int(most)}}})"
+        least, most = max(1, _count(schema, "minLength", where) or 0), _count(schema, "maxLength", where)
+        length = f"(?s:.{{{least},{'' if most is None else most}}})"
         if length not in self._terminals:
             name = self._terminals[length] = f"QUOTE_{len(self._terminals)}"
             self._lines.append(f'{name}: "\\"" (TEXT & /{NO_SPACE_FIRST}(?s:.*)/ & /{length}/) "\\""')
         return self._terminals[length]
+
+
+def _count(schema: dict[str, Any], key: str, where: str) -> int | None:
+    """Return a limit, None where there is none."""
+    value = schema.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise RecordError(f'"{key}" at {where} must be a whole number, not {json.dumps(value)}')
+    return value
 
 
 def _substring(text: str) -> str:

@@ -14,24 +14,31 @@ from ragspec.errors import RecordError
 from ragspec.records import Passage
 
 CONTEXTS, QUOTE = "$contexts", "$quote"
+DEEPEST = 100  # levels of a schema
 FIELDS = ("id", "title")  # of a passage that an answer may name
 SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def completed(schema: Any, passages: Sequence[Passage]) -> Any:
     """Return a schema with the record's values where it refers to its passages. Raises RecordError."""
+    _check_depth(schema)
+    return _completed(schema, passages)
+
+
+def _completed(schema: Any, passages: Sequence[Passage]) -> Any:
     if isinstance(schema, list):
-        return [completed(each, passages) for each in schema]
+        return [_completed(each, passages) for each in schema]
     if not isinstance(schema, dict):
         return schema
     return {
-        key: _values(value, passages) if _refers(key, value) else completed(value, passages)
+        key: _values(value, passages) if _refers(key, value) else _completed(value, passages)
         for key, value in schema.items()
     }
 
 
 def varies(schema: Any) -> bool:
     """Return whether a schema is another one for every record. Raises RecordError for a reference nobody knows."""
+    _check_depth(schema)
     found = False
     for node in nodes(schema):
         for key, value in node.items():
@@ -48,18 +55,34 @@ def quotes(schema: Any) -> bool:
 
 
 def nodes(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a schema, outer ones first."""
-    if isinstance(schema, dict):
-        yield schema
-    inner = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
-    for each in inner:
-        yield from nodes(each)
+    """Yield the objects of a schema."""
+    waiting = [schema]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            yield node
+        waiting += _inside(node)
+
+
+def _inside(node: Any) -> list[Any]:
+    return list(node.values()) if isinstance(node, dict) else node if isinstance(node, list) else []
+
+
+def _check_depth(schema: Any) -> None:
+    """Raise RecordError for a schema that is nested so deeply that it could end the process."""
+    layer, depth = [schema], 0
+    while layer:
+        layer, depth = [inner for node in layer for inner in _inside(node)], depth + 1
+        if depth > DEEPEST:
+            raise RecordError(f"structured.json_schema: nested deeper than {DEEPEST} levels")
 
 
 def inline(schema: Any) -> str:
     """Return a schema as a part of a grammar. How JSON is spaced is part of it; a schema that says so itself wins."""
     if isinstance(schema, bool):  # anything, or nothing
         schema = {} if schema else {"enum": []}
+    if not isinstance(schema, dict):
+        raise RecordError(f"structured.json_schema: {json.dumps(schema)[:40]} must be an object, true or false")
     own = schema.get("x-guidance")
     return "%json " + json.dumps({**schema, "x-guidance": {**SPACES, **(own if isinstance(own, dict) else {})}})
 

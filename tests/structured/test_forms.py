@@ -5,7 +5,7 @@ import random
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -56,6 +56,7 @@ def admits(grammars, tokenizer, form, text, passages=PASSAGES):
     [
         (Form("choice", ["yes", 'say "no"']), ["yes", 'say "no"'], ["y", "maybe", "yes "]),
         (Form("regex", r"a/b\d{2,3}"), ["a/b12", "a/b123"], ["a/b1", "a/b1234"]),
+        (Form("regex", "a\nb"), ["a\nb"], ["a", "anb"]),
         (Form("grammar", 'start: "a"+ "b"'), ["ab", "aaab"], ["b", "a"]),
         (Form("grammar", 'root ::= "a" | "b" root'), ["a", "bba"], ["b"]),
         (
@@ -111,6 +112,15 @@ def test_the_parts_of_a_text_are_the_text(text):
         ({"type": "object", "properties": {"a": {"$quote": True}}}, 'all properties of $ must be "required"; "a" is'),
         ({"anyOf": [{"$quote": True}]}, "only objects and lists may hold one; $ is neither"),
         ({"$quote": True, "pattern": "a"}, '"pattern" at $ cannot stand beside it'),
+        (
+            {"type": "array", "items": {"$quote": True}, "minItems": "a"},
+            '"minItems" at $ must be a whole number, not "a"',
+        ),
+        ({"type": "array", "items": {"$quote": True}, "minItems": 3, "maxItems": 2}, '"maxItems" at $ is less than'),
+        ({"$quote": True, "maxLength": -1}, '"maxLength" at $ must be a whole number, not -1'),
+        ({"type": "object", "properties": [{"$quote": True}]}, 'needs "properties" (an object)'),
+        ({"type": "object", "properties": {"q": {"$quote": True}, "a": None}, "required": ["q", "a"]}, "null must be"),
+        (json.loads('{"items": ' * 400 + "{}" + "}" * 400), "nested deeper than 100 levels"),
         ({"type": "array", "prefixItems": [{"$quote": True}]}, '$ has "prefixItems"; use "items"'),
     ],
 )
@@ -217,6 +227,63 @@ def allowed(matcher, size):
     mask = allocate_token_bitmask(1, matcher.width)
     fill_next_token_bitmask(matcher.inner, mask)
     return [i for i in np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little")).tolist() if i < size]
+
+
+GRAMMAR = [
+    "root",
+    "::=",
+    "start:",
+    '"a"',
+    "|",
+    "(",
+    ")",
+    "[a-z]",
+    "*",
+    "\n",
+    "{",
+    "/x/",
+    "%json",
+    "{}",
+    "\\",
+    "#",
+    "A:",
+]
+REGEX = ["(", ")", "a", "*", "+", "{2,5}", "[a-z]", "[^x]", "\\d", ".", "|", "\\", "/", "^", "(?i)", "\\p{L}", "\n"]
+WORDS = [
+    "type",
+    "properties",
+    "items",
+    "enum",
+    "anyOf",
+    "$ref",
+    "required",
+    "minItems",
+    "pattern",
+    "$quote",
+    "x-guidance",
+]
+VALUES = st.recursive(
+    st.sampled_from(
+        ["object", "array", "string", True, None, 0, 5, -1, 1e9, "^a", {"$contexts": "id"}, {"$contexts": 5}]
+    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4),
+)
+FORMS = st.one_of(
+    st.lists(st.sampled_from(GRAMMAR), min_size=1, max_size=12).map(lambda parts: Form("grammar", " ".join(parts))),
+    st.lists(st.sampled_from(REGEX), min_size=1, max_size=12).map(lambda parts: Form("regex", "".join(parts))),
+    st.dictionaries(st.sampled_from(WORDS), VALUES, max_size=4).map(lambda schema: Form("json_schema", schema)),
+)
+
+
+@settings(max_examples=600)
+@given(FORMS)
+def test_whatever_a_record_asks_for_is_a_grammar_or_a_line(form):
+    try:
+        problem = problem_of(form.grammar(PASSAGES))
+    except RecordError as error:
+        problem = str(error)
+        assert problem
+    assert "\n" not in problem
 
 
 def test_a_problem_is_one_line():
