@@ -122,11 +122,9 @@ def expected(plain_model, loaded, tiny):  # noqa: F811
 @pytest.fixture(scope="module")
 def run(loaded, tiny):  # noqa: F811
     """Answer requests with the engine."""
-    from ragspec.models.generation import GenerationRules
-
     model, tokenizer = loaded(tiny)
     grammars = Grammars(tokenizer.inner, 400, {EOS})
-    rules = GenerationRules(model.inner, frozenset([EOS]), EOS)
+    rules = rules_of(model.inner)
 
     def go(sampling, proposer=None, rows=4, form=None, **settings):
         return answers(
@@ -142,6 +140,12 @@ def run(loaded, tiny):  # noqa: F811
         )
 
     return go
+
+
+def rules_of(model):
+    from ragspec.models.generation import GenerationRules
+
+    return GenerationRules(model, frozenset([EOS]), EOS)
 
 
 class Right:
@@ -213,12 +217,17 @@ def test_the_distribution_of_a_sampled_draft_is_the_targets_under_the_mask(run, 
     letters = [tokenizer.encode(letter, special_tokens=False)[0] for letter in "abcd"]
     mask[letters] = 0
     with torch.inference_mode():
-        weights = torch.softmax((plain_model(torch.tensor([prompt])).logits[0, -1] + mask).double(), -1)[letters]
-    draws = 1500
+        scores = plain_model(torch.tensor([prompt])).logits[0, -1] / 6.0 + mask
+        weights = torch.softmax(scores.double(), -1)[letters]
+    draws = 1000
     asked = [
-        Request(i, f"s{i}", prompt, Sampling(max_new_tokens=2, temperature=1.0, seed=i), grammar=form.grammar())
+        Request(i, f"s{i}", prompt, Sampling(max_new_tokens=2, temperature=6.0, seed=i), grammar=form.grammar())
         for i in range(draws)
     ]
+    settings = {
+        "matcher": grammars.matcher,
+        "processors": lambda request: rules_of(plain_model).processors(request.sampling, len(prompt)),
+    }
     first = {}
     for name in ("model", "refused"):
         if name == "model":
@@ -227,7 +236,7 @@ def test_the_distribution_of_a_sampled_draft_is_the_targets_under_the_mask(run, 
             proposer = DraftModel(draft, 400, None, 1, None)
         else:
             proposer = ByRow(Refused(letters[0]), 1, None)
-        outcomes = answers(loaded, tiny, proposer, 16, iter(asked), eos=[EOS], matcher=grammars.matcher)
+        outcomes = answers(loaded, tiny, proposer, 16, iter(asked), eos=[EOS], **settings)
         counts = [sum(outcome.token_ids[0] == letter for outcome in outcomes.values()) for letter in letters]
         assert sum(counts) == draws
         first[name] = sum((n - draws * w) ** 2 / (draws * w) for n, w in zip(counts, weights.tolist(), strict=True))
