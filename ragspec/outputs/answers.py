@@ -97,9 +97,9 @@ class Native:
 
 
 def _structured(form: Form, answers: Sequence[Generation], texts: Sequence[str]) -> dict[str, Any]:
-    """Return whether answers have the form that was asked for, and what they say where that is JSON."""
+    """Return whether all answers have the form that was asked for, and what they say where that is JSON."""
     valid = [is_valid(form, answer, text) for answer, text in zip(answers, texts, strict=True)]
-    found: dict[str, Any] = {"valid": valid if len(valid) > 1 else valid[0]}
+    found: dict[str, Any] = {"valid": all(valid)}
     if form.is_json:
         parsed = [orjson.loads(text) if good else None for text, good in zip(texts, valid, strict=True)]
         found["parsed"] = parsed if len(parsed) > 1 else parsed[0]
