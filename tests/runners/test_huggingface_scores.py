@@ -68,7 +68,9 @@ def test_stock_drafts_change_no_answer_and_no_logprob(tiny, plain_model, prompts
 def test_penalties_need_no_batch_of_their_own(tiny, monkeypatch):
     """They look at the answer alone, which padding does not change; repetition_penalty looks at the prompt too."""
     sizes, call = [], StockBackend._call
-    monkeypatch.setattr(StockBackend, "_call", lambda self, batch: sizes.append(len(batch)) or call(self, batch))
+    monkeypatch.setattr(
+        StockBackend, "_call", lambda self, batch, *rest: sizes.append(len(batch)) or call(self, batch, *rest)
+    )
     answer(tiny, sampling=as_config(ASKED[2] | {"logit_bias": ASKED[3]["logit_bias"]}), runner_args={"batch_size": 4})
     assert sizes == [4, 1]
     del sizes[:]
