@@ -27,7 +27,7 @@ from ragspec.engine.room import Room
 from ragspec.engine.selfcheck import differs
 from ragspec.engine.speedup import Wish, compile_layers
 from ragspec.engine.watch import Watch
-from ragspec.errors import ConfigError, RecordError, flat
+from ragspec.errors import flat
 from ragspec.inputs.feed import Feed
 from ragspec.models.draft import width_of
 from ragspec.models.generation import GenerationRules, Processors
@@ -39,7 +39,7 @@ from ragspec.speculation.guard import Guard
 from ragspec.speculation.methods import HF, PLAIN, DrafterSettings, drafters_on
 from ragspec.speculation.plugins import failures
 from ragspec.speculation.trial import Trial
-from ragspec.structured.grammars import Grammars, Matcher
+from ragspec.structured.grammars import Grammars
 
 log = logging.getLogger(__name__)
 SAMPLE = 64  # requests by which the batch size is chosen
@@ -175,7 +175,7 @@ class EngineBackend:
                 processors=self._processors if self._rules else None,
                 refusal=self._refusal if self._rules else None,
                 guard=self._guard,
-                matcher=self._matcher,
+                grammars=self._grammars,
             ),
             clock=self.clock,
         )
@@ -187,14 +187,6 @@ class EngineBackend:
     def _refusal(self, request: Request) -> str:
         assert self._rules is not None
         return self._rules.refusal(request.sampling)
-
-    def _matcher(self, grammar: str) -> Matcher:
-        if self._grammars is None:
-            raise RecordError("structured: there is no tokenizer to read grammars with")
-        try:
-            return self._grammars().matcher(grammar)
-        except ConfigError as error:
-            raise RecordError(str(error)) from None
 
     def _proposer(self, method: str, rows: int) -> Proposer:
         if method == "draft_model":

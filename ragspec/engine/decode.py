@@ -32,7 +32,7 @@ from ragspec.models.stopping import ends_with_stop, trim
 from ragspec.records import Failure, Generation, Request, Tokenizer
 from ragspec.speculation.cost import StepCost
 from ragspec.speculation.guard import Guard
-from ragspec.structured.grammars import Matcher
+from ragspec.structured.grammars import Grammars, begin
 
 CHUNK = 512  # tokens of a step while prompts are computed; more is no faster on a CPU, and delays the other rows
 LOOKAHEAD = 4096  # requests read ahead to find shared prefixes
@@ -44,7 +44,7 @@ class EngineSettings:
 
     room: memory for keys and values. cost: learns from every step, where drafts are as long as pays. chunk, lookahead:
     as above. processors: those of a request's logits; None where nothing changes them. refusal: why a request cannot be
-    answered, "" where it can. guard: judges the drafts. matcher: of a request's grammar; it raises RecordError.
+    answered, "" where it can. guard: judges the drafts. grammars: makes those of the tokenizer.
     """
 
     room: Room = field(default_factory=Room)
@@ -54,7 +54,7 @@ class EngineSettings:
     processors: Callable[[Request], Processors | None] | None = None
     refusal: Callable[[Request], str] | None = None
     guard: Guard | None = None
-    matcher: Callable[[str], Matcher] | None = None
+    grammars: Callable[[], Grammars] | None = None
 
 
 class Engine:
@@ -109,9 +109,7 @@ class Engine:
         row = new_row(request)
         if self._settings.processors is not None:
             row.processors = self._settings.processors(request)
-        if request.grammar:
-            assert self._settings.matcher is not None
-            row.grammar = self._settings.matcher(request.grammar)
+        row.grammar = begin(self._settings.grammars, request.grammar)
         return row
 
     # -- one step -------------------------------------------------------------------------------------------------

@@ -17,9 +17,8 @@ from typing import Any
 from ragspec.errors import RecordError
 from ragspec.records import Passage
 from ragspec.structured.quotes import quoting
-from ragspec.structured.schema import completed, inline, quotes, varies
+from ragspec.structured.schema import completed, inline, quotes
 
-KINDS = ("json_schema", "regex", "choice", "grammar")
 LARGEST = 1 << 20  # characters of a grammar
 
 
@@ -34,11 +33,6 @@ class Form:
     def is_json(self) -> bool:
         """Whether answers are JSON."""
         return self.kind == "json_schema"
-
-    @property
-    def varies(self) -> bool:
-        """Whether it is another grammar for every record: it refers to the record's passages."""
-        return self.is_json and varies(self.spec)
 
     def grammar(self, passages: Sequence[Passage] = ()) -> str:
         """Return the grammar of an answer that rests on `passages`. Raises RecordError where there can be none."""

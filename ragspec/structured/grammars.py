@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -77,6 +77,21 @@ class Grammars:
         if not mask.any():
             raise RecordError("structured: the grammar admits no answer at all")
         return found
+
+
+def begin(grammars: Callable[[], Grammars] | None, grammar: str) -> Matcher | None:
+    """Return the state of an answer that has not begun; None where `grammar` is "". Raises RecordError.
+
+    grammars: makes those of the model's tokenizer; it may raise ConfigError.
+    """
+    if not grammar:
+        return None
+    if grammars is None:
+        raise RecordError("structured: there is no tokenizer to read grammars with")
+    try:
+        return grammars().matcher(grammar)
+    except ConfigError as error:
+        raise RecordError(str(error)) from None
 
 
 class Matcher:

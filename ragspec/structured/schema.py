@@ -36,19 +36,6 @@ def _completed(schema: Any, passages: Sequence[Passage]) -> Any:
     }
 
 
-def varies(schema: Any) -> bool:
-    """Return whether a schema is another one for every record. Raises RecordError for a reference nobody knows."""
-    _check_depth(schema)
-    found = False
-    for node in nodes(schema):
-        for key, value in node.items():
-            if _refers(key, value):
-                _values(value, SOME)
-                found = True
-        found = found or QUOTE in node
-    return found
-
-
 def quotes(schema: Any) -> bool:
     """Return whether a schema has strings that must be quotes."""
     return any(QUOTE in node for node in nodes(schema))

@@ -134,7 +134,7 @@ def run(loaded, tiny):  # noqa: F811
             rows,
             requests_of(tokenizer, sampling, form),
             eos=[EOS],
-            matcher=grammars.matcher,
+            grammars=lambda: grammars,
             processors=lambda request: rules.processors(request.sampling, len(request.token_ids)),
             **settings,
         )
@@ -225,7 +225,7 @@ def test_the_distribution_of_a_sampled_draft_is_the_targets_under_the_mask(run, 
         for i in range(draws)
     ]
     settings = {
-        "matcher": grammars.matcher,
+        "grammars": lambda: grammars,
         "processors": lambda request: rules_of(plain_model).processors(request.sampling, len(prompt)),
     }
     first = {}
@@ -294,7 +294,7 @@ def test_a_grammar_that_cannot_be_used_fails_its_record_alone(loaded, tiny):  # 
         Request(i, f"r{i}", [5, 6, 7], Sampling(max_new_tokens=4), grammar=text)
         for i, text in enumerate(['start: "yes"', "start: nothing", 'start: %json {"enum": []}', 'start: "no"'])
     ]
-    engine = Engine(model, NoDrafts(), tokenizer, frozenset([EOS]), EngineSettings(matcher=grammars.matcher))
+    engine = Engine(model, NoDrafts(), tokenizer, frozenset([EOS]), EngineSettings(grammars=lambda: grammars))
     outcomes = {outcome.index: outcome for outcome in engine.run(asked)}
     assert [tokenizer.decode(outcomes[i].token_ids) for i in (0, 3)] == ["yes", "no"]
     assert [isinstance(outcomes[i], Failure) for i in (1, 2)] == [True, True]
@@ -305,5 +305,5 @@ def test_without_an_end_token_an_answer_ends_where_nothing_may_follow(loaded, ti
     tokenizer = loaded(tiny)[1]
     grammars = Grammars(tokenizer.inner, 400, set())
     asked = [Request(0, "r", [5, 6, 7], Sampling(max_new_tokens=30), grammar='start: "Ann wrote it."')]
-    outcome = answers(loaded, tiny, None, 1, asked, matcher=grammars.matcher)[0]
+    outcome = answers(loaded, tiny, None, 1, asked, grammars=lambda: grammars)[0]
     assert (tokenizer.decode(outcome.token_ids), outcome.finish_reason) == ("Ann wrote it.", "stop")

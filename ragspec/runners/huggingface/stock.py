@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from ragspec.errors import ConfigError, ModelError, RecordError, flat
+from ragspec.errors import ModelError, RecordError, flat
 from ragspec.inputs.feed import Feed
 from ragspec.models.draft import Draft, width_of
 from ragspec.models.generation import GenerationRules
@@ -33,7 +33,7 @@ from ragspec.records import Failure, Generation, Request, Sampling, record_seed
 from ragspec.runners.huggingface.acceptance import AcceptanceMeter, in_id_order
 from ragspec.runners.huggingface.criteria import StepClock, StopText
 from ragspec.stats import SpecStats
-from ragspec.structured.grammars import Grammars, Matcher
+from ragspec.structured.grammars import Grammars, Matcher, begin
 
 # what generate() raises for one record: out of memory, ids that the model has no row for, arguments it refuses
 FAILURES = (RuntimeError, IndexError, MemoryError, ValueError)
@@ -167,7 +167,7 @@ class StockBackend:
     def _answer(self, batch: list[Request]) -> Iterator[Generation | Failure]:
         """Answer a batch; if it fails, answer its records one by one, so that one alone can be at fault."""
         try:
-            matchers = [self._matcher(request) for request in batch]
+            matchers = [begin(self._grammars, request.grammar) for request in batch]
             yield from self._call(batch, matchers)
         except RecordError as error:
             if len(batch) == 1:
@@ -185,17 +185,6 @@ class StockBackend:
                 return
             for request in batch:
                 yield from self._answer([request])
-
-    def _matcher(self, request: Request) -> Matcher | None:
-        """Return where a request's answer begins in its grammar, None where it has none. Raises RecordError."""
-        if not request.grammar:
-            return None
-        if self._grammars is None:
-            raise RecordError("structured: there is no tokenizer to read grammars with")
-        try:
-            return self._grammars().matcher(request.grammar)
-        except ConfigError as error:
-            raise RecordError(str(error)) from None
 
     def _call(self, batch: list[Request], matchers: list[Matcher | None]) -> list[Generation]:
         sampling = batch[0].sampling
