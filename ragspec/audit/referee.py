@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from inspect import signature
 from typing import Any
 
@@ -30,7 +29,7 @@ class ModelReferee:
 
     def __init__(self, model: Any, rules: GenerationRules, grammars: Callable[[], Grammars] | None = None) -> None:
         self._model = model
-        self._make_grammars = grammars
+        self._grammars = grammars
         self._rules = rules
         self._rotary = length_dependent(model)
 
@@ -71,14 +70,10 @@ class ModelReferee:
         noise = Noise(sampling.seed, name)
         return draw(torch.softmax(logits.double(), -1), [noise.at(at) for at in range(len(answer))])
 
-    @cached_property
-    def _grammars(self) -> Grammars:
-        assert self._make_grammars is not None
-        return self._make_grammars()
-
     def _follower(self, grammar: str) -> Follower:
         """Return what holds an answer to its grammar, from its beginning."""
-        return Follower(self._grammars.matcher(grammar))
+        assert self._grammars is not None
+        return Follower(self._grammars().matcher(grammar))
 
     def _forward(self, ids: list[int], last: int) -> torch.Tensor:
         """Return the logits of the `last` of some tokens, (last, vocab) in float32, in one forward."""

@@ -6,7 +6,7 @@ None of our code computes here: no cache rows, no packing, no drafts. Only the w
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ragspec.config.load import build_config
@@ -59,7 +59,11 @@ class Target:
         self.rules = GenerationRules(self.model, self._ends, min(self._ends, default=0) if pad is None else pad, given)
 
     def grammars(self) -> Grammars:
-        """Return the grammars of its tokenizer, each time anew. Raises ConfigError."""
+        """Return the grammars of its tokenizer. Raises ConfigError."""
+        return self._grammars
+
+    @cached_property
+    def _grammars(self) -> Grammars:
         from ragspec.models.draft import width_of
         from ragspec.structured.grammars import Grammars
 
@@ -77,7 +81,7 @@ class Target:
             rows=1,
             rules=self.rules,
             greedy_by_default=self._greedy,
-            grammars=cache(self.grammars),
+            grammars=self.grammars,
         )
         return backend.generate(requests)
 

@@ -90,7 +90,10 @@ class Proposer:
             self._expected[key].pop()  # another record has the same prompt
         else:
             self._expected.pop(key, None)
-        return self._rows.finish(ids, answer)
+        row = self._rows.finish(ids, answer)
+        for forced in self.forced.values():
+            forced.forget(id(row))
+        return row
 
     @property
     def notes(self) -> list[str]:
