@@ -1,6 +1,7 @@
 """Do structured answers have their form? Checked from outside, with jsonschema, on many records and three schemas.
 
     python benchmarks/validity.py RECORDS.jsonl [--limit 200] [--runner huggingface] [--model demo] [--new 96]
+                                   [--schema cited]
 
 Each schema is answered without speculation and with method context, greedy and sampled. Prints a line for each run:
 answers that are whole, those of them that validate (a quote must be found in a passage, a source be one of them), those
@@ -54,11 +55,13 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=200)
     parser.add_argument("--runner", default="huggingface")
     parser.add_argument("--model", default="demo")
+    parser.add_argument("--schema", action="append", choices=sorted(SCHEMAS), help="those to try; all by default")
     parser.add_argument("--new", type=int, default=96, help="tokens of an answer at most")
     args = parser.parse_args()
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
-        for name, properties in SCHEMAS.items():
+        for name in args.schema or SCHEMAS:
+            properties = SCHEMAS[name]
             for sampling in SAMPLINGS:
                 texts: dict[str, dict[str, str]] = {}
                 for method in ("none", "context"):

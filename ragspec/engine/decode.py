@@ -191,7 +191,7 @@ class Engine:
         while parts:
             part, failure = parts.pop(0), None
             try:
-                written += accept(part, self._logits(part), self._constraint.masks(part))
+                written += accept(part, self._logits(part), self._constraint)
             except FORWARD as error:
                 failure = told(error)
             if failure is None:

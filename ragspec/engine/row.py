@@ -77,6 +77,11 @@ class Row:
         return self.request.sampling.temperature > 0
 
     @property
+    def greedy(self) -> bool:
+        """Whether its tokens are simply the best ones."""
+        return self.processors is None and not self.samples
+
+    @property
     def ready(self) -> bool:
         """Whether all but the last token are computed: the next forward writes."""
         return self.computed == len(self.tokens) - 1

@@ -17,7 +17,7 @@ from ragspec.records import TokenLogprob
 from ragspec.speculation.drafters.base import Draft
 
 if TYPE_CHECKING:
-    from ragspec.engine.constraint import Masks
+    from ragspec.engine.constraint import Constraint
 
 
 @dataclass(slots=True)
@@ -55,41 +55,33 @@ class Work:
 Written = list[tuple[Work, list[int]]]  # each row's work and the tokens that the target wrote
 
 
-def accept(work: Sequence[Work], logits: torch.Tensor, masks: Masks | None = None) -> Written:
+def accept(work: Sequence[Work], logits: torch.Tensor, constraint: Constraint) -> Written:
     """Return what the target writes after each row's tokens, up to its first disagreement with the draft.
 
-    logits: (sum of what is wanted, vocab), row after row. masks: of the rows that grammars shape.
+    logits: (sum of what is wanted, vocab), row after row. constraint: knows what grammars admit.
     """
-    writing = [item for item in work if item.writes]
-    plain = all(item.row.processors is None and not item.row.samples for item in writing)
-    greedy = _greedy(logits, masks) if plain else []
+    masks = constraint.masks(work)
+    greedy = any(item.writes and item.row.greedy for item in work)
+    best: list[int] = logits.argmax(-1).tolist() if greedy else []
     written: Written = []
     at = 0
     for item in work:
         end = at + item.wanted
+        row, guesses = item.row, item.draft.token_ids
         if not item.writes:
             chosen = []
-        elif plain:
-            chosen = greedy[at:end]
-            chosen = chosen[: agreement(item.draft.token_ids, chosen) + 1]
+        elif not row.greedy:
+            chosen = _choose(item, logits[at:end] if masks is None else masks.applied(logits[at:end], at))
+        elif row.grammar is not None:
+            chosen = constraint.greedy(row.grammar, guesses, best[at:end], logits[at:end])
         else:
-            chosen = _choose(item, logits[at:end] if masks is None else masks.applied(logits[at:end], range(at, end)))
-        most = item.row.request.sampling.logprobs
+            chosen = best[at : at + agreement(guesses, best[at:end]) + 1]
+        most = row.request.sampling.logprobs
         if item.writes and most is not None:
             item.logprobs = token_logprobs(logits[at:end], chosen, most)
         written.append((item, chosen))
         at = end
     return written
-
-
-def _greedy(logits: torch.Tensor, masks: Masks | None) -> list[int]:
-    """Return the best token of each row that may be chosen."""
-    best: list[int] = logits.argmax(-1).tolist()
-    other = [row for row, token in enumerate(best) if not masks.admits(row, token)] if masks is not None else []
-    if masks is not None and other:
-        for row, token in zip(other, masks.applied(logits[other], other).argmax(-1).tolist(), strict=True):
-            best[row] = token
-    return best
 
 
 def _choose(item: Work, logits: torch.Tensor) -> list[int]:

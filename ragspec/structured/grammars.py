@@ -152,6 +152,23 @@ class Matcher:
             inner.rollback(taken)
         return found
 
+    def mask(self, guesses: Sequence[int] = ()) -> Any:
+        """Return which tokens may follow `guesses`, (1, width / 32) of int32, a bit per token, lowest first.
+
+        None where the guesses may not all be taken, or are the end.
+        """
+        from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+        if any(token in self._eos for token in guesses):
+            return None
+        taken = self.inner.try_consume_tokens(list(guesses))
+        bits = allocate_token_bitmask(1, self.width) if taken == len(guesses) else None
+        if bits is not None:
+            fill_next_token_bitmask(self.inner, bits)
+        if taken:
+            self.inner.rollback(taken)
+        return bits
+
     def before_end(self, guesses: Sequence[int]) -> list[int]:
         """Return the guesses before an end: what a mask is computed after."""
         end = next((at for at, token in enumerate(guesses) if token in self._eos), len(guesses))
