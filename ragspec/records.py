@@ -42,6 +42,7 @@ class Record:
     metadata: dict[str, Any] = field(default_factory=dict)
     model: str | None = None  # that it asks for by name
     raw: bool = False
+    order: tuple[int, ...] | None = None  # places of `contexts`, as the prompt has them; None: as they come
     structured: dict[str, Any] | None = None  # what its answer is to look like, over the config's; {} for anything
 
 

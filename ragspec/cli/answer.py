@@ -95,6 +95,7 @@ def run(
                 stats_path=stats_path,
                 notes=notes,
                 report=report,
+                say=lambda said: console.print(said, markup=False),
             )
     except KeyboardInterrupt:
         console.print(f"interrupted: {whereabouts(target_of(config.output))}", markup=False)

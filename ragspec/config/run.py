@@ -24,7 +24,10 @@ from ragspec.speculation.methods import AUTO, HF, VLLM, method_named
 
 CHOICES = (HF, VLLM)  # of runner: auto
 SAME_ARGS = {"batch_size", "lookahead", "revision", "trust_remote_code"}  # that mean the same to both
-LATER = ("presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "n")  # keys of sampling
+LATER = {  # keys that came after the first outputs
+    "sampling": ("presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "n"),
+    "prompt": ("order", "keep_first", "show_ranks", "order_window"),
+}
 SEARCH_KEYS = ("top_k", "mode", "candidates", "reranker_model", "order")
 
 
@@ -102,9 +105,11 @@ class RunConfig(Section):
     def identity(self) -> dict[str, Any]:
         """Return the part of the config that an answer depends on; a resumed run must agree on it."""
         whole = self.model_dump(mode="json", exclude={"input", "output", "order", "scale"})
-        for key in LATER:  # an output that was begun before these were there can go on
-            if getattr(self.sampling, key) == SamplingConfig.model_fields[key].default:
-                del whole["sampling"][key]
+        for name, keys in LATER.items():  # an output that was begun before these were there can go on
+            section = getattr(self, name)
+            for key in keys:
+                if getattr(section, key) == type(section).model_fields[key].default:
+                    del whole[name][key]
         if self.structured is None:
             del whole["structured"]
         if self.input and self.input.columns.given:

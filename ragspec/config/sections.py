@@ -6,9 +6,9 @@ The text under a key is its description: in the schema, in editors, and in docs/
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ragspec.config.secret import Address, Settings, StringSettings
 from ragspec.speculation.methods import DrafterSettings
@@ -62,6 +62,21 @@ class PromptConfig(Section):
     [below](#records-are-text)."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     """Longest prompt, in tokens. The model's context length less `max_new_tokens` always applies."""
+    order: Literal["rank", "canonical", "shared"] = "rank"
+    """Order of a record's passages: as they come (`rank`), the same for all records (`canonical`), or that by which all
+    records together compute fewest tokens (`shared`); see [prompts](prompts.md#the-order-of-passages)."""
+    keep_first: Annotated[int, Field(ge=0)] = 0
+    """`order: shared`: leave this many of a record's best passages where they are, before the others."""
+    show_ranks: bool = False
+    """Say in the prompt which passages are most relevant: `best_first` in the template, a line in the default ones."""
+    order_window: Annotated[int, Field(ge=2)] = 4096
+    """`order: shared`: rows that are read and ordered together."""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.keep_first and self.order != "shared":
+            raise ValueError("keep_first is for order: shared")
+        return self
 
 
 class SamplingConfig(Section):

@@ -100,11 +100,18 @@ class Feed(Generic[T]):
 
 
 class Spread(Generic[S, T]):
-    """What `make` makes of the items of `source`: none, one or several of each."""
+    """What `make` makes of the items of `source`: none, one or several of each.
 
-    def __init__(self, source: Feed[S], make: Callable[[S], Iterable[T]]) -> None:
+    rest: makes what is left at the source's end, or where it breaks off.
+    """
+
+    def __init__(
+        self, source: Feed[S], make: Callable[[S], Iterable[T]], rest: Callable[[], Iterable[T]] | None = None
+    ) -> None:
         self._source = source
         self._make = make
+        self._rest = rest
+        self._end: StopIteration | RagspecError | None = None
         self._made: deque[T] = deque()
 
     def __iter__(self) -> Self:
@@ -112,16 +119,31 @@ class Spread(Generic[S, T]):
 
     def __next__(self) -> T:
         while not self._made:
-            self._made.extend(self._make(next(self._source)))
+            self._make_of(self._source.__next__)
         return self._made.popleft()
 
     def poll(self) -> T | None:
         """Return what is made of an available item, or None if there is none yet."""
         while not self._made:
-            if (item := self._source.poll()) is None:
+            if not self._make_of(self._source.poll):
                 return None
-            self._made.extend(self._make(item))
         return self._made.popleft()
+
+    def _make_of(self, pull: Callable[[], S | None]) -> bool:
+        """Make something of the next item, or what is left; return False if there is no item yet."""
+        if self._end is not None:
+            raise self._end
+        try:
+            item = pull()
+        except (StopIteration, RagspecError) as end:
+            if self._rest is None:
+                raise
+            self._end = end
+            self._made.extend(self._rest())
+            return True
+        if item is not None:
+            self._made.extend(self._make(item))
+        return item is not None
 
     def close(self) -> None:
         """Close the source."""

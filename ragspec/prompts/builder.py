@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -44,7 +45,7 @@ class PromptBuilder:
         self._own_words = lru_cache(maxsize=256)(self._find_own_words)
         self._controlled = False  # whether the current record contains control words
         self._held = 0  # records that did
-        self._template = compiled(config.template)
+        self._template = compiled(config.template, ranks=config.show_ranks)
 
     def build(self, record: Record, max_new_tokens: int, *, locate: bool = False) -> Prompt:
         """Return the prompt of `record`, leaving room for `max_new_tokens`. locate: say where the passages are."""
@@ -62,26 +63,34 @@ class PromptBuilder:
             if len(ids) > limit:
                 raise RecordError(f"the prompt has {len(ids)} tokens, {why}; shorten it or lower max_new_tokens")
             return Prompt(ids, ())
-        ids = self._encode(record, record.contexts)
+        order = self._order(record)
+        contexts = tuple(record.contexts[i] for i in order)
+        ids = self._encode(record, contexts)
         if len(ids) <= limit:
-            return Prompt(ids, record.contexts)
+            return Prompt(ids, contexts)
         return self._fit(record, limit, why)
+
+    def _order(self, record: Record) -> Sequence[int]:
+        """Return the places of a record's passages as the prompt has them."""
+        if record.order is not None:
+            return record.order
+        return canonical(record.contexts) if self._config.order == "canonical" else range(len(record.contexts))
 
     def _fit(self, record: Record, limit: int, why: str) -> Prompt:
         """Keep as many of the highest-ranked passages as fit (their number found by bisection)."""
-        ranked = rank(record.contexts)
+        ranked, order = rank(record.contexts), self._order(record)
         best, low, high = self._encode(record, ()), 0, len(ranked) - 1
         if len(best) > limit:
             raise RecordError(f"the prompt has {len(best)} tokens even without its contexts, {why}")
         while low < high:
             middle = (low + high + 1) // 2
-            ids = self._encode(record, _keep(record.contexts, ranked[:middle]))
+            ids = self._encode(record, _keep(record.contexts, order, ranked[:middle]))
             if len(ids) <= limit:
                 low, best = middle, ids
             else:
                 high = middle - 1
         dropped = tuple(record.contexts[i] for i in ranked[low:])
-        return Prompt(best, _keep(record.contexts, ranked[:low]), dropped)
+        return Prompt(best, _keep(record.contexts, order, ranked[:low]), dropped)
 
     def _limit(self, max_new_tokens: int) -> tuple[int, str]:
         """Return the most tokens a prompt may have, and the words that explain it."""
@@ -145,6 +154,14 @@ class PromptBuilder:
         except RecordError:
             return None
 
+    def _best_first(self, record: Record, count: int) -> list[int]:
+        """Return the places in a prompt of `count` passages, the most relevant first; none unless they are told."""
+        if not self._config.show_ranks:
+            return []
+        ranked = rank(record.contexts)[:count]
+        places = {position: place for place, position in enumerate(_arranged(self._order(record), ranked), 1)}
+        return [places[position] for position in ranked]
+
     @property
     def notes(self) -> list[str]:
         """What the user should know about the prompts that were built."""
@@ -191,6 +208,7 @@ class PromptBuilder:
             text: str = self._template.render(
                 query=f"{self._config.query_prefix}{record.query}",
                 contexts=contexts,
+                best_first=self._best_first(record, len(contexts)),
                 system=self._config.system,
                 metadata=record.metadata,
                 id=record.id,
@@ -202,6 +220,12 @@ class PromptBuilder:
             raise RecordError(f"prompt.template: {type(error).__name__}: {error}") from None
 
 
+def canonical(contexts: tuple[Passage, ...]) -> list[int]:
+    """Return positions by id, or by text where ids are no more than places: the same passages always stand alike."""
+    numbered = all(passage.id == str(place) for place, passage in enumerate(contexts, 1))
+    return sorted(range(len(contexts)), key=lambda i: (contexts[i].text if numbered else contexts[i].id, i))
+
+
 def rank(contexts: tuple[Passage, ...]) -> list[int]:
     """Return positions, highest rank first: by score if every passage has one, else in their order."""
     positions = range(len(contexts))
@@ -210,5 +234,11 @@ def rank(contexts: tuple[Passage, ...]) -> list[int]:
     return list(positions)
 
 
-def _keep(contexts: tuple[Passage, ...], positions: list[int]) -> tuple[Passage, ...]:
-    return tuple(contexts[i] for i in sorted(positions))
+def _keep(contexts: tuple[Passage, ...], order: Sequence[int], positions: list[int]) -> tuple[Passage, ...]:
+    return tuple(contexts[i] for i in _arranged(order, positions))
+
+
+def _arranged(order: Sequence[int], positions: Sequence[int]) -> list[int]:
+    """Return these positions as they stand in the prompt."""
+    kept = set(positions)
+    return [i for i in order if i in kept]

@@ -13,21 +13,28 @@ DEFAULT_TEMPLATE = """\
 {% for passage in contexts %}{% if passage.title %}{{ passage.title }}
 {% endif %}{{ passage.text }}
 
-{% endfor %}{% if contexts %}Question: {% endif %}{{ query }}{% if not chat %}
+{% endfor %}{% if best_first %}Most relevant first: passage {{ best_first | join(", ") }}.
+
+{% endif %}{% if contexts %}Question: {% endif %}{{ query }}{% if not chat %}
 Answer:{% endif %}"""
 CITATIONS = """\
 {% for passage in contexts %}[{{ loop.index }}] {% if passage.title %}{{ passage.title }}
 {% endif %}{{ passage.text }}
 
-{% endfor %}Question: {{ query }}{% if contexts %}
+{% endfor %}{% if best_first %}Most relevant first: [{{ best_first | join("], [") }}].
+
+{% endif %}Question: {{ query }}{% if contexts %}
 Answer from the passages above, and cite each one you use by its number, like [1].{% endif %}{% if not chat %}
 Answer:{% endif %}"""
 NAMED = {"citations": CITATIONS}  # templates that a config may ask for by name
-VARIABLES = ("query", "contexts", "system", "metadata", "id", "chat")
+VARIABLES = ("query", "contexts", "best_first", "system", "metadata", "id", "chat")
 
 
-def compiled(template: str | None) -> Any:
-    """Return the template that a config's `prompt.template` means, ready to render. Raises ConfigError."""
+def compiled(template: str | None, *, ranks: bool = False) -> Any:
+    """Return the template that a config's `prompt.template` means, ready to render. Raises ConfigError.
+
+    ranks: it is to say which passages are most relevant.
+    """
     text = NAMED.get(template or "", template) or DEFAULT_TEMPLATE
     environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
     try:
@@ -43,5 +50,10 @@ def compiled(template: str | None) -> Any:
         raise ConfigError(
             f'prompt.template: "{text[:40]}" is the same for every record; write {{{{ query }}}} into it, or '
             "give the name of a .jinja file"
+        )
+    if ranks and "best_first" not in used:
+        raise ConfigError(
+            'prompt.show_ranks: the template does not say them; write {{ best_first | join(", ") }} into it: places of '
+            "the passages, the most relevant first"
         )
     return ready

@@ -60,7 +60,7 @@ class Answering:
         self._shape = shape
         self._outlet = outlet
         self._details = details
-        self._stage = Stage(session.retriever, lambda asked: asked.query, _with_contexts) if session.retriever else None
+        self._stage = Stage(session.retriever, lambda asked: asked.query, with_contexts) if session.retriever else None
         self._reader = Reader(session)
         self._gathering = Gathering()
 
@@ -127,7 +127,8 @@ class Answering:
         self._outlet.fail(flight.index, Failed(flight.record.id, flight.fingerprint, kind, message))
 
 
-def _with_contexts(asked: Asked, hits: list[Hit]) -> Asked:
+def with_contexts(asked: Asked, hits: list[Hit]) -> Asked:
+    """Return what is asked with the passages that were found for it."""
     passages = (hit.passage for hit in hits)
     found = tuple(Passage(each.id, each.text, each.title or None, each.score) for each in passages)
     return replace(asked, record=replace(asked.record, contexts=found))

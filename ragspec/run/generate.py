@@ -23,6 +23,7 @@ from ragspec.run.choice import choose
 from ragspec.run.desk import Report
 from ragspec.run.experience import remember
 from ragspec.run.local import LocalPass
+from ragspec.run.ordering import Say, unheard
 from ragspec.run.session import Session, prepare
 from ragspec.stats import RunSummary
 
@@ -48,10 +49,12 @@ def generate(
     stats_path: str | None = None,
     notes: list[str] | None = None,
     report: Report | None = None,
+    say: Say = unheard,
 ) -> RunSummary:
     """Answer every record of `config.input` into `config.output` and return the totals.
 
-    limit: read only this many lines. report: called as records finish. Raises ConfigError and ModelError.
+    limit: read only this many lines. report: called as records finish. say: is told what
+    `prompt.order` saves, before anything is answered. Raises ConfigError and ModelError.
     """
     if config.input is None:
         raise ConfigError("input: missing; set it in the config, or give --input FILE (- for stdin)")
@@ -76,7 +79,7 @@ def generate(
                 partial=limit is not None,
             )
         )
-        executor = _executor(session, source, journal, limit=limit, total=within(limit, count), report=report)
+        executor = _executor(session, source, journal, limit=limit, total=within(limit, count), report=report, say=say)
         summary = executor.summary
         summary.notes += notes or []
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import count
 
 from ragspec.config.run import RunConfig
@@ -14,6 +15,14 @@ from ragspec.outputs.ledger import fingerprint
 from ragspec.records import Record
 from ragspec.run.answering import Asked
 from ragspec.run.desk import Desk
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """What a row asks for. wanted: whether it has no line yet, and is among the rows that are to have one."""
+
+    asked: Asked
+    wanted: bool
 
 
 class Intake:
@@ -29,20 +38,34 @@ class Intake:
 
     def asked(self, row: Row) -> list[Asked]:
         """Return what a row asks for; nothing if it needs no answer any more, or can have none."""
+        noted = self.noted(row)
+        return [noted.asked] if noted is not None and noted.wanted else []
+
+    def noted(self, row: Row) -> Noted | None:
+        """Return what a row asks for, wanted or not; None if it can have no answer."""
         index, key = next(self._numbers), None
         try:
             record = self._record(row)
             key = fingerprint(row, record.id)
-            if self._desk.has(index, key):
-                return []
-            self._changed += self._desk.has_another(record.id)
-            searches = self._searches and record.query is not None and lacks_contexts(row.value)
-            return [Asked(index, key, row.number, record, row.value["query"] if searches else None)]
+            wanted = not self._desk.has(index, key)
+            self._changed += wanted and self._desk.has_another(record.id)
+            return Noted(self._asked(index, key, row, record), wanted)
         except RecordError as error:
             key = key or fingerprint(row, None)
             if not self._desk.has(index, key):
                 self._desk.fail(index, Failed(line_id(row), key, "RecordError", str(error), row.number))
-            return []
+            return None
+
+    def beyond(self, row: Row) -> Noted | None:
+        """Return what a row asks for that is read but not answered; it may be nothing, and costs no line."""
+        try:
+            return Noted(self._asked(-1, "", row, self._record(row)), wanted=False)
+        except RecordError:
+            return None
+
+    def _asked(self, index: int, key: str, row: Row, record: Record) -> Asked:
+        searches = self._searches and record.query is not None and lacks_contexts(row.value)
+        return Asked(index, key, row.number, record, row.value["query"] if searches else None)
 
     def notes(self) -> list[str]:
         """Return what the user should know about the rows that were read."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ragspec.inputs.base import Row, Source
-from ragspec.inputs.feed import Feed, Spread
+from ragspec.inputs.base import Source
+from ragspec.inputs.feed import Feed
 from ragspec.outputs.answers import Native
 from ragspec.outputs.journal import Journal
 from ragspec.outputs.shapes import shape_of
@@ -16,6 +16,7 @@ from ragspec.records import Request
 from ragspec.run.answering import Answering
 from ragspec.run.desk import Desk, Report
 from ragspec.run.intake import Intake
+from ragspec.run.ordering import Say, ordering_of, unheard
 from ragspec.run.provenance import peak_memory_gib
 from ragspec.run.session import Session
 
@@ -23,7 +24,8 @@ from ragspec.run.session import Session
 class LocalPass:
     """One pass of a session over a source, in this process. limit: read only this many rows. total: how many will come.
 
-    report: called as records finish. keep_details: also write what an audit and a report need.
+    report: called as records finish. say: is told what `prompt.order` saves, before anything is answered. keep_details:
+    also write what an audit and a report need.
     """
 
     def __init__(
@@ -35,14 +37,15 @@ class LocalPass:
         limit: int | None = None,
         total: int | None = None,
         report: Report | None = None,
+        say: Say = unheard,
         keep_details: bool = False,
     ) -> None:
         shape = Native() if keep_details else shape_of(session.config)
-        self._rows: Feed[Row] = Feed(source, limit)
         self._session = session
         self._runner = session.runner
         self._desk = Desk(session, source, journal, shape, total, report)
         self._intake = Intake(session.config, self._desk)
+        self._ordering = ordering_of(session, source, self._intake, limit, say)
         self._answering = Answering(session, shape, self._desk, details=keep_details)
         self._none = f"{session.config.input}: contains no records; nothing to answer"
         self.summary = self._desk.summary
@@ -57,7 +60,7 @@ class LocalPass:
                 return
             requests.put_back([first])
             self._load_and_stream(requests)
-        self.summary.notes += self._intake.notes() + self._answering.notes()
+        self.summary.notes += self._intake.notes() + self._ordering.notes() + self._answering.notes()
 
     def about(self) -> dict[str, Any]:
         """Return what identifies the run in its statistics."""
@@ -98,12 +101,12 @@ class LocalPass:
     @contextmanager
     def _reading(self) -> Iterator[Feed[Request]]:
         """Yield the input as requests; what is read and searched ahead of them ends with this, however it ends."""
-        requests = self._answering.requests(Feed(Spread(self._rows, self._intake.asked)))
+        requests = self._answering.requests(self._ordering.asked())
         try:
             yield requests
         finally:
             requests.close()
-            self.summary.retrieval = self._answering.retrieval()
+            self.summary.retrieval = self._ordering.retrieval() or self._answering.retrieval()
 
 
 def _since(now: float | None, before: float | None) -> float | None:

@@ -3,7 +3,8 @@
     >>> judge(Entry("llama", "llama"))
     Outcome(by='engine', why='', fault='', ties=0)
 
-Limit: greedy answers, no end token, prompts of the lengths below.
+The engine's answers are compared once more where a grammar shapes them. Limit: greedy answers, no end token, prompts of
+the lengths below.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList
 
 from ragspec.config.load import build_config
 from ragspec.engine import backend, sharing
@@ -24,6 +25,7 @@ from ragspec.engine.decode import Engine, EngineSettings
 from ragspec.engine.proposers import ByRow, NoDrafts, Proposer
 from ragspec.engine.selfcheck import differs
 from ragspec.models.generation import GenerationRules
+from ragspec.models.masking import GrammarMasks
 from ragspec.models.mending import mend
 from ragspec.models.resolve import ModelSource
 from ragspec.models.rounding import tolerance
@@ -31,6 +33,7 @@ from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Failure, Generation, Request, Sampling
 from ragspec.runners.huggingface import runner as huggingface
 from ragspec.speculation.drafters.context import ContextDrafter
+from ragspec.structured.grammars import Grammars
 from tests.conftest import SAMPLE, read_jsonl, train_tokenizer
 from tests.engine.test_engine import Fixed
 from tests.zoo.entry import Entry, Outcome
@@ -43,6 +46,7 @@ ALONE = LENGTHS[:2]  # what one row answers: a short record over the slots of a 
 PLAIN_IDS = range(1, 390)  # the others are a config's end, padding or image
 sharing.LEAST = 4  # tokens; the prompts are short
 NO_END = 100_000  # an id that no model writes
+GRAMMAR = r'start: "{\"answer\": \"" /[A-Z][a-z ,]{40,}/ "\"}"'  # longer than NEW tokens
 ROUNDINGS = 64  # of float32, relative to the largest score, within which two are equal
 
 
@@ -90,11 +94,17 @@ def prompts() -> tuple[list[int], ...]:
     return tuple(own[:length] for own, length in zip(ids, LENGTHS, strict=False))
 
 
-def requests(lengths: Sequence[int] = LENGTHS) -> Iterator[Request]:
+@cache
+def grammars() -> Grammars:
+    """Return the grammars of that tokenizer, for answers without an end token."""
+    return Grammars(tokenizer().inner, VOCAB, ())
+
+
+def requests(lengths: Sequence[int] = LENGTHS, grammar: str = "") -> Iterator[Request]:
     """Yield a request for each prompt of these lengths."""
     for index, prompt in enumerate(prompts()):
         if len(prompt) in lengths:
-            yield Request(index, f"r{index}", prompt, Sampling(max_new_tokens=NEW))
+            yield Request(index, f"r{index}", prompt, Sampling(max_new_tokens=NEW), grammar=grammar)
 
 
 def model_of(entry: Entry) -> Any:
@@ -121,7 +131,10 @@ def judge(entry: Entry) -> Outcome:
         return Outcome("stock", str(reason), fault, ties)
     except Exception as error:
         return Outcome("engine", fault=f"the self-check fails: {type(error).__name__}: {error}")
-    ties = 0
+    shaped = {request.index: stock_answer(pristine, request) for request in requests(grammar=GRAMMAR)}
+    fault, ties = _compare(shaped, engine_answers(model, 3, 8, ByRow(ContextDrafter(), None, None), grammar=GRAMMAR))
+    if fault:
+        return Outcome("engine", fault=f"{fault} (by a grammar)", ties=ties)
     for captured in (False, True):
         if captured and not _capture(model):
             return Outcome("engine", ties=ties)
@@ -152,9 +165,11 @@ def stock_answer(pristine: Any, request: Request) -> Answer:
     """Return what generate() answers, alone, without a draft, from a model that has answered nothing before."""
     model = copy.deepcopy(pristine)  # a dynamic RoPE remembers the longest text
     prompt = torch.tensor([request.token_ids])
+    masks = [GrammarMasks([grammars().matcher(request.grammar)], prompt.shape[1])] if request.grammar else []
     out = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
+        logits_processor=LogitsProcessorList(masks),
         do_sample=False,
         max_new_tokens=NEW,
         return_dict_in_generate=True,
@@ -164,7 +179,7 @@ def stock_answer(pristine: Any, request: Request) -> Answer:
 
 
 def engine_answers(
-    model: Any, rows: int, chunk: int, proposer: Proposer, lengths: Sequence[int]
+    model: Any, rows: int, chunk: int, proposer: Proposer, lengths: Sequence[int] = LENGTHS, grammar: str = ""
 ) -> list[Generation | Failure]:
     """Return the engine's outcomes."""
     model.resize(rows)
@@ -176,10 +191,11 @@ def engine_answers(
         frozenset([NO_END]),
         EngineSettings(
             chunk=chunk,
+            grammars=grammars,
             processors=lambda request: rules.processors(request.sampling, len(request.token_ids)),
         ),
     )
-    return list(engine.run(requests(lengths)))
+    return list(engine.run(requests(lengths, grammar)))
 
 
 def stock_path(model: Any) -> list[Generation | Failure]:

@@ -29,7 +29,7 @@ def size_of(record: Record) -> int:
 
 def _head(record: Record) -> str:
     if record.contexts:
-        return record.contexts[0].text
+        return record.contexts[record.order[0] if record.order else 0].text
     if record.messages is not None:
         return _long("\0".join(str(message.get("content")) for message in record.messages))
     prompt = record.prompt if record.prompt is not None else next(iter(record.prompts), "")

@@ -25,7 +25,7 @@ from ragspec.run.ray.worker import Worker
 from ragspec.run.session import Session
 
 TRIES = 3  # deaths in a row without a line, after which a worker is not replaced
-PLACING_S = 120.0  # for the first workers to look around, once there is room for them
+PLACING_S = 300.0  # a busy machine takes minutes to start a process that imports torch
 LOADING = 10  # times the timeout, while a model loads
 ASKED = 4  # times in that time
 PAUSE_S = 0.1  # before a message that was lost is sent again

@@ -9,7 +9,6 @@ import time
 from typing import Any
 
 from ragspec.inputs.base import Source
-from ragspec.inputs.feed import Feed, Spread
 from ragspec.outputs.answers import Failed, Native
 from ragspec.outputs.journal import Journal
 from ragspec.outputs.shapes import shape_of
@@ -17,6 +16,7 @@ from ragspec.retrieval.stage import told
 from ragspec.run.answering import Asked
 from ragspec.run.desk import Desk, Report
 from ragspec.run.intake import Intake
+from ragspec.run.ordering import Say, ordering_of, unheard
 from ragspec.run.ray.affinity import group_of, size_of
 from ragspec.run.ray.crew import Crew, Lost
 from ragspec.run.ray.hand import Hand
@@ -42,13 +42,15 @@ class RayPass:
         limit: int | None = None,
         total: int | None = None,
         report: Report | None = None,
+        say: Say = unheard,
     ) -> None:
         self._session = session
         self._crew = crew
         shape = Native() if crew.details else shape_of(session.config)
         self._desk = Desk(session, source, journal, shape, total, report)
         self._intake = Intake(session.config, self._desk)
-        self._asked: Feed[Asked] = Feed(Spread(Feed(source, limit), self._intake.asked))
+        self._ordering = ordering_of(session, source, self._intake, limit, say)
+        self._asked = self._ordering.asked()
         self._leases = Leases()
         self._none = f"{session.config.input}: contains no records; nothing to answer"
         self._in_order = session.config.order == "input"
@@ -72,7 +74,7 @@ class RayPass:
             self._conclude()
         if not (summary.records or summary.failed or summary.skipped):
             summary.notes.append(self._none)
-        summary.notes += self._intake.notes()
+        summary.notes += self._intake.notes() + self._ordering.notes()
 
     def stream(self) -> None:
         """Answer the input with workers that are loaded, and time it; another pass may follow."""
@@ -173,7 +175,8 @@ class RayPass:
         summary.method = crew.method
         summary.notes += [note for note in crew.notes if note not in summary.notes]
         summary.peak_memory_gib = max(hand.summary.peak_memory_gib for hand in crew.hands)
-        summary.retrieval = _together([hand.retrieval for hand in crew.hands if hand.retrieval])
+        found = _together([hand.retrieval for hand in crew.hands if hand.retrieval])
+        summary.retrieval = self._ordering.retrieval() or found
 
 
 def _together(searches: list[dict[str, Any]]) -> dict[str, Any] | None:

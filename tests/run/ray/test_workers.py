@@ -15,6 +15,11 @@ from tests.run.ray.helpers import answered, records, scaled, settings
 
 pytest.importorskip("ray")
 
+CITED = {
+    "type": "object",
+    "properties": {"sure": {"type": "boolean"}, "source": {"enum": {"$contexts": "id"}}},
+    "required": ["sure", "source"],
+}
 MIXED = [
     *records(150),
     {"id": "q3", "query": "the id is taken"},
@@ -68,6 +73,22 @@ def test_records_that_share_passages_stay_together(tmp_path, address):
     assert sum(max(home.values()) for home in homes) >= 0.8 * 140
 
 
+def test_passages_are_ordered_as_in_one_process(tmp_path, address):
+    texts = [f"passage {i} " * (9 + i) for i in range(7)]
+    mixed = [
+        {"id": f"q{i}", "query": f"question {i}", "contexts": [texts[i % 7], texts[i * 3 % 5], texts[i * 5 % 6]]}
+        for i in range(120)
+    ]
+    source, shared = write_jsonl(tmp_path / "in.jsonl", mixed), {"prompt": {"order": "shared", "order_window": 50}}
+    alone, expected = answered(tmp_path, "alone", source, **shared)
+    together, found = answered(tmp_path, "together", source, **shared, **scaled(address))
+    assert found == expected
+    assert any(json.loads(line)["contexts"] != ["1", "2", "3"] for line in found.splitlines())
+    assert [note for note in together.notes if "prompt.order" in note] == [
+        n for n in alone.notes if "prompt.order" in n
+    ]
+
+
 def test_a_resumed_run_may_have_another_number_of_workers(tmp_path, address):
     source = write_jsonl(tmp_path / "in.jsonl", MIXED)
     _, expected = answered(tmp_path, "alone", source, **HARD)
@@ -79,8 +100,16 @@ def test_a_resumed_run_may_have_another_number_of_workers(tmp_path, address):
 
 
 @pytest.mark.demo
-@pytest.mark.parametrize(("model", "sampling"), [("demo", {}), ("tiny", {"temperature": 0.9, "seed": 5})])
-def test_workers_write_the_same_texts_as_one_process(tmp_path, request, address, model, sampling):
+@pytest.mark.parametrize(
+    ("model", "sampling", "structured"),
+    [
+        ("demo", {}, {}),
+        ("tiny", {"temperature": 0.9, "seed": 5}, {}),
+        ("tiny", {"max_new_tokens": 60}, {"json_schema": CITED}),
+    ],
+    ids=["greedy", "sampled", "structured"],
+)
+def test_workers_write_the_same_texts_as_one_process(tmp_path, request, address, model, sampling, structured):
     source = ROOT / "sample_data" / "questions.jsonl"
     real = {
         "runner": "huggingface",
@@ -88,12 +117,16 @@ def test_workers_write_the_same_texts_as_one_process(tmp_path, request, address,
         "runner_args": {"batch_size": 4, "compile": "off"},
         "sampling": {"max_new_tokens": 12, **sampling},
         "speculation": {"method": "context"},
+        **({"structured": structured} if structured else {}),
     }
-    _, alone = answered(tmp_path, "alone", source, **real)
+    first, alone = answered(tmp_path, "alone", source, **real)
     summary, together = answered(tmp_path, "together", source, **real, **scaled(address))
-    texts = [[line["output"] for line in map(json.loads, found.splitlines())] for found in (alone, together)]
-    assert texts[0] == texts[1]
-    assert len(texts[0]) == summary.records > 0
+    lines = [[json.loads(line) for line in found.splitlines()] for found in (alone, together)]
+    said = [[(line["output"], line.get("valid"), line.get("parsed")) for line in found] for found in lines]
+    assert said[0] == said[1]
+    assert len(said[0]) == summary.records > 0
+    assert (summary.shaped, summary.valid) == (first.shaped, first.valid)
+    assert any(valid for _, valid, _ in said[0]) == bool(structured)
     assert summary.about["runner"]["device"]
 
 

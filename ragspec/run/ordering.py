@@ -1,0 +1,205 @@
+"""`prompt.order: shared`: rows are read in windows, and the passages of a window's records are ordered together.
+
+A window is so many rows of the input, whichever of them have answers already and however many are asked for: a record's
+prompt is the same in a resumed run, on any number of workers, and with any --limit. A window without anything to answer
+is passed over. Limit: from a stream, --limit ends the window too; an input that grows changes its last window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, Protocol
+
+from ragspec.inputs.base import Row, Source
+from ragspec.inputs.feed import Feed, Spread
+from ragspec.prompts.sharing import Plan, shared_order
+from ragspec.records import Passage, Record, Tokenizer
+from ragspec.retrieval.stage import Stage
+from ragspec.run.answering import Asked, with_contexts
+from ragspec.run.intake import Intake, Noted
+from ragspec.run.session import Session
+
+Say = Callable[[str], None]
+SAMPLE = 64  # passages whose tokens are counted, to tell tokens from characters
+
+
+def unheard(said: str) -> None:
+    """Nobody listens."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Characters of passages: all of them, those to be computed as planned, and those by rank."""
+
+    total: int = 0
+    computed: int = 0
+    by_rank: int = 0
+
+    def add(self, plan: Plan) -> None:
+        """Count a window."""
+        self.total += plan.total
+        self.computed += plan.computed
+        self.by_rank += plan.by_rank
+
+
+class Ordering(Protocol):
+    """What a pass asks for, one after the other."""
+
+    def asked(self) -> Feed[Asked]:
+        """Return what the input asks for; close it after use."""
+
+    def retrieval(self) -> dict[str, Any] | None:
+        """Return what the searches took that were made here, None where none were."""
+
+    def notes(self) -> list[str]:
+        """Return what the user should know."""
+
+
+def ordering_of(session: Session, source: Source, intake: Intake, limit: int | None, say: Say = unheard) -> Ordering:
+    """Return the ordering that a config asks for. limit: rows that are to be answered. say: is told of the plan."""
+    if session.config.prompt.order == "shared":
+        return Shared(session, source, intake, limit, say)
+    return AsTheyCome(source, intake, limit)
+
+
+class AsTheyCome:
+    """Records in the order of their rows, passages as each record's own prompt has them."""
+
+    def __init__(self, source: Source, intake: Intake, limit: int | None) -> None:
+        self._rows: Feed[Row] = Feed(source, limit)
+        self._intake = intake
+
+    def asked(self) -> Feed[Asked]:
+        return Feed(Spread(self._rows, self._intake.asked))
+
+    def retrieval(self) -> dict[str, Any] | None:
+        return None
+
+    def notes(self) -> list[str]:
+        return []
+
+
+class Shared:
+    """Windows, each planned before its first record is answered."""
+
+    def __init__(self, session: Session, source: Source, intake: Intake, limit: int | None, say: Say) -> None:
+        config = session.config.prompt
+        self._config = config
+        self._tokenizer = session.runner.tokenizer
+        self._intake = intake
+        self._say = say
+        self._limit = limit
+        self._rows: Feed[Row] = Feed(source, _rows_read(source, limit, config.order_window))
+        self._numbers = count(1)
+        self._read: list[Noted] = []  # of the window that is being read
+        self._filled: list[Noted] = []  # of it, those with contexts
+        self._left: list[int] = []  # of each window under way, how many lack contexts still
+        self._stage = Stage(session.retriever, _query_of, _with_hits) if session.retriever else None
+        self._tally = Tally()
+        self._ratio = 0.0  # tokens of a character
+
+    def asked(self) -> Feed[Asked]:
+        noted: Feed[Noted] = Feed(Spread(self._rows, self._take, self._window))
+        if self._stage is not None:
+            noted = Feed(self._stage.fill(noted))
+        return Feed(Spread(noted, self._fill))
+
+    def retrieval(self) -> dict[str, Any] | None:
+        return self._stage.to_json() if self._stage is not None else None
+
+    def notes(self) -> list[str]:
+        return [self._told("was")] if self._tally.total else []
+
+    # -- windows ------------------------------------------------------------------------------------------------------
+
+    def _take(self, row: Row) -> Iterable[Noted]:
+        """Take in a row; return its window if it is the last of one."""
+        number = next(self._numbers)
+        within = self._limit is None or number <= self._limit
+        noted = self._intake.noted(row) if within else self._intake.beyond(row)
+        if noted is not None:
+            self._read.append(noted)
+        return self._window() if number % self._config.order_window == 0 else []
+
+    def _window(self) -> list[Noted]:
+        """Return the window that was read, if anything in it wants an answer."""
+        window, self._read = self._read, []
+        if not any(noted.wanted for noted in window):
+            return []
+        self._left.append(len(window))
+        return window
+
+    def _fill(self, noted: Noted) -> list[Asked]:
+        """Take in a record that has its contexts; return those to answer if it is the last of its window."""
+        self._filled.append(noted)
+        if len(self._filled) < self._left[0]:
+            return []
+        del self._left[0]
+        window, self._filled = self._filled, []
+        return self._ordered(window)
+
+    def _ordered(self, window: list[Noted]) -> list[Asked]:
+        """Return what a window asks for, those records together that begin alike."""
+        passages = _Passages()
+        records = [passages.of(noted.asked.record) for noted in window]
+        plan = shared_order(records, passages.weights, self._config.keep_first)
+        self._tally.add(plan)
+        if not self._ratio and self._tally.total:
+            self._ratio = passages.tokens_per_character(self._tokenizer)
+            self._say(self._told("is"))
+        return [
+            passages.ordered(window[i].asked, records[i], plan.orders[i]) for i in plan.sequence if window[i].wanted
+        ]
+
+    def _told(self, verb: str) -> str:
+        tally = self._tally
+        saved = round((tally.by_rank - tally.computed) * self._ratio)
+        return (
+            f"prompt.order shared: {tally.computed / tally.total:.0%} of the passages {verb} to be computed, by rank "
+            f"{tally.by_rank / tally.total:.0%}: some {saved:,} tokens fewer"
+        )
+
+
+class _Passages:
+    """The passages of a window by number; those of one title and text are one."""
+
+    def __init__(self) -> None:
+        self.weights: dict[int, int] = {}
+        self._numbers: dict[tuple[str | None, str, int], int] = {}
+
+    def of(self, record: Record) -> list[int]:
+        """Return a record's passages, in its order; a repeated one counts as another."""
+        times: dict[tuple[str | None, str], int] = {}
+        return [self._number(passage, times) for passage in record.contexts]
+
+    def _number(self, passage: Passage, times: dict[tuple[str | None, str], int]) -> int:
+        key = (passage.title, passage.text)
+        times[key] = times.get(key, 0) + 1
+        number = self._numbers.setdefault((*key, times[key]), len(self._numbers))
+        self.weights[number] = len(passage.text) + len(passage.title or "")
+        return number
+
+    def ordered(self, asked: Asked, passages: list[int], order: list[int]) -> Asked:
+        """Return what is asked with its passages in this order."""
+        places = {passage: place for place, passage in enumerate(passages)}
+        return replace(asked, record=replace(asked.record, order=tuple(places[passage] for passage in order)))
+
+    def tokens_per_character(self, tokenizer: Tokenizer) -> float:
+        """Return roughly how many tokens a character of these passages makes."""
+        texts = [text for _, text, _ in list(self._numbers)[:SAMPLE]]
+        return sum(len(tokenizer.encode(text, special_tokens=False)) for text in texts) / sum(map(len, texts), 0)
+
+
+def _rows_read(source: Source, limit: int | None, window: int) -> int | None:
+    """Return how many rows are read for `limit` answers: whole windows; of a stream no more than are answered."""
+    return limit if limit is None or source.count() is None else -(-limit // window) * window
+
+
+def _query_of(noted: Noted) -> str | None:
+    return noted.asked.query
+
+
+def _with_hits(noted: Noted, hits: list[Any]) -> Noted:
+    return replace(noted, asked=replace(with_contexts(noted.asked, hits), query=None))
