@@ -19,7 +19,7 @@ from ragspec.speculation.methods import PLAIN
 class Setting(NamedTuple):
     """What makes two runs comparable. batch_size: None if unknown. peer: whether it is another tool.
 
-    workers: None if it answers in one process.
+    workers: None if it answers in one process. order: of passages in prompts.
     """
 
     name: str
@@ -28,6 +28,7 @@ class Setting(NamedTuple):
     batch_size: int | None
     peer: bool = False
     workers: int | None = None
+    order: str = "rank"
 
 
 def plain_of(setting: Setting, others: Sequence[Setting]) -> int | None:
@@ -50,8 +51,15 @@ def fewest_of(setting: Setting, others: Sequence[Setting]) -> int | None:
     return None if fewest is None or fewest[0] >= (setting.workers or 0) else fewest[1]
 
 
-def _place(setting: Setting) -> tuple[str, int | None, int | None]:
-    return setting.runner, setting.batch_size, setting.workers
+def by_rank_of(setting: Setting, others: Sequence[Setting]) -> int | None:
+    """Return the place in `others` of the same run with passages by rank, None if that is `setting` itself."""
+    wanted = setting._replace(name="", order="rank")
+    places = [place for place, other in enumerate(others) if other._replace(name="") == wanted]
+    return places[0] if places and setting.order != "rank" else None
+
+
+def _place(setting: Setting) -> tuple[str, int | None, int | None, str]:
+    return setting.runner, setting.batch_size, setting.workers, setting.order
 
 
 def baselines(runs: Sequence[Run]) -> dict[str, str | None]:
@@ -83,6 +91,20 @@ def ratios_to_fewer(results: Results, metric: str) -> list[Ratio]:
     ]
 
 
+def ratios_to_rank(results: Results, metric: str) -> list[Ratio]:
+    """Return the ratios of `metric` between candidates and the same with passages by rank."""
+    orders = {run.name: run.order for run in results.runs}
+    peers = {run.name for run in results.runs if run.peer}
+    return [
+        ratio
+        for ratio in results.ratios
+        if ratio.metric == metric
+        and ratio.baseline not in peers
+        and (orders[ratio.name], orders[ratio.baseline]) != ("rank", "rank")
+        and orders[ratio.baseline] == "rank"
+    ]
+
+
 def missing(setting: Setting, others: Sequence[Setting]) -> str:
     """Return which plain run `setting` lacks among `others`, and the flag that adds it."""
     ran = any(other.runner == setting.runner and other.method == PLAIN and not other.peer for other in others)
@@ -95,4 +117,4 @@ def missing(setting: Setting, others: Sequence[Setting]) -> str:
 
 
 def _setting_of(run: Run) -> Setting:
-    return Setting(run.name, run.runner, run.method, run.batch_size, run.peer, run.workers)
+    return Setting(run.name, run.runner, run.method, run.batch_size, run.peer, run.workers, run.order)

@@ -30,6 +30,7 @@ PEERS: dict[str, dict[str, Any]] = {
     | {"speculation": {"method": "prompt_lookup", "num_tokens": 8, "ngram_min": 2, "ngram_max": 4}},
     "vllm-suffix": AS_IT_COMES | {"speculation": {"method": "suffix"}},
 }
+ORDERS = ("rank", "canonical", "shared")  # of passages in prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +52,18 @@ def make_plan(
     runner_names: Sequence[str] = (),
     peers: Sequence[str] = (),
     workers: Sequence[int] = (),
+    orders: Sequence[str] = (),
 ) -> list[Candidate]:
     """Return the candidates, baselines first. Without `methods`: plain decoding and what the config says.
 
-    workers: how many; 0 is this process alone.
+    workers: how many; 0 is this process alone. orders: of passages in prompts (`prompt.order`).
     """
     if config.input is None or config.input.is_stdin:
         raise ConfigError("input: a benchmark reads its input several times; give a file with --input")
     _check_words("--method", methods, known_methods())
     _check_words("--runner", runner_names, runners.names())
     _check_words("--peer", peers, PEERS)
+    _check_words("--prompt-order", orders, ORDERS)
     wanted = list(dict.fromkeys(methods)) or list(dict.fromkeys([PLAIN, config.speculation.method]))
     wanted.sort(key=lambda method: method != PLAIN)
     config = settle(config).config
@@ -72,12 +75,13 @@ def make_plan(
     lengths: Sequence[int | None] = list(dict.fromkeys(num_tokens)) or [None]
     candidates = []
     crews: Sequence[int | None] = list(dict.fromkeys(workers)) or [None]
-    for runner, method, batch_size, crew in product(several, wanted, sizes, crews):
+    arranged: Sequence[str | None] = list(dict.fromkeys(orders)) or [None]
+    for runner, method, batch_size, crew, order in product(several, wanted, sizes, crews, arranged):
         if len(several) > 1 and method not in methods_of(runner):
             continue  # a method that only one of the runners has is timed there
         prefix = f"{runner}-" if len(several) > 1 else ""
         for tokens in lengths if method != PLAIN else [None]:
-            candidates.append(_candidate(config, prefix, runner, method, batch_size, tokens, crew))
+            candidates.append(_candidate(config, prefix, runner, method, batch_size, tokens, crew, order))
     return candidates + [_peer(config, name, sizes[0]) for name in dict.fromkeys(peers)]
 
 
@@ -96,7 +100,8 @@ def setting_of(candidate: Candidate, sizes: Mapping[str, int | None] | None = No
     """Return what makes `candidate` comparable with another."""
     config = candidate.config
     size = candidate.batch_size if sizes is None else sizes[candidate.name]
-    return Setting(candidate.name, config.runner, config.speculation.method, size, candidate.peer, config.workers())
+    method, order = config.speculation.method, config.prompt.order
+    return Setting(candidate.name, config.runner, method, size, candidate.peer, config.workers(), order)
 
 
 def _check_words(flag: str, words: Iterable[str], known: Iterable[str]) -> None:
@@ -115,6 +120,7 @@ def _candidate(
     batch_size: int | None,
     tokens: int | None,
     workers: int | None,
+    order: str | None,
 ) -> Candidate:
     raw: dict[str, Any] = config.model_dump()
     spec = raw["speculation"] | {"method": method}
@@ -136,13 +142,22 @@ def _candidate(
     if workers is not None:
         raw["scale"] = (raw["scale"] or {}) | {"workers": workers} if workers else None
         name += f"-w{workers}"
+    if order is not None:
+        raw["prompt"] = raw["prompt"] | _ordered(raw["prompt"], order)
+        name += f"-{order}"
     return Candidate(name, build_config(raw, f"--method {method}"), batch_size, tokens)
+
+
+def _ordered(prompt: dict[str, Any], order: str) -> dict[str, Any]:
+    """Return the keys of a prompt section that give its passages this order."""
+    return {"order": order, "keep_first": prompt["keep_first"] if order == "shared" else 0}
 
 
 def _peer(config: RunConfig, name: str, batch_size: int | None) -> Candidate:
     if name == "hf-structured" and config.structured is None:
         raise ConfigError("--peer hf-structured: the config has no `structured` section; use --peer hf")
     raw = config.model_dump() | {"runner_args": {}, "scale": None} | PEERS[name]
+    raw["prompt"] = raw["prompt"] | _ordered(raw["prompt"], "rank")  # as records come
     if raw["runner"] == "vllm" and batch_size is not None:
         raw["runner_args"] = raw["runner_args"] | {"batch_size": batch_size}
     checked = build_config(raw, f"--peer {name}")

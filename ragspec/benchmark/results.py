@@ -8,7 +8,7 @@ Seconds are wall-clock; None means that a runner does not know. Limit: a file of
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -16,6 +16,7 @@ import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from ragspec.errors import ConfigError
+from ragspec.quality.bootstrap import Estimate
 
 NAME = "results.json"
 SPEED, DECODE_SPEED = "tokens_per_s", "decode_tokens_per_s"  # what ratios are taken of
@@ -39,6 +40,7 @@ class Pass:
     records: int
     failed: int
     prompt_tokens: int
+    cached_prompt_tokens: int | None = None  # of them, those that were not computed
     output_tokens: int
     generate_s: float
     prefill_s: float | None
@@ -74,6 +76,7 @@ class Run(Pass):
     warmup_s: float
     identical: int | None
     workers: int | None = None
+    order: str = "rank"  # of the passages in prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,15 @@ class Ratio:
     def interval(self) -> tuple[float, float] | None:
         """Its 95% interval; None for one pair alone."""
         return None if self.low is None or self.high is None else (self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """The scores of a candidate's answers, and their differences from those of `baseline`, record by record."""
+
+    scores: dict[str, Estimate]
+    baseline: str | None = None
+    differences: dict[str, Estimate] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +207,7 @@ class Results:
     details: dict[str, Details | None]
     configs: dict[str, dict[str, Any]]
     notes: tuple[str, ...]
+    quality: dict[str, Quality] = field(default_factory=dict)  # by candidate, where records have references
 
     @property
     def names(self) -> list[str]:

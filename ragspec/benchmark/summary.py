@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ragspec.benchmark.answers import read_answers
-from ragspec.benchmark.baseline import Setting, fewest_of, missing
+from ragspec.benchmark.baseline import Setting, by_rank_of, fewest_of, missing
+from ragspec.benchmark.grading import graded
 from ragspec.benchmark.messages import Ready
 from ragspec.benchmark.passes import Entry
 from ragspec.benchmark.plan import Candidate, baseline_of, setting_of
@@ -46,7 +47,14 @@ def summarise(
         details={candidate.name: entries[candidate.name].details for candidate in plan},
         configs={candidate.name: candidate.config.model_dump(mode="json") for candidate in plan},
         notes=(*sorted(found), *notes),
+        quality=graded({one.name: answers_of(one, folder) for one in plan}, _by_rank(settings)),
     )
+
+
+def _by_rank(settings: Sequence[Setting]) -> dict[str, str]:
+    """Return, by candidate, the same with passages by rank, for those of another order."""
+    places = {setting.name: by_rank_of(setting, settings) for setting in settings}
+    return {name: settings[place].name for name, place in places.items() if place is not None}
 
 
 def _ready(entry: Entry) -> Ready:
@@ -69,6 +77,7 @@ def _run(
         warmup_s=round(ready.warmup_s, 3),
         identical=identical,
         workers=candidate.config.workers(),
+        order=candidate.config.prompt.order,
     )
 
 
@@ -81,7 +90,8 @@ def _ratios(
 ) -> Iterator[Ratio]:
     """Yield the candidate's ratios; a peer itself has none.
 
-    They are to its baseline where it has one, to the same on the fewest workers, and to every peer.
+    They are to its baseline where it has one, to the same on the fewest workers, to the same with passages by rank, and
+    to every peer.
     """
     if candidate.peer:
         return
@@ -92,6 +102,9 @@ def _ratios(
     fewest = fewest_of(settings[plan.index(candidate)], settings)
     if fewest is not None:
         yield from _ratio(candidate, plan[fewest], SPEED, passes)
+    by_rank = by_rank_of(settings[plan.index(candidate)], settings)
+    if by_rank is not None:
+        yield from _ratio(candidate, plan[by_rank], SPEED, passes)
     for peer in plan:
         if peer.peer:
             yield from _ratio(candidate, peer, SPEED, passes)

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ragspec.benchmark.baseline import baselines, ratios_to_fewer, ratios_to_peers, ratios_to_plain
-from ragspec.benchmark.results import NAME, SPEED, Profile, Ratio, Results
+from ragspec.benchmark.baseline import baselines, ratios_to_fewer, ratios_to_peers, ratios_to_plain, ratios_to_rank
+from ragspec.benchmark.results import NAME, SPEED, Profile, Quality, Ratio, Results
 
 COLUMNS = ("method", "tokens/s", "vs plain", "decode tokens/s", "acceptance", "tokens/step", "output", "identical")
 
@@ -24,6 +24,10 @@ def print_results(console: Console, results: Results, folder: Path) -> None:
     console.print(_table(results))
     for ratio in ratios_to_peers(results, SPEED):
         console.print(f"{ratio.name} is {_shown(ratio)} {ratio.baseline}", markup=False)
+    for ratio in ratios_to_rank(results, SPEED):
+        console.print(f"{ratio.name} is {_shown(ratio)} {ratio.baseline}", markup=False)
+    for name, quality in results.quality.items():
+        console.print(_graded(name, quality), markup=False)
     for ratio in ratios_to_fewer(results, SPEED):
         console.print(f"{ratio.name} is {_shown(ratio)} {ratio.baseline}{_efficiency(results, ratio)}", markup=False)
     for name, detail in results.details.items():
@@ -52,6 +56,13 @@ def _table(results: Results) -> Table:
             "-" if plain[name] is None else f"{first.identical} of {first.records}",
         )
     return table
+
+
+def _graded(name: str, quality: Quality) -> str:
+    """Return a candidate's F1, and by how much it differs from that of the same with passages by rank."""
+    apart = quality.differences.get("f1")
+    beside = f", {apart.told(sign=True)} beside {quality.baseline}" if apart is not None else ""
+    return f"{name}: F1 {quality.scores['f1'].told()}{beside}"
 
 
 def _profile(name: str, profile: Profile) -> Table:

@@ -14,6 +14,7 @@ from ragspec.cli.look import inspect
 from ragspec.cli.measure import benchmark, report
 from ragspec.cli.options import INTERRUPTED, Debug, set_debug
 from ragspec.cli.prove import doctor, tune, verify
+from ragspec.cli.quality import evaluate
 from ragspec.cli.search import index, retrieve
 from ragspec.errors import RagspecError, flat
 
@@ -24,7 +25,7 @@ app = typer.Typer(
     help="Answer batches of RAG questions with speculative decoding.",
 )
 
-for command in (generate, run_batch, index, retrieve, inspect, benchmark, report, verify, tune, doctor):
+for command in (generate, run_batch, index, retrieve, inspect, benchmark, report, verify, evaluate, tune, doctor):
     app.command()(command)
 
 

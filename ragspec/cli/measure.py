@@ -76,6 +76,10 @@ def benchmark(
         ),
     ] = None,
     ray_address: RayAddress = None,
+    prompt_order: Annotated[
+        list[str] | None,
+        typer.Option("--prompt-order", metavar="ORDER", help="Order of passages: rank, canonical, shared; repeatable."),
+    ] = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
@@ -88,7 +92,16 @@ def benchmark(
     set_debug(debug)
     run_config, console = load(config, [*(override or ()), *scaled(None, ray_address)], input, max_new_tokens)
     draft_lengths = [*(draft_tokens or ()), *(num_tokens or ())]
-    plan = make_plan(run_config, method or [], batch_size or [], draft_lengths, runner or [], peer or [], workers or [])
+    plan = make_plan(
+        run_config,
+        method or [],
+        batch_size or [],
+        draft_lengths,
+        runner or [],
+        peer or [],
+        workers or [],
+        prompt_order or [],
+    )
     try:
         results = run_benchmark(
             plan,

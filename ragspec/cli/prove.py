@@ -80,7 +80,7 @@ def doctor(
     from ragspec.config.places import InputConfig
     from ragspec.config.veil import Veil
     from ragspec.run.doctor import examine_config, examine_machine
-    from ragspec.run.input_check import examine_input
+    from ragspec.run.input_check import examine_input, examine_passages
 
     set_debug(debug)
     findings = list(examine_machine())
@@ -91,6 +91,7 @@ def doctor(
         run_config, notes = load_config(config, overrides(override), input=input)
         given = run_config.input
         findings += examine_config(run_config, notes)
+        findings += examine_passages(run_config)
     elif input is not None:
         given = InputConfig(path=[input])
     if given is not None:

@@ -1,7 +1,7 @@
 """The forms that a linear layer's weight can have on a CPU, and which of them is fastest for how many tokens.
 
 No form is best everywhere: it depends on the processor, the layer's shape and the number of tokens, so it is measured
-when a model has loaded. Limit: float32.
+when a model has loaded, if nothing else keeps the machine busy. Limit: float32.
 """
 
 from __future__ import annotations
@@ -30,10 +30,16 @@ REPEATS = 2  # the first also pays for the libraries' setup
 STREAMED = 256 << 20  # bytes of weights that few tokens are timed with: more than the processor's cache holds
 COMPUTED = 32 << 20  # bytes that many tokens are timed with: arithmetic is what they cost
 WIDEST = 8192  # outputs; a wider layer is the output layer, which few tokens go through
+LEAST_S = 0.3  # seconds of measuring after which it is known whether others use the processor too
+UNDISTURBED = 0.8  # of the threads' time that they then had; 0.96 on a quiet machine, 0.5 where two others ran
 ROUNDING = 64  # tokens that oneDNN lays weights out for; it makes no difference
 
 Shape = tuple[int, int]  # outputs, inputs
 Seconds = dict[Shape, dict[str, list[float]]]  # at each of POINTS
+
+
+class Disturbed(Exception):
+    """Other processes have the cores: what is measured now is theirs, and takes 25 times as long."""
 
 
 class Form(Protocol):
@@ -106,11 +112,21 @@ def makers(kernels: Kernels | None) -> dict[str, Callable[[torch.Tensor], Form]]
 def measured(weights: Sequence[torch.Tensor], kernels: Kernels | None) -> Seconds:
     """Return what measure() says of all forms, once and for all: processes that are compared should compute alike.
 
-    It is kept in the user's cache, if that can be written; without the file there it is measured anew.
+    It is kept in the user's cache, if that can be written; without the file there it is measured anew. Raises
+    Disturbed, and keeps nothing.
     """
     forms = makers(kernels)
     shapes = sorted({tuple(weight.shape) for weight in weights})
-    depends = [list(forms), shapes, POINTS, STREAMED, torch.get_num_threads(), torch.__version__, cpu_features()]
+    depends = [
+        "undisturbed",
+        list(forms),
+        shapes,
+        POINTS,
+        STREAMED,
+        torch.get_num_threads(),
+        torch.__version__,
+        cpu_features(),
+    ]
     name = f"{blake2b(repr(depends).encode(), digest_size=12).hexdigest()}.json"
     try:
         known = json.loads((cache_dir() / "forms" / name).read_text(encoding="utf-8"))
@@ -130,8 +146,9 @@ def measured(weights: Sequence[torch.Tensor], kernels: Kernels | None) -> Second
 def measure(weights: Iterable[torch.Tensor], forms: Makers) -> Seconds:
     """Return what a layer of each shape takes in each form, in seconds, at each of POINTS.
 
-    Shapes so large that a copy for a trial would need much memory are left out.
+    Shapes so large that a copy for a trial would need much memory are left out. Raises Disturbed.
     """
+    started, worked = time.perf_counter(), time.process_time()
     some = _sample([weight for weight in weights if weight.nbytes <= STREAMED], STREAMED)
     seconds: Seconds = defaultdict(lambda: {name: [float("inf")] * len(POINTS) for name in forms})
     for name, make in forms.items():
@@ -141,6 +158,9 @@ def measure(weights: Iterable[torch.Tensor], forms: Makers) -> Seconds:
             for _ in range(REPEATS):
                 for shape, taken in _timed(timed, tokens).items():
                     seconds[shape][name][at] = min(seconds[shape][name][at], taken)
+                passed = time.perf_counter() - started
+                if passed > LEAST_S and time.process_time() - worked < UNDISTURBED * passed * torch.get_num_threads():
+                    raise Disturbed
     return dict(seconds)
 
 

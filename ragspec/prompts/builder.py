@@ -163,6 +163,21 @@ class PromptBuilder:
         return [places[position] for position in ranked]
 
     @property
+    def shares(self) -> bool:
+        """Whether passages stand before all that is a record's own, so that records with the same ones begin alike."""
+        passages = tuple(Passage(str(place), f"<passage {place}>") for place in (1, 2))
+        try:
+            one, other = (
+                self._write(Record(name, query=f"{name}?", contexts=passages), passages)[0] for name in ("a", "b")
+            )
+        except RecordError:  # a template that needs what such records lack
+            return True
+        end = max(
+            (one.rfind(passage.text) + len(passage.text) for passage in passages if passage.text in one), default=0
+        )
+        return one[:end] == other[:end]
+
+    @property
     def notes(self) -> list[str]:
         """What the user should know about the prompts that were built."""
         if not self._held:

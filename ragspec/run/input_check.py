@@ -1,13 +1,22 @@
-"""The doctor's look at the input: whether it is there and may be read, without reading it."""
+"""The doctor's look at the input: whether it is there and may be read, and how much of it records could share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from ragspec.config.places import InputConfig
-from ragspec.errors import ConfigError
+from ragspec.config.run import RunConfig
+from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.files import size_of
 from ragspec.inputs.opening import open_source
+from ragspec.inputs.record import parse_record
+from ragspec.prompts.builder import canonical
+from ragspec.prompts.numbered import Numbered
+from ragspec.prompts.sharing import computed, shared_order
+from ragspec.records import Record
 from ragspec.run.doctor import Finding
 
 
@@ -15,8 +24,7 @@ def examine_input(given: InputConfig) -> Finding:
     """Return whether a run could open the input. A pipe is not opened: that would take what it holds."""
     if given.is_stdin:
         return Finding("ok", "input: stdin")
-    paths = [Path(path) for path in given.path]
-    if any(path.exists() and not (path.is_file() or path.is_dir()) for path in paths):
+    if any(map(_is_pipe, given.path)):
         return Finding("ok", f"input {given}: a pipe or device")
     try:
         with open_source(given):
@@ -28,3 +36,40 @@ def examine_input(given: InputConfig) -> Finding:
     if size == 0:
         return Finding("note", f"input {given}: empty")
     return Finding("ok", f"input {given}: {size / (1 << 20):,.1f} MiB")
+
+
+def examine_passages(config: RunConfig) -> Iterator[Finding]:
+    """Yield how much of the passages a run computes in each order, from the first rows; nothing where none come."""
+    records = _first_records(config)
+    passages = Numbered()
+    numbers = [passages.of(record) for record in records]
+    plan = shared_order(numbers, passages.weights, config.prompt.keep_first)
+    if not plan.total:
+        return
+    alike = [[own[i] for i in canonical(record.contexts)] for record, own in zip(records, numbers, strict=True)]
+    shares = {"rank": plan.by_rank, "canonical": computed(alike, passages.weights), "shared": plan.computed}
+    told = ", ".join(f"{name} {cost / plan.total:.0%}" for name, cost in shares.items())
+    yield Finding(
+        "ok", f"passages of the first {len(records):,} records to be computed, by prompt.order: {told} of their text"
+    )
+
+
+def _first_records(config: RunConfig) -> list[Record]:
+    """Return the records of the first window; none of a pipe, or where they cannot be read."""
+    given = config.input
+    if given is None or given.is_stdin or any(map(_is_pipe, given.path)):
+        return []
+    records = []
+    try:
+        with open_source(given) as source:
+            for row in islice(source, config.prompt.order_window):
+                with suppress(RecordError):
+                    records.append(parse_record(row.value, row.number, config.prompt.source))
+    except ConfigError:
+        return []
+    return records
+
+
+def _is_pipe(name: str) -> bool:
+    path = Path(name)
+    return path.exists() and not (path.is_file() or path.is_dir())

@@ -14,15 +14,14 @@ from typing import Any, Protocol
 
 from ragspec.inputs.base import Row, Source
 from ragspec.inputs.feed import Feed, Spread
+from ragspec.prompts.numbered import Numbered
 from ragspec.prompts.sharing import Plan, shared_order
-from ragspec.records import Passage, Record, Tokenizer
 from ragspec.retrieval.stage import Stage
 from ragspec.run.answering import Asked, with_contexts
 from ragspec.run.intake import Intake, Noted
 from ragspec.run.session import Session
 
 Say = Callable[[str], None]
-SAMPLE = 64  # passages whose tokens are counted, to tell tokens from characters
 
 
 def unheard(said: str) -> None:
@@ -142,7 +141,7 @@ class Shared:
 
     def _ordered(self, window: list[Noted]) -> list[Asked]:
         """Return what a window asks for, those records together that begin alike."""
-        passages = _Passages()
+        passages = Numbered()
         records = [passages.of(noted.asked.record) for noted in window]
         plan = shared_order(records, passages.weights, self._config.keep_first)
         self._tally.add(plan)
@@ -150,7 +149,7 @@ class Shared:
             self._ratio = passages.tokens_per_character(self._tokenizer)
             self._say(self._told("is"))
         return [
-            passages.ordered(window[i].asked, records[i], plan.orders[i]) for i in plan.sequence if window[i].wanted
+            _arranged(window[i].asked, passages, records[i], plan.orders[i]) for i in plan.sequence if window[i].wanted
         ]
 
     def _told(self, verb: str) -> str:
@@ -162,39 +161,13 @@ class Shared:
         )
 
 
-class _Passages:
-    """The passages of a window by number; those of one title and text are one."""
-
-    def __init__(self) -> None:
-        self.weights: dict[int, int] = {}
-        self._numbers: dict[tuple[str | None, str, int], int] = {}
-
-    def of(self, record: Record) -> list[int]:
-        """Return a record's passages, in its order; a repeated one counts as another."""
-        times: dict[tuple[str | None, str], int] = {}
-        return [self._number(passage, times) for passage in record.contexts]
-
-    def _number(self, passage: Passage, times: dict[tuple[str | None, str], int]) -> int:
-        key = (passage.title, passage.text)
-        times[key] = times.get(key, 0) + 1
-        number = self._numbers.setdefault((*key, times[key]), len(self._numbers))
-        self.weights[number] = len(passage.text) + len(passage.title or "")
-        return number
-
-    def ordered(self, asked: Asked, passages: list[int], order: list[int]) -> Asked:
-        """Return what is asked with its passages in this order."""
-        places = {passage: place for place, passage in enumerate(passages)}
-        return replace(asked, record=replace(asked.record, order=tuple(places[passage] for passage in order)))
-
-    def tokens_per_character(self, tokenizer: Tokenizer) -> float:
-        """Return roughly how many tokens a character of these passages makes."""
-        texts = [text for _, text, _ in list(self._numbers)[:SAMPLE]]
-        return sum(len(tokenizer.encode(text, special_tokens=False)) for text in texts) / sum(map(len, texts), 0)
-
-
 def _rows_read(source: Source, limit: int | None, window: int) -> int | None:
     """Return how many rows are read for `limit` answers: whole windows; of a stream no more than are answered."""
     return limit if limit is None or source.count() is None else -(-limit // window) * window
+
+
+def _arranged(asked: Asked, passages: Numbered, own: list[int], order: list[int]) -> Asked:
+    return replace(asked, record=passages.arranged(asked.record, own, order))
 
 
 def _query_of(noted: Noted) -> str | None:

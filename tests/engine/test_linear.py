@@ -94,6 +94,20 @@ def test_what_was_measured_is_kept_for_the_processes_that_follow(tmp_path, monke
     assert forms.measured(weights, kernels()) == {(1, 1): {"torch": [1.0]}}
 
 
+def test_what_others_disturb_is_neither_believed_nor_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAGSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(forms, "LEAST_S", 0.0)
+    monkeypatch.setattr(forms.time, "process_time", lambda: 0.0)  # others have all of the processor
+    layers = [torch.nn.Linear(16, 32, bias=False), torch.nn.Linear(64, 128, bias=False)]
+    usual = list(makers(kernels()))[-1]
+    assert linear._choices(layers, kernels()) == {(32, 16): (usual,), (128, 64): (usual,)}
+    assert not list(tmp_path.rglob("*.json"))
+    monkeypatch.undo()
+    monkeypatch.setenv("RAGSPEC_CACHE", str(tmp_path))
+    linear._choices(layers, kernels())
+    assert len(list(tmp_path.rglob("*.json"))) == 1
+
+
 def test_a_weight_too_large_to_try_has_the_form_of_the_largest_that_was(monkeypatch):
     layers = [torch.nn.Linear(16, 32, bias=False), torch.nn.Linear(64, 128, bias=False)]
     monkeypatch.setattr(forms, "STREAMED", layers[0].weight.nbytes)

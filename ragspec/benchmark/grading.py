@@ -1,0 +1,28 @@
+"""How good the answers of candidates are, where records have references."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ragspec.benchmark.results import Quality
+from ragspec.quality.evaluate import Scores, differences, means, scores_of
+from ragspec.quality.graded import read_graded
+
+
+def graded(outputs: Mapping[str, Path], baselines: Mapping[str, str]) -> dict[str, Quality]:
+    """Return the quality of each candidate; nothing where no record has a reference.
+
+    outputs: by candidate. baselines: of those that are compared, with whom.
+    """
+    scores: dict[str, Scores] = {}
+    for name, path in outputs.items():
+        answers = read_graded(str(path))
+        if len(answers.without) < len(answers.graded):
+            scores[name] = scores_of(answers)
+    found = {}
+    for name, own in scores.items():
+        other = baselines.get(name)
+        apart = differences(own, scores[other]) if other in scores else {}
+        found[name] = Quality(means(own), other if apart else None, apart)
+    return found

@@ -1,0 +1,67 @@
+"""`ragspec evaluate`: how good answers are, and how two runs differ."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ragspec.cli.options import Debug, set_debug
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ragspec.quality.evaluate import Evaluation
+
+
+def evaluate(
+    answers: Annotated[str, typer.Argument(metavar="ANSWERS", help="Output of a run.")],
+    references: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Records with `reference`, by id. By default the answers' own metadata has them."
+        ),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="ANSWERS", help="Output of another run over the same records.")
+    ] = None,
+    refusal: Annotated[
+        str | None, typer.Option(metavar="REGEX", help="What a refusal says. By default common English phrases.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Score answers against references, and against another run's answers."""
+    import sys
+
+    import orjson
+
+    from ragspec.cli.console import stderr
+    from ragspec.cli.options import quiet_pipe
+    from ragspec.cli.tables import print_notes
+    from ragspec.quality.evaluate import evaluate as score
+    from ragspec.quality.graded import REFUSAL
+
+    set_debug(debug)
+    found = score(answers, references=references, against=against, refusal=refusal or REFUSAL)
+    console = stderr()
+    print_notes(console, found.notes)
+    _print(console, found)
+    with quiet_pipe():
+        sys.stdout.write(orjson.dumps(found.to_json(), option=orjson.OPT_INDENT_2).decode() + "\n")
+
+
+def _print(console: Console, found: Evaluation) -> None:
+    """Print the scores as a table."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("score", "mean (95%)", "records", *(["difference (95%)"] if found.other else [])):
+        table.add_column(column, justify="left" if column == "score" else "right")
+    for name, one in found.scores.items():
+        cells = [name, one.told(), f"{one.count:,}"]
+        if found.other and name in found.differences:
+            cells.append(found.differences[name].told(sign=True))
+        table.add_row(*cells)
+    console.print(table)
+    if found.speed is not None:
+        console.print(f"{found.speed:.2f}x of the other run's tokens/s, by the statistics beside them", markup=False)

@@ -1,0 +1,1 @@
+"""How good answers are: against references, between two runs, with intervals."""

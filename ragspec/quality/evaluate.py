@@ -1,0 +1,154 @@
+"""`ragspec evaluate`: the means of every score over a run's answers, and their differences from another run's.
+
+    >>> found = evaluate("out/answers.jsonl", against="out/others.jsonl")
+    >>> found.scores["f1"].told(), found.differences["f1"].told(sign=True)
+    ('41.3 (38.2 to 44.0)', '-0.4 (-1.9 to +1.0)')
+
+exact_match, f1, rougeL, refusals and the citation scores are per cent; output_tokens are tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ragspec.config.places import OutputConfig
+from ragspec.errors import ConfigError
+from ragspec.outputs.target import target_of
+from ragspec.quality import citations
+from ragspec.quality.bootstrap import Estimate, estimate
+from ragspec.quality.graded import NAMED, REFUSAL, Answers, Graded, read_graded
+from ragspec.quality.metrics import exact_match, f1, has_rouge, rouge_l
+
+Score = Callable[[Graded], float | None]  # None: the record does not have it
+
+
+def _referenced(score: Callable[[str, tuple[str, ...]], float]) -> Score:
+    return lambda one: 100 * score(one.text, one.references) if one.references else None
+
+
+def _cited(score: Callable[[set[str], set[str]], float]) -> Score:
+    """An answer that is to cite and does not has found nothing."""
+    return lambda one: 100 * score(one.cited or set(), one.gold) if one.gold else None
+
+
+SCORES: dict[str, Score] = {
+    "exact_match": _referenced(exact_match),
+    "f1": _referenced(f1),
+    "rougeL": _referenced(rouge_l),
+    "refusals": lambda one: 100.0 * one.refuses,
+    "output_tokens": lambda one: one.output_tokens,
+    "citation_precision": _cited(citations.precision),
+    "citation_recall": _cited(citations.recall),
+}
+CITING = ("citation_precision", "citation_recall")
+
+Scores = dict[str, dict[str, float]]  # by name, then by record
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """What was found. differences: from the other run, where there is one. speed: over the other's, where both say."""
+
+    answers: str
+    records: int
+    failed: int
+    scores: dict[str, Estimate]
+    other: str | None = None
+    pairs: int = 0
+    differences: dict[str, Estimate] = field(default_factory=dict)
+    speed: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that the command prints."""
+        found: dict[str, Any] = {
+            "answers": self.answers,
+            "records": self.records,
+            "failed": self.failed,
+            "scores": {name: one.to_json() for name, one in self.scores.items()},
+        }
+        if self.other is not None:
+            differences = {name: one.to_json() for name, one in self.differences.items()}
+            found["against"] = {"answers": self.other, "pairs": self.pairs, "differences": differences}
+            found["against"]["speed"] = None if self.speed is None else round(self.speed, 4)
+        return found | {"notes": self.notes}
+
+
+def evaluate(
+    answers: str, *, references: str | None = None, against: str | None = None, refusal: str = REFUSAL
+) -> Evaluation:
+    """Return the scores of a run's answers. against: another run's over the same records. Raises ConfigError."""
+    own = read_graded(answers, references, refusal)
+    scores = scores_of(own)
+    found = Evaluation(answers, len(own.graded), len(own.failed), means(scores), notes=_notes(own))
+    if against is not None:
+        other = read_graded(against, references, refusal)
+        found.other, found.pairs = against, len(own.graded.keys() & other.graded.keys())
+        if not found.pairs:
+            raise ConfigError(f"--against {against}: no record of it is in {answers}")
+        if left := len(own.graded.keys() ^ other.graded.keys()):
+            found.notes.append(f"{left} records are in one of the runs only, and not compared")
+        found.differences = differences(scores, scores_of(other))
+        speeds = [_speed(path) for path in (answers, against)]
+        found.speed = speeds[0] / speeds[1] if speeds[0] and speeds[1] else None
+    return found
+
+
+def _notes(answers: Answers) -> list[str]:
+    """Return what could not be scored."""
+    notes = []
+    if answers.unusable:
+        notes.append(f"{len(answers.unusable)} records have unusable references ({_some(answers.unusable)})")
+    if answers.without:
+        notes.append(
+            f"{len(answers.without)} of {len(answers.graded)} answers have no reference, and are not scored "
+            f"against one ({_some(answers.without)})"
+        )
+    if answers.failed:
+        notes.append(f"{len(answers.failed)} records failed, and are not scored ({_some(answers.failed)})")
+    if not has_rouge():
+        notes.append('rougeL needs rouge-score: pip install "ragspec[quality]"')
+    return notes
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
+
+
+def _speed(path: str) -> float | None:
+    """Return the tokens per second that the statistics beside an output tell."""
+    target = target_of(OutputConfig(path=path)) if Path(path).is_file() else None
+    value = target.statistics.read().get("tokens_per_s") if target is not None else None
+    return value if isinstance(value, float) else None
+
+
+def scores_of(answers: Answers) -> Scores:
+    """Return every score of every record that has it. Those of citations are left out where no answer cites."""
+    cites = any(one.cited is not None for one in answers.graded.values())
+    found: Scores = {}
+    for name, score in SCORES.items():
+        if (name == "rougeL" and not has_rouge()) or (name in CITING and not cites):
+            continue
+        values = {key: value for key, one in answers.graded.items() if (value := score(one)) is not None}
+        if values:
+            found[name] = values
+    return found
+
+
+def means(scores: Scores) -> dict[str, Estimate]:
+    """Return the mean of each score."""
+    found = {name: estimate(list(values.values())) for name, values in scores.items()}
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def differences(scores: Scores, others: Scores) -> dict[str, Estimate]:
+    """Return by how much each score is above the other run's, over the records that both have."""
+    found = {}
+    for name, values in scores.items():
+        other = others.get(name, {})
+        if one := estimate([values[key] - other[key] for key in values if key in other]):
+            found[name] = one
+    return found

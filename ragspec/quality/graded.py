@@ -1,0 +1,137 @@
+"""Answers with what they are to be measured by, read from an output and, where given, a file of references."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ragspec.config.places import InputConfig
+from ragspec.errors import ConfigError
+from ragspec.inputs.opening import open_source
+from ragspec.quality.citations import cited, numbered
+
+REFERENCES = ("reference", "references", "answers")
+GOLD = ("gold_ids", "gold_doc_ids")
+NAMED = 5  # ids in a message
+# the ways in which instruction-tuned models say that they have no answer, in English
+REFUSAL = (
+    r"\b(I (do not|don't) know|I('m| am) (not sure|unable|sorry)|(cannot|can't|could not|couldn't) (be )?"
+    r"(answer|determine|find)|(does not|do not|doesn't|don't) (mention|contain|provide|specify|state|say)|"
+    r"not (mentioned|specified|provided|stated) in|no (information|answer)|not enough information|unanswerable)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """One answer. cited: ids of passages, None if it cites none and is not of a form that does. gold: ids to cite."""
+
+    id: str
+    text: str
+    references: tuple[str, ...]
+    refuses: bool
+    output_tokens: int | None = None
+    cited: set[str] | None = None
+    gold: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Answers:
+    """A run's answers by record. failed: ids of error lines. unusable: what is no reference, with where."""
+
+    graded: dict[str, Graded] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+    without: list[str] = field(default_factory=list)
+    unusable: list[str] = field(default_factory=list)
+
+
+def read_graded(path: str, references: str | None = None, refusal: str = REFUSAL) -> Answers:
+    """Return the answers of an output. references: a file of records that has them; else the lines' metadata has.
+
+    refusal: a regular expression. Raises ConfigError for a file that cannot be read, or is no output.
+    """
+    given = dict(_references(references)) if references else None
+    try:
+        pattern = re.compile(refusal, re.IGNORECASE)
+    except re.error as error:
+        raise ConfigError(f"--refusal: not a regular expression: {error}") from None
+    answers = Answers()
+    for line in _lines(path):
+        name, text = _named(line), _text(line)
+        if name is None or (text is None and "error" not in line):
+            raise ConfigError(f"{path}: not an output of ragspec: its lines need id and output")
+        if text is None:
+            answers.failed.append(name)
+            continue
+        source = (line.get("metadata") or {}) if given is None else given.get(name, {})
+        found, problem = references_of(source)
+        if problem:
+            answers.unusable.append(f"{name}: {problem}")
+        if not found:
+            answers.without.append(name)
+        answers.graded[name] = _graded(name, text, line, found, source, pattern)
+    if not answers.graded and not answers.failed:
+        raise ConfigError(f"{path}: contains no answers")
+    return answers
+
+
+def references_of(source: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
+    """Return a record's references, and why they cannot be used if they cannot."""
+    key = next((key for key in REFERENCES if source.get(key) is not None), None)
+    if key is None:
+        return (), ""
+    value = source[key]
+    texts = value if isinstance(value, list) else [value]
+    if not all(isinstance(text, str | int | float) and not isinstance(text, bool) for text in texts):
+        return (), f'"{key}" must be a text or a list of texts'
+    return tuple(str(text) for text in texts), ""
+
+
+def _graded(
+    name: str, text: str, line: Any, references: tuple[str, ...], source: Mapping[str, Any], refusal: re.Pattern[str]
+) -> Graded:
+    contexts = [str(each) for each in line.get("contexts") or []]
+    gold = next((source[key] for key in GOLD if isinstance(source.get(key), list)), None)
+    told = {name for reference in references for name in numbered(reference, contexts)}
+    wanted = told if gold is None else set(map(str, gold))
+    return Graded(
+        name,
+        text,
+        references,
+        refusal.search(text) is not None,
+        line.get("output_tokens"),
+        cited(text, line.get("parsed"), contexts),
+        wanted,
+    )
+
+
+def _references(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, row in enumerate(_lines(path), 1):
+        metadata = row.get("metadata")
+        yield _named(row) or str(number), {**(metadata if isinstance(metadata, dict) else {}), **row}
+
+
+def _lines(path: str) -> Iterator[dict[str, Any]]:
+    with open_source(InputConfig(path=[path])) as source:
+        for row in source:
+            if not isinstance(row.value, dict):
+                raise ConfigError(f"{source.where(row.number)}: not a JSON object")
+            yield row.value
+
+
+def _named(line: Mapping[str, Any]) -> str | None:
+    name = line.get("id", line.get("custom_id")) if "custom_id" not in line else line["custom_id"]
+    return None if name is None else str(name)
+
+
+def _text(line: Mapping[str, Any]) -> str | None:
+    """Return a line's answer, in either form; None if it has none."""
+    if isinstance(line.get("output"), str):
+        return str(line["output"])
+    try:
+        choice = line["response"]["body"]["choices"][0]
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
+    except (KeyError, TypeError, IndexError):
+        return None
+    return text if isinstance(text, str) else None

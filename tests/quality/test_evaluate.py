@@ -1,0 +1,98 @@
+"""`ragspec evaluate` on files: references here and there, two runs, and what cannot be scored."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from ragspec.cli import app
+from ragspec.errors import ConfigError
+from ragspec.quality.evaluate import evaluate
+from tests.conftest import write_jsonl
+
+REFERENCES = ["Ann Smith", ["1911", "in 1911"], "salt", "nobody"]
+
+
+def lines(texts, **more):
+    return [
+        {"id": f"q{i}", "output": text, "output_tokens": len(text), "contexts": ["d1", "d2"], "metadata": metadata}
+        for i, (text, metadata) in enumerate(zip(texts, more.pop("metadata"), strict=True))
+    ]
+
+
+def referred(texts, references=REFERENCES, **more):
+    return lines(texts, metadata=[{"reference": reference, **more} for reference in references])
+
+
+def test_a_run_is_scored_and_compared_with_another(tmp_path):
+    one = write_jsonl(tmp_path / "one.jsonl", referred(["Ann Smith", "in 1911", "I don't know.", "somebody"]))
+    two = write_jsonl(tmp_path / "two.jsonl", referred(["Ann", "1911", "salt", "nobody"])[:3])
+    (tmp_path / "one.stats.json").write_text('{"tokens_per_s": 30.0}')
+    (tmp_path / "two.stats.json").write_text('{"tokens_per_s": 20.0}')
+    found = evaluate(one, against=two)
+    assert found.scores["exact_match"].mean == 50.0
+    assert found.scores["f1"].mean == 50.0
+    assert found.scores["refusals"].mean == 25.0
+    assert found.pairs == 3
+    assert found.differences["exact_match"].mean == pytest.approx(100 * (1 + 0 - 1) / 3)
+    assert found.differences["f1"].mean == pytest.approx(100 * ((1 - 2 / 3) + 0 - 1) / 3)
+    assert found.differences["f1"].low < found.differences["f1"].mean < found.differences["f1"].high
+    assert found.speed == 1.5
+    assert any("1 records are in one of the runs only" in note for note in found.notes)
+
+
+def test_citations_are_scored_where_answers_cite(tmp_path):
+    texts = ["Ann Smith [1]", "1911 [1, 2]", "salt", "nobody [2]"]
+    found = evaluate(write_jsonl(tmp_path / "out.jsonl", referred(texts, gold_doc_ids=["d1"])))
+    assert found.scores["citation_recall"].mean == 50.0
+    assert found.scores["citation_precision"].mean == pytest.approx((100 + 50 + 0 + 0) / 4)
+    plain = evaluate(write_jsonl(tmp_path / "plain.jsonl", referred(["a", "b", "c", "d"], gold_doc_ids=["d1"])))
+    assert "citation_recall" not in plain.scores
+
+
+def test_references_come_from_a_file_too(tmp_path):
+    answers = write_jsonl(tmp_path / "out.jsonl", lines(["salt", "x"], metadata=[{}, {}]))
+    given = write_jsonl(tmp_path / "in.jsonl", [{"id": "q0", "query": "?", "reference": "salt"}, {"query": "no id"}])
+    found = evaluate(answers, references=given)
+    assert (found.scores["f1"].mean, found.scores["f1"].count) == (100.0, 1)
+    assert any("1 of 2 answers have no reference" in note and "q1" in note for note in found.notes)
+
+
+def test_what_cannot_be_scored_is_counted_and_named(tmp_path):
+    answers = referred(["a", "b", "c", "d"], [{"not": "a text"}, None, "c", 5])
+    answers.append({"id": "q9", "error": {"type": "RecordError", "message": "no"}})
+    found = evaluate(write_jsonl(tmp_path / "out.jsonl", answers))
+    assert (found.records, found.failed, found.scores["f1"].count) == (4, 1, 2)
+    notes = " | ".join(found.notes)
+    assert "1 records have unusable references (q0:" in notes
+    assert "2 of 4 answers have no reference" in notes
+    assert "1 records failed, and are not scored (q9)" in notes
+
+
+def test_lines_of_openais_form_are_answers_too(tmp_path):
+    body = {"choices": [{"message": {"content": "salt"}}]}
+    answers = write_jsonl(tmp_path / "out.jsonl", [{"custom_id": "q0", "response": {"body": body}, "error": None}])
+    given = write_jsonl(tmp_path / "in.jsonl", [{"id": "q0", "query": "?", "reference": "salt"}])
+    assert evaluate(answers, references=given).scores["exact_match"].mean == 100.0
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [('{"id": "q1", "query": "a record"}\n', "not an output"), ("", "no answers"), ("[1]\n", "not a JSON object")],
+)
+def test_what_is_no_output_is_said_in_one_line(tmp_path, content, said):
+    path = tmp_path / "out.jsonl"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=said):
+        evaluate(str(path))
+
+
+def test_the_command_prints_one_object(tmp_path):
+    answers = write_jsonl(tmp_path / "out.jsonl", referred(["Ann Smith", "1911", "salt", "x"]))
+    done = CliRunner().invoke(app, ["evaluate", answers, "--against", answers, "--refusal", "^x$"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["scores"]["exact_match"]["mean"] == 75.0
+    assert found["scores"]["refusals"]["mean"] == 25.0
+    assert found["against"]["differences"]["f1"] == {"mean": 0.0, "low": 0.0, "high": 0.0, "count": 4}
+    assert CliRunner().invoke(app, ["evaluate", answers, "--refusal", "("]).exit_code != 0
