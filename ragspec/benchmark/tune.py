@@ -1,16 +1,18 @@
 """`ragspec tune`: times candidates on a sample of the user's own input, and writes the config of the winner.
 
 Passes alternate until the budget is spent; what is clearly behind after a round is not timed again. Speculation has to
-beat plain decoding in every pair of passes, and by a margin, or plain decoding wins. Limit: only the config's own batch
-size is tried.
+beat plain decoding in every pair of passes, and by a margin, or plain decoding wins. What may change answers is tried
+beside the winner where that is asked for (frontier.py). Limit: only the config's own batch size is tried.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import time
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,13 +20,19 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from ragspec.benchmark.frontier import TRIES, allowed, frontier, points, variants
+from ragspec.benchmark.grading import graded
 from ragspec.benchmark.plan import Candidate, make_plan
 from ragspec.benchmark.process import Worker, open_worker
 from ragspec.config.run import RunConfig
 from ragspec.config.secret import by_name
-from ragspec.errors import ConfigError
+from ragspec.errors import ConfigError, RecordError, did_you_mean
 from ragspec.host.machine import machine
+from ragspec.inputs.opening import open_source
+from ragspec.inputs.record import parse_record
 from ragspec.outputs.private import write_private
+from ragspec.quality.graded import references_of
+from ragspec.records import Record
 from ragspec.run.choice import settle
 from ragspec.speculation.methods import FAKE, PLAIN, model_free
 
@@ -42,8 +50,29 @@ class Tuned:
     evidence: list[str]
 
 
-def tune(config: RunConfig, folder: Path, *, budget_s: float, limit: int, console: Console) -> Tuned:
-    """Time candidates within about `budget_s` seconds, loading included. Raises ConfigError and ModelError."""
+def tune(
+    config: RunConfig,
+    folder: Path,
+    *,
+    budget_s: float,
+    limit: int,
+    console: Console,
+    tries: Sequence[str] = (),
+    max_loss: float | None = None,
+) -> Tuned:
+    """Time candidates within about `budget_s` seconds, loading included. Raises ConfigError and ModelError.
+
+    tries: what may change answers (frontier.TRIES), timed beside the winner for as long again. max_loss: points of F1
+    that the choice may lose by it; None for none of it.
+    """
+    _check_tries(tries, config, limit)
+    tuned = _lossless(config, folder, budget_s=budget_s, limit=limit, console=console)
+    if not tries:
+        return tuned
+    return _beside(tuned, tries, max_loss, folder, budget_s=budget_s, limit=limit, console=console)
+
+
+def _lossless(config: RunConfig, folder: Path, *, budget_s: float, limit: int, console: Console) -> Tuned:
     deadline = time.monotonic() + budget_s
     plan = candidates(config)
     if len(plan) < 2:
@@ -66,6 +95,63 @@ def tune(config: RunConfig, folder: Path, *, budget_s: float, limit: int, consol
             took = time.monotonic() - started
             alive = _promising(alive, speeds)
     return choose([candidate for candidate in plan if speeds[candidate.name]], speeds)
+
+
+def _check_tries(tries: Sequence[str], config: RunConfig, limit: int) -> None:
+    """Raise ConfigError for what is not known, or where quality could not be told."""
+    for word in tries:
+        if word not in TRIES:
+            raise ConfigError(f'--try: "{word}" is not known{did_you_mean(word, TRIES)}')
+    if tries and not any(references_of(record.metadata)[0] for record in _records(config, limit)):
+        raise ConfigError("--try changes answers: the records need a `reference`, so that their quality can be told")
+
+
+def _records(config: RunConfig, limit: int) -> list[Record]:
+    """Return the first records of the input; rows that are none are left out."""
+    if config.input is None or config.input.is_stdin:
+        raise ConfigError("input: tuning reads its input several times; give a file with --input")
+    records = []
+    with open_source(config.input) as source:
+        for row in islice(source, limit):
+            with suppress(RecordError):
+                records.append(parse_record(row.value, row.number, config.prompt.source))
+    return records
+
+
+def _beside(
+    tuned: Tuned,
+    tries: Sequence[str],
+    max_loss: float | None,
+    folder: Path,
+    *,
+    budget_s: float,
+    limit: int,
+    console: Console,
+) -> Tuned:
+    """Time what may change answers beside the winner, and choose it only within `max_loss`."""
+    config = tuned.winner.config
+    own = max((len(record.contexts) for record in _records(config, limit)), default=0)
+    passages = max(own, config.retrieval.top_k if config.retrieval else 0)
+    plan = [tuned.winner, *variants(tuned.winner, tries, passages, on_gpu=bool(machine()["gpus"]))]
+    if len(plan) == 1:
+        return Tuned(tuned.winner, [*tuned.evidence, f"nothing to try of {', '.join(tries)}"])
+    deadline = time.monotonic() + budget_s
+    speeds: Speeds = {candidate.name: [] for candidate in plan}
+    with ExitStack() as stack:
+        workers = [stack.enter_context(open_worker(candidate, folder, limit, console)) for candidate in plan]
+        number, took = 0, 0.0
+        while not number or time.monotonic() + took <= deadline:
+            number += 1
+            started = time.monotonic()
+            _time_round(workers, number, speeds, console)
+            took = time.monotonic() - started
+        answers = {worker.candidate.name: worker.answers for worker in workers}
+    others = plan[1:]
+    quality = graded(answers, {candidate.name: tuned.winner.name for candidate in others})
+    found = points(tuned.winner, others, speeds, quality)
+    best = frontier(found)
+    evidence = [point.told(best=point in best) for point in found]
+    return Tuned(allowed(found, max_loss).candidate, [*tuned.evidence, *evidence])
 
 
 def _time_round(workers: list[Worker], number: int, speeds: Speeds, console: Console) -> None:

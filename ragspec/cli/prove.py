@@ -49,6 +49,19 @@ def tune(
     max_new_tokens: MaxNewTokens = None,
     limit: Annotated[int, typer.Option(min=1, metavar="N", help="Read only the first N records.")] = 32,
     budget: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Roughly how long to spend.")] = 300,
+    tries: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--try",
+            metavar="WHAT",
+            help="Also time what may change answers: order, passages, dtype, quantization; repeatable. "
+            "Records need references.",
+        ),
+    ] = None,
+    max_loss: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="POINTS", help="Choose of these what loses no more F1 than this, surely."),
+    ] = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
@@ -60,7 +73,15 @@ def tune(
     set_debug(debug)
     run_config, console = load(config, override, input, max_new_tokens)
     with TemporaryDirectory() as folder:
-        tuned = tuning.tune(run_config, Path(folder), budget_s=budget, limit=limit, console=console)
+        tuned = tuning.tune(
+            run_config,
+            Path(folder),
+            budget_s=budget,
+            limit=limit,
+            console=console,
+            tries=tries or (),
+            max_loss=max_loss,
+        )
     tuning.write_config(tuned, output, f"the first {limit} records of {run_config.input}")
     for line in tuned.evidence:
         console.print(line, markup=False)

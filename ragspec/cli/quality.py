@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ragspec.cli.options import Debug, set_debug
+from ragspec.cli.options import Debug, Set, overrides, set_debug
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +28,11 @@ def evaluate(
     refusal: Annotated[
         str | None, typer.Option(metavar="REGEX", help="What a refusal says. By default common English phrases.")
     ] = None,
+    judge: Annotated[
+        str | None,
+        typer.Option(metavar="CONFIG", help="Config of a model that judges answers too; needs --references."),
+    ] = None,
+    override: Set = None,
     debug: Debug = False,
 ) -> None:
     """Score answers against references, and against another run's answers."""
@@ -42,7 +47,12 @@ def evaluate(
     from ragspec.quality.graded import REFUSAL
 
     set_debug(debug)
-    found = score(answers, references=references, against=against, refusal=refusal or REFUSAL)
+    config = None
+    if judge is not None:
+        from ragspec.config.load import load_config
+
+        config, _ = load_config(judge, overrides(override))
+    found = score(answers, references=references, against=against, refusal=refusal or REFUSAL, judge=config)
     console = stderr()
     print_notes(console, found.notes)
     _print(console, found)
@@ -63,5 +73,7 @@ def _print(console: Console, found: Evaluation) -> None:
             cells.append(found.differences[name].told(sign=True))
         table.add_row(*cells)
     console.print(table)
+    if found.agreement is not None:
+        console.print(f"judge and F1 agree on {found.agreement.told()}% of the answers", markup=False)
     if found.speed is not None:
         console.print(f"{found.speed:.2f}x of the other run's tokens/s, by the statistics beside them", markup=False)

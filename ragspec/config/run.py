@@ -26,7 +26,7 @@ CHOICES = (HF, VLLM)  # of runner: auto
 SAME_ARGS = {"batch_size", "lookahead", "revision", "trust_remote_code"}  # that mean the same to both
 LATER = {  # keys that came after the first outputs
     "sampling": ("presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "n"),
-    "prompt": ("order", "keep_first", "show_ranks", "order_window"),
+    "prompt": ("max_passages", "order", "keep_first", "show_ranks", "order_window"),
 }
 SEARCH_KEYS = ("top_k", "mode", "candidates", "reranker_model", "order")
 

@@ -62,11 +62,13 @@ class PromptConfig(Section):
     [below](#records-are-text)."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     """Longest prompt, in tokens. The model's context length less `max_new_tokens` always applies."""
+    max_passages: Annotated[int, Field(ge=1)] | None = None
+    """Most passages of a prompt; the least relevant ones are dropped."""
     order: Literal["rank", "canonical", "shared"] = "rank"
     """Order of a record's passages: as they come (`rank`), the same for all records (`canonical`), or that by which all
     records together compute fewest tokens (`shared`); see [prompts](prompts.md#the-order-of-passages)."""
     keep_first: Annotated[int, Field(ge=0)] = 0
-    """`order: shared`: leave this many of a record's best passages where they are, before the others."""
+    """`order: shared`: leave this many of a record's first passages where they are, before the others."""
     show_ranks: bool = False
     """Say in the prompt which passages are most relevant: `best_first` in the template, a line in the default ones."""
     order_window: Annotated[int, Field(ge=2)] = 4096

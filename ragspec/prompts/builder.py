@@ -63,11 +63,11 @@ class PromptBuilder:
             if len(ids) > limit:
                 raise RecordError(f"the prompt has {len(ids)} tokens, {why}; shorten it or lower max_new_tokens")
             return Prompt(ids, ())
-        order = self._order(record)
-        contexts = tuple(record.contexts[i] for i in order)
+        ranked, most = rank(record.contexts), self._config.max_passages or len(record.contexts)
+        contexts = _keep(record.contexts, self._order(record), ranked[:most])
         ids = self._encode(record, contexts)
         if len(ids) <= limit:
-            return Prompt(ids, contexts)
+            return Prompt(ids, contexts, tuple(record.contexts[i] for i in ranked[most:]))
         return self._fit(record, limit, why)
 
     def _order(self, record: Record) -> Sequence[int]:
@@ -79,7 +79,8 @@ class PromptBuilder:
     def _fit(self, record: Record, limit: int, why: str) -> Prompt:
         """Keep as many of the highest-ranked passages as fit (their number found by bisection)."""
         ranked, order = rank(record.contexts), self._order(record)
-        best, low, high = self._encode(record, ()), 0, len(ranked) - 1
+        most = min(len(ranked), self._config.max_passages or len(ranked))
+        best, low, high = self._encode(record, ()), 0, most - 1
         if len(best) > limit:
             raise RecordError(f"the prompt has {len(best)} tokens even without its contexts, {why}")
         while low < high:

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from ragspec.config.places import OutputConfig
+from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError
 from ragspec.outputs.target import target_of
 from ragspec.quality import citations
 from ragspec.quality.bootstrap import Estimate, estimate
-from ragspec.quality.graded import NAMED, REFUSAL, Answers, Graded, read_graded
+from ragspec.quality.graded import NAMED, REFUSAL, Answers, Graded, read_graded, read_questions
+from ragspec.quality.judge import RIGHT, verdicts
 from ragspec.quality.metrics import exact_match, f1, has_rouge, rouge_l
 
 Score = Callable[[Graded], float | None]  # None: the record does not have it
@@ -43,6 +45,7 @@ SCORES: dict[str, Score] = {
     "citation_precision": _cited(citations.precision),
     "citation_recall": _cited(citations.recall),
 }
+JUDGED = "judged_right"  # per cent, where there is a judge
 CITING = ("citation_precision", "citation_recall")
 
 Scores = dict[str, dict[str, float]]  # by name, then by record
@@ -50,7 +53,10 @@ Scores = dict[str, dict[str, float]]  # by name, then by record
 
 @dataclass(slots=True)
 class Evaluation:
-    """What was found. differences: from the other run, where there is one. speed: over the other's, where both say."""
+    """What was found. differences: from the other run, where there is one. speed: over the other's, where both say.
+
+    agreement: how often a judge and F1 say the same, in per cent; None without a judge.
+    """
 
     answers: str
     records: int
@@ -60,6 +66,7 @@ class Evaluation:
     pairs: int = 0
     differences: dict[str, Estimate] = field(default_factory=dict)
     speed: float | None = None
+    agreement: Estimate | None = None
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -70,6 +77,8 @@ class Evaluation:
             "failed": self.failed,
             "scores": {name: one.to_json() for name, one in self.scores.items()},
         }
+        if self.agreement is not None:
+            found["judge"] = {"agreement_with_f1": self.agreement.to_json()}
         if self.other is not None:
             differences = {name: one.to_json() for name, one in self.differences.items()}
             found["against"] = {"answers": self.other, "pairs": self.pairs, "differences": differences}
@@ -78,12 +87,30 @@ class Evaluation:
 
 
 def evaluate(
-    answers: str, *, references: str | None = None, against: str | None = None, refusal: str = REFUSAL
+    answers: str,
+    *,
+    references: str | None = None,
+    against: str | None = None,
+    refusal: str = REFUSAL,
+    judge: RunConfig | None = None,
 ) -> Evaluation:
-    """Return the scores of a run's answers. against: another run's over the same records. Raises ConfigError."""
+    """Return the scores of a run's answers. against: another run's over the same records.
+
+    judge: the config of a model that judges answers too; `references` then has the questions. Raises ConfigError and
+    ModelError.
+    """
+    if judge is not None and references is None:
+        raise ConfigError("--judge needs the questions: give the records with --references")
     own = read_graded(answers, references, refusal)
     scores = scores_of(own)
+    questions = read_questions(references) if judge is not None and references is not None else {}
+    if judge is not None:
+        scores |= _judged(judge, own, questions)
     found = Evaluation(answers, len(own.graded), len(own.failed), means(scores), notes=_notes(own))
+    if judge is not None:
+        found.agreement = _agreement(scores)
+        if missing := sum(bool(one.references) for one in own.graded.values()) - len(scores.get(JUDGED, {})):
+            found.notes.append(f"the judge has no verdict on {missing} answers")
     if against is not None:
         other = read_graded(against, references, refusal)
         found.other, found.pairs = against, len(own.graded.keys() & other.graded.keys())
@@ -91,10 +118,26 @@ def evaluate(
             raise ConfigError(f"--against {against}: no record of it is in {answers}")
         if left := len(own.graded.keys() ^ other.graded.keys()):
             found.notes.append(f"{left} records are in one of the runs only, and not compared")
-        found.differences = differences(scores, scores_of(other))
+        others = scores_of(other)
+        if judge is not None:
+            others |= _judged(judge, other, questions)
+        found.differences = differences(scores, others)
         speeds = [_speed(path) for path in (answers, against)]
         found.speed = speeds[0] / speeds[1] if speeds[0] and speeds[1] else None
     return found
+
+
+def _judged(judge: RunConfig, answers: Answers, questions: dict[str, str]) -> Scores:
+    found = verdicts(judge, answers.graded, questions)
+    return {JUDGED: {name: 100.0 * right for name, right in found.items()}} if found else {}
+
+
+def _agreement(scores: Scores) -> Estimate | None:
+    """Return how often the judge finds an answer right whose F1 is high, and wrong whose F1 is low."""
+    judged, by_words = scores.get(JUDGED, {}), scores.get("f1", {})
+    return estimate(
+        [100.0 * ((judged[name] > 0) == (by_words[name] >= 100 * RIGHT)) for name in judged if name in by_words]
+    )
 
 
 def _notes(answers: Answers) -> list[str]:

@@ -76,6 +76,12 @@ def read_graded(path: str, references: str | None = None, refusal: str = REFUSAL
     return answers
 
 
+def read_questions(path: str) -> dict[str, str]:
+    """Return the questions of records by id."""
+    found = ((name, row.get("query", row.get("question"))) for name, row in _references(path))
+    return {name: question for name, question in found if isinstance(question, str)}
+
+
 def references_of(source: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
     """Return a record's references, and why they cannot be used if they cannot."""
     key = next((key for key in REFERENCES if source.get(key) is not None), None)

@@ -13,8 +13,9 @@ from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.files import size_of
 from ragspec.inputs.opening import open_source
 from ragspec.inputs.record import parse_record
+from ragspec.inputs.storage import is_url
 from ragspec.prompts.builder import canonical
-from ragspec.prompts.numbered import Numbered
+from ragspec.prompts.numbered import Numbered, kept_places
 from ragspec.prompts.sharing import computed, shared_order
 from ragspec.records import Record
 from ragspec.run.doctor import Finding
@@ -42,11 +43,12 @@ def examine_passages(config: RunConfig) -> Iterator[Finding]:
     """Yield how much of the passages a run computes in each order, from the first rows; nothing where none come."""
     records = _first_records(config)
     passages = Numbered()
-    numbers = [passages.of(record) for record in records]
+    most = config.prompt.max_passages
+    numbers = [passages.of(record, most) for record in records]
     plan = shared_order(numbers, passages.weights, config.prompt.keep_first)
     if not plan.total:
         return
-    alike = [[own[i] for i in canonical(record.contexts)] for record, own in zip(records, numbers, strict=True)]
+    alike = [_alike(record, own) for record, own in zip(records, numbers, strict=True)]
     shares = {"rank": plan.by_rank, "canonical": computed(alike, passages.weights), "shared": plan.computed}
     told = ", ".join(f"{name} {cost / plan.total:.0%}" for name, cost in shares.items())
     yield Finding(
@@ -54,10 +56,18 @@ def examine_passages(config: RunConfig) -> Iterator[Finding]:
     )
 
 
+def _alike(record: Record, numbers: list[int]) -> list[int]:
+    """Return a record's passages in canonical order."""
+    kept = dict(zip(kept_places(record, len(numbers)), numbers, strict=True))
+    return [kept[place] for place in canonical(record.contexts) if place in kept]
+
+
 def _first_records(config: RunConfig) -> list[Record]:
-    """Return the records of the first window; none of a pipe, or where they cannot be read."""
+    """Return the records of the first window; none of a pipe, from elsewhere, or where they cannot be read."""
     given = config.input
-    if given is None or given.is_stdin or any(map(_is_pipe, given.path)):
+    if given is None or given.is_stdin or given.format == "dataset" or any(map(is_url, given.path)):
+        return []
+    if any(map(_is_pipe, given.path)):
         return []
     records = []
     try:

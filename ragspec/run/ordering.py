@@ -2,7 +2,7 @@
 
 A window is so many rows of the input, whichever of them have answers already and however many are asked for: a record's
 prompt is the same in a resumed run, on any number of workers, and with any --limit. A window without anything to answer
-is passed over. Limit: from a stream, --limit ends the window too; an input that grows changes its last window.
+is passed over. Limit: from a pipe, --limit ends the window too; an input that grows changes its last window.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from ragspec.inputs.base import Row, Source
-from ragspec.inputs.feed import Feed, Spread
+from ragspec.inputs.feed import Feed, Pollable, Spread
 from ragspec.prompts.numbered import Numbered
 from ragspec.prompts.sharing import Plan, shared_order
 from ragspec.retrieval.stage import Stage
@@ -90,7 +90,8 @@ class Shared:
         self._intake = intake
         self._say = say
         self._limit = limit
-        self._rows: Feed[Row] = Feed(source, _rows_read(source, limit, config.order_window))
+        rows = iter(source)
+        self._rows: Feed[Row] = Feed(rows, _rows_read(limit, config.order_window, isinstance(rows, Pollable)))
         self._numbers = count(1)
         self._read: list[Noted] = []  # of the window that is being read
         self._filled: list[Noted] = []  # of it, those with contexts
@@ -142,7 +143,7 @@ class Shared:
     def _ordered(self, window: list[Noted]) -> list[Asked]:
         """Return what a window asks for, those records together that begin alike."""
         passages = Numbered()
-        records = [passages.of(noted.asked.record) for noted in window]
+        records = [passages.of(noted.asked.record, self._config.max_passages) for noted in window]
         plan = shared_order(records, passages.weights, self._config.keep_first)
         self._tally.add(plan)
         if not self._ratio and self._tally.total:
@@ -161,9 +162,9 @@ class Shared:
         )
 
 
-def _rows_read(source: Source, limit: int | None, window: int) -> int | None:
-    """Return how many rows are read for `limit` answers: whole windows; of a stream no more than are answered."""
-    return limit if limit is None or source.count() is None else -(-limit // window) * window
+def _rows_read(limit: int | None, window: int, keeps_waiting: bool) -> int | None:
+    """Return how many rows are read for `limit` answers: whole windows; of a pipe no more than are answered."""
+    return limit if limit is None or keeps_waiting else -(-limit // window) * window
 
 
 def _arranged(asked: Asked, passages: Numbered, own: list[int], order: list[int]) -> Asked:

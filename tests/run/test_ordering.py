@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import re
 import sys
 
 import pytest
@@ -171,3 +172,25 @@ def test_the_least_relevant_passages_are_dropped_whatever_the_order(tmp_path):
     ranked, _ = run(tmp_path, source, "ranked", order="rank", max_prompt_tokens=160)
     assert {key: set(own) for key, own in kept.items()} == {key: set(own) for key, own in ranked.items()}
     assert any(len(own) < 3 for own in kept.values())
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_the_engine_computes_what_was_planned(tmp_path, tiny, batch_size):
+    """Passages that stand alike are computed once, by a real model."""
+    source, cached = write_jsonl(tmp_path / "in.jsonl", records(24, seed=5)), {}
+    for order in ("rank", "shared"):
+        config = {
+            "runner": "huggingface",
+            "model": str(tiny),
+            "runner_args": {"batch_size": batch_size},
+            "input": source,
+            "output": str(tmp_path / f"{order}.jsonl"),
+            "prompt": {"order": order},
+            "sampling": {"max_new_tokens": 2},
+        }
+        summary = generate(build_config(config))
+        assert summary.records == 24
+        cached[order] = summary.cached_prompt_tokens / summary.prompt_tokens
+    told = next(note for note in summary.notes if note.startswith("prompt.order"))
+    planned, by_rank = (int(part) / 100 for part in re.findall(r"(\d+)%", told))
+    assert cached["shared"] - cached["rank"] > (by_rank - planned) / 2 > 0
