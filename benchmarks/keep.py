@@ -12,12 +12,13 @@ import json
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
-KEPT = ("machine", "versions", "ratio_interval", "runs", "ratios")
+KEPT = ("machine", "versions", "ratio_interval", "runs", "ratios", "quality")
 
 
 def kept(results: dict, question: str, records: str, command: str) -> dict:
     """Return what is kept of a results.json."""
-    return {"question": question, "input": records, "command": command} | {key: results[key] for key in KEPT}
+    figures = {key: results[key] for key in KEPT if key in results}
+    return {"question": question, "input": records, "command": command} | figures
 
 
 def main() -> None:

@@ -54,7 +54,7 @@ def _rows(results: Results) -> Iterator[list[str]]:
         runs = [run for run in results["runs"] if run["name"] == name]
         first = runs[0]
         yield [
-            f"{first['method']}{', as its users run it' if first['peer'] else ''} ({first['runner']})",
+            f"{first['method']}{_order(first)}{', as its users run it' if first['peer'] else ''} ({first['runner']})",
             str(first["batch_size"] or ""),
             _figure(runs, "tokens_per_s", "{:.1f}"),
             _ratio(results, name, "tokens_per_s"),
@@ -73,11 +73,19 @@ def _figure(runs: list[Results], key: str, form: str) -> str:
 
 def _ratio(results: Results, name: str, metric: str) -> str:
     """Return the ratio to plain decoding of the same runner and batch size, with its interval where there is one."""
+    orders = {run["name"]: _order(run) for run in results["runs"]}
     plain = {run["name"] for run in results["runs"] if run["method"] == "none" and not run["peer"]}
     for ratio in results["ratios"]:
-        if ratio["name"] == name and ratio["metric"] == metric and ratio["baseline"] in plain:
+        alike = orders[name] == orders[ratio["baseline"]]
+        if ratio["name"] == name and ratio["metric"] == metric and ratio["baseline"] in plain and alike:
             return _times(ratio)
     return ""
+
+
+def _order(run: Results) -> str:
+    """Return how a run's passages stand, where not by rank."""
+    order = run.get("order", "rank")
+    return "" if order == "rank" else f", {order} order"
 
 
 def _times(ratio: Results) -> str:
@@ -89,13 +97,27 @@ def _times(ratio: Results) -> str:
 
 
 def _note(results: Results) -> str:
-    """Return the ratios to other tools, in words."""
-    peers = {run["name"] for run in results.get("runs", ()) if run["peer"]}
+    """Return the ratios to other tools and to other orders of passages, and the quality of answers, in words."""
+    runs = results.get("runs", ())
+    peers, orders = {run["name"] for run in runs if run["peer"]}, {run["name"]: _order(run) for run in runs}
     found = [
-        ratio for ratio in results.get("ratios", ()) if ratio["baseline"] in peers and ratio["metric"] == "tokens_per_s"
+        ratio
+        for ratio in results.get("ratios", ())
+        if ratio["metric"] == "tokens_per_s"
+        and (ratio["baseline"] in peers or orders[ratio["baseline"]] != orders[ratio["name"]])
     ]
     said = [f"{ratio['name']} is {_times(ratio)} of {ratio['baseline']}" for ratio in found]
+    said += [f"{name}: {_quality(quality)}" for name, quality in results.get("quality", {}).items()]
     return f"\n{fill('; '.join(said) + '.', 118, break_on_hyphens=False)}\n" if said else ""
+
+
+def _quality(quality: Results) -> str:
+    """Return a run's F1, and by how much it differs from the one it is held against."""
+    f1, apart = quality["scores"]["f1"], quality["differences"].get("f1")
+    if not apart:
+        return f"F1 {f1['mean']:.1f}"
+    interval = f"({apart['low']:+.1f} to {apart['high']:+.1f})"
+    return f"F1 {f1['mean']:.1f}, {apart['mean']:+.1f} {interval} beside {quality['baseline']}"
 
 
 def _range(values: Any) -> str:

@@ -101,13 +101,15 @@ def _graded(
     gold = next((source[key] for key in GOLD if isinstance(source.get(key), list)), None)
     told = {name for reference in references for name in numbered(reference, contexts)}
     wanted = told if gold is None else set(map(str, gold))
+    parsed = line.get("parsed")
+    said = parsed["answer"] if isinstance(parsed, dict) and isinstance(parsed.get("answer"), str) else text
     return Graded(
         name,
-        text,
+        said,
         references,
-        refusal.search(text) is not None,
+        refusal.search(said) is not None,
         line.get("output_tokens"),
-        cited(text, line.get("parsed"), contexts),
+        cited(text, parsed, contexts),
         wanted,
     )
 

@@ -50,6 +50,15 @@ def test_citations_are_scored_where_answers_cite(tmp_path):
     assert "citation_recall" not in plain.scores
 
 
+def test_of_a_structured_answer_the_answer_is_scored(tmp_path):
+    line = {"id": "q0", "output": '{"answer": "salt", "sources": ["d1"]}', "metadata": {"reference": "salt"}}
+    line |= {"contexts": ["d1", "d2"], "parsed": json.loads(line["output"])}
+    line["metadata"]["gold_ids"] = ["d1"]
+    found = evaluate(write_jsonl(tmp_path / "out.jsonl", [line, {**line, "id": "q1", "parsed": None}]))
+    assert found.scores["exact_match"].mean == 50.0
+    assert found.scores["citation_precision"].mean == 50.0
+
+
 def test_references_come_from_a_file_too(tmp_path):
     answers = write_jsonl(tmp_path / "out.jsonl", lines(["salt", "x"], metadata=[{}, {}]))
     given = write_jsonl(tmp_path / "in.jsonl", [{"id": "q0", "query": "?", "reference": "salt"}, {"query": "no id"}])
