@@ -4,13 +4,14 @@
     >>> constraint.masks(work).applied(logits[at:end], at)
 
 A mask is laid on the model's logits before anything else changes them: what is minus infinity stays so. The masks of
-all rows that sample, or have processors, are found in one call. Greedy rows need none where the best token is admitted.
+all rows that sample, or have processors, are found in one call; a greedy row's one by one, where it needs them.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ import torch
 from ragspec.engine.clock import Clock
 from ragspec.engine.work import Work
 from ragspec.structured.grammars import Matcher
+
+FEW = 32  # words of 32 tokens that are looked at one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +35,30 @@ class Masks:
     def applied(self, logits: torch.Tensor, start: int = 0) -> torch.Tensor:
         """Return logits, (n, vocab), of the rows from `start`; tokens that may not be chosen have minus infinity."""
         started = time.perf_counter()
-        bits = self.bits[start : start + len(logits)]
-        allowed = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
-        mask = torch.from_numpy(allowed[:, : logits.shape[1]].view(np.bool_)).to(logits.device)
-        masked = torch.where(mask, logits, float("-inf"))
+        masked = _laid(self.bits[start : start + len(logits)], logits)
         self.clock.masks_s += time.perf_counter() - started
         return masked
+
+
+def _best(bits: np.ndarray, logits: torch.Tensor) -> int:
+    """Return the best of the tokens that a mask admits. logits: (vocab,)."""
+    words = np.flatnonzero(bits[0])
+    if len(words) > FEW:
+        return int(_laid(bits, logits[None]).argmax())
+    # mostly there is one: the text is certain
+    tokens = [token for word in words.tolist() for token in range(32 * word, 32 * word + 32) if _admits(bits, token)]
+    return tokens[0] if len(tokens) == 1 else tokens[int(logits[tokens].argmax())]
+
+
+def _admits(bits: np.ndarray, token: int) -> bool:
+    return bool(bits[0, token >> 5] >> (token & 31) & 1)
+
+
+def _laid(bits: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
+    """Return the logits, (n, vocab), with minus infinity where a bit is 0."""
+    allowed = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
+    mask = torch.from_numpy(allowed[:, : logits.shape[1]].view(np.bool_)).to(logits.device)
+    return torch.where(mask, logits, float("-inf"))
 
 
 class Constraint:
@@ -73,18 +94,21 @@ class Constraint:
     def greedy(self, grammar: Matcher, guesses: Sequence[int], best: Sequence[int], logits: torch.Tensor) -> list[int]:
         """Return the best tokens that may follow, up to the first that is not the guess.
 
-        guesses: admitted ones. best: of each row of the logits, (len(guesses) + 1, vocab), the best of all tokens.
-        Most are admitted, which is asked at once; a mask is made only for a place where the best one is not.
+        best: of each row of the logits, (len(guesses) + 1, vocab), the best of all tokens. Where that token may follow,
+        as it mostly does, asking is enough; else a mask is made, for no place behind the first wrong guess.
         """
+        started = time.perf_counter()
         chosen: list[int] = []
-        for token, row in zip(best, logits, strict=True):
-            at = len(chosen)
-            guess = guesses[at] if at < len(guesses) else None
-            if token != guess and not self._admits(grammar, [*guesses[:at], token]):
-                token = int(self.masked(grammar, guesses[:at], row[None]).argmax())
-            chosen.append(token)
-            if token != guess:
-                break
+        with closing(grammar.walk(guesses)) as places:
+            for at, token, row in zip(places, best, logits, strict=False):
+                if not grammar.admits(token):
+                    bits = grammar.mask()
+                    if not _admits(bits, token):
+                        token = _best(bits, row)
+                chosen.append(token)
+                if at == len(guesses) or token != guesses[at]:
+                    break
+        self._clock.masks_s += time.perf_counter() - started
         return chosen
 
     def masked(self, grammar: Matcher, guesses: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
@@ -93,12 +117,6 @@ class Constraint:
         bits = grammar.mask(guesses)
         self._clock.masks_s += time.perf_counter() - started
         return logits if bits is None else Masks(bits, self._clock).applied(logits)
-
-    def _admits(self, grammar: Matcher, tokens: Sequence[int]) -> bool:
-        started = time.perf_counter()
-        admits = grammar.admitted(tokens) == len(tokens)
-        self._clock.masks_s += time.perf_counter() - started
-        return admits
 
     def _fill(self, plain: list[Any], drafted: list[Any], bits: np.ndarray) -> None:
         from llguidance import LLExecutor

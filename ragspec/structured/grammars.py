@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -151,6 +151,30 @@ class Matcher:
         if taken:
             inner.rollback(taken)
         return found
+
+    def walk(self, guesses: Sequence[int]) -> Iterator[int]:
+        """Stand after none of the guesses, after the first, the first two, and so on, yielding how many; then go back.
+
+        Close it, if it is left early.
+        """
+        taken = 0
+        try:
+            for at, guess in enumerate((*guesses, None)):
+                yield at
+                if guess is None or guess in self._eos or not self.inner.try_consume_tokens([guess]):
+                    return
+                taken += 1
+        finally:
+            if taken:
+                self.inner.rollback(taken)
+
+    def admits(self, token: int) -> bool | None:
+        """Return whether a token may follow; None where only a mask can tell.
+
+        That is where part of the text is certain: a mask admits one way of dividing it into tokens, while a matcher
+        would take in any.
+        """
+        return None if self.inner.compute_ff_bytes() else self.admitted([token]) == 1
 
     def mask(self, guesses: Sequence[int] = ()) -> Any:
         """Return which tokens may follow `guesses`, (1, width / 32) of int32, a bit per token, lowest first.

@@ -8,8 +8,10 @@ import pytest
 import torch
 from jsonschema import validate
 
+from ragspec.engine.backend import prepare
+from ragspec.engine.decode import Engine, EngineSettings
 from ragspec.engine.draft_model import DraftModel
-from ragspec.engine.proposers import ByRow
+from ragspec.engine.proposers import ByRow, NoDrafts
 from ragspec.engine.sampling import Noise, draw
 from ragspec.records import Failure, Passage, Request, Sampling
 from ragspec.speculation.drafters.base import Draft
@@ -286,9 +288,6 @@ def test_answers_have_their_form(run, loaded, tiny):  # noqa: F811
 def test_a_grammar_that_cannot_be_used_fails_its_record_alone(loaded, tiny):  # noqa: F811
     model, tokenizer = loaded(tiny)
     model.resize(2)
-    from ragspec.engine.decode import Engine, EngineSettings
-    from ragspec.engine.proposers import NoDrafts
-
     grammars = Grammars(tokenizer.inner, 400, {EOS})
     asked = [
         Request(i, f"r{i}", [5, 6, 7], Sampling(max_new_tokens=4), grammar=text)
@@ -307,3 +306,65 @@ def test_without_an_end_token_an_answer_ends_where_nothing_may_follow(loaded, ti
     asked = [Request(0, "r", [5, 6, 7], Sampling(max_new_tokens=30), grammar='start: "Ann wrote it."')]
     outcome = answers(loaded, tiny, None, 1, asked, grammars=lambda: grammars)[0]
     assert (tokenizer.decode(outcome.token_ids), outcome.finish_reason) == ("Ann wrote it.", "stop")
+
+
+@pytest.mark.demo
+def test_with_a_real_tokenizer_too_the_engine_writes_what_masks_admit(demo):
+    """Where the text is certain a mask admits one division into tokens; the demo's tokenizer has many."""
+    from transformers import AutoModelForCausalLM, LogitsProcessorList
+
+    from ragspec.models.masking import GrammarMasks
+    from ragspec.models.resolve import resolve
+    from ragspec.models.tokenizer import HFTokenizer, load_tokenizer
+
+    source = resolve(str(demo))
+    tokenizer = HFTokenizer(load_tokenizer(source))
+    stock = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32).eval()
+    eos = {tokenizer.inner.eos_token_id}
+    grammars = Grammars(tokenizer.inner, stock.config.vocab_size, eos)
+    text = FORMS["json_schema"].grammar(PASSAGES)
+    asked = [
+        Request(i, f"r{i}", tokenizer.encode(prompt, special_tokens=False), Sampling(max_new_tokens=NEW), grammar=text)
+        for i, prompt in enumerate(["Who wrote Tides? As JSON:", "Is the sea salt? As JSON:", "Why? JSON:"])
+    ]
+    expected = {}
+    for request in asked:
+        prompt = torch.tensor([request.token_ids])
+        masks = LogitsProcessorList([GrammarMasks([grammars.matcher(text)], prompt.shape[1])])
+        out = stock.generate(prompt, do_sample=False, max_new_tokens=NEW, logits_processor=masks)
+        expected[request.index] = out[0, prompt.shape[1] :].tolist()
+    model = prepare(stock)
+    for proposer in (None, ByRow(ContextDrafter(), None, CHEAP), ByRow(Nothing(), None, CHEAP)):
+        model.resize(3)
+        settings = EngineSettings(grammars=lambda: grammars, cost=CHEAP if proposer else None)
+        engine = Engine(model, proposer or NoDrafts(), tokenizer, frozenset(eos), settings)
+        assert {outcome.index: outcome.token_ids for outcome in engine.run(asked)} == expected
+
+
+@pytest.mark.demo
+def test_where_nothing_is_certain_asking_says_what_a_mask_says(demo):
+    from ragspec.models.resolve import resolve
+    from ragspec.models.tokenizer import HFTokenizer, load_tokenizer
+
+    tokenizer = HFTokenizer(load_tokenizer(resolve(str(demo))))
+    eos = tokenizer.inner.eos_token_id
+    grammars = Grammars(tokenizer.inner, len(tokenizer.inner), {eos})
+    chance, asked, left = random.Random(0), 0, 0
+    for form in FORMS.values():
+        for _ in range(4):
+            matcher = grammars.matcher(form.grammar(PASSAGES))
+            for _ in range(30):
+                admitted = np.flatnonzero(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")).tolist()
+                some = {
+                    *chance.sample(range(len(tokenizer.inner)), 200),
+                    *chance.sample(admitted, min(50, len(admitted))),
+                }
+                answers = {token: matcher.admits(token) for token in some}
+                left += None in answers.values()
+                asked += None not in answers.values()
+                assert all(said is None or said == (token in admitted) for token, said in answers.items())
+                token = chance.choice(admitted)
+                if token == eos:
+                    break
+                matcher.take([token])
+    assert asked > 50 < left
