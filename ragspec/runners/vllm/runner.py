@@ -36,6 +36,7 @@ from ragspec.runners.vllm.config import (
 )
 from ragspec.runners.vllm.environment import device_count, one_line, prepare
 from ragspec.runners.vllm.requests import settings_of
+from ragspec.runners.vllm.seeds import mend_seeds
 from ragspec.runners.vllm.stream import Stream
 from ragspec.runners.vllm.undrafted import Undrafted, can_be_undrafted, lost
 from ragspec.speculation.methods import PLAIN, VLLM, method_named
@@ -220,6 +221,8 @@ class Runner:
             from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
 
+            if self._on_cpu and self._is_tried():
+                mend_seeds()
             try:
                 self._engine = LLMEngine.from_engine_args(EngineArgs(**revealed(self._engine_args)))
             except Exception as error:  # whatever stops an engine from starting
