@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -152,7 +152,7 @@ class Matcher:
             inner.rollback(taken)
         return found
 
-    def walk(self, guesses: Sequence[int]) -> Iterator[int]:
+    def walk(self, guesses: Sequence[int]) -> Generator[int, None, None]:
         """Stand after none of the guesses, after the first, the first two, and so on, yielding how many; then go back.
 
         Close it, if it is left early.
