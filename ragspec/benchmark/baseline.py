@@ -100,7 +100,7 @@ def ratios_to_rank(results: Results, metric: str) -> list[Ratio]:
         for ratio in results.ratios
         if ratio.metric == metric
         and ratio.baseline not in peers
-        and (orders[ratio.name], orders[ratio.baseline]) != ("rank", "rank")
+        and orders[ratio.name] != "rank"
         and orders[ratio.baseline] == "rank"
     ]
 

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from ragspec.benchmark.plan import Candidate
+from ragspec.benchmark.ratios import paired
 from ragspec.benchmark.results import Quality
 from ragspec.config.load import build_config
 from ragspec.config.run import RunConfig
@@ -81,8 +82,7 @@ def points(
     """Return the winner and what was tried beside it, in the passes that both ran in turn."""
     found = [Point(winner, 1.0, quality.get(winner.name), lossless=True)]
     for candidate in others:
-        pairs = zip(speeds[candidate.name], speeds[winner.name], strict=False)
-        ratios = [mine / plain for mine, plain in pairs if mine and plain]
+        ratios = paired(speeds[candidate.name], speeds[winner.name])
         if ratios:
             found.append(Point(candidate, median(ratios), quality.get(candidate.name)))
     return found

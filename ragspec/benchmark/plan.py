@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 from ragspec import runners
 from ragspec.benchmark.baseline import Setting, plain_of
 from ragspec.config.load import build_config
 from ragspec.config.run import RunConfig
+from ragspec.config.sections import PromptConfig
 from ragspec.errors import ConfigError, did_you_mean
 from ragspec.run.choice import settle
 from ragspec.speculation.methods import PLAIN, check_method, known_methods, method_named, methods_of
@@ -30,7 +31,7 @@ PEERS: dict[str, dict[str, Any]] = {
     | {"speculation": {"method": "prompt_lookup", "num_tokens": 8, "ngram_min": 2, "ngram_max": 4}},
     "vllm-suffix": AS_IT_COMES | {"speculation": {"method": "suffix"}},
 }
-ORDERS = ("rank", "canonical", "shared")  # of passages in prompts
+ORDERS = get_args(PromptConfig.model_fields["order"].annotation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,11 @@ T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.
 NORMAL95 = 1.960
 
 
+def paired(mine: Sequence[float | None], theirs: Sequence[float | None]) -> list[float]:
+    """Return the ratio of each pair of passes whose speeds are both known; passes without a partner are left out."""
+    return [one / other for one, other in zip(mine, theirs, strict=False) if one and other]
+
+
 def interval(ratios: Sequence[float]) -> tuple[float, float | None, float | None]:
     """Return the median of positive ratios and a 95% interval of their geometric mean; None for one ratio alone.
 

@@ -12,7 +12,7 @@ from ragspec.benchmark.messages import Ready
 from ragspec.benchmark.passes import Entry
 from ragspec.benchmark.plan import Candidate, baseline_of, setting_of
 from ragspec.benchmark.process import answers_of
-from ragspec.benchmark.ratios import interval
+from ragspec.benchmark.ratios import interval, paired
 from ragspec.benchmark.results import DECODE_SPEED, SPEED, Pass, Ratio, Results, Run
 from ragspec.host.machine import machine
 
@@ -114,11 +114,7 @@ def _ratio(
     candidate: Candidate, other: Candidate, metric: str, passes: Mapping[str, Sequence[Pass]]
 ) -> Iterator[Ratio]:
     """Yield the one ratio of a metric, or none where no pair of passes knows it."""
-    pairs = [
-        (getattr(mine, metric), getattr(theirs, metric))
-        for mine, theirs in zip(passes[candidate.name], passes[other.name], strict=True)
-    ]
-    ratios = [mine / theirs for mine, theirs in pairs if mine and theirs]
+    ratios = paired(*([getattr(each, metric) for each in passes[name]] for name in (candidate.name, other.name)))
     if ratios:
         middle, low, high = interval(ratios)
         yield Ratio(

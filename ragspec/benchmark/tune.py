@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,12 +23,12 @@ from ragspec.benchmark.frontier import TRIES, allowed, frontier, points, variant
 from ragspec.benchmark.grading import graded
 from ragspec.benchmark.plan import Candidate, make_plan
 from ragspec.benchmark.process import Worker, open_worker
+from ragspec.benchmark.ratios import paired
 from ragspec.config.run import RunConfig
 from ragspec.config.secret import by_name
-from ragspec.errors import ConfigError, RecordError, did_you_mean
+from ragspec.errors import ConfigError, did_you_mean
 from ragspec.host.machine import machine
-from ragspec.inputs.opening import open_source
-from ragspec.inputs.record import parse_record
+from ragspec.inputs.head import first_records
 from ragspec.outputs.private import write_private
 from ragspec.quality.graded import references_of
 from ragspec.records import Record
@@ -65,11 +64,15 @@ def tune(
     tries: what may change answers (frontier.TRIES), timed beside the winner for as long again. max_loss: points of F1
     that the choice may lose by it; None for none of it.
     """
-    _check_tries(tries, config, limit)
+    records = _records_to_try(tries, config, limit)
     tuned = _lossless(config, folder, budget_s=budget_s, limit=limit, console=console)
     if not tries:
         return tuned
-    return _beside(tuned, tries, max_loss, folder, budget_s=budget_s, limit=limit, console=console)
+    passages = max([config.retrieval.top_k if config.retrieval else 0, *(len(each.contexts) for each in records)])
+    plan = [tuned.winner, *variants(tuned.winner, tries, passages, on_gpu=bool(machine()["gpus"]))]
+    if len(plan) == 1:
+        return Tuned(tuned.winner, [*tuned.evidence, f"nothing to try of {', '.join(tries)}"])
+    return _beside(tuned, plan, max_loss, folder, budget_s=budget_s, limit=limit, console=console)
 
 
 def _lossless(config: RunConfig, folder: Path, *, budget_s: float, limit: int, console: Console) -> Tuned:
@@ -87,40 +90,28 @@ def _lossless(config: RunConfig, folder: Path, *, budget_s: float, limit: int, c
                 console.print(f"{candidate.name}: skipped, too little of the budget is left", markup=False)
                 continue
             alive.append(stack.enter_context(open_worker(candidate, folder, limit, console)))
-        number, took = 0, 0.0
-        while not number or (len(alive) > 1 and time.monotonic() + took <= deadline):
-            number += 1
-            started = time.monotonic()
-            _time_round(alive, number, speeds, console)
-            took = time.monotonic() - started
-            alive = _promising(alive, speeds)
+        _time_rounds(alive, deadline, speeds, console, _promising)
     return choose([candidate for candidate in plan if speeds[candidate.name]], speeds)
 
 
-def _check_tries(tries: Sequence[str], config: RunConfig, limit: int) -> None:
-    """Raise ConfigError for what is not known, or where quality could not be told."""
+def _records_to_try(tries: Sequence[str], config: RunConfig, limit: int) -> list[Record]:
+    """Return the first records, if something is tried. Raises ConfigError where their quality could not be told."""
     for word in tries:
         if word not in TRIES:
             raise ConfigError(f'--try: "{word}" is not known{did_you_mean(word, TRIES)}')
-    if tries and not any(references_of(record.metadata)[0] for record in _records(config, limit)):
-        raise ConfigError("--try changes answers: the records need a `reference`, so that their quality can be told")
-
-
-def _records(config: RunConfig, limit: int) -> list[Record]:
-    """Return the first records of the input; rows that are none are left out."""
+    if not tries:
+        return []
     if config.input is None or config.input.is_stdin:
         raise ConfigError("input: tuning reads its input several times; give a file with --input")
-    records = []
-    with open_source(config.input) as source:
-        for row in islice(source, limit):
-            with suppress(RecordError):
-                records.append(parse_record(row.value, row.number, config.prompt.source))
+    records = first_records(config.input, limit, config.prompt.source)
+    if not any(references_of(record.metadata)[0] for record in records):
+        raise ConfigError("--try changes answers: the records need a `reference`, so that their quality can be told")
     return records
 
 
 def _beside(
     tuned: Tuned,
-    tries: Sequence[str],
+    plan: Sequence[Candidate],
     max_loss: float | None,
     folder: Path,
     *,
@@ -128,23 +119,12 @@ def _beside(
     limit: int,
     console: Console,
 ) -> Tuned:
-    """Time what may change answers beside the winner, and choose it only within `max_loss`."""
-    config = tuned.winner.config
-    own = max((len(record.contexts) for record in _records(config, limit)), default=0)
-    passages = max(own, config.retrieval.top_k if config.retrieval else 0)
-    plan = [tuned.winner, *variants(tuned.winner, tries, passages, on_gpu=bool(machine()["gpus"]))]
-    if len(plan) == 1:
-        return Tuned(tuned.winner, [*tuned.evidence, f"nothing to try of {', '.join(tries)}"])
+    """Time what may change answers beside the winner, the plan's first, and choose it only within `max_loss`."""
     deadline = time.monotonic() + budget_s
     speeds: Speeds = {candidate.name: [] for candidate in plan}
     with ExitStack() as stack:
         workers = [stack.enter_context(open_worker(candidate, folder, limit, console)) for candidate in plan]
-        number, took = 0, 0.0
-        while not number or time.monotonic() + took <= deadline:
-            number += 1
-            started = time.monotonic()
-            _time_round(workers, number, speeds, console)
-            took = time.monotonic() - started
+        _time_rounds(workers, deadline, speeds, console, lambda workers, speeds: workers)
         answers = {worker.candidate.name: worker.answers for worker in workers}
     others = plan[1:]
     quality = graded(answers, {candidate.name: tuned.winner.name for candidate in others})
@@ -152,6 +132,23 @@ def _beside(
     best = frontier(found)
     evidence = [point.told(best=point in best) for point in found]
     return Tuned(allowed(found, max_loss).candidate, [*tuned.evidence, *evidence])
+
+
+def _time_rounds(
+    workers: list[Worker],
+    deadline: float,
+    speeds: Speeds,
+    console: Console,
+    going: Callable[[list[Worker], Speeds], list[Worker]],
+) -> None:
+    """Time rounds until the deadline, one at least, while there are two to compare. going: those of another round."""
+    number, took = 0, 0.0
+    while not number or (len(workers) > 1 and time.monotonic() + took <= deadline):
+        number += 1
+        started = time.monotonic()
+        _time_round(workers, number, speeds, console)
+        took = time.monotonic() - started
+        workers = going(workers, speeds)
 
 
 def _time_round(workers: list[Worker], number: int, speeds: Speeds, console: Console) -> None:
@@ -199,7 +196,7 @@ def choose(plan: list[Candidate], speeds: Speeds) -> Tuned:
     evidence = []
     for candidate in plan:
         mine = speeds[candidate.name]
-        ratios = [a / b for a, b in zip(mine, plain, strict=False) if a and b]
+        ratios = paired(mine, plain)
         middle = median(ratios) if ratios else 0.0
         rate = median([speed for speed in mine if speed] or [0.0])
         evidence.append(f"{candidate.name}: {rate:.1f} tokens/s, {middle:.2f}x {plan[0].name}, {len(mine)} passes")

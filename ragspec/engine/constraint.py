@@ -73,20 +73,20 @@ class Constraint:
 
         None where no such row has a grammar.
         """
-        shaped = [item.row.grammar for item in work if item.row.grammar and item.writes and not item.row.greedy]
-        if not shaped:
-            return None
         started = time.perf_counter()
         plain: list[Any] = []
         drafted: list[Any] = []
-        at = 0
+        at = width = 0
         for item in work:
             grammar = item.row.grammar
             if grammar is not None and item.writes and not item.row.greedy:
                 guesses = grammar.before_end(item.draft.token_ids)
                 (drafted if guesses else plain).append((grammar.inner, at, *([guesses] if guesses else [])))
+                width = grammar.width
             at += item.wanted
-        bits = np.full((at, -(-shaped[0].width // 32)), -1, np.int32)
+        if not width:
+            return None
+        bits = np.full((at, -(-width // 32)), -1, np.int32)
         self._fill(plain, drafted, bits)
         self._clock.masks_s += time.perf_counter() - started
         return Masks(bits, self._clock)

@@ -64,11 +64,13 @@ class PromptBuilder:
                 raise RecordError(f"the prompt has {len(ids)} tokens, {why}; shorten it or lower max_new_tokens")
             return Prompt(ids, ())
         ranked, most = rank(record.contexts), self._config.max_passages or len(record.contexts)
-        contexts = _keep(record.contexts, self._order(record), ranked[:most])
-        ids = self._encode(record, contexts)
-        if len(ids) <= limit:
-            return Prompt(ids, contexts, tuple(record.contexts[i] for i in ranked[most:]))
-        return self._fit(record, limit, why)
+        prompt = self._with_best(record, ranked, most)
+        return prompt if len(prompt.token_ids) <= limit else self._fit(record, ranked, most, limit, why)
+
+    def _with_best(self, record: Record, ranked: list[int], count: int) -> Prompt:
+        """Return the prompt with the `count` highest-ranked passages."""
+        kept = tuple(record.contexts[i] for i in _arranged(self._order(record), ranked[:count]))
+        return Prompt(self._encode(record, kept), kept, tuple(record.contexts[i] for i in ranked[count:]))
 
     def _order(self, record: Record) -> Sequence[int]:
         """Return the places of a record's passages as the prompt has them."""
@@ -76,22 +78,19 @@ class PromptBuilder:
             return record.order
         return canonical(record.contexts) if self._config.order == "canonical" else range(len(record.contexts))
 
-    def _fit(self, record: Record, limit: int, why: str) -> Prompt:
-        """Keep as many of the highest-ranked passages as fit (their number found by bisection)."""
-        ranked, order = rank(record.contexts), self._order(record)
-        most = min(len(ranked), self._config.max_passages or len(ranked))
-        best, low, high = self._encode(record, ()), 0, most - 1
-        if len(best) > limit:
-            raise RecordError(f"the prompt has {len(best)} tokens even without its contexts, {why}")
+    def _fit(self, record: Record, ranked: list[int], most: int, limit: int, why: str) -> Prompt:
+        """Keep as many of the highest-ranked passages as fit, fewer than `most` (their number found by bisection)."""
+        best, low, high = self._with_best(record, ranked, 0), 0, min(most, len(ranked)) - 1
+        if len(best.token_ids) > limit:
+            raise RecordError(f"the prompt has {len(best.token_ids)} tokens even without its contexts, {why}")
         while low < high:
             middle = (low + high + 1) // 2
-            ids = self._encode(record, _keep(record.contexts, order, ranked[:middle]))
-            if len(ids) <= limit:
-                low, best = middle, ids
+            prompt = self._with_best(record, ranked, middle)
+            if len(prompt.token_ids) <= limit:
+                low, best = middle, prompt
             else:
                 high = middle - 1
-        dropped = tuple(record.contexts[i] for i in ranked[low:])
-        return Prompt(best, _keep(record.contexts, order, ranked[:low]), dropped)
+        return best
 
     def _limit(self, max_new_tokens: int) -> tuple[int, str]:
         """Return the most tokens a prompt may have, and the words that explain it."""
@@ -248,10 +247,6 @@ def rank(contexts: tuple[Passage, ...]) -> list[int]:
     if all(passage.score is not None for passage in contexts):
         return sorted(positions, key=lambda i: -(contexts[i].score or 0.0))
     return list(positions)
-
-
-def _keep(contexts: tuple[Passage, ...], order: Sequence[int], positions: list[int]) -> tuple[Passage, ...]:
-    return tuple(contexts[i] for i in _arranged(order, positions))
 
 
 def _arranged(order: Sequence[int], positions: Sequence[int]) -> list[int]:

@@ -129,7 +129,7 @@ def _lines(path: str) -> Iterator[dict[str, Any]]:
 
 
 def _named(line: Mapping[str, Any]) -> str | None:
-    name = line.get("id", line.get("custom_id")) if "custom_id" not in line else line["custom_id"]
+    name = line.get("custom_id", line.get("id"))
     return None if name is None else str(name)
 
 

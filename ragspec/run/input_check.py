@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 
 from ragspec.config.places import InputConfig
 from ragspec.config.run import RunConfig
-from ragspec.errors import ConfigError, RecordError
+from ragspec.errors import ConfigError
 from ragspec.inputs.files import size_of
+from ragspec.inputs.head import first_records
 from ragspec.inputs.opening import open_source
-from ragspec.inputs.record import parse_record
 from ragspec.inputs.storage import is_url
 from ragspec.prompts.builder import canonical
 from ragspec.prompts.numbered import Numbered, kept_places
@@ -69,15 +67,10 @@ def _first_records(config: RunConfig) -> list[Record]:
         return []
     if any(map(_is_pipe, given.path)):
         return []
-    records = []
     try:
-        with open_source(given) as source:
-            for row in islice(source, config.prompt.order_window):
-                with suppress(RecordError):
-                    records.append(parse_record(row.value, row.number, config.prompt.source))
+        return first_records(given, config.prompt.order_window, config.prompt.source)
     except ConfigError:
         return []
-    return records
 
 
 def _is_pipe(name: str) -> bool:
