@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from ragspec.engine.capacity import budget_of, choose_rows, most_rows
 from ragspec.engine.clock import Clock
 from ragspec.engine.decode import LOOKAHEAD, Engine, EngineSettings
 from ragspec.engine.draft_model import DraftModel
+from ragspec.engine.early_exit import EarlyExit
 from ragspec.engine.forward import Model
+from ragspec.engine.halves import Halves
 from ragspec.engine.heap import keep_freed_memory
 from ragspec.engine.layout import Segment
 from ragspec.engine.linear import can_pack, pack_linears, unpack_linears
@@ -24,6 +27,8 @@ from ragspec.engine.obstacle import keeps_state, obstacle
 from ragspec.engine.probe import probe
 from ragspec.engine.proposers import Auto, ByRow, NoDrafts, Proposer
 from ragspec.engine.room import Room
+from ragspec.engine.row import Row
+from ragspec.engine.scripts import Same, Script
 from ragspec.engine.selfcheck import differs
 from ragspec.engine.speedup import Wish, compile_layers
 from ragspec.engine.watch import Watch
@@ -32,6 +37,7 @@ from ragspec.inputs.feed import Feed
 from ragspec.models.draft import width_of
 from ragspec.models.generation import GenerationRules, Processors
 from ragspec.models.rounding import tolerance
+from ragspec.models.translation import Translation
 from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer
 from ragspec.speculation.cost import StepCost
 from ragspec.speculation.drafters.calibration import judged
@@ -54,6 +60,8 @@ class Speculation:
     """What drafts. method: a word of speculation/methods.py, "auto" for the best of them. num_tokens None: what pays.
 
     draft: the loaded draft model. context_length: tokens that it attends to; None where there is no limit.
+    translation: between its tokens and the target's, where they are other ones. exit_layer: after how many of its own
+    layers the model drafts.
     """
 
     method: str
@@ -61,6 +69,8 @@ class Speculation:
     drafting: DrafterSettings = field(default_factory=DrafterSettings)
     draft: Any = None
     context_length: int | None = None
+    translation: Translation | None = None
+    exit_layer: int | None = None
 
 
 class EngineBackend:
@@ -93,6 +103,7 @@ class EngineBackend:
         self._method = speculation.method
         self._num_tokens = speculation.num_tokens
         self._context_length = speculation.context_length  # of the draft model
+        self._translation = speculation.translation
         self._rows = rows
         self._lookahead = lookahead
         self._rules = rules
@@ -108,6 +119,7 @@ class EngineBackend:
         except Refused as reason:
             self._model.release()
             raise Refused(f"its draft model does not fit the engine: {reason}") from reason
+        self._halves = _halves(self._model, speculation.exit_layer) if speculation.exit_layer else None
         self._bytes_per_token = _bytes_per_token(self._model)
         if self._draft is not None:
             self._bytes_per_token += _bytes_per_token(self._draft)
@@ -192,7 +204,11 @@ class EngineBackend:
         if method == "draft_model":
             assert self._draft is not None
             self._draft.resize(rows)
-            return DraftModel(self._draft, self._width, self._context_length, self._num_tokens, self._cost)
+            open = Same if self._translation is None else partial(_translated, self._translation)
+            return DraftModel(self._draft, self._width, self._context_length, self._num_tokens, self._cost, open)
+        if method == "early_exit":
+            assert self._halves is not None
+            return EarlyExit(self._model, self._halves, self._width, self._num_tokens, self._cost)
         if method in self._drafters:
             return ByRow(self._drafters[method], self._num_tokens, self._cost)
         return NoDrafts()
@@ -253,6 +269,10 @@ class EngineBackend:
         return about | judged(self._drafters.get(best))
 
 
+def _translated(translation: Translation, row: Row) -> Script:
+    return translation.open(row.tokens)
+
+
 def prepare(inner: Any, notes: list[str] | None = None, native: bool = True) -> Model:
     """Return the model ready for packed rows, checked to compute what it computes in transformers.
 
@@ -286,6 +306,23 @@ def prepare(inner: Any, notes: list[str] | None = None, native: bool = True) -> 
     if left and notes is not None:
         notes.append(f"{len(left)} linear layers are not packed: that would change what they compute ({left[0]})")
     return model
+
+
+def _halves(model: Model, layers: int) -> Halves:
+    """Return the model's halves, checked to compute what the whole does. Raises Refused, the model left as it was."""
+    halves = Halves(model, layers)
+    try:
+        off = halves.check()
+        why = "" if off <= tolerance(model.inner.dtype) else f"computes different logits in halves (off by {off:.1e})"
+    except (RuntimeError, TypeError, AttributeError, IndexError, KeyError) as error:
+        log.debug("the model does not run in halves", exc_info=error)
+        why = f"does not run in halves ({type(error).__name__}: {flat(error, 120)})"
+    if why:
+        inner = model.inner
+        model.release()
+        unpack_linears(inner)
+        raise Refused(f"it {why}")
+    return halves
 
 
 def _kernels(inner: Any, notes: list[str] | None) -> Kernels | None:

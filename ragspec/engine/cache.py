@@ -46,17 +46,18 @@ class RaggedCache:
         self._layers: list[LayerCache] = []  # in the order in which a forward attends
         self._written: dict[tuple[int, int], tuple[Any, Any, LayerCache]] = {}  # by this forward
         self._next = 0
+        self.attended = 0  # layers up to the last that attended in the latest forward
 
     @contextmanager
-    def forward(self, layout: Layout) -> Iterator[None]:
-        """Let attention write to this cache, where `layout` says."""
-        self.layout = layout
+    def forward(self, layout: Layout, attended: int = 0) -> Iterator[None]:
+        """Let attention write to this cache, where `layout` says. attended: layers before the first that does."""
+        self.layout, self._next = layout, attended
         token = self.running.set(self)
         try:
             yield
         finally:
             self.running.reset(token)
-            self.layout, self._next = None, 0
+            self.layout, self.attended = None, self._next
             self._written.clear()
 
     def write(self, keys: torch.Tensor, values: torch.Tensor) -> LayerCache:

@@ -2,15 +2,15 @@
 
     speculation: {method: draft_model, draft_model: ...}
 
-It catches up on what the target wrote, then writes one token after another for every row: as many as pay, by how often
-its tokens were accepted of late and by what both models' steps cost.
-Limit: one length for all rows of a step.
+It catches up on what the target wrote, then writes one token after another for every row: as many as pay, by how sure
+it is of them and by what both models' steps cost. Its tokens may be other ones than the target's (scripts.py).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,172 +22,256 @@ from ragspec.engine.layout import Segment
 from ragspec.engine.proposers import NoDrafts
 from ragspec.engine.row import Row
 from ragspec.engine.sampling import draw
-from ragspec.speculation.allocate import LEAST_GAIN
+from ragspec.engine.scripts import Open, Same, Script
+from ragspec.speculation.allocate import allocate
+from ragspec.speculation.confidence import Confidence
 from ragspec.speculation.cost import Cost
 from ragspec.speculation.drafters.base import Draft
+from ragspec.speculation.pace import LONGEST, Pace
 
-LONGEST = 12
 CHUNK = 512  # tokens of a forward while it catches up
-LEARN = 0.05
-PROBE_EVERY = 64  # steps between tries of a single token, while drafts do not pay
+FORGET = 0.05  # weight of a new observation
+
+
+@dataclass(slots=True)
+class Sketch:
+    """What the draft writes for a row in a step, in its own tokens. sure: the probability that it gave each of them."""
+
+    row: Row
+    script: Script
+    token_ids: list[int] = field(default_factory=list)
+    sure: list[float] = field(default_factory=list)
+    weights: list[torch.Tensor] = field(default_factory=list)  # what each was sampled from, where it was
+    survival: float = 1.0
+    guesses: list[int] = field(default_factory=list)  # the target's tokens
+    rests: list[int] = field(default_factory=list)  # on how many of token_ids each of these rests
 
 
 class DraftModel(NoDrafts):
-    """The proposer. context_length: tokens that the draft attends to. width: the target's vocabulary."""
+    """The proposer. context_length: tokens that the draft attends to. width: the target's vocabulary.
+
+    num_tokens: of its own that it writes per step; None for as many as pay. open: the rows in its tokens.
+    """
 
     def __init__(
-        self, model: Model, width: int, context_length: int | None, num_tokens: int | None, cost: Cost | None
+        self,
+        model: Model,
+        width: int,
+        context_length: int | None,
+        num_tokens: int | None,
+        cost: Cost | None,
+        open: Open = Same,
     ) -> None:
         self._model = model
         self._width = width
         self._context_length = context_length
         self._num_tokens = num_tokens
-        self._cost = cost
-        self._computed = [0] * model.cache.rows
-        self._accepted = 0.7  # chance that a drafted token is accepted, given that those before it were
-        self._step_s: float | None = None  # of one token for all rows
-        self._idle = 0
-        self._drafts: dict[int, Draft] = {}
+        self._cost = None if num_tokens else cost
+        self._open = open
+        self._confidence = Confidence()
+        self._edge = 0.6  # chance of the last token of a draft, beyond its own, where tokens are not the target's
+        self._pace = Pace(self._cost, self._confidence)
+        self._scripts: dict[int, Script] = {}  # by place, of rows that were drafted for
+        self._held: dict[int, list[int]] = {}  # by place: the tokens whose keys and values are there
+        self._sketches: dict[int, Sketch] = {}  # by place, of this step
         self._constraint = Constraint(Clock())  # its time is drafting's
         self.outgrown = 0  # rows that outgrew the draft and went on without it
 
     # -- what the engine tells ------------------------------------------------------------------------------------
 
     def admit(self, row: Row, donor: int, tokens: int) -> None:
-        known = min(tokens, self._computed[donor])
-        if known and donor != row.place:
-            self._model.cache.copy(donor, row.place, known)
-        self._computed[row.place] = known
+        self._scripts.pop(row.place, None)
 
     def extend(self, row: Row, token_ids: Sequence[int]) -> None:
-        self._computed[row.place] = min(self._computed[row.place], len(row.tokens) - 1)
-        draft = self._drafts.pop(row.place, None)
-        if draft is None:
-            return
-        for guess, token in zip(draft.token_ids, token_ids, strict=False):
-            self._accepted += LEARN * ((guess == token) - self._accepted)
-            if guess != token:
-                break
+        script = self._scripts.get(row.place)
+        if script is not None:
+            kept = script.extend(token_ids)
+            held = self._held[row.place]
+            del held[_agreed(held, script.tokens, kept) :]
+        sketch = self._sketches.pop(row.place, None)
+        if sketch is not None:
+            self._learn(sketch, token_ids)
 
     def finish(self, row: Row) -> None:
         self.outgrown += self._left(row) <= 0
+        self._scripts.pop(row.place, None)
 
     def resize(self, rows: int) -> None:
         self._model.resize(rows)
-        self._computed = [0] * rows
-        self._drafts = {}
+        self._scripts, self._held, self._sketches = {}, {}, {}
 
     def widen(self, rows: int) -> None:
         cache = self._model.cache
         cache.resize(rows, cache.slots)
-        self._computed = (self._computed + [0] * rows)[:rows]
+        self._held = {place: held for place, held in self._held.items() if place < rows}
 
     def forget(self) -> None:
-        self.resize(len(self._computed))  # its cache may have grown by half
+        self.resize(self._model.cache.rows)  # its cache may have grown by half
 
     # -- drafting -------------------------------------------------------------------------------------------------
 
     def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
-        length = self._num_tokens or self._length(rows)
-        limits = {row.place: max(0, min(length, row.room - 1, self._left(row))) for row in rows}
-        drafts = {row.place: Draft() for row in rows}
-        weights: dict[int, list[Any]] = {row.place: [] for row in rows}
-        going = [row for row in rows if limits[row.place] > 0]
-        if going:
-            logits = self._catch_up(going)
+        reach = max((len(row.tokens) for row in rows), default=0)
+        able = [row for row in rows if min(row.room - 1, self._left(row)) > 0]
+        picked = self._pace.chosen([self._missing(row) for row in able], [row.room for row in able], reach)
+        sketches = [Sketch(able[i], self._script(able[i])) for i in picked]
         started = time.perf_counter()
-        for step in range(1, max(limits.values(), default=0) + 1):
-            going = [row for row in going if limits[row.place] >= step]
-            if step > 1:
-                logits = self._advance(going, drafts)
-            self._write(going, logits, drafts, weights)
-        if length > 1 and going:
-            spent = (time.perf_counter() - started) / (length - 1)
-            self._step_s = spent if self._step_s is None else self._step_s + LEARN * (spent - self._step_s)
-        for row in rows:
-            draft = drafts[row.place]
-            if weights[row.place]:
-                draft.probabilities = torch.stack(weights[row.place])
-            if draft.token_ids:
-                self._drafts[row.place] = draft
-        return [drafts[row.place] for row in rows]
+        going = sketches
+        while going:
+            logits = self._advance(going) if going[0].token_ids else self._catch_up(going)
+            self._write(going, logits)
+            going = [sketch for sketch in going if self._may_go_on(sketch)]
+            drafted, spent = sum(len(sketch.token_ids) for sketch in sketches), time.perf_counter() - started
+            survivals = [sketch.survival for sketch in going]
+            going = [going[i] for i in self._pace.going_on(survivals, drafted, len(rows), reach, spent)]
+        drafts = {sketch.row.place: self._draft(sketch) for sketch in sketches}
+        return self._cut([drafts.get(row.place) or Draft() for row in rows], reach, besides)
+
+    def _cut(self, drafts: list[Draft], reach: int, besides: int) -> list[Draft]:
+        if self._cost is None:
+            return drafts
+        lengths = allocate([draft.survival for draft in drafts], self._cost, reach, besides)
+        return [draft.cut(length) for draft, length in zip(drafts, lengths, strict=True)]
 
     def _left(self, row: Row) -> int:
         """Return how many more tokens of a row the draft can attend to."""
-        return (1 << 30) if self._context_length is None else self._context_length - len(row.tokens)
+        if self._context_length is None:
+            return 1 << 30
+        script = self._scripts.get(row.place)
+        return self._context_length - len(row.tokens if script is None else script.tokens)
 
-    def _length(self, rows: Sequence[Row]) -> int:
-        """Return the draft length that makes the most tokens per second; 0 where plain decoding does."""
-        if self._cost is None or self._step_s is None:
-            return 4
-        reach = max(len(row.tokens) for row in rows)
-        count = len(rows)
-        plain = count / self._cost(count, count, reach)
-        best, best_rate, expected, survival = 0, plain * LEAST_GAIN, 1.0, 1.0
-        for length in range(1, LONGEST + 1):
-            survival *= self._accepted
-            expected += survival
-            seconds = self._cost(count * (1 + length), count, reach) + length * self._step_s
-            if expected * count / seconds > best_rate:
-                best, best_rate = length, expected * count / seconds
-        self._idle = 0 if best else self._idle + 1
-        return best or int(self._idle % PROBE_EVERY == 0)
+    def _may_go_on(self, sketch: Sketch) -> bool:
+        drafted = len(sketch.token_ids)
+        limit = min(self._num_tokens or LONGEST, sketch.row.room - 1, self._left(sketch.row))
+        return drafted < limit and not sketch.script.ends(sketch.token_ids[-1])
 
-    def _catch_up(self, rows: Sequence[Row]) -> torch.Tensor:
-        """Compute what the draft has not seen; return the logits, (rows, vocab), after each row's last token."""
-        behind = [(row, len(row.tokens) - self._computed[row.place]) for row in rows]
+    def _missing(self, row: Row) -> int:
+        """Return how many tokens of a row the draft has yet to read, as far as is known."""
+        script = self._scripts.get(row.place)
+        return len(row.tokens) if script is None else len(script.tokens) - len(self._held[row.place])
+
+    def _script(self, row: Row) -> Script:
+        """Return a row in the draft's tokens, with what other rows' places hold of it taken over."""
+        script = self._scripts.get(row.place)
+        if script is None:
+            script = self._scripts[row.place] = self._open(row)
+            agreed = {place: _agreed(held, script.tokens, 0) for place, held in self._held.items()}
+            donor = max(agreed, key=lambda place: (agreed[place], place == row.place), default=row.place)
+            if agreed.get(donor) and donor != row.place:
+                self._model.cache.copy(donor, row.place, agreed[donor])
+            self._held[row.place] = script.tokens[: agreed.get(donor, 0)]
+        return script
+
+    def _compute(self, segments: list[Segment], token_ids: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+        return self._model.logits(segments, token_ids, wanted)
+
+    def _catch_up(self, sketches: Sequence[Sketch]) -> torch.Tensor:
+        """Compute what the draft has not read; return the logits, (rows, vocab), after each row's last token."""
         last: dict[int, torch.Tensor] = {}
+        behind = list(sketches)
         while behind:
-            segments, token_ids, wanted, left, done, budget = [], [], [], [], [], CHUNK
-            for row, missing in behind:
-                count = min(missing, budget)
-                if count <= 0:
-                    left.append((row, missing))
-                    continue
-                start = self._computed[row.place]
-                segments.append(Segment(row.place, start, count, alone=count > LONGEST + 1))
-                token_ids += row.tokens[start : start + count]
-                self._computed[row.place] += count
-                budget -= count
-                if count == missing:
-                    wanted.append(len(token_ids) - 1)
-                    done.append(row)
-                else:
-                    left.append((row, missing - count))
-            logits = self._model.logits(segments, token_ids, wanted)
-            last |= {row.place: logits[i] for i, row in enumerate(done)}
-            behind = left
-        return torch.stack([last[row.place] for row in rows])
+            segments, token_ids, wanted, done, budget = [], [], [], [], CHUNK
+            for sketch in behind:
+                place, tokens = sketch.row.place, sketch.script.tokens
+                held = self._held[place]
+                piece = tokens[len(held) : len(held) + budget]
+                if piece:
+                    segments.append(Segment(place, len(held), len(piece), alone=len(piece) > LONGEST + 1))
+                    token_ids += piece
+                    held += piece
+                    budget -= len(piece)
+                    if len(held) == len(tokens):
+                        wanted.append(len(token_ids) - 1)
+                        done.append(place)
+            started = time.perf_counter()
+            logits = self._compute(segments, token_ids, wanted)
+            if len(token_ids) > LONGEST * len(sketches):
+                self._pace.filled(len(token_ids), time.perf_counter() - started)
+            last |= {place: logits[i] for i, place in enumerate(done)}
+            behind = [sketch for sketch in behind if sketch.row.place not in last]
+        return torch.stack([last[sketch.row.place] for sketch in sketches])
 
-    def _advance(self, rows: Sequence[Row], drafts: dict[int, Draft]) -> torch.Tensor:
-        segments = [Segment(row.place, self._computed[row.place], 1) for row in rows]
-        token_ids = [drafts[row.place].token_ids[-1] for row in rows]
-        for row in rows:
-            self._computed[row.place] += 1
-        return self._model.logits(segments, token_ids, range(len(rows)))
+    def _advance(self, sketches: Sequence[Sketch]) -> torch.Tensor:
+        """Compute the last token of each sketch; return the logits after them."""
+        started = time.perf_counter()
+        segments = [Segment(sketch.row.place, len(self._held[sketch.row.place]), 1) for sketch in sketches]
+        token_ids = [sketch.token_ids[-1] for sketch in sketches]
+        for sketch in sketches:
+            self._held[sketch.row.place].append(sketch.token_ids[-1])
+        logits = self._compute(segments, token_ids, range(len(sketches)))
+        self._pace.stepped(time.perf_counter() - started)
+        return logits
 
-    def _write(
-        self, rows: Sequence[Row], logits: torch.Tensor, drafts: dict[int, Draft], weights: dict[int, list[Any]]
-    ) -> None:
-        """Append one token to each row's draft, chosen as the target would choose, from the draft's own logits."""
-        logits = logits[:, : self._width]
-        if logits.shape[1] < self._width:
-            logits = torch.nn.functional.pad(logits, (0, self._width - logits.shape[1]), value=float("-inf"))
-        greedy = logits.argmax(-1).tolist()
-        for row, own, best in zip(rows, logits, greedy, strict=True):
-            draft, scores = drafts[row.place], own[None]
-            if row.grammar is not None:
-                scores = self._constraint.masked(row.grammar, draft.token_ids, scores)
-                best = int(scores.argmax())
-            if row.processors is not None:
-                scores = row.processors(scores, row.tokens + draft.token_ids)
-            if row.samples:
-                chances = torch.softmax(scores.double(), dim=-1)
-                position = row.written + len(draft.token_ids)
-                best = draw(chances, [row.noise.at(position, b"draft")])[0]
-                weights[row.place].append(chances[0])
-            elif row.processors is not None:
-                best = int(scores.argmax())
-            draft.token_ids.append(best)
-            draft.survival.append(self._accepted ** len(draft.token_ids))
-            draft.sources.append(None)
+    def _write(self, sketches: Sequence[Sketch], logits: torch.Tensor) -> None:
+        """Append one token to each sketch: the draft's best, or of the target's own tokens what it would choose."""
+        if not sketches[0].script.own_tokens:
+            logits = logits[:, : self._width]
+            if logits.shape[1] < self._width:
+                logits = torch.nn.functional.pad(logits, (0, self._width - logits.shape[1]), value=float("-inf"))
+        sure, best = torch.softmax(logits, dim=-1).max(-1)
+        for sketch, own, chance, token in zip(sketches, logits, sure.tolist(), best.tolist(), strict=True):
+            if not sketch.script.own_tokens:
+                chance, token = self._as_the_target(sketch, own[None], chance, token)
+            sketch.token_ids.append(token)
+            sketch.sure.append(chance)
+            sketch.survival *= self._confidence.chance(chance)
+
+    def _as_the_target(self, sketch: Sketch, scores: torch.Tensor, chance: float, token: int) -> tuple[float, int]:
+        """Return the token that a row's own rules choose from the draft's logits, (1, vocab), and its probability."""
+        row = sketch.row
+        if row.grammar is not None:
+            scores = self._constraint.masked(row.grammar, sketch.token_ids, scores)
+        if row.processors is not None:
+            scores = row.processors(scores, row.tokens + sketch.token_ids)
+        if row.samples:
+            chances = torch.softmax(scores.double(), dim=-1)
+            position = row.written + len(sketch.token_ids)
+            token = draw(chances, [row.noise.at(position, b"draft")])[0]
+            sketch.weights.append(chances[0])
+            return float(chances[0, token]), token
+        if row.grammar is None and row.processors is None:
+            return chance, token
+        token = int(scores.argmax())
+        return float(torch.softmax(scores[0], dim=-1)[token]), token
+
+    # -- what became of it ----------------------------------------------------------------------------------------
+
+    def _draft(self, sketch: Sketch) -> Draft:
+        """Return a sketch in the target's tokens."""
+        guesses, rests = sketch.script.guesses(sketch.token_ids)
+        sketch.guesses, sketch.rests = guesses[: sketch.row.room - 1], rests
+        survival, upto, value = [], 0, 1.0
+        for count in rests[: len(sketch.guesses)]:
+            for sure in sketch.sure[upto:count]:
+                value *= self._confidence.chance(sure)
+            upto = max(upto, count)
+            survival.append(value)
+        if survival and sketch.script.own_tokens:
+            survival[-1] *= self._edge
+        self._sketches[sketch.row.place] = sketch
+        probabilities: Any = torch.stack(sketch.weights) if sketch.weights else None
+        return Draft(sketch.guesses, survival, [None] * len(survival), probabilities)
+
+    def _learn(self, sketch: Sketch, token_ids: Sequence[int]) -> None:
+        """Compare a sketch with what the target wrote."""
+        known = 0
+        for i, (guess, token) in enumerate(zip(sketch.guesses, token_ids, strict=False)):
+            upto, right = sketch.rests[i], guess == token
+            if sketch.script.own_tokens and i == len(sketch.guesses) - 1:
+                self._edge += FORGET * (right - self._edge)
+                if not right:
+                    break  # its last word may only have been cut short
+            for sure in sketch.sure[known : upto if right else known + 1]:
+                self._confidence.observe(sure, right)
+            known = max(known, upto)
+            if not right:
+                break
+
+
+def _agreed(held: Sequence[int], tokens: Sequence[int], known: int) -> int:
+    """Return how many of the tokens held are those of a text whose last token is not computed; `known` of them are."""
+    most = min(len(held), len(tokens) - 1)
+    count = min(known, most)
+    while count < most and held[count] == tokens[count]:
+        count += 1
+    return count

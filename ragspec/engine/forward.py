@@ -25,6 +25,14 @@ class Switch(Protocol):
     def off(self) -> None: ...
 
 
+class Halves(Protocol):
+    """Who knows of some tokens what the first layers computed (halves.py)."""
+
+    def logits(
+        self, segments: list[Segment], ids: Sequence[int], wanted: Sequence[int], together: Sequence[Together]
+    ) -> torch.Tensor: ...
+
+
 class Watch(layouts.Watch, Protocol):
     """Who wants to know what a forward takes (watch.py)."""
 
@@ -44,6 +52,7 @@ class Model:
         self.compiled: Switch | None = None  # while compiled layers run
         self.least = 1  # tokens of a forward
         self.watch: Watch | None = None
+        self.halves: Halves | None = None
         self._wanted: torch.Tensor | None = None  # of the running forward
         self._hooks: list[Any] = []
         inner.set_attn_implementation(NAME)
@@ -59,6 +68,7 @@ class Model:
         for hook in self._hooks:
             hook.remove()
         self.cache = RaggedCache(0)
+        self.halves = None
 
     @contextmanager
     def as_it_was(self) -> Iterator[Any]:
@@ -118,6 +128,20 @@ class Model:
         token_ids: the tokens of all segments in packed order. Their keys and values are in the cache afterwards.
         together: rows that hold the same first tokens.
         """
+        if self.halves is not None:
+            return self.halves.logits(segments, token_ids, wanted, together)
+        return self.whole(segments, token_ids, wanted, together)
+
+    @torch.inference_mode()
+    def whole(
+        self,
+        segments: list[Segment],
+        token_ids: Sequence[int],
+        wanted: Sequence[int],
+        together: Sequence[Together] = (),
+        attended: int = 0,
+    ) -> torch.Tensor:
+        """The same by one forward. attended: layers before the first that attends in it."""
         self.cache.reserve(max(segment.start + segment.count for segment in segments))
         padding = max(0, self.least - len(token_ids))
         layout = Layout(segments, self.cache.slots, self.device, together, self.kernels, padding)
@@ -126,7 +150,7 @@ class Model:
         self._tokens = len(token_ids) + padding
         self._wanted = None if len(wanted) == self._tokens else indices if wanted else indices.new_zeros(1)
         try:
-            with self.cache.forward(layout), self.watch.forward(layout) if self.watch else nullcontext():
+            with self.cache.forward(layout, attended), self.watch.forward(layout) if self.watch else nullcontext():
                 output = self.inner(
                     input_ids=torch.tensor([[*token_ids, *[token_ids[0]] * padding]], device=self.device),
                     position_ids=layout.positions[None],

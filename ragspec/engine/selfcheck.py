@@ -33,7 +33,7 @@ def differs(model: Model, tolerance: float) -> str:
     started = time.perf_counter()
     expected = reference(model, ids)
     seconds = time.perf_counter() - started
-    error = _relative(got, expected)
+    error = relative(got, expected)
     if not error <= tolerance:
         return f"computes different logits in packed rows (by {error:.1e} of the largest)"
     return _differs_beyond_limits(model, expected, tolerance, seconds)
@@ -47,8 +47,8 @@ def _differs_beyond_limits(model: Model, expected: torch.Tensor, tolerance: floa
             continue  # the text has crossed it already
         with lowered(model.inner, limit):
             got, near = packed(model), reference(model, ids)
-        error = _relative(got, near)
-        if _relative(near, expected) <= tolerance:  # lowering it changed nothing
+        error = relative(got, near)
+        if relative(near, expected) <= tolerance:  # lowering it changed nothing
             if is_static(model.inner, limit):
                 continue
             error = _cross(model, limit, seconds)
@@ -114,10 +114,11 @@ def _cross(model: Model, limit: Limit, seconds: float) -> float:
     last = range(limit.tokens, length)
     got = torch.cat([model.logits([Segment(0, at, 1, base=limit.tokens)], [ids[at]], [0]) for at in last])
     model.resize(rows)
-    return _relative(got, reference(model, ids)[-STEPS:])
+    return relative(got, reference(model, ids)[-STEPS:])
 
 
-def _relative(one: torch.Tensor, other: torch.Tensor) -> float:
+def relative(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the largest difference as a share of the largest value."""
     return float((one - other).abs().max() / other.abs().max().clamp_min(1e-6))
 
 

@@ -44,7 +44,7 @@ class Method:
     drafts_on: the runners on which `drafter`, one of ours or a plugin's, does the drafting; there its drafts are known
     token by token, so answers can cite passages. needs: keys of the section without which it cannot run. takes_draft:
     whether it uses a draft model. some_models: whether it takes parts that only some models have. stock: whether
-    transformers' generate() has it. batches: whether several records are answered at once. remembers: runners on which
+    transformers' generate() has it. remembers: runners on which
     drafts come from answers of earlier passes too. tried: whether "auto" tries it.
     """
 
@@ -56,7 +56,6 @@ class Method:
     takes_draft: bool = False
     some_models: bool = False
     stock: bool = False
-    batches: bool = True
     remembers: tuple[str, ...] = ()
     tried: bool = True
 
@@ -101,7 +100,7 @@ METHODS = {
         "the record's own text, by n-gram", (FAKE, HF, VLLM), _prompt_lookup, drafts_on=(HF,), stock=True
     ),
     "draft_model": Method("a smaller model", (HF, VLLM), needs=DRAFT, takes_draft=True, stock=True),
-    "early_exit": Method("the model's own first layers", (HF,), needs=("early_exit_layer",), stock=True, batches=False),
+    "early_exit": Method("the model's own first layers", (HF,), needs=("early_exit_layer",), stock=True),
     "suffix": Method("a suffix tree of texts and earlier answers", (VLLM,), remembers=(VLLM,)),
     "eagle": Method("an EAGLE head", (VLLM,), needs=DRAFT, takes_draft=True),
     "eagle3": Method("an EAGLE-3 head", (VLLM,), needs=DRAFT, takes_draft=True),

@@ -184,10 +184,14 @@ def tokens(outcomes):
         ("prompt_lookup", {"ngram_min": 2, "ngram_max": 4, "num_tokens": 5}),
         ("draft_model", {"draft_model": "tiny_draft"}),
         ("draft_model", {"draft_model": "tiny", "num_tokens": 3}),
+        ("draft_model", {"draft_model": "tiny_gpt2", "draft_tokenizer": "tiny_gpt2"}),
+        ("draft_model", {"draft_model": "tiny_gpt2", "draft_tokenizer": "tiny_gpt2", "num_tokens": 4}),
+        ("early_exit", {"early_exit_layer": 1}),
+        ("early_exit", {"early_exit_layer": 1, "num_tokens": 3}),
     ],
 )
 def test_every_method_runs_in_batches_with_the_answers_of_stock_generate(tiny, method, spec, request):
-    spec = {k: request.getfixturevalue(v) if k == "draft_model" else v for k, v in spec.items()}
+    spec = {k: request.getfixturevalue(v) if k.startswith("draft_") else v for k, v in spec.items()}
     stock, about, _ = run(tiny, runner_args={"engine": "transformers"})
     assert about["engine"] == "transformers"
     outcomes, about, runner = run(tiny, method, **spec)
@@ -221,7 +225,6 @@ def test_memory_limits_the_batch_size(tiny, monkeypatch):
     ("method", "settings", "why"),
     [
         ("none", {"runner_args": {"engine": "transformers"}}, "engine: transformers"),
-        ("early_exit", {"early_exit_layer": 1}, "early_exit"),
         ("none", {"runner_args": {"generate_args": {"num_beams": 2}}}, "generate_args"),
         ("prompt_lookup", {"schedule": "heuristic_transient"}, "schedule"),
     ],

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ragspec.config.sections import SpeculationConfig
 from ragspec.errors import ConfigError, did_you_mean
 from ragspec.runners.huggingface.args import Args
-from ragspec.speculation.methods import PLAIN, method_named
-
-if TYPE_CHECKING:
-    from ragspec.models.draft import Draft
+from ragspec.speculation.methods import PLAIN
 
 OURS = ("max_new_tokens", "max_length", "do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 DRAFT_KNOBS = ("assistant_lookbehind", "target_lookbehind")
@@ -37,15 +34,13 @@ def check_args(args: Args, spec: SpeculationConfig) -> list[str]:
     ]
 
 
-def only_stock(args: Args, spec: SpeculationConfig, draft: Draft | None) -> str:
+def only_stock(args: Args, spec: SpeculationConfig) -> str:
     """Return the part of a config that only generate() supports, or ""."""
     from ragspec.models.generation import SERVED
 
     unserved = next((key for key in args.generate_args if key not in SERVED), "")
     rules = {
         "runner_args.engine: transformers": args.engine == "transformers",
-        f"speculation.method: {spec.method}": not method_named(spec.method).batches,
-        "speculation.draft_tokenizer: a draft with a different vocabulary": draft is not None and draft.other_tokens,
         f"runner_args.generate_args.{unserved}": unserved,
         "runner_args.num_gpus over 1": (args.num_gpus or 0) > 1,
         "runner_args.model_args.device_map": "device_map" in args.model_args,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ragspec.engine.backend import EngineBackend
     from ragspec.models.draft import Draft
     from ragspec.models.generation import GenerationRules
+    from ragspec.models.translation import Translation
     from ragspec.runners.huggingface.stock import StockBackend
     from ragspec.structured.grammars import Grammars
 
@@ -112,7 +113,7 @@ class Runner:
         return f", and it does not have method {self.method}"
 
     def _only_stock(self) -> str:
-        return only_stock(self._args, self._spec, self._draft)
+        return only_stock(self._args, self._spec)
 
     def _find_draft(self, tokenizer: Any) -> Draft:
         from ragspec.models.draft import find_draft, width_of
@@ -177,6 +178,8 @@ class Runner:
                     spec.drafting,
                     draft_model,
                     self._draft.context_length if self._draft else None,
+                    self._translation(draft_model, eos),
+                    spec.early_exit_layer if self.method == "early_exit" else None,
                 ),
                 rows=None if asked == "auto" else asked,
                 lookahead=self._args.lookahead,
@@ -192,6 +195,18 @@ class Runner:
                 ) from reason
             return f'"{self._model_name}": {reason}'
         return ""
+
+    def _translation(self, draft_model: Any, ends: frozenset[int]) -> Translation | None:
+        """Return what stands between the draft's tokens and the target's; None where they are the same."""
+        from ragspec.models.stopping import end_tokens
+        from ragspec.models.translation import Translation
+
+        draft = self._draft
+        if draft is None or not draft.other_tokens:
+            return None
+        target = self.tokenizer.inner
+        end = target.eos_token_id if target.eos_token_id in ends else min(ends, default=None)
+        return Translation(target, draft.tokenizer, end_tokens(draft_model, draft.tokenizer, {}), end)
 
     def _grammars(self) -> Grammars:
         """Return the grammars of the tokenizer; before weights load, to see whether it has any. Raises ConfigError."""

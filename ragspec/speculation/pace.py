@@ -1,0 +1,99 @@
+"""How long to draft with a model, whose every token takes a forward of its own, and for which rows. Pure.
+
+    >>> pace = Pace(cost)
+    >>> pace.ratio(rows=4, reach=500)  # how many times as fast as without drafts, at best
+    1.31
+
+A forward of the draft serves all rows at once and is paid for by their chances together; the target's step that
+verifies is paid for by `cost`, as everywhere (allocate.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ragspec.speculation.allocate import LEAST_GAIN
+from ragspec.speculation.confidence import Confidence
+from ragspec.speculation.cost import Cost
+
+LONGEST = 12
+BLIND = 4  # tokens drafted while nothing is known of costs
+LEARN = 0.05
+PROBE_EVERY = 64  # steps between tries, while drafts do not pay
+TRIED = 4  # rows that draft while it is not known whether it pays
+KNOWN = 48  # tokens that were compared, after which it is known
+
+
+class Pace:
+    """One draft model in one run. step_s: of a forward of one token for each row; None before it is known.
+
+    fill_s: of one token of what a row's draft has yet to read.
+    """
+
+    def __init__(self, cost: Cost | None, confidence: Confidence) -> None:
+        self.step_s: float | None = None
+        self.fill_s: float | None = None
+        self._cost = cost
+        self._confidence = confidence
+        self._idle = 0
+
+    def stepped(self, seconds: float) -> None:
+        """A forward of one token for each row took `seconds`."""
+        self.step_s = seconds if self.step_s is None else self.step_s + LEARN * (seconds - self.step_s)
+
+    def filled(self, tokens: int, seconds: float) -> None:
+        """A forward of `tokens` that the draft had not read took `seconds`."""
+        each = seconds / tokens
+        self.fill_s = each if self.fill_s is None else self.fill_s + LEARN * (each - self.fill_s)
+
+    def ratio(self, rows: int, reach: int) -> float:
+        """Return how many times as fast as plain ones steps with drafts of the best length are, by what is known."""
+        if self._cost is None or self.step_s is None:
+            return 1.0
+        plain = rows / self._cost(rows, rows, reach)
+        best, expected, survival = 0.0, 1.0, 1.0
+        for length in range(1, LONGEST + 1):
+            survival *= self._confidence.mean
+            expected += survival
+            seconds = self._cost(rows * (1 + length), rows, reach) + length * self.step_s
+            best = max(best, expected * rows / seconds)
+        return best / plain
+
+    def chosen(self, missing: Sequence[int], left: Sequence[int], reach: int) -> list[int]:
+        """Return the rows for which drafts pay, or whose turn it is to show whether they do.
+
+        missing: per row, tokens that its draft has yet to read. left: tokens that its answer may still have.
+        """
+        rows = len(missing)
+        every = list(range(rows))
+        if self._cost is None or not every:
+            return every
+        nearest = sorted(every, key=lambda row: missing[row])
+        if self._confidence.seen < KNOWN or self.step_s is None or self.fill_s is None:
+            return nearest[:TRIED]
+        ratio = self.ratio(rows, reach)
+        if ratio < LEAST_GAIN:
+            self._idle += 1
+            return nearest[: int(self._idle % PROBE_EVERY == 0)]
+        self._idle = 0
+        saved = self._cost(rows, rows, reach) / rows * (1 - 1 / ratio)  # seconds, per token of an answer
+        return [row for row in every if (missing[row] - 1) * self.fill_s <= left[row] * saved]
+
+    def going_on(self, survivals: Sequence[float], drafted: int, rows: int, reach: int, spent_s: float) -> list[int]:
+        """Return the rows that draft another token: those that, together, gain more by it than it costs.
+
+        survivals: of the rows that may, that their drafts are right so far. drafted: tokens of all rows' drafts.
+        spent_s: on drafting in this step.
+        """
+        every = list(range(len(survivals)))
+        if self._cost is None or not every:
+            return every
+        if self.step_s is None or self._confidence.seen < KNOWN:
+            return every if drafted < BLIND * len(survivals) else []
+        step = self._cost(rows + drafted, rows, reach)
+        rate = (rows + sum(survivals)) / (step + spent_s)  # what is drafted before counts little: this is a lower bound
+        more = self._cost(rows + drafted + len(survivals), rows, reach) - step
+        gains = [survival * self._confidence.mean for survival in survivals]
+        going = [row for row in every if gains[row] > rate * more / len(survivals)]
+        worth = sum(gains[row] for row in going)
+        return going if worth > rate * (self.step_s + more * len(going) / len(survivals)) else []

@@ -1,0 +1,89 @@
+"""A draft of other tokens in the batched engine: five families of tokenizers, and a draft that is mostly right."""
+
+import pytest
+import torch
+
+from ragspec.engine.backend import prepare
+from ragspec.engine.draft_model import DraftModel
+from ragspec.models.translation import Translation
+from ragspec.records import Request, Sampling
+from ragspec.speculation.cost import StepCost
+from tests.conftest import save_llama, train_tokenizer
+from tests.engine.test_engine import NEW, answers, ids, loaded, requests_for  # noqa: F401
+from tests.families import FAMILIES, learn_by_heart, tokenizer_of
+
+SAMPLINGS = [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 5}]
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory, sample_texts):
+    """A random model of each family's tokenizer."""
+    base = tmp_path_factory.mktemp("drafts")
+    return {
+        family: save_llama(base / family, tokenizer_of(family, sample_texts), seed=11, layers=1) for family in FAMILIES
+    }
+
+
+def proposer(target, folder, rows, num_tokens=4, cost=None, tokenizer=None):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = prepare(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+    model.resize(rows)
+    draft = AutoTokenizer.from_pretrained(folder)
+    both = Translation(target, draft, frozenset([draft.eos_token_id]), None)
+    return DraftModel(model, 400, None, num_tokens, cost, lambda row: both.open(row.tokens))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_a_draft_of_other_tokens_changes_no_answer(loaded, tiny, drafts, family, rows, sampling):  # noqa: F811
+    tokenizer = loaded(tiny)[1]
+    requests = list(requests_for(tokenizer, Sampling(max_new_tokens=NEW, **sampling)))
+    expected = ids(answers(loaded, tiny, rows=rows, requests=iter(requests)))
+    outcomes = answers(loaded, tiny, proposer(tokenizer.inner, drafts[family], rows), rows, requests=iter(requests))
+    assert ids(outcomes) == expected
+    assert sum(outcome.spec.drafted for outcome in outcomes.values()) > 0
+
+
+@pytest.fixture(scope="module")
+def by_heart(tmp_path_factory, sample_texts):
+    """A target and a draft of other tokens that know one text by heart. Returns their folders, and the text."""
+    from transformers import AutoModelForCausalLM
+
+    text = sample_texts[0][:500]
+    base, folders = tmp_path_factory.mktemp("by_heart"), []
+    for name, tokenizer in (("target", train_tokenizer(400, sample_texts)), ("draft", tokenizer_of("unigram", [text]))):
+        folder = save_llama(base / name, tokenizer, hidden=64)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        assert learn_by_heart(model, tokenizer, text) < 0.2
+        model.save_pretrained(folder)
+        folders.append(folder)
+    return *folders, text
+
+
+@pytest.mark.parametrize("num_tokens", [4, None])
+def test_a_draft_of_other_tokens_that_is_right_is_accepted(loaded, by_heart, num_tokens):  # noqa: F811
+    target, draft, text = by_heart
+    tokenizer = loaded(target)[1]
+    whole = tokenizer.encode(text, special_tokens=False)
+    requests = [Request(i, f"r{i}", whole[: 20 + 3 * i], Sampling(max_new_tokens=40)) for i in range(5)]
+    plain = answers(loaded, target, rows=3, requests=iter(requests))
+    cost = StepCost([(1, 0.1), (8, 0.1), (64, 0.12), (256, 0.2)])  # of a target that is far dearer than the draft
+    used = proposer(tokenizer.inner, draft, 3, num_tokens, cost)
+    drafted = answers(loaded, target, used, 3, requests=iter(requests))
+    assert ids(drafted) == ids(plain)
+    steps = sum(outcome.spec.steps for outcome in drafted.values())
+    assert steps < 0.6 * sum(outcome.spec.steps for outcome in plain.values())
+    accepted = sum(outcome.spec.accepted for outcome in drafted.values())
+    assert accepted > 0.6 * sum(outcome.spec.drafted for outcome in drafted.values())
+
+
+def test_a_draft_that_cannot_pay_is_left_alone(loaded, tiny, drafts):  # noqa: F811
+    """Steps of the target that cost next to nothing: after a few tries, hardly a step drafts."""
+    tokenizer = loaded(tiny)[1]
+    requests = requests_for(tokenizer, Sampling(max_new_tokens=120), count=9)
+    used = proposer(tokenizer.inner, drafts["byte_fallback"], 4, None, StepCost([(1, 1e-6), (64, 1e-5)]))
+    outcomes = answers(loaded, tiny, used, 4, requests=iter(requests))
+    steps = sum(outcome.spec.steps for outcome in outcomes.values())
+    assert sum(outcome.spec.drafted for outcome in outcomes.values()) < 0.2 * steps
