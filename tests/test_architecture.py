@@ -22,7 +22,7 @@ LEVELS = [  # a room may import rooms of lower lines only; a folder is one room,
     {"run"},
     {"quality"},
     {"benchmark"},
-    {"audit", "report"},
+    {"audit", "report", "training"},
     {"cli"},
     {"__main__"},
 ]

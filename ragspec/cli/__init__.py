@@ -16,6 +16,7 @@ from ragspec.cli.options import INTERRUPTED, Debug, set_debug
 from ragspec.cli.prove import doctor, tune, verify
 from ragspec.cli.quality import evaluate
 from ragspec.cli.search import index, retrieve
+from ragspec.cli.train import train_draft
 from ragspec.errors import RagspecError, flat
 
 app = typer.Typer(
@@ -25,7 +26,20 @@ app = typer.Typer(
     help="Answer batches of RAG questions with speculative decoding.",
 )
 
-for command in (generate, run_batch, index, retrieve, inspect, benchmark, report, verify, evaluate, tune, doctor):
+for command in (
+    generate,
+    run_batch,
+    index,
+    retrieve,
+    inspect,
+    benchmark,
+    report,
+    verify,
+    evaluate,
+    tune,
+    train_draft,
+    doctor,
+):
     app.command()(command)
 
 

@@ -80,3 +80,25 @@ def _detail(summary: RunSummary) -> str:
     if summary.failed:
         parts.append(f"{summary.failed} failed")
     return ", ".join(parts)
+
+
+@contextmanager
+def learning_progress(console: Console) -> Iterator[Callable[[int, int, float], None]]:
+    """Yield what shows how far a draft has learnt."""
+    if not console.is_terminal:
+        yield lambda done, steps, loss: None
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("learning", total=None)
+
+        def report(done: int, steps: int, loss: float) -> None:
+            bar.update(task, description=f"learning, loss {loss:.2f}", completed=done, total=steps)
+
+        yield report

@@ -8,6 +8,7 @@ from ragspec.errors import ConfigError, ModelError
 from ragspec.records import Failure, Request
 from ragspec.run.generate import generate as run
 from ragspec.runners.huggingface import runner as huggingface
+from ragspec.runners.huggingface.comparison import Comparison
 from tests.conftest import SAMPLE, read_jsonl, save_gpt2, train_tokenizer
 
 PROMPTS = [
@@ -361,3 +362,33 @@ def test_auto_names_the_method_that_answered(tiny, tmp_path):
     (line,) = read_jsonl(tmp_path / "out.jsonl")
     assert summary.method == line["speculation"]["method"] == "prompt_lookup"
     assert any("without a trial" in note for note in summary.notes)
+
+
+@pytest.mark.parametrize(("drafted_s", "said"), [(4.0, "10.0 tokens/s against 20.0"), (1.0, "")])
+def test_speculation_that_is_slower_than_plain_decoding_is_said_so(drafted_s, said):
+    compared = Comparison("prompt_lookup")
+    assert compared.note() == ""
+    for _ in range(2):
+        assert not compared.done
+        compared.add(20, drafted_s / 2, 20, 1.0)
+    assert compared.done
+    assert (said in compared.note()) if said else compared.note() == ""
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9}])
+def test_the_first_records_are_answered_both_ways_and_nobody_sees_it(tiny, sampling):
+    """Answers, counts and tokens are those of the drafted run; the records are the first ones."""
+    runner, asked = make_runner(tiny, "prompt_lookup", sampling={"max_new_tokens": 12, **sampling})
+    with runner:
+        requests = make_requests(runner, asked)
+        runner._backend._compared = None
+        alone = list(runner.generate(requests))
+        count = runner.decode_tokens
+        runner._backend._compared = compared = Comparison("prompt_lookup")
+        beside = list(runner.generate(requests))
+        assert runner.decode_tokens == 2 * count
+    assert tokens(beside) == tokens(alone)
+    assert [outcome.spec for outcome in beside] == [outcome.spec for outcome in alone]
+    assert compared.done
+    assert compared.tokens == sum(len(outcome.token_ids) for outcome in beside[:2])
+    assert compared.plain_tokens > 0 < compared.plain_s

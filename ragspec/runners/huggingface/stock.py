@@ -31,6 +31,7 @@ from ragspec.models.stopping import trim
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Failure, Generation, Request, Sampling, record_seed
 from ragspec.runners.huggingface.acceptance import AcceptanceMeter, in_id_order
+from ragspec.runners.huggingface.comparison import Comparison
 from ragspec.runners.huggingface.criteria import StepClock, StopText
 from ragspec.stats import SpecStats
 from ragspec.structured.grammars import Grammars, Matcher, begin
@@ -96,6 +97,7 @@ class StockBackend:
         self._greedy_by_default = greedy_by_default
         self._sampling_draft: Any = None  # a copy: universal speculative sampling rewrites the draft's embeddings
         self._meter: AcceptanceMeter | None = None
+        self._compared = Comparison(speculation.method) if speculation.method != "none" else None
         if speculation.method != "none":
             self._speculate()
 
@@ -144,12 +146,34 @@ class StockBackend:
             rows = 1 if alone else self.batch_size
             alike = list(takewhile(lambda request: request.sampling == sampling, batch))[:rows]  # noqa: B023
             source.put_back(batch[len(alike) :])
-            yield from self._answer(alike)
+            for outcome in self._answer(alike):
+                yield outcome
+                if isinstance(outcome, Generation):
+                    self._compare(alike[0], outcome, source)
         if self._meter and self._spec.draft and self._meter.outgrown:
             self.notes.append(
                 f"{self._meter.outgrown} records outgrew the draft model's {self._spec.draft.context_length} "
                 "tokens and continued without drafts"
             )
+
+    def _compare(self, request: Request, drafted: Generation, source: Feed[Request]) -> None:
+        """Answer one of the first records without drafts too, and say if that was faster; its answer is not used."""
+        compared, more = self._compared, source.take(1, wait=False)
+        source.put_back(more)
+        if compared is None or compared.done or drafted.undrafted or not more:
+            return
+        clock, self.clock = self.clock, StockClock()
+        try:
+            plain = self._call([request], [begin(self._grammars, request.grammar)], drafts=False)[0]
+        except FAILURES as error:  # with drafts it was answered, so only the comparison is lost
+            log.debug("the comparison failed", exc_info=error)
+            self._compared = None
+            return
+        finally:
+            self.clock = clock
+        compared.add(len(drafted.token_ids), drafted.latency_s, len(plain.token_ids), plain.latency_s)
+        if compared.done and (note := compared.note()):
+            self.notes.append(note)
 
     @cached_property
     def _takes_padding(self) -> bool:
@@ -186,7 +210,7 @@ class StockBackend:
             for request in batch:
                 yield from self._answer([request])
 
-    def _call(self, batch: list[Request], matchers: list[Matcher | None]) -> list[Generation]:
+    def _call(self, batch: list[Request], matchers: list[Matcher | None], *, drafts: bool = True) -> list[Generation]:
         sampling = batch[0].sampling
         width = max(len(request.token_ids) for request in batch)
         rows = [[self._rules.pad] * (width - len(request.token_ids)) + request.token_ids for request in batch]
@@ -201,7 +225,7 @@ class StockBackend:
             self._meter.start()
         for module in self._rotary:
             forget(module)
-        undrafted = self._undrafted(sampling, shaped=any(matchers))
+        undrafted = self._undrafted(sampling, shaped=any(matchers)) if drafts else "a comparison"
         processors: list[Any] = [*self._rules.penalties(sampling, width)]
         if any(matchers):
             processors.append(GrammarMasks(matchers, width))

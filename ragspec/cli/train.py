@@ -1,0 +1,43 @@
+"""`ragspec train-draft`: a draft for one's own records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ragspec.cli.options import Config, Debug, Input, Limit, MaxNewTokens, Set, load, set_debug
+
+
+def train_draft(
+    config: Config,
+    input: Input = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Where the draft and what it learns from go.")
+    ] = Path("out/draft"),
+    layers: Annotated[int, typer.Option(min=1, metavar="N", help="Layers of the draft.")] = 2,
+    epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Times that it goes through the answers.")] = 3,
+    max_new_tokens: MaxNewTokens = None,
+    limit: Limit = None,
+    override: Set = None,
+    debug: Debug = False,
+) -> None:
+    """Teach a small draft model the target's answers to your records, and measure whether it pays."""
+    from ragspec.cli.progress import learning_progress
+    from ragspec.training.train import train_draft as train
+
+    set_debug(debug)
+    run_config, console = load(config, override, input, max_new_tokens)
+    with learning_progress(console) as progress:
+        trained = train(
+            run_config, output, layers=layers, epochs=epochs, limit=limit, console=console, progress=progress
+        )
+    console.print(
+        f"a draft of {trained.layers} layers, taught {trained.tokens:,} tokens of {trained.lessons:,} answers in "
+        f"{trained.training_s:.0f} s: {trained.draft}",
+        markup=False,
+    )
+    console.print(trained.verdict(), markup=False)
+    if trained.pays:
+        console.print(f"speculation: {{method: draft_model, draft_model: {trained.draft}}}", markup=False)

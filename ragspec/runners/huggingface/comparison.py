@@ -1,0 +1,45 @@
+"""Whether stock generate() is any faster with its speculation: the first records are answered both ways."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RECORDS = 2
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Tokens and seconds of the same records, with drafts and without."""
+
+    method: str
+    records: int = 0
+    tokens: int = 0
+    drafted_s: float = 0.0
+    plain_tokens: int = 0
+    plain_s: float = 0.0
+
+    @property
+    def done(self) -> bool:
+        """Whether enough were compared."""
+        return self.records >= RECORDS
+
+    def add(self, tokens: int, drafted_s: float, plain_tokens: int, plain_s: float) -> None:
+        """Take in a record's answer both ways. Sampled ones need not be of one length."""
+        self.records += 1
+        self.tokens += tokens
+        self.drafted_s += drafted_s
+        self.plain_tokens += plain_tokens
+        self.plain_s += plain_s
+
+    def note(self) -> str:
+        """Return what to tell the user, "" where speculation is the faster one or nothing was compared."""
+        if not (self.records and self.tokens and self.plain_tokens):
+            return ""
+        drafted, plain = self.tokens / self.drafted_s, self.plain_tokens / self.plain_s
+        if drafted >= plain:
+            return ""
+        return (
+            f"{self.method} is slower than plain decoding here: {drafted:.1f} tokens/s against {plain:.1f} (stock "
+            f"generate(), the first {self.records} records both ways); write `speculation: {{method: none}}`, or remove "
+            "what keeps ragspec's own engine from answering"
+        )

@@ -1,0 +1,97 @@
+"""What a draft learns from: the target's answers to the user's records, written by an ordinary run that resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+from ragspec.benchmark.answers import read_answers
+from ragspec.config.load import build_config
+from ragspec.config.run import RunConfig
+from ragspec.errors import ConfigError, RecordError
+from ragspec.inputs.opening import open_source
+from ragspec.inputs.record import parse_record
+from ragspec.outputs.journal import Journal
+from ragspec.outputs.private import write_private
+from ragspec.run.local import LocalPass
+from ragspec.run.session import prepare
+
+LEAST = 24  # answers; a draft of fewer learns them, and nothing else
+HELD_OUT = 8  # one answer in so many is kept for measuring
+ANSWERS, INPUT = "answers.jsonl", "held_out.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """A prompt and the target's answer in one. prompt_tokens: how many of the tokens are the prompt's."""
+
+    id: str
+    token_ids: list[int]
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lessons:
+    """taught: what is learnt from. held_out: what acceptance is measured on."""
+
+    taught: list[Lesson]
+    held_out: list[Lesson]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the answers that are learnt from."""
+        return sum(len(lesson.token_ids) - lesson.prompt_tokens for lesson in self.taught)
+
+
+def without_draft(config: RunConfig) -> RunConfig:
+    """Return `config` without the draft that is to be made."""
+    speculation = {"method": "none"} if config.speculation.method == "draft_model" else config.speculation.model_dump()
+    spec = speculation | {"draft_model": None, "draft_tokenizer": None}
+    return build_config(config.model_dump() | {"speculation": spec, "scale": None}, "train-draft")
+
+
+def answer(config: RunConfig, folder: Path, limit: int | None) -> Lessons:
+    """Let the target answer what it has not answered yet, and return its answers. Raises ConfigError and ModelError."""
+    if config.input is None or config.input.is_stdin:
+        raise ConfigError("input: a draft is measured on records that are read again; give a file with --input")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ANSWERS
+    output = config.output.model_copy(update={"path": str(path)})
+    session = prepare(config.model_copy(update={"output": output}))
+    with open_source(config.input) as source, Journal(output, session.identity(), partial=True) as journal:
+        LocalPass(session, source, journal, limit=limit, keep_details=True).answer()
+    lessons = [
+        Lesson(each.id, each.prompt_token_ids + each.token_ids, len(each.prompt_token_ids))
+        for each in read_answers(path).answered.values()
+        if len(each.token_ids) > 1
+    ]
+    if len(lessons) < LEAST:
+        raise ConfigError(
+            f"{config.input}: {len(lessons)} answers are too few to teach a draft; at least {LEAST} are needed, and "
+            "some hundreds are better"
+        )
+    return _parted(lessons)
+
+
+def _parted(lessons: Sequence[Lesson]) -> Lessons:
+    """Return the lessons in two parts; which of them is held out depends on its id alone."""
+    order = sorted(lessons, key=lambda lesson: blake2b(lesson.id.encode(), digest_size=8).digest())
+    count = max(4, len(order) // HELD_OUT)
+    return Lessons(order[count:], order[:count])
+
+
+def write_held_out(config: RunConfig, lessons: Lessons, folder: Path) -> Path:
+    """Write the rows of the records that are held out to a file of their own, and return it."""
+    wanted = {lesson.id for lesson in lessons.held_out}
+    assert config.input is not None
+    lines = []
+    with open_source(config.input) as source:
+        for row in source:
+            with suppress(RecordError):  # what is no record has no answer either
+                if parse_record(row.value, row.number, config.prompt.source).id in wanted:
+                    lines.append(row.text.strip())
+    write_private(folder / INPUT, b"\n".join(lines) + b"\n")
+    return folder / INPUT

@@ -1,0 +1,146 @@
+"""Drafts taught by a target's answers: real training of tiny models, resumed, measured, refused."""
+
+import json
+
+import pytest
+import torch
+
+from ragspec.config.load import build_config
+from ragspec.errors import ConfigError
+from ragspec.training.distil import agreement, teach
+from ragspec.training.lessons import LEAST, Lesson
+from ragspec.training.pupil import cut_from, spread
+from ragspec.training.train import train_draft
+from tests.conftest import save_llama, train_tokenizer, write_jsonl
+
+
+@pytest.fixture
+def target(tmp_path, sample_texts):
+    from transformers import AutoModelForCausalLM
+
+    folder = save_llama(tmp_path / "target", train_tokenizer(400, sample_texts), layers=4)
+    return folder, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def lessons(target, count=16):
+    """Return what the target says after some prompts."""
+    found = []
+    for i in range(count):
+        prompt = [5 + (31 * i + 7 * j) % 390 for j in range(8)]  # no padding among them
+        out = target.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+        found.append(Lesson(f"r{i}", out[0].tolist(), len(prompt)))
+    return found
+
+
+@pytest.mark.parametrize(("layers", "count", "kept"), [(30, 3, [0, 14, 29]), (4, 1, [0]), (4, 2, [0, 3])])
+def test_layers_are_spread_over_the_target(layers, count, kept):
+    assert spread(layers, count) == kept
+
+
+def test_a_draft_begins_as_its_targets_own_layers(target):
+    _, model = target
+    pupil = cut_from(model, 2)
+    assert pupil.config.num_hidden_layers == 2
+    own, theirs = pupil.state_dict(), model.state_dict()
+    assert torch.equal(own["model.embed_tokens.weight"], theirs["model.embed_tokens.weight"])
+    assert torch.equal(own["model.layers.1.mlp.up_proj.weight"], theirs["model.layers.3.mlp.up_proj.weight"])
+    with pytest.raises(ConfigError, match="between 1 and 3"):
+        cut_from(model, 4)
+
+
+def test_a_draft_learns_what_it_is_taught(target, tmp_path):
+    _, model = target
+    taught = lessons(model)
+    pupil = cut_from(model, 1)
+    before = agreement(pupil, taught)
+    steps = []
+    assert teach(pupil, taught, 60, tmp_path, lambda *step: steps.append(step)) == 120
+    assert steps[-1][0] == steps[-1][1] == 120
+    assert steps[-1][2] < 0.5 * steps[0][2]
+    assert agreement(pupil, taught) > before + 0.4
+
+
+def test_agreement_is_that_of_one_token_at_a_time(target):
+    _, model = target
+    taught = lessons(model, 3)
+    pupil = cut_from(model, 2)
+    right = total = 0
+    for lesson in taught:
+        for at in range(lesson.prompt_tokens, len(lesson.token_ids)):
+            guess = pupil(input_ids=torch.tensor([lesson.token_ids[:at]])).logits[0, -1].argmax()
+            right, total = right + int(guess == lesson.token_ids[at]), total + 1
+    assert agreement(pupil, taught) == pytest.approx(right / total)
+    assert agreement(model, taught) == 1.0
+
+
+def test_interrupted_learning_goes_on_where_it_was(target, tmp_path):
+    _, model = target
+    taught = lessons(model)
+
+    class Stop(Exception):
+        pass
+
+    def stop_at_five(done, steps, loss):
+        if done == 5:
+            raise Stop
+
+    whole = cut_from(model, 1)
+    (tmp_path / "whole").mkdir()
+    teach(whole, taught, 4, tmp_path / "whole", lambda *step: None)
+
+    from ragspec.training import distil
+
+    (tmp_path / "parts").mkdir()
+    first = cut_from(model, 1)
+    keep, distil.KEEP_EVERY_S = distil.KEEP_EVERY_S, 0.0
+    try:
+        with pytest.raises(Stop):
+            teach(first, taught, 4, tmp_path / "parts", stop_at_five)
+    finally:
+        distil.KEEP_EVERY_S = keep
+    second = cut_from(model, 1)
+    assert teach(second, taught, 4, tmp_path / "parts", lambda *step: None) == 8 - 4
+    for name, value in whole.state_dict().items():
+        assert torch.allclose(value, second.state_dict()[name], atol=1e-6), name
+    with pytest.raises(ConfigError, match="other lessons"):
+        teach(second, taught[1:], 4, tmp_path / "parts", lambda *step: None)
+
+
+def config_of(folder, path, **more):
+    raw = {"model": folder, "runner": "huggingface", "input": path, "sampling": {"max_new_tokens": 8}}
+    return build_config({**raw, "runner_args": {"compile": "off"}, **more})
+
+
+def test_train_draft_writes_a_draft_that_runs_and_says_whether_it_pays(target, tmp_path, sample_texts):
+    from rich.console import Console
+
+    folder, _ = target
+    words = " ".join(sample_texts).split()
+    records = [{"id": f"q{i}", "query": " ".join(words[5 * i : 5 * i + 9])} for i in range(LEAST + 8)]
+    config = config_of(folder, write_jsonl(tmp_path / "in.jsonl", records))
+    console = Console(quiet=True)
+    trained = train_draft(config, tmp_path / "out", layers=1, epochs=2, limit=None, console=console)
+    assert LEAST - 4 <= trained.lessons <= LEAST + 4  # an answer of one token teaches nothing
+    assert 0 <= trained.before <= 1
+    assert 0 < trained.after <= 1
+    assert trained.ratio is not None
+    found = json.loads((tmp_path / "out" / "draft.json").read_text())
+    assert found["verdict"] == trained.verdict()
+    results = json.loads((tmp_path / "out" / "check" / "results.json").read_text())
+    assert {run["identical"] for run in results["runs"]} == {4}
+    answers = tmp_path / "out" / "answers.jsonl"
+    written = answers.stat().st_mtime_ns
+    again = train_draft(config, tmp_path / "out", layers=1, epochs=2, limit=None, console=console)
+    assert answers.stat().st_mtime_ns == written
+    assert again.after == pytest.approx(trained.after)
+
+
+def test_too_few_records_are_refused(target, tmp_path):
+    from rich.console import Console
+
+    folder, _ = target
+    path = write_jsonl(tmp_path / "in.jsonl", [{"query": f"what is {i}?"} for i in range(5)])
+    with pytest.raises(ConfigError, match=r"5 answers are too few to teach a draft; at least 24"):
+        train_draft(
+            config_of(folder, path), tmp_path / "out", layers=1, epochs=1, limit=None, console=Console(quiet=True)
+        )
