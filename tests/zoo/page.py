@@ -19,7 +19,7 @@ ragspec runs every causal language model that transformers can load. One of two 
 
 - **ragspec's batched engine** runs the model's own code over packed rows: batches, every draft, shared prefixes.
 - **Stock transformers `generate()`** answers for a model whose code does not fit the engine: in padded batches with
-  `method: none`, one record at a time with `prompt_lookup`, `draft_model` and `early_exit`.
+  `method: none`, one record at a time with drafts (`prompt_lookup`, `draft_model`, `early_exit`).
 
 There is no list of models in ragspec. Every model is tried once it is loaded: its logits through two rows, chunks and
 a rejected draft must be those of its own forward. Where they are not, `generate()` answers, and the run says so on the

@@ -40,6 +40,6 @@ class Comparison:
             return ""
         return (
             f"{self.method} is slower than plain decoding here: {drafted:.1f} tokens/s against {plain:.1f} (stock "
-            f"generate(), the first {self.records} records both ways); write `speculation: {{method: none}}`, or remove "
+            f"generate(), the first {self.records} records both ways); write `speculation: {{method: none}}` or remove "
             "what keeps ragspec's own engine from answering"
         )
