@@ -26,8 +26,11 @@ def print_results(console: Console, results: Results, folder: Path) -> None:
         console.print(f"{ratio.name} is {_shown(ratio)} {ratio.baseline}", markup=False)
     for ratio in ratios_to_rank(results, SPEED):
         console.print(f"{ratio.name} is {_shown(ratio)} {ratio.baseline}", markup=False)
+    told: dict[str, list[str]] = {}  # candidates of the same answers say the same of them
     for name, quality in results.quality.items():
-        console.print(_graded(name, quality), markup=False)
+        told.setdefault(_graded(quality), []).append(name)
+    for graded, names in told.items():
+        console.print(f"{', '.join(names)}: {graded}", markup=False)
     for ratio in ratios_to_fewer(results, SPEED):
         console.print(f"{ratio.name} is {_shown(ratio)} {ratio.baseline}{_efficiency(results, ratio)}", markup=False)
     for name, detail in results.details.items():
@@ -58,11 +61,11 @@ def _table(results: Results) -> Table:
     return table
 
 
-def _graded(name: str, quality: Quality) -> str:
+def _graded(quality: Quality) -> str:
     """Return a candidate's F1, and by how much it differs from that of the same with passages by rank."""
     apart = quality.differences.get("f1")
     beside = f", {apart.told(sign=True)} beside {quality.baseline}" if apart is not None else ""
-    return f"{name}: F1 {quality.scores['f1'].told()}{beside}"
+    return f"F1 {quality.scores['f1'].told()}{beside}"
 
 
 def _profile(name: str, profile: Profile) -> Table:

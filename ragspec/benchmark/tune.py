@@ -64,6 +64,10 @@ def tune(
     tries: what may change answers (frontier.TRIES), timed beside the winner for as long again. max_loss: points of F1
     that the choice may lose by it; None for none of it.
     """
+    if max_loss is not None and not tries:
+        raise ConfigError(
+            "--max-loss: says what --try may lose; give --try order (or passages, dtype, quantization) too"
+        )
     records = _records_to_try(tries, config, limit)
     tuned = _lossless(config, folder, budget_s=budget_s, limit=limit, console=console)
     if not tries:

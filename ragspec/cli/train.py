@@ -17,7 +17,7 @@ def train_draft(
         Path, typer.Option("--output", "-o", metavar="DIR", help="Where the draft and what it learns from go.")
     ] = Path("out/draft"),
     layers: Annotated[int, typer.Option(min=1, metavar="N", help="Layers of the draft.")] = 2,
-    epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Times that it goes through the answers.")] = 3,
+    epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Times that it goes through the answers.")] = 6,
     max_new_tokens: MaxNewTokens = None,
     limit: Limit = None,
     override: Set = None,

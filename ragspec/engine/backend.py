@@ -112,6 +112,8 @@ class EngineBackend:
         self._width = width_of(inner.config)
         self._drafting = replace(speculation.drafting, vocabulary=self._width)
         self._weights = _linear_weights(inner)
+        if speculation.draft is not None:
+            self._compare(_linear_weights(speculation.draft)[0])
         self._compile: Wish = compile
         self._model = prepare(inner, self.notes, native=compile != "off")
         try:
@@ -124,6 +126,15 @@ class EngineBackend:
         if self._draft is not None:
             self._bytes_per_token += _bytes_per_token(self._draft)
         self._start_anew()
+
+    def _compare(self, weights: int) -> None:
+        """Say so if the draft is no smaller than the target. weights: those of the draft's linear layers."""
+        ratio = weights / max(1, self._weights[0])
+        if ratio >= 1:
+            self.notes.add(
+                f"the draft model has {ratio:.1f} times the target's weights: each token that it drafts takes about "
+                f"{ratio:.1f} of the target's own steps, so drafts cannot pay"
+            )
 
     def _start_anew(self) -> None:
         """Forget what was learnt."""

@@ -114,7 +114,8 @@ class DraftModel(NoDrafts):
         reach = max((len(row.tokens) for row in rows), default=0)
         able = [row for row in rows if min(row.room - 1, self._left(row)) > 0]
         picked = self._pace.chosen([self._missing(row) for row in able], [row.room for row in able], reach)
-        sketches = [Sketch(able[i], self._script(able[i])) for i in picked]
+        opened = [Sketch(able[i], self._script(able[i])) for i in picked]
+        sketches = [sketch for sketch in opened if self._left(sketch.row) > 0]  # in its tokens a text may be longer
         started = time.perf_counter()
         going = sketches
         while going:

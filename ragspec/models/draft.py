@@ -12,6 +12,7 @@ from ragspec.models.vocabulary import fits
 
 DRAFT_KEY = "speculation.draft_model"
 DRAFT_TRUST_KEY = "speculation.draft_trust_remote_code"
+PROBE = "The answer is 42: yes, Dr. Smith's."  # what any tokenizer of a language model can write
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class Draft:
     context_length: int | None
     width: int  # rows of its embeddings
     other_tokens: bool  # its token ids mean other tokens than the target's
+    remark: str = ""  # what the user should know of it
 
 
 def width_of(config: Any) -> int:
@@ -60,4 +62,26 @@ def find_draft(
             f'speculation.draft_model: the tokenizer of "{name}" differs from that of "{target_name}" ({why}); '
             f"add `draft_tokenizer: {name}` {remedy}, choose a draft of the same family, or use method: prompt_lookup"
         )
-    return Draft(source, tokenizer, context_length(config), width_of(config), not fit)
+    remark = "" if fit else _remark(tokenizer, tokenizer_name)
+    return Draft(source, tokenizer, context_length(config), width_of(config), not fit, remark)
+
+
+def _remark(tokenizer: Any, name: str | None) -> str:
+    """Return what becomes of texts in a draft's tokens, "" where they stay what they are.
+
+    Raises ConfigError where nothing is left of them.
+    """
+    ids = tokenizer(PROBE, add_special_tokens=False, verbose=False)["input_ids"]
+    written = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    if written == PROBE:
+        return ""
+    kept = {word for word in PROBE.lower().split() if word in written.lower()}
+    if not kept:
+        raise ConfigError(
+            f'speculation.draft_tokenizer: "{name}" cannot write plain text ("{PROBE}" becomes "{written}"), so no '
+            "draft of it could be right; choose another draft"
+        )
+    return (
+        f'speculation.draft_tokenizer: "{name}" changes texts ("{PROBE}" becomes "{written}"): where it does, drafts '
+        "are wrong"
+    )

@@ -1,4 +1,7 @@
-"""The lessons' loop: the draft learns to say what the target said, at every place of its answers.
+"""The lessons' loop: the draft learns to say what the target said, at every place of its answers, and to read.
+
+Of the prompts one place in four is learnt in each epoch, another one each time: they are ten times as long as answers,
+and a model of few layers has lost its language when it is cut.
 
 Learning from the words that a target chose is sequence-level knowledge distillation (Kim and Rush, arXiv:1606.07947);
 for drafts of a greedy target nothing else is asked of them. What was learnt is kept every minute, and gone on with.
@@ -19,7 +22,8 @@ from ragspec.errors import ConfigError
 from ragspec.training.lessons import Lesson
 
 BATCH = 8  # lessons of a step
-RATE = 5e-4
+RATE = 1e-3
+EVERY = 4  # of the places of prompts, one in so many is learnt at a time
 WARM = 0.05  # of all steps, in which the rate rises
 LONGEST = 1024  # tokens of a lesson; the beginnings of longer ones are cut off
 STATE = "state.pt"
@@ -40,10 +44,10 @@ def teach(pupil: Any, lessons: Sequence[Lesson], epochs: int, folder: Path, prog
     done = _load(folder / STATE, pupil, optimizer, schedule, lessons, epochs)
     pupil.train()
     kept, began = time.monotonic(), done
-    for number, batch in enumerate(_batches(lessons, epochs)):
+    for number, (turn, batch) in enumerate(_batches(lessons, epochs)):
         if number < done:
             continue
-        loss = _loss(pupil, batch)
+        loss = _loss(pupil, batch, turn)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(pupil.parameters(), 1.0)
@@ -74,8 +78,8 @@ def agreement(pupil: Any, lessons: Sequence[Lesson]) -> float:
     return right / total if total else 0.0
 
 
-def _loss(pupil: Any, batch: Sequence[Lesson]) -> torch.Tensor:
-    """Return the mean cross-entropy of the answers' tokens. Lessons are padded at their ends, which is not learnt."""
+def _loss(pupil: Any, batch: Sequence[Lesson], turn: int) -> torch.Tensor:
+    """Return the mean cross-entropy of what is learnt in this turn. Lessons are padded at their ends."""
     cut = [(lesson.token_ids[-LONGEST:], len(lesson.token_ids) - lesson.prompt_tokens) for lesson in batch]
     length = max(len(ids) for ids, _ in cut)
     ids = torch.zeros(len(cut), length, dtype=torch.long)
@@ -86,21 +90,23 @@ def _loss(pupil: Any, batch: Sequence[Lesson]) -> torch.Tensor:
         mask[row, : len(own)] = 1
         first = max(1, len(own) - said)
         labels[row, first : len(own)] = torch.tensor(own[first:])
-    wanted = (labels[:, 1:] != UNSAID).any(0).nonzero()[:, 0]  # the head is most of a small model: no place in vain
+    places = torch.arange(1, length)
+    wanted = ((labels[:, 1:] != UNSAID).any(0) | (places % EVERY == turn % EVERY)).nonzero()[:, 0]
+    labels = ids.masked_fill(mask == 0, UNSAID)  # the head is most of a small model: what it is asked for is learnt
     device = pupil.device
     logits = pupil(input_ids=ids.to(device), attention_mask=mask.to(device), logits_to_keep=wanted.to(device)).logits
     aims = labels[:, 1:][:, wanted].to(device)
     return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), aims.flatten(), ignore_index=UNSAID)
 
 
-def _batches(lessons: Sequence[Lesson], epochs: int) -> Iterator[list[Lesson]]:
-    """Yield the batches of all epochs, always in the same order; those of a batch are about as long as each other."""
+def _batches(lessons: Sequence[Lesson], epochs: int) -> Iterator[tuple[int, list[Lesson]]]:
+    """Yield each batch with its epoch, always in the same order; lessons of a batch are about as long as each other."""
     for epoch in range(epochs):
         rng = Random(epoch)
         order = sorted(lessons, key=lambda lesson: (len(lesson.token_ids) // 64, rng.random()))
         batches = [order[at : at + BATCH] for at in range(0, len(order), BATCH)]
         rng.shuffle(batches)
-        yield from batches
+        yield from ((epoch, batch) for batch in batches)
 
 
 def _rate(step: int, steps: int) -> float:

@@ -73,10 +73,10 @@ def answer(config: RunConfig, folder: Path, limit: int | None) -> Lessons:
             f"{config.input}: {len(lessons)} answers are too few to teach a draft; at least {LEAST} are needed, and "
             "some hundreds are better"
         )
-    return _parted(lessons)
+    return parted(lessons)
 
 
-def _parted(lessons: Sequence[Lesson]) -> Lessons:
+def parted(lessons: Sequence[Lesson]) -> Lessons:
     """Return the lessons in two parts; which of them is held out depends on its id alone."""
     order = sorted(lessons, key=lambda lesson: blake2b(lesson.id.encode(), digest_size=8).digest())
     count = max(4, len(order) // HELD_OUT)

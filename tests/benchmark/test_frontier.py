@@ -2,6 +2,7 @@
 
 import pytest
 import yaml
+from rich.console import Console
 
 from ragspec.benchmark.frontier import Point, allowed, frontier, points, variants
 from ragspec.benchmark.plan import Candidate
@@ -95,3 +96,9 @@ def test_tune_shows_the_frontier_and_stays_lossless(tiny, tmp_path):
     chosen = yaml.safe_load(text)
     assert "order" not in chosen.get("prompt", {})
     assert "max_passages" not in chosen.get("prompt", {})
+
+
+def test_a_loss_that_nothing_may_have_is_refused(tiny, tmp_path):
+    config = build_config({"model": tiny, "input": write_jsonl(tmp_path / "in.jsonl", [{"query": "why?"}])})
+    with pytest.raises(ConfigError, match="--max-loss: says what --try may lose"):
+        tune(config, tmp_path, budget_s=1, limit=1, console=Console(quiet=True), max_loss=1.0)

@@ -87,3 +87,53 @@ def test_a_draft_that_cannot_pay_is_left_alone(loaded, tiny, drafts):  # noqa: F
     outcomes = answers(loaded, tiny, used, 4, requests=iter(requests))
     steps = sum(outcome.spec.steps for outcome in outcomes.values())
     assert sum(outcome.spec.drafted for outcome in outcomes.values()) < 0.2 * steps
+
+
+def run_with(target, draft, texts=("The sky", "A cat sat", "One two"), **spec):
+    """Return a runner that answered three records with a draft of other tokens."""
+    from ragspec.config.load import build_config
+    from ragspec.runners.huggingface.runner import Runner
+
+    speculation = {"method": "draft_model", "draft_model": draft, "draft_tokenizer": draft, **spec}
+    config = build_config(
+        {"model": target, "speculation": speculation, "runner_args": {"batch_size": 2, "compile": "off"}}
+    )
+    runner = Runner(config)
+    runner.check()
+    with runner:
+        requests = [
+            Request(i, f"r{i}", runner.tokenizer.encode(text, special_tokens=True), Sampling(max_new_tokens=8))
+            for i, text in enumerate(texts)
+        ]
+        assert not [one for one in runner.generate(requests) if not one.token_ids]
+    return runner
+
+
+def test_a_tokenizer_that_changes_texts_is_named(tiny, drafts):
+    runner = run_with(tiny, drafts["word_piece"], num_tokens=2)
+    assert any("changes texts" in note and "the answer" in note for note in runner.notes)
+    assert not any("changes texts" in note for note in run_with(tiny, drafts["bytes"], num_tokens=2).notes)
+
+
+def test_a_draft_that_can_write_nothing_is_refused_before_weights_load(tiny, tmp_path, sample_texts):
+    from ragspec.errors import ConfigError
+
+    mute = tokenizer_of("word_piece", ["東京 日本"], size=12)
+    folder = save_llama(tmp_path / "mute", mute)
+    with pytest.raises(ConfigError, match="cannot write plain text"):
+        run_with(tiny, folder)
+
+
+def test_a_draft_larger_than_the_target_is_said_to_cost_more_than_it_brings(tiny, tmp_path, sample_texts):
+    large = save_llama(tmp_path / "large", tokenizer_of("bytes", sample_texts), hidden=64, layers=3)
+    notes = run_with(tiny, large).notes
+    assert any("times the target's weights" in note and "cannot pay" in note for note in notes)
+
+
+def test_a_text_that_is_too_long_in_the_drafts_tokens_goes_on_without_drafts(tiny, tmp_path, sample_texts):
+    from tests.conftest import save_gpt2
+
+    short = save_gpt2(tmp_path / "short", tokenizer_of("bytes", sample_texts), positions=64)
+    runner = run_with(tiny, short, [text[:80] for text in sample_texts[:3]], num_tokens=3)
+    assert any("longer than the 64 tokens that the draft model attends to" in note for note in runner.notes)
+    assert not any("drafting failed" in note for note in runner.notes)

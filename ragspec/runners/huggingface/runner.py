@@ -125,6 +125,8 @@ class Runner:
             trust_remote_code=self._spec.draft_trust_remote_code,
             remedy="for universal assisted decoding",
         )
+        if draft.remark:
+            self.notes.append(draft.remark)
         if self._spec.draft_tokenizer and not draft.other_tokens:
             self.notes.append(
                 "speculation.draft_tokenizer: not needed; target and draft share their tokens, "
