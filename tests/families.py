@@ -93,16 +93,19 @@ def tokenizer_of(family, texts, size=330):
     return FAMILIES[family](texts, size)
 
 
-def learn_by_heart(model, tokenizer, text, steps=120):
-    """Train a small model until it goes on with `text` wherever it begins."""
+def learn_by_heart(model, tokenizer, texts, steps=120):
+    """Train a small model until it goes on with each of `texts` wherever it begins; return the last loss."""
     import torch
 
     torch.manual_seed(0)
-    ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+    rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    length = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (length - len(row)) for row in rows])
+    labels = torch.tensor([row + [-100] * (length - len(row)) for row in rows])
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model.train()
     for _ in range(steps):
-        loss = model(input_ids=ids[None], labels=ids[None]).loss
+        loss = model(input_ids=ids, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

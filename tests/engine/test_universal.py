@@ -56,7 +56,7 @@ def by_heart(tmp_path_factory, sample_texts):
     for name, tokenizer in (("target", train_tokenizer(400, sample_texts)), ("draft", tokenizer_of("unigram", [text]))):
         folder = save_llama(base / name, tokenizer, hidden=64)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        assert learn_by_heart(model, tokenizer, text) < 0.2
+        assert learn_by_heart(model, tokenizer, [text]) < 0.2
         model.save_pretrained(folder)
         folders.append(folder)
     return *folders, text

@@ -1,0 +1,82 @@
+"""How long a draft model drafts: as long as the next token pays, for the rows that it pays for."""
+
+import pytest
+
+from ragspec.speculation.confidence import FIRST, MEMORY, Confidence
+from ragspec.speculation.cost import StepCost
+from ragspec.speculation.pace import BLIND, KNOWN, LONGEST, PROBE_EVERY, TRIED, Pace
+
+DEAR = StepCost([(1, 1.0), (64, 1.1), (256, 1.4)])  # a step of the target, whatever is in it
+
+
+def seasoned(chance, step_s=0.01, fill_s=0.001, cost=DEAR):
+    """Return a pace that knows its costs, of a draft that is right with this chance."""
+    confidence = Confidence()
+    for i in range(400):
+        confidence.observe(chance, (i * 7919 % 1000) / 1000 < chance)
+    pace = Pace(cost, confidence)
+    pace.stepped(step_s)
+    pace.filled(100, 100 * fill_s)
+    return pace
+
+
+@pytest.mark.parametrize("sure", [0.05, 0.45, 0.92, 0.99])
+def test_the_drafts_own_word_counts_until_it_is_known_better(sure):
+    confidence = Confidence()
+    assert confidence.chance(sure) == pytest.approx(sure)
+    for _ in range(200):
+        confidence.observe(sure, False)
+    assert confidence.chance(sure) < 0.05
+    for _ in range(int(3 * MEMORY)):
+        confidence.observe(sure, True)
+    assert confidence.chance(sure) > 0.8  # the latest counts most
+    assert confidence.mean > FIRST
+
+
+def test_a_draft_that_is_right_and_cheap_pays_and_one_that_is_not_does_not():
+    assert seasoned(0.9).ratio(8, 100) > 3
+    assert seasoned(0.9, step_s=2.0).ratio(8, 100) < 1
+    assert seasoned(0.0).ratio(8, 100) < 1.02
+
+
+def test_all_rows_draft_where_it_pays_and_one_now_and_then_where_not():
+    missing, left = [1, 1, 5, 2], [50] * 4
+    assert seasoned(0.9).chosen(missing, left, 100) == [0, 1, 2, 3]
+    poor = seasoned(0.0)
+    tried = [poor.chosen(missing, left, 100) for _ in range(2 * PROBE_EVERY)]
+    assert [len(rows) for rows in tried if rows] == [1, 1]
+
+
+def test_a_prompt_is_read_only_where_the_answer_makes_up_for_it():
+    pace = seasoned(0.9, fill_s=0.01)
+    assert pace.chosen([1, 2000, 2000], [100, 100, 3], 2000) == [0, 1]
+    assert seasoned(0.9, fill_s=0.1).chosen([1, 2000, 2000], [100, 100, 3], 2000) == [0]
+
+
+def test_few_rows_draft_before_anything_is_known():
+    pace = Pace(DEAR, Confidence())
+    rows = pace.chosen([9, 1, 8, 2, 7, 3], [50] * 6, 100)
+    assert rows == [1, 3, 5, 4]
+    assert len(rows) == TRIED
+    assert pace.going_on([0.5] * 4, 4, 6, 100, 0.1) == [0, 1, 2, 3]
+    assert pace.going_on([0.5] * 4, 4 * BLIND, 6, 100, 0.1) == []
+    assert Confidence().seen < KNOWN
+
+
+def test_lengths_are_ragged_and_end_where_the_next_token_does_not_pay():
+    pace = seasoned(0.8, step_s=0.02, cost=StepCost([(1, 1.0), (8, 1.3), (64, 4.0)]))
+    going = pace.going_on([0.9, 0.001, 0.8], 3, 3, 100, 0.05)
+    assert going == [0, 2]
+    assert pace.going_on([0.001, 0.001, 0.001], 3, 3, 100, 0.05) == []
+    lengths = 0
+    survival = 1.0
+    while lengths < 5 * LONGEST and pace.going_on([survival], lengths, 1, 100, 0.02 * lengths):
+        lengths, survival = lengths + 1, survival * 0.8
+    assert 1 < lengths < 5 * LONGEST
+
+
+def test_without_costs_all_is_drafted():
+    pace = Pace(None, Confidence())
+    assert pace.chosen([1, 900], [1, 1], 10) == [0, 1]
+    assert pace.going_on([0.0, 0.1], 100, 2, 10, 9.0) == [0, 1]
+    assert pace.chosen([], [], 0) == []
