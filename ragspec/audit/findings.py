@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from ragspec.audit.lossless import Audit, Verdict
+from ragspec.benchmark.grading import told
+from ragspec.benchmark.results import Quality
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +29,15 @@ class Comparison:
 
 @dataclass(slots=True)
 class Findings:
-    """All comparisons, the method against plain decoding first, and what could not be compared."""
+    """All comparisons, the method against plain decoding first, and what could not be compared.
+
+    quality: of both runs' answers, where records have references.
+    """
 
     comparisons: list[Comparison] = field(default_factory=list)
     reference_ids: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    quality: dict[str, Quality] = field(default_factory=dict)
 
     def to_json(self, reference: str, seed: int) -> dict[str, Any]:
         """Return what verify.json holds: the first comparison on top, those with the reference under its name."""
@@ -44,6 +50,7 @@ class Findings:
                 "comparisons": [comparison.to_json() for comparison in others],
             },
             "not_compared": self.left_out,
+            "quality": {name: asdict(quality) for name, quality in self.quality.items()},
         }
 
     @property
@@ -62,6 +69,8 @@ def print_findings(console: Console, found: Findings, folder: Path) -> None:
         )
         for line, style in _differences(audit):
             console.print(line, markup=False, style=style)
+    for line in told(found.quality):
+        console.print(line, markup=False)
     for why in found.left_out:
         console.print(f"not compared: {why}", markup=False, style="yellow")
     if any(comparison.audit.bugs for comparison in found.comparisons):

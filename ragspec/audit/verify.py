@@ -12,6 +12,7 @@ from rich.console import Console
 from ragspec.audit.findings import Comparison, Findings
 from ragspec.audit.lossless import Audit, Parting, Verdict, judge, partings
 from ragspec.benchmark.answers import Answer, Answers, read_answers
+from ragspec.benchmark.grading import graded
 from ragspec.benchmark.plan import Candidate, make_plan
 from ragspec.benchmark.process import open_worker
 from ragspec.config.run import RunConfig
@@ -20,7 +21,7 @@ from ragspec.outputs.documents import write_json
 from ragspec.speculation.methods import PLAIN
 
 STOCK = "stock generate()"
-KEYED = ("context", "prompt_lookup")  # methods of our engine that sample with noise that belongs to a place
+KEYED = ("context", "prompt_lookup", "grammar")  # methods of our engine that sample with noise of a place
 
 
 def run_verify(
@@ -53,13 +54,18 @@ class _Verification:
         self._console = console
         self._plan = make_plan(config)
         self._ran: dict[str, Any] = {}  # what the plain run said of itself
+        self._drafted: dict[str, Any] = {}  # what the other did
+        self._outputs: dict[str, Path] = {}
         self._answers = [self._answer(candidate, limit) for candidate in self._plan]
+        self.findings.quality = graded(self._outputs, {self._plan[1].name: self._plan[0].name})
 
     def _answer(self, candidate: Candidate, limit: int | None) -> Answers:
         with open_worker(candidate, self._folder, limit, self._console) as worker:
             self._console.print(f"{candidate.name}: answering ...", markup=False)
             worker.measure()
-            self._ran = self._ran or worker.ready.about["runner"]
+            self._drafted = worker.ready.about["runner"]
+            self._ran = self._ran or self._drafted
+            self._outputs[candidate.name] = worker.answers
             return read_answers(worker.answers)
 
     def compare_runs(self) -> None:
@@ -84,7 +90,8 @@ class _Verification:
         """Return whether an answer has one text: greedy, or sampled with noise that belongs to its positions."""
         if answer.sampling.temperature == 0:
             return True
-        return self._ran.get("engine") == "ragspec" and self._config.speculation.method in KEYED
+        keyed = self._config.speculation.method in KEYED or self._drafted.get("draft_vocabulary") == "other"
+        return self._ran.get("engine") == "ragspec" and keyed
 
     def compare_with_reference(self, count: int, seed: int) -> None:
         """Compare both runs with stock transformers, on a sample, or say why that is impossible."""
@@ -151,7 +158,8 @@ def check_comparable(config: RunConfig) -> None:
     """Raise ConfigError if answers are equal only in distribution, so that texts cannot be compared."""
     spec, sampled = config.speculation, config.sampling.temperature > 0
     stock = config.runner_args.get("engine") == "transformers"
-    if sampled and (config.runner == "vllm" or stock or spec.method not in KEYED):
+    keyed = spec.method in KEYED or (spec.method == "draft_model" and spec.draft_tokenizer is not None)
+    if sampled and (config.runner == "vllm" or stock or not keyed):
         raise ConfigError(
             f"sampling.temperature: {config.sampling.temperature}: with {spec.method} on {config.runner} sampled "
             "answers have the same distribution, not the same text; verify with --set sampling.temperature=0"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ragspec.benchmark.results import Quality
@@ -26,3 +26,14 @@ def graded(outputs: Mapping[str, Path], baselines: Mapping[str, str]) -> dict[st
         apart = differences(own, scores[other]) if other in scores else {}
         found[name] = Quality(means(own), other if apart else None, apart)
     return found
+
+
+def told(quality: Mapping[str, Quality]) -> Iterator[str]:
+    """Yield the F1 of each candidate, and its difference from its baseline; once for those of which it is the same."""
+    names: dict[str, list[str]] = {}
+    for name, own in quality.items():
+        apart = own.differences.get("f1")
+        beside = f", {apart.told(sign=True)} beside {own.baseline}" if apart is not None else ""
+        names.setdefault(f"F1 {own.scores['f1'].told()}{beside}", []).append(name)
+    for words, alike in names.items():
+        yield f"{', '.join(alike)}: {words}"

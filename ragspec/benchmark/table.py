@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ragspec.benchmark.baseline import baselines, ratios_to_fewer, ratios_to_peers, ratios_to_plain, ratios_to_rank
-from ragspec.benchmark.results import NAME, SPEED, Profile, Quality, Ratio, Results
+from ragspec.benchmark.grading import told
+from ragspec.benchmark.results import NAME, SPEED, Profile, Ratio, Results
 
 COLUMNS = ("method", "tokens/s", "vs plain", "decode tokens/s", "acceptance", "tokens/step", "output", "identical")
 
@@ -26,11 +27,8 @@ def print_results(console: Console, results: Results, folder: Path) -> None:
         console.print(f"{ratio.name} is {_shown(ratio)} {ratio.baseline}", markup=False)
     for ratio in ratios_to_rank(results, SPEED):
         console.print(f"{ratio.name} is {_shown(ratio)} {ratio.baseline}", markup=False)
-    told: dict[str, list[str]] = {}  # candidates of the same answers say the same of them
-    for name, quality in results.quality.items():
-        told.setdefault(_graded(quality), []).append(name)
-    for graded, names in told.items():
-        console.print(f"{', '.join(names)}: {graded}", markup=False)
+    for line in told(results.quality):
+        console.print(line, markup=False)
     for ratio in ratios_to_fewer(results, SPEED):
         console.print(f"{ratio.name} is {_shown(ratio)} {ratio.baseline}{_efficiency(results, ratio)}", markup=False)
     for name, detail in results.details.items():
@@ -59,13 +57,6 @@ def _table(results: Results) -> Table:
             "-" if plain[name] is None else f"{first.identical} of {first.records}",
         )
     return table
-
-
-def _graded(quality: Quality) -> str:
-    """Return a candidate's F1, and by how much it differs from that of the same with passages by rank."""
-    apart = quality.differences.get("f1")
-    beside = f", {apart.told(sign=True)} beside {quality.baseline}" if apart is not None else ""
-    return f"F1 {quality.scores['f1'].told()}{beside}"
 
 
 def _profile(name: str, profile: Profile) -> Table:

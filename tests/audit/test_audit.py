@@ -327,3 +327,19 @@ def test_verify_refuses_what_it_cannot_compare(tiny, tmp_path, more, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_sampled_records_of_a_draft_of_other_tokens_are_compared(tiny, tiny_gpt2, tmp_path):
+    """They are drawn with the noise of their places: one seed, one text."""
+    records = [{"id": f"r{i}", "query": f"A kiln is {i}", "reference": "hot"} for i in range(3)]
+    source = write_jsonl(tmp_path / "in.jsonl", records)
+    drafting = {"method": "draft_model", "draft_model": tiny_gpt2, "draft_tokenizer": tiny_gpt2, "num_tokens": 3}
+    config = config_of(
+        tiny, tmp_path, input=source, speculation=drafting, sampling={"temperature": 0.9, "max_new_tokens": 8}
+    )
+    done, audit, _ = verify_with("", config, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (audit["records"], audit["identical"]) == (3, 3)
+    assert set(audit["quality"]) == {"none", "draft_model"}
+    assert audit["quality"]["draft_model"]["differences"]["f1"]["mean"] == 0
+    assert "none: F1" in done.stderr
