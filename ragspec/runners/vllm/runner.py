@@ -227,9 +227,10 @@ class Runner:
                 self._engine = LLMEngine.from_engine_args(EngineArgs(**revealed(self._engine_args)))
             except Exception as error:  # whatever stops an engine from starting
                 self._free()
+                with_method = "" if self.method == PLAIN else f" with method {self.method}"
                 raise ModelError(
-                    f'"{self._model_name}": vLLM could not start: {one_line(error)} (if memory is short: lower '
-                    "runner_args.max_model_len, or choose a smaller model)"
+                    f'"{self._model_name}": vLLM could not start{with_method}: {one_line(error)} (if memory is short: '
+                    "lower runner_args.max_model_len, or choose a smaller model)"
                 ) from error
         if is_ours(self.method):
             self._find_proposer()
@@ -289,6 +290,7 @@ class Runner:
             sampling_args=revealed(args.sampling_args),
             lost=self._lost,
             undrafted=self._undrafted,
+            method=self.method,
         )
         return stream.run(requests)
 

@@ -24,6 +24,7 @@ from ragspec.records import Failure, Generation, Request, Tokenizer
 from ragspec.runners.vllm.environment import one_line
 from ragspec.runners.vllm.requests import logprobs_of, sampling_params, settings_of, spec_stats
 from ragspec.runners.vllm.undrafted import Undrafted
+from ragspec.speculation.methods import PLAIN
 
 log = logging.getLogger(__name__)
 AHEAD = 2  # records submitted per row of the engine's batch, so that a row never waits for one
@@ -40,7 +41,7 @@ class Stream:
     """One run. proposer: our drafter in the engine, or None.
 
     lost: returns what of a record's settings the engine would not do where it drafts, "" for nothing. undrafted: how it
-    answers such records without drafts; None where it cannot.
+    answers such records without drafts; None where it cannot. method: what drafts, for messages.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Stream:
         sampling_args: Mapping[str, Any],
         lost: Callable[[Mapping[str, Any]], str],
         undrafted: Undrafted | None = None,
+        method: str = PLAIN,
     ) -> None:
         self._engine = engine
         self._proposer = proposer
@@ -63,6 +65,7 @@ class Stream:
         self._sampling_args = dict(sampling_args)
         self._lost = lost
         self._undrafted = undrafted
+        self._method = method
         self._flying: dict[str, _Submitted] = {}
 
     def run(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
@@ -111,7 +114,8 @@ class Stream:
             outputs: list[Any] = self._engine.step()
         except Exception as error:  # an engine that fails in a step has lost its rows
             raise ModelError(
-                f"vLLM's engine stopped: {one_line(error)}; finished answers are kept, run again to go on"
+                f"vLLM's engine stopped (method {self._method}): {one_line(error)}; finished answers are kept, "
+                "run again to go on"
             ) from error
         return outputs
 
