@@ -116,15 +116,15 @@ class DraftModel(NoDrafts):
         picked = self._pace.chosen([self._missing(row) for row in able], [row.room for row in able], reach)
         opened = [Sketch(able[i], self._script(able[i])) for i in picked]
         sketches = [sketch for sketch in opened if self._left(sketch.row) > 0]  # in its tokens a text may be longer
-        started = time.perf_counter()
-        going = sketches
+        going, expected, depth = sketches, float(len(rows)), 0
         while going:
-            logits = self._advance(going) if going[0].token_ids else self._catch_up(going)
-            self._write(going, logits)
+            self._write(going, self._advance(going) if depth else self._catch_up(going))
+            depth += 1
+            expected += sum(sketch.survival for sketch in going)
             going = [sketch for sketch in going if self._may_go_on(sketch)]
-            drafted, spent = sum(len(sketch.token_ids) for sketch in sketches), time.perf_counter() - started
+            drafted = sum(len(sketch.token_ids) for sketch in sketches)
             survivals = [sketch.survival for sketch in going]
-            going = [going[i] for i in self._pace.going_on(survivals, drafted, len(rows), reach, spent)]
+            going = [going[i] for i in self._pace.going_on(survivals, expected, drafted, depth, len(rows), reach)]
         drafts = {sketch.row.place: self._draft(sketch) for sketch in sketches}
         return self._cut([drafts.get(row.place) or Draft() for row in rows], reach, besides)
 

@@ -79,19 +79,21 @@ class Pace:
         saved = self._cost(rows, rows, reach) / rows * (1 - 1 / ratio)  # seconds, per token of an answer
         return [row for row in every if (missing[row] - 1) * self.fill_s <= left[row] * saved]
 
-    def going_on(self, survivals: Sequence[float], drafted: int, rows: int, reach: int, spent_s: float) -> list[int]:
+    def going_on(
+        self, survivals: Sequence[float], expected: float, drafted: int, depth: int, rows: int, reach: int
+    ) -> list[int]:
         """Return the rows that draft another token: those that, together, gain more by it than it costs.
 
-        survivals: of the rows that may, that their drafts are right so far. drafted: tokens of all rows' drafts.
-        spent_s: on drafting in this step.
+        survivals: of the rows that may, that their drafts are right so far. expected: tokens that the step is to write
+        with what is drafted already. drafted: tokens of all rows' drafts, in `depth` forwards.
         """
         every = list(range(len(survivals)))
         if self._cost is None or not every:
             return every
         if self.step_s is None or self._confidence.seen < KNOWN:
-            return every if drafted < BLIND * len(survivals) else []
+            return every if depth < BLIND else []
         step = self._cost(rows + drafted, rows, reach)
-        rate = (rows + sum(survivals)) / (step + spent_s)  # what is drafted before counts little: this is a lower bound
+        rate = expected / (step + (depth - 1) * self.step_s)
         more = self._cost(rows + drafted + len(survivals), rows, reach) - step
         gains = [survival * self._confidence.mean for survival in survivals]
         going = [row for row in every if gains[row] > rate * more / len(survivals)]

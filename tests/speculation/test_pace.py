@@ -58,25 +58,31 @@ def test_few_rows_draft_before_anything_is_known():
     rows = pace.chosen([9, 1, 8, 2, 7, 3], [50] * 6, 100)
     assert rows == [1, 3, 5, 4]
     assert len(rows) == TRIED
-    assert pace.going_on([0.5] * 4, 4, 6, 100, 0.1) == [0, 1, 2, 3]
-    assert pace.going_on([0.5] * 4, 4 * BLIND, 6, 100, 0.1) == []
+    assert pace.going_on([0.5] * 4, 8.0, 4, 1, 6, 100) == [0, 1, 2, 3]
+    assert pace.going_on([0.5] * 4, 8.0, 4 * BLIND, BLIND, 6, 100) == []
     assert Confidence().seen < KNOWN
 
 
 def test_lengths_are_ragged_and_end_where_the_next_token_does_not_pay():
     pace = seasoned(0.8, step_s=0.02, cost=StepCost([(1, 1.0), (8, 1.3), (64, 4.0)]))
-    going = pace.going_on([0.9, 0.001, 0.8], 3, 3, 100, 0.05)
-    assert going == [0, 2]
-    assert pace.going_on([0.001, 0.001, 0.001], 3, 3, 100, 0.05) == []
-    lengths = 0
-    survival = 1.0
-    while lengths < 5 * LONGEST and pace.going_on([survival], lengths, 1, 100, 0.02 * lengths):
-        lengths, survival = lengths + 1, survival * 0.8
-    assert 1 < lengths < 5 * LONGEST
+    assert pace.going_on([0.9, 0.001, 0.8], 4.7, 3, 1, 3, 100) == [0, 2]
+    assert pace.going_on([0.001, 0.001, 0.001], 3.0, 3, 1, 3, 100) == []
+    depth, survival, expected = 1, 0.8, 1.8
+    while depth < 5 * LONGEST and pace.going_on([survival], expected, depth, depth, 1, 100):
+        depth, survival = depth + 1, survival * 0.8
+        expected += survival
+    rates = [_rate(count) for count in range(5 * LONGEST)]
+    assert abs(depth - rates.index(max(rates))) <= 1  # no other length writes more tokens per second
+
+
+def _rate(count):
+    cost = StepCost([(1, 1.0), (8, 1.3), (64, 4.0)])
+    written = sum(0.8**i for i in range(count + 1))
+    return written / (cost(1 + count, 1, 100) + 0.02 * max(0, count - 1))
 
 
 def test_without_costs_all_is_drafted():
     pace = Pace(None, Confidence())
     assert pace.chosen([1, 900], [1, 1], 10) == [0, 1]
-    assert pace.going_on([0.0, 0.1], 100, 2, 10, 9.0) == [0, 1]
+    assert pace.going_on([0.0, 0.1], 2.1, 100, 50, 2, 10) == [0, 1]
     assert pace.chosen([], [], 0) == []
