@@ -121,7 +121,12 @@ class EngineBackend:
         except Refused as reason:
             self._model.release()
             raise Refused(f"its draft model does not fit the engine: {reason}") from reason
-        self._halves = _halves(self._model, speculation.exit_layer) if speculation.exit_layer else None
+        try:
+            self._halves = halves_of(self._model, speculation.exit_layer) if speculation.exit_layer else None
+        except Refused:
+            self._model.release()
+            unpack_linears(inner)
+            raise
         self._bytes_per_token = _bytes_per_token(self._model)
         if self._draft is not None:
             self._bytes_per_token += _bytes_per_token(self._draft)
@@ -319,8 +324,8 @@ def prepare(inner: Any, notes: list[str] | None = None, native: bool = True) -> 
     return model
 
 
-def _halves(model: Model, layers: int) -> Halves:
-    """Return the model's halves, checked to compute what the whole does. Raises Refused, the model left as it was."""
+def halves_of(model: Model, layers: int) -> Halves:
+    """Return the model's halves, checked to compute what the whole does. Raises Refused, the model left whole."""
     halves = Halves(model, layers)
     try:
         off = halves.check()
@@ -329,9 +334,7 @@ def _halves(model: Model, layers: int) -> Halves:
         log.debug("the model does not run in halves", exc_info=error)
         why = f"does not run in halves ({type(error).__name__}: {flat(error, 120)})"
     if why:
-        inner = model.inner
-        model.release()
-        unpack_linears(inner)
+        model.halves = None
         raise Refused(f"it {why}")
     return halves
 

@@ -21,7 +21,7 @@ class Outcome:
     """Who answers, why not the engine, and how that differs from stock generate(): a fault, or "".
 
     ties: records that part from stock generate() where it finds two tokens equally likely. captured: whether its layers
-    answer as graphs too.
+    answer as graphs too. halves: whether its first layer can draft for it.
     """
 
     by: Literal["engine", "stock"]
@@ -29,3 +29,4 @@ class Outcome:
     fault: str = ""
     ties: int = 0
     captured: bool = False
+    halves: bool = False

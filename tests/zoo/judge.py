@@ -22,6 +22,8 @@ from ragspec.config.load import build_config
 from ragspec.engine import backend, sharing
 from ragspec.engine.compiled import CompiledLayers
 from ragspec.engine.decode import Engine, EngineSettings
+from ragspec.engine.early_exit import EarlyExit
+from ragspec.engine.halves import Halves
 from ragspec.engine.proposers import ByRow, NoDrafts, Proposer
 from ragspec.engine.selfcheck import differs
 from ragspec.models.generation import GenerationRules
@@ -138,9 +140,15 @@ def judge(entry: Entry) -> Outcome:
         fault, ties = _compare(shaped, engine_answers(model, 3, 8, proposer, grammar=GRAMMAR))
         if fault:
             return Outcome("engine", fault=f"{fault} (by a grammar)", ties=ties)
+    halves = _halves(model)
+    if halves is not None:
+        fault, more = _compare(right, engine_answers(model, 3, 8, EarlyExit(model, halves, VOCAB, 3, None)))
+        ties += more
+        if fault:
+            return Outcome("engine", fault=f"{fault} (early exit)", ties=ties)
     for captured in (False, True):
         if captured and not _capture(model):
-            return Outcome("engine", ties=ties)
+            return Outcome("engine", ties=ties, halves=halves is not None)
         for rows, chunk, proposer, lengths in (
             (3, 8, ByRow(ContextDrafter(), 4, None), LENGTHS),
             (3, 32, ByRow(Fixed(_ragged(right)), 7, None), LENGTHS),
@@ -150,7 +158,15 @@ def judge(entry: Entry) -> Outcome:
             ties += more
             if fault:
                 return Outcome("engine", fault=fault + " (captured)" * captured, ties=ties)
-    return Outcome("engine", ties=ties, captured=captured)
+    return Outcome("engine", ties=ties, captured=captured, halves=halves is not None)
+
+
+def _halves(model: Any) -> Halves | None:
+    """Return the model in two halves, None where it does not run so."""
+    try:
+        return backend.halves_of(model, 1)
+    except backend.Refused:
+        return None
 
 
 def _capture(model: Any) -> bool:
