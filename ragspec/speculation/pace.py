@@ -27,7 +27,7 @@ KNOWN = 48  # tokens that were compared, after which it is known
 class Pace:
     """One draft model in one run. step_s: of a forward of one token for each row; None before it is known.
 
-    fill_s: of one token of what a row's draft has yet to read.
+    fill_s: of one token of what a row's draft has yet to read; None where nothing long was read.
     """
 
     def __init__(self, cost: Cost | None, confidence: Confidence) -> None:
@@ -69,7 +69,7 @@ class Pace:
         if self._cost is None or not every:
             return every
         nearest = sorted(every, key=lambda row: missing[row])
-        if self._confidence.seen < KNOWN or self.step_s is None or self.fill_s is None:
+        if self._confidence.seen < KNOWN or self.step_s is None:
             return nearest[:TRIED]
         ratio = self.ratio(rows, reach)
         if ratio < LEAST_GAIN:
@@ -77,7 +77,8 @@ class Pace:
             return nearest[: int(self._idle % PROBE_EVERY == 0)]
         self._idle = 0
         saved = self._cost(rows, rows, reach) / rows * (1 - 1 / ratio)  # seconds, per token of an answer
-        return [row for row in every if (missing[row] - 1) * self.fill_s <= left[row] * saved]
+        fill_s = self.fill_s or 0.0  # nothing long was read yet
+        return [row for row in every if (missing[row] - 1) * fill_s <= left[row] * saved]
 
     def going_on(
         self, survivals: Sequence[float], expected: float, drafted: int, depth: int, rows: int, reach: int

@@ -53,6 +53,12 @@ def test_a_prompt_is_read_only_where_the_answer_makes_up_for_it():
     assert seasoned(0.9, fill_s=0.1).chosen([1, 2000, 2000], [100, 100, 3], 2000) == [0]
 
 
+def test_a_draft_that_has_nothing_to_read_serves_all_rows():
+    pace = seasoned(0.9)
+    pace.fill_s = None
+    assert pace.chosen([1] * 6, [50] * 6, 100) == list(range(6))
+
+
 def test_few_rows_draft_before_anything_is_known():
     pace = Pace(DEAR, Confidence())
     rows = pace.chosen([9, 1, 8, 2, 7, 3], [50] * 6, 100)
