@@ -35,6 +35,7 @@ def test_all_methods_give_the_same_text_and_report_acceptance(tmp_path, demo_dra
         ("lookup", "prompt_lookup", {}),
         ("draft", "draft_model", {"draft_model": demo_draft, "num_tokens": 3}),
         ("universal", "draft_model", {"draft_model": tiny_gpt2, "draft_tokenizer": tiny_gpt2, "num_tokens": 3}),
+        ("exit", "early_exit", {"early_exit_layer": 8, "num_tokens": 3}),
     ]:
         texts, summary = answer(tmp_path, name, method, **spec)
         assert texts == plain, name
