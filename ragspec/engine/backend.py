@@ -1,4 +1,4 @@
-"""The engine and everything around it: packed weights, the self-check, the batch size, the cost of a step."""
+"""The engine and everything around it: models made ready, the batch size, who drafts, the cost of a step."""
 
 from __future__ import annotations
 
@@ -8,35 +8,26 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from ragspec.engine.capacity import budget_of, choose_rows, most_rows
 from ragspec.engine.clock import Clock
 from ragspec.engine.decode import LOOKAHEAD, Engine, EngineSettings
 from ragspec.engine.draft_model import DraftModel
 from ragspec.engine.early_exit import EarlyExit
 from ragspec.engine.forward import Model
-from ragspec.engine.halves import Halves
-from ragspec.engine.heap import keep_freed_memory
 from ragspec.engine.layout import Segment
-from ragspec.engine.linear import can_pack, pack_linears, unpack_linears
-from ragspec.engine.masks import Unsupported
-from ragspec.engine.native.kernels import Kernels, Unbuilt, build
+from ragspec.engine.linear import unpack_linears
 from ragspec.engine.notes import Notes
-from ragspec.engine.obstacle import keeps_state, obstacle
+from ragspec.engine.prepared import Refused, halves_of, linear_weights, prepare
 from ragspec.engine.probe import probe
 from ragspec.engine.proposers import Auto, ByRow, NoDrafts, Proposer
 from ragspec.engine.room import Room
 from ragspec.engine.row import Row
 from ragspec.engine.scripts import Same, Script
-from ragspec.engine.selfcheck import differs
 from ragspec.engine.speedup import Wish, compile_layers
 from ragspec.engine.watch import Watch
-from ragspec.errors import flat
 from ragspec.inputs.feed import Feed
 from ragspec.models.draft import width_of
 from ragspec.models.generation import GenerationRules, Processors
-from ragspec.models.rounding import tolerance
 from ragspec.models.translation import Translation
 from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer
 from ragspec.speculation.cost import StepCost
@@ -49,10 +40,6 @@ from ragspec.structured.grammars import Grammars
 
 log = logging.getLogger(__name__)
 SAMPLE = 64  # requests by which the batch size is chosen
-
-
-class Refused(Exception):
-    """The engine cannot run this model; the message says why. The model is as it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +98,9 @@ class EngineBackend:
         self._probed: StepCost | None = None
         self._width = width_of(inner.config)
         self._drafting = replace(speculation.drafting, vocabulary=self._width)
-        self._weights = _linear_weights(inner)
+        self._weights = linear_weights(inner)
         if speculation.draft is not None:
-            self._compare(_linear_weights(speculation.draft)[0])
+            self._compare(linear_weights(speculation.draft)[0])
         self._compile: Wish = compile
         self._model = prepare(inner, self.notes, native=compile != "off")
         try:
@@ -287,76 +274,6 @@ class EngineBackend:
 
 def _translated(translation: Translation, row: Row) -> Script:
     return translation.open(row.tokens)
-
-
-def prepare(inner: Any, notes: list[str] | None = None, native: bool = True) -> Model:
-    """Return the model ready for packed rows, checked to compute what it computes in transformers.
-
-    Raises Refused, the model left as it was. notes: what the run should say of it goes there. native: with kernels of
-    our own.
-    """
-    if keeps_state(inner):
-        raise Refused(f"it {obstacle(inner)}")
-    left: list[str] = []
-    kernels = None
-    if can_pack(inner):
-        keep_freed_memory()
-        kernels = _kernels(inner, notes) if native else None
-        left = pack_linears(inner, kernels)
-    model, why, attention = None, "", inner.config._attn_implementation
-    try:
-        model = Model(inner, 2, kernels)
-        why = differs(model, tolerance(inner.dtype))
-    except Unsupported as reason:
-        why = str(reason)
-    except Exception as error:  # whatever a model's code raises here is no reason to fail the run
-        log.debug("the model does not run on the engine", exc_info=error)
-        why = f"does not take packed rows ({type(error).__name__}: {flat(error, 120)})"
-    if why or model is None:
-        if model is not None:
-            model.release()
-        elif inner.config._attn_implementation != attention:
-            inner.set_attn_implementation(attention)
-        unpack_linears(inner)
-        raise Refused(f"it {obstacle(inner) or why}")
-    if left and notes is not None:
-        notes.append(f"{len(left)} linear layers are not packed: that would change what they compute ({left[0]})")
-    return model
-
-
-def halves_of(model: Model, layers: int) -> Halves:
-    """Return the model's halves, checked to compute what the whole does. Raises Refused, the model left whole."""
-    halves = Halves(model, layers)
-    try:
-        off = halves.check()
-        why = "" if off <= tolerance(model.inner.dtype) else f"computes different logits in halves (off by {off:.1e})"
-    except (RuntimeError, TypeError, AttributeError, IndexError, KeyError) as error:
-        log.debug("the model does not run in halves", exc_info=error)
-        why = f"does not run in halves ({type(error).__name__}: {flat(error, 120)})"
-    if why:
-        model.halves = None
-        raise Refused(f"it {why}")
-    return halves
-
-
-def _kernels(inner: Any, notes: list[str] | None) -> Kernels | None:
-    """Return our own kernels for the model, None where they cannot be built."""
-    config = inner.config.get_text_config()
-    own, names = config.to_dict(), config.attribute_map
-    sizes = [own.get(names.get(name, name)) for name in ("head_dim", "hidden_size", "num_attention_heads")]
-    head, hidden, heads = (size if isinstance(size, int) else 0 for size in sizes)
-    try:
-        return build(head or (hidden // heads if heads else 0))
-    except Unbuilt as reason:
-        if notes is not None:
-            notes.append(f"kernels: torch's own are used, which are slower, because {reason}")
-        return None
-
-
-def _linear_weights(inner: Any) -> tuple[int, int]:
-    """Return how many weights a token is multiplied by, and their bytes."""
-    weights = [module.weight for module in inner.modules() if isinstance(module, torch.nn.Linear)]
-    return sum(weight.numel() for weight in weights), sum(weight.nbytes for weight in weights)
 
 
 def _bytes_per_token(model: Model) -> int:

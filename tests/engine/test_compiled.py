@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from ragspec.engine import backend, speedup
+from ragspec.engine import prepared, speedup
 from ragspec.engine.capture import NotCaptured
 from ragspec.engine.compiled import CompiledLayers
 from ragspec.engine.decode import Engine, EngineSettings
@@ -46,7 +46,7 @@ def answers(model, words, rows, proposer):
 
 @pytest.mark.parametrize("family", CAPTURED)
 def test_captured_layers_answer_as_the_model_does(family, words):
-    model = backend.prepare(build(family, words))
+    model = prepared.prepare(build(family, words))
     expected = answers(model, words, 1, NoDrafts())
     layers = CompiledLayers(model, interpreted)
     layers.on()
@@ -58,15 +58,15 @@ def test_captured_layers_answer_as_the_model_does(family, words):
 
 def test_layers_of_one_kind_are_compiled_once(words):
     compiled = []
-    CompiledLayers(backend.prepare(build("llama-heads-of-16", words)), lambda graph: compiled.append(graph))
+    CompiledLayers(prepared.prepare(build("llama-heads-of-16", words)), lambda graph: compiled.append(graph))
     assert len(compiled) == 1
     compiled.clear()
-    CompiledLayers(backend.prepare(build("gemma3-sliding", words)), lambda graph: compiled.append(graph))
+    CompiledLayers(prepared.prepare(build("gemma3-sliding", words)), lambda graph: compiled.append(graph))
     assert len(compiled) == 2, "layers that slide and layers that do not"
 
 
 def test_the_models_own_forward_is_not_compiled(words):
-    model = backend.prepare(build("llama", words))
+    model = prepared.prepare(build("llama", words))
     CompiledLayers(model, interpreted).on()
     with model.as_it_was():
         assert model.compiled is None
@@ -85,7 +85,7 @@ def cached(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_compiles_a_model_that_answers_the_same(words, cached):
-    model = backend.prepare(build("llama-heads-of-16", words))
+    model = prepared.prepare(build("llama-heads-of-16", words))
     expected = answers(model, words, 1, NoDrafts())
     notes = []
     speedup.compile_layers(model, 3, None, "on", notes)
@@ -107,7 +107,7 @@ def test_what_does_not_compile_runs_uncompiled_and_says_why(wrong, note, words, 
         raise wrong
 
     monkeypatch.setattr(speedup, "inductor", fail)
-    model, notes = backend.prepare(build("llama", words)), []
+    model, notes = prepared.prepare(build("llama", words)), []
     speedup.compile_layers(model, 2, None, "on", notes)
     assert notes == [f"compile: the model's layers run uncompiled: {note}"]
     assert model.compiled is None
@@ -115,7 +115,7 @@ def test_what_does_not_compile_runs_uncompiled_and_says_why(wrong, note, words, 
 
 def test_layers_that_compute_something_else_compiled_are_not_used(words, cached, monkeypatch):
     monkeypatch.setattr(speedup, "inductor", lambda graph: lambda *given: [1.01 * one for one in graph.module(*given)])
-    model, notes = backend.prepare(build("llama", words)), []
+    model, notes = prepared.prepare(build("llama", words)), []
     speedup.compile_layers(model, 2, None, "on", notes)
     assert "computes different logits" in notes[0]
     assert model.compiled is None
@@ -123,7 +123,7 @@ def test_layers_that_compute_something_else_compiled_are_not_used(words, cached,
 
 def test_auto_compiles_only_what_the_work_ahead_earns(words, cached, monkeypatch):
     monkeypatch.setattr(speedup, "inductor", interpreted)
-    model = backend.prepare(build("llama", words))
+    model = prepared.prepare(build("llama", words))
     for tokens, wish in ((None, "auto"), (100, "auto"), (10**12, "off")):
         notes = []
         speedup.compile_layers(model, 2, tokens, wish, notes)
@@ -135,14 +135,14 @@ def test_auto_compiles_only_what_the_work_ahead_earns(words, cached, monkeypatch
 def test_a_cache_folder_that_cannot_be_written_is_a_note(words, cached, monkeypatch):
     (cached / "inductor").write_text("a file")
     monkeypatch.setattr(speedup, "inductor", interpreted)
-    model, notes = backend.prepare(build("llama", words)), []
+    model, notes = prepared.prepare(build("llama", words)), []
     speedup.compile_layers(model, 2, None, "on", notes)
     assert any("cannot be written" in note for note in notes)
     assert model.compiled is not None
 
 
 def test_one_token_alone_is_padded(words):
-    model = backend.prepare(build("llama-heads-of-16", words))
+    model = prepared.prepare(build("llama-heads-of-16", words))
     plain = [model.logits([Segment(0, at, 1)], [7 + at], [0]) for at in range(3)]
     CompiledLayers(model, interpreted).on()
     model.resize(1)

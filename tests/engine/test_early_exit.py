@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ragspec.engine import backend, decode
+from ragspec.engine import decode, prepared
 from ragspec.engine.compiled import CompiledLayers
 from ragspec.engine.early_exit import EarlyExit
 from ragspec.engine.halves import Halves
@@ -48,7 +48,7 @@ def test_early_exit_changes_no_greedy_answer(loaded, tiny, halves, rows, samplin
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_computes_the_same_in_halves(family, words):
-    model = backend.prepare(build(family, words))
+    model = prepared.prepare(build(family, words))
     for layers in range(1, len(model.layers)):
         assert Halves(model, layers).check() <= tolerance(torch.float32)
     expected = ids(_outcomes(model, words, NoDrafts(), 1))
@@ -65,7 +65,7 @@ def _outcomes(model, words, proposer, rows):
 
 
 def test_compiled_layers_run_in_halves(words):
-    model = backend.prepare(build("llama-heads-of-16", words))
+    model = prepared.prepare(build("llama-heads-of-16", words))
     expected = ids(_outcomes(model, words, NoDrafts(), 1))
     CompiledLayers(model, interpreted).on()
     halves = Halves(model, 2)
@@ -79,7 +79,7 @@ def test_every_layer_computes_a_token_once(words):
     for layer in inner.model.layers[1:]:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
         torch.nn.init.zeros_(layer.mlp.down_proj.weight)
-    model = backend.prepare(inner)
+    model = prepared.prepare(inner)
     halves, seen = Halves(model, 1), [0, 0, 0]
 
     def counting(number):

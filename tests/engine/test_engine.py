@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from ragspec.engine import layout, work
-from ragspec.engine.backend import prepare
 from ragspec.engine.cache import RaggedCache
 from ragspec.engine.decode import Engine, EngineSettings
 from ragspec.engine.draft_model import DraftModel
+from ragspec.engine.prepared import prepare
 from ragspec.engine.proposers import ByRow, NoDrafts
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Failure, Request, Sampling

@@ -6,7 +6,7 @@ import transformers
 
 from ragspec.config.load import build_config
 from ragspec.config.run import to_sampling
-from ragspec.engine import attention, backend, selfcheck
+from ragspec.engine import attention, prepared, selfcheck
 from ragspec.engine.decode import Engine, EngineSettings
 from ragspec.engine.proposers import ByRow
 from ragspec.errors import ConfigError, ModelError
@@ -95,7 +95,7 @@ def test_a_family_gives_the_tokens_of_stock_generate(family, tokenizer):
         out = inner.generate(prompt, do_sample=False, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0)
         stock[request.index] = out[0, prompt.shape[1] :].tolist()
     assert len({tuple(answer) for answer in stock.values()}) == len(stock)  # not one loop for all
-    model = backend.prepare(inner)
+    model = prepared.prepare(inner)
     for rows, tokens in ((1, None), (3, 5)):
         model.resize(rows)
         engine = Engine(
@@ -109,8 +109,8 @@ def test_a_model_that_does_not_fit_is_refused_and_left_as_it_was(tokenizer):
     inner = build("mamba", tokenizer)
     prompt = torch.tensor([next(iter(requests_for(tokenizer))).token_ids])
     before = inner.generate(prompt, do_sample=False, max_new_tokens=NEW, pad_token_id=0)
-    with pytest.raises(backend.Refused, match="recurrent state"):
-        backend.prepare(inner)
+    with pytest.raises(prepared.Refused, match="recurrent state"):
+        prepared.prepare(inner)
     assert torch.equal(inner.generate(prompt, do_sample=False, max_new_tokens=NEW, pad_token_id=0), before)
 
 
@@ -133,8 +133,8 @@ def test_the_self_check_finds_what_is_computed_wrongly(what, tokenizer, monkeypa
         monkeypatch.setattr(
             inner.model.rotary_emb, "forward", _shifted(inner.model.rotary_emb.forward, selfcheck.TOKENS)
         )
-    with pytest.raises(backend.Refused, match="sliding_window of 400" if what == "window" else "different logits"):
-        backend.prepare(inner)
+    with pytest.raises(prepared.Refused, match="sliding_window of 400" if what == "window" else "different logits"):
+        prepared.prepare(inner)
 
 
 def _shifted(forward, tokens):

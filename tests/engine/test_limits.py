@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from ragspec.engine import attention, backend, selfcheck
+from ragspec.engine import attention, prepared, selfcheck
 from ragspec.engine.decode import Engine, EngineSettings
 from ragspec.engine.forward import Model
 from ragspec.engine.proposers import ByRow
@@ -73,7 +73,7 @@ def test_frequencies_that_depend_on_length_are_those_of_a_record_alone(make, row
     model = make()
     expected = {i: stock_answer(model, ids) for i, ids in enumerate(prompts())}
     assert len({tuple(answer) for answer in expected.values()}) > 5
-    engine_model = backend.prepare(copy.deepcopy(model))
+    engine_model = prepared.prepare(copy.deepcopy(model))
     engine_model.resize(rows)
     requests = [Request(i, f"r{i}", ids, Sampling(max_new_tokens=NEW)) for i, ids in enumerate(prompts())]
     engine = Engine(engine_model, ByRow(ContextDrafter(), 4, None), None, frozenset(), EngineSettings(chunk=chunk))
@@ -94,8 +94,8 @@ def test_packed_rows_without_frequencies_of_their_own_answer_otherwise(make, mon
     engine = Engine(engine_model, ByRow(ContextDrafter(), 4, None), None, frozenset())
     assert {outcome.index: outcome.token_ids for outcome in engine.run(requests)} != expected
     monkeypatch.setattr("ragspec.engine.frequencies.length_dependent", lambda inner: [])
-    with pytest.raises(backend.Refused, match="different logits"):
-        backend.prepare(copy.deepcopy(model))
+    with pytest.raises(prepared.Refused, match="different logits"):
+        prepared.prepare(copy.deepcopy(model))
 
 
 def test_a_record_that_outgrows_its_short_frequencies_is_computed_anew_where_the_model_does_so():
@@ -163,30 +163,30 @@ def test_a_lowered_limit_changes_the_logits_and_is_raised_again(make):
 
 @pytest.mark.parametrize("original", [24, 100])
 def test_a_limit_used_at_building_only_is_no_reason_to_refuse(original):
-    backend.prepare(build("Llama", rope_parameters={**YARN, "original_max_position_embeddings": original}))
+    prepared.prepare(build("Llama", rope_parameters={**YARN, "original_max_position_embeddings": original}))
     three = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    backend.prepare(build("Llama", rope_parameters={**three, "original_max_position_embeddings": original}))
+    prepared.prepare(build("Llama", rope_parameters={**three, "original_max_position_embeddings": original}))
 
 
 def test_a_limit_that_cannot_be_lowered_is_crossed_in_full(monkeypatch):
     """A model that keeps its window where nobody finds it."""
     monkeypatch.setattr(selfcheck, "lowered", lambda inner, limit: nullcontext())
-    backend.prepare(build("Mistral", sliding_window=100))
+    prepared.prepare(build("Mistral", sliding_window=100))
     right = attention.attend
     monkeypatch.setattr(attention, "attend", lambda module, q, k, v, mask, **rest: right(module, q, k, v, None, **rest))
-    with pytest.raises(backend.Refused, match="beyond its sliding_window of 100"):
-        backend.prepare(build("Mistral", sliding_window=100))
+    with pytest.raises(prepared.Refused, match="beyond its sliding_window of 100"):
+        prepared.prepare(build("Mistral", sliding_window=100))
     monkeypatch.setattr(selfcheck, "PATIENCE_S", 0.0)
     monkeypatch.setattr(attention, "attend", right)
-    with pytest.raises(backend.Refused, match="sliding_window of 100 that a short check cannot cross"):
-        backend.prepare(build("Mistral", sliding_window=100))
+    with pytest.raises(prepared.Refused, match="sliding_window of 100 that a short check cannot cross"):
+        prepared.prepare(build("Mistral", sliding_window=100))
 
 
 @pytest.mark.parametrize("window", [10, 47, 48, 49, 400])
 def test_windows_of_any_size_are_those_of_stock_generate(window):
     model = build("Mistral", sliding_window=window)
     expected = {i: stock_answer(model, ids) for i, ids in enumerate(prompts())}
-    engine_model = backend.prepare(copy.deepcopy(model))
+    engine_model = prepared.prepare(copy.deepcopy(model))
     engine_model.resize(3)
     requests = [Request(i, f"r{i}", ids, Sampling(max_new_tokens=NEW)) for i, ids in enumerate(prompts())]
     engine = Engine(engine_model, ByRow(ContextDrafter(), 4, None), None, frozenset(), EngineSettings(chunk=16))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from ragspec.engine import backend, forms, linear
+from ragspec.engine import forms, linear, prepared
 from ragspec.engine.forms import POINTS, OneDnn, best, makers, measure
 from ragspec.engine.linear import PackedLinear, pack_linears, unpack_linears
 from ragspec.engine.native.kernels import Unbuilt, build
@@ -153,7 +153,7 @@ def test_a_layer_that_computes_something_else_when_packed_is_left_as_it_was_and_
     monkeypatch.setattr(OneDnn, "__call__", wrong)
     monkeypatch.setattr(linear, "_choices", lambda linears, kernels: dict.fromkeys(map(shape, linears), ("onednn",)))
     notes = []
-    model = backend.prepare(llama(), notes)
+    model = prepared.prepare(llama(), notes)
     kinds = {name: type(module) for name, module in model.inner.named_modules() if name.endswith("_proj")}
     assert {name for name, kind in kinds.items() if kind is torch.nn.Linear} == {
         f"model.layers.{n}.mlp.{which}_proj" for n in range(2) for which in ("gate", "up")

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from ragspec.engine import backend
+from ragspec.engine import prepared
 from ragspec.engine.native import kernels as native
 from ragspec.engine.native.kernels import Unbuilt, build
 from tests.engine.test_linear import llama
@@ -45,7 +45,7 @@ def test_heads_have_libraries_of_their_own(fresh):
 def test_no_compiler_is_a_note_and_torch_computes(monkeypatch):
     monkeypatch.setattr(native.shutil, "which", lambda name: None)
     notes = []
-    model = backend.prepare(llama(), notes)
+    model = prepared.prepare(llama(), notes)
     assert model.kernels is None
     assert notes == ["kernels: torch's own are used, which are slower, because there is no C++ compiler (g++)"]
 

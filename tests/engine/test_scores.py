@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ragspec.engine.backend import prepare
 from ragspec.engine.draft_model import DraftModel
+from ragspec.engine.prepared import prepare
 from ragspec.engine.proposers import ByRow
 from ragspec.engine.sampling import Noise, draw
 from ragspec.models.generation import GenerationRules, Processors

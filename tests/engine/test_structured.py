@@ -8,9 +8,9 @@ import pytest
 import torch
 from jsonschema import validate
 
-from ragspec.engine.backend import prepare
 from ragspec.engine.decode import Engine, EngineSettings
 from ragspec.engine.draft_model import DraftModel
+from ragspec.engine.prepared import prepare
 from ragspec.engine.proposers import ByRow, NoDrafts
 from ragspec.engine.sampling import Noise, draw
 from ragspec.records import Failure, Passage, Request, Sampling

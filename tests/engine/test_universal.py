@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ragspec.engine.backend import prepare
 from ragspec.engine.draft_model import DraftModel
+from ragspec.engine.prepared import prepare
 from ragspec.models.translation import Translation
 from ragspec.records import Request, Sampling
 from ragspec.speculation.cost import StepCost

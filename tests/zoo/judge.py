@@ -19,7 +19,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 from ragspec.config.load import build_config
-from ragspec.engine import backend, sharing
+from ragspec.engine import prepared, sharing
 from ragspec.engine.compiled import CompiledLayers
 from ragspec.engine.decode import Engine, EngineSettings
 from ragspec.engine.early_exit import EarlyExit
@@ -127,8 +127,8 @@ def judge(entry: Entry) -> Outcome:
         fault, ties = _compare(right, stock_path(pristine))
         return Outcome("stock", f"its generation_config asks for {asked}", fault, ties)
     try:
-        model = backend.prepare(copy.deepcopy(pristine))
-    except backend.Refused as reason:
+        model = prepared.prepare(copy.deepcopy(pristine))
+    except prepared.Refused as reason:
         fault, ties = _compare(right, stock_path(pristine))
         return Outcome("stock", str(reason), fault, ties)
     except Exception as error:
@@ -164,8 +164,8 @@ def judge(entry: Entry) -> Outcome:
 def _halves(model: Any) -> Halves | None:
     """Return the model in two halves, None where it does not run so."""
     try:
-        return backend.halves_of(model, 1)
-    except backend.Refused:
+        return prepared.halves_of(model, 1)
+    except prepared.Refused:
         return None
 
 

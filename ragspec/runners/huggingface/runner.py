@@ -166,7 +166,8 @@ class Runner:
 
     def _start_engine(self, model: Any, draft_model: Any, eos: frozenset[int], rules: GenerationRules) -> str:
         """Set up the engine; return why it cannot be, or ""."""
-        from ragspec.engine.backend import EngineBackend, Refused, Speculation
+        from ragspec.engine.backend import EngineBackend, Speculation
+        from ragspec.engine.prepared import Refused
 
         spec, asked = self._spec, self._args.batch_size
         try:
