@@ -30,7 +30,6 @@ from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.pace import LONGEST, Pace
 
 CHUNK = 512  # tokens of a forward while it catches up
-FORGET = 0.05  # weight of a new observation
 
 
 @dataclass(slots=True)
@@ -69,7 +68,6 @@ class DraftModel(NoDrafts):
         self._cost = None if num_tokens else cost
         self._open = open
         self._confidence = Confidence()
-        self._edge = 0.6  # chance of the last token of a draft, beyond its own, where tokens are not the target's
         self._pace = Pace(self._cost, self._confidence)
         self._scripts: dict[int, Script] = {}  # by place, of rows that were drafted for
         self._held: dict[int, list[int]] = {}  # by place: the tokens whose keys and values are there
@@ -118,7 +116,10 @@ class DraftModel(NoDrafts):
         sketches = [sketch for sketch in opened if self._left(sketch.row) > 0]  # in its tokens a text may be longer
         going, expected, depth = sketches, float(len(rows)), 0
         while going:
+            started = time.perf_counter()
             self._write(going, self._advance(going) if depth else self._catch_up(going))
+            if depth:
+                self._pace.stepped(time.perf_counter() - started)
             depth += 1
             expected += sum(sketch.survival for sketch in going)
             going = [sketch for sketch in going if self._may_go_on(sketch)]
@@ -194,14 +195,11 @@ class DraftModel(NoDrafts):
 
     def _advance(self, sketches: Sequence[Sketch]) -> torch.Tensor:
         """Compute the last token of each sketch; return the logits after them."""
-        started = time.perf_counter()
         segments = [Segment(sketch.row.place, len(self._held[sketch.row.place]), 1) for sketch in sketches]
         token_ids = [sketch.token_ids[-1] for sketch in sketches]
         for sketch in sketches:
             self._held[sketch.row.place].append(sketch.token_ids[-1])
-        logits = self._compute(segments, token_ids, range(len(sketches)))
-        self._pace.stepped(time.perf_counter() - started)
-        return logits
+        return self._compute(segments, token_ids, range(len(sketches)))
 
     def _write(self, sketches: Sequence[Sketch], logits: torch.Tensor) -> None:
         """Append one token to each sketch: the draft's best, or of the target's own tokens what it would choose."""
@@ -247,8 +245,6 @@ class DraftModel(NoDrafts):
                 value *= self._confidence.chance(sure)
             upto = max(upto, count)
             survival.append(value)
-        if survival and sketch.script.own_tokens:
-            survival[-1] *= self._edge
         self._sketches[sketch.row.place] = sketch
         probabilities: Any = torch.stack(sketch.weights) if sketch.weights else None
         return Draft(sketch.guesses, survival, [None] * len(survival), probabilities)
@@ -258,10 +254,6 @@ class DraftModel(NoDrafts):
         known = 0
         for i, (guess, token) in enumerate(zip(sketch.guesses, token_ids, strict=False)):
             upto, right = sketch.rests[i], guess == token
-            if sketch.script.own_tokens and i == len(sketch.guesses) - 1:
-                self._edge += FORGET * (right - self._edge)
-                if not right:
-                    break  # its last word may only have been cut short
             for sure in sketch.sure[known : upto if right else known + 1]:
                 self._confidence.observe(sure, right)
             known = max(known, upto)

@@ -19,9 +19,10 @@ from ragspec.speculation.cost import Cost
 LONGEST = 12
 BLIND = 4  # tokens drafted while nothing is known of costs
 LEARN = 0.05
-PROBE_EVERY = 64  # steps between tries, while drafts do not pay
+SHARE = 0.01  # of the time, that may be spent on trying again drafts that did not pay
 TRIED = 4  # rows that draft while it is not known whether it pays
-KNOWN = 48  # tokens that were compared, after which it is known
+KNOWN = 16  # tokens that were compared, after which it is known
+PATIENCE = 48  # steps after which it is taken for known
 
 
 class Pace:
@@ -35,7 +36,8 @@ class Pace:
         self.fill_s: float | None = None
         self._cost = cost
         self._confidence = confidence
-        self._idle = 0
+        self._tries = 0  # steps in which it was not known
+        self._saved_up_s = 0.0  # for the next try
 
     def stepped(self, seconds: float) -> None:
         """A forward of one token for each row took `seconds`."""
@@ -69,16 +71,25 @@ class Pace:
         if self._cost is None or not every:
             return every
         nearest = sorted(every, key=lambda row: missing[row])
-        if self._confidence.seen < KNOWN or self.step_s is None:
+        if not self._known:
+            self._tries += 1
             return nearest[:TRIED]
-        ratio = self.ratio(rows, reach)
-        if ratio < LEAST_GAIN:
-            self._idle += 1
-            return nearest[: int(self._idle % PROBE_EVERY == 0)]
-        self._idle = 0
-        saved = self._cost(rows, rows, reach) / rows * (1 - 1 / ratio)  # seconds, per token of an answer
+        ratio, step = self.ratio(rows, reach), self._cost(rows, rows, reach)
         fill_s = self.fill_s or 0.0  # nothing long was read yet
-        return [row for row in every if (missing[row] - 1) * fill_s <= left[row] * saved]
+        if ratio >= LEAST_GAIN:
+            saved = step / rows * (1 - 1 / ratio)  # seconds, per token of an answer
+            return [row for row in every if (missing[row] - 1) * fill_s <= left[row] * saved]
+        self._saved_up_s += SHARE * step
+        drafting = BLIND * (self.step_s or step) + self._cost(rows + BLIND, rows, reach) - step
+        if self._saved_up_s < drafting + (missing[nearest[0]] - 1) * fill_s:
+            return []
+        self._saved_up_s = 0.0
+        return nearest[:1]
+
+    @property
+    def _known(self) -> bool:
+        """Whether it is known what drafts cost and bring."""
+        return (self._confidence.seen >= KNOWN and self.step_s is not None) or self._tries >= PATIENCE
 
     def going_on(
         self, survivals: Sequence[float], expected: float, drafted: int, depth: int, rows: int, reach: int
@@ -91,7 +102,7 @@ class Pace:
         every = list(range(len(survivals)))
         if self._cost is None or not every:
             return every
-        if self.step_s is None or self._confidence.seen < KNOWN:
+        if self.step_s is None or not self._known:
             return every if depth < BLIND else []
         step = self._cost(rows + drafted, rows, reach)
         rate = expected / (step + (depth - 1) * self.step_s)

@@ -4,7 +4,7 @@ import pytest
 
 from ragspec.speculation.confidence import FIRST, MEMORY, Confidence
 from ragspec.speculation.cost import StepCost
-from ragspec.speculation.pace import BLIND, KNOWN, LONGEST, PROBE_EVERY, TRIED, Pace
+from ragspec.speculation.pace import BLIND, KNOWN, LONGEST, PATIENCE, SHARE, TRIED, Pace
 
 DEAR = StepCost([(1, 1.0), (64, 1.1), (256, 1.4)])  # a step of the target, whatever is in it
 
@@ -42,9 +42,17 @@ def test_a_draft_that_is_right_and_cheap_pays_and_one_that_is_not_does_not():
 def test_all_rows_draft_where_it_pays_and_one_now_and_then_where_not():
     missing, left = [1, 1, 5, 2], [50] * 4
     assert seasoned(0.9).chosen(missing, left, 100) == [0, 1, 2, 3]
-    poor = seasoned(0.0)
-    tried = [poor.chosen(missing, left, 100) for _ in range(2 * PROBE_EVERY)]
-    assert [len(rows) for rows in tried if rows] == [1, 1]
+    poor = seasoned(0.0, fill_s=0.1)
+    steps = 2000
+    tried = [rows for rows in (poor.chosen([40, 30, 50, 60], left, 100) for _ in range(steps)) if rows]
+    assert set(map(tuple, tried)) == {(1,)}  # the one that has least to read
+    assert 0.5 * SHARE < len(tried) * 29 * 0.1 / steps <= SHARE  # of the time, a step being a second
+
+
+def test_a_draft_that_says_nothing_is_not_tried_for_ever():
+    pace = Pace(DEAR, Confidence())
+    tried = [pace.chosen([9], [50], 100) for _ in range(4 * PATIENCE)]
+    assert sum(map(bool, tried)) < 2 * PATIENCE
 
 
 def test_a_prompt_is_read_only_where_the_answer_makes_up_for_it():
