@@ -23,7 +23,7 @@ def train_draft(
     override: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Teach a small draft model the target's answers to your records, and measure whether it pays."""
+    """Teach a small draft model your target's answers, and see whether it pays."""
     from ragspec.cli.progress import learning_progress
     from ragspec.training.train import train_draft as train
 
