@@ -85,7 +85,7 @@ def main() -> None:
     tokenizer = tokenizer_of(texts, args.words)
     draft, out = small_llama(args.words), args.folder / "other"
     out.mkdir(exist_ok=True)
-    teach(draft, lessons_of(tokenizer, texts), args.epochs, out, lambda done, steps, loss: _say(done, steps, loss))
+    teach(draft, lessons_of(tokenizer, texts), args.epochs, out, _say)
     draft.save_pretrained(out)
     tokenizer.save_pretrained(out)
     print(f"held-out tokens guessed: {agreement(draft, lessons_of(tokenizer, held_out)):.1%}; the draft is in {out}")

@@ -8,7 +8,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from ragspec.run.desk import Report
 from ragspec.stats import RunSummary
@@ -20,21 +28,18 @@ if TYPE_CHECKING:
 REFRESH_S = 0.1
 
 
+def _columns() -> tuple[ProgressColumn, ...]:
+    """Return what a bar of something that is counted shows."""
+    return SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+
+
 @contextmanager
 def progress(console: Console) -> Iterator[Report | None]:
     """Yield what moves the bar, or None if there is no terminal to show one."""
     if not console.is_terminal:
         yield None
         return
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[detail]}"),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*_columns(), TextColumn("{task.fields[detail]}"), console=console, transient=True) as bar:
         task = bar.add_task("loading the model", total=None, detail="")
         shown_at = 0.0
 
@@ -88,14 +93,7 @@ def learning_progress(console: Console) -> Iterator[Callable[[int, int, float], 
     if not console.is_terminal:
         yield lambda done, steps, loss: None
         return
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*_columns(), console=console, transient=True) as bar:
         task = bar.add_task("learning", total=None)
 
         def report(done: int, steps: int, loss: float) -> None:

@@ -19,6 +19,7 @@ from ragspec.engine.clock import Clock
 from ragspec.engine.constraint import Constraint
 from ragspec.engine.forward import Model
 from ragspec.engine.layout import Segment
+from ragspec.engine.prefix import shared
 from ragspec.engine.proposers import NoDrafts
 from ragspec.engine.row import Row
 from ragspec.engine.sampling import draw
@@ -263,8 +264,4 @@ class DraftModel(NoDrafts):
 
 def _agreed(held: Sequence[int], tokens: Sequence[int], known: int) -> int:
     """Return how many of the tokens held are those of a text whose last token is not computed; `known` of them are."""
-    most = min(len(held), len(tokens) - 1)
-    count = min(known, most)
-    while count < most and held[count] == tokens[count]:
-        count += 1
-    return count
+    return min(len(held), len(tokens) - 1, known + shared(held[known:], tokens[known:]))

@@ -20,6 +20,7 @@ import torch
 from ragspec.engine.forward import Model
 from ragspec.engine.layout import Segment
 from ragspec.engine.pieces import Together
+from ragspec.engine.prefix import shared
 from ragspec.engine.selfcheck import relative, token_ids
 
 TEXT, TRIED = 24, 8  # tokens of the check, and of those the ones that are guessed from
@@ -104,10 +105,7 @@ class Halves:
         begun = self._begun.pop(segment.row, None)
         if begun is None or begun.start != segment.start:
             return self._hidden[:0]
-        count = 0
-        while count < min(len(ids), len(begun.token_ids)) and ids[count] == begun.token_ids[count]:
-            count += 1
-        return begun.hidden[:count]
+        return begun.hidden[: shared(ids, begun.token_ids)]
 
     @contextmanager
     def _first(self) -> Iterator[None]:

@@ -44,8 +44,8 @@ class Method:
     drafts_on: the runners on which `drafter`, one of ours or a plugin's, does the drafting; there its drafts are known
     token by token, so answers can cite passages. needs: keys of the section without which it cannot run. takes_draft:
     whether it uses a draft model. some_models: whether it takes parts that only some models have. stock: whether
-    transformers' generate() has it. remembers: runners on which
-    drafts come from answers of earlier passes too. tried: whether "auto" tries it.
+    transformers' generate() has it. remembers: runners on which drafts come from answers of earlier passes too.
+    tried: whether "auto" tries it.
     """
 
     summary: str

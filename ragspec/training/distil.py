@@ -83,15 +83,12 @@ def _loss(pupil: Any, batch: Sequence[Lesson], turn: int) -> torch.Tensor:
     cut = [(lesson.token_ids[-LONGEST:], len(lesson.token_ids) - lesson.prompt_tokens) for lesson in batch]
     length = max(len(ids) for ids, _ in cut)
     ids = torch.zeros(len(cut), length, dtype=torch.long)
-    labels = torch.full((len(cut), length), UNSAID)
-    mask = torch.zeros(len(cut), length, dtype=torch.long)
+    mask, answered = torch.zeros_like(ids), torch.zeros(len(cut), length, dtype=torch.bool)
     for row, (own, said) in enumerate(cut):
         ids[row, : len(own)] = torch.tensor(own)
         mask[row, : len(own)] = 1
-        first = max(1, len(own) - said)
-        labels[row, first : len(own)] = torch.tensor(own[first:])
-    places = torch.arange(1, length)
-    wanted = ((labels[:, 1:] != UNSAID).any(0) | (places % EVERY == turn % EVERY)).nonzero()[:, 0]
+        answered[row, len(own) - min(said, len(own)) : len(own)] = True
+    wanted = (answered[:, 1:].any(0) | (torch.arange(1, length) % EVERY == turn % EVERY)).nonzero()[:, 0]
     labels = ids.masked_fill(mask == 0, UNSAID)  # the head is most of a small model: what it is asked for is learnt
     device = pupil.device
     logits = pupil(input_ids=ids.to(device), attention_mask=mask.to(device), logits_to_keep=wanted.to(device)).logits

@@ -158,9 +158,12 @@ class StockBackend:
 
     def _compare(self, request: Request, drafted: Generation, source: Feed[Request]) -> None:
         """Answer one of the first records without drafts too, and say if that was faster; its answer is not used."""
-        compared, more = self._compared, source.take(1, wait=False)
+        compared = self._compared
+        if compared is None or compared.done or drafted.undrafted:
+            return
+        more = source.take(1, wait=False)
         source.put_back(more)
-        if compared is None or compared.done or drafted.undrafted or not more:
+        if not more:
             return
         clock, self.clock = self.clock, StockClock()
         try:
