@@ -6,13 +6,20 @@ READY := $(VENV)/.ready
 VLLM_READY := $(VENV)/.vllm-ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo demo-vllm test test-heads test-newest test-oldest setup setup-vllm check clean
+.PHONY: demo demo-draft demo-vllm test test-heads test-newest test-oldest setup setup-vllm check clean
 
 demo: setup
 	$(BIN)/ragspec generate --config sample_configs/quickstart.yaml --no-resume
 
 demo-vllm: setup-vllm
 	$(BIN)/ragspec generate --config sample_configs/vllm.yaml --no-resume
+
+# Two drafts of the demo model, of its own tokens and of others, that learn from its answers to your records:
+#   make demo-draft INPUT=records.jsonl
+demo-draft: setup
+	@test -n "$(INPUT)" || { echo "make demo-draft INPUT=records.jsonl: name at least 24 records"; exit 2; }
+	$(BIN)/ragspec train-draft --config benchmarks/rag.yaml --input $(INPUT) --output out/draft
+	$(BIN)/python benchmarks/demo_drafts.py out/draft
 
 # `make test VLLM=` leaves vLLM out: its tests are then skipped
 VLLM ?= setup-vllm

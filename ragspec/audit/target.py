@@ -6,17 +6,12 @@ None of our code computes here: no cache rows, no packing, no drafts. Only the w
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ragspec.config.load import build_config
 from ragspec.config.run import RunConfig
-from ragspec.config.secret import revealed
 from ragspec.errors import ConfigError
 from ragspec.records import Failure, Generation, Request
-
-if TYPE_CHECKING:
-    from ragspec.structured.grammars import Grammars
 
 # vLLM arguments that make it compute something other than transformers does with the same checkpoint
 OTHERWISE = ("hf_overrides", "kv_cache_dtype", "enable_lora", "sampling_args")
@@ -29,45 +24,16 @@ class Target:
     """
 
     def __init__(self, config: RunConfig, ran: dict[str, Any]) -> None:
-        from ragspec.models.generation import GenerationRules
-        from ragspec.models.loading import load_model, pick_device
-        from ragspec.models.resolve import resolve
-        from ragspec.models.stopping import end_tokens
-        from ragspec.models.tokenizer import HFTokenizer, load_tokenizer
         from ragspec.runners.huggingface.args import Args
+        from ragspec.runners.huggingface.checkpoint import Checkpoint
 
         args = stock_config(config, ran).args()
         assert isinstance(args, Args)
         self._greedy = config.sampling.temperature == 0
-        source = resolve(config.model or "", args.revision)
-        tokenizer = load_tokenizer(
-            source, trust_remote_code=args.trust_remote_code, extra=revealed(args.tokenizer_args)
-        )
-        self.tokenizer = HFTokenizer(tokenizer, revealed(args.encode_args))
-        self.model = load_model(
-            source,
-            device=pick_device(args.device, args.num_gpus),
-            dtype=args.dtype,
-            num_gpus=args.num_gpus,
-            revision=args.revision,
-            trust_remote_code=args.trust_remote_code,
-            extra=revealed(args.model_args),
-        )
-        given = revealed(args.generate_args)
-        self._ends = end_tokens(self.model, tokenizer, given)
-        pad = tokenizer.pad_token_id
-        self.rules = GenerationRules(self.model, self._ends, min(self._ends, default=0) if pad is None else pad, given)
-
-    def grammars(self) -> Grammars:
-        """Return the grammars of its tokenizer. Raises ConfigError."""
-        return self._grammars
-
-    @cached_property
-    def _grammars(self) -> Grammars:
-        from ragspec.models.draft import width_of
-        from ragspec.structured.grammars import Grammars
-
-        return Grammars(self.tokenizer.inner, width_of(self.model.config), self._ends)
+        self._checkpoint = Checkpoint(config.model or "", args)
+        self.model = self._checkpoint.load()
+        self.tokenizer, self.rules = self._checkpoint.tokenizer, self._checkpoint.rules
+        self.grammars = self._checkpoint.grammars
 
     def answers(self, requests: Sequence[Request]) -> Iterator[Generation | Failure]:
         """Yield what stock generate() answers, one record at a time."""
@@ -76,7 +42,7 @@ class Target:
         backend = StockBackend(
             self.model,
             self.tokenizer,
-            self._ends,
+            self._checkpoint.ends,
             Speculation("none"),
             rows=1,
             rules=self.rules,

@@ -28,7 +28,7 @@ from ragspec.speculation.allocate import allocate
 from ragspec.speculation.confidence import Confidence
 from ragspec.speculation.cost import Cost
 from ragspec.speculation.drafters.base import Draft
-from ragspec.speculation.pace import LONGEST, Pace
+from ragspec.speculation.pace import BLIND, BLIND_OTHER, LONGEST, Pace
 
 CHUNK = 512  # tokens of a forward while it catches up
 
@@ -69,7 +69,7 @@ class DraftModel(NoDrafts):
         self._cost = None if num_tokens else cost
         self._open = open
         self._confidence = Confidence()
-        self._pace = Pace(self._cost, self._confidence)
+        self._pace = Pace(self._cost, self._confidence, BLIND if open is Same else BLIND_OTHER)
         self._scripts: dict[int, Script] = {}  # by place, of rows that were drafted for
         self._held: dict[int, list[int]] = {}  # by place: the tokens whose keys and values are there
         self._sketches: dict[int, Sketch] = {}  # by place, of this step

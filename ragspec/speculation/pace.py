@@ -17,10 +17,12 @@ from ragspec.speculation.confidence import Confidence
 from ragspec.speculation.cost import Cost
 
 LONGEST = 12
-BLIND = 4  # tokens drafted while nothing is known of costs
+BLIND = 2  # tokens of a draft while it is not known whether it pays: the first shows that, the second what one costs
+BLIND_OTHER = 4  # of a draft with other tokens, of which one may be a fraction of the target's
 LEARN = 0.05
 SHARE = 0.01  # of the time, that may be spent on trying again drafts that did not pay
-TRIED = 4  # rows that draft while it is not known whether it pays
+TRIED = 4  # rows that draft meanwhile, of those whose draft has to be read first
+NEAR = 8  # tokens: rows with no more to be read cost a forward nothing to speak of, and all of them draft
 KNOWN = 16  # tokens that were compared, after which it is known
 PATIENCE = 48  # steps after which it is taken for known
 
@@ -28,14 +30,16 @@ PATIENCE = 48  # steps after which it is taken for known
 class Pace:
     """One draft model in one run. step_s: of a forward of one token for each row; None before it is known.
 
-    fill_s: of one token of what a row's draft has yet to read; None where nothing long was read.
+    fill_s: of one token of what a row's draft has yet to read; None where nothing long was read. blind: BLIND or
+    BLIND_OTHER.
     """
 
-    def __init__(self, cost: Cost | None, confidence: Confidence) -> None:
+    def __init__(self, cost: Cost | None, confidence: Confidence, blind: int = BLIND) -> None:
         self.step_s: float | None = None
         self.fill_s: float | None = None
         self._cost = cost
         self._confidence = confidence
+        self._blind = blind
         self._tries = 0  # steps in which it was not known
         self._saved_up_s = 0.0  # for the next try
 
@@ -73,14 +77,14 @@ class Pace:
         nearest = sorted(every, key=lambda row: missing[row])
         if not self._known:
             self._tries += 1
-            return nearest[:TRIED]
+            return nearest[:TRIED] + [row for row in nearest[TRIED:] if missing[row] <= NEAR]
         ratio, step = self.ratio(rows, reach), self._cost(rows, rows, reach)
         fill_s = self.fill_s or 0.0  # nothing long was read yet
         if ratio >= LEAST_GAIN:
             saved = step / rows * (1 - 1 / ratio)  # seconds, per token of an answer
             return [row for row in every if (missing[row] - 1) * fill_s <= left[row] * saved]
         self._saved_up_s += SHARE * step
-        drafting = BLIND * (self.step_s or step) + self._cost(rows + BLIND, rows, reach) - step
+        drafting = self._blind * (self.step_s or step) + self._cost(rows + self._blind, rows, reach) - step
         if self._saved_up_s < drafting + (missing[nearest[0]] - 1) * fill_s:
             return []
         self._saved_up_s = 0.0
@@ -103,7 +107,7 @@ class Pace:
         if self._cost is None or not every:
             return every
         if self.step_s is None or not self._known:
-            return every if depth < BLIND else []
+            return every if depth < self._blind else []
         step = self._cost(rows + drafted, rows, reach)
         rate = expected / (step + (depth - 1) * self.step_s)
         more = self._cost(rows + drafted + len(survivals), rows, reach) - step

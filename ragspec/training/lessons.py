@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 
 from ragspec.benchmark.answers import read_answers
@@ -57,6 +58,9 @@ def answer(config: RunConfig, folder: Path, limit: int | None) -> Lessons:
     """Let the target answer what it has not answered yet, and return its answers. Raises ConfigError and ModelError."""
     if config.input is None or config.input.is_stdin:
         raise ConfigError("input: a draft is measured on records that are read again; give a file with --input")
+    with open_source(config.input) as source:
+        records = sum(1 for _ in islice(source, min(LEAST, limit or LEAST)))
+    _check_enough(config, records, "records")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ANSWERS
     output = config.output.model_copy(update={"path": str(path)})
@@ -68,12 +72,16 @@ def answer(config: RunConfig, folder: Path, limit: int | None) -> Lessons:
         for each in read_answers(path).answered.values()
         if len(each.token_ids) > 1
     ]
-    if len(lessons) < LEAST:
-        raise ConfigError(
-            f"{config.input}: {len(lessons)} answers are too few to teach a draft; at least {LEAST} are needed, and "
-            "some hundreds are better"
-        )
+    _check_enough(config, len(lessons), "answers")
     return parted(lessons)
+
+
+def _check_enough(config: RunConfig, count: int, what: str) -> None:
+    if count < LEAST:
+        raise ConfigError(
+            f"{config.input}: {count} {what} are too few to teach a draft; at least {LEAST} are needed, and some "
+            "hundreds are better"
+        )
 
 
 def parted(lessons: Sequence[Lesson]) -> Lessons:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -22,12 +21,14 @@ from ragspec.benchmark.plan import make_plan
 from ragspec.benchmark.results import SPEED, Ratio
 from ragspec.config.load import build_config
 from ragspec.config.run import RunConfig
-from ragspec.config.secret import revealed
 from ragspec.errors import ConfigError
 from ragspec.outputs.documents import write_json
+from ragspec.runners.huggingface.args import Args
+from ragspec.runners.huggingface.checkpoint import Checkpoint
 from ragspec.training.lessons import Lessons, answer, without_draft, write_held_out
 
 DRAFT, FOUND, CHECK = "draft", "draft.json", "check"
+LOADED = ("device", "num_gpus", "revision", "trust_remote_code", "model_args", "tokenizer_args")
 PASSES = 3
 CHECKED = 32  # records of the check, at most
 
@@ -126,28 +127,19 @@ def _taught(
     from ragspec.training.distil import agreement, teach
     from ragspec.training.pupil import cut_from
 
-    target, tokenizer = _target(config)
-    pupil = cut_from(target, layers)
-    del target
+    target = _target(config)
+    pupil = cut_from(target.load(), layers)
     before = agreement(pupil, lessons.held_out)
     teach(pupil, lessons.taught, epochs, folder, progress)
     pupil.save_pretrained(folder / DRAFT, safe_serialization=True)
-    tokenizer.save_pretrained(folder / DRAFT)
+    target.tokenizer.inner.save_pretrained(folder / DRAFT)
     return before, agreement(pupil, lessons.held_out)
 
 
-def _target(config: RunConfig) -> tuple[Any, Any]:
-    """Return the target and its tokenizer, in transformers."""
-    from ragspec.models.loading import load_model, pick_device
-    from ragspec.models.resolve import resolve
-    from ragspec.models.tokenizer import load_tokenizer
-
-    given = revealed(config.runner_args)
-    revision, trust = given.get("revision"), bool(given.get("trust_remote_code"))
-    source = resolve(config.model or "", revision)
-    device = pick_device(given.get("device", "auto"), given.get("num_gpus"))
-    model = load_model(source, device=device, dtype="float32", revision=revision, trust_remote_code=trust)
-    return model, load_tokenizer(source, trust_remote_code=trust)
+def _target(config: RunConfig) -> Checkpoint:
+    """Return the target in transformers, to be loaded in float32, in which a draft learns."""
+    given = {key: value for key, value in config.runner_args.items() if key in LOADED}
+    return Checkpoint(config.model or "", Args.model_validate(given | {"dtype": "float32"}))
 
 
 def _check(config: RunConfig, lessons: Lessons, folder: Path, console: Console) -> tuple[Ratio | None, float | None]:

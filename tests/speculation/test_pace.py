@@ -69,12 +69,18 @@ def test_a_draft_that_has_nothing_to_read_serves_all_rows():
 
 def test_few_rows_draft_before_anything_is_known():
     pace = Pace(DEAR, Confidence())
-    rows = pace.chosen([9, 1, 8, 2, 7, 3], [50] * 6, 100)
+    rows = pace.chosen([90, 10, 80, 20, 70, 30], [50] * 6, 100)
     assert rows == [1, 3, 5, 4]
     assert len(rows) == TRIED
     assert pace.going_on([0.5] * 4, 8.0, 4, 1, 6, 100) == [0, 1, 2, 3]
     assert pace.going_on([0.5] * 4, 8.0, 4 * BLIND, BLIND, 6, 100) == []
     assert Confidence().seen < KNOWN
+
+
+def test_rows_whose_drafts_have_nothing_to_read_show_all_at_once_whether_it_pays():
+    pace = Pace(DEAR, Confidence())
+    assert sorted(pace.chosen([1] * 16, [50] * 16, 100)) == list(range(16))
+    assert sorted(pace.chosen([1, 900, 1, 900, 1, 1, 1, 900], [50] * 8, 100)) == [0, 2, 4, 5, 6]
 
 
 def test_lengths_are_ragged_and_end_where_the_next_token_does_not_pay():

@@ -140,7 +140,8 @@ def test_too_few_records_are_refused(target, tmp_path):
 
     folder, _ = target
     path = write_jsonl(tmp_path / "in.jsonl", [{"query": f"what is {i}?"} for i in range(5)])
-    with pytest.raises(ConfigError, match=r"5 answers are too few to teach a draft; at least 24"):
+    with pytest.raises(ConfigError, match=r"5 records are too few to teach a draft; at least 24"):
         train_draft(
             config_of(folder, path), tmp_path / "out", layers=1, epochs=1, limit=None, console=Console(quiet=True)
         )
+    assert not (tmp_path / "out").exists()  # it is known before anything is answered

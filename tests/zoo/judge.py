@@ -34,6 +34,7 @@ from ragspec.models.rounding import tolerance
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Failure, Generation, Request, Sampling
 from ragspec.runners.huggingface import runner as huggingface
+from ragspec.runners.huggingface.checkpoint import Checkpoint
 from ragspec.speculation.drafters.context import ContextDrafter
 from ragspec.structured.grammars import Grammars
 from tests.conftest import SAMPLE, read_jsonl, train_tokenizer
@@ -67,17 +68,25 @@ class Answer:
         return bool(gap <= ROUNDINGS * torch.finfo(torch.float32).eps * step[step.isfinite()].abs().max())
 
 
+class InMemory(Checkpoint):
+    """A model that is in memory already."""
+
+    def __init__(self, model: Any) -> None:
+        self.source, self.config, self.context_length = ModelSource("zoo", "zoo"), model.config, None
+        self.tokenizer = tokenizer()
+        self.ends, self.rules = frozenset([NO_END]), GenerationRules(model, frozenset([NO_END]), 0)
+        self._model = model
+
+    def load(self) -> Any:
+        return self._model
+
+
 class Loaded(huggingface.Runner):
     """The Hugging Face runner with a model that is in memory already."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(build_config({"model": "zoo", "sampling": {"max_new_tokens": NEW}}))
-        self._model = model
-        self._source, self._hf_config, self.context_length = ModelSource("zoo", "zoo"), model.config, None
-        self.tokenizer = tokenizer()
-
-    def _load(self, *args: Any) -> Any:
-        return self._model
+        self._take(InMemory(model))
 
 
 @cache

@@ -16,7 +16,6 @@ from ragspec.config.run import RunConfig, to_sampling
 from ragspec.config.secret import revealed
 from ragspec.errors import ConfigError, ModelError
 from ragspec.host.quiet import quiet
-from ragspec.models.resolve import ModelSource, context_length, read_model_config, resolve
 from ragspec.records import Failure, Generation, Request
 from ragspec.runners.base import Watched
 from ragspec.runners.huggingface.args import Args
@@ -26,10 +25,9 @@ from ragspec.speculation.methods import HF, PLAIN, method_named
 if TYPE_CHECKING:
     from ragspec.engine.backend import EngineBackend
     from ragspec.models.draft import Draft
-    from ragspec.models.generation import GenerationRules
     from ragspec.models.translation import Translation
+    from ragspec.runners.huggingface.checkpoint import Checkpoint
     from ragspec.runners.huggingface.stock import StockBackend
-    from ragspec.structured.grammars import Grammars
 
 PLAIN_BATCH_SIZE = 8
 
@@ -55,12 +53,10 @@ class Runner:
         self.remembers = False
         self._sampling = to_sampling(config.sampling)
         self._structured = config.structured is not None
-        self._known_grammars: Grammars | None = None
         self._expected_tokens = config.sampling.expected_tokens
         self._row = method_named(config.speculation.method)
         self.cites = self._row.cites_on(HF)
         self.notes: list[str] = []
-        self._ends: frozenset[int] = frozenset()  # tokens that end an answer, once the model is loaded
 
     # -- before any weights ---------------------------------------------------------------------------------------
 
@@ -68,31 +64,27 @@ class Runner:
         """Find model, draft and tokenizers. Raises ConfigError for whatever could not work."""
         quiet()
         self.notes += check_args(self._args, self._spec)
-        from ragspec.models.tokenizer import HFTokenizer, load_tokenizer
+        from ragspec.runners.huggingface.checkpoint import Checkpoint
 
-        args = self._args
-        self._source = resolve(self._model_name, args.revision)
-        self._hf_config = read_model_config(self._source, trust_remote_code=args.trust_remote_code)
-        if self._hf_config.is_encoder_decoder:
-            raise ConfigError(f'model: "{self._model_name}" is an encoder-decoder; ragspec runs causal language models')
-        tokenizer = load_tokenizer(
-            self._source, trust_remote_code=args.trust_remote_code, extra=revealed(args.tokenizer_args)
-        )
-        self.tokenizer = HFTokenizer(tokenizer, revealed(args.encode_args))
-        self.context_length = context_length(self._hf_config)
-        self._draft = self._find_draft(tokenizer) if self._row.takes_draft and self._spec.draft_model else None
+        self._take(Checkpoint(self._model_name, self._args))
+        self._draft = self._find_draft() if self._row.takes_draft and self._spec.draft_model else None
         if self.method == "early_exit":
-            layers = self._hf_config.get_text_config().num_hidden_layers
+            layers = self._checkpoint.config.get_text_config().num_hidden_layers
             if (self._spec.early_exit_layer or 0) >= layers:
                 raise ConfigError(
                     f"speculation.early_exit_layer: {self._spec.early_exit_layer} must be less than the model's "
                     f"{layers} layers"
                 )
         if self._structured:
-            self._grammars()
+            self._checkpoint.grammars()
         why = self._only_stock()
         if why and self._needs_engine():
             raise ConfigError(f"{why}: only stock generate() does that{self._conflict()}")
+
+    def _take(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.tokenizer = checkpoint.tokenizer
+        self.context_length = checkpoint.context_length
 
     def outlook(self) -> str:
         """Return which engine will answer, as far as the config tells; needs check()."""
@@ -115,13 +107,13 @@ class Runner:
     def _only_stock(self) -> str:
         return only_stock(self._args, self._spec)
 
-    def _find_draft(self, tokenizer: Any) -> Draft:
+    def _find_draft(self) -> Draft:
         from ragspec.models.draft import find_draft, width_of
 
         draft = find_draft(
             self._spec.draft_model or "",
             self._spec.draft_tokenizer,
-            (self._model_name, tokenizer, width_of(self._hf_config)),
+            (self._model_name, self.tokenizer.inner, width_of(self._checkpoint.config)),
             trust_remote_code=self._spec.draft_trust_remote_code,
             remedy="for universal assisted decoding",
         )
@@ -137,19 +129,9 @@ class Runner:
     # -- weights --------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        from ragspec.models.generation import GenerationRules
-        from ragspec.models.stopping import end_tokens
-
-        args, given = self._args, revealed(self._args.generate_args)
-        model = self._load(self._source, args.model_args, args.revision, args.trust_remote_code)
-        trust = self._spec.draft_trust_remote_code
-        draft_model = self._load(self._draft.source, {}, None, trust) if self._draft else None
+        model, draft_model = self._checkpoint.load(), self._load_draft()
         self._loaded = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
-        ends = end_tokens(model, self.tokenizer.inner, given)
-        pad = self.tokenizer.inner.pad_token_id
-        self._ends = ends
-        self._known_grammars = None
-        rules = GenerationRules(model, ends, min(ends, default=0) if pad is None else pad, given)
+        rules = self._checkpoint.rules
         if own := rules.overridden(self._sampling):
             self.notes.append(
                 f"the model's generation_config asks for {own}, but the config's sampling section "
@@ -159,12 +141,12 @@ class Runner:
         if not why and (key := rules.only_stock()):
             why = f"the model's generation_config.{key}"
         if not why:
-            why = self._start_engine(model, draft_model, ends, rules)
+            why = self._start_engine(model, draft_model)
         if why:
-            self._start_stock(model, draft_model, ends, rules, why)
+            self._start_stock(model, draft_model, why)
         return self
 
-    def _start_engine(self, model: Any, draft_model: Any, eos: frozenset[int], rules: GenerationRules) -> str:
+    def _start_engine(self, model: Any, draft_model: Any) -> str:
         """Set up the engine; return why it cannot be, or ""."""
         from ragspec.engine.backend import EngineBackend, Speculation
         from ragspec.engine.prepared import Refused
@@ -174,21 +156,21 @@ class Runner:
             self._backend = EngineBackend(
                 model,
                 self.tokenizer,
-                eos,
+                self._checkpoint.ends,
                 Speculation(
                     self.method,
                     spec.draft_tokens,
                     spec.drafting,
                     draft_model,
                     self._draft.context_length if self._draft else None,
-                    self._translation(draft_model, eos),
+                    self._translation(draft_model),
                     spec.early_exit_layer if self.method == "early_exit" else None,
                 ),
                 rows=None if asked == "auto" else asked,
                 lookahead=self._args.lookahead,
-                rules=rules,
+                rules=self._checkpoint.rules,
                 compile=self._args.compile,
-                grammars=self._grammars,
+                grammars=self._checkpoint.grammars,
             )
         except Refused as reason:
             if self._needs_engine():
@@ -199,7 +181,7 @@ class Runner:
             return f'"{self._model_name}": {reason}'
         return ""
 
-    def _translation(self, draft_model: Any, ends: frozenset[int]) -> Translation | None:
+    def _translation(self, draft_model: Any) -> Translation | None:
         """Return what stands between the draft's tokens and the target's; None where they are the same."""
         from ragspec.models.stopping import end_tokens
         from ragspec.models.translation import Translation
@@ -207,20 +189,11 @@ class Runner:
         draft = self._draft
         if draft is None or not draft.other_tokens:
             return None
-        target = self.tokenizer.inner
+        target, ends = self.tokenizer.inner, self._checkpoint.ends
         end = target.eos_token_id if target.eos_token_id in ends else min(ends, default=None)
         return Translation(target, draft.tokenizer, end_tokens(draft_model, draft.tokenizer, {}), end)
 
-    def _grammars(self) -> Grammars:
-        """Return the grammars of the tokenizer; before weights load, to see whether it has any. Raises ConfigError."""
-        from ragspec.models.draft import width_of
-        from ragspec.structured.grammars import Grammars
-
-        if self._known_grammars is None:
-            self._known_grammars = Grammars(self.tokenizer.inner, width_of(self._hf_config), self._ends)
-        return self._known_grammars
-
-    def _start_stock(self, model: Any, draft_model: Any, eos: frozenset[int], rules: GenerationRules, why: str) -> None:
+    def _start_stock(self, model: Any, draft_model: Any, why: str) -> None:
         from ragspec.runners.huggingface.stock import Speculation, StockBackend
 
         spec, asked = self._spec, self._args.batch_size
@@ -240,7 +213,7 @@ class Runner:
         self._backend = StockBackend(
             model,
             self.tokenizer,
-            eos,
+            self._checkpoint.ends,
             Speculation(
                 method=self.method,
                 num_tokens=spec.draft_tokens,
@@ -253,9 +226,9 @@ class Runner:
                 draft_model=draft_model,
             ),
             rows=rows,
-            rules=rules,
+            rules=self._checkpoint.rules,
             greedy_by_default=self._greedy_by_default,
-            grammars=self._grammars,
+            grammars=self._checkpoint.grammars,
         )
 
     def __exit__(self, *exc: object) -> None:
@@ -268,19 +241,12 @@ class Runner:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _load(self, source: ModelSource, extra: dict[str, Any], revision: str | None, trust: bool) -> Any:
-        from ragspec.models.loading import load_model, pick_device
+    def _load_draft(self) -> Any:
+        from ragspec.runners.huggingface.checkpoint import load
 
-        args = self._args
-        return load_model(
-            source,
-            device=pick_device(args.device, args.num_gpus),
-            dtype=args.dtype,
-            num_gpus=args.num_gpus,
-            revision=revision,
-            trust_remote_code=trust,
-            extra=revealed(extra),
-        )
+        if self._draft is None:
+            return None
+        return load(self._draft.source, self._args, {}, None, self._spec.draft_trust_remote_code)
 
     def warm_up(self, records: int | None = None) -> None:
         """Run once what the first record would otherwise pay for."""
@@ -320,8 +286,8 @@ class Runner:
     def about(self) -> dict[str, Any]:
         """Return what ran: model, revision, dtype, device, engine, batch size, draft."""
         about: dict[str, Any] = {
-            "model": self._source.path,
-            "revision": getattr(self._hf_config, "_commit_hash", None),
+            "model": self._checkpoint.source.path,
+            "revision": getattr(self._checkpoint.config, "_commit_hash", None),
             "context_length": self.context_length,
         }
         about |= self._loaded

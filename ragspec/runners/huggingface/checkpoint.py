@@ -1,0 +1,77 @@
+"""The model of a run in transformers: found and its tokenizer read, then loaded, with all that decides its answers.
+
+The runner, the audit and the training of drafts load through here, so that they compute with the same model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ragspec.config.secret import revealed
+from ragspec.errors import ConfigError
+from ragspec.models.draft import width_of
+from ragspec.models.loading import load_model, pick_device
+from ragspec.models.resolve import ModelSource, context_length, read_model_config, resolve
+from ragspec.models.tokenizer import HFTokenizer, load_tokenizer
+from ragspec.runners.huggingface.args import Args
+
+if TYPE_CHECKING:
+    from ragspec.models.generation import GenerationRules
+    from ragspec.structured.grammars import Grammars
+
+
+class Checkpoint:
+    """name, args: as in the config. Raises ConfigError for what is not there or is no causal language model.
+
+    ends: tokens that end an answer, once the model is loaded. rules: how its logits become choices, from then on.
+    """
+
+    rules: GenerationRules
+
+    def __init__(self, name: str, args: Args) -> None:
+        self._args = args
+        self.source = resolve(name, args.revision)
+        self.config = read_model_config(self.source, trust_remote_code=args.trust_remote_code)
+        if self.config.is_encoder_decoder:
+            raise ConfigError(f'model: "{name}" is an encoder-decoder; ragspec runs causal language models')
+        tokenizer = load_tokenizer(
+            self.source, trust_remote_code=args.trust_remote_code, extra=revealed(args.tokenizer_args)
+        )
+        self.tokenizer = HFTokenizer(tokenizer, revealed(args.encode_args))
+        self.context_length = context_length(self.config)
+        self.ends: frozenset[int] = frozenset()
+        self._grammars: Grammars | None = None
+
+    def load(self) -> Any:
+        """Return the model, ready to generate. Raises ModelError."""
+        from ragspec.models.generation import GenerationRules
+        from ragspec.models.stopping import end_tokens
+
+        args, given = self._args, revealed(self._args.generate_args)
+        model = load(self.source, args, revealed(args.model_args), args.revision, args.trust_remote_code)
+        self.ends = end_tokens(model, self.tokenizer.inner, given)
+        pad = self.tokenizer.inner.pad_token_id
+        self.rules = GenerationRules(model, self.ends, min(self.ends, default=0) if pad is None else pad, given)
+        self._grammars = None
+        return model
+
+    def grammars(self) -> Grammars:
+        """Return the grammars of the tokenizer; before weights load, to see whether it has any. Raises ConfigError."""
+        from ragspec.structured.grammars import Grammars
+
+        if self._grammars is None:
+            self._grammars = Grammars(self.tokenizer.inner, width_of(self.config), self.ends)
+        return self._grammars
+
+
+def load(source: ModelSource, args: Args, extra: dict[str, Any], revision: str | None, trust: bool) -> Any:
+    """Return the model of `source` on the device and in the dtype of `args`. Raises ModelError."""
+    return load_model(
+        source,
+        device=pick_device(args.device, args.num_gpus),
+        dtype=args.dtype,
+        num_gpus=args.num_gpus,
+        revision=revision,
+        trust_remote_code=trust,
+        extra=extra,
+    )
