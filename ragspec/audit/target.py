@@ -37,7 +37,8 @@ class Target:
 
     def answers(self, requests: Sequence[Request]) -> Iterator[Generation | Failure]:
         """Yield what stock generate() answers, one record at a time."""
-        from ragspec.runners.huggingface.stock import Speculation, StockBackend
+        from ragspec.runners.huggingface.assistance import Speculation
+        from ragspec.runners.huggingface.stock import StockBackend
 
         backend = StockBackend(
             self.model,

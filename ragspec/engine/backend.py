@@ -14,6 +14,7 @@ from ragspec.engine.decode import LOOKAHEAD, Engine, EngineSettings
 from ragspec.engine.draft_model import DraftModel
 from ragspec.engine.early_exit import EarlyExit
 from ragspec.engine.forward import Model
+from ragspec.engine.joined import Joined
 from ragspec.engine.layout import Segment
 from ragspec.engine.linear import unpack_linears
 from ragspec.engine.notes import Notes
@@ -39,6 +40,7 @@ from ragspec.speculation.trial import Trial
 from ragspec.structured.grammars import Grammars
 
 log = logging.getLogger(__name__)
+JOINED = "context+draft_model"  # what "auto" makes of a draft model
 SAMPLE = 64  # requests by which the batch size is chosen
 
 
@@ -133,7 +135,7 @@ class EngineBackend:
         self._drafters = drafters_on(HF, self._method, self._drafting)
         self._candidates = [self._method]
         if self._method == "auto":
-            self._candidates = [PLAIN, *self._drafters] + ["draft_model"] * (self._draft is not None)
+            self._candidates = [PLAIN, *self._drafters] + [JOINED] * (self._draft is not None)
         self._trial = Trial(self._candidates)
         self._cost = self._probed.anew() if self._probed else None
         guarded = self._method not in (PLAIN, "auto") and self._num_tokens is None
@@ -176,7 +178,9 @@ class EngineBackend:
 
     def _engine(self, rows: int, room: Room) -> Engine:
         self._model.resize(rows)
-        self._proposers = {name: self._proposer(name, rows) for name in self._candidates}
+        self._proposers: dict[str, Proposer] = {}
+        for name in self._candidates:
+            self._proposers[name] = self._proposer(name, rows)
         several = len(self._proposers) > 1
         return Engine(
             self._model,
@@ -204,6 +208,12 @@ class EngineBackend:
         return self._rules.refusal(request.sampling)
 
     def _proposer(self, method: str, rows: int) -> Proposer:
+        if method == JOINED:
+            passages = self._proposers["context"]
+            assert isinstance(passages, ByRow)
+            model = self._proposer("draft_model", rows)
+            assert isinstance(model, DraftModel)
+            return Joined(passages, model, self._cost)
         if method == "draft_model":
             assert self._draft is not None
             self._draft.resize(rows)
@@ -229,7 +239,7 @@ class EngineBackend:
                 self.notes.add(
                     f"speculation was off in {off:.0%} of steps: drafts would have cost more than they bring"
                 )
-        outgrown = getattr(self._proposers.get("draft_model"), "outgrown", 0)
+        outgrown = sum(getattr(proposer, "outgrown", 0) for proposer in self._proposers.values())
         if outgrown:
             self.notes.add(
                 f"{outgrown} records were longer than the {self._context_length} tokens that the draft model attends "

@@ -110,8 +110,12 @@ class DraftModel(NoDrafts):
     # -- drafting -------------------------------------------------------------------------------------------------
 
     def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
-        reach = max((len(row.tokens) for row in rows), default=0)
-        able = [row for row in rows if min(row.room - 1, self._left(row)) > 0]
+        return cut(self.drafts(rows, rows), rows, self._cost, besides)
+
+    def drafts(self, rows: Sequence[Row], asked: Sequence[Row]) -> list[Draft]:
+        """Return a draft for each of the rows that decode: an empty one where it is not `asked` for, or cannot pay."""
+        reach = _reach(rows)
+        able = [row for row in asked if min(row.room - 1, self._left(row)) > 0]
         picked = self._pace.chosen([self._missing(row) for row in able], [row.room for row in able], reach)
         opened = [Sketch(able[i], self._script(able[i])) for i in picked]
         sketches = [sketch for sketch in opened if self._left(sketch.row) > 0]  # in its tokens a text may be longer
@@ -128,13 +132,13 @@ class DraftModel(NoDrafts):
             survivals = [sketch.survival for sketch in going]
             going = [going[i] for i in self._pace.going_on(survivals, expected, drafted, depth, len(rows), reach)]
         drafts = {sketch.row.place: self._draft(sketch) for sketch in sketches}
-        return self._cut([drafts.get(row.place) or Draft() for row in rows], reach, besides)
+        return [drafts.get(row.place) or Draft() for row in rows]
 
-    def _cut(self, drafts: list[Draft], reach: int, besides: int) -> list[Draft]:
-        if self._cost is None:
-            return drafts
-        lengths = allocate([draft.survival for draft in drafts], self._cost, reach, besides)
-        return [draft.cut(length) for draft, length in zip(drafts, lengths, strict=True)]
+    @property
+    def promise(self) -> float:
+        """How many tokens of a long draft may be right, by what is known."""
+        mean = self._confidence.mean
+        return sum(mean**length for length in range(1, 1 + (self._num_tokens or LONGEST)))
 
     def _left(self, row: Row) -> int:
         """Return how many more tokens of a row the draft can attend to."""
@@ -260,6 +264,24 @@ class DraftModel(NoDrafts):
             known = max(known, upto)
             if not right:
                 break
+
+
+def cut(drafts: Sequence[Draft], rows: Sequence[Row], cost: Cost | None, besides: int) -> list[Draft]:
+    """Return the drafts of `rows` as long as pays. cost: None where they stay as they are.
+
+    One that was sampled is not cut: a length by the tokens that were drawn would make what is likely likelier still.
+    """
+    if cost is None:
+        return list(drafts)
+    lengths = allocate([draft.survival for draft in drafts], cost, _reach(rows), besides)
+    return [
+        draft if draft.probabilities is not None else draft.cut(length)
+        for draft, length in zip(drafts, lengths, strict=True)
+    ]
+
+
+def _reach(rows: Sequence[Row]) -> int:
+    return max((len(row.tokens) for row in rows), default=0)
 
 
 def _agreed(held: Sequence[int], tokens: Sequence[int], known: int) -> int:

@@ -85,7 +85,7 @@ class ByRow(NoDrafts):
             drafter.extend(row.tokens[row.prompt_tokens :])
 
     def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
-        drafts = self._guess(rows)
+        drafts = self.guess(rows)
         if self._num_tokens is None and self._cost is not None:
             reach = max((len(row.tokens) for row in rows), default=0)
             lengths = allocate([draft.survival for draft in drafts], self._cost, reach, besides)
@@ -93,9 +93,10 @@ class ByRow(NoDrafts):
         return drafts
 
     def watch(self, rows: Sequence[Row]) -> None:
-        self._guess(rows)
+        self.guess(rows)
 
-    def _guess(self, rows: Sequence[Row]) -> list[Draft]:
+    def guess(self, rows: Sequence[Row]) -> list[Draft]:
+        """Return drafts as long as they can be told."""
         return [self._guess_one(row, min(self._num_tokens or LONGEST, row.room - 1)) for row in rows]
 
     def _guess_one(self, row: Row, limit: int) -> Draft:

@@ -361,18 +361,37 @@ def test_auto_names_the_method_that_answered(tiny, tmp_path):
     summary = run(build_config(raw), limit=1)
     (line,) = read_jsonl(tmp_path / "out.jsonl")
     assert summary.method == line["speculation"]["method"] == "prompt_lookup"
-    assert any("without a trial" in note for note in summary.notes)
+    assert any("method auto: prompt_lookup, unless" in note for note in summary.notes)
 
 
-@pytest.mark.parametrize(("drafted_s", "said"), [(4.0, "10.0 tokens/s against 20.0"), (1.0, "")])
-def test_speculation_that_is_slower_than_plain_decoding_is_said_so(drafted_s, said):
+@pytest.mark.parametrize(("drafted_s", "slower"), [(4.0, True), (1.0, False)])
+def test_speculation_that_is_slower_than_plain_decoding_is_said_so(drafted_s, slower):
     compared = Comparison("prompt_lookup")
-    assert compared.note() == ""
+    assert not compared.slower
     for _ in range(2):
         assert not compared.done
         compared.add(20, drafted_s / 2, 20, 1.0)
     assert compared.done
-    assert (said in compared.note()) if said else compared.note() == ""
+    assert compared.slower == slower
+    if slower:
+        assert "10.0 tokens/s against 20.0" in compared.note("so it is")
+
+
+@pytest.mark.parametrize(("temperature", "left"), [(0.0, 2), (0.9, 0)])
+def test_auto_leaves_stock_speculation_that_is_slower(tiny, monkeypatch, temperature, left):
+    """Four records: two show that it is slower, two go on without. Sampled answers do not depend on a clock."""
+    monkeypatch.setattr(Comparison, "slower", True)
+    sampling = {"max_new_tokens": 12, "temperature": temperature}
+    runner, asked = make_runner(tiny, "auto", sampling=sampling)
+    with runner:
+        requests = make_requests(runner, asked)[:4]
+        outcomes = list(runner.generate(requests))
+    assert [bool(outcome.undrafted) for outcome in outcomes] == [False] * (4 - left) + [True] * left
+    assert any(("goes on without" if left else "write `speculation") in note for note in runner.notes)
+    plain, _ = make_runner(tiny, "none", sampling=sampling)
+    with plain:
+        if temperature == 0:
+            assert tokens(list(plain.generate(requests))) == tokens(outcomes)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9}])

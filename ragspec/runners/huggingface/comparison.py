@@ -31,15 +31,17 @@ class Comparison:
         self.plain_tokens += plain_tokens
         self.plain_s += plain_s
 
-    def note(self) -> str:
-        """Return what to tell the user, "" where speculation is the faster one or nothing was compared."""
+    @property
+    def slower(self) -> bool:
+        """Whether plain decoding is the faster one, by what was compared."""
         if not (self.records and self.tokens and self.plain_tokens):
-            return ""
+            return False
+        return self.tokens / self.drafted_s < self.plain_tokens / self.plain_s
+
+    def note(self, remedy: str) -> str:
+        """Return what to tell the user where speculation is slower. remedy: what is done, or can be, about it."""
         drafted, plain = self.tokens / self.drafted_s, self.plain_tokens / self.plain_s
-        if drafted >= plain:
-            return ""
         return (
             f"{self.method} is slower than plain decoding here: {drafted:.1f} tokens/s against {plain:.1f} (stock "
-            f"generate(), the first {self.records} records both ways); write `speculation: {{method: none}}` or remove "
-            "what keeps ragspec's own engine from answering"
+            f"generate(), the first {self.records} records both ways); {remedy}"
         )

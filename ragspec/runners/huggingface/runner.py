@@ -194,12 +194,14 @@ class Runner:
         return Translation(target, draft.tokenizer, end_tokens(draft_model, draft.tokenizer, {}), end)
 
     def _start_stock(self, model: Any, draft_model: Any, why: str) -> None:
-        from ragspec.runners.huggingface.stock import Speculation, StockBackend
+        from ragspec.runners.huggingface.assistance import Speculation
+        from ragspec.runners.huggingface.stock import StockBackend
 
         spec, asked = self._spec, self._args.batch_size
-        if self.method == "auto":
+        on_trial = self.method == "auto"
+        if on_trial:
             self.method = "draft_model" if self._draft else "prompt_lookup"
-            self.notes.append(f"method auto: {self.method}, without a trial: stock generate() cannot switch methods")
+            self.notes.append(f"method auto: {self.method}, unless plain decoding answers the first records faster")
         rows = 1
         if self.method == PLAIN:
             rows = PLAIN_BATCH_SIZE if asked == "auto" else asked
@@ -224,6 +226,7 @@ class Runner:
                 knobs=revealed(spec.extra),
                 draft=self._draft,
                 draft_model=draft_model,
+                on_trial=on_trial,
             ),
             rows=rows,
             rules=self._checkpoint.rules,

@@ -7,11 +7,10 @@ Limit: transformers speculates one record at a time, so `rows` only counts for m
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
@@ -21,7 +20,6 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from ragspec.errors import ModelError, RecordError, flat
 from ragspec.inputs.feed import Feed
-from ragspec.models.draft import Draft, width_of
 from ragspec.models.generation import GenerationRules
 from ragspec.models.logprobs import generated_logprobs
 from ragspec.models.masking import GrammarMasks
@@ -31,6 +29,7 @@ from ragspec.models.stopping import trim
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Failure, Generation, Request, Sampling, record_seed
 from ragspec.runners.huggingface.acceptance import AcceptanceMeter, in_id_order
+from ragspec.runners.huggingface.assistance import Assistance, Speculation
 from ragspec.runners.huggingface.comparison import Comparison
 from ragspec.runners.huggingface.criteria import StepClock, StopText
 from ragspec.stats import SpecStats
@@ -39,22 +38,9 @@ from ragspec.structured.grammars import Grammars, Matcher, begin
 # what generate() raises for one record: out of memory, ids that the model has no row for, arguments it refuses
 FAILURES = (RuntimeError, IndexError, MemoryError, ValueError)
 log = logging.getLogger(__name__)
-LOOKUP_TOKENS = 10  # transformers' own default
-
-
-@dataclass(frozen=True, slots=True)
-class Speculation:
-    """What generate() is told. draft_model: the loaded draft of `draft`. knobs: read from the drafting model."""
-
-    method: str
-    num_tokens: int | None = None
-    ngram_max: int | None = None
-    early_exit_layer: int | None = None
-    schedule: str = "constant"
-    confidence_threshold: float | None = None
-    knobs: dict[str, Any] = field(default_factory=dict)
-    draft: Draft | None = None
-    draft_model: Any = None
+LEFT = "method auto goes on without it"
+LEFT_ALONE = "method auto: plain decoding is faster here"
+REMEDY = "write `speculation: {method: none}` or remove what keeps ragspec's own engine from answering"
 
 
 @dataclass(slots=True)
@@ -95,34 +81,23 @@ class StockBackend:
         self._grammars = grammars
         self._rotary = length_dependent(model)
         self._greedy_by_default = greedy_by_default
-        self._sampling_draft: Any = None  # a copy: universal speculative sampling rewrites the draft's embeddings
         self._meter: AcceptanceMeter | None = None
+        self._given_up = False
         self._compared = Comparison(speculation.method) if speculation.method != "none" else None
         if speculation.method != "none":
             self._speculate()
+        self._assistance = Assistance(speculation, model)
 
     def _speculate(self) -> None:
         spec = self._spec
         if getattr(self._model, "_is_stateful", False):
             raise ModelError("the model keeps a recurrent state, which cannot undo a rejected draft; use method: none")
-        self._set_knobs(spec.draft_model if spec.draft else self._model)
         tokenizers = None
         if spec.draft and spec.draft.other_tokens:
             tokenizers = (in_id_order(self._tokenizer.inner), in_id_order(spec.draft.tokenizer))
         reach = spec.draft.context_length if spec.draft else None
         self._meter = AcceptanceMeter(tokenizers, reach)
         self._meter.attach(self._model)
-
-    def _set_knobs(self, drafter: Any) -> None:
-        """Set the draft's own settings where transformers reads them: on the drafting model's generation_config."""
-        knobs = drafter.generation_config
-        knobs.num_assistant_tokens_schedule = self._spec.schedule
-        if self._spec.num_tokens is not None:
-            knobs.num_assistant_tokens = self._spec.num_tokens
-        if self._spec.confidence_threshold is not None:
-            knobs.assistant_confidence_threshold = self._spec.confidence_threshold
-        for name, value in self._spec.knobs.items():
-            setattr(knobs, name, value)
 
     def warm_up(self, tokens: int | None = None) -> None:
         """Generate a few tokens, so that the first record does not pay for lazy initialisation."""
@@ -175,8 +150,9 @@ class StockBackend:
         finally:
             self.clock = clock
         compared.add(len(drafted.token_ids), drafted.latency_s, len(plain.token_ids), plain.latency_s)
-        if compared.done and (note := compared.note()):
-            self.notes.append(note)
+        if compared.done and compared.slower:
+            self._given_up = self._spec.on_trial and request.sampling.temperature == 0
+            self.notes.append(compared.note(LEFT if self._given_up else REMEDY))
 
     @cached_property
     def _takes_padding(self) -> bool:
@@ -228,7 +204,8 @@ class StockBackend:
             self._meter.start()
         for module in self._rotary:
             forget(module)
-        undrafted = self._undrafted(sampling, shaped=any(matchers)) if drafts else "a comparison"
+        undrafted = "a comparison" if not drafts else LEFT_ALONE if self._given_up else ""
+        undrafted = undrafted or self._assistance.forbidden(sampling, shaped=any(matchers))
         processors: list[Any] = [*self._rules.penalties(sampling, width)]
         if any(matchers):
             processors.append(GrammarMasks(matchers, width))
@@ -240,7 +217,7 @@ class StockBackend:
             generation_config=self._generation_config(sampling, drafts=not undrafted),
             logits_processor=LogitsProcessorList(processors),
             stopping_criteria=criteria,
-            **{"tokenizer": self._tokenizer.inner, **({} if undrafted else self._assistant(sampling))},
+            **{"tokenizer": self._tokenizer.inner, **({} if undrafted else self._assistance.arguments(sampling))},
         )
         answers = output.sequences[:, width:].tolist()
         ended = time.perf_counter()
@@ -267,46 +244,13 @@ class StockBackend:
             )
         return generations
 
-    def _undrafted(self, sampling: Sampling, *, shaped: bool) -> str:
-        """Return why these settings forbid drafts, "" where they do not. shaped: whether a grammar does."""
-        draft = self._spec.draft
-        if shaped and draft is not None and draft.other_tokens:
-            return "structured: stock generate() would hold the draft model's own tokens to the grammar"
-        if draft is None or not sampling.logit_bias:
-            return ""
-        if draft.other_tokens or draft.width != width_of(self._model.config):
-            # transformers 5.19 hands the target's biases to the draft model, whatever its ids mean
-            return "logit_bias: stock generate() would bias the draft model's own tokens"
-        return ""
-
     def _generation_config(self, sampling: Sampling, *, drafts: bool = True) -> Any:
         config = self._rules.config(sampling)
         config.return_dict_in_generate = True
         config.output_logits = sampling.logprobs is not None
-        if not drafts:
-            return config
-        if self._spec.method == "prompt_lookup":
-            config.prompt_lookup_num_tokens = self._spec.num_tokens or LOOKUP_TOKENS
-            config.max_matching_ngram_size = self._spec.ngram_max
-        elif self._spec.method == "early_exit":
-            config.assistant_early_exit = self._spec.early_exit_layer
+        if drafts:
+            self._assistance.configure(config)
         return config
-
-    def _assistant(self, sampling: Sampling) -> dict[str, Any]:
-        draft = self._spec.draft
-        if draft is None:
-            return {}
-        model = self._spec.draft_model
-        if draft.other_tokens and sampling.temperature > 0:
-            # transformers 5.19 prunes the draft's output layer in place for this, which greedy records must not see
-            if self._sampling_draft is None:
-                self._sampling_draft = copy.deepcopy(model)
-            model = self._sampling_draft
-        kwargs: dict[str, Any] = {"assistant_model": model}
-        if width_of(self._model.config) != draft.width:
-            # generate() insists on it if sizes differ; whether it is used is AcceptanceMeter's decision
-            kwargs["assistant_tokenizer"] = draft.tokenizer
-        return kwargs
 
     def watched(self, bytes_per_s: float, flops_per_s: float) -> None:
         """generate() does not tell."""

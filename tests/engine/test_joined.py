@@ -1,0 +1,163 @@
+"""Passages and a draft model in one step, and drafts that were sampled: which of them count is settled before."""
+
+import pytest
+import torch
+
+from ragspec.config.load import build_config
+from ragspec.config.run import to_sampling
+from ragspec.engine import draft_model
+from ragspec.engine.draft_model import DraftModel
+from ragspec.engine.joined import Joined
+from ragspec.engine.prepared import prepare
+from ragspec.engine.proposers import Auto, ByRow
+from ragspec.models.generation import GenerationRules
+from ragspec.records import Request, Sampling
+from ragspec.runners.huggingface import runner as huggingface
+from ragspec.speculation.confidence import Confidence
+from ragspec.speculation.cost import StepCost
+from ragspec.speculation.pace import Pace
+from ragspec.speculation.trial import Trial
+from tests.engine.test_engine import CHEAP, NEW, Fixed, answers, ids, loaded, oracle, plain, requests_for  # noqa: F401
+
+SAMPLED = Sampling(max_new_tokens=NEW, temperature=0.8, seed=3)
+
+
+class Counting(DraftModel):
+    """Notes for how many rows of each step it was asked."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.asked = []
+
+    def drafts(self, rows, asked):
+        self.asked.append((len(asked), len(rows)))
+        return super().drafts(rows, asked)
+
+
+def both(loaded, draft, guess, num_tokens=4, cost=None, rows=4):  # noqa: F811
+    """Return a proposer of the two, and the model's part of it."""
+    inner = loaded(draft)[0]
+    inner.resize(rows)
+    passages = ByRow(Fixed(guess), num_tokens, cost)
+    model = Counting(inner, 400, None, num_tokens, cost)
+    return Auto({"passages": passages, "both": Joined(passages, model, cost)}, Trial(["both"])), model
+
+
+@pytest.mark.parametrize("num_tokens", [4, None])
+def test_the_model_drafts_where_the_passages_promise_less(loaded, tiny, tiny_draft, plain, num_tokens):  # noqa: F811
+    """The passages are right for the first half of each answer, and say nothing after it."""
+    right, half = oracle(plain, loaded, tiny), NEW // 2
+    used = []
+
+    def guess(tokens, prompt_tokens):
+        written = len(tokens) - prompt_tokens
+        used.append(written < half)
+        return right(tokens, prompt_tokens)[: max(0, half - written)]
+
+    proposer, model = both(loaded, tiny_draft, guess, num_tokens, CHEAP)
+    outcomes = answers(loaded, tiny, proposer, cost=CHEAP)
+    assert ids(outcomes) == plain
+    assert any(used)
+    counts = [asked for asked, _ in model.asked]
+    assert 0 < sum(counts) < sum(rows for _, rows in model.asked)
+    accepted = sum(outcome.spec.accepted for outcome in outcomes.values())
+    assert accepted >= len(plain) * (half - 4)  # the target writes one a step
+
+
+def test_what_is_sampled_is_repeatable_with_both(loaded, tiny, tiny_draft):  # noqa: F811
+    def guess(tokens, prompt_tokens):
+        return tokens[-2:] if len(tokens) % 2 else []
+
+    def sampled(rows):
+        proposer, model = both(loaded, tiny_draft, guess, 3, None, rows)
+        outcomes = answers(loaded, tiny, proposer, rows, sampling=SAMPLED)
+        assert sum(asked for asked, _ in model.asked) > 0
+        return ids(outcomes)
+
+    assert sampled(4) == sampled(4)
+
+
+def test_auto_tries_the_passages_and_the_draft_model_together(tiny, tiny_draft):
+    config = build_config(
+        {
+            "model": tiny,
+            "sampling": {"max_new_tokens": NEW},
+            "speculation": {"method": "auto", "draft_model": tiny_draft},
+            "runner_args": {"batch_size": 3},
+        }
+    )
+    runner = huggingface.Runner(config)
+    runner.check()
+    with runner:
+        runner.warm_up()
+        requests = list(requests_for(runner.tokenizer, to_sampling(config.sampling)))
+        outcomes = list(runner.generate(requests))
+        assert len(outcomes) == len(requests)
+        assert "context+draft_model" in runner._backend._trial.candidates
+        assert any("context+draft_model" in note for note in runner.notes)
+
+
+@pytest.mark.parametrize("least", [0.0, 0.36])
+def test_how_long_a_sampled_draft_is_does_not_bend_the_distribution(loaded, tiny, monkeypatch, least):  # noqa: F811
+    """Pairs of tokens against their exact probabilities, with a cost that would drop what the draft found unlikely.
+
+    To drop a token that was drawn because it was unlikely, and to draw another from the target, makes likely ones
+    likelier.
+    """
+    from transformers import AutoModelForCausalLM
+
+    draws, unlikely = 3000, []
+
+    def allocate(survivals, cost, reach, besides):
+        unlikely.extend(1 for chain in survivals if chain and chain[0] < least)
+        return [sum(value >= least for value in chain) for chain in survivals]
+
+    monkeypatch.setattr(draft_model, "allocate", allocate)
+    monkeypatch.setattr(Confidence, "chance", lambda self, sure: sure)
+    monkeypatch.setattr(Pace, "chosen", lambda self, missing, left, reach: list(range(len(missing))))
+    inner = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
+    rules = GenerationRules(inner, frozenset(), 0)
+    prompt = loaded(tiny)[1].encode("Why is the sky blue?", special_tokens=True)
+    sampling = {"max_new_tokens": 3, "temperature": 2.0, "top_k": 3}
+    asked = (Request(i, f"r{i}", prompt, Sampling(seed=i, **sampling)) for i in range(draws))
+    draft = prepare(_nearly(tiny))
+    draft.resize(64)
+    cost = StepCost([(1, 0.1), (512, 0.1)])
+    settings = {"processors": lambda request: rules.processors(request.sampling, len(prompt))}
+    proposer = DraftModel(draft, 400, None, None, cost)
+    outcomes = answers(loaded, tiny, proposer, 64, asked, cost=cost, **settings)
+    assert sum(outcome.spec.drafted for outcome in outcomes.values()) > draws
+    assert bool(unlikely) == (least > 0)
+    expected = _pairs(inner, prompt, sampling["temperature"], sampling["top_k"])
+    seen = dict.fromkeys(expected, 0)
+    for outcome in outcomes.values():
+        seen[tuple(outcome.token_ids[:2])] += 1
+    chi = sum((seen[pair] - draws * chance) ** 2 / (draws * chance) for pair, chance in expected.items())
+    assert chi < 27.9, (seen, expected)  # 8 degrees of freedom: one in two thousand
+
+
+@torch.no_grad()
+def _nearly(folder):
+    """Return a model that is much like the one in `folder`."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    torch.manual_seed(0)
+    for weight in model.parameters():
+        weight += 0.15 * weight.std() * torch.randn_like(weight)
+    return model
+
+
+@torch.inference_mode()
+def _pairs(model, prompt, temperature, top_k):
+    """Return the probability of each pair of first tokens."""
+    pairs = {}
+    for first, chance in _likeliest(model, prompt, temperature, top_k):
+        for second, then in _likeliest(model, [*prompt, first], temperature, top_k):
+            pairs[first, second] = chance * then
+    return pairs
+
+
+def _likeliest(model, text, temperature, top_k):
+    best = model(torch.tensor([text])).logits[0, -1].double().topk(top_k)
+    return list(zip(best.indices.tolist(), torch.softmax(best.values / temperature, -1).tolist(), strict=True))
