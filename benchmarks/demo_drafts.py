@@ -4,7 +4,8 @@
     python benchmarks/demo_drafts.py DIR [--words 2048] [--epochs 6]                      # of others: DIR/other
 
 The second is a small Llama with a tokenizer of its own, both learnt from the answers and prompts in DIR/answers.jsonl:
-a draft as one finds it on a hub, whose tokens have nothing to do with the target's. Always the same for one input.
+a draft as one finds it on a hub, whose tokens have nothing to do with the target's (`speculation: {method: draft_model,
+draft_model: DIR/other, draft_tokenizer: DIR/other}`). Always the same for one input.
 """
 
 import argparse
