@@ -180,8 +180,8 @@ class RetrievalConfig(Section):
     reranker_model: Address | None = None
     """A sentence-transformers cross-encoder: hub id or folder."""
     order: Literal["score", "canonical"] = "score"
-    """Order of the passages in the prompt: by `score`, or `canonical` (by id, so that records with the same passages
-    share a prefix)."""
+    """Order of the passages that are found: by `score`, or `canonical` (by id, so that records with the same passages
+    share a prefix). `prompt.order` orders passages of any origin, and knows `shared`, which saves more."""
     storage_options: StringSettings = {}
     """Passed to LanceDB, for an object store. Credentials come from the environment (or `${NAME}`)."""
     corpus: OneOrMore = []
