@@ -20,11 +20,10 @@ from ragspec.engine.constraint import Constraint
 from ragspec.engine.forward import Model
 from ragspec.engine.layout import Segment
 from ragspec.engine.prefix import shared
-from ragspec.engine.proposers import NoDrafts
+from ragspec.engine.proposers import NoDrafts, cut, longest
 from ragspec.engine.row import Row
 from ragspec.engine.sampling import draw
 from ragspec.engine.scripts import Open, Same, Script
-from ragspec.speculation.allocate import allocate
 from ragspec.speculation.confidence import Confidence
 from ragspec.speculation.cost import Cost
 from ragspec.speculation.drafters.base import Draft
@@ -114,7 +113,7 @@ class DraftModel(NoDrafts):
 
     def drafts(self, rows: Sequence[Row], asked: Sequence[Row]) -> list[Draft]:
         """Return a draft for each of the rows that decode: an empty one where it is not `asked` for, or cannot pay."""
-        reach = _reach(rows)
+        reach = longest(rows)
         able = [row for row in asked if min(row.room - 1, self._left(row)) > 0]
         picked = self._pace.chosen([self._missing(row) for row in able], [row.room for row in able], reach)
         opened = [Sketch(able[i], self._script(able[i])) for i in picked]
@@ -264,24 +263,6 @@ class DraftModel(NoDrafts):
             known = max(known, upto)
             if not right:
                 break
-
-
-def cut(drafts: Sequence[Draft], rows: Sequence[Row], cost: Cost | None, besides: int) -> list[Draft]:
-    """Return the drafts of `rows` as long as pays. cost: None where they stay as they are.
-
-    One that was sampled is not cut: a length by the tokens that were drawn would make what is likely likelier still.
-    """
-    if cost is None:
-        return list(drafts)
-    lengths = allocate([draft.survival for draft in drafts], cost, _reach(rows), besides)
-    return [
-        draft if draft.probabilities is not None else draft.cut(length)
-        for draft, length in zip(drafts, lengths, strict=True)
-    ]
-
-
-def _reach(rows: Sequence[Row]) -> int:
-    return max((len(row.tokens) for row in rows), default=0)
 
 
 def _agreed(held: Sequence[int], tokens: Sequence[int], known: int) -> int:

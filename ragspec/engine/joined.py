@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ragspec.engine.draft_model import DraftModel, cut
-from ragspec.engine.proposers import ByRow, NoDrafts
+from ragspec.engine.draft_model import DraftModel
+from ragspec.engine.proposers import ByRow, NoDrafts, cut
 from ragspec.engine.row import Row
 from ragspec.speculation.cost import Cost
 from ragspec.speculation.drafters.base import Draft

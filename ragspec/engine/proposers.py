@@ -46,6 +46,25 @@ class Proposer(Protocol):
         """A step of decoding alone, drafting included, wrote `tokens` in `seconds`."""
 
 
+def cut(drafts: Sequence[Draft], rows: Sequence[Row], cost: Cost | None, besides: int) -> list[Draft]:
+    """Return the drafts of `rows` as long as pays. cost: None where they stay as they are.
+
+    One that was sampled is not cut: a length by the tokens that were drawn would make what is likely likelier still.
+    """
+    if cost is None:
+        return list(drafts)
+    lengths = allocate([draft.survival for draft in drafts], cost, longest(rows), besides)
+    return [
+        draft if draft.probabilities is not None else draft.cut(length)
+        for draft, length in zip(drafts, lengths, strict=True)
+    ]
+
+
+def longest(rows: Sequence[Row]) -> int:
+    """Return how many tokens the longest row has."""
+    return max((len(row.tokens) for row in rows), default=0)
+
+
 class NoDrafts:
     """Plain decoding."""
 
@@ -85,12 +104,7 @@ class ByRow(NoDrafts):
             drafter.extend(row.tokens[row.prompt_tokens :])
 
     def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
-        drafts = self.guess(rows)
-        if self._num_tokens is None and self._cost is not None:
-            reach = max((len(row.tokens) for row in rows), default=0)
-            lengths = allocate([draft.survival for draft in drafts], self._cost, reach, besides)
-            drafts = [draft.cut(length) for draft, length in zip(drafts, lengths, strict=True)]
-        return drafts
+        return cut(self.guess(rows), rows, None if self._num_tokens else self._cost, besides)
 
     def watch(self, rows: Sequence[Row]) -> None:
         self.guess(rows)

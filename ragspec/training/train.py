@@ -10,9 +10,9 @@ DIR/draft.json      what was found
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -27,12 +27,13 @@ from ragspec.runners.huggingface.args import Args
 from ragspec.runners.huggingface.checkpoint import Checkpoint
 from ragspec.training.lessons import Lessons, answer, without_draft, write_held_out
 
+if TYPE_CHECKING:
+    from ragspec.training.distil import Progress
+
 DRAFT, FOUND, CHECK = "draft", "draft.json", "check"
 LOADED = ("device", "num_gpus", "revision", "trust_remote_code", "model_args", "tokenizer_args")
 PASSES = 3
 CHECKED = 32  # records of the check, at most
-
-Progress = Callable[[int, int, float], None]
 
 
 def unheard(done: int, steps: int, loss: float) -> None:

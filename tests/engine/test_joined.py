@@ -5,7 +5,7 @@ import torch
 
 from ragspec.config.load import build_config
 from ragspec.config.run import to_sampling
-from ragspec.engine import draft_model
+from ragspec.engine import proposers
 from ragspec.engine.draft_model import DraftModel
 from ragspec.engine.joined import Joined
 from ragspec.engine.prepared import prepare
@@ -112,7 +112,7 @@ def test_how_long_a_sampled_draft_is_does_not_bend_the_distribution(loaded, tiny
         unlikely.extend(1 for chain in survivals if chain and chain[0] < least)
         return [sum(value >= least for value in chain) for chain in survivals]
 
-    monkeypatch.setattr(draft_model, "allocate", allocate)
+    monkeypatch.setattr(proposers, "allocate", allocate)
     monkeypatch.setattr(Confidence, "chance", lambda self, sure: sure)
     monkeypatch.setattr(Pace, "chosen", lambda self, missing, left, reach: list(range(len(missing))))
     inner = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
