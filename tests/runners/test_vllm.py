@@ -457,7 +457,8 @@ def test_an_interruption_keeps_finished_answers_and_ends_the_process(demo, tmp_p
 
 def test_an_audit_of_vllm_has_stock_generate_beside_it(demo, tmp_path):
     config = tmp_path / "c.yaml"
-    config.write_text(NATIVE.format(model=demo, method="context").replace("24", "12"))
+    written = NATIVE.format(model=demo, method="context")
+    config.write_text(written.replace("max_new_tokens: 24", "max_new_tokens: 12"))
     args = ["verify", "-c", config, "-i", SAMPLE, "--limit", "2", "--reference", "2", "-o", tmp_path / "v"]
     done = subprocess.run([*RAGSPEC, *args], capture_output=True, text=True)  # three models load
     assert done.returncode == 0, done.stderr
