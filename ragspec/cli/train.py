@@ -16,7 +16,14 @@ def train_draft(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="Where the draft and what it learns from go.")
     ] = Path("out/draft"),
-    layers: Annotated[int, typer.Option(min=1, metavar="N", help="Layers of the draft.")] = 2,
+    method: Annotated[
+        str,
+        typer.Option("--method", "-m", metavar="METHOD", help="What is taught: draft_model, eagle3 or dflash."),
+    ] = "draft_model",
+    layers: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Layers of the draft. [default: 2; of a head as many as its kind has]"),
+    ] = None,
     epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Times that it goes through the answers.")] = 6,
     max_new_tokens: MaxNewTokens = None,
     limit: Limit = None,
@@ -31,13 +38,20 @@ def train_draft(
     run_config, console = load(config, override, input, max_new_tokens)
     with learning_progress(console) as progress:
         trained = train(
-            run_config, output, layers=layers, epochs=epochs, limit=limit, console=console, progress=progress
+            run_config,
+            output,
+            method=method,
+            layers=layers,
+            epochs=epochs,
+            limit=limit,
+            console=console,
+            progress=progress,
         )
     console.print(
-        f"a draft of {trained.layers} layers, taught {trained.tokens:,} tokens of {trained.lessons:,} answers in "
+        f"a draft ({trained.method}), taught {trained.tokens:,} tokens of {trained.lessons:,} answers in "
         f"{trained.training_s:.0f} s: {trained.draft}",
         markup=False,
     )
     console.print(trained.verdict(), markup=False)
     if trained.pays:
-        console.print(f"speculation: {{method: draft_model, draft_model: {trained.draft}}}", markup=False)
+        console.print(f"speculation: {{method: {trained.method}, draft_model: {trained.draft}}}", markup=False)

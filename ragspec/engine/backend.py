@@ -109,6 +109,7 @@ class EngineBackend:
             self._draft = prepare(speculation.draft, native=compile != "off") if speculation.draft is not None else None
         except Refused as reason:
             self._model.release()
+            unpack_linears(inner)
             raise Refused(f"its draft model does not fit the engine: {reason}") from reason
         try:
             self._halves = halves_of(self._model, speculation.exit_layer) if speculation.exit_layer else None
@@ -243,7 +244,7 @@ class EngineBackend:
         if outgrown:
             self.notes.add(
                 f"{outgrown} records were longer than the {self._context_length} tokens that the draft model attends "
-                "to; they went on without drafts"
+                "to; from there on it drafted nothing for them"
             )
         self._model.resize(0)  # the rows' memory is free between runs
         if self._draft is not None:

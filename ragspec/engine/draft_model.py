@@ -117,7 +117,9 @@ class DraftModel(NoDrafts):
         able = [row for row in asked if min(row.room - 1, self._left(row)) > 0]
         picked = self._pace.chosen([self._missing(row) for row in able], [row.room for row in able], reach)
         opened = [Sketch(able[i], self._script(able[i])) for i in picked]
-        sketches = [sketch for sketch in opened if self._left(sketch.row) > 0]  # in its tokens a text may be longer
+        # in its tokens a text may be longer, and may be nothing that it can read
+        sketches = [sketch for sketch in opened if sketch.script.tokens and self._left(sketch.row) > 0]
+        self.worked = bool(sketches)
         going, expected, depth = sketches, float(len(rows)), 0
         while going:
             started = time.perf_counter()
@@ -242,7 +244,8 @@ class DraftModel(NoDrafts):
     def _draft(self, sketch: Sketch) -> Draft:
         """Return a sketch in the target's tokens."""
         guesses, rests = sketch.script.guesses(sketch.token_ids)
-        sketch.guesses, sketch.rests = guesses[: sketch.row.room - 1], rests
+        unknown = next((i for i, guess in enumerate(guesses) if guess >= self._width), len(guesses))
+        sketch.guesses, sketch.rests = guesses[: min(unknown, sketch.row.room - 1)], rests
         survival, upto, value = [], 0, 1.0
         for count in rests[: len(sketch.guesses)]:
             for sure in sketch.sure[upto:count]:
@@ -267,4 +270,4 @@ class DraftModel(NoDrafts):
 
 def _agreed(held: Sequence[int], tokens: Sequence[int], known: int) -> int:
     """Return how many of the tokens held are those of a text whose last token is not computed; `known` of them are."""
-    return min(len(held), len(tokens) - 1, known + shared(held[known:], tokens[known:]))
+    return max(0, min(len(held), len(tokens) - 1, known + shared(held[known:], tokens[known:])))

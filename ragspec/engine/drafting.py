@@ -29,9 +29,11 @@ class Drafting:
         self._notes = notes
         self._pause = 0  # steps without drafts that are left, after a failure
         self._failures = 0
+        self._worked = False  # whether a model ran for this step's drafts
 
     def drafts(self, rows: Sequence[Row], besides: int) -> list[Draft]:
         """Return a draft per row. besides: tokens of the step that are not these rows'."""
+        self._worked = False
         if not rows or self._pause:
             self._pause = max(0, self._pause - 1)
             return [Draft()] * len(rows)
@@ -39,6 +41,7 @@ class Drafting:
             return [Draft()] * len(rows)
         try:
             drafts = self._proposer.propose(rows, besides)
+            self._worked = self._proposer.worked
         except FORWARD as error:
             self._failures += 1
             self._pause = PATIENCE << min(self._failures, MOST_DOUBLINGS)
@@ -59,4 +62,5 @@ class Drafting:
         """A step of decoding alone verified `drafted` tokens on `rows` rows and wrote `tokens` in `seconds`."""
         self._proposer.observe(tokens, seconds)
         if self._guard is not None:
-            self._guard.observe(rows, drafted, tokens, seconds)
+            # a step whose drafts were made and thrown away is no plain one
+            self._guard.observe(rows, max(drafted, self._worked), tokens, seconds)

@@ -39,6 +39,13 @@ class EarlyExit(DraftModel):
         self._halves.forget()
         self._scripts, self._held, self._sketches = {}, {}, {}
 
+    def finish(self, row: Row) -> None:
+        self._scripts.pop(row.place, None)
+
+    def _left(self, row: Row) -> int:
+        """Return for how many tokens the cache has room: it grows by what the engine decides, not by drafts."""
+        return self._model.cache.slots - len(row.tokens)
+
     def _missing(self, row: Row) -> int:
         return 1
 

@@ -32,6 +32,10 @@ class Joined(NoDrafts):
         return cut(best, rows, self._cost, besides)
 
     @property
+    def worked(self) -> bool:  # type: ignore[override]
+        return self._model.worked
+
+    @property
     def outgrown(self) -> int:
         """Rows that outgrew the draft model."""
         return self._model.outgrown

@@ -16,7 +16,10 @@ LONGEST = 24  # tokens of a draft at most, where it is as long as pays
 
 
 class Proposer(Protocol):
-    """Drafts for all rows at once, and is told what became of it."""
+    """Drafts for all rows at once, and is told what became of it. worked: whether a model ran for the last drafts."""
+
+    @property
+    def worked(self) -> bool: ...
 
     def admit(self, row: Row, donor: int, tokens: int) -> None:
         """`row` begins at its place with the first `tokens` tokens of place `donor`, which may be its own."""
@@ -67,6 +70,8 @@ def longest(rows: Sequence[Row]) -> int:
 
 class NoDrafts:
     """Plain decoding."""
+
+    worked = False
 
     def admit(self, row: Row, donor: int, tokens: int) -> None: ...
 
@@ -139,16 +144,22 @@ class Auto(NoDrafts):
     def __init__(self, proposers: Mapping[str, Proposer], trial: Trial) -> None:
         self._proposers = proposers
         self._trial = trial
+        self._asked: Proposer = NoDrafts()  # who drafted last
+
+    @property
+    def worked(self) -> bool:  # type: ignore[override]
+        return self._asked.worked
 
     def admit(self, row: Row, donor: int, tokens: int) -> None:
         for proposer in self._proposers.values():
             proposer.admit(row, donor, tokens)
 
     def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
-        proposers = self._proposers
-        return self._trial.ask(
-            lambda name: proposers[name].propose(rows, besides), lambda name: proposers[name].watch(rows)
-        )
+        def ask(name: str) -> list[Draft]:
+            self._asked = self._proposers[name]
+            return self._asked.propose(rows, besides)
+
+        return self._trial.ask(ask, lambda name: self._proposers[name].watch(rows))
 
     def extend(self, row: Row, token_ids: Sequence[int]) -> None:
         for proposer in self._proposers.values():

@@ -1,99 +1,118 @@
-"""The lessons' loop: the draft learns to say what the target said, at every place of its answers, and to read.
+"""The lessons' loop: what a draft learns, step by step, kept every minute and gone on with.
 
-Of the prompts one place in four is learnt in each epoch, another one each time: they are ten times as long as answers,
-and a model of few layers has lost its language when it is cut.
-
-Learning from the words that a target chose is sequence-level knowledge distillation (Kim and Rush, arXiv:1606.07947);
-for drafts of a greedy target nothing else is asked of them. What was learnt is kept every minute, and gone on with.
+A draft is taught what the target said. Learning from the words that a target chose is sequence-level knowledge
+distillation (Kim and Rush, arXiv:1606.07947); what exactly is asked of a draft is the learner's own (pupil.py,
+heads.py).
 """
 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ragspec.errors import ConfigError
+from ragspec.outputs.private import open_private
 from ragspec.training.lessons import Lesson
 
 BATCH = 8  # lessons of a step
-RATE = 1e-3
-EVERY = 4  # of the places of prompts, one in so many is learnt at a time
 WARM = 0.05  # of all steps, in which the rate rises
-LONGEST = 1024  # tokens of a lesson; the beginnings of longer ones are cut off
 STATE = "state.pt"
 KEEP_EVERY_S = 60.0
-UNSAID = -100  # torch's label for what is not learnt
 
 Progress = Callable[[int, int, float], None]  # steps done, of all, loss
 
 
-def teach(pupil: Any, lessons: Sequence[Lesson], epochs: int, folder: Path, progress: Progress) -> int:
-    """Train `pupil` for some epochs, going on where an earlier call stopped; return the steps of this call.
+class Learner(Protocol):
+    """What is taught. model: a torch module. rate: the highest learning rate."""
 
-    progress: called after every step. Raises ConfigError for a state that belongs to other lessons.
+    model: Any
+    rate: float
+
+    def learn(self, batch: Sequence[Lesson], turn: int) -> float:
+        """Add a batch's gradients to the parameters' and return its mean loss. turn: the epoch."""
+
+    def agreement(self, lessons: Sequence[Lesson]) -> float:
+        """Return the share of the answers' tokens that it guesses, given all before them."""
+
+    def save(self, folder: Path) -> None:
+        """Write what `speculation.draft_model` loads."""
+
+
+def teach(learner: Learner, lessons: Sequence[Lesson], epochs: int, folder: Path, progress: Progress) -> int:
+    """Train for some epochs, going on where an earlier call stopped; return the steps of this call.
+
+    progress: called after every step. Raises ConfigError for a state that belongs to another draft or other lessons.
     """
     steps = epochs * -(-len(lessons) // BATCH)
-    optimizer = torch.optim.AdamW(pupil.parameters(), lr=RATE, weight_decay=0.01)
+    learnt = [each for each in learner.model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(learnt, lr=learner.rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
-    done = _load(folder / STATE, pupil, optimizer, schedule, lessons, epochs)
-    pupil.train()
+    course = _Course(learner.model, optimizer, schedule, _about(learnt, lessons, epochs), folder / STATE)
+    done = course.resume()
+    learner.model.train()
     kept, began = time.monotonic(), done
     for number, (turn, batch) in enumerate(_batches(lessons, epochs)):
         if number < done:
             continue
-        loss = _loss(pupil, batch, turn)
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(pupil.parameters(), 1.0)
+        loss = learner.learn(batch, turn)
+        torch.nn.utils.clip_grad_norm_(learnt, 1.0)
         optimizer.step()
         schedule.step()
         done = number + 1
-        progress(done, steps, float(loss.detach()))
+        progress(done, steps, loss)
         if time.monotonic() - kept > KEEP_EVERY_S:
-            _save(folder / STATE, pupil, optimizer, schedule, lessons, epochs, done)
+            course.keep(done)
             kept = time.monotonic()
-    _save(folder / STATE, pupil, optimizer, schedule, lessons, epochs, done)
-    pupil.eval()
+    course.keep(done)
+    learner.model.eval()
     return done - began
 
 
-@torch.inference_mode()
-def agreement(pupil: Any, lessons: Sequence[Lesson]) -> float:
-    """Return the share of the answers' tokens that are the draft's best guess, given all before them."""
-    pupil.eval()
-    right = total = 0
-    for lesson in lessons:
-        ids = torch.tensor([lesson.token_ids[-LONGEST:]], device=pupil.device)
-        said = len(lesson.token_ids) - lesson.prompt_tokens
-        said = min(said, ids.shape[1] - 1)
-        guesses = pupil(input_ids=ids[:, :-1], logits_to_keep=said).logits[0].argmax(-1)
-        right += int((guesses == ids[0, -said:]).sum())
-        total += said
-    return right / total if total else 0.0
+class _Course:
+    """How far a draft has learnt, in a file. about: what tells one course from another."""
+
+    def __init__(self, model: Any, optimizer: Any, schedule: Any, about: list[int], path: Path) -> None:
+        self._parts = {"draft": model, "optimizer": optimizer, "schedule": schedule}
+        self._about = about
+        self._path = path
+        self._device = next(model.parameters()).device
+
+    def keep(self, done: int) -> None:
+        """Write the state, whole or not at all."""
+        written = self._path.with_name(f".{self._path.name}.written")
+        state = {name: part.state_dict() for name, part in self._parts.items()}
+        with open_private(written) as file:
+            torch.save(state | {"done": done, "about": self._about}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        written.replace(self._path)
+
+    def resume(self) -> int:
+        """Take up the state that was kept; return the steps that were done."""
+        if not self._path.exists():
+            return 0
+        state = torch.load(self._path, weights_only=True, map_location=self._device)
+        if state["about"] != self._about:
+            raise ConfigError(
+                f"{self._path}: belongs to another draft, or to other lessons or epochs; remove it, or choose another "
+                "--output"
+            )
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
+        return int(state["done"])
 
 
-def _loss(pupil: Any, batch: Sequence[Lesson], turn: int) -> torch.Tensor:
-    """Return the mean cross-entropy of what is learnt in this turn. Lessons are padded at their ends."""
-    cut = [(lesson.token_ids[-LONGEST:], len(lesson.token_ids) - lesson.prompt_tokens) for lesson in batch]
-    length = max(len(ids) for ids, _ in cut)
-    ids = torch.zeros(len(cut), length, dtype=torch.long)
-    mask, answered = torch.zeros_like(ids), torch.zeros(len(cut), length, dtype=torch.bool)
-    for row, (own, said) in enumerate(cut):
-        ids[row, : len(own)] = torch.tensor(own)
-        mask[row, : len(own)] = 1
-        answered[row, len(own) - min(said, len(own)) : len(own)] = True
-    wanted = (answered[:, 1:].any(0) | (torch.arange(1, length) % EVERY == turn % EVERY)).nonzero()[:, 0]
-    labels = ids.masked_fill(mask == 0, UNSAID)  # the head is most of a small model: what it is asked for is learnt
-    device = pupil.device
-    logits = pupil(input_ids=ids.to(device), attention_mask=mask.to(device), logits_to_keep=wanted.to(device)).logits
-    aims = labels[:, 1:][:, wanted].to(device)
-    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), aims.flatten(), ignore_index=UNSAID)
+def _about(learnt: Sequence[torch.Tensor], lessons: Sequence[Lesson], epochs: int) -> list[int]:
+    sizes = [len(learnt), sum(each.numel() for each in learnt)]
+    return [epochs, len(lessons), sum(len(lesson.token_ids) for lesson in lessons), *sizes]
 
 
 def _batches(lessons: Sequence[Lesson], epochs: int) -> Iterator[tuple[int, list[Lesson]]]:
@@ -112,29 +131,3 @@ def _rate(step: int, steps: int) -> float:
     if step < rising:
         return (step + 1) / rising
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - rising) / max(1, steps - rising))))
-
-
-def _about(lessons: Sequence[Lesson], epochs: int) -> list[int]:
-    return [epochs, len(lessons), sum(len(lesson.token_ids) for lesson in lessons)]
-
-
-def _save(
-    path: Path, pupil: Any, optimizer: Any, schedule: Any, lessons: Sequence[Lesson], epochs: int, done: int
-) -> None:
-    draft = path.with_name(f".{path.name}.draft")
-    state = {"pupil": pupil.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
-    torch.save(state | {"done": done, "about": _about(lessons, epochs)}, draft)
-    draft.replace(path)
-
-
-def _load(path: Path, pupil: Any, optimizer: Any, schedule: Any, lessons: Sequence[Lesson], epochs: int) -> int:
-    """Go on where the state was kept; return the steps that were done."""
-    if not path.exists():
-        return 0
-    state = torch.load(path, weights_only=True, map_location=pupil.device)
-    if state["about"] != _about(lessons, epochs):
-        raise ConfigError(f"{path}: belongs to other lessons or epochs; remove it, or choose another --output")
-    pupil.load_state_dict(state["pupil"])
-    optimizer.load_state_dict(state["optimizer"])
-    schedule.load_state_dict(state["schedule"])
-    return int(state["done"])

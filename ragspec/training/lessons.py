@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from ragspec.benchmark.answers import read_answers
+import orjson
+
 from ragspec.config.load import build_config
+from ragspec.config.places import OutputConfig
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.opening import open_source
@@ -22,12 +25,13 @@ from ragspec.run.session import prepare
 
 LEAST = 24  # answers; a draft of fewer learns them, and nothing else
 HELD_OUT = 8  # one answer in so many is kept for measuring
+LONGEST = 1024  # tokens of a lesson; the beginnings of longer ones are cut off
 ANSWERS, INPUT = "answers.jsonl", "held_out.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """A prompt and the target's answer in one. prompt_tokens: how many of the tokens are the prompt's."""
+    """A prompt and the target's answer in one, or its last tokens. prompt_tokens: how many of them are the prompt's."""
 
     id: str
     token_ids: list[int]
@@ -60,20 +64,27 @@ def answer(config: RunConfig, folder: Path, limit: int | None) -> Lessons:
         raise ConfigError("input: a draft is measured on records that are read again; give a file with --input")
     with open_source(config.input) as source:
         records = sum(1 for _ in islice(source, min(LEAST, limit or LEAST)))
-    _check_enough(config, records, "records")
+    _check_enough(config, records, "records" if records != limit else "records (--limit)")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ANSWERS
-    output = config.output.model_copy(update={"path": str(path)})
+    output = OutputConfig(path=str(path))
     session = prepare(config.model_copy(update={"output": output}))
     with open_source(config.input) as source, Journal(output, session.identity(), partial=True) as journal:
         LocalPass(session, source, journal, limit=limit, keep_details=True).answer()
-    lessons = [
-        Lesson(each.id, each.prompt_token_ids + each.token_ids, len(each.prompt_token_ids))
-        for each in read_answers(path).answered.values()
-        if len(each.token_ids) > 1
-    ]
-    _check_enough(config, len(lessons), "answers")
+    with path.open("rb") as lines:
+        lessons = [lesson for line in lines if (lesson := _lesson(orjson.loads(line))) is not None]
+    _check_enough(config, len(lessons), f"answers (in {path})")
     return parted(lessons)
+
+
+def _lesson(line: dict[str, Any]) -> Lesson | None:
+    """Return what an output line teaches, None for nothing: an error, or an answer of a token."""
+    said = line.get("token_ids", [])
+    if "error" in line or len(said) < 2:
+        return None
+    prompt = line["prompt_token_ids"]
+    kept = (prompt + said)[-LONGEST:]
+    return Lesson(line["id"], kept, max(0, len(kept) - len(said)))
 
 
 def _check_enough(config: RunConfig, count: int, what: str) -> None:

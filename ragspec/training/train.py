@@ -1,8 +1,8 @@
-"""`ragspec train-draft`: answers, lessons, a draft, and whether it pays here.
+"""`ragspec train-draft`: answers, lessons, a draft or a head, and whether it pays here.
 
 DIR/answers.jsonl   the target's answers, resumed as any run
 DIR/state.pt        how far the draft has learnt
-DIR/draft           the draft: `speculation: {method: draft_model, draft_model: DIR/draft}`
+DIR/draft           what was taught: `speculation: {method: draft_model, draft_model: DIR/draft}`
 DIR/check           the benchmark on the records that were held out
 DIR/draft.json      what was found
 """
@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
 from rich.console import Console
 
 from ragspec.benchmark.measure import run_benchmark
@@ -21,15 +22,19 @@ from ragspec.benchmark.plan import make_plan
 from ragspec.benchmark.results import SPEED, Ratio
 from ragspec.config.load import build_config
 from ragspec.config.run import RunConfig
-from ragspec.errors import ConfigError
+from ragspec.engine.retreat import free_memory
+from ragspec.errors import ConfigError, ModelError
 from ragspec.outputs.documents import write_json
 from ragspec.runners.huggingface.args import Args
 from ragspec.runners.huggingface.checkpoint import Checkpoint
+from ragspec.training.distil import Learner, Progress, teach
+from ragspec.training.heads import Head, check_head
 from ragspec.training.lessons import Lessons, answer, without_draft, write_held_out
+from ragspec.training.pupil import Pupil, check_layers, cut_from
 
-if TYPE_CHECKING:
-    from ragspec.training.distil import Progress
-
+DRAFT_MODEL = "draft_model"
+METHODS = (DRAFT_MODEL, "eagle3", "dflash")
+LAYERS = 2  # of a draft model, where nobody says how many
 DRAFT, FOUND, CHECK = "draft", "draft.json", "check"
 LOADED = ("device", "num_gpus", "revision", "trust_remote_code", "model_args", "tokenizer_args")
 PASSES = 3
@@ -42,14 +47,14 @@ def unheard(done: int, steps: int, loss: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What became of it. before, after: share of held-out tokens that the draft guesses.
+    """What became of it. method: that runs it. before, after: share of held-out tokens that the draft guesses.
 
     acceptance: of its drafts in a run over them. ratio: of that run's speed to one without drafts; low, high: its
-    interval.
+    interval. untimed: why there was no such run.
     """
 
+    method: str
     draft: str
-    layers: int
     lessons: int
     tokens: int
     before: float
@@ -59,6 +64,7 @@ class Trained:
     ratio: float | None
     low: float | None
     high: float | None
+    untimed: str = ""
 
     @property
     def pays(self) -> bool:
@@ -68,7 +74,7 @@ class Trained:
     def verdict(self) -> str:
         """Return what to do with it, in a sentence."""
         if self.ratio is None:
-            return "it was not timed"
+            return f"it was not timed: {self.untimed or 'no run came to its end'}"
         span = "" if self.low is None else f" ({self.low:.2f} to {self.high:.2f})"
         if self.pays:
             return f"it pays on this machine: {self.ratio:.2f}x{span} of no drafts, end to end"
@@ -79,28 +85,32 @@ def train_draft(
     config: RunConfig,
     folder: Path,
     *,
-    layers: int,
+    method: str = DRAFT_MODEL,
+    layers: int | None = None,
     epochs: int,
     limit: int | None,
     console: Console,
     progress: Progress = unheard,
 ) -> Trained:
-    """Teach a draft of `layers` layers and measure it. Raises ConfigError and ModelError.
+    """Teach a draft of `layers` layers (None: as many as its method has) and measure it.
 
-    progress: called after every step of learning, with those done, all of them, and the loss.
+    progress: called after every step of learning, with those done, all of them, and the loss. Raises ConfigError and
+    ModelError.
     """
     plain = without_draft(config)
-    check_form(plain)
+    target = _target(plain, method, layers)
     console.print("the target answers the records ...")
     lessons = answer(plain, folder, limit)
     started = time.monotonic()
-    before, after = _taught(plain, lessons, folder, layers, epochs, progress)
+    before, after = _taught(_learner(target, method, layers, lessons), lessons, folder, epochs, progress)
+    target.forget()
+    free_memory()
     spent = time.monotonic() - started
     console.print(f"held-out tokens guessed: {before:.1%} before, {after:.1%} after", markup=False)
-    ratio, acceptance = _check(plain, lessons, folder, console)
+    ratio, acceptance, untimed = _check(plain, method, lessons, folder, console)
     trained = Trained(
+        method,
         str(folder / DRAFT),
-        layers,
         len(lessons.taught),
         lessons.tokens,
         before,
@@ -110,48 +120,77 @@ def train_draft(
         ratio.median if ratio else None,
         ratio.low if ratio else None,
         ratio.high if ratio else None,
+        untimed,
     )
     write_json(folder / FOUND, asdict(trained) | {"pays": trained.pays, "verdict": trained.verdict()})
     return trained
 
 
-def check_form(config: RunConfig) -> None:
-    """Raise ConfigError for a target that transformers cannot load as it is."""
+def _target(config: RunConfig, method: str, layers: int | None) -> Checkpoint:
+    """Return the target in transformers, to be loaded in float32, in which a draft learns.
+
+    Raises ConfigError where it cannot be loaded so, or cannot have such a draft.
+    """
+    if method not in METHODS:
+        raise ConfigError(f'--method: "{method}" cannot be trained; one of {", ".join(METHODS)}')
     if config.model is None or config.runner == "fake":
         raise ConfigError("model: train-draft needs a model that transformers loads")
-
-
-def _taught(
-    config: RunConfig, lessons: Lessons, folder: Path, layers: int, epochs: int, progress: Progress
-) -> tuple[float, float]:
-    """Cut a draft from the target and teach it; return what it guessed before and what it guesses after."""
-    from ragspec.training.distil import agreement, teach
-    from ragspec.training.pupil import cut_from
-
-    target = _target(config)
-    pupil = cut_from(target.load(), layers)
-    before = agreement(pupil, lessons.held_out)
-    teach(pupil, lessons.taught, epochs, folder, progress)
-    pupil.save_pretrained(folder / DRAFT, safe_serialization=True)
-    target.tokenizer.inner.save_pretrained(folder / DRAFT)
-    return before, agreement(pupil, lessons.held_out)
-
-
-def _target(config: RunConfig) -> Checkpoint:
-    """Return the target in transformers, to be loaded in float32, in which a draft learns."""
     given = {key: value for key, value in config.runner_args.items() if key in LOADED}
-    return Checkpoint(config.model or "", Args.model_validate(given | {"dtype": "float32"}))
+    target = Checkpoint(config.model, Args.model_validate(given | {"dtype": "float32"}))
+    count = target.config.get_text_config().num_hidden_layers
+    if method == DRAFT_MODEL:
+        check_layers(layers or LAYERS, count)
+    else:
+        check_head(method, count)
+    return target
 
 
-def _check(config: RunConfig, lessons: Lessons, folder: Path, console: Console) -> tuple[Ratio | None, float | None]:
-    """Time runs over the held-out records with the draft and without any, in turn."""
-    path = write_held_out(config, lessons, folder)
-    raw = config.model_dump() | {
-        "input": str(path),
-        "speculation": {"method": "draft_model", "draft_model": str(folder / DRAFT)},
-    }
-    plan = make_plan(build_config(raw, "train-draft"), ["none", "draft_model"])
-    results = run_benchmark(plan, folder / CHECK, repeat=PASSES, limit=CHECKED, sequential=False, console=console)
+def _learner(target: Checkpoint, method: str, layers: int | None, lessons: Lessons) -> Learner:
+    """Load the target, and return the draft that is made of it."""
+    if method != DRAFT_MODEL:
+        return Head(method, target, target.load(), layers, lessons.taught)
+    dtype = getattr(target.config, "dtype", None) or torch.float32
+    return Pupil(cut_from(target.load(), layers or LAYERS), target.tokenizer.inner, dtype)
+
+
+def _taught(learner: Learner, lessons: Lessons, folder: Path, epochs: int, progress: Progress) -> tuple[float, float]:
+    """Teach a draft and write it; return what it guessed before and what it guesses after."""
+    before = learner.agreement(lessons.held_out)
+    teach(learner, lessons.taught, epochs, folder, progress)
+    learner.save(folder / DRAFT)
+    return before, learner.agreement(lessons.held_out)
+
+
+def _check(
+    config: RunConfig, method: str, lessons: Lessons, folder: Path, console: Console
+) -> tuple[Ratio | None, float | None, str]:
+    """Time runs over the held-out records with the draft and without any, in turn; or say why there were none."""
+    if method != DRAFT_MODEL and find_spec("vllm") is None:
+        return None, None, "vLLM, which runs such heads, is not installed"
+    try:
+        results = run_benchmark(
+            make_plan(_checked(config, method, lessons, folder), ["none", method]),
+            folder / CHECK,
+            repeat=PASSES,
+            limit=CHECKED,
+            sequential=torch.cuda.is_available(),  # two engines would each take the whole of a GPU
+            console=console,
+        )
+    except (ConfigError, ModelError) as error:  # what was learnt is there all the same
+        return None, None, str(error)
     ratio = next((each for each in results.ratios if each.metric == SPEED), None)
-    run = next((run for run in results.runs if run.name == "draft_model"), None)
-    return ratio, run.acceptance_rate if run else None
+    run = next((run for run in results.runs if run.name == method), None)
+    return ratio, run.acceptance_rate if run else None, ""
+
+
+def _checked(config: RunConfig, method: str, lessons: Lessons, folder: Path) -> RunConfig:
+    """Return the config of a run over the held-out records with the draft."""
+    assert config.input is not None
+    held_out = write_held_out(config, lessons, folder)
+    raw = config.model_dump() | {
+        "input": {"path": str(held_out), "format": "jsonl", "columns": config.input.columns.given},
+        "speculation": {"method": method, "draft_model": str(folder / DRAFT)},
+    }
+    if method != DRAFT_MODEL and config.runner != "vllm":
+        raw |= {"runner": "vllm", "runner_args": {}}
+    return build_config(raw, "train-draft")

@@ -109,3 +109,24 @@ def test_a_stale_half_is_caught(loaded, tiny, halves, monkeypatch):  # noqa: F81
     monkeypatch.setattr(Halves, "_known", careless)
     assert not halves.check() <= tolerance(torch.float32)
     assert model.halves is halves
+
+
+def test_drafts_never_make_the_cache_grow(loaded, tiny, halves):  # noqa: F811
+    """How far it grows is the engine's to decide, within the memory there is."""
+    model, tokenizer = loaded(tiny)
+    requests = list(requests_for(tokenizer, Sampling(max_new_tokens=90), count=3))
+    expected = ids(answers(loaded, tiny, rows=3, requests=iter(requests)))
+    grown = []
+
+    class Watched(EarlyExit):
+        def drafts(self, rows, asked):
+            before = model.cache.slots
+            drafts = super().drafts(rows, asked)
+            grown.append(model.cache.slots - before)
+            return drafts
+
+    outcomes = answers(loaded, tiny, Watched(model, halves, 400, 4, None), 3, requests=iter(requests))
+    assert ids(outcomes) == expected
+    assert sum(outcome.spec.drafted for outcome in outcomes.values()) > 0
+    assert len(grown) > 10
+    assert set(grown) == {0}

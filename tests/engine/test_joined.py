@@ -15,6 +15,8 @@ from ragspec.records import Request, Sampling
 from ragspec.runners.huggingface import runner as huggingface
 from ragspec.speculation.confidence import Confidence
 from ragspec.speculation.cost import StepCost
+from ragspec.speculation.drafters.base import Draft
+from ragspec.speculation.guard import Guard
 from ragspec.speculation.pace import Pace
 from ragspec.speculation.trial import Trial
 from tests.engine.test_engine import CHEAP, NEW, Fixed, answers, ids, loaded, oracle, plain, requests_for  # noqa: F401
@@ -161,3 +163,28 @@ def _pairs(model, prompt, temperature, top_k):
 def _likeliest(model, text, temperature, top_k):
     best = model(torch.tensor([text])).logits[0, -1].double().topk(top_k)
     return list(zip(best.indices.tolist(), torch.softmax(best.values / temperature, -1).tolist(), strict=True))
+
+
+def test_a_step_whose_drafts_were_made_and_thrown_away_is_no_plain_one(loaded, tiny, tiny_draft):  # noqa: F811
+    class Noted(Guard):
+        def __init__(self):
+            super().__init__()
+            self.steps = []
+
+        def observe(self, rows, drafted, tokens, seconds):
+            self.steps.append(drafted)
+            super().observe(rows, drafted, tokens, seconds)
+
+    class Useless(DraftModel):
+        def _draft(self, sketch):
+            super()._draft(sketch)
+            sketch.guesses = []
+            return Draft()
+
+    inner = loaded(tiny_draft)[0]
+    inner.resize(4)
+    guard = Noted()
+    outcomes = answers(loaded, tiny, Useless(inner, 400, None, 3, None), guard=guard)
+    assert sum(outcome.spec.drafted for outcome in outcomes.values()) == 0
+    asked = guard.about()["plain_steps"] + guard.about()["paused_steps"]
+    assert guard.steps.count(0) <= asked < len(guard.steps)

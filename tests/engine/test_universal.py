@@ -137,3 +137,35 @@ def test_a_text_that_is_too_long_in_the_drafts_tokens_goes_on_without_drafts(tin
     runner = run_with(tiny, short, [text[:80] for text in sample_texts[:3]], num_tokens=3)
     assert any("longer than the 64 tokens that the draft model attends to" in note for note in runner.notes)
     assert not any("drafting failed" in note for note in runner.notes)
+
+
+def test_a_text_that_the_draft_cannot_read_goes_on_without_drafts(tiny, tmp_path, sample_texts):
+    """Its tokenizer knows a few letters, and passes over all others."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE({letter: i for i, letter in enumerate("abcdefghijklmnopqrstuvwxyz ?")}, []))
+    inner.decoder = decoders.Fuse()
+    inner.add_special_tokens([AddedToken("<end>", special=True)])
+    deaf = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", pad_token="<end>")
+    assert Translation(deaf, deaf, frozenset(), None).encode("日本") == []
+    runner = run_with(tiny, save_llama(tmp_path / "deaf", deaf), ["日本", "the sky", "東京"], num_tokens=3)
+    assert not any("drafting failed" in note for note in runner.notes)
+
+
+def test_a_guess_that_the_target_has_no_room_for_is_not_verified(loaded, tiny, drafts, monkeypatch):  # noqa: F811
+    """Its tokenizer may know more tokens than its embeddings have rows."""
+    from ragspec.models.translation import Transcript
+
+    right = Transcript.guesses
+
+    def beyond(self, drafted):
+        guesses, rests = right(self, drafted)
+        return [*guesses[:1], 400, *guesses[1:]], [*rests[:1], len(drafted), *rests[1:]]
+
+    tokenizer = loaded(tiny)[1]
+    expected = ids(answers(loaded, tiny, rows=2))
+    monkeypatch.setattr(Transcript, "guesses", beyond)
+    outcomes = answers(loaded, tiny, proposer(tokenizer.inner, drafts["bytes"], 2), 2)
+    assert ids(outcomes) == expected
+    assert sum(outcome.spec.drafted for outcome in outcomes.values()) > 0

@@ -1,5 +1,9 @@
 """Stock generate() on tiny real models: every method gives plain decoding's tokens, and counts what it did."""
 
+import dataclasses
+import gc
+import weakref
+
 import pytest
 
 from ragspec.config.load import build_config
@@ -387,11 +391,34 @@ def test_auto_leaves_stock_speculation_that_is_slower(tiny, monkeypatch, tempera
         requests = make_requests(runner, asked)[:4]
         outcomes = list(runner.generate(requests))
     assert [bool(outcome.undrafted) for outcome in outcomes] == [False] * (4 - left) + [True] * left
-    assert any(("goes on without" if left else "write `speculation") in note for note in runner.notes)
+    assert any("answers greedy records without it from here on" in note for note in runner.notes)
     plain, _ = make_runner(tiny, "none", sampling=sampling)
     with plain:
         if temperature == 0:
             assert tokens(list(plain.generate(requests))) == tokens(outcomes)
+
+
+def test_a_clock_decides_for_no_sampled_record_among_greedy_ones(tiny, monkeypatch):
+    monkeypatch.setattr(Comparison, "slower", True)
+    runner, greedy = make_runner(tiny, "auto", sampling={"max_new_tokens": 12})
+    with runner:
+        warm = dataclasses.replace(greedy, temperature=0.9, seed=1)
+        requests = [
+            dataclasses.replace(request, sampling=sampling)
+            for request, sampling in zip(make_requests(runner, greedy), [greedy, greedy, warm, greedy], strict=False)
+        ]
+        outcomes = list(runner.generate(requests))
+    assert [bool(outcome.undrafted) for outcome in outcomes] == [False, False, False, True]
+
+
+def test_a_runner_that_was_left_holds_no_weights(tiny):
+    runner, asked = make_runner(tiny, "prompt_lookup", runner_args={"engine": "auto"})
+    with runner:
+        assert list(runner.generate(make_requests(runner, asked)))
+        weights = weakref.ref(runner._checkpoint.rules._model)
+        assert weights() is not None
+    gc.collect()
+    assert weights() is None
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9}])

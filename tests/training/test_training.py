@@ -1,15 +1,16 @@
 """Drafts taught by a target's answers: real training of tiny models, resumed, measured, refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
-from ragspec.training.distil import agreement, teach
+from ragspec.training.distil import teach
 from ragspec.training.lessons import LEAST, Lesson
-from ragspec.training.pupil import cut_from, spread
+from ragspec.training.pupil import Pupil, cut_from, spread
 from ragspec.training.train import train_draft
 from tests.conftest import save_llama, train_tokenizer, write_jsonl
 
@@ -51,26 +52,26 @@ def test_a_draft_begins_as_its_targets_own_layers(target):
 def test_a_draft_learns_what_it_is_taught(target, tmp_path):
     _, model = target
     taught = lessons(model)
-    pupil = cut_from(model, 1)
-    before = agreement(pupil, taught)
+    pupil = Pupil(cut_from(model, 1))
+    before = pupil.agreement(taught)
     steps = []
     assert teach(pupil, taught, 60, tmp_path, lambda *step: steps.append(step)) == 120
     assert steps[-1][0] == steps[-1][1] == 120
     assert steps[-1][2] < 0.5 * steps[0][2]
-    assert agreement(pupil, taught) > before + 0.4
+    assert pupil.agreement(taught) > before + 0.4
 
 
 def test_agreement_is_that_of_one_token_at_a_time(target):
     _, model = target
     taught = lessons(model, 3)
-    pupil = cut_from(model, 2)
+    pupil = Pupil(cut_from(model, 2))
     right = total = 0
     for lesson in taught:
         for at in range(lesson.prompt_tokens, len(lesson.token_ids)):
-            guess = pupil(input_ids=torch.tensor([lesson.token_ids[:at]])).logits[0, -1].argmax()
+            guess = pupil.model(input_ids=torch.tensor([lesson.token_ids[:at]])).logits[0, -1].argmax()
             right, total = right + int(guess == lesson.token_ids[at]), total + 1
-    assert agreement(pupil, taught) == pytest.approx(right / total)
-    assert agreement(model, taught) == 1.0
+    assert pupil.agreement(taught) == pytest.approx(right / total)
+    assert Pupil(model).agreement(taught) == 1.0
 
 
 def test_interrupted_learning_goes_on_where_it_was(target, tmp_path):
@@ -84,24 +85,24 @@ def test_interrupted_learning_goes_on_where_it_was(target, tmp_path):
         if done == 5:
             raise Stop
 
-    whole = cut_from(model, 1)
+    whole = Pupil(cut_from(model, 1))
     (tmp_path / "whole").mkdir()
     teach(whole, taught, 4, tmp_path / "whole", lambda *step: None)
 
     from ragspec.training import distil
 
     (tmp_path / "parts").mkdir()
-    first = cut_from(model, 1)
+    first = Pupil(cut_from(model, 1))
     keep, distil.KEEP_EVERY_S = distil.KEEP_EVERY_S, 0.0
     try:
         with pytest.raises(Stop):
             teach(first, taught, 4, tmp_path / "parts", stop_at_five)
     finally:
         distil.KEEP_EVERY_S = keep
-    second = cut_from(model, 1)
+    second = Pupil(cut_from(model, 1))
     assert teach(second, taught, 4, tmp_path / "parts", lambda *step: None) == 8 - 4
-    for name, value in whole.state_dict().items():
-        assert torch.allclose(value, second.state_dict()[name], atol=1e-6), name
+    for name, value in whole.model.state_dict().items():
+        assert torch.allclose(value, second.model.state_dict()[name], atol=1e-6), name
     with pytest.raises(ConfigError, match="other lessons"):
         teach(second, taught[1:], 4, tmp_path / "parts", lambda *step: None)
 
@@ -145,3 +146,56 @@ def test_too_few_records_are_refused(target, tmp_path):
             config_of(folder, path), tmp_path / "out", layers=1, epochs=1, limit=None, console=Console(quiet=True)
         )
     assert not (tmp_path / "out").exists()  # it is known before anything is answered
+
+
+def test_what_the_users_files_look_like_does_not_matter(target, tmp_path, sample_texts):
+    """Fields of other names, answers in Parquet, a generation config that transformers reads and does not write."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from rich.console import Console
+
+    folder, _ = target
+    settings = Path(folder) / "generation_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "temperature": 0.7, "top_p": 0.9}))
+    words = " ".join(sample_texts).split()
+    questions = [" ".join(words[5 * i : 5 * i + 9]) for i in range(LEAST + 8)]
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"key": [f"q{i}" for i in range(len(questions))], "question": questions}), path)
+    config = config_of(
+        folder,
+        {"path": str(path), "columns": {"id": "key", "query": "question"}},
+        output={"path": str(tmp_path / "answers.parquet")},
+    )
+    trained = train_draft(config, tmp_path / "out", layers=1, epochs=1, limit=None, console=Console(quiet=True))
+    assert trained.ratio is not None, trained.untimed
+    assert trained.lessons > 16
+
+
+def test_a_draft_is_written_in_its_targets_dtype(target, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    _, model = target
+    Pupil(cut_from(model, 1), dtype=torch.bfloat16).save(tmp_path / "draft")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "draft", dtype="auto").dtype == torch.bfloat16
+
+
+def test_a_run_that_fails_costs_the_figures_and_not_the_draft(target, tmp_path, sample_texts, monkeypatch):
+    from rich.console import Console
+
+    from ragspec.errors import ModelError
+    from ragspec.training import train
+
+    folder, _ = target
+    words = " ".join(sample_texts).split()
+    records = [{"id": f"q{i}", "query": " ".join(words[5 * i : 5 * i + 9])} for i in range(LEAST + 8)]
+    config = config_of(folder, write_jsonl(tmp_path / "in.jsonl", records))
+
+    def fail(*args, **settings):
+        raise ModelError("no room for two models")
+
+    monkeypatch.setattr(train, "run_benchmark", fail)
+    trained = train_draft(config, tmp_path / "out", layers=1, epochs=1, limit=None, console=Console(quiet=True))
+    assert trained.verdict() == "it was not timed: no room for two models"
+    assert (tmp_path / "out" / "draft" / "config.json").exists()
+    with pytest.raises(ConfigError, match="belongs to another draft"):
+        train_draft(config, tmp_path / "out", layers=2, epochs=1, limit=None, console=Console(quiet=True))

@@ -55,6 +55,10 @@ class Checkpoint:
         self._grammars = None
         return model
 
+    def forget(self) -> None:
+        """Let go of the model, which its rules hold on to."""
+        del self.rules
+
     def grammars(self) -> Grammars:
         """Return the grammars of the tokenizer; before weights load, to see whether it has any. Raises ConfigError."""
         from ragspec.structured.grammars import Grammars

@@ -238,6 +238,7 @@ class Runner:
         if self._backend is not None:
             self._loaded |= self._backend.about()
             self._seconds = (self.prefill_s, self.decode_s, self.decode_tokens)
+            self._checkpoint.forget()
         self._backend = None
         import torch
 

@@ -1,7 +1,6 @@
 """Stock transformers `generate()`: every speculation it has, at batch size 1; padded batches without any.
 
-It answers what the engine does not support: early exit, drafts with another vocabulary, arguments of generate(), models
-that do not fit the engine.
+It answers what the engine does not support: arguments of generate(), devices and models that do not fit the engine.
 Limit: transformers speculates one record at a time, so `rows` only counts for method `none`.
 """
 
@@ -38,7 +37,7 @@ from ragspec.structured.grammars import Grammars, Matcher, begin
 # what generate() raises for one record: out of memory, ids that the model has no row for, arguments it refuses
 FAILURES = (RuntimeError, IndexError, MemoryError, ValueError)
 log = logging.getLogger(__name__)
-LEFT = "method auto goes on without it"
+LEFT = "method auto answers greedy records without it from here on"
 LEFT_ALONE = "method auto: plain decoding is faster here"
 REMEDY = "write `speculation: {method: none}` or remove what keeps ragspec's own engine from answering"
 
@@ -151,7 +150,7 @@ class StockBackend:
             self.clock = clock
         compared.add(len(drafted.token_ids), drafted.latency_s, len(plain.token_ids), plain.latency_s)
         if compared.done and compared.slower:
-            self._given_up = self._spec.on_trial and request.sampling.temperature == 0
+            self._given_up = self._spec.on_trial
             self.notes.append(compared.note(LEFT if self._given_up else REMEDY))
 
     @cached_property
@@ -204,7 +203,8 @@ class StockBackend:
             self._meter.start()
         for module in self._rotary:
             forget(module)
-        undrafted = "a comparison" if not drafts else LEFT_ALONE if self._given_up else ""
+        left = self._given_up and sampling.temperature == 0  # what a sampled answer says must not depend on a clock
+        undrafted = "a comparison" if not drafts else LEFT_ALONE if left else ""
         undrafted = undrafted or self._assistance.forbidden(sampling, shaped=any(matchers))
         processors: list[Any] = [*self._rules.penalties(sampling, width)]
         if any(matchers):
