@@ -11,6 +11,7 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 COLUMNS = ("", "batch", "tokens/s", "vs plain", "decode tokens/s", "vs plain", "accepted", "tokens a step", "identical")
+ORDERED = ("", "batch", "tokens/s", "prompt tokens computed", "accepted", "tokens a step", "F1 of the references")
 ENOUGH = 3  # pairs of passes for an interval
 Results = dict[str, Any]
 
@@ -24,7 +25,7 @@ def tables(folder: Path = RESULTS) -> str:
 def _section(results: Results) -> str:
     conditions = fill(f"{results['input']}. {_conditions(results)}", 118, break_on_hyphens=False)
     head = f"## {results['question']}\n\n{conditions}\n\n    {results['command']}\n"
-    columns, rows = (results["columns"], results["rows"]) if "rows" in results else (COLUMNS, list(_rows(results)))
+    columns, rows = (results["columns"], results["rows"]) if "rows" in results else _table(results)
     lines = [_line(columns), _line(["---"] * len(columns)), *map(_line, rows)]
     return head + "\n" + "\n".join(lines) + "\n" + _note(results)
 
@@ -48,13 +49,42 @@ def _passes(results: Results) -> str:
     return "one pass each" if len(passes) == 1 else f"{len(passes)} passes each, in turn"
 
 
+def _table(results: Results) -> tuple[Any, list[list[str]]]:
+    """Return what is shown of the runs: where passages stand in several orders, what that changes."""
+    if len({_order(run) for run in results["runs"]}) > 1:
+        return ORDERED, list(_ordered(results))
+    return COLUMNS, list(_rows(results))
+
+
+def _ordered(results: Results) -> Iterator[list[str]]:
+    for name in dict.fromkeys(run["name"] for run in results["runs"]):
+        runs = [run for run in results["runs"] if run["name"] == name]
+        first, quality = runs[0], results.get("quality", {}).get(name)
+        computed, whole = first["prompt_tokens"] - (first["cached_prompt_tokens"] or 0), first["prompt_tokens"]
+        yield [
+            _who(first),
+            str(first["batch_size"] or ""),
+            _figure(runs, "tokens_per_s", "{:.1f}"),
+            f"{computed:,} of {whole:,} ({computed / whole:.0%})",
+            _figure(runs, "acceptance_rate", "{:.0%}"),
+            _figure(runs, "tokens_per_step", "{:.2f}"),
+            _quality(quality).removeprefix("F1 ") if quality else "",
+        ]
+
+
+def _who(run: Results) -> str:
+    peer = ", as its users run it" if run["peer"] else ""
+    workers = f", {run['workers']} workers" if run.get("workers") else ""
+    return f"{run['method']}{_order(run)}{peer} ({run['runner']}{workers})"
+
+
 def _rows(results: Results) -> Iterator[list[str]]:
     """Yield a row for each thing that was timed: medians of its passes."""
     for name in dict.fromkeys(run["name"] for run in results["runs"]):
         runs = [run for run in results["runs"] if run["name"] == name]
         first = runs[0]
         yield [
-            f"{first['method']}{_order(first)}{', as its users run it' if first['peer'] else ''} ({first['runner']})",
+            _who(first),
             str(first["batch_size"] or ""),
             _figure(runs, "tokens_per_s", "{:.1f}"),
             _ratio(results, name, "tokens_per_s"),
@@ -107,7 +137,8 @@ def _note(results: Results) -> str:
         and (ratio["baseline"] in peers or orders[ratio["baseline"]] != orders[ratio["name"]])
     ]
     said = [f"{ratio['name']} is {_times(ratio)} of {ratio['baseline']}" for ratio in found]
-    said += [f"{name}: {_quality(quality)}" for name, quality in results.get("quality", {}).items()]
+    if len(set(orders.values())) == 1:
+        said += [f"{name}: {_quality(quality)}" for name, quality in results.get("quality", {}).items()]
     return f"\n{fill('; '.join(said) + '.', 118, break_on_hyphens=False)}\n" if said else ""
 
 

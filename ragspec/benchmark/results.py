@@ -57,6 +57,11 @@ class Pass:
     time_to_first_token_s: Percentiles | None
     peak_memory_gib: float
 
+    @property
+    def computed_prompt_tokens(self) -> int | None:
+        """Prompt tokens that no cache held; None where the cache does not tell."""
+        return None if self.cached_prompt_tokens is None else self.prompt_tokens - self.cached_prompt_tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Pass):

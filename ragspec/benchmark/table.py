@@ -26,7 +26,7 @@ def print_results(console: Console, results: Results, folder: Path) -> None:
     for ratio in ratios_to_peers(results, SPEED):
         console.print(f"{ratio.name} is {_shown(ratio)} {ratio.baseline}", markup=False)
     for ratio in ratios_to_rank(results, SPEED):
-        console.print(f"{ratio.name} is {_shown(ratio)} {ratio.baseline}", markup=False)
+        console.print(f"{ratio.name} is {_shown(ratio)} {ratio.baseline}{_computed(results, ratio)}", markup=False)
     for line in told(results.quality):
         console.print(line, markup=False)
     for ratio in ratios_to_fewer(results, SPEED):
@@ -74,6 +74,12 @@ def _profile(name: str, profile: Profile) -> Table:
         bound = f"{seconds / bound_s:.2f}x" if bound_s else ""
         table.add_row(step, part, f"{seconds:.2f}", f"{seconds / profile.seconds:.0%}", bound)
     return table
+
+
+def _computed(results: Results, ratio: Ratio) -> str:
+    """Return how many prompt tokens two candidates computed, where that is known."""
+    one, other = (results.runs_of(name)[0].computed_prompt_tokens for name in (ratio.name, ratio.baseline))
+    return "" if one is None or other is None else f", with {one:,} prompt tokens computed beside {other:,}"
 
 
 def _efficiency(results: Results, ratio: Ratio) -> str:
