@@ -8,10 +8,12 @@ import json
 import os
 
 import pytest
+from rich.console import Console
 
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from ragspec.runners.vllm.runner import Runner
+from ragspec.training.train import train_draft
 from tests.cli.test_cli import ragspec
 from tests.conftest import read_jsonl, write_jsonl
 from tests.runners import heads
@@ -92,6 +94,23 @@ def test_a_head_that_knows_nothing_changes_no_answer(demo, plain, tmp_path, meth
     lines, totals = answers(tmp_path / "run", demo, method=method, draft_model=head, num_tokens=TOKENS)
     assert {line["speculation"]["method"] for line in lines} == {method}
     assert_drafts_changed_nothing(lines, totals, plain)
+
+
+@LONG
+@pytest.mark.skipif(importlib.util.find_spec("speculators") is None, reason="speculators is not installed")
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+def test_a_head_that_was_taught_here_knows_in_vllm_what_it_learnt(demo, tmp_path, method):
+    """Four questions, six times each, so that what is held out was taught too."""
+    records = [{"id": f"{i}", "query": QUESTIONS[i % len(QUESTIONS)]} for i in range(24)]
+    raw = CONFIG | {"model": demo, "input": str(write_jsonl(tmp_path / "in.jsonl", records))}
+    trained = train_draft(
+        build_config(raw), tmp_path / "out", method=method, epochs=30, limit=None, console=Console(quiet=True)
+    )
+    assert trained.untimed == ""
+    assert trained.after > 0.8 > trained.before
+    assert trained.acceptance > 0.3, "it reads other layers in vLLM than those it was taught with"
+    results = json.loads((tmp_path / "out" / "check" / "results.json").read_text())
+    assert {run["identical"] for run in results["runs"] if run["name"] == method} == {4}
 
 
 @LONG
