@@ -18,7 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from ragspec.benchmark.answers import read_answers
 from ragspec.models.resolve import resolve
 from ragspec.models.tokenizer import load_tokenizer
-from ragspec.training.distil import agreement, teach
+from ragspec.training.distil import teach
+from ragspec.training.pupil import Pupil
 from ragspec.training.lessons import Lesson, parted
 
 END = "<|end|>"
@@ -84,12 +85,11 @@ def main() -> None:
     texts = [target.decode(each.token_ids, skip_special_tokens=True) for each in lessons.taught]
     held_out = [target.decode(each.token_ids, skip_special_tokens=True) for each in lessons.held_out]
     tokenizer = tokenizer_of(texts, args.words)
-    draft, out = small_llama(args.words), args.folder / "other"
+    draft, out = Pupil(small_llama(args.words), tokenizer), args.folder / "other"
     out.mkdir(exist_ok=True)
     teach(draft, lessons_of(tokenizer, texts), args.epochs, out, _say)
-    draft.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    print(f"held-out tokens guessed: {agreement(draft, lessons_of(tokenizer, held_out)):.1%}; the draft is in {out}")
+    draft.save(out)
+    print(f"held-out tokens guessed: {draft.agreement(lessons_of(tokenizer, held_out)):.1%}; the draft is in {out}")
 
 
 def _say(done: int, steps: int, loss: float) -> None:

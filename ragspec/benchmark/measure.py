@@ -91,7 +91,7 @@ class _Benchmark:
         """Return what was found."""
         notes = []
         if self._store.kept:
-            notes.append(f"passes kept from an earlier run: {self._store.kept}, timed in that run's conditions")
+            notes.append(f"passes kept from an earlier run: {self._store.kept}, timed under that run's conditions")
         if self._profile and any(
             entry.details is None or entry.details.profile is None for entry in self._entries.values()
         ):

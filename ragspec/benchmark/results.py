@@ -246,5 +246,5 @@ def read_results(folder: Path) -> Results:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"])) or "the file"
         raise ConfigError(
-            f"{path}: {key}: {first['msg']}; not the results of `ragspec benchmark`, or of an old one; run it again"
+            f"{path}: {key}: {first['msg']}; not the results of `ragspec benchmark`, or from an older one; run it again"
         ) from None

@@ -86,7 +86,7 @@ def _efficiency(results: Results, ratio: Ratio) -> str:
     """Return what share of so many workers' worth a ratio is."""
     workers = {run.name: run.workers for run in results.runs}
     more, fewer = workers[ratio.name] or 1, workers[ratio.baseline] or 1
-    return f", {ratio.median * fewer / more:.0%} of what {more} workers could be" if more > fewer else ""
+    return f", {ratio.median * fewer / more:.0%} of a linear speed-up on {more} workers" if more > fewer else ""
 
 
 def _median(speeds: list[float | None]) -> str:

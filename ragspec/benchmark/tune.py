@@ -75,7 +75,7 @@ def tune(
     passages = max([config.retrieval.top_k if config.retrieval else 0, *(len(each.contexts) for each in records)])
     plan = [tuned.winner, *variants(tuned.winner, tries, passages, on_gpu=bool(machine()["gpus"]))]
     if len(plan) == 1:
-        return Tuned(tuned.winner, [*tuned.evidence, f"nothing to try of {', '.join(tries)}"])
+        return Tuned(tuned.winner, [*tuned.evidence, f"nothing to try for {', '.join(tries)}"])
     return _beside(tuned, plan, max_loss, folder, budget_s=budget_s, limit=limit, console=console)
 
 
@@ -109,7 +109,7 @@ def _records_to_try(tries: Sequence[str], config: RunConfig, limit: int) -> list
         raise ConfigError("input: tuning reads its input several times; give a file with --input")
     records = first_records(config.input, limit, config.prompt.source)
     if not any(references_of(record.metadata)[0] for record in records):
-        raise ConfigError("--try changes answers: the records need a `reference`, so that their quality can be told")
+        raise ConfigError("--try changes answers: the records need a `reference`, so that quality can be measured")
     return records
 
 

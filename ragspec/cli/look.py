@@ -48,7 +48,7 @@ def inspect(
             yaml.safe_dump({"input": {**asked, "columns": found.mapping}}, sys.stdout, sort_keys=False)
         return
     if found.record is None:
-        console.print(f"the first row is no record: {veil(found.error)}", markup=False, style="yellow")
+        console.print(f"the first row is not a record: {veil(found.error)}", markup=False, style="yellow")
         raise typer.Exit(1)
     record = found.record
     fields = {"query": record.query, "messages": record.messages, "prompt": record.prompt}

@@ -54,7 +54,7 @@ def benchmark(
         list[str] | None,
         typer.Option(
             metavar="PEER",
-            help="Another tool to time (hf, hf-lookup, vllm, vllm-ngram, vllm-suffix); repeatable.",
+            help="Another tool to time (hf, hf-lookup, hf-structured, vllm, vllm-ngram, vllm-suffix); repeatable.",
         ),
     ] = None,
     repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Timed passes over the input, per candidate.")] = 3,

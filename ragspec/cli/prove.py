@@ -24,7 +24,7 @@ def verify(
             min=0, metavar="N", help="Records to answer with stock transformers too (at least 2; 0 for none)."
         ),
     ] = 8,
-    seed: Annotated[int, typer.Option(metavar="SEED", help="Which records these are: the seed of the draw.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="SEED", help="Seed of the draw of the --reference records.")] = 0,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
@@ -60,7 +60,7 @@ def tune(
     ] = None,
     max_loss: Annotated[
         float | None,
-        typer.Option(min=0, metavar="POINTS", help="Choose of these what loses no more F1 than this, surely."),
+        typer.Option(min=0, metavar="POINTS", help="Let one of these win if its F1 loss is surely no more than this."),
     ] = None,
     override: Set = None,
     debug: Debug = False,

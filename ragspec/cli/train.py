@@ -22,7 +22,7 @@ def train_draft(
     ] = "draft_model",
     layers: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Layers of the draft. [default: 2; of a head as many as its kind has]"),
+        typer.Option(min=1, metavar="N", help="Layers of the draft (2; of a head: as many as its kind has)."),
     ] = None,
     epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Times that it goes through the answers.")] = 6,
     max_new_tokens: MaxNewTokens = None,
@@ -30,7 +30,7 @@ def train_draft(
     override: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Teach a small draft model your target's answers, and see whether it pays."""
+    """Teach a small draft model or a head your target's answers, and see whether it pays."""
     from ragspec.cli.progress import learning_progress
     from ragspec.training.train import train_draft as train
 

@@ -44,7 +44,7 @@ class InputConfig(Section):
     `https://`); patterns (`data/*.parquet`), folders, a folder that `save_to_disk` wrote, or `-` for JSONL from stdin.
     With `format: dataset`, a dataset's id on the Hugging Face hub. A line of JSONL has at most 256 MiB."""
     format: Literal["auto", "jsonl", "csv", "tsv", "parquet", "arrow", "dataset"] = "auto"
-    """What the files are; `auto` tells by their names."""
+    """What the files are; `auto` goes by their names."""
     columns: ColumnNames = ColumnNames()
     split: str | None = None
     """dataset: the split; may be left out where there is only one."""
@@ -89,7 +89,7 @@ class OutputConfig(Section):
     """A local JSONL file is appended to, line by line; `-` is stdout. What cannot be appended to is a folder of parts:
     a path that ends in `.gz`, `.zst`, `.parquet` or `/`, and any address (`s3://`, `gs://`)."""
     format: Literal["auto", "jsonl", "parquet", "openai"] = "auto"
-    """`auto` tells by the name: Parquet, or JSONL. `openai`: the lines of OpenAI's Batch API, in JSONL."""
+    """`auto` goes by the name: Parquet, or JSONL. `openai`: the lines of OpenAI's Batch API, in JSONL."""
     model: str | None = None
     """openai: the model's name in the lines; the config's by default."""
     part_records: Annotated[int, Field(ge=1)] = 10_000

@@ -38,7 +38,7 @@ class RunConfig(Section):
     """Hub id, folder, `.gguf` file (converted once into the user's cache), or `demo`."""
     runner: str = AUTO
     """`huggingface`, `vllm`, `fake` (no model: repeats the end of each prompt), or `auto`: vLLM where it is installed,
-    serves the model, and should be done first, loading included; else `huggingface`. With `auto`, `runner_args` are
+    serves the model, and should finish first, loading included; else `huggingface`. With `auto`, `runner_args` are
     those of `huggingface`, unless only vLLM has the method."""
     input: Input | None = None
     """Where records come from."""

@@ -66,7 +66,7 @@ class PromptConfig(Section):
     """Most passages of a prompt; the least relevant ones are dropped."""
     order: Literal["rank", "canonical", "shared"] = "rank"
     """Order of a record's passages: as they come (`rank`), the same for all records (`canonical`), or that by which all
-    records together compute fewest tokens (`shared`); see [prompts](prompts.md#the-order-of-passages)."""
+    records together compute the fewest tokens (`shared`); see [prompts](prompts.md#the-order-of-passages)."""
     keep_first: Annotated[int, Field(ge=0)] = 0
     """`order: shared`: leave this many of a record's first passages where they are, before the others."""
     show_ranks: bool = False
@@ -209,7 +209,7 @@ class ScaleConfig(Section):
     """The cluster: `local` (this machine's, for this run), `auto` (the one that `RAY_ADDRESS` or this machine's
     `ray start` names), `HOST:PORT`, or `ray://HOST:PORT`."""
     workers: Annotated[int, Field(ge=1)] = 1
-    """How many workers there are to be, each with the model loaded. The run begins with those there is room for."""
+    """How many workers to run, each with the model loaded. The run begins with those there is room for."""
     gpus_per_worker: Annotated[float, Field(ge=0)] | None = None
     """GPUs of a worker. If left out: as many as its engine takes (`tensor_parallel_size`), where there are any."""
     cpus_per_worker: Annotated[int, Field(ge=1)] | None = None

@@ -115,9 +115,9 @@ def evaluate(
         other = read_graded(against, references, refusal)
         found.other, found.pairs = against, len(own.graded.keys() & other.graded.keys())
         if not found.pairs:
-            raise ConfigError(f"--against {against}: no record of it is in {answers}")
+            raise ConfigError(f"--against {against}: none of its records are in {answers}")
         if left := len(own.graded.keys() ^ other.graded.keys()):
-            found.notes.append(f"{left} records are in one of the runs only, and not compared")
+            found.notes.append(f"{left} records are in only one of the runs, and are not compared")
         others = scores_of(other)
         if judge is not None:
             others |= _judged(judge, other, questions)

@@ -61,13 +61,13 @@ def choose(config: RunConfig, rows: int | None, began: str | None = None, *, lim
     if not has_vllm():
         return _chosen(config, HF, "vLLM is not installed")
     if rows is None:
-        return _chosen(config, HF, "nobody knows how many records will come, and vLLM loads for long")
+        return _chosen(config, HF, "the number of records is not known, and vLLM takes long to load")
     tokens = _tokens(config, rows, limit)
     device = "GPU" if has_gpu() else "CPU"
     seconds = expected(speeds(config), device, tokens)
     gain = seconds[HF] - seconds[VLLM]
     if gain <= 0:
-        return _chosen(config, HF, f"about {-gain:,.0f} s sooner done than vLLM, which takes longer to load")
+        return _chosen(config, HF, f"about {-gain:,.0f} s faster than vLLM, which takes longer to load")
     try:
         runners.module(VLLM).Runner(config.model_copy(update={"runner": VLLM})).check()
     except ConfigError as error:
@@ -76,7 +76,7 @@ def choose(config: RunConfig, rows: int | None, began: str | None = None, *, lim
         return _chosen(
             config, HF, f"vLLM would be faster, but it fails here ({type(error).__name__}: {flat(error, 120)})"
         )
-    return _chosen(config, VLLM, f"about {gain:,.0f} s sooner done than huggingface, loading included")
+    return _chosen(config, VLLM, f"about {gain:,.0f} s faster than huggingface, loading included")
 
 
 def expected(known: Mapping[str, Speed], device: str, tokens: int) -> dict[str, float]:

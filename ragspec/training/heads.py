@@ -52,7 +52,7 @@ class Head:
         self._target = target.eval()
         self._norm = getattr(target.get_decoder(), "norm", None)
         if self._norm is None or checkpoint.source.revision not in (None, "main"):
-            what = "its final norm has another name" if self._norm is None else "it has a revision; download it first"
+            what = "its final norm has another name" if self._norm is None else "it has a revision; give a local folder"
             raise ConfigError(f"--method {kind}: {type(target).__name__} cannot have such a head: {what}")
         self._layers = read_layers(target.config.get_text_config().num_hidden_layers)
         self.model, self._given = self._build(checkpoint, layers, lessons)

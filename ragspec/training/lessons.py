@@ -90,8 +90,8 @@ def _lesson(line: dict[str, Any]) -> Lesson | None:
 def _check_enough(config: RunConfig, count: int, what: str) -> None:
     if count < LEAST:
         raise ConfigError(
-            f"{config.input}: {count} {what} are too few to teach a draft; at least {LEAST} are needed, and some "
-            "hundreds are better"
+            f"{config.input}: {count} {what} are too few to teach a draft; at least {LEAST} are needed, and a "
+            "few hundred are better"
         )
 
 

@@ -77,8 +77,11 @@ class Trained:
             return f"it was not timed: {self.untimed or 'no run came to its end'}"
         span = "" if self.low is None else f" ({self.low:.2f} to {self.high:.2f})"
         if self.pays:
-            return f"it pays on this machine: {self.ratio:.2f}x{span} of no drafts, end to end"
-        return f"it does not pay on this machine: {self.ratio:.2f}x{span} of no drafts; leave method as it was"
+            return f"it pays on this machine: {self.ratio:.2f}x{span} the speed without drafts, end to end"
+        return (
+            f"it does not pay on this machine: {self.ratio:.2f}x{span} the speed without drafts; "
+            "leave method as it was"
+        )
 
 
 def train_draft(

@@ -64,7 +64,7 @@ def test_the_size_of_the_input_decides(monkeypatch):
     assert choose(config(), None).config.runner == "huggingface"
     chosen = choose(config(), 10**6)
     assert chosen.config.runner == "vllm"
-    assert "sooner done than huggingface, loading included" in chosen.why
+    assert "faster than huggingface, loading included" in chosen.why
 
 
 def test_prompts_count_as_much_as_answers(tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ ragspec runs every causal language model that transformers can load. One of two 
 - **ragspec's batched engine** runs the model's own code over packed rows: batches, every draft, shared prefixes.
 - **Stock transformers `generate()`** answers for a model whose code does not fit the engine: in padded batches with
   `method: none`, one record at a time with drafts (`prompt_lookup`, `draft_model`, `early_exit`).
+  Most models that keep a recurrent state take no drafts at all: only `method: none`.
 
 There is no list of models in ragspec. Every model is tried once it is loaded: its logits through two rows, chunks and
 a rejected draft must be those of its own forward. Where they are not, `generate()` answers, and the run says so on the
@@ -27,7 +28,7 @@ terminal and under `notes` in the stats file:
 
     stock generate() answers, not ragspec's engine: "my-model": it computes different logits in packed rows (by ...)
 
-`runner_args: {{engine: ragspec}}` makes that an error, and so does `method: context`, which only the engine has.
+`runner_args: {{engine: ragspec}}` makes that an error, and so does `method: context`, which `generate()` does not have.
 `runner_args: {{engine: transformers}}` asks for `generate()` from the start.
 
 This page is what the tests found with transformers {version}: a tiny model of each class, with random weights and what
@@ -36,7 +37,7 @@ right and wrong drafts. What it says must be what `generate()` says to each prom
 is tried again when it is loaded, so the table says what to expect; the run says what happened.
 
 Of the {classes} classes of causal models in transformers, {engine} run on the engine and {stock} on stock `generate()`;
-{absent} cannot be tried here. None answers otherwise.
+{absent} cannot be tried here. None gives a wrong answer.
 
 | Model type | Class | Answered by | Why |
 |---|---|---|---|

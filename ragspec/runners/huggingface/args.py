@@ -33,7 +33,7 @@ class Args(RunnerArgs):
     compile: OnOff = "auto"
     """Compile code for this machine, with its C++ compiler: kernels for decoding on CPUs (seconds, once), and the
     model's layers, through torch's inductor (half a minute, once; seconds later). `auto` compiles layers where the
-    input is long enough to earn it, and keeps them where they measure faster. `off`: neither."""
+    input is long enough to be worth it, and keeps them where they measure faster. `off`: neither."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto` is float32 on a CPU and the model's own elsewhere."""
     device: str = "auto"

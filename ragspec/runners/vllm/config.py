@@ -109,7 +109,7 @@ def check_parallel(args: dict[str, Any], config: dict[str, Any] | None, devices:
     if int(args.get("data_parallel_size") or 1) > 1:
         raise ConfigError(
             f"runner_args.data_parallel_size: {args['data_parallel_size']}: one process drives one engine; "
-            "split the input and start a run per GPU, or use tensor_parallel_size"
+            "use --workers, one for each GPU, or tensor_parallel_size"
         )
     notes = []
     if config:

@@ -37,7 +37,7 @@ def test_a_benchmark_says_what_workers_are_worth(tmp_path, address):
     )
     assert done.returncode == 0, done.stderr
     assert "none-w2 is" in done.stderr
-    assert "of what 2 workers could be" in done.stderr
+    assert "of a linear speed-up on 2 workers" in done.stderr
     results = json.loads((out / "results.json").read_text())
     assert [run["workers"] for run in results["runs"]] == [None, None, 2, 2]
     assert {run["records"] for run in results["runs"]} == {120}
