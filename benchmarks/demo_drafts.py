@@ -19,8 +19,8 @@ from ragspec.benchmark.answers import read_answers
 from ragspec.models.resolve import resolve
 from ragspec.models.tokenizer import load_tokenizer
 from ragspec.training.distil import teach
-from ragspec.training.pupil import Pupil
 from ragspec.training.lessons import Lesson, parted
+from ragspec.training.pupil import Pupil
 
 END = "<|end|>"
 PIECE = 320  # tokens of a lesson

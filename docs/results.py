@@ -133,13 +133,17 @@ def _note(results: Results) -> str:
     found = [
         ratio
         for ratio in results.get("ratios", ())
-        if ratio["metric"] == "tokens_per_s"
+        if ratio["metric"] in ("tokens_per_s", "records_per_s")
         and (ratio["baseline"] in peers or orders[ratio["baseline"]] != orders[ratio["name"]])
     ]
-    said = [f"{ratio['name']} is {_times(ratio)} of {ratio['baseline']}" for ratio in found]
+    said = [f"{ratio['name']} is {_times(ratio)} of {ratio['baseline']}{_unit(ratio)}" for ratio in found]
     if len(set(orders.values())) == 1:
         said += [f"{name}: {_quality(quality)}" for name, quality in results.get("quality", {}).items()]
     return f"\n{fill('; '.join(said) + '.', 118, break_on_hyphens=False)}\n" if said else ""
+
+
+def _unit(ratio: Results) -> str:
+    return " in records a second" if ratio["metric"] == "records_per_s" else ""
 
 
 def _quality(quality: Results) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ragspec.benchmark.results import Ratio, Results, Run
+from ragspec.benchmark.results import RECORD_SPEED, SPEED, Ratio, Results, Run
 from ragspec.speculation.methods import PLAIN
 
 
@@ -75,10 +75,10 @@ def ratios_to_plain(results: Results, metric: str) -> list[Ratio]:
     return [ratio for ratio in results.ratios if ratio.metric == metric and plain.get(ratio.name) == ratio.baseline]
 
 
-def ratios_to_peers(results: Results, metric: str) -> list[Ratio]:
-    """Return the ratios of `metric` between candidates and other tools."""
+def ratios_to_peers(results: Results) -> list[Ratio]:
+    """Return the ratios of whole runs between candidates and other tools."""
     peers = {run.name for run in results.runs if run.peer}
-    return [ratio for ratio in results.ratios if ratio.metric == metric and ratio.baseline in peers]
+    return [ratio for ratio in results.ratios if ratio.metric in (SPEED, RECORD_SPEED) and ratio.baseline in peers]
 
 
 def ratios_to_fewer(results: Results, metric: str) -> list[Ratio]:
@@ -91,14 +91,14 @@ def ratios_to_fewer(results: Results, metric: str) -> list[Ratio]:
     ]
 
 
-def ratios_to_rank(results: Results, metric: str) -> list[Ratio]:
-    """Return the ratios of `metric` between candidates and the same with passages by rank."""
+def ratios_to_rank(results: Results) -> list[Ratio]:
+    """Return the ratios of whole runs between candidates and the same with passages by rank."""
     orders = {run.name: run.order for run in results.runs}
     peers = {run.name for run in results.runs if run.peer}
     return [
         ratio
         for ratio in results.ratios
-        if ratio.metric == metric
+        if ratio.metric == RECORD_SPEED
         and ratio.baseline not in peers
         and orders[ratio.name] != "rank"
         and orders[ratio.baseline] == "rank"

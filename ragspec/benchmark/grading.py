@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ragspec.benchmark.results import Quality
-from ragspec.quality.evaluate import Scores, differences, means, scores_of
-from ragspec.quality.graded import read_graded
+from ragspec.quality.evaluate import Scores, cites, differences, means, scores_of
+from ragspec.quality.graded import Answers, read_graded
 
 
 def graded(outputs: Mapping[str, Path], baselines: Mapping[str, str]) -> dict[str, Quality]:
@@ -15,11 +15,13 @@ def graded(outputs: Mapping[str, Path], baselines: Mapping[str, str]) -> dict[st
 
     outputs: by candidate. baselines: of those that are compared, with whom.
     """
-    scores: dict[str, Scores] = {}
+    read: dict[str, Answers] = {}
     for name, path in outputs.items():
         answers = read_graded(str(path))
         if len(answers.without) < len(answers.graded):
-            scores[name] = scores_of(answers)
+            read[name] = answers
+    citing = cites(*read.values())
+    scores: dict[str, Scores] = {name: scores_of(answers, citing=citing) for name, answers in read.items()}
     found = {}
     for name, own in scores.items():
         other = baselines.get(name)

@@ -19,7 +19,8 @@ from ragspec.errors import ConfigError
 from ragspec.quality.bootstrap import Estimate
 
 NAME = "results.json"
-SPEED, DECODE_SPEED = "tokens_per_s", "decode_tokens_per_s"  # what ratios are taken of
+# what ratios are taken of; records where prompts differ, as answers of other lengths are no gain
+SPEED, DECODE_SPEED, RECORD_SPEED = "tokens_per_s", "decode_tokens_per_s", "records_per_s"
 T = TypeVar("T")
 
 
@@ -56,6 +57,11 @@ class Pass:
     latency_s: Percentiles | None
     time_to_first_token_s: Percentiles | None
     peak_memory_gib: float
+
+    @property
+    def records_per_s(self) -> float | None:
+        """Answered records per second: what is compared where answers, and so their lengths, may be others."""
+        return self.records / self.generate_s if self.generate_s else None
 
     @property
     def computed_prompt_tokens(self) -> int | None:

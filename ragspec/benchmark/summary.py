@@ -13,7 +13,7 @@ from ragspec.benchmark.passes import Entry
 from ragspec.benchmark.plan import Candidate, baseline_of, setting_of
 from ragspec.benchmark.process import answers_of
 from ragspec.benchmark.ratios import interval, paired
-from ragspec.benchmark.results import DECODE_SPEED, SPEED, Pass, Ratio, Results, Run
+from ragspec.benchmark.results import DECODE_SPEED, RECORD_SPEED, SPEED, Pass, Ratio, Results, Run
 from ragspec.host.machine import machine
 
 
@@ -104,10 +104,11 @@ def _ratios(
         yield from _ratio(candidate, plan[fewest], SPEED, passes)
     by_rank = by_rank_of(settings[plan.index(candidate)], settings)
     if by_rank is not None:
-        yield from _ratio(candidate, plan[by_rank], SPEED, passes)
+        yield from _ratio(candidate, plan[by_rank], RECORD_SPEED, passes)
     for peer in plan:
         if peer.peer:
-            yield from _ratio(candidate, peer, SPEED, passes)
+            alike = peer.config.prompt.order == candidate.config.prompt.order
+            yield from _ratio(candidate, peer, SPEED if alike else RECORD_SPEED, passes)
 
 
 def _ratio(

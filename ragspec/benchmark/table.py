@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ragspec.benchmark.baseline import baselines, ratios_to_fewer, ratios_to_peers, ratios_to_plain, ratios_to_rank
 from ragspec.benchmark.grading import told
-from ragspec.benchmark.results import NAME, SPEED, Profile, Ratio, Results
+from ragspec.benchmark.results import NAME, RECORD_SPEED, SPEED, Profile, Ratio, Results
 
 COLUMNS = ("method", "tokens/s", "vs plain", "decode tokens/s", "acceptance", "tokens/step", "output", "identical")
 
@@ -23,10 +23,11 @@ def print_results(console: Console, results: Results, folder: Path) -> None:
     for note in results.notes:
         console.print(f"note: {note}", markup=False, style="yellow")
     console.print(_table(results))
-    for ratio in ratios_to_peers(results, SPEED):
-        console.print(f"{ratio.name} is {_shown(ratio)} {ratio.baseline}", markup=False)
-    for ratio in ratios_to_rank(results, SPEED):
-        console.print(f"{ratio.name} is {_shown(ratio)} {ratio.baseline}{_computed(results, ratio)}", markup=False)
+    for ratio in ratios_to_peers(results):
+        console.print(f"{ratio.name} is {_shown(ratio)} {ratio.baseline}{_unit(ratio)}", markup=False)
+    for ratio in ratios_to_rank(results):
+        known = f"{_unit(ratio)}{_computed(results, ratio)}"
+        console.print(f"{ratio.name} is {_shown(ratio)} {ratio.baseline}{known}", markup=False)
     for line in told(results.quality):
         console.print(line, markup=False)
     for ratio in ratios_to_fewer(results, SPEED):
@@ -74,6 +75,11 @@ def _profile(name: str, profile: Profile) -> Table:
         bound = f"{seconds / bound_s:.2f}x" if bound_s else ""
         table.add_row(step, part, f"{seconds:.2f}", f"{seconds / profile.seconds:.0%}", bound)
     return table
+
+
+def _unit(ratio: Ratio) -> str:
+    """Return what the ratio is of, where it is not tokens."""
+    return " in records/s" if ratio.metric == RECORD_SPEED else ""
 
 
 def _computed(results: Results, ratio: Ratio) -> str:

@@ -24,9 +24,10 @@ from ragspec.benchmark.grading import graded
 from ragspec.benchmark.plan import Candidate, make_plan
 from ragspec.benchmark.process import Worker, open_worker
 from ragspec.benchmark.ratios import paired
+from ragspec.benchmark.results import Pass
 from ragspec.config.run import RunConfig
 from ragspec.config.secret import by_name
-from ragspec.errors import ConfigError, did_you_mean
+from ragspec.errors import ConfigError, ModelError, did_you_mean
 from ragspec.host.machine import machine
 from ragspec.inputs.head import first_records
 from ragspec.outputs.private import write_private
@@ -37,7 +38,7 @@ from ragspec.speculation.methods import FAKE, PLAIN, model_free
 
 BEHIND = 0.85  # of the fastest of a round; what is slower is not timed again
 MARGIN = 1.03  # that speculation has to win by
-Speeds = dict[str, list[float | None]]  # by candidate, tokens per second of each pass
+Speeds = dict[str, list[float | None]]  # by candidate, of each pass
 LENGTHS = {"vllm": {"prompt_lookup": (4, 8)}}  # to try, where no engine chooses them step by step
 
 
@@ -126,16 +127,35 @@ def _beside(
     """Time what may change answers beside the winner, the plan's first, and choose it only within `max_loss`."""
     deadline = time.monotonic() + budget_s
     speeds: Speeds = {candidate.name: [] for candidate in plan}
+    refused: dict[str, str] = {}
     with ExitStack() as stack:
-        workers = [stack.enter_context(open_worker(candidate, folder, limit, console)) for candidate in plan]
-        _time_rounds(workers, deadline, speeds, console, lambda workers, speeds: workers)
+        workers = [stack.enter_context(open_worker(plan[0], folder, limit, console))]
+        for candidate in plan[1:]:
+            try:
+                workers.append(stack.enter_context(open_worker(candidate, folder, limit, console)))
+            except (ConfigError, ModelError) as error:  # what cannot run here costs nothing but itself
+                refused[candidate.name] = str(error)
+        failed = _time_rounds(workers, deadline, speeds, console, lambda workers, speeds: workers, _records_per_s)
         answers = {worker.candidate.name: worker.answers for worker in workers}
-    others = plan[1:]
+    for name, count in failed.items():
+        if count > failed[tuned.winner.name]:
+            refused[name] = f"{count} records failed"
+    others = [candidate for candidate in plan[1:] if candidate.name not in refused]
     quality = graded(answers, {candidate.name: tuned.winner.name for candidate in others})
     found = points(tuned.winner, others, speeds, quality)
     best = frontier(found)
     evidence = [point.told(best=point in best) for point in found]
+    evidence += [f"{name}: is no choice: {why}" for name, why in refused.items()]
     return Tuned(allowed(found, max_loss).candidate, [*tuned.evidence, *evidence])
+
+
+def _tokens_per_s(figures: Pass) -> float | None:
+    return figures.tokens_per_s
+
+
+def _records_per_s(figures: Pass) -> float | None:
+    """Return what is compared where answers, and so their lengths, may be others."""
+    return figures.records_per_s
 
 
 def _time_rounds(
@@ -144,26 +164,35 @@ def _time_rounds(
     speeds: Speeds,
     console: Console,
     going: Callable[[list[Worker], Speeds], list[Worker]],
-) -> None:
-    """Time rounds until the deadline, one at least, while there are two to compare. going: those of another round."""
+    speed: Callable[[Pass], float | None] = _tokens_per_s,
+) -> dict[str, int]:
+    """Time rounds until the deadline, one at least, while there are two to compare; return how many records failed.
+
+    going: those of another round. speed: of a pass.
+    """
     number, took = 0, 0.0
+    failed: dict[str, int] = {}
     while not number or (len(workers) > 1 and time.monotonic() + took <= deadline):
         number += 1
         started = time.monotonic()
-        _time_round(workers, number, speeds, console)
+        for name, figures in _time_round(workers, number, console).items():
+            speeds[name].append(speed(figures))
+            failed[name] = figures.failed
         took = time.monotonic() - started
         workers = going(workers, speeds)
+    return failed
 
 
-def _time_round(workers: list[Worker], number: int, speeds: Speeds, console: Console) -> None:
-    """Run a pass of every worker, in an order that turns from round to round, and add its speed to `speeds`."""
+def _time_round(workers: list[Worker], number: int, console: Console) -> dict[str, Pass]:
+    """Run a pass of every worker, in an order that turns from round to round."""
+    passes = {}
     for worker in workers if number % 2 else reversed(workers):
         name = worker.candidate.name
         console.print(f"{name}: pass {number} ...", markup=False)
-        figures = worker.measure()
-        if not figures.records:
-            raise ConfigError(f"{name}: no record was answered; see {worker.answers}")
-        speeds[name].append(figures.tokens_per_s)
+        passes[name] = worker.measure()
+    if not any(figures.records for figures in passes.values()):
+        raise ConfigError(f"{workers[0].candidate.name}: no record was answered; see {workers[0].answers}")
+    return passes
 
 
 def _promising(workers: list[Worker], speeds: Speeds) -> list[Worker]:

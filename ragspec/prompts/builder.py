@@ -237,8 +237,14 @@ class PromptBuilder:
 
 def canonical(contexts: tuple[Passage, ...]) -> list[int]:
     """Return positions by id, or by text where ids are no more than places: the same passages always stand alike."""
-    numbered = all(passage.id == str(place) for place, passage in enumerate(contexts, 1))
-    return sorted(range(len(contexts)), key=lambda i: (contexts[i].text if numbered else contexts[i].id, i))
+    places = {str(place) for place in range(1, len(contexts) + 1)}
+    numbered = {passage.id for passage in contexts} == places
+
+    def key(i: int) -> tuple[str, str, str, int]:
+        passage = contexts[i]
+        return "" if numbered else passage.id, passage.text, passage.title or "", i
+
+    return sorted(range(len(contexts)), key=key)
 
 
 def rank(contexts: tuple[Passage, ...]) -> list[int]:

@@ -102,7 +102,9 @@ def evaluate(
     if judge is not None and references is None:
         raise ConfigError("--judge needs the questions: give the records with --references")
     own = read_graded(answers, references, refusal)
-    scores = scores_of(own)
+    other = None if against is None else read_graded(against, references, refusal)
+    citing = cites(own) if other is None else cites(own, other)
+    scores = scores_of(own, citing=citing)
     questions = read_questions(references) if judge is not None and references is not None else {}
     if judge is not None:
         scores |= _judged(judge, own, questions)
@@ -111,14 +113,13 @@ def evaluate(
         found.agreement = _agreement(scores)
         if missing := sum(bool(one.references) for one in own.graded.values()) - len(scores.get(JUDGED, {})):
             found.notes.append(f"the judge has no verdict on {missing} answers")
-    if against is not None:
-        other = read_graded(against, references, refusal)
+    if against is not None and other is not None:
         found.other, found.pairs = against, len(own.graded.keys() & other.graded.keys())
         if not found.pairs:
             raise ConfigError(f"--against {against}: none of its records are in {answers}")
         if left := len(own.graded.keys() ^ other.graded.keys()):
             found.notes.append(f"{left} records are in only one of the runs, and are not compared")
-        others = scores_of(other)
+        others = scores_of(other, citing=citing)
         if judge is not None:
             others |= _judged(judge, other, questions)
         found.differences = differences(scores, others)
@@ -168,12 +169,16 @@ def _speed(path: str) -> float | None:
     return value if isinstance(value, float) else None
 
 
-def scores_of(answers: Answers) -> Scores:
-    """Return every score of every record that has it. Those of citations are left out where no answer cites."""
-    cites = any(one.cited is not None for one in answers.graded.values())
+def cites(*runs: Answers) -> bool:
+    """Return whether any answer of any of them cites a passage."""
+    return any(one.cited is not None for answers in runs for one in answers.graded.values())
+
+
+def scores_of(answers: Answers, *, citing: bool) -> Scores:
+    """Return every score of every record that has it. citing: whether those of citations are among them."""
     found: Scores = {}
     for name, score in SCORES.items():
-        if (name == "rougeL" and not has_rouge()) or (name in CITING and not cites):
+        if (name == "rougeL" and not has_rouge()) or (name in CITING and not citing):
             continue
         values = {key: value for key, one in answers.graded.items() if (value := score(one)) is not None}
         if values:

@@ -99,7 +99,7 @@ def _graded(
 ) -> Graded:
     contexts = [str(each) for each in line.get("contexts") or []]
     gold = next((source[key] for key in GOLD if isinstance(source.get(key), list)), None)
-    told = {name for reference in references for name in numbered(reference, contexts)}
+    told = {name for reference in references for name in numbered(reference, _by_rank(source, contexts))}
     wanted = told if gold is None else set(map(str, gold))
     parsed = line.get("parsed")
     said = parsed["answer"] if isinstance(parsed, dict) and isinstance(parsed.get("answer"), str) else text
@@ -112,6 +112,19 @@ def _graded(
         cited(text, parsed, contexts),
         wanted,
     )
+
+
+def _by_rank(source: Mapping[str, Any], contexts: list[str]) -> list[str]:
+    """Return the ids of a record's passages in its own order, which is what a reference counts by.
+
+    The prompt's order, `contexts`, may be another one; it counts where nothing tells the record's.
+    """
+    own = source.get("contexts")
+    if isinstance(own, list) and own:
+        names = [each.get("id") if isinstance(each, dict) else None for each in own]
+        return [str(place) if name is None else str(name) for place, name in enumerate(names, 1)]
+    places = [str(place) for place in range(1, len(contexts) + 1)]
+    return places if sorted(places) == sorted(contexts) else contexts
 
 
 def _references(path: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -8,6 +8,7 @@ MLQA's evaluation. rougeL is rouge-score's, whose words are Latin letters and di
 from __future__ import annotations
 
 import re
+import string
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,8 +25,12 @@ ALONE = re.compile(
 
 def words(text: str) -> list[str]:
     """Return the words that scores compare."""
-    plain = "".join("" if unicodedata.category(char)[0] == "P" else char for char in text.lower())
+    plain = "".join("" if _is_punctuation(char) else char for char in text.lower())
     return [word for word in ALONE.sub(r" \g<0> ", plain).split() if word not in ARTICLES]
+
+
+def _is_punctuation(char: str) -> bool:
+    return char in string.punctuation or unicodedata.category(char)[0] == "P"
 
 
 def exact_match(answer: str, references: Sequence[str]) -> float:

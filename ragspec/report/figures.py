@@ -40,7 +40,7 @@ def figures(results: Results) -> list[Figure]:
 
 
 def _speed_ups(results: Results, metric: str, title: str) -> Iterator[Figure]:
-    ratios = [*ratios_to_plain(results, metric), *ratios_to_peers(results, metric)]
+    ratios = [*ratios_to_plain(results, metric), *(ratios_to_peers(results) if metric == SPEED else [])]
     if not ratios:
         return
     text = "Each point is the median of paired passes, the bar its 95% interval."

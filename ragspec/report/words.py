@@ -25,7 +25,7 @@ def summary(results: Results) -> list[str]:
     )
     if share := _prompt_share(first):
         sentences.append(f"{first.name} spends {share:.0%} of its time on prompts, which drafts do not speed up.")
-    for ratio in ratios_to_peers(results, SPEED):
+    for ratio in ratios_to_peers(results):
         sentences.append(f"{ratio.name} is {_times(ratio)} as fast as {ratio.baseline.removeprefix('peer-')}.")
     return sentences
 

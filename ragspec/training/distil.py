@@ -25,6 +25,7 @@ BATCH = 8  # lessons of a step
 WARM = 0.05  # of all steps, in which the rate rises
 STATE = "state.pt"
 KEEP_EVERY_S = 60.0
+KEEPING = 20  # times as long as keeping takes, at least, lie between two
 
 Progress = Callable[[int, int, float], None]  # steps done, of all, loss
 
@@ -57,7 +58,7 @@ def teach(learner: Learner, lessons: Sequence[Lesson], epochs: int, folder: Path
     course = _Course(learner.model, optimizer, schedule, _about(learnt, lessons, epochs), folder / STATE)
     done = course.resume()
     learner.model.train()
-    kept, began = time.monotonic(), done
+    kept, took, began = time.monotonic(), 0.0, done
     for number, (turn, batch) in enumerate(_batches(lessons, epochs)):
         if number < done:
             continue
@@ -68,9 +69,11 @@ def teach(learner: Learner, lessons: Sequence[Lesson], epochs: int, folder: Path
         schedule.step()
         done = number + 1
         progress(done, steps, loss)
-        if time.monotonic() - kept > KEEP_EVERY_S:
+        now = time.monotonic()
+        if now - kept > max(KEEP_EVERY_S, KEEPING * took):
             course.keep(done)
             kept = time.monotonic()
+            took = kept - now
     course.keep(done)
     learner.model.eval()
     return done - began
@@ -80,7 +83,8 @@ class _Course:
     """How far a draft has learnt, in a file. about: what tells one course from another."""
 
     def __init__(self, model: Any, optimizer: Any, schedule: Any, about: list[int], path: Path) -> None:
-        self._parts = {"draft": model, "optimizer": optimizer, "schedule": schedule}
+        self._model = model
+        self._parts = {"optimizer": optimizer, "schedule": schedule}
         self._about = about
         self._path = path
         self._device = next(model.parameters()).device
@@ -88,7 +92,9 @@ class _Course:
     def keep(self, done: int) -> None:
         """Write the state, whole or not at all."""
         written = self._path.with_name(f".{self._path.name}.written")
-        state = {name: part.state_dict() for name, part in self._parts.items()}
+        state: dict[str, Any] = {name: part.state_dict() for name, part in self._parts.items()}
+        # of a head, what is the target's does not change
+        state["draft"] = {name: each.data for name, each in self._model.named_parameters() if each.requires_grad}
         with open_private(written) as file:
             torch.save(state | {"done": done, "about": self._about}, file)
             file.flush()
@@ -105,6 +111,7 @@ class _Course:
                 f"{self._path}: belongs to another draft, or to other lessons or epochs; remove it, or choose another "
                 "--output"
             )
+        self._model.load_state_dict(state["draft"], strict=False)
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
         return int(state["done"])

@@ -22,6 +22,7 @@ from ragspec.outputs.journal import Journal
 from ragspec.outputs.private import write_private
 from ragspec.run.local import LocalPass
 from ragspec.run.session import prepare
+from ragspec.speculation.methods import find
 
 LEAST = 24  # answers; a draft of fewer learns them, and nothing else
 HELD_OUT = 8  # one answer in so many is kept for measuring
@@ -53,7 +54,9 @@ class Lessons:
 
 def without_draft(config: RunConfig) -> RunConfig:
     """Return `config` without the draft that is to be made."""
-    speculation = {"method": "none"} if config.speculation.method == "draft_model" else config.speculation.model_dump()
+    row = find(config.speculation.method)
+    drafted = row is not None and "draft_model" in row.needs
+    speculation = {"method": "none"} if drafted else config.speculation.model_dump()
     spec = speculation | {"draft_model": None, "draft_tokenizer": None}
     return build_config(config.model_dump() | {"speculation": spec, "scale": None}, "train-draft")
 

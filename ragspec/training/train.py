@@ -79,8 +79,7 @@ class Trained:
         if self.pays:
             return f"it pays on this machine: {self.ratio:.2f}x{span} the speed without drafts, end to end"
         return (
-            f"it does not pay on this machine: {self.ratio:.2f}x{span} the speed without drafts; "
-            "leave method as it was"
+            f"it does not pay on this machine: {self.ratio:.2f}x{span} the speed without drafts; leave method as it was"
         )
 
 
@@ -140,11 +139,10 @@ def _target(config: RunConfig, method: str, layers: int | None) -> Checkpoint:
         raise ConfigError("model: train-draft needs a model that transformers loads")
     given = {key: value for key, value in config.runner_args.items() if key in LOADED}
     target = Checkpoint(config.model, Args.model_validate(given | {"dtype": "float32"}))
-    count = target.config.get_text_config().num_hidden_layers
     if method == DRAFT_MODEL:
-        check_layers(layers or LAYERS, count)
+        check_layers(layers or LAYERS, target.config.get_text_config().num_hidden_layers)
     else:
-        check_head(method, count)
+        check_head(method, target)
     return target
 
 
@@ -183,7 +181,8 @@ def _check(
         return None, None, str(error)
     ratio = next((each for each in results.ratios if each.metric == SPEED), None)
     run = next((run for run in results.runs if run.name == method), None)
-    return ratio, run.acceptance_rate if run else None, ""
+    why = "" if ratio else next((note for note in results.notes if "is not compared" in note), "")
+    return ratio, run.acceptance_rate if run else None, why
 
 
 def _checked(config: RunConfig, method: str, lessons: Lessons, folder: Path) -> RunConfig:

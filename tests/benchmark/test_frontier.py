@@ -1,5 +1,8 @@
 """What may change answers: tried, told with its quality, and chosen only within the loss that is allowed."""
 
+import contextlib
+import dataclasses
+
 import pytest
 import yaml
 from rich.console import Console
@@ -9,7 +12,7 @@ from ragspec.benchmark.plan import Candidate
 from ragspec.benchmark.results import Quality
 from ragspec.benchmark.tune import tune
 from ragspec.config.load import build_config
-from ragspec.errors import ConfigError
+from ragspec.errors import ConfigError, ModelError
 from ragspec.quality.bootstrap import Estimate
 from tests.cli.test_cli import ragspec
 from tests.conftest import SAMPLE, write_jsonl
@@ -96,6 +99,49 @@ def test_tune_shows_the_frontier_and_stays_lossless(tiny, tmp_path):
     chosen = yaml.safe_load(text)
     assert "order" not in chosen.get("prompt", {})
     assert "max_passages" not in chosen.get("prompt", {})
+
+
+def test_what_cannot_be_tried_costs_nothing_but_itself(tmp_path, monkeypatch):
+    """One variant does not start, another loses records; the winner is written all the same."""
+    from ragspec.benchmark import tune as module
+
+    records = [{"id": f"q{i}", "query": "why?", "contexts": ["a", "b", "c", "d"], "reference": "x"} for i in range(4)]
+    raw = {
+        "runner": "fake",
+        "input": str(write_jsonl(tmp_path / "in.jsonl", records)),
+        "sampling": {"max_new_tokens": 4},
+    }
+    right = module.open_worker
+
+    class Losing:
+        def __init__(self, worker):
+            self.candidate, self.answers, self._worker = worker.candidate, worker.answers, worker
+
+        def measure(self):
+            figures = self._worker.measure()
+            return dataclasses.replace(figures, failed=3, generate_s=figures.generate_s / 100)
+
+    @contextlib.contextmanager
+    def opened(candidate, folder, limit, console):
+        if candidate.name.endswith("-3-passages"):
+            raise ModelError("no room for it")
+        with right(candidate, folder, limit, console) as worker:
+            yield Losing(worker) if candidate.name.endswith("-shared-order") else worker
+
+    monkeypatch.setattr(module, "open_worker", opened)
+    tuned = tune(
+        build_config(raw),
+        tmp_path,
+        budget_s=1,
+        limit=4,
+        console=Console(quiet=True),
+        tries=["order", "passages"],
+        max_loss=100.0,
+    )
+    lines = "\n".join(tuned.evidence)
+    assert "-3-passages: is no choice: no room for it" in lines
+    assert "-shared-order: is no choice: 3 records failed" in lines
+    assert not tuned.winner.name.endswith(("-3-passages", "-shared-order"))
 
 
 def test_a_loss_that_nothing_may_have_is_refused(tiny, tmp_path):

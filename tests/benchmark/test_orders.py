@@ -1,6 +1,7 @@
 """Orders of passages timed against each other, and the quality of their answers beside the speed."""
 
 import json
+from statistics import median
 
 import pytest
 
@@ -43,7 +44,11 @@ def test_orders_are_compared_in_speed_and_quality(tmp_path):
     assert done.returncode == 0, done.stderr
     results = read_results(out)
     assert [(run.name, run.order) for run in results.runs_of("none-shared")] == [("none-shared", "shared")] * 2
-    assert {(r.name, r.baseline) for r in results.ratios} == {("none-shared", "none-rank")}
+    assert {(r.name, r.baseline, r.metric) for r in results.ratios} == {("none-shared", "none-rank", "records_per_s")}
+    (ratio,) = results.ratios
+    rates = [[run.records / run.generate_s for run in results.runs_of(name)] for name in ("none-shared", "none-rank")]
+    assert ratio.median == pytest.approx(median(one / other for one, other in zip(*rates, strict=True)), rel=1e-3)
+    assert "none-rank in records/s" in done.stderr
     assert set(results.quality) == {"none-rank", "none-shared"}
     ours = results.quality["none-shared"]
     assert (ours.baseline, ours.differences["f1"].count) == ("none-rank", 12)

@@ -38,7 +38,7 @@ def test_a_run_is_scored_and_compared_with_another(tmp_path):
     assert found.differences["f1"].mean == pytest.approx(100 * ((1 - 2 / 3) + 0 - 1) / 3)
     assert found.differences["f1"].low < found.differences["f1"].mean < found.differences["f1"].high
     assert found.speed == 1.5
-    assert any("1 records are in one of the runs only" in note for note in found.notes)
+    assert any("1 records are in only one of the runs" in note for note in found.notes)
 
 
 def test_citations_are_scored_where_answers_cite(tmp_path):
@@ -48,6 +48,25 @@ def test_citations_are_scored_where_answers_cite(tmp_path):
     assert found.scores["citation_precision"].mean == pytest.approx((100 + 50 + 0 + 0) / 4)
     plain = evaluate(write_jsonl(tmp_path / "plain.jsonl", referred(["a", "b", "c", "d"], gold_doc_ids=["d1"])))
     assert "citation_recall" not in plain.scores
+
+
+def test_a_run_that_cites_nothing_loses_what_the_other_gains_by_it(tmp_path):
+    citing = write_jsonl(tmp_path / "a.jsonl", referred(["Ann [1]", "x [1]", "y [1]", "z [1]"], gold_doc_ids=["d1"]))
+    silent = write_jsonl(tmp_path / "b.jsonl", referred(["Ann", "x", "y", "z"], gold_doc_ids=["d1"]))
+    assert evaluate(silent, against=citing).differences["citation_recall"].mean == -100.0
+    assert evaluate(citing, against=silent).differences["citation_recall"].mean == 100.0
+
+
+@pytest.mark.parametrize("where", ["ids", "places"])
+def test_a_reference_counts_passages_as_its_record_does(tmp_path, where):
+    """In the prompt they stood the other way round."""
+    names = ["d1", "d2"] if where == "ids" else ["1", "2"]
+    line = {"id": "q", "output": "salt [2]", "output_tokens": 3, "contexts": names[::-1], "metadata": {}}
+    contexts = [{"id": name, "text": "x"} if where == "ids" else "x" for name in names]
+    record = {"id": "q", "query": "?", "contexts": contexts, "reference": "salt [1]"}
+    files = [write_jsonl(tmp_path / f"{i}.jsonl", [row]) for i, row in enumerate([line, record])]
+    found = evaluate(files[0], references=files[1])
+    assert found.scores["citation_recall"].mean == 100.0
 
 
 def test_of_a_structured_answer_the_answer_is_scored(tmp_path):

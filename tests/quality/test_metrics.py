@@ -18,6 +18,7 @@ from ragspec.quality.metrics import exact_match, f1, rouge_l
         ("从《煤钢共同体条约》", ["从 《煤钢共同体条约》"], 1.0, 1.0),
         ("煤钢条约", ["煤钢共同体条约"], 0.0, 2 * 4 / (4 + 7)),
         ("nothing alike", ["x", "y"], 0.0, 0.0),
+        ("$5 million", ["5 million"], 1.0, 1.0),  # SQuAD takes symbols of ASCII for punctuation
     ],
 )
 def test_squad_scores(answer, references, exact, overlap):

@@ -10,7 +10,9 @@ import pytest
 
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
+from ragspec.prompts.builder import canonical
 from ragspec.prompts.sharing import computed
+from ragspec.records import Passage
 from ragspec.run.generate import generate
 from ragspec.run.pipeline import Pipeline
 from tests.conftest import read_jsonl, write_jsonl
@@ -57,6 +59,14 @@ def test_every_prompt_has_its_own_passages_and_all_together_compute_fewer(tmp_pa
         assert {key: sorted(own) for key, own in found.items()} == {key: sorted(own) for key, own in ranked.items()}
     assert all(own == sorted(own) for own in orders["canonical"].values())
     assert cost(orders["shared"]) < cost(orders["canonical"]) < cost(orders["rank"])
+
+
+@pytest.mark.parametrize("ids", [("d1", "d1"), ("1", "2"), ("a", "b")])
+def test_the_canonical_order_is_one_whatever_the_ids_are(ids):
+    """Chunks of one document share its id; and ids may be no more than small numbers."""
+    one, other = Passage(ids[0], "y"), Passage(ids[1], "x")
+    texts = [[given[i].text for i in canonical(given)] for given in [(one, other), (other, one)]]
+    assert texts[0] == texts[1]
 
 
 def test_lines_stand_in_the_order_of_the_input(tmp_path):

@@ -1,6 +1,7 @@
 """What can be judged without vLLM: its words for our speculation, and what does not combine."""
 
 import importlib.util
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,22 @@ from ragspec.runners.vllm import runner as vllm
 from ragspec.runners.vllm.config import check_build, check_memory, check_parallel, speculative_config
 from ragspec.runners.vllm.requests import logprobs_of, settings_of, spec_stats
 from ragspec.runners.vllm.undrafted import expanded, lost
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        ({"speculators_config": {"proposal_methods": [{"speculative_tokens": 15}]}, "block_size": 16}, 15),
+        ({"dflash_config": {"block_size": 10}}, 9),
+        ({"medusa_num_heads": 4}, 4),
+        ({}, None),
+    ],
+)
+def test_a_head_that_says_how_many_tokens_it_drafts_is_believed(tmp_path, config, tokens):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **config}))
+    found = translated(method="dflash", draft_model=str(tmp_path))
+    assert found.get("num_speculative_tokens") == tokens
+    assert translated(method="dflash", draft_model=str(tmp_path), num_tokens=2)["num_speculative_tokens"] == 2
 
 
 def translated(**spec):

@@ -1,6 +1,7 @@
 """EAGLE-3 and DFlash heads: the models of `speculators`, taught for real on a tiny target."""
 
 import importlib.util
+import json
 
 import pytest
 import torch
@@ -59,6 +60,12 @@ def test_a_head_learns_what_it_is_taught(kind, checkpoint, tmp_path):
     for name, value in target.state_dict().items():
         assert torch.equal(value, weights[name]), name  # it was only read
     head.save(tmp_path / "draft")
+    assert not list((tmp_path / "draft").glob("*.py"))
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    assert "auto_map" not in config
+    if kind == "dflash":  # all layers see the whole past, and all of a block
+        assert set(config["transformer_layer_config"]["layer_types"]) == {"full_attention"}
+        assert config["sliding_window_non_causal"] is True
     from speculators.model import SpeculatorModel
 
     loaded = SpeculatorModel.registry[kind].from_pretrained(tmp_path / "draft")
@@ -83,6 +90,30 @@ def test_what_a_head_reads_is_what_the_targets_layers_are_given(checkpoint):
         hook.remove()
     assert torch.allclose(states, torch.cat([given[i] for i in read_layers(4)], -1), atol=1e-5)
     assert torch.allclose(target.lm_head(target.model.norm(last)), logits, atol=1e-4)
+
+
+@installed
+def test_a_target_whose_logits_speculators_does_not_compute_is_refused(checkpoint, monkeypatch):
+    target = checkpoint.load()
+    lessons = taught(target, 2)
+    with torch.no_grad():
+        target.model.norm.weight.mul_(-1.5)  # as if its norm were another one than speculators'
+    with pytest.raises(
+        ConfigError, match="LlamaForCausalLM cannot have such a head: speculators computes"
+    ):
+        Head("eagle3", checkpoint, target, None, lessons)
+
+
+@installed
+def test_a_course_of_dflash_does_not_depend_on_where_it_was_interrupted(checkpoint, monkeypatch):
+    """Where blocks begin is drawn, if an answer has more places than are taken at a time."""
+    monkeypatch.setattr(heads, "ANCHORS", 4)
+    target = checkpoint.load()
+    lessons = taught(target, 2)
+    head = Head("dflash", checkpoint, target, 1, lessons)
+    losses = [float(head._forward(lessons[0], turn)[0]) for turn in (0, 1, 0, 1)]
+    assert losses[:2] == losses[2:]
+    assert losses[0] != losses[1]
 
 
 @installed

@@ -136,6 +136,16 @@ def test_train_draft_writes_a_draft_that_runs_and_says_whether_it_pays(target, t
     assert again.after == pytest.approx(trained.after)
 
 
+@pytest.mark.parametrize("method", ["eagle3", "draft_model", "context"])
+def test_a_config_that_has_a_draft_already_is_taught_from_without_it(target, tmp_path, method):
+    from ragspec.training.lessons import without_draft
+
+    runner = "vllm" if method == "eagle3" else "huggingface"
+    raw = {"model": target[0], "runner": runner, "speculation": {"method": method, "draft_model": target[0]}}
+    spec = without_draft(build_config(raw)).speculation
+    assert (spec.method, spec.draft_model) == ("context" if method == "context" else "none", None)
+
+
 def test_too_few_records_are_refused(target, tmp_path):
     from rich.console import Console
 

@@ -30,6 +30,7 @@ class Checkpoint:
 
     def __init__(self, name: str, args: Args) -> None:
         self._args = args
+        self.trust_remote_code = args.trust_remote_code
         self.source = resolve(name, args.revision)
         self.config = read_model_config(self.source, trust_remote_code=args.trust_remote_code)
         if self.config.is_encoder_decoder:

@@ -50,6 +50,8 @@ def speculative_config(spec: SpeculationConfig, draft_path: str | None = None) -
         return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": most} | spec.extra
     config: dict[str, Any] = {"method": NAMES.get(spec.method, spec.method)}
     tokens = spec.draft_tokens or AUTO_TOKENS.get(spec.method)
+    if tokens is None and spec.draft_model:
+        tokens = _tokens_of_head(draft_path or spec.draft_model)
     if tokens is not None:
         config["num_speculative_tokens"] = tokens
     if spec.draft_model:
@@ -61,6 +63,21 @@ def speculative_config(spec: SpeculationConfig, draft_path: str | None = None) -
     if spec.num_tokens_by_batch_size is not None:
         config["num_speculative_tokens_per_batch_size"] = [tuple(step) for step in spec.num_tokens_by_batch_size]
     return config | spec.extra
+
+
+def _tokens_of_head(path: str) -> int | None:
+    """Return how many tokens a head drafts at a time by its own config, None if that does not say."""
+    from transformers import PreTrainedConfig
+
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(path)
+    except (OSError, ValueError):
+        return None  # nothing is there, which vLLM says better
+    proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    block = config.get("block_size") or (config.get("dflash_config") or {}).get("block_size")
+    heads = config.get("medusa_num_heads") or config.get("num_heads")
+    tokens = proposals[0].get("speculative_tokens") or heads or (block - 1 if block else None)
+    return tokens if isinstance(tokens, int) and tokens > 0 else None
 
 
 def proposer_settings(spec: SpeculationConfig, vocabulary: int | None = None) -> dict[str, Any]:
