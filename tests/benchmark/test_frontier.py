@@ -101,16 +101,13 @@ def test_tune_shows_the_frontier_and_stays_lossless(tiny, tmp_path):
     assert "max_passages" not in chosen.get("prompt", {})
 
 
-def test_what_cannot_be_tried_costs_nothing_but_itself(tmp_path, monkeypatch):
+def test_what_cannot_be_tried_costs_nothing_but_itself(tiny, tmp_path, monkeypatch):
     """One variant does not start, another loses records; the winner is written all the same."""
     from ragspec.benchmark import tune as module
 
-    records = [{"id": f"q{i}", "query": "why?", "contexts": ["a", "b", "c", "d"], "reference": "x"} for i in range(4)]
-    raw = {
-        "runner": "fake",
-        "input": str(write_jsonl(tmp_path / "in.jsonl", records)),
-        "sampling": {"max_new_tokens": 4},
-    }
+    row = {"query": "why?", "contexts": ["a", "b", "c", "d"], "reference": "x"}
+    source = write_jsonl(tmp_path / "in.jsonl", [{"id": f"q{i}", **row} for i in range(4)])
+    raw = {"model": tiny, "runner": "huggingface", "input": str(source), "sampling": {"max_new_tokens": 4}}
     right = module.open_worker
 
     class Losing:

@@ -307,7 +307,7 @@ def test_inspect_says_why_the_first_row_is_no_record(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"title": "x"}])
     seen = ragspec("inspect", tmp_path / "a.jsonl")
     assert seen.returncode == 1
-    assert "the first row is no record" in seen.stderr
+    assert "the first row is not a record" in seen.stderr
     assert 'the record needs "query", "messages" or "prompt"' in " ".join(seen.stderr.split())
 
 

@@ -98,9 +98,7 @@ def test_a_target_whose_logits_speculators_does_not_compute_is_refused(checkpoin
     lessons = taught(target, 2)
     with torch.no_grad():
         target.model.norm.weight.mul_(-1.5)  # as if its norm were another one than speculators'
-    with pytest.raises(
-        ConfigError, match="LlamaForCausalLM cannot have such a head: speculators computes"
-    ):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM cannot have such a head: speculators computes"):
         Head("eagle3", checkpoint, target, None, lessons)
 
 

@@ -74,7 +74,7 @@ def test_agreement_is_that_of_one_token_at_a_time(target):
     assert Pupil(model).agreement(taught) == 1.0
 
 
-def test_interrupted_learning_goes_on_where_it_was(target, tmp_path):
+def test_interrupted_learning_goes_on_where_it_was(target, tmp_path, monkeypatch):
     _, model = target
     taught = lessons(model)
 
@@ -93,12 +93,10 @@ def test_interrupted_learning_goes_on_where_it_was(target, tmp_path):
 
     (tmp_path / "parts").mkdir()
     first = Pupil(cut_from(model, 1))
-    keep, distil.KEEP_EVERY_S = distil.KEEP_EVERY_S, 0.0
-    try:
-        with pytest.raises(Stop):
-            teach(first, taught, 4, tmp_path / "parts", stop_at_five)
-    finally:
-        distil.KEEP_EVERY_S = keep
+    monkeypatch.setattr(distil, "KEEP_EVERY_S", 0.0)
+    monkeypatch.setattr(distil, "KEEPING", 0)
+    with pytest.raises(Stop):
+        teach(first, taught, 4, tmp_path / "parts", stop_at_five)
     second = Pupil(cut_from(model, 1))
     assert teach(second, taught, 4, tmp_path / "parts", lambda *step: None) == 8 - 4
     for name, value in whole.model.state_dict().items():
@@ -136,14 +134,15 @@ def test_train_draft_writes_a_draft_that_runs_and_says_whether_it_pays(target, t
     assert again.after == pytest.approx(trained.after)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "draft_model", "context"])
+@pytest.mark.parametrize("method", ["eagle3", "draft_model", "prompt_lookup"])
 def test_a_config_that_has_a_draft_already_is_taught_from_without_it(target, tmp_path, method):
     from ragspec.training.lessons import without_draft
 
     runner = "vllm" if method == "eagle3" else "huggingface"
-    raw = {"model": target[0], "runner": runner, "speculation": {"method": method, "draft_model": target[0]}}
+    draft = {} if method == "prompt_lookup" else {"draft_model": target[0]}
+    raw = {"model": target[0], "runner": runner, "speculation": {"method": method, **draft}}
     spec = without_draft(build_config(raw)).speculation
-    assert (spec.method, spec.draft_model) == ("context" if method == "context" else "none", None)
+    assert (spec.method, spec.draft_model) == ("none" if draft else method, None)
 
 
 def test_too_few_records_are_refused(target, tmp_path):
