@@ -8,6 +8,7 @@ from ragspec.engine.compiled import CompiledLayers
 from ragspec.engine.early_exit import EarlyExit
 from ragspec.engine.halves import Halves
 from ragspec.engine.proposers import NoDrafts
+from ragspec.engine.room import Room
 from ragspec.models.rounding import tolerance
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Sampling
@@ -120,12 +121,18 @@ def test_drafts_never_make_the_cache_grow(loaded, tiny, halves):  # noqa: F811
 
     class Watched(EarlyExit):
         def drafts(self, rows, asked):
+            self._num_tokens = 1 + 7 * (len(grown) % 2)  # so that drafts go beyond what the step before needed
             before = model.cache.slots
             drafts = super().drafts(rows, asked)
             grown.append(model.cache.slots - before)
             return drafts
 
-    outcomes = answers(loaded, tiny, Watched(model, halves, 400, 4, None), 3, requests=iter(requests))
+    class Tight(Room):
+        def ahead(self, slots, *known):
+            return slots
+
+    used = Watched(model, halves, 400, 4, None)
+    outcomes = answers(loaded, tiny, used, 3, requests=iter(requests), room=Tight())
     assert ids(outcomes) == expected
     assert sum(outcome.spec.drafted for outcome in outcomes.values()) > 0
     assert len(grown) > 10
