@@ -30,7 +30,7 @@ def train_draft(
     override: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Teach a small draft model or a head your target's answers, and see whether it pays."""
+    """Train a draft model or head on your target's answers, and say whether it pays."""
     from ragspec.cli.progress import learning_progress
     from ragspec.training.train import train_draft as train
 
