@@ -11,22 +11,23 @@ import os
 import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from itertools import pairwise
+from statistics import median
 from typing import Protocol
 
 import torch
 from torch.nn.functional import linear
 
 from ragspec.engine.native.kernels import Kernels
-from ragspec.host.machine import cpu_features
+from ragspec.host.machine import cpu_features, free_bytes
 from ragspec.models.resolve import cache_dir
 
-POINTS = (1, 4, 16, 64, 256)  # tokens at which forms are timed
+POINTS = (1, 4, 16, 64, 512)  # tokens at which forms are timed
 FEW = 64  # tokens up to which a step decodes; more are a prompt's
-REPEATS = 2  # the first also pays for the libraries' setup
+REPEATS = 5  # of each form, in turn with the others
 STREAMED = 256 << 20  # bytes of weights that few tokens are timed with: more than the processor's cache holds
 COMPUTED = 32 << 20  # bytes that many tokens are timed with: arithmetic is what they cost
 WIDEST = 8192  # outputs; a wider layer is the output layer, which few tokens go through
@@ -118,7 +119,7 @@ def measured(weights: Sequence[torch.Tensor], kernels: Kernels | None) -> Second
     forms = makers(kernels)
     shapes = sorted({tuple(weight.shape) for weight in weights})
     depends = [
-        "undisturbed",
+        "medians",
         list(forms),
         shapes,
         POINTS,
@@ -143,38 +144,52 @@ def measured(weights: Sequence[torch.Tensor], kernels: Kernels | None) -> Second
 
 
 @torch.inference_mode()
-def measure(weights: Iterable[torch.Tensor], forms: Makers) -> Seconds:
+def measure(weights: Iterable[torch.Tensor], forms: Makers, *, patient: bool = False) -> Seconds:
     """Return what a layer of each shape takes in each form, in seconds, at each of POINTS.
 
-    Shapes so large that a copy for a trial would need much memory are left out. Raises Disturbed.
+    All forms are timed in turn, and the median counts: whatever slows the machine down for a moment tells nothing of a
+    form. Shapes so large that a copy for a trial would need much memory are left out. Raises Disturbed, unless patient.
     """
     started, worked = time.perf_counter(), time.process_time()
-    some = _sample([weight for weight in weights if weight.nbytes <= STREAMED], STREAMED)
+    most = min(STREAMED, free_bytes() // (2 * len(forms)))
+    some = _sample([weight for weight in weights if weight.nbytes <= most], most)
+    made = {name: [(weight.shape, make(weight)) for weight in some] for name, make in forms.items()}
     seconds: Seconds = defaultdict(lambda: {name: [float("inf")] * len(POINTS) for name in forms})
-    for name, make in forms.items():
-        made = [(weight.shape, make(weight)) for weight in some]
-        for at, tokens in enumerate(POINTS):
-            timed = made if tokens < FEW else made[: len(_sample(some, COMPUTED))]
-            for _ in range(REPEATS):
-                for shape, taken in _timed(timed, tokens).items():
-                    seconds[shape][name][at] = min(seconds[shape][name][at], taken)
-                passed = time.perf_counter() - started
-                if passed > LEAST_S and time.process_time() - worked < UNDISTURBED * passed * torch.get_num_threads():
-                    raise Disturbed
+    for at, tokens in enumerate(POINTS):
+        count = len(some) if tokens < FEW else len(_sample(some, COMPUTED))
+        taken: dict[tuple[Shape, str], list[float]] = defaultdict(list)
+        for _ in range(REPEATS):
+            for name, each in made.items():
+                for shape, spent in _timed(each[:count], tokens):
+                    taken[shape, name].append(spent)
+            passed = time.perf_counter() - started
+            share = (time.process_time() - worked) / passed / torch.get_num_threads()
+            if not patient and passed > LEAST_S and share < UNDISTURBED:
+                raise Disturbed
+        for (shape, name), each_s in taken.items():
+            seconds[shape][name][at] = median(each_s)
     return dict(seconds)
 
 
-def _timed(made: Sequence[tuple[torch.Size, Form]], tokens: int) -> dict[Shape, float]:
-    """Return the mean seconds of a layer of each shape, one layer after the other as in a forward."""
+def estimated(weights: Iterable[torch.Tensor], forms: Makers) -> Seconds:
+    """Return what measure() says with one thread: where others have the cores, several mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return measure(weights, forms, patient=True)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _timed(made: Sequence[tuple[torch.Size, Form]], tokens: int) -> Iterator[tuple[Shape, float]]:
+    """Yield the seconds of each layer, one layer after the other as in a forward."""
     inputs = {shape[1]: torch.ones(1, tokens, shape[1]) for shape, _ in made}
-    taken: dict[Shape, list[float]] = defaultdict(list)
     for shape, form in made:
         if shape[0] > WIDEST and tokens > FEW:
             continue
         started = time.perf_counter()
         form(inputs[shape[1]], None)
-        taken[shape[0], shape[1]].append(time.perf_counter() - started)
-    return {shape: sum(each) / len(each) for shape, each in taken.items()}
+        yield (shape[0], shape[1]), time.perf_counter() - started
 
 
 def _sample(weights: Sequence[torch.Tensor], most: int) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ragspec.engine.forms import Disturbed, Form, Shape, best, makers, measured
+from ragspec.engine.forms import Disturbed, Form, Shape, best, estimated, makers, measured
 from ragspec.engine.native.kernels import Kernels
 from ragspec.engine.operators import CAPTURING
 from ragspec.host.machine import free_bytes
@@ -104,10 +104,9 @@ def _choices(linears: Sequence[torch.nn.Linear], kernels: Kernels | None) -> dic
     weights = [linear.weight.detach() for linear in linears]
     try:
         seconds = measured(weights, kernels)
-    except Disturbed:  # our own kernels are hardly ever slower than another form, and often twice as fast
-        usual = list(makers(kernels))[-1]
-        log.info("the machine is busy: linear layers are not timed, and all take the form %s", usual)
-        return {(weight.shape[0], weight.shape[1]): (usual,) for weight in weights}
+    except Disturbed:
+        log.info("the machine is busy: linear layers are timed with one thread, and the result is not kept")
+        seconds = estimated(weights, makers(kernels))
     if not seconds:
         return {(linear.out_features, linear.in_features): ("torch",) for linear in linears}
     largest = max(seconds, key=prod)

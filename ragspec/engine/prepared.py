@@ -13,6 +13,7 @@ from ragspec.engine.heap import keep_freed_memory
 from ragspec.engine.linear import can_pack, pack_linears, unpack_linears
 from ragspec.engine.masks import Unsupported
 from ragspec.engine.native.kernels import Kernels, Unbuilt, build
+from ragspec.engine.native.worth import worth_having
 from ragspec.engine.obstacle import keeps_state, obstacle
 from ragspec.engine.selfcheck import differs
 from ragspec.errors import flat
@@ -41,7 +42,7 @@ def prepare(inner: Any, notes: list[str] | None = None, native: bool = True) -> 
         left = pack_linears(inner, kernels)
     model, why, attention = None, "", inner.config._attn_implementation
     try:
-        model = Model(inner, 2, kernels)
+        model = Model(inner, 2, kernels if kernels is None or _attends_well(kernels, notes) else None)
         why = differs(model, tolerance(inner.dtype))
     except Unsupported as reason:
         why = str(reason)
@@ -87,6 +88,14 @@ def _kernels(inner: Any, notes: list[str] | None) -> Kernels | None:
         if notes is not None:
             notes.append(f"kernels: torch's own are used, which are slower, because {reason}")
         return None
+
+
+def _attends_well(kernels: Kernels, notes: list[str] | None) -> bool:
+    """Return whether attention is left to our own kernels; say so where it is not."""
+    well = worth_having(kernels)
+    if not well and notes is not None:
+        notes.append("kernels: attention is torch's own, which is faster here than what the C++ compiler made of ours")
+    return well
 
 
 def linear_weights(inner: Any) -> tuple[int, int]:

@@ -20,6 +20,7 @@ def kernels():
 
 
 FORMS = makers(kernels())
+KINDS = {"torch": forms.Plain, "onednn": OneDnn, "native": forms.Native}
 pytestmark = pytest.mark.skipif(len(FORMS) < 2, reason="this machine has one form of linear layers only")
 
 
@@ -94,18 +95,41 @@ def test_what_was_measured_is_kept_for_the_processes_that_follow(tmp_path, monke
     assert forms.measured(weights, kernels()) == {(1, 1): {"torch": [1.0]}}
 
 
-def test_what_others_disturb_is_neither_believed_nor_kept(tmp_path, monkeypatch):
+def test_on_a_busy_machine_forms_are_timed_with_one_thread_and_the_result_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("RAGSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(forms, "LEAST_S", 0.0)
     monkeypatch.setattr(forms.time, "process_time", lambda: 0.0)  # others have all of the processor
+    threads, seen = torch.get_num_threads(), []
+    timed = forms._timed
+    monkeypatch.setattr(forms, "_timed", lambda *given: seen.append(torch.get_num_threads()) or timed(*given))
     layers = [torch.nn.Linear(16, 32, bias=False), torch.nn.Linear(64, 128, bias=False)]
-    usual = list(makers(kernels()))[-1]
-    assert linear._choices(layers, kernels()) == {(32, 16): (usual,), (128, 64): (usual,)}
+    choices = linear._choices(layers, kernels())
+    assert {name for choice in choices.values() for name in choice} <= set(FORMS)
+    assert set(choices) == {(32, 16), (128, 64)}
+    assert seen[-1] == 1
+    assert torch.get_num_threads() == threads
     assert not list(tmp_path.rglob("*.json"))
     monkeypatch.undo()
     monkeypatch.setenv("RAGSPEC_CACHE", str(tmp_path))
     linear._choices(layers, kernels())
     assert len(list(tmp_path.rglob("*.json"))) == 1
+
+
+def test_a_moment_that_slows_the_machine_down_decides_nothing(monkeypatch):
+    """Each form is timed in turn with the others, and the median counts."""
+    calls = dict.fromkeys(FORMS, 0)
+
+    def timed(made, tokens):
+        name = next(name for name, kind in KINDS.items() if isinstance(made[0][1], kind))
+        calls[name] += 1
+        slow = 40 if calls[name] % forms.REPEATS in (1, 2) else 1  # two of five times
+        yield (32, 16), slow * (1.0 if name == "torch" else 2.0)
+
+    monkeypatch.setattr(forms, "_timed", timed)
+    seconds = measure([torch.randn(32, 16)], FORMS, patient=True)[32, 16]
+    assert {name: set(each) for name, each in seconds.items()} == {
+        name: {1.0 if name == "torch" else 2.0} for name in FORMS
+    }
 
 
 def test_a_weight_too_large_to_try_has_the_form_of_the_largest_that_was(monkeypatch):

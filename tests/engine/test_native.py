@@ -1,12 +1,14 @@
 """The kernels' library: built once, kept, and done without where it cannot be built."""
 
 import shutil
+import time
 
 import pytest
 import torch
 
 from ragspec.engine import prepared
 from ragspec.engine.native import kernels as native
+from ragspec.engine.native import worth
 from ragspec.engine.native.kernels import Unbuilt, build
 from tests.engine.test_linear import llama
 
@@ -71,3 +73,20 @@ def test_a_cache_that_cannot_be_written_is_done_without(fresh):
     kernels = build(32)
     weight, x = torch.randn(40, 24), torch.randn(3, 24)
     assert torch.allclose(kernels.linear(x, kernels.pack(weight), 40, None), x @ weight.T, atol=1e-5)
+
+
+def test_attention_that_a_compiler_made_slow_is_left_to_torch(monkeypatch):
+    kernels = build(32)
+    assert worth.worth_having(kernels)
+    attend = kernels.attend
+
+    def slow(*given):
+        time.sleep(0.02)
+        attend(*given)
+
+    monkeypatch.setattr(kernels, "attend", slow)
+    assert not worth.worth_having(kernels)
+    notes = []
+    monkeypatch.setattr(prepared, "worth_having", lambda kernels: False)
+    assert prepared.prepare(llama(), notes).kernels is None
+    assert notes == ["kernels: attention is torch's own, which is faster here than what the C++ compiler made of ours"]

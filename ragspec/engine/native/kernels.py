@@ -1,4 +1,4 @@
-"""The kernels of kernels.cpp, built by this machine's C++ compiler once and kept in the user's cache.
+"""The kernels of this folder, built by this machine's C++ compiler once and kept in the user's cache.
 
     >>> kernels = build(head=64); kernels.linear(x, kernels.pack(weight), n, bias)
 
@@ -28,8 +28,8 @@ from ragspec.host.machine import cpu_features
 from ragspec.models.resolve import cache_dir
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
+INCLUDED = sorted(SOURCE.parent.glob("*.h"))
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
-WIDE = "-mprefer-vector-width=512"  # GNU on x86: use whole vectors
 WIDEST_HEAD = 256
 PATIENCE_S = 120  # for the compiler
 POINTER, NUMBER = c_void_p, c_int64
@@ -131,9 +131,7 @@ def build(head: int) -> Kernels:
     head = head if head % 8 == 0 and 0 < head <= WIDEST_HEAD else 8  # linear layers do not care
     compiler = find_compiler()
     flags = [*FLAGS, f"-DRAGSPEC_HEAD={head}"]
-    if "clang" not in compiler[1] and platform.machine() in ("x86_64", "AMD64"):
-        flags.append(WIDE)
-    source = SOURCE.read_bytes()
+    source = b"".join(path.read_bytes() for path in [SOURCE, *INCLUDED])
     what = "\0".join([*flags, compiler[1], platform.machine(), cpu_features()]).encode()
     name = f"{blake2b(source + what, digest_size=12).hexdigest()}.so"
     try:

@@ -1,0 +1,103 @@
+// Vectors of the machine's own width, and the one small product that everything here is made of.
+//
+// Nothing is left to a compiler's own vectorizing: what it makes of plain loops, or of vectors wider than the machine's,
+// may be thirty times as slow.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__AVX512F__)
+#define RAGSPEC_WIDTH 16  // numbers in a vector
+#elif defined(__AVX__)
+#define RAGSPEC_WIDTH 8
+#else
+#define RAGSPEC_WIDTH 4
+#endif
+
+namespace {
+
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int TOKENS = 12;  // rows of a block of results that fits into the registers
+#else
+constexpr int TOKENS = 6;
+#endif
+constexpr int WIDTH = RAGSPEC_WIDTH;
+constexpr int COLUMNS = 2 * WIDTH;  // columns of such a block
+constexpr int LINE = 16;            // numbers that memory is read by
+
+template <int N>
+struct Vector {
+    typedef float Floats __attribute__((vector_size(N * sizeof(float))));
+    typedef int32_t Whole __attribute__((vector_size(N * sizeof(int32_t))));
+};
+
+template <typename T>
+inline T load(const float* from) {
+    T lanes;
+    std::memcpy(&lanes, from, sizeof lanes);
+    return lanes;
+}
+
+template <typename T>
+inline void store(float* to, T lanes) {
+    std::memcpy(to, &lanes, sizeof lanes);
+}
+
+// A block of M rows, COLUMNS wide, of results: rows of numbers, `apart` from each other, times a panel of (depth,
+// COLUMNS). A row's numbers are `step` from each other. add: to what is in `y`; else `y` is written. Of the numbers at
+// `ahead`, FETCHED rows of COLUMNS are fetched for every four of the panel.
+template <int M, int FETCHED>
+inline __attribute__((always_inline)) void block(const float* x, int64_t apart, int64_t step, const float* panel,
+                                                 const float* ahead, int depth, float* y, int64_t stride, bool add) {
+    typedef typename Vector<WIDTH>::Floats Lanes;
+    Lanes sum[M][2];
+    const float* rows[M];
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++) {
+        sum[m][0] = add ? load<Lanes>(y + m * stride) : Lanes{};
+        sum[m][1] = add ? load<Lanes>(y + m * stride + WIDTH) : Lanes{};
+        rows[m] = x + m * apart;
+    }
+    const auto next = [&](int64_t i) __attribute__((always_inline)) {
+        const Lanes left = load<Lanes>(panel + i * COLUMNS), right = load<Lanes>(panel + i * COLUMNS + WIDTH);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; m++) {
+            const float value = rows[m][i * step];
+            sum[m][0] += value * left;
+            sum[m][1] += value * right;
+        }
+    };
+    int i = 0;
+    if constexpr (FETCHED > 0)
+        for (; i + 4 <= depth; i += 4) {
+#pragma GCC unroll 8
+            for (int line = 0; line < FETCHED * COLUMNS; line += LINE) __builtin_prefetch(ahead + line, 0, 3);
+            ahead += FETCHED * COLUMNS;
+            next(i), next(i + 1), next(i + 2), next(i + 3);
+        }
+    for (; i < depth; i++) next(i);
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++) {
+        store(y + m * stride, sum[m][0]);
+        store(y + m * stride + WIDTH, sum[m][1]);
+    }
+}
+
+// The same for up to M rows: `rows` is known only when it runs.
+template <int M, int FETCHED = 0>
+void blocks(int rows, const float* x, int64_t apart, int64_t step, const float* panel, const float* ahead, int depth,
+            float* y, int64_t stride, bool add) {
+    if constexpr (M > 0) {
+        if (rows == M)
+            block<M, FETCHED>(x, apart, step, panel, ahead, depth, y, stride, add);
+        else
+            blocks<M - 1, FETCHED>(rows, x, apart, step, panel, ahead, depth, y, stride, add);
+    }
+}
+
+}  // namespace
