@@ -160,14 +160,6 @@ void attend(const float* const* query, const int64_t* seen, const float* keys, c
     weighed<D, N>(weights, values + first * D, count, to);
 }
 
-// The same for any number of rows.
-inline void multiply(int rows, const float* x, int64_t apart, int64_t step, const float* panel, int depth, float* y,
-                     bool add) {
-    for (int m = 0; m < rows; m += TOKENS)
-        blocks<TOKENS>(std::min(TOKENS, rows - m), x + m * apart, apart, step, panel, panel, depth, y + m * COLUMNS,
-                       COLUMNS, add);
-}
-
 // At most COLUMNS queries over the `count` slots from `first` on, their scores side by side, block by block. Results as
 // of attend().
 template <int D>
@@ -175,8 +167,11 @@ void attend_many(const float* const* query, const int64_t* seen, int n, const fl
                  int64_t first, int64_t count, float scale, float* const* to) {
     constexpr int BLOCK = 128;  // slots whose scores, keys and values stay in the cache
     constexpr int WIDE = COLUMNS / LANES;
+    constexpr int WHOLE = D / COLUMNS * COLUMNS, REST = D - WHOLE;  // of a head, in panels of COLUMNS
+    constexpr int ROOM = WHOLE + (REST ? COLUMNS : 0);
     const float none = -std::numeric_limits<float>::infinity();
-    alignas(64) float queries[D * COLUMNS], weights[BLOCK * COLUMNS], out[D * COLUMNS] = {};
+    alignas(64) float queries[D * COLUMNS], weights[BLOCK * COLUMNS], out[COLUMNS * ROOM] = {};
+    alignas(64) float rest[REST ? BLOCK * COLUMNS : 1] = {}, shares[COLUMNS];
     Whole sees[WIDE];
     Lanes top[WIDE], sum[WIDE];
     for (int d = 0; d < D; d++)
@@ -188,38 +183,46 @@ void attend_many(const float* const* query, const int64_t* seen, int n, const fl
     keys += first * D, values += first * D;
     for (int64_t begin = 0; begin < some; begin += BLOCK) {
         const int slots = int(std::min<int64_t>(BLOCK, some - begin));
-        multiply(slots, keys + begin * D, D, 1, queries, D, weights, false);
+        const bool masked = begin + slots > all;
+        multiply(slots, {keys + begin * D, D, 1}, queries, COLUMNS, D, weights, COLUMNS, false);
         for (int j = 0; j < WIDE; j++) {
             float* column = weights + j * LANES;
-            if (begin + slots > all)
-                for (int s = 0; s < slots; s++) {
-                    const Lanes here = load(column + s * COLUMNS);
-                    store(column + s * COLUMNS, sees[j] > int(begin) + s ? here : Lanes{} + none);
-                }
             Lanes most = top[j], total = {};
             for (int s = 0; s < slots; s++) {
-                const Lanes here = load(column + s * COLUMNS);
+                Lanes here = load(column + s * COLUMNS);
+                if (masked) store(column + s * COLUMNS, here = sees[j] > int(begin) + s ? here : Lanes{} + none);
                 most = here > most ? here : most;
             }
             const Lanes base = most == none ? Lanes{} : most;  // where nothing is seen yet
 #pragma GCC unroll 4
             for (int s = 0; s < slots; s++) {
                 const Lanes here = load(column + s * COLUMNS);
-                const Lanes weight = here == none ? Lanes{} : power(here - base);
+                Lanes weight = power(here - base);
+                if (masked) weight = here == none ? Lanes{} : weight;
                 store(column + s * COLUMNS, weight);
                 total += weight;
             }
             const Lanes share = power(top[j] - base);
+            store(shares + j * LANES, share);
             sum[j] = sum[j] * share + total;
             top[j] = most;
-            for (int d = 0; d < D; d++) store(out + d * COLUMNS + j * LANES, load(out + d * COLUMNS + j * LANES) * share);
         }
-        multiply(D, values + begin * D, 1, D, weights, slots, out, true);
+        for (int c = 0; c < n; c++)
+            if (shares[c] != 1)
+                for (int d = 0; d < ROOM; d++) out[c * ROOM + d] *= shares[c];
+        const Rows all_weights{weights, 1, COLUMNS};
+        for (int d = 0; d < WHOLE; d += COLUMNS)
+            multiply(n, all_weights, values + begin * D + d, D, slots, out + d, ROOM, true);
+        if constexpr (REST > 0) {
+            for (int s = 0; s < slots; s++)
+                std::memcpy(rest + s * COLUMNS, values + (begin + s) * D + WHOLE, REST * sizeof(float));
+            multiply(n, all_weights, rest, COLUMNS, slots, out + WHOLE, ROOM, true);
+        }
     }
     for (int c = 0; c < n; c++) {
         to[c][0] = top[c / LANES][c % LANES];
         to[c][1] = sum[c / LANES][c % LANES];
-        for (int d = 0; d < D; d++) to[c][2 + d] = out[d * COLUMNS + c];
+        std::memcpy(to[c] + 2, out + c * ROOM, D * sizeof(float));
     }
 }
 

@@ -15,13 +15,13 @@ template <int FETCHED>
 inline void by_panel(int rows, const float* x, int64_t k, const float* panel, const float* ahead, int depth, float* y,
                      int64_t stride, int columns, bool add) {
     if (columns == COLUMNS) {
-        blocks<TOKENS, FETCHED>(rows, x, k, 1, panel, ahead, depth, y, stride, add);
+        blocks<TOKENS, FETCHED>(rows, {x, k, 1}, panel, COLUMNS, ahead, depth, y, stride, add);
         return;
     }
     float whole[TOKENS * COLUMNS];
     for (int m = 0; add && m < rows; m++)
         for (int j = 0; j < COLUMNS; j++) whole[m * COLUMNS + j] = j < columns ? y[m * stride + j] : 0;
-    blocks<TOKENS, FETCHED>(rows, x, k, 1, panel, ahead, depth, whole, COLUMNS, add);
+    blocks<TOKENS, FETCHED>(rows, {x, k, 1}, panel, COLUMNS, ahead, depth, whole, COLUMNS, add);
     for (int m = 0; m < rows; m++) std::memcpy(y + m * stride, whole + m * COLUMNS, columns * sizeof(float));
 }
 

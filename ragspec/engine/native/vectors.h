@@ -48,12 +48,20 @@ inline void store(float* to, T lanes) {
     std::memcpy(to, &lanes, sizeof lanes);
 }
 
-// A block of M rows, COLUMNS wide, of results: rows of numbers, `apart` from each other, times a panel of (depth,
-// COLUMNS). A row's numbers are `step` from each other. add: to what is in `y`; else `y` is written. Of the numbers at
-// `ahead`, FETCHED rows of COLUMNS are fetched for every four of the panel.
+// Numbers in rows: rows are `row` from each other, the numbers of one are `step` from each other.
+struct Rows {
+    const float* at;
+    int64_t row, step;
+
+    Rows from(int64_t first) const { return {at + first * row, row, step}; }
+};
+
+// A block of M rows, COLUMNS wide, of results: rows of numbers times a panel of `depth` rows of COLUMNS, `wide` from each
+// other. add: to what is in `y`; else `y` is written. Of the numbers at `ahead`, FETCHED times COLUMNS are fetched for
+// every four rows of the panel.
 template <int M, int FETCHED>
-inline __attribute__((always_inline)) void block(const float* x, int64_t apart, int64_t step, const float* panel,
-                                                 const float* ahead, int depth, float* y, int64_t stride, bool add) {
+inline __attribute__((always_inline)) void block(Rows x, const float* panel, int64_t wide, const float* ahead, int depth,
+                                                 float* y, int64_t stride, bool add) {
     typedef typename Vector<WIDTH>::Floats Lanes;
     Lanes sum[M][2];
     const float* rows[M];
@@ -61,13 +69,13 @@ inline __attribute__((always_inline)) void block(const float* x, int64_t apart, 
     for (int m = 0; m < M; m++) {
         sum[m][0] = add ? load<Lanes>(y + m * stride) : Lanes{};
         sum[m][1] = add ? load<Lanes>(y + m * stride + WIDTH) : Lanes{};
-        rows[m] = x + m * apart;
+        rows[m] = x.at + m * x.row;
     }
     const auto next = [&](int64_t i) __attribute__((always_inline)) {
-        const Lanes left = load<Lanes>(panel + i * COLUMNS), right = load<Lanes>(panel + i * COLUMNS + WIDTH);
+        const Lanes left = load<Lanes>(panel + i * wide), right = load<Lanes>(panel + i * wide + WIDTH);
 #pragma GCC unroll 16
         for (int m = 0; m < M; m++) {
-            const float value = rows[m][i * step];
+            const float value = rows[m][i * x.step];
             sum[m][0] += value * left;
             sum[m][1] += value * right;
         }
@@ -89,15 +97,21 @@ inline __attribute__((always_inline)) void block(const float* x, int64_t apart, 
 }
 
 // The same for up to M rows: `rows` is known only when it runs.
-template <int M, int FETCHED = 0>
-void blocks(int rows, const float* x, int64_t apart, int64_t step, const float* panel, const float* ahead, int depth,
-            float* y, int64_t stride, bool add) {
+template <int M, int FETCHED>
+void blocks(int rows, Rows x, const float* panel, int64_t wide, const float* ahead, int depth, float* y, int64_t stride,
+            bool add) {
     if constexpr (M > 0) {
         if (rows == M)
-            block<M, FETCHED>(x, apart, step, panel, ahead, depth, y, stride, add);
+            block<M, FETCHED>(x, panel, wide, ahead, depth, y, stride, add);
         else
-            blocks<M - 1, FETCHED>(rows, x, apart, step, panel, ahead, depth, y, stride, add);
+            blocks<M - 1, FETCHED>(rows, x, panel, wide, ahead, depth, y, stride, add);
     }
+}
+
+// The same for any number of rows, of a panel that is in the cache.
+inline void multiply(int rows, Rows x, const float* panel, int64_t wide, int depth, float* y, int64_t stride, bool add) {
+    for (int m = 0; m < rows; m += TOKENS)
+        blocks<TOKENS, 0>(std::min(TOKENS, rows - m), x.from(m), panel, wide, panel, depth, y + m * stride, stride, add);
 }
 
 }  // namespace
