@@ -71,8 +71,27 @@ def attend(
         raise Unsupported("builds an attention mask of its own")
     parts = CAPTURING.get()
     if parts is not None:
-        return parts.attend(query, key, value, s_aux, partial(_attend_now, scaling, softcap)), None
+        return parts.attend(query, key, value, s_aux, Attend(scaling, softcap)), None
     return _attend_now(scaling, softcap, query, key, value, s_aux, attention_mask), None
+
+
+@dataclass(frozen=True, slots=True)
+class Attend:
+    """A layer's attention with what it depends on. scaling, cap: as in Scores."""
+
+    scaling: float | None
+    cap: float | None
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        rule: Rule | None,
+    ) -> torch.Tensor:
+        """Return (1, T, heads, head_dim)."""
+        return _attend_now(self.scaling, self.cap, query, key, value, sinks, rule)
 
 
 def _attend_now(

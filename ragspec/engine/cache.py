@@ -45,19 +45,19 @@ class RaggedCache:
         self.layout: Layout | None = None
         self._layers: list[LayerCache] = []  # in the order in which a forward attends
         self._written: dict[tuple[int, int], tuple[Any, Any, LayerCache]] = {}  # by this forward
-        self._next = 0
+        self.next = 0  # the layer that is written next
         self.attended = 0  # layers up to the last that attended in the latest forward
 
     @contextmanager
     def forward(self, layout: Layout, attended: int = 0) -> Iterator[None]:
         """Let attention write to this cache, where `layout` says. attended: layers before the first that does."""
-        self.layout, self._next = layout, attended
+        self.layout, self.next = layout, attended
         token = self.running.set(self)
         try:
             yield
         finally:
             self.running.reset(token)
-            self.layout, self.attended = None, self._next
+            self.layout, self.attended = None, self.next
             self._written.clear()
 
     def write(self, keys: torch.Tensor, values: torch.Tensor) -> LayerCache:
@@ -71,18 +71,29 @@ class RaggedCache:
             first, second, layer = self._written[names]
             if first() is keys and second() is values:
                 return layer
-        if self._next == len(self._layers):
+        if self.next == len(self._layers):
             self._layers.append(LayerCache(self._empty(keys), self._empty(values)))
-        layer = self._layers[self._next]
-        self._next += 1
+        layer = self._take()
         self._store(layer, keys, values)
         self._written[names] = weakref.ref(keys), weakref.ref(values), layer
         return layer
 
-    def _store(self, layer: LayerCache, keys: torch.Tensor, values: torch.Tensor) -> None:
-        assert self.layout is not None
+    def layer_of(self, heads: int, size: int, like: torch.Tensor) -> LayerCache:
+        """Return the next layer, for whoever writes to it: keys and values of (heads, rows, slots, size)."""
+        if self.next == len(self._layers):
+            shape = heads, self.rows, self.slots, size
+            self._layers.append(LayerCache(_zeros(like, shape), _zeros(like, shape)))
+        return self._take()
+
+    def _take(self) -> LayerCache:
+        layer = self._layers[self.next]
         if not layer.keys.shape[1:3] == layer.values.shape[1:3] == (self.rows, self.slots):
             raise RuntimeError("the cache has not grown in full")
+        self.next += 1
+        return layer
+
+    def _store(self, layer: LayerCache, keys: torch.Tensor, values: torch.Tensor) -> None:
+        assert self.layout is not None
         kernels, tokens = self.layout.kernels, self.layout.tokens
         alike = keys.shape[3] == values.shape[3] and keys.dtype == values.dtype == torch.float32
         if kernels is not None and alike:

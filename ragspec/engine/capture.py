@@ -7,8 +7,10 @@ Source: torch.fx.experimental.proxy_tensor.make_fx.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from logging import getLogger
 from typing import Any
 
 import torch
@@ -81,7 +83,7 @@ def capture(layer: torch.nn.Module, call: Call, tokens: int) -> Graph:
             raise NotCaptured("returns more than tensors")
         return results
 
-    with parts.gathering():
+    with parts.gathering(), _hushed():
         module = make_fx(forward, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*examples)
     if len(parts.attends) != 1:
         raise NotCaptured("attends in a way that a graph does not show")
@@ -90,6 +92,17 @@ def capture(layer: torch.nn.Module, call: Call, tokens: int) -> Graph:
     if sizes.guards:
         raise NotCaptured("computes otherwise by the number of tokens")
     return Graph(layer, module, examples, parts, whole)
+
+
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """Keep torch from logging a traceback of what it cannot trace: the exception says it."""
+    logger = getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _filled(call: Call, tensors: Sequence[Any]) -> Call:

@@ -1,13 +1,15 @@
-"""Decoder layers as machine code: each kind is captured once and compiled by torch's inductor, which keeps the result.
+"""Decoder layers as machine code: each kind is captured once, and run by our own kernels or by what torch's inductor
+compiles.
 
-Small operators (norms, rotary embedding, activations) are then a few loops in place of dozens of calls. The last layer
-stays as it is: it computes only the tokens that are wanted (forward.py).
+On CPUs a layer is one call of our kernels (native/layer.py). Elsewhere, and where those cannot, inductor turns small
+operators (norms, rotary embedding, activations) into a few loops in place of dozens of calls.
 Limit: what a graph cannot show (routing by contents, frequencies by length) is not compiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,33 +22,52 @@ from ragspec.engine.operators import RUNNING, Parts
 
 TOKENS = (41, 43, 47, 53)  # of the captured call: one that no tensor of the layer has as a size
 
-Compile = Callable[[Graph], Callable[..., Sequence[torch.Tensor]]]
+Tensors = Sequence[torch.Tensor]
+Run = Callable[[Tensors, Rule | None], Sequence[torch.Tensor] | None]  # None: the layer itself is to compute
+Bind = Callable[[Parts, Tensors, int | None], Run]  # of a layer's parts and own tensors, and its number in the cache
+Compile = Callable[[Graph], Bind]
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """How a forward calls a layer: with what, for how many tokens, and which layer of the cache it writes.
+
+    number: None where it writes none, or several.
+    """
+
+    call: Call
+    tokens: int
+    number: int | None
 
 
 class CompiledLayers:
-    """A model's layers but the last, compiled, and switched on and off. Raises NotCaptured."""
+    """A model's layers, compiled, and switched on and off. Raises NotCaptured, and what `compile_graph` raises.
 
-    def __init__(self, model: Model, compile_graph: Compile) -> None:
+    least: tokens of a forward. The last layer stays as it is in forwards in which it computes some tokens only.
+    """
+
+    def __init__(self, model: Model, compile_graph: Compile, least: int = 1) -> None:
         self._model = model
+        self._least = least
         if model.frequencies.vary:
             raise NotCaptured("has rotary frequencies that depend on the text's length")
-        self._layers = list(model.layers[:-1])
+        self._layers = list(model.layers)
         if not self._layers:
             raise NotCaptured("has no list of layers")
         if any("forward" in vars(layer) for layer in self._layers):
             raise NotCaptured("has layers that something else has wrapped")
         self._forwards: list[Callable[..., Any]] = []
-        functions: dict[tuple[Any, ...], tuple[Graph, Callable[..., Any]]] = {}
-        for layer, (call, tokens) in zip(self._layers, _calls(model, self._layers), strict=True):
+        binds: dict[tuple[Any, ...], tuple[Graph, Bind]] = {}
+        for layer, called in zip(self._layers, _calls(model, self._layers), strict=True):
             what = kind(layer)
-            if what not in functions:
-                graph = capture(layer, call, tokens)
-                functions[what] = graph, compile_graph(graph)
-            self._forwards.append(_forward(layer, *functions[what], call))
+            if what not in binds:
+                graph = capture(layer, called.call, called.tokens)
+                binds[what] = graph, compile_graph(graph)
+            self._forwards.append(self._forward(layer, *binds[what], called))
 
     def on(self) -> None:
         """Let the layers run compiled."""
-        self._model.least = 2  # as they were captured
+        self._model.least = self._least
         self._model.compiled = self
         for layer, forward in zip(self._layers, self._forwards, strict=True):
             layer.forward = forward
@@ -58,57 +79,75 @@ class CompiledLayers:
         for layer in self._layers:
             layer.__dict__.pop("forward", None)
 
+    def _forward(self, layer: torch.nn.Module, graph: Graph, bind: Bind, called: Called) -> Callable[..., Any]:
+        """Return what stands in for `layer.forward`."""
+        names = {id(module): name for name, module in graph.layer.named_modules()}
+        parts = Parts(graph.parts.attends, [layer.get_submodule(names[id(one)]) for one in graph.parts.linears])
+        run = bind(parts, [tensor.detach() for tensor in own_tensors(layer).values()], called.number)
+        expected, last = len(tensors_of(called.call)), layer is self._layers[-1]
+        original, model = layer.forward, self._model
 
-def inductor(graph: Graph) -> Callable[..., Sequence[torch.Tensor]]:
-    """Return the graph compiled. Raises what inductor and the C++ compiler raise."""
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given = tensors_of((args, kwargs))
+            if len(given) != expected or (last and model.narrows):  # it is called in a way that was not captured
+                return original(*args, **kwargs)
+            results = run(given, next((one for one in (*args, *kwargs.values()) if isinstance(one, Rule)), None))
+            if results is None:
+                return original(*args, **kwargs)
+            return results[0] if graph.whole else tuple(results)
+
+        return forward
+
+
+def inductor(graph: Graph) -> Bind:
+    """Return the graph compiled by inductor. Raises what inductor and the C++ compiler raise."""
     from torch._inductor import config, standalone_compile
 
     with config.patch(size_asserts=False):  # the callers are ours
-        return standalone_compile(graph.module, graph.examples, dynamic_shapes="from_graph")
+        function = standalone_compile(graph.module, graph.examples, dynamic_shapes="from_graph")
+    return called_with(function)
 
 
-def _forward(
-    layer: torch.nn.Module, graph: Graph, function: Callable[..., Sequence[torch.Tensor]], example: Call
-) -> Callable[..., Any]:
-    """Return what stands in for `layer.forward`: the function of its kind, with the layer's own tensors and parts."""
-    names = {id(module): name for name, module in graph.layer.named_modules()}
-    parts = Parts(graph.parts.attends, [layer.get_submodule(names[id(one)]) for one in graph.parts.linears])
-    own = [tensor.detach() for tensor in own_tensors(layer).values()]
-    expected = len(tensors_of(example))
-    original = layer.forward
+def called_with(function: Callable[..., Sequence[torch.Tensor]]) -> Bind:
+    """Return what binds layers to a function of a layer's own tensors and the given ones, as `graph.module` is."""
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        given = tensors_of((args, kwargs))
-        if len(given) != expected:  # called in a way that was not captured
-            return original(*args, **kwargs)
-        parts.mask = next((one for one in (*args, *kwargs.values()) if isinstance(one, Rule)), None)
-        token = RUNNING.set(parts)
-        try:
-            results = function(*own, *given)
-        finally:
-            RUNNING.reset(token)
-        return results[0] if graph.whole else tuple(results)
+    def bind(parts: Parts, own: Tensors, number: int | None) -> Run:
+        def run(given: Tensors, rule: Rule | None) -> Sequence[torch.Tensor]:
+            parts.mask = rule
+            token = RUNNING.set(parts)
+            try:
+                return function(*own, *given)
+            finally:
+                RUNNING.reset(token)
 
-    return forward
+        return run
+
+    return bind
 
 
-def _calls(model: Model, layers: Sequence[torch.nn.Module]) -> list[tuple[Call, int]]:
-    """Return how each layer is called in a forward, and with how many tokens."""
+def _calls(model: Model, layers: Sequence[torch.nn.Module]) -> list[Called]:
+    """Return how each layer is called in a forward."""
     taken = {size for layer in layers for tensor in own_tensors(layer).values() for size in tensor.shape}
     tokens = next((tokens for tokens in TOKENS if tokens not in taken), 0)
     if not tokens:
         raise NotCaptured("has sizes that a number of tokens is not told from")
-    calls: dict[int, Call] = {}
+    calls: dict[int, Called] = {}
 
-    def note(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls[id(layer)] = args, dict(kwargs)
+    def begins(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls[id(layer)] = Called((args, dict(kwargs)), tokens, model.cache.next)
 
-    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    def ends(layer: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        called = calls[id(layer)]
+        if called.number is not None and model.cache.next != called.number + 1:
+            calls[id(layer)] = replace(called, number=None)
+
+    hooks: list[Any] = [layer.register_forward_pre_hook(begins, with_kwargs=True) for layer in layers]
+    hooks += [layer.register_forward_hook(ends) for layer in layers]
     try:
-        model.logits([Segment(0, 0, tokens)], [1] * tokens, [0])
+        model.logits([Segment(0, 0, tokens)], [1] * tokens, range(tokens))
     finally:
         for hook in hooks:
             hook.remove()
     if len(calls) != len(layers):
         raise NotCaptured("does not call all of its layers")
-    return [(calls[id(layer)], tokens) for layer in layers]
+    return [calls[id(layer)] for layer in layers]

@@ -88,13 +88,13 @@ class Native:
     def __init__(self, weight: torch.Tensor, kernels: Kernels) -> None:
         self._kernels = kernels
         self._outputs = weight.shape[0]
-        self._weight = kernels.pack(weight)
+        self.packed = kernels.pack(weight)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return self._kernels.linear(x, self._weight, self._outputs, bias)
+        return self._kernels.linear(x, self.packed, self._outputs, bias)
 
     def dense(self) -> torch.Tensor:
-        return self._kernels.unpack(self._weight, self._outputs)
+        return self._kernels.unpack(self.packed, self._outputs)
 
 
 Makers = Mapping[str, Callable[[torch.Tensor], Form]]

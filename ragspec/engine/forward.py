@@ -101,6 +101,11 @@ class Model:
             self._hooks.append(mlp.register_forward_pre_hook(self._narrow))
             self._hooks.append(mlp.register_forward_hook(self._widen))
 
+    @property
+    def narrows(self) -> bool:
+        """Whether the running forward wants the logits of some tokens only."""
+        return self._wanted is not None
+
     def _narrow(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return inputs if self._wanted is None else (inputs[0][:, self._wanted], *inputs[1:])
 

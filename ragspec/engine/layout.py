@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -91,6 +91,8 @@ class Watch(Protocol):
     """Who wants to know what attention takes (watch.py)."""
 
     def attend(self, layout: Layout, query: torch.Tensor, slot: int, do: Attend) -> torch.Tensor: ...
+
+    def layer(self, layout: Layout, shape: Sequence[Any], seconds: Sequence[float]) -> None: ...
 
 
 class Layout:

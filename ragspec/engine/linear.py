@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ragspec.engine.forms import Disturbed, Form, Shape, best, estimated, makers, measured
+from ragspec.engine.forms import Disturbed, Form, Native, Shape, best, estimated, makers, measured
 from ragspec.engine.native.kernels import Kernels
 from ragspec.engine.operators import CAPTURING
 from ragspec.host.machine import free_bytes
@@ -46,6 +46,12 @@ class PackedLinear(torch.nn.Module):
     def weight(self) -> torch.Tensor:
         """(out_features, in_features), for code that reads a layer's weight."""
         return self.unpacked().weight
+
+    @property
+    def native(self) -> torch.Tensor | None:
+        """Its weight as our own kernels read it, where it has that form."""
+        form = self._forms.get("native")
+        return form.packed if isinstance(form, Native) else None
 
     def unpacked(self) -> torch.nn.Linear:
         """Return the Linear that it was made from."""

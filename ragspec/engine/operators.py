@@ -6,11 +6,11 @@ are being gathered during a capture, those of the layer under way at run time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import library
@@ -18,7 +18,19 @@ from torch import library
 CAPTURING: ContextVar[Parts | None] = ContextVar("CAPTURING", default=None)  # the parts that a capture gathers
 RUNNING: ContextVar[Parts] = ContextVar("RUNNING")  # those of the layer that runs
 
-Attend = Callable[..., torch.Tensor]  # of queries, keys, values, sinks and the mask's rule: (1, T, heads, head_dim)
+
+class Attend(Protocol):
+    """A layer's attention (attention.py)."""
+
+    @property
+    def scaling(self) -> float | None: ...
+
+    @property
+    def cap(self) -> float | None: ...
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, rule: Any
+    ) -> torch.Tensor: ...
 
 
 @dataclass(slots=True)

@@ -8,13 +8,18 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
 from ragspec.engine.capture import NotCaptured
 from ragspec.engine.compiled import CompiledLayers, inductor
+from ragspec.engine.forms import FEW
 from ragspec.engine.forward import Model
 from ragspec.engine.layout import Segment
+from ragspec.engine.native.kernels import Unbuilt
+from ragspec.engine.native.layer import Builder
 from ragspec.engine.selfcheck import differs, token_ids
 from ragspec.errors import flat
 from ragspec.models.resolve import cache_dir, context_length
@@ -22,9 +27,24 @@ from ragspec.models.rounding import tolerance
 
 log = logging.getLogger(__name__)
 Wish = Literal["auto", "on", "off"]
-SECONDS = 40.0  # that compiling takes, until it is known for this machine
-GAIN = 0.05  # of the time of a step, expected
-PASSES = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to run layers as machine code. seconds: that it takes to begin, until that is known for this machine.
+
+    gain: share of the time of a step that it should save. what: layers of this kind, in words.
+    """
+
+    name: str
+    what: str
+    seconds: float
+    gain: float
+
+
+KERNELS = Way("kernels", "layers of one call each", seconds=8.0, gain=0.2)
+INDUCTOR = Way("inductor", "compiled layers", seconds=40.0, gain=0.05)
+PASSES = 5
 ROWS, REACH = 8, 64  # rows of the steps that are compared, and tokens that each sees
 LENGTHS = (65, 512)  # tokens of forwards that are compared, compiled and not
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
@@ -35,29 +55,34 @@ def compile_layers(model: Model, rows: int, tokens: int | None, wish: Wish, note
 
     What the user should know goes to `notes`. The cache holds nothing of use afterwards.
     """
-    rows = min(rows, ROWS)
-    layers: list[CompiledLayers] = []
-    try:
-        if wish == "on" or (wish == "auto" and _earned(model, rows, tokens)):
-            notes.append(f"compile: {_compile(model, rows, wish == 'on', layers, notes)}")
+    rows, why = min(rows, ROWS), ""
+    for way in [KERNELS, INDUCTOR] if model.kernels else [INDUCTOR]:
+        if wish == "off" or (wish == "auto" and not _earned(model, way, rows, tokens)):
+            continue
+        layers: list[CompiledLayers] = []
+        try:
+            notes.append(f"compile: {_compile(model, way, rows, wish == 'on', layers, notes)}")
             return
-    except NotCaptured as reason:
-        why = str(reason)
-    except Exception as error:  # compilers and the model's code raise what they like; the layers run uncompiled then
-        log.debug("the layers do not compile", exc_info=error)
-        why = f"does not compile ({type(error).__name__}: {flat(error, 160)})"
-    else:
-        return
-    for each in layers:
-        each.off()
-    notes.append(f"compile: the model's layers run uncompiled: it {why}")
+        except (NotCaptured, Unbuilt) as reason:
+            why = str(reason)
+        except (
+            Exception
+        ) as error:  # compilers and the model's code raise what they like; the layers run uncompiled then
+            log.debug("the layers do not compile", exc_info=error)
+            why = f"does not compile ({type(error).__name__}: {flat(error, 160)})"
+        for each in layers:
+            each.off()
+        log.info("%s: the model %s", way.name, why)
+    if why:
+        notes.append(f"compile: the model's layers run uncompiled: it {why}")
 
 
-def _compile(model: Model, rows: int, wished: bool, made: list[CompiledLayers], notes: list[str]) -> str:
+def _compile(model: Model, way: Way, rows: int, wished: bool, made: list[CompiledLayers], notes: list[str]) -> str:
     """Compile, and return what became of it. made: the layers go there as soon as they exist. Raises NotCaptured."""
-    folder = _folder(notes)
+    folder = _folder(way, notes)
     started = time.perf_counter()
-    layers = CompiledLayers(model, inductor)
+    builder = Builder(model)
+    layers = CompiledLayers(model, builder) if way is KERNELS else CompiledLayers(model, inductor, least=2)
     made.append(layers)
     layers.on()
     if why := differs(model, tolerance(model.inner.dtype)) or _differs_at_length(model, layers):
@@ -65,11 +90,13 @@ def _compile(model: Model, rows: int, wished: bool, made: list[CompiledLayers], 
     seconds = time.perf_counter() - started
     with suppress(OSError):
         (folder / "seconds").write_text(f"{seconds:.1f}")
-    ratio = _ratio(model, rows, layers)
+    ratio = _ratio(model, layers, [Segment(row, min(REACH, _longest(model) - 1), 1) for row in range(rows)])
+    if way is KERNELS and _ratio(model, layers, [Segment(0, 0, min(LENGTHS[-1], _longest(model)), alone=True)]) > 1:
+        builder.most = FEW
     if wished or ratio < 1:
         layers.on()
     outcome = "kept" if wished or ratio < 1 else "not kept"
-    return f"compiled layers take {ratio:.2f} of the time of a step: {outcome} ({seconds:.0f} s to compile)"
+    return f"{way.what} take {ratio:.2f} of the time of a step: {outcome} ({seconds:.0f} s to compile)"
 
 
 def _differs_at_length(model: Model, layers: CompiledLayers) -> str:
@@ -87,45 +114,41 @@ def _differs_at_length(model: Model, layers: CompiledLayers) -> str:
     return ""
 
 
-def _earned(model: Model, rows: int, tokens: int | None) -> bool:
+def _earned(model: Model, way: Way, rows: int, tokens: int | None) -> bool:
     """Return whether what compiling is expected to gain is more than what it takes."""
     if tokens is None:
         return False
     try:
-        seconds = float((cache_dir() / "inductor" / "seconds").read_text())
+        seconds = float((cache_dir() / way.name / "seconds").read_text())
     except (OSError, ValueError):
-        seconds = SECONDS
-    return GAIN * _step(model, rows) * tokens / rows > seconds
+        seconds = way.seconds
+    step = min(_steps(model, [Segment(row, min(REACH, _longest(model) - 1), 1) for row in range(rows)], 1))
+    return way.gain * step * tokens / rows > seconds
 
 
-def _folder(notes: list[str]) -> Path:
-    """Return where inductor keeps what it compiled; the user's choice wins."""
-    folder = cache_dir() / "inductor"
+def _folder(way: Way, notes: list[str]) -> Path:
+    """Return where what is known of a way is kept, and what inductor compiled; the user's choice wins."""
+    folder = cache_dir() / way.name
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         writable = os.access(folder, os.W_OK)
     except OSError:
         writable = False
-    if writable:
-        os.environ.setdefault(FOLDER, str(folder))
-    else:
+    if not writable:
         notes.append(f"compile: {folder} cannot be written: what is compiled is not kept there")
+    elif way is INDUCTOR:
+        os.environ.setdefault(FOLDER, str(folder))
     return folder
 
 
-def _step(model: Model, rows: int) -> float:
-    """Return the seconds of a step in which `rows` rows decode, roughly."""
-    return min(_steps(model, rows, 1))
-
-
-def _ratio(model: Model, rows: int, layers: CompiledLayers) -> float:
-    """Return what a step takes with compiled layers, as a share of what it takes without; measured in turn."""
+def _ratio(model: Model, layers: CompiledLayers, segments: list[Segment]) -> float:
+    """Return what a forward takes with compiled layers, as a share of what it takes without; measured in turn."""
     ratios = []
     for _ in range(PASSES):
         layers.off()
-        without = min(_steps(model, rows, 2))
+        without = min(_steps(model, segments, 2))
         layers.on()
-        ratios.append(min(_steps(model, rows, 2)) / without)
+        ratios.append(min(_steps(model, segments, 2)) / without)
     layers.off()
     return statistics.median(ratios)
 
@@ -135,13 +158,15 @@ def _longest(model: Model) -> int:
     return context_length(model.inner.config) or LENGTHS[-1]
 
 
-def _steps(model: Model, rows: int, times: int) -> Sequence[float]:
-    if model.cache.rows < rows:
-        model.resize(rows)
-    segments = [Segment(row, min(REACH, _longest(model) - 1), 1) for row in range(rows)]
+def _steps(model: Model, segments: list[Segment], times: int) -> Sequence[float]:
+    """Return what a forward of segments takes, each time. The last token of each is wanted."""
+    if model.cache.rows < len(segments):
+        model.resize(len(segments))
+    counts = [segment.count for segment in segments]
+    wanted = [end - 1 for end in accumulate(counts)]
     taken = []
     for _ in range(times):
         started = time.perf_counter()
-        model.logits(segments, [1] * rows, range(rows)).argmax(-1).tolist()
+        model.logits(segments, [1] * sum(counts), wanted).argmax(-1).tolist()
         taken.append(time.perf_counter() - started)
     return taken

@@ -9,7 +9,7 @@ speeds, whichever is more (the roofline of Williams et al., 2009). Watching make
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
@@ -19,9 +19,11 @@ import torch
 from ragspec.engine.forward import Model
 from ragspec.engine.layout import Layout
 from ragspec.engine.linear import PackedLinear
+from ragspec.engine.native.program import Attention
 
 LINEAR, ATTENTION = "linear layers", "attention"
 PROMPTS, DECODING = "prompts", "decoding"
+FLOAT = 4  # bytes
 
 
 @dataclass(slots=True)
@@ -100,11 +102,22 @@ class Watch:
         """
         started = self._now()
         result = do()
-        seconds = self._now() - started
-        pairs = sum(s.count * s.start + s.count * (s.count + 1) // 2 for s in layout.segments)
-        flops = 4 * query.shape[1] * query.shape[3] * pairs
-        self._phase.parts[ATTENTION].add(seconds, self._bound(layout.distinct_slots * slot, flops))
+        self._attended(layout, self._now() - started, query.shape[1] * query.shape[3], slot)
         return result
+
+    def layer(self, layout: Layout, shape: Sequence[Any], seconds: Sequence[float]) -> None:
+        """Take in a layer that was one call. shape: as in program.py; seconds: that each of these took."""
+        for part, taken in zip(shape, seconds, strict=True):
+            if isinstance(part, Attention):
+                self._attended(layout, taken, part.heads * part.size, 2 * part.kv_heads * part.size * FLOAT)
+            else:
+                bound = sum(self._bound(n * k * FLOAT, 2 * n * k * layout.tokens) for k, n in part)
+                self._phase.parts[LINEAR].add(taken, bound)
+
+    def _attended(self, layout: Layout, seconds: float, width: int, slot: int) -> None:
+        """Take in a layer's attention. width: numbers of a query. slot: bytes of a token's keys and values."""
+        pairs = sum(s.count * s.start + s.count * (s.count + 1) // 2 for s in layout.segments)
+        self._phase.parts[ATTENTION].add(seconds, self._bound(layout.distinct_slots * slot, 4 * width * pairs))
 
     def _begin(self, module: Any, inputs: tuple[Any, ...]) -> None:
         self._started = self._now()

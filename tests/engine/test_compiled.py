@@ -7,15 +7,19 @@ import torch
 
 from ragspec.engine import prepared, speedup
 from ragspec.engine.capture import NotCaptured
-from ragspec.engine.compiled import CompiledLayers
+from ragspec.engine.compiled import CompiledLayers, called_with
 from ragspec.engine.decode import Engine, EngineSettings
 from ragspec.engine.layout import Segment
+from ragspec.engine.native import layer
+from ragspec.engine.native.kernels import Unbuilt
+from ragspec.engine.native.layer import Builder
 from ragspec.engine.proposers import ByRow, NoDrafts
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.speculation.drafters.context import ContextDrafter
 from tests.conftest import train_tokenizer
 from tests.engine.test_engine_models import build, requests_for
 
+COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 CAPTURED = [
     "llama-heads-of-16",
     "llama-bias",
@@ -35,7 +39,15 @@ def words(sample_texts):
 
 def interpreted(graph):
     """Stand in for inductor: the graph, operator by operator."""
-    return graph.module
+    return called_with(graph.module)
+
+
+def captured(model):
+    return CompiledLayers(model, interpreted, least=2)
+
+
+def fused(model):
+    return CompiledLayers(model, Builder(model))
 
 
 def answers(model, words, rows, proposer):
@@ -45,10 +57,11 @@ def answers(model, words, rows, proposer):
 
 
 @pytest.mark.parametrize("family", CAPTURED)
-def test_captured_layers_answer_as_the_model_does(family, words):
+@pytest.mark.parametrize("compiled", [captured, pytest.param(fused, marks=COMPILER)])
+def test_captured_layers_answer_as_the_model_does(family, compiled, words):
     model = prepared.prepare(build(family, words))
     expected = answers(model, words, 1, NoDrafts())
-    layers = CompiledLayers(model, interpreted)
+    layers = compiled(model)
     layers.on()
     assert answers(model, words, 1, NoDrafts()) == expected
     assert answers(model, words, 3, ByRow(ContextDrafter(), 4, None)) == expected
@@ -58,16 +71,21 @@ def test_captured_layers_answer_as_the_model_does(family, words):
 
 def test_layers_of_one_kind_are_compiled_once(words):
     compiled = []
-    CompiledLayers(prepared.prepare(build("llama-heads-of-16", words)), lambda graph: compiled.append(graph))
+
+    def note(graph):
+        compiled.append(graph)
+        return interpreted(graph)
+
+    CompiledLayers(prepared.prepare(build("llama-heads-of-16", words)), note)
     assert len(compiled) == 1
     compiled.clear()
-    CompiledLayers(prepared.prepare(build("gemma3-sliding", words)), lambda graph: compiled.append(graph))
+    CompiledLayers(prepared.prepare(build("gemma3-sliding", words)), note)
     assert len(compiled) == 2, "layers that slide and layers that do not"
 
 
 def test_the_models_own_forward_is_not_compiled(words):
     model = prepared.prepare(build("llama", words))
-    CompiledLayers(model, interpreted).on()
+    captured(model).on()
     with model.as_it_was():
         assert model.compiled is None
         assert not any("forward" in vars(layer) for layer in model.layers)
@@ -83,16 +101,24 @@ def cached(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_inductor_compiles_a_model_that_answers_the_same(words, cached):
-    model = prepared.prepare(build("llama-heads-of-16", words))
+def without_kernels(model):
+    """Return a model whose layers only inductor can compile, as on a GPU."""
+    model.kernels = None
+    return model
+
+
+@COMPILER
+@pytest.mark.parametrize(("way", "before"), [("kernels", lambda model: model), ("inductor", without_kernels)])
+def test_a_compiled_model_answers_the_same(way, before, words, cached):
+    model = before(prepared.prepare(build("llama-heads-of-16", words)))
     expected = answers(model, words, 1, NoDrafts())
     notes = []
     speedup.compile_layers(model, 3, None, "on", notes)
     assert "kept" in notes[0]
+    assert ("of one call each" in notes[0]) is (way == "kernels")
     assert model.compiled is not None
     assert answers(model, words, 3, ByRow(ContextDrafter(), 4, None)) == expected
-    assert float((cached / "inductor" / "seconds").read_text()) > 0
+    assert float((cached / way / "seconds").read_text()) > 0
 
 
 @pytest.mark.parametrize(
@@ -107,23 +133,88 @@ def test_what_does_not_compile_runs_uncompiled_and_says_why(wrong, note, words, 
         raise wrong
 
     monkeypatch.setattr(speedup, "inductor", fail)
-    model, notes = prepared.prepare(build("llama", words)), []
+    model, notes = without_kernels(prepared.prepare(build("llama", words))), []
     speedup.compile_layers(model, 2, None, "on", notes)
     assert notes == [f"compile: the model's layers run uncompiled: {note}"]
     assert model.compiled is None
 
 
-def test_layers_that_compute_something_else_compiled_are_not_used(words, cached, monkeypatch):
-    monkeypatch.setattr(speedup, "inductor", lambda graph: lambda *given: [1.01 * one for one in graph.module(*given)])
+@COMPILER
+@pytest.mark.parametrize("wrong", [NotCaptured("computes conv1d, which kernels do not"), Unbuilt("g++ failed")])
+def test_what_kernels_cannot_run_is_left_to_inductor(wrong, words, cached, monkeypatch):
+    class Fails(Builder):
+        def __call__(self, graph):
+            raise wrong
+
+    monkeypatch.setattr(speedup, "Builder", Fails)
+    monkeypatch.setattr(speedup, "inductor", interpreted)
     model, notes = prepared.prepare(build("llama", words)), []
+    expected = answers(model, words, 2, NoDrafts())
+    speedup.compile_layers(model, 2, None, "on", notes)
+    assert "compiled layers take" in notes[0]
+    assert answers(model, words, 2, NoDrafts()) == expected
+
+
+def test_layers_that_compute_something_else_compiled_are_not_used(words, cached, monkeypatch):
+    def wrong(graph):
+        return called_with(lambda *given: [1.01 * one for one in graph.module(*given)])
+
+    monkeypatch.setattr(speedup, "inductor", wrong)
+    model, notes = without_kernels(prepared.prepare(build("llama", words))), []
     speedup.compile_layers(model, 2, None, "on", notes)
     assert "computes different logits" in notes[0]
     assert model.compiled is None
 
 
+@COMPILER
+def test_kernels_that_compute_something_else_are_not_used(words, cached, monkeypatch):
+    source = layer.source_of
+    monkeypatch.setattr(
+        layer, "source_of", lambda program: (source(program)[0].replace("silu(a)", "a"), source(program)[1])
+    )
+    monkeypatch.setattr(speedup, "inductor", interpreted)
+    model, notes = prepared.prepare(build("llama", words)), []
+    speedup.compile_layers(model, 2, None, "on", notes)
+    assert "compiled layers take" in notes[0], "inductor's turn"
+
+
+@COMPILER
+def test_forwards_that_kernels_are_slow_at_are_left_to_the_layers(words):
+    model = prepared.prepare(build("llama-heads-of-16", words))
+    builder = Builder(model)
+    CompiledLayers(model, builder).on()
+    runs = []
+    take = builder._begin
+    builder._begin = lambda layout, *sizes: runs.append(layout.tokens) or take(layout, *sizes)
+    for most, expected in ((None, {4, 9}), (8, {4})):
+        builder.most = most
+        runs.clear()
+        model.resize(1)
+        model.logits([Segment(0, 0, 9, alone=True)], range(9), range(9))
+        model.logits([Segment(0, 9, 4)], range(4), range(4))
+        assert set(runs) == expected
+
+
+@COMPILER
+def test_a_last_layer_that_computes_some_tokens_only_is_left_alone(words):
+    model = prepared.prepare(build("llama-heads-of-16", words))
+    plain = model.logits([Segment(0, 0, 9, alone=True)], range(9), [8])
+    builder = Builder(model)
+    CompiledLayers(model, builder).on()
+    layers = len(model.layers)
+    runs = []
+    builder._begin = lambda layout, *sizes: runs.append(1) or Builder._begin(builder, layout, *sizes)
+    for wanted, expected in (([8], layers - 1), (range(9), layers)):
+        runs.clear()
+        model.resize(1)
+        logits = model.logits([Segment(0, 0, 9, alone=True)], range(9), wanted)
+        assert len(runs) == expected
+        assert torch.allclose(logits[-1:], plain, atol=1e-4)
+
+
 def test_auto_compiles_only_what_the_work_ahead_earns(words, cached, monkeypatch):
     monkeypatch.setattr(speedup, "inductor", interpreted)
-    model = prepared.prepare(build("llama", words))
+    model = without_kernels(prepared.prepare(build("llama", words)))
     for tokens, wish in ((None, "auto"), (100, "auto"), (10**12, "off")):
         notes = []
         speedup.compile_layers(model, 2, tokens, wish, notes)
@@ -135,16 +226,17 @@ def test_auto_compiles_only_what_the_work_ahead_earns(words, cached, monkeypatch
 def test_a_cache_folder_that_cannot_be_written_is_a_note(words, cached, monkeypatch):
     (cached / "inductor").write_text("a file")
     monkeypatch.setattr(speedup, "inductor", interpreted)
-    model, notes = prepared.prepare(build("llama", words)), []
+    model, notes = without_kernels(prepared.prepare(build("llama", words))), []
     speedup.compile_layers(model, 2, None, "on", notes)
     assert any("cannot be written" in note for note in notes)
     assert model.compiled is not None
 
 
-def test_one_token_alone_is_padded(words):
+@pytest.mark.parametrize("compiled", [captured, pytest.param(fused, marks=COMPILER)])
+def test_one_token_alone_is_computed_too(compiled, words):
     model = prepared.prepare(build("llama-heads-of-16", words))
     plain = [model.logits([Segment(0, at, 1)], [7 + at], [0]) for at in range(3)]
-    CompiledLayers(model, interpreted).on()
+    compiled(model).on()
     model.resize(1)
-    padded = [model.logits([Segment(0, at, 1)], [7 + at], [0]) for at in range(3)]
-    assert torch.allclose(torch.cat(plain), torch.cat(padded), atol=1e-4)
+    alone = [model.logits([Segment(0, at, 1)], [7 + at], [0]) for at in range(3)]
+    assert torch.allclose(torch.cat(plain), torch.cat(alone), atol=1e-4)

@@ -68,7 +68,7 @@ def _outcomes(model, words, proposer, rows):
 def test_compiled_layers_run_in_halves(words):
     model = prepared.prepare(build("llama-heads-of-16", words))
     expected = ids(_outcomes(model, words, NoDrafts(), 1))
-    CompiledLayers(model, interpreted).on()
+    CompiledLayers(model, interpreted, least=2).on()
     halves = Halves(model, 2)
     assert halves.check() <= tolerance(torch.float32)
     assert ids(_outcomes(model, words, EarlyExit(model, halves, 400, 4, None), 3)) == expected

@@ -1,4 +1,7 @@
-"""Writes docs/models.md: `python -m tests.zoo`; with `--check`, fails where it is out of date. Takes minutes."""
+"""Writes docs/models.md: `python -m tests.zoo`; with `--check`, fails where it is out of date. Takes minutes.
+
+With `--kernels`, layers are run by our own kernels, too: some minutes more.
+"""
 
 import os
 
@@ -13,12 +16,16 @@ from tests.zoo.table import ENTRIES
 
 def main() -> int:
     outcomes = {}
-    with judging(ENTRIES) as coming:
+    kernels = "--kernels" in sys.argv[1:]
+    with judging(ENTRIES, kernels) as coming:
         for name, future in coming.items():
             outcomes[name] = future.result()
             print(f"{len(outcomes)}/{len(ENTRIES)} {name}: {outcomes[name]}", file=sys.stderr)
     captured = sum(outcome.captured for outcome in outcomes.values())
     print(f"{captured} of them can be compiled, and answer the same", file=sys.stderr)
+    if kernels:
+        fused = sum(outcome.fused for outcome in outcomes.values())
+        print(f"{fused} of them by our own kernels, one call for a layer", file=sys.stderr)
     text = page(outcomes)
     if "--check" in sys.argv[1:]:
         same = PATH.read_text(encoding="utf-8") == text

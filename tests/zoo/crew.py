@@ -14,11 +14,11 @@ MOST = 4
 
 
 @contextmanager
-def judging(entries: Iterable[Entry]) -> Iterator[dict[str, Future[Outcome]]]:
+def judging(entries: Iterable[Entry], kernels: bool = False) -> Iterator[dict[str, Future[Outcome]]]:
     """Return what will have come of each entry, by name. They are judged in this order."""
     workers = min(MOST, os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start) as pool:
-        yield {entry.name: pool.submit(_judge, entry) for entry in entries}
+        yield {entry.name: pool.submit(_judge, entry, kernels) for entry in entries}
         pool.shutdown(cancel_futures=True)  # who leaves early waits for nobody
 
 
@@ -31,7 +31,7 @@ def _start() -> None:
     quiet()
 
 
-def _judge(entry: Entry) -> Outcome:
+def _judge(entry: Entry, kernels: bool) -> Outcome:
     from tests.zoo.judge import judge
 
-    return judge(entry)
+    return judge(entry, kernels)

@@ -21,7 +21,8 @@ class Outcome:
     """Who answers, why not the engine, and how that differs from stock generate(): a fault, or "".
 
     ties: records that part from stock generate() where it finds two tokens equally likely. captured: whether its layers
-    answer as graphs too. halves: whether its first layer can draft for it.
+    answer as graphs too. halves: whether its first layer can draft for it. fused: whether our own kernels were asked to
+    run its layers, and did.
     """
 
     by: Literal["engine", "stock"]
@@ -30,3 +31,4 @@ class Outcome:
     ties: int = 0
     captured: bool = False
     halves: bool = False
+    fused: bool = False

@@ -20,10 +20,11 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from ragspec.config.load import build_config
 from ragspec.engine import prepared, sharing
-from ragspec.engine.compiled import CompiledLayers
+from ragspec.engine.compiled import Compile, CompiledLayers, called_with
 from ragspec.engine.decode import Engine, EngineSettings
 from ragspec.engine.early_exit import EarlyExit
 from ragspec.engine.halves import Halves
+from ragspec.engine.native.layer import Builder
 from ragspec.engine.proposers import ByRow, NoDrafts, Proposer
 from ragspec.engine.selfcheck import differs
 from ragspec.models.generation import GenerationRules
@@ -125,8 +126,11 @@ def model_of(entry: Entry) -> Any:
     return model
 
 
-def judge(entry: Entry) -> Outcome:
-    """Return who answers, and whether the tokens are right in every order and with every draft that is tried."""
+def judge(entry: Entry, kernels: bool = False) -> Outcome:
+    """Return who answers, and whether the tokens are right in every order and with every draft that is tried.
+
+    kernels: with layers that our own kernels run, too, which takes some seconds more.
+    """
     pristine = model_of(entry)
     right = {request.index: stock_answer(pristine, request) for request in requests()}
     if len({tuple(answer.token_ids) for answer in right.values()}) < len(right):
@@ -142,7 +146,7 @@ def judge(entry: Entry) -> Outcome:
         return Outcome("stock", str(reason), fault, ties)
     except Exception as error:
         return Outcome("engine", fault=f"the self-check fails: {type(error).__name__}: {error}")
-    ties = 0
+    ties, fused = 0, False
     if not entry.generation:  # what a config forces or forbids may be all that the grammar refuses or admits
         shaped = {request.index: stock_answer(pristine, request) for request in requests(grammar=GRAMMAR)}
         proposer = ByRow(ContextDrafter(), None, None)
@@ -155,9 +159,11 @@ def judge(entry: Entry) -> Outcome:
         ties += more
         if fault:
             return Outcome("engine", fault=f"{fault} (early exit)", ties=ties)
-    for captured in (False, True):
-        if captured and not _capture(model):
+    for how in ("", "captured", "by kernels") if kernels else ("", "captured"):
+        if how == "captured" and not _runs_compiled(model, lambda graph: called_with(graph.module), least=2):
             return Outcome("engine", ties=ties, halves=halves is not None)
+        if how == "by kernels" and not _runs_compiled(model, Builder(model)):
+            break
         for rows, chunk, proposer, lengths in (
             (3, 8, ByRow(ContextDrafter(), 4, None), LENGTHS),
             (3, 32, ByRow(Fixed(_ragged(right)), 7, None), LENGTHS),
@@ -166,8 +172,10 @@ def judge(entry: Entry) -> Outcome:
             fault, more = _compare(right, engine_answers(model, rows, chunk, proposer, lengths))
             ties += more
             if fault:
-                return Outcome("engine", fault=fault + " (captured)" * captured, ties=ties)
-    return Outcome("engine", ties=ties, captured=captured, halves=halves is not None)
+                return Outcome("engine", fault=f"{fault} ({how})" if how else fault, ties=ties)
+    else:
+        fused = kernels
+    return Outcome("engine", ties=ties, captured=True, halves=halves is not None, fused=fused)
 
 
 def _halves(model: Any) -> Halves | None:
@@ -178,10 +186,12 @@ def _halves(model: Any) -> Halves | None:
         return None
 
 
-def _capture(model: Any) -> bool:
-    """Let the layers that can be captured run as the graphs that inductor would be given, where the model allows it."""
+def _runs_compiled(model: Any, compile_graph: Compile, least: int = 1) -> bool:
+    """Let the layers that can be captured run as graphs, by `compile_graph`, where the model allows it."""
+    if model.compiled is not None:
+        model.compiled.off()
     try:
-        layers = CompiledLayers(model, lambda graph: graph.module)
+        layers = CompiledLayers(model, compile_graph, least)
         layers.on()
         return not differs(model, tolerance(model.inner.dtype))
     except Exception:  # as in speedup.compile_layers: it then runs uncompiled

@@ -27,25 +27,6 @@ typedef Vector<LANES>::Whole Whole;
 
 inline Lanes load(const float* from) { return load<Lanes>(from); }
 
-inline Lanes power(Lanes x) {  // e to the x for x <= 0, to a relative error of 2e-7 (Cephes' polynomial)
-    constexpr float ROUND = 12582912.0f;  // adding it leaves no digits after the point
-    x = x < -87.0f ? Lanes{} - 87.0f : x;
-    const Lanes n = (x * 1.44269504088896341f + ROUND) - ROUND;
-    const Lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    Lanes p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    const Whole bits = (__builtin_convertvector(n, Whole) + 127) << 23;
-    Lanes scale;
-    std::memcpy(&scale, &bits, sizeof scale);
-    return p * scale;
-}
-
-inline float power(float x) { return power(Lanes{} + x)[0]; }
-
 inline float sum_of(Lanes x) {
     float sum = 0;
     for (int i = 0; i < LANES; i++) sum += x[i];
@@ -241,60 +222,69 @@ struct Entry {
     int64_t token, seen, part;
 };
 
+// Pieces of work, and what is merged of them. parts: first and last part of each token; none for those that attend
+// elsewhere. scratch: for each part and head D + 2 numbers.
+struct Work {
+    const Piece* pieces;
+    int64_t piece_count;
+    const Entry* entries;
+    const int64_t* parts;
+    int64_t tokens;
+    float* scratch;
+};
+
+// Attention of `groups` heads for each of the cache's. out: (tokens, heads, D). All threads of a team call this, and wait
+// for each other.
 template <int D>
 void attend_all(const float* query, int64_t token_stride, int64_t head_stride, const Cache& cache, int64_t groups,
-                float scale, const Piece* pieces, int64_t piece_count, const Entry* entries, const int64_t* parts,
-                int64_t tokens, float* scratch, float* out, int threads) {
+                float scale, const Work& work, float* out) {
     const int64_t heads = cache.kv_heads * groups;
-#pragma omp parallel num_threads(threads)
-    {
 #pragma omp for schedule(dynamic)
-        for (int64_t job = 0; job < piece_count * cache.kv_heads; job++) {
-            const Piece& piece = pieces[job / cache.kv_heads];
-            const int64_t kv = job % cache.kv_heads, base = (kv * cache.rows + piece.row) * cache.slots * D;
-            const int count = int(piece.last - piece.first);
-            const float *keys = cache.keys + base, *values = cache.values + base;
-            const bool wide = (piece.end - piece.begin) * groups >= MANY || piece.last - piece.first > LONGEST;
-            const int most = wide ? COLUMNS : QUERIES;
-            const float* from[COLUMNS];
-            int64_t seen[COLUMNS];
-            float* to[COLUMNS];
-            int n = 0;
-            for (int64_t i = piece.begin * groups; i < piece.end * groups; i++) {
-                const Entry& entry = entries[i / groups];
-                const int64_t head = kv * groups + i % groups;
-                from[n] = query + entry.token * token_stride + head * head_stride;
-                seen[n] = entry.seen;
-                to[n] = scratch + (entry.part * heads + head) * (D + 2);
-                if (++n < most && i + 1 < piece.end * groups) continue;
-                if (wide)
-                    attend_many<D>(from, seen, n, keys, values, piece.first, count, scale, to);
-                else if (n == 4)
-                    attend<D, 4>(from, seen, keys, values, piece.first, count, scale, to);
-                else if (n == 3)
-                    attend<D, 3>(from, seen, keys, values, piece.first, count, scale, to);
-                else if (n == 2)
-                    attend<D, 2>(from, seen, keys, values, piece.first, count, scale, to);
-                else
-                    attend<D, 1>(from, seen, keys, values, piece.first, count, scale, to);
-                n = 0;
-            }
+    for (int64_t job = 0; job < work.piece_count * cache.kv_heads; job++) {
+        const Piece& piece = work.pieces[job / cache.kv_heads];
+        const int64_t kv = job % cache.kv_heads, base = (kv * cache.rows + piece.row) * cache.slots * D;
+        const int count = int(piece.last - piece.first);
+        const float *keys = cache.keys + base, *values = cache.values + base;
+        const bool wide = (piece.end - piece.begin) * groups >= MANY || piece.last - piece.first > LONGEST;
+        const int most = wide ? COLUMNS : QUERIES;
+        const float* from[COLUMNS];
+        int64_t seen[COLUMNS];
+        float* to[COLUMNS];
+        int n = 0;
+        for (int64_t i = piece.begin * groups; i < piece.end * groups; i++) {
+            const Entry& entry = work.entries[i / groups];
+            const int64_t head = kv * groups + i % groups;
+            from[n] = query + entry.token * token_stride + head * head_stride;
+            seen[n] = entry.seen;
+            to[n] = work.scratch + (entry.part * heads + head) * (D + 2);
+            if (++n < most && i + 1 < piece.end * groups) continue;
+            if (wide)
+                attend_many<D>(from, seen, n, keys, values, piece.first, count, scale, to);
+            else if (n == 4)
+                attend<D, 4>(from, seen, keys, values, piece.first, count, scale, to);
+            else if (n == 3)
+                attend<D, 3>(from, seen, keys, values, piece.first, count, scale, to);
+            else if (n == 2)
+                attend<D, 2>(from, seen, keys, values, piece.first, count, scale, to);
+            else
+                attend<D, 1>(from, seen, keys, values, piece.first, count, scale, to);
+            n = 0;
         }
+    }
 #pragma omp for schedule(static)
-        for (int64_t job = 0; job < tokens * heads; job++) {
-            const int64_t token = job / heads, head = job % heads;
-            if (parts[2 * token] == parts[2 * token + 1]) continue;  // computed elsewhere
-            float most = -std::numeric_limits<float>::infinity(), sum = 0, result[D] = {};
-            for (int64_t p = parts[2 * token]; p < parts[2 * token + 1]; p++)
-                most = std::max(most, scratch[(p * heads + head) * (D + 2)]);
-            for (int64_t p = parts[2 * token]; p < parts[2 * token + 1]; p++) {
-                const float* part = scratch + (p * heads + head) * (D + 2);
-                const float share = part[1] > 0 ? power(part[0] - most) : 0.0f;
-                sum += part[1] * share;
-                for (int d = 0; d < D; d++) result[d] += part[2 + d] * share;
-            }
-            for (int d = 0; d < D; d++) out[(token * heads + head) * D + d] = result[d] / sum;
+    for (int64_t job = 0; job < work.tokens * heads; job++) {
+        const int64_t token = job / heads, head = job % heads;
+        const int64_t first = work.parts[2 * token], last = work.parts[2 * token + 1];
+        if (first == last) continue;  // computed elsewhere
+        float most = -std::numeric_limits<float>::infinity(), sum = 0, result[D] = {};
+        for (int64_t p = first; p < last; p++) most = std::max(most, work.scratch[(p * heads + head) * (D + 2)]);
+        for (int64_t p = first; p < last; p++) {
+            const float* part = work.scratch + (p * heads + head) * (D + 2);
+            const float share = part[1] > 0 ? power(part[0] - most) : 0.0f;
+            sum += part[1] * share;
+            for (int d = 0; d < D; d++) result[d] += part[2 + d] * share;
         }
+        for (int d = 0; d < D; d++) out[(token * heads + head) * D + d] = result[d] / sum;
     }
 }
 

@@ -23,8 +23,8 @@ void ragspec_pack(const float* w, int64_t n, int64_t k, float* out) {
 // y: (tokens, n) = x: (tokens, k) by the packed weight, plus a bias of n or none.
 void ragspec_linear(const float* x, int64_t tokens, int64_t k, const float* w, int64_t n, const float* bias, float* y,
                     int threads) {
-    if (tokens == 0) return;
-    (tokens <= CHUNK ? few : many)(Layer{w, bias, k, n}, x, tokens, y, threads);
+#pragma omp parallel num_threads(threads)
+    multiply_layer(Layer{w, bias, k, n}, x, tokens, y);
 }
 
 // Write the keys and values of `tokens` tokens, (kv_heads, tokens, D) with strides, to their places row x slots + slot.
@@ -45,8 +45,9 @@ void ragspec_attend(const float* query, int64_t token_stride, int64_t head_strid
                     int64_t piece_count, const int64_t* entries, const int64_t* parts, int64_t tokens, float* scratch,
                     float* out, int threads) {
     const Cache cache{keys, values, kv_heads, rows, slots};
-    attend_all<RAGSPEC_HEAD>(query, token_stride, head_stride, cache, groups, scale,
-                             reinterpret_cast<const Piece*>(pieces), piece_count,
-                             reinterpret_cast<const Entry*>(entries), parts, tokens, scratch, out, threads);
+    const Work work{reinterpret_cast<const Piece*>(pieces), piece_count, reinterpret_cast<const Entry*>(entries),
+                    parts, tokens, scratch};
+#pragma omp parallel num_threads(threads)
+    attend_all<RAGSPEC_HEAD>(query, token_stride, head_stride, cache, groups, scale, work, out);
 }
 }

@@ -53,9 +53,9 @@ class Unbuilt(Exception):
 class Kernels:
     """The functions of a built library. head: the size of a head that attention is built for."""
 
-    def __init__(self, path: Path, head: int) -> None:
+    def __init__(self, library: ctypes.CDLL, head: int) -> None:
         self.head = head
-        self._library = ctypes.CDLL(str(path))
+        self._library = library
         for name, arguments in SIGNATURES.items():
             function = getattr(self._library, name)
             function.argtypes, function.restype = arguments, None
@@ -129,22 +129,30 @@ class Kernels:
 def build(head: int) -> Kernels:
     """Return the kernels for heads of size `head`, built unless they are in the cache. Raises Unbuilt."""
     head = head if head % 8 == 0 and 0 < head <= WIDEST_HEAD else 8  # linear layers do not care
-    compiler = find_compiler()
-    flags = [*FLAGS, f"-DRAGSPEC_HEAD={head}"]
-    source = b"".join(path.read_bytes() for path in [SOURCE, *INCLUDED])
-    what = "\0".join([*flags, compiler[1], platform.machine(), cpu_features()]).encode()
-    name = f"{blake2b(source + what, digest_size=12).hexdigest()}.so"
+    return Kernels(library_of(SOURCE.read_text(encoding="utf-8"), head), head)
+
+
+def library_of(source: str, head: int) -> ctypes.CDLL:
+    """Return C++ that includes this folder's headers as a loaded library, built unless it is in the cache.
+
+    head: the size of a head that attention is built for. Raises Unbuilt.
+    """
+    compiler, version = find_compiler()
+    flags = [*FLAGS, f"-I{SOURCE.parent}", f"-DRAGSPEC_HEAD={head}"]
+    included = "".join(path.read_text(encoding="utf-8") for path in INCLUDED)
+    what = "\0".join([source, included, *FLAGS, str(head), version, platform.machine(), cpu_features()])
+    name = f"{blake2b(what.encode(), digest_size=12).hexdigest()}.so"
     try:
         folder = cache_dir() / "native"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not (folder / name).exists():
             with tempfile.TemporaryDirectory(dir=folder) as draft:
-                os.replace(_compile(compiler[0], flags, Path(draft) / name), folder / name)
-        return Kernels(folder / name, head)
+                os.replace(_compile(compiler, flags, source, Path(draft)), folder / name)
+        return ctypes.CDLL(str(folder / name))
     except (OSError, RuntimeError):  # no folder to write to, or nothing there may be loaded as code: not kept then
         try:
             with tempfile.TemporaryDirectory() as draft:
-                return Kernels(_compile(compiler[0], flags, Path(draft) / name), head)
+                return ctypes.CDLL(str(_compile(compiler, flags, source, Path(draft))))
         except OSError as error:
             raise Unbuilt(f"the built library cannot be loaded ({flat(error, 120)})") from error
 
@@ -162,8 +170,10 @@ def find_compiler() -> tuple[str, str]:
     raise Unbuilt("there is no C++ compiler (g++)")
 
 
-def _compile(compiler: str, flags: list[str], path: Path) -> Path:
-    done = _run([compiler, *flags, str(SOURCE), "-o", str(path)])
+def _compile(compiler: str, flags: list[str], source: str, folder: Path) -> Path:
+    path = folder / "library.so"
+    (folder / "source.cpp").write_text(source, encoding="utf-8")
+    done = _run([compiler, *flags, str(folder / "source.cpp"), "-o", str(path)])
     if done.returncode:
         raise Unbuilt(f"{Path(compiler).name} failed: {' '.join(done.stderr.split())[:200]}")
     return path

@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include <omp.h>
+
 #include "vectors.h"
 
 namespace {
@@ -43,10 +45,10 @@ struct Layer {
 };
 
 // At most CHUNK tokens: bound by reading the weight. What comes next of it is fetched while the tokens pass.
-inline void few(const Layer& layer, const float* x, int64_t tokens, float* y, int threads) {
+inline void few(const Layer& layer, const float* x, int64_t tokens, float* y) {
     const int64_t k = layer.k, n = layer.n, depth = layer.depth();
     const int64_t parts = (tokens + TOKENS - 1) / TOKENS, size = (tokens + parts - 1) / parts;
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t p = 0; p < layer.panels(); p++) {
         const int columns = layer.columns(p);
         float* const out = y + p * COLUMNS;
@@ -74,13 +76,14 @@ inline void few(const Layer& layer, const float* x, int64_t tokens, float* y, in
 }
 
 // Many tokens: bound by arithmetic.
-inline void many(const Layer& layer, const float* x, int64_t tokens, float* y, int threads) {
+inline void many(const Layer& layer, const float* x, int64_t tokens, float* y) {
+    const int threads = omp_get_num_threads();
     const int64_t k = layer.k, n = layer.n, depth = layer.depth(), panels = layer.panels();
     const int64_t least = (tokens + CHUNK - 1) / CHUNK;
     const int64_t size = ((tokens + least - 1) / least + TOKENS - 1) / TOKENS * TOKENS;
     const int64_t chunks = (tokens + size - 1) / size;
     const int64_t groups = chunks % threads ? std::min<int64_t>(threads, panels) : 1;  // of panels
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
+#pragma omp for schedule(dynamic) nowait
     for (int64_t job = 0; job < chunks * groups; job++) {
         const int64_t begins = job / groups * size, ends = std::min(tokens, begins + size), group = job % groups;
         const int64_t first = panels * group / groups, last = panels * (group + 1) / groups;
@@ -96,6 +99,14 @@ inline void many(const Layer& layer, const float* x, int64_t tokens, float* y, i
             }
         }
     }
+}
+
+// y: (tokens, n) = x: (tokens, k) by the layer. All threads of a team call this; they do not wait for each other.
+inline void multiply_layer(const Layer& layer, const float* x, int64_t tokens, float* y) {
+    if (tokens > CHUNK)
+        many(layer, x, tokens, y);
+    else if (tokens > 0)
+        few(layer, x, tokens, y);
 }
 
 }  // namespace

@@ -48,6 +48,33 @@ inline void store(float* to, T lanes) {
     std::memcpy(to, &lanes, sizeof lanes);
 }
 
+// e to the x, to a relative error of 2e-7 (Cephes' polynomial), and hardly more than nothing for x < -87.
+template <typename T>
+inline T power(T x) {
+    typedef decltype(x < x) Whole;
+    constexpr float ROUND = 12582912.0f;  // adding it leaves no digits after the point
+    x = x < -87.0f ? T{} - 87.0f : x;
+    x = x > 88.0f ? T{} + 88.0f : x;
+    const T n = (x * 1.44269504088896341f + ROUND) - ROUND;
+    const T r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    T p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const Whole bits = (__builtin_convertvector(n, Whole) + 127) << 23;
+    T scale;
+    std::memcpy(&scale, &bits, sizeof scale);
+    return p * scale;
+}
+
+template <>
+inline float power(float x) {
+    typedef typename Vector<WIDTH>::Floats Lanes;
+    return power(Lanes{} + x)[0];
+}
+
 // Numbers in rows: rows are `row` from each other, the numbers of one are `step` from each other.
 struct Rows {
     const float* at;

@@ -1,0 +1,187 @@
+"""Captured layers, run by our own kernels in one call each: what source.py wrote, built and bound to a layer's tensors.
+
+    >>> bind = Builder(model)(graph)
+    >>> run = bind(parts, own, number=0)  # number: which layer of the cache it writes
+    >>> run([hidden, cos, sin], None)  # what the layer returns; None where this forward is not for kernels
+
+Limit: attention under the plain causal mask; of other forwards run() lets the layer itself compute.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, Structure, byref, c_double, c_float, c_int64, c_void_p
+from typing import TYPE_CHECKING
+
+import torch
+
+from ragspec.engine.cache import RaggedCache
+from ragspec.engine.capture import Graph, NotCaptured, own_tensors
+from ragspec.engine.layout import Layout
+from ragspec.engine.linear import SHARE, PackedLinear
+from ragspec.engine.masks import Rule
+from ragspec.engine.native.kernels import library_of
+from ragspec.engine.native.program import Program
+from ragspec.engine.native.reader import program_of
+from ragspec.engine.native.source import source_of
+from ragspec.engine.operators import Parts
+from ragspec.host.machine import free_bytes
+
+if TYPE_CHECKING:
+    from ragspec.engine.forward import Model
+
+Tensors = Sequence[torch.Tensor]
+Run = Callable[[Tensors, Rule | None], list[torch.Tensor] | None]
+Bind = Callable[[Parts, Tensors, int | None], Run]
+
+
+class Call(Structure):
+    """Call in layer.h."""
+
+    _fields_ = [
+        ("tokens", c_int64),
+        ("threads", c_int64),
+        ("given", c_void_p),
+        ("result", c_void_p),
+        ("scratch", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("rows", c_int64),
+        ("slots", c_int64),
+        ("places", c_void_p),
+        ("attending", c_int64),
+        ("pieces", c_void_p),
+        ("entries", c_void_p),
+        ("parts", c_void_p),
+        ("piece_count", c_int64),
+        ("merging", c_void_p),
+        ("scale", c_float),
+        ("seconds", POINTER(c_double)),
+    ]
+
+
+class LinearLayer(Structure):
+    """Layer in linear.h."""
+
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("k", c_int64), ("n", c_int64)]
+
+
+class Builder:
+    """Builds layers of one model. most: tokens of the largest forward that they compute; None: of any."""
+
+    def __init__(self, model: Model) -> None:
+        self.most: int | None = None
+        self._model = model
+        self._call = Call()
+        self._copied = 0  # bytes of weights
+        self._layout: Layout | None = None  # of the forward that `_call` is filled for
+        self._scratch = self._merging = torch.empty(0)
+
+    def __call__(self, graph: Graph) -> Bind:
+        """Return what binds the layers of a graph's kind. Raises NotCaptured, and Unbuilt."""
+        kernels = self._model.kernels
+        if kernels is None:
+            raise NotCaptured("has no kernels here")
+        program = program_of(graph, len(own_tensors(graph.layer)))
+        if program.attention.size != kernels.head:
+            raise NotCaptured("has heads that kernels do not attend with")
+        source, scratch = source_of(program)
+        function = library_of(source, kernels.head).ragspec_layer
+        function.argtypes, function.restype = [c_void_p, c_void_p, c_void_p], None
+        return lambda *layer: self._bound(function, program, scratch, *layer)
+
+    def _bound(
+        self,
+        function: Callable[..., None],
+        program: Program,
+        scratch: int,
+        parts: Parts,
+        own: Tensors,
+        number: int | None,
+    ) -> Run:
+        if number is None:
+            raise NotCaptured("has layers that share keys and values")
+        attention, (scores,) = program.attention, parts.attends
+        if scores.cap is not None:
+            raise NotCaptured("caps its scores")
+        scale = attention.size**-0.5 if scores.scaling is None else scores.scaling
+        linears = (LinearLayer * len(parts.linears))()
+        kept = list(own)  # what the pointers point at
+        for entry, layer in zip(linears, parts.linears, strict=True):
+            assert isinstance(layer, PackedLinear)  # it is in the graph as one operator
+            weight, bias = self._packed(layer), layer.bias
+            entry.weight, entry.k, entry.n = weight.data_ptr(), layer.in_features, layer.out_features
+            entry.bias = None if bias is None else bias.data_ptr()
+            kept += [weight] if bias is None else [weight, bias]
+        pointers = (c_void_p * len(own))(*(tensor.data_ptr() for tensor in own))
+        call, sizes = self._call, [(array.size, array.shared, array.used) for array in program.given]
+        results = [
+            [None if at == view.token else size for at, size in enumerate(view.dims)] for view in program.results
+        ]
+
+        def run(given: Tensors, rule: Rule | None) -> list[torch.Tensor] | None:
+            cache = RaggedCache.running.get(None)
+            layout = None if cache is None else cache.layout
+            if cache is None or layout is None or cache.next != number or not self._takes(layout, rule):
+                return None
+            tokens = layout.tokens + layout.padding
+            pointed = (c_void_p * len(given))()
+            for at, (tensor, (size, shared, used)) in enumerate(zip(given, sizes, strict=True)):
+                if not used:
+                    continue
+                if tensor.numel() != size * (1 if shared else tokens) or not tensor.is_contiguous():
+                    return None
+                pointed[at] = tensor.data_ptr()
+            layer = cache.layer_of(attention.kv_heads, attention.size, given[0])
+            made = []
+            for shape in results:
+                made.append(given[0].new_empty([tokens if size is None else size for size in shape]))
+            into = (c_void_p * len(made))(*(tensor.data_ptr() for tensor in made))
+            self._begin(layout, scratch, attention.heads * (attention.size + 2))
+            seconds = (c_double * (2 * len(program.stages) + 1))() if layout.watch else None
+            call.given, call.result = ctypes.addressof(pointed), ctypes.addressof(into)
+            call.keys, call.values = layer.keys.data_ptr(), layer.values.data_ptr()
+            call.rows, call.slots, call.scale = cache.rows, cache.slots, scale
+            call.seconds = seconds
+            function(byref(call), linears, pointers)
+            if layout.watch and seconds:
+                layout.watch.layer(layout, program.shape, list(seconds)[2::2])
+            return made
+
+        run.__dict__["kept"] = kept
+        return run
+
+    def _packed(self, layer: PackedLinear) -> torch.Tensor:
+        """Return a weight as our kernels read it; where it has not that form, as one more copy if there is room."""
+        if layer.native is not None:
+            return layer.native
+        self._copied += layer.in_features * layer.out_features * 4
+        if self._copied > SHARE * free_bytes():
+            raise NotCaptured("has linear layers in another form, and memory is too short for one more")
+        assert self._model.kernels is not None
+        return self._model.kernels.pack(layer.weight)
+
+    def _takes(self, layout: Layout, rule: Rule | None) -> bool:
+        """Return whether a layer of this forward is for kernels."""
+        if layout.kernels is None or (self.most is not None and layout.tokens > self.most):
+            return False
+        return layout.causal(rule)
+
+    def _begin(self, layout: Layout, scratch: int, merging: int) -> None:
+        """Fill in what is the same for all layers of a forward. scratch, merging: numbers per token, and per part."""
+        call, work = self._call, layout.pieces
+        tokens = layout.tokens + layout.padding
+        if self._scratch.numel() < scratch * tokens:
+            self._scratch = torch.empty(scratch * tokens)
+            call.scratch = self._scratch.data_ptr()
+        if self._merging.numel() < merging * work.count:
+            self._merging = torch.empty(merging * work.count)
+            call.merging = self._merging.data_ptr()
+        if layout is self._layout:
+            return
+        self._layout = layout
+        call.tokens, call.threads, call.attending = tokens, torch.get_num_threads(), layout.tokens
+        call.places, call.parts = layout.writes.data_ptr(), work.parts.data_ptr()
+        call.pieces, call.entries = work.pieces.data_ptr(), work.entries.data_ptr()
+        call.piece_count = len(work.pieces)

@@ -1,0 +1,176 @@
+"""A captured layer (capture.py) as a program for our own kernels.
+
+Linear layers and attention need all tokens at once. Whatever is between two of them is done for one token after the
+other, number by number, so that a layer is a few stages and one call:
+
+    stage 0: norm | q, k, v | stage 1: rotary embedding | attention | ... | stage 5: residual
+
+reader.py makes it of a graph, source.py makes C++ of it. Limit: float32, and one token axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+OWN, GIVEN, LOCAL, STORED, RESULT = "own", "given", "local", "stored", "result"
+
+
+@dataclass(eq=False, slots=True)
+class Array:
+    """Numbers of one token, or, where `shared`, the same for all. kind: whose they are; number: which of those.
+
+    level: the stage in which they become known. A local one becomes stored if a later stage needs it. last: the stage
+    that reads them last; used: whether any does.
+    """
+
+    kind: str
+    number: int
+    size: int
+    level: int = 0
+    shared: bool = False
+    last: int = 0
+    used: bool = False
+
+    def needed(self, level: int, stored: bool = False) -> None:
+        """Take note that stage `level` reads them. stored: as something that all tokens have in one place."""
+        self.last, self.used = max(self.last, level), True
+        if self.kind == LOCAL and not self.shared and (stored or level > self.level):
+            self.kind = STORED
+
+    def whole(self, dims: Sequence[int], token: int | None, offset: int = 0) -> View:
+        """Return a view of numbers one behind the other, from the one at `offset` on."""
+        strides = [prod(dims[axis + 1 :]) for axis in range(len(dims))]
+        return View(self, offset, tuple(dims), tuple(strides), token)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Some of an array's numbers, as a tensor whose token axis, `token`, has size 1. token: None where it has none."""
+
+    array: Array
+    offset: int
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    token: int | None
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether they are one behind the other, in order."""
+        axes = [(size, stride) for size, stride in zip(self.dims, self.strides, strict=True) if size > 1]
+        return all(stride == prod(size for size, _ in axes[i + 1 :]) for i, (_, stride) in enumerate(axes))
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return prod(self.dims)
+
+    def sliced(self, axis: int, first: int, last: int, step: int = 1) -> View:
+        """Return those from `first` up to `last` along an axis."""
+        dims, strides = list(self.dims), list(self.strides)
+        dims[axis] = max(0, -(-(last - first) // step))
+        offset = self.offset + first * strides[axis]
+        strides[axis] *= step
+        return View(self.array, offset, tuple(dims), tuple(strides), self.token)
+
+    def unsqueezed(self, axis: int) -> View:
+        """Return the same with one more axis."""
+        token = self.token if self.token is None or self.token < axis else self.token + 1
+        dims = (*self.dims[:axis], 1, *self.dims[axis:])
+        return View(self.array, self.offset, dims, (*self.strides[:axis], 0, *self.strides[axis:]), token)
+
+    def without(self, axis: int) -> View:
+        """Return the same without an axis of size 1."""
+        token = self.token if self.token is None or self.token < axis else self.token - 1
+        dims, strides = (each[:axis] + each[axis + 1 :] for each in (self.dims, self.strides))
+        return View(self.array, self.offset, dims, strides, token)
+
+
+Operand = View | float
+
+
+@dataclass(frozen=True, slots=True)
+class Map:
+    """Each number of `to` becomes what `expression` says of a, b, ...: numbers of the operands, broadcast."""
+
+    to: View
+    expression: str
+    operands: tuple[Operand, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Each number of `to` becomes the sum of a row of `of`, times `scale`."""
+
+    to: View
+    of: View
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """Rows of `of`, normed. weight, bias: of as many numbers, or None."""
+
+    to: View
+    of: View
+    weight: View | None
+    bias: View | None
+    epsilon: float
+
+
+Statement = Map | Sum | LayerNorm
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """The layer's linear layer of that number, for all tokens."""
+
+    number: int
+    of: Array
+    to: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """query: (heads, size) of each token; key, value: (kv_heads, size)."""
+
+    query: View
+    key: View
+    value: View
+    to: Array
+    heads: int
+    kv_heads: int
+    size: int
+
+
+@dataclass(slots=True)
+class Stage:
+    """What is done token by token, and then for all tokens at once."""
+
+    statements: list[Statement] = field(default_factory=list)
+    linears: list[Linear] = field(default_factory=list)
+    attention: Attention | None = None
+
+
+@dataclass(slots=True)
+class Program:
+    """What a layer does. once: what depends on no token. results: what it returns, a view of all tokens each."""
+
+    stages: list[Stage]
+    once: list[Statement]
+    given: list[Array]
+    stored: list[Array]
+    results: list[View]
+
+    @property
+    def shape(self) -> list[Sequence[tuple[int, int]] | Attention]:
+        """What each stage ends with: linear layers, each (inputs, outputs), or attention."""
+        return [
+            stage.attention or [(linear.of.size, linear.to.size) for linear in stage.linears] for stage in self.stages
+        ]
+
+    @property
+    def attention(self) -> Attention:
+        """The layer's attention: it has one."""
+        return next(stage.attention for stage in self.stages if stage.attention is not None)
