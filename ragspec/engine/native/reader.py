@@ -126,6 +126,8 @@ class _Reader:
 
     def _call(self, node: Any) -> Any:
         name = str(node.target)
+        if isinstance(node.meta["val"], torch.SymInt):
+            return None  # sizes: each node says its own
         if node.target is getitem:
             return self._known[node.args[0]][node.args[1]]
         if name not in OPERATORS:
@@ -153,6 +155,11 @@ class _Reader:
         if alpha == 1:
             return self.map(node, f"a {sign} b", *node.args[:2])
         return self.map(node, f"a {sign} c * b", *node.args[:2], alpha)
+
+    def minus_from(self, node: Any) -> View:
+        if len(node.args) > 2:
+            raise NotCaptured("subtracts multiples, which kernels do not")
+        return self.map(node, "b - a", *node.args[:2])
 
     def sum(self, node: Any, mean: bool) -> View:
         of = self._view(node.args[0])
@@ -334,6 +341,8 @@ OPERATORS: dict[str, Callable[[_Reader, Any], Any]] = {
     "aten.minimum.default": _mapped("smaller(a, b)", 2),
     "aten.neg.default": _mapped("-a"),
     "aten.abs.default": _mapped("absolute(a)"),
+    "aten.reciprocal.default": _mapped("1.0f / a"),
+    "aten.rsub.Scalar": _Reader.minus_from,
     "aten.rsqrt.default": _mapped("1.0f / root(a)"),
     "aten.sqrt.default": _mapped("root(a)"),
     "aten.exp.default": _mapped("power(a)"),
@@ -363,5 +372,4 @@ OPERATORS: dict[str, Callable[[_Reader, Any], Any]] = {
     "aten.clone.default": _Reader.same,
     "aten.alias.default": _Reader.same,
     "aten.detach.default": _Reader.same,
-    "aten.sym_size.int": lambda reader, node: None,
 }
