@@ -33,8 +33,7 @@ from ragspec.models.translation import Translation
 from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer
 from ragspec.speculation.cost import StepCost
 from ragspec.speculation.drafters.calibration import judged
-from ragspec.speculation.guard import Guard
-from ragspec.speculation.methods import HF, PLAIN, DrafterSettings, drafters_on
+from ragspec.speculation.methods import AUTO, HF, PLAIN, DrafterSettings, drafters_on
 from ragspec.speculation.plugins import failures
 from ragspec.speculation.trial import Trial
 from ragspec.structured.grammars import Grammars
@@ -135,12 +134,15 @@ class EngineBackend:
         """Forget what was learnt."""
         self._drafters = drafters_on(HF, self._method, self._drafting)
         self._candidates = [self._method]
-        if self._method == "auto":
-            self._candidates = [PLAIN, *self._drafters] + [JOINED] * (self._draft is not None)
-        self._trial = Trial(self._candidates)
+        if self._method == AUTO:
+            self._candidates = [*self._drafters] + [JOINED] * (self._draft is not None)
+        self._trial = Trial(self._candidates) if self._judged else None
         self._cost = self._probed.anew() if self._probed else None
-        guarded = self._method not in (PLAIN, "auto") and self._num_tokens is None
-        self._guard = Guard() if guarded else None
+
+    @property
+    def _judged(self) -> bool:
+        """Whether drafts are made only where they pay, or by whom they pay most."""
+        return self._method == AUTO or (self._method != PLAIN and self._num_tokens is None)
 
     def warm_up(self, tokens: int | None = None) -> None:
         """Run what the first record would pay for; measure what steps cost, where that decides the drafts' length.
@@ -148,7 +150,7 @@ class EngineBackend:
         tokens: that will be written, as far as can be told; None if that is not known.
         """
         compile_layers(self._model, self._rows or most_rows(self._model.device), tokens, self._compile, self.notes)
-        if self._method == PLAIN or self._num_tokens is not None:
+        if not self._judged:
             ids = [1, 2, 3, 4]
             for _ in self._engine(1, Room()).run([Request(0, "warm-up", ids, Sampling(max_new_tokens=4))]):
                 pass
@@ -182,10 +184,10 @@ class EngineBackend:
         self._proposers: dict[str, Proposer] = {}
         for name in self._candidates:
             self._proposers[name] = self._proposer(name, rows)
-        several = len(self._proposers) > 1
+        several = self._trial is not None and len(self._proposers) > 1
         return Engine(
             self._model,
-            Auto(self._proposers, self._trial) if several else self._proposers[self._method],
+            Auto(self._proposers, self._trial) if several and self._trial else next(iter(self._proposers.values())),
             self._tokenizer,
             self._eos,
             EngineSettings(
@@ -194,7 +196,7 @@ class EngineBackend:
                 lookahead=self._lookahead,
                 processors=self._processors if self._rules else None,
                 refusal=self._refusal if self._rules else None,
-                guard=self._guard,
+                trial=self._trial,
                 grammars=self._grammars,
             ),
             clock=self.clock,
@@ -230,11 +232,11 @@ class EngineBackend:
     def _finish(self, engine: Engine, steps_before: int, drafted_before: int) -> None:
         clock = self.clock
         steps, drafted = clock.steps - steps_before, clock.drafted_steps - drafted_before
-        if self._method == "auto":
+        if self._method == AUTO and self._trial is not None:
             self.notes.add(self._trial.note())
         for note in [*engine.notes, *failures(self._drafters.values())]:
             self.notes.add(note)
-        if self._num_tokens is None and self._method not in (PLAIN, "auto") and steps:
+        if self._num_tokens is None and self._method not in (PLAIN, AUTO) and steps:
             off = 1 - drafted / steps
             if off >= 0.5:
                 self.notes.add(
@@ -275,11 +277,10 @@ class EngineBackend:
         if self._cost is not None:
             parameters, size = self._weights
             about["step_cost"] = {"points": self._cost.points, "parameters": parameters, "weight_bytes": size}
-        if self._method == "auto":
-            about |= self._trial.about()
-        if self._guard is not None:
-            about["guard"] = self._guard.about()
-        best = (self._trial.chosen or "context") if self._method == "auto" else self._method
+        if self._trial is not None:
+            found = self._trial.about()
+            about |= found if self._method == AUTO else {"guard": found["guard"]}
+        best = self._trial.chosen if self._trial is not None else self._method
         return about | judged(self._drafters.get(best))
 
 

@@ -31,7 +31,7 @@ from ragspec.models.generation import Processors
 from ragspec.models.stopping import ends_with_stop, trim
 from ragspec.records import Failure, Generation, Request, Tokenizer
 from ragspec.speculation.cost import StepCost
-from ragspec.speculation.guard import Guard
+from ragspec.speculation.trial import Trial
 from ragspec.structured.grammars import Grammars, begin
 
 CHUNK = 512  # tokens of a step while prompts are computed; more is no faster on a CPU, and delays the other rows
@@ -44,7 +44,7 @@ class EngineSettings:
 
     room: memory for keys and values. cost: learns from every step, where drafts are as long as pays. chunk, lookahead:
     as above. processors: those of a request's logits; None where nothing changes them. refusal: why a request cannot be
-    answered, "" where it can. guard: judges the drafts. grammars: makes those of the tokenizer.
+    answered, "" where it can. trial: judges the drafts. grammars: makes those of the tokenizer.
     """
 
     room: Room = field(default_factory=Room)
@@ -53,7 +53,7 @@ class EngineSettings:
     lookahead: int = LOOKAHEAD
     processors: Callable[[Request], Processors | None] | None = None
     refusal: Callable[[Request], str] | None = None
-    guard: Guard | None = None
+    trial: Trial | None = None
     grammars: Callable[[], Grammars] | None = None
 
 
@@ -81,7 +81,8 @@ class Engine:
         self._settings = settings or EngineSettings()
         self._sharing = Sharing(model.frequencies.agree)
         self._constraint = Constraint(self.clock)
-        self._drafting = Drafting(proposer, model.frequencies.restart, self.notes, self._settings.guard)
+        restart, cost, trial = model.frequencies.restart, self._settings.cost, self._settings.trial
+        self._drafting = Drafting(proposer, restart, self.notes, cost, trial)
 
     def run(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield one outcome per request, as they finish. Only a forward is tried again: any other error is raised."""

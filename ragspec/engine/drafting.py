@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ragspec.engine.notes import Notes
-from ragspec.engine.proposers import LONGEST, Proposer
+from ragspec.engine.proposers import LONGEST, Proposer, longest
 from ragspec.engine.retreat import FORWARD, told
 from ragspec.engine.room import PATIENCE
 from ragspec.engine.row import Row
+from ragspec.speculation.cost import Cost
 from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.forced import admitted
-from ragspec.speculation.guard import Guard
+from ragspec.speculation.trial import Trial
 
 MOST_DOUBLINGS = 6  # of the pause after a failure
 
@@ -19,11 +20,20 @@ MOST_DOUBLINGS = 6  # of the pause after a failure
 class Drafting:
     """One run's drafts. restart: the length at which a row is computed anew (Frequencies.restart), None for never.
 
-    guard: judges whether they pay; None where they are asked for whatever they cost.
+    trial: judges whether they pay, by the cost of plain steps; None where they are asked for whatever they cost.
     """
 
-    def __init__(self, proposer: Proposer, restart: int | None, notes: Notes, guard: Guard | None = None) -> None:
-        self._guard = guard
+    def __init__(
+        self,
+        proposer: Proposer,
+        restart: int | None,
+        notes: Notes,
+        cost: Cost | None = None,
+        trial: Trial | None = None,
+    ) -> None:
+        self._cost = cost
+        self._trial = trial
+        self._expected_s = 1.0  # of this step without drafts
         self._proposer = proposer
         self._restart = restart
         self._notes = notes
@@ -34,10 +44,12 @@ class Drafting:
     def drafts(self, rows: Sequence[Row], besides: int) -> list[Draft]:
         """Return a draft per row. besides: tokens of the step that are not these rows'."""
         self._worked = False
+        if rows and self._cost is not None:
+            self._expected_s = self._cost(len(rows), len(rows), longest(rows))
         if not rows or self._pause:
             self._pause = max(0, self._pause - 1)
             return [Draft()] * len(rows)
-        if self._guard is not None and not self._guard.allows(len(rows), mixed=besides > 0):
+        if self._trial is not None and not self._trial.allows(len(rows), self._expected_s, mixed=besides > 0):
             return [Draft()] * len(rows)
         try:
             drafts = self._proposer.propose(rows, besides)
@@ -60,7 +72,6 @@ class Drafting:
 
     def observe(self, rows: int, drafted: int, tokens: int, seconds: float) -> None:
         """A step of decoding alone verified `drafted` tokens on `rows` rows and wrote `tokens` in `seconds`."""
-        self._proposer.observe(tokens, seconds)
-        if self._guard is not None:
+        if self._trial is not None:
             # a step whose drafts were made and thrown away is no plain one
-            self._guard.observe(rows, max(drafted, self._worked), tokens, seconds)
+            self._trial.observe(rows, max(drafted, self._worked), tokens, seconds, self._expected_s)

@@ -45,9 +45,6 @@ class Proposer(Protocol):
     def forget(self) -> None:
         """propose() failed: what it was computing may not be there."""
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """A step of decoding alone, drafting included, wrote `tokens` in `seconds`."""
-
 
 def cut(drafts: Sequence[Draft], rows: Sequence[Row], cost: Cost | None, besides: int) -> list[Draft]:
     """Return the drafts of `rows` as long as pays. cost: None where they stay as they are.
@@ -89,8 +86,6 @@ class NoDrafts:
     def widen(self, rows: int) -> None: ...
 
     def forget(self) -> None: ...
-
-    def observe(self, tokens: int, seconds: float) -> None: ...
 
 
 class ByRow(NoDrafts):
@@ -136,7 +131,7 @@ class ByRow(NoDrafts):
 
 
 class Auto(NoDrafts):
-    """Several proposers that take turns; then the one whose steps wrote the most tokens per second.
+    """Several proposers, of which the trial says who drafts.
 
     All of them follow every row, so that each can take over from another, and learn from every step.
     """
@@ -180,6 +175,3 @@ class Auto(NoDrafts):
     def forget(self) -> None:
         for proposer in self._proposers.values():
             proposer.forget()
-
-    def observe(self, tokens: int, seconds: float) -> None:
-        self._trial.observe(tokens, seconds)

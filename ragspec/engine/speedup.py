@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +19,7 @@ from ragspec.engine.forward import Model
 from ragspec.engine.layout import Segment
 from ragspec.engine.native.kernels import Unbuilt
 from ragspec.engine.native.layer import Builder
-from ragspec.engine.selfcheck import differs, token_ids
+from ragspec.engine.selfcheck import differs, relative, token_ids
 from ragspec.errors import flat
 from ragspec.models.resolve import cache_dir, context_length
 from ragspec.models.rounding import tolerance
@@ -44,7 +43,8 @@ class Way:
 
 KERNELS = Way("kernels", "layers of one call each", seconds=8.0, gain=0.2)
 INDUCTOR = Way("inductor", "compiled layers", seconds=40.0, gain=0.05)
-PASSES = 5
+PASSES, PATIENCE_S = 7, 2.0
+SLOWER = 1.15  # times, from which on compiled layers are left out of prompts: it is measured once
 ROWS, REACH = 8, 64  # rows of the steps that are compared, and tokens that each sees
 LENGTHS = (65, 512)  # tokens of forwards that are compared, compiled and not
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
@@ -85,33 +85,41 @@ def _compile(model: Model, way: Way, rows: int, wished: bool, made: list[Compile
     layers = CompiledLayers(model, builder) if way is KERNELS else CompiledLayers(model, inductor, least=2)
     made.append(layers)
     layers.on()
-    if why := differs(model, tolerance(model.inner.dtype)) or _differs_at_length(model, layers):
+    why, prompts = _compared_at_length(model, layers)
+    if why := differs(model, tolerance(model.inner.dtype)) or why:
         raise NotCaptured(why)
+    if prompts > SLOWER:
+        builder.most = FEW
     seconds = time.perf_counter() - started
     with suppress(OSError):
         (folder / "seconds").write_text(f"{seconds:.1f}")
-    ratio = _ratio(model, layers, [Segment(row, min(REACH, _longest(model) - 1), 1) for row in range(rows)])
-    if way is KERNELS and _ratio(model, layers, [Segment(0, 0, min(LENGTHS[-1], _longest(model)), alone=True)]) > 1:
-        builder.most = FEW
+    ratio = _ratio(model, rows, layers)
     if wished or ratio < 1:
         layers.on()
     outcome = "kept" if wished or ratio < 1 else "not kept"
     return f"{way.what} take {ratio:.2f} of the time of a step: {outcome} ({seconds:.0f} s to compile)"
 
 
-def _differs_at_length(model: Model, layers: CompiledLayers) -> str:
-    """Return how the compiled layers differ in forwards far larger than the self-check's."""
+def _compared_at_length(model: Model, layers: CompiledLayers) -> tuple[str, float]:
+    """Return how the compiled layers differ in forwards far larger than the self-check's, and their share of the time.
+
+    The time is that of the largest, "" is no difference. The layers are on afterwards.
+    """
+    share = 1.0
     for tokens in [each for each in LENGTHS if each <= _longest(model)]:
         ids = token_ids(model.inner, tokens)
-        found = []
+        found, seconds = [], []
         for switch in (layers.off, layers.on):
             switch()
             model.resize(1)
+            started = time.perf_counter()
             found.append(model.logits([Segment(0, 0, tokens, alone=True)], ids, range(tokens - 8, tokens)))
-        error = float((found[0] - found[1]).abs().max() / found[0].abs().max().clamp_min(1e-6))
+            seconds.append(time.perf_counter() - started)
+        error, share = relative(found[1], found[0]), seconds[1] / seconds[0]
         if not error <= tolerance(model.inner.dtype):
-            return f"computes different logits for {tokens} tokens when compiled (off by {error:.1e} of the largest)"
-    return ""
+            why = f"computes different logits for {tokens} tokens when compiled (off by {error:.1e} of the largest)"
+            return why, share
+    return "", share
 
 
 def _earned(model: Model, way: Way, rows: int, tokens: int | None) -> bool:
@@ -122,8 +130,7 @@ def _earned(model: Model, way: Way, rows: int, tokens: int | None) -> bool:
         seconds = float((cache_dir() / way.name / "seconds").read_text())
     except (OSError, ValueError):
         seconds = way.seconds
-    step = min(_steps(model, [Segment(row, min(REACH, _longest(model) - 1), 1) for row in range(rows)], 1))
-    return way.gain * step * tokens / rows > seconds
+    return way.gain * min(_steps(model, rows, 1)) * tokens / rows > seconds
 
 
 def _folder(way: Way, notes: list[str]) -> Path:
@@ -141,14 +148,15 @@ def _folder(way: Way, notes: list[str]) -> Path:
     return folder
 
 
-def _ratio(model: Model, layers: CompiledLayers, segments: list[Segment]) -> float:
-    """Return what a forward takes with compiled layers, as a share of what it takes without; measured in turn."""
-    ratios = []
-    for _ in range(PASSES):
+def _ratio(model: Model, rows: int, layers: CompiledLayers) -> float:
+    """Return what a step takes with compiled layers, as a share of what it takes without; measured in turn."""
+    ratios: list[float] = []
+    started = time.perf_counter()
+    while len(ratios) < PASSES and (not ratios or time.perf_counter() - started < PATIENCE_S):
         layers.off()
-        without = min(_steps(model, segments, 2))
+        without = min(_steps(model, rows, 2))
         layers.on()
-        ratios.append(min(_steps(model, segments, 2)) / without)
+        ratios.append(min(_steps(model, rows, 2)) / without)
     layers.off()
     return statistics.median(ratios)
 
@@ -158,15 +166,14 @@ def _longest(model: Model) -> int:
     return context_length(model.inner.config) or LENGTHS[-1]
 
 
-def _steps(model: Model, segments: list[Segment], times: int) -> Sequence[float]:
-    """Return what a forward of segments takes, each time. The last token of each is wanted."""
-    if model.cache.rows < len(segments):
-        model.resize(len(segments))
-    counts = [segment.count for segment in segments]
-    wanted = [end - 1 for end in accumulate(counts)]
+def _steps(model: Model, rows: int, times: int) -> Sequence[float]:
+    """Return what a step of `rows` rows takes, each time."""
+    if model.cache.rows < rows:
+        model.resize(rows)
+    segments = [Segment(row, min(REACH, _longest(model) - 1), 1) for row in range(rows)]
     taken = []
     for _ in range(times):
         started = time.perf_counter()
-        model.logits(segments, [1] * sum(counts), wanted).argmax(-1).tolist()
+        model.logits(segments, [1] * rows, range(rows)).argmax(-1).tolist()
         taken.append(time.perf_counter() - started)
     return taken

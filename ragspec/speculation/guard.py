@@ -1,29 +1,31 @@
 """Never slower than off: drafts are judged by what steps really take, and paused where they lose.
 
-    >>> if guard.allows(rows): drafts = ...
-    >>> guard.observe(rows, drafted, tokens=written, seconds=spent)
+    >>> if guard.allows(rows, expected_s): drafts = ...
+    >>> guard.observe(rows, drafted, tokens=written, seconds=spent, expected_s=expected_s)
 
-A step that drafts is compared with plain steps of as many rows: those in which nothing was worth drafting, and one now
-and then for which the guard itself asks. What counts is the seconds saved, with an interval: drafts are paused once
-even its upper end is a loss, and tried again after a while. Steps that also compute prompts teach nothing and are not
-asked to be plain. Pure.
+A step that drafts is compared with plain steps: those in which nothing was worth drafting, and one now and then for
+which the guard itself asks. What plain steps take is known by how far they were off what was expected of them, so
+that steps of another number of rows tell it too. What counts is the seconds saved, with an interval: drafts are paused
+once even its upper end is a loss, and tried again after a while. Steps that also compute prompts teach nothing and are
+not asked to be plain. Pure.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf, log, sqrt
 from typing import Any
 
 FADE = 0.98  # weight of the past at each step that drafts
 LEARN = 0.25  # weight of a new plain step in the mean of its number of rows
-NEAR = 1.15  # numbers of rows within this ratio of each other take alike
+NEAR = 1.15  # numbers of rows within this ratio of each other are off alike
 TRUSTED = 2  # plain steps before they are compared with
 ENOUGH = 6  # steps that draft, before anything is judged by them
 AGAIN = 3  # the same after a pause, when what was learnt before it still counts
 SIDE = 2.0  # standard errors, for many steps; more for few, as few say little of their own spread
 SURE = 1.1  # times as fast, from which on plain steps may be rare
 EVERY, RARE = 32, 256  # steps that draft for each plain one: at first, and where drafts clearly win
+ELSEWHERE = 16  # steps that draft with a number of rows of which no plain step is known, before one is asked for
 KEPT = 5.0  # steps' weight that is left after a pause
 PAUSE, LONGEST, LONGER = 64, 4096, 4  # steps: the first pause, and the longest; each so many times the one before
 WILD = 3.0  # times the usual: what takes longer was interrupted by something else
@@ -31,64 +33,65 @@ WILD = 3.0  # times the usual: what takes longer was interrupted by something el
 
 @dataclass(slots=True)
 class _Plain:
-    """Steps without drafts. seconds: a fading mean. count: of them. ago: steps that drafted since the latest."""
+    """Plain steps of some number of rows. off: seconds over those expected, a fading mean. count: of them."""
 
-    seconds: float
+    off: float
     count: int = 0
+
+
+@dataclass(slots=True)
+class PlainSteps:
+    """What steps without drafts take, learnt for all who are judged by them. ago: steps that drafted since the latest.
+
+    elsewhere: the same, of those with numbers of rows that no plain step was near.
+    """
+
     ago: int = 0
+    elsewhere: int = 0
+    _known: dict[int, _Plain] = field(default_factory=dict)  # by rows
+    _count: int = 0
+
+    def learn(self, rows: int, seconds: float, expected_s: float) -> None:
+        """Take in a step of `rows` rows."""
+        off = seconds / expected_s
+        plain = self._known.setdefault(rows, _Plain(off))
+        if plain.count < TRUSTED:
+            plain.off = min(plain.off, off)  # the first may have been interrupted
+        else:
+            plain.off += LEARN * (min(off, WILD * plain.off) - plain.off)
+        plain.count += 1
+        self._count += 1
+        self.ago = self.elsewhere = 0
+
+    def drafted(self, rows: int) -> None:
+        """Take note of a step that drafted."""
+        self.ago += 1
+        self.elsewhere += not self._near(rows)
+
+    def wanted(self, rows: int, every: int) -> bool:
+        """Return whether the coming step should be plain. every: steps that draft for each plain one."""
+        return self._count < TRUSTED or self.ago >= every or (self.elsewhere >= ELSEWHERE and not self._near(rows))
+
+    def seconds(self, rows: int, expected_s: float) -> float | None:
+        """Return what a plain step takes of which `expected_s` are expected; None where nothing is known."""
+        if self._count < TRUSTED:
+            return None
+        nearest = min(self._known, key=lambda other: abs(log(other / rows)))
+        return self._known[nearest].off * expected_s
+
+    def _near(self, rows: int) -> bool:
+        return any(abs(log(other / rows)) <= log(NEAR) + 1e-9 for other in self._known)
 
 
-class Guard:
-    """Judges one method in one run."""
+class Savings:
+    """Seconds that steps saved, beside plain ones: a fading mean, and how far it may be off."""
 
     def __init__(self) -> None:
-        self._plain: dict[int, _Plain] = {}  # by rows
-        self._pause = 0  # plain steps that are left of a pause
-        self._length = PAUSE
-        self._every = EVERY
-        self._pauses = self._paused = self._asked = 0
-        self._wait = ENOUGH  # steps that draft, before the next judgement
-        self._catches_up = False  # the first step after a pause, which a drafter may need to see what it missed
         self._weight = self._weight2 = 0.0  # sums of the steps' weights and of their squares
         self._saved = self._spread = 0.0  # mean seconds saved, and the weighted squares about it
         self._would = self._took = 0.0  # seconds that plain steps would have taken, and that these took
 
-    def allows(self, rows: int, mixed: bool = False) -> bool:
-        """Return whether the coming step of `rows` rows may draft. mixed: it computes prompts too."""
-        if self._pause:
-            self._pause -= 1
-            self._paused += 1
-            return False
-        if mixed:
-            return True
-        plain = self._nearest(rows)
-        if plain is None or plain.count < TRUSTED or plain.ago >= self._every:
-            self._asked += 1
-            return False
-        return True
-
-    def observe(self, rows: int, drafted: int, tokens: int, seconds: float) -> None:
-        """Learn from a step of decoding alone: `drafted` tokens verified, `tokens` written, drafting included."""
-        if not drafted:
-            self._learn(self._plain.setdefault(rows, _Plain(seconds)), seconds)
-            return
-        plain = self._nearest(rows)
-        if self._catches_up:
-            self._catches_up = False
-        elif plain is not None:
-            plain.ago += 1
-            usual = max(plain.seconds, self._took / self._weight) if self._weight else inf
-            self._judge(tokens * plain.seconds / rows, min(seconds, WILD * usual))
-
-    def _learn(self, plain: _Plain, seconds: float) -> None:
-        if plain.count < TRUSTED:
-            plain.seconds = min(plain.seconds, seconds)  # the first may have been interrupted
-        else:
-            plain.seconds += LEARN * (min(seconds, WILD * plain.seconds) - plain.seconds)
-        plain.count += 1
-        plain.ago = 0
-
-    def _judge(self, would: float, took: float) -> None:
+    def add(self, would: float, took: float) -> None:
         """Take in a step in place of which plain ones would have taken `would` seconds."""
         self._weight = FADE * self._weight + 1
         self._weight2 = FADE**2 * self._weight2 + 1
@@ -97,40 +100,110 @@ class Guard:
         away = would - took - self._saved
         self._saved += away / self._weight
         self._spread = FADE * self._spread + away * (would - took - self._saved)
-        self._wait -= 1
-        if self._wait > 0:
-            return
-        steps = self._weight**2 / self._weight2
-        error = SIDE * (1 + ENOUGH / steps) * sqrt(self._spread / self._weight / max(1.0, steps - 1))
-        if self._saved + error < 0:
-            self._pause, self._length = self._length, min(LONGEST, LONGER * self._length)
-            self._pauses += 1
-            self._every, self._wait, self._catches_up = EVERY, AGAIN, True
-            self._remember(min(1.0, KEPT / self._weight))
-        elif self._would - error * self._weight > SURE * self._took:
-            self._length = PAUSE  # whatever lost before does so no longer
-            if steps > self._every / 2:
-                self._every = min(RARE, 2 * self._every)
 
-    def _remember(self, share: float) -> None:
-        """Keep this share of what was learnt: after a pause, a few steps tell whether it still holds."""
+    def forget(self, kept: float) -> None:
+        """Keep so many steps' weight of what was learnt."""
+        share = min(1.0, kept / self._weight)
         self._weight *= share
         self._weight2 *= share**2
         self._spread *= share
         self._would *= share
         self._took *= share
 
-    def _nearest(self, rows: int) -> _Plain | None:
-        """Return what is known of plain steps of about `rows` rows."""
-        known = min(self._plain, key=lambda other: abs(log(other / rows)), default=None)
-        return None if known is None or abs(log(known / rows)) > log(NEAR) + 1e-9 else self._plain[known]
+    @property
+    def steps(self) -> float:
+        """How many steps of equal weight what is known is worth."""
+        return self._weight**2 / self._weight2 if self._weight2 else 0.0
 
     @property
-    def ratio(self) -> float:
-        """Return how fast steps that draft are, in plain ones; infinite before any is known."""
-        return self._would / self._took if self._took else inf
+    def mean_s(self) -> float | None:
+        """What a step takes; None before any is known."""
+        return self._took / self._weight if self._weight else None
+
+    @property
+    def ratio(self) -> float | None:
+        """How fast the steps are, in plain ones; None before any is known."""
+        return self._would / self._took if self._took else None
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Between what the ratio probably is."""
+        if not self._took:
+            return 0.0, inf
+        spread = sqrt(self._spread / self._weight / max(1.0, self.steps - 1))
+        error = SIDE * (1 + ENOUGH / self.steps) * spread * self._weight
+        saved = self._saved * self._weight
+        return 1 + (saved - error) / self._took, 1 + (saved + error) / self._took
+
+
+class Guard:
+    """Judges one method in one run. plain: what it is judged by."""
+
+    def __init__(self, plain: PlainSteps | None = None) -> None:
+        self._plain = PlainSteps() if plain is None else plain
+        self._pause = 0  # plain steps that are left of a pause
+        self._length = PAUSE
+        self._every = EVERY
+        self._pauses = self._paused = self._asked = 0
+        self._wait = ENOUGH  # steps that draft, before the next judgement
+        self._catches_up = False  # the first step after a pause, which a drafter may need to see what it missed
+        self._savings = Savings()
+
+    def allows(self, rows: int, expected_s: float, mixed: bool = False) -> bool:
+        """Return whether the coming step of `rows` rows may draft. mixed: it computes prompts too.
+
+        expected_s: of a plain step of these rows.
+        """
+        if self._pause:
+            self._pause -= 1
+            self._paused += 1
+            return False
+        if not mixed and self._plain.wanted(rows, self._every):
+            self._asked += 1
+            return False
+        return True
+
+    def observe(self, rows: int, drafted: int, tokens: int, seconds: float, expected_s: float) -> None:
+        """Learn from a step of decoding alone: `drafted` tokens verified, `tokens` written, drafting included."""
+        if not drafted:
+            self._plain.learn(rows, seconds, expected_s)
+            return
+        self._plain.drafted(rows)
+        plain = self._plain.seconds(rows, expected_s)
+        if self._catches_up:
+            self._catches_up = False
+        elif plain is not None:
+            usual = max(plain, self._savings.mean_s or inf)
+            self._judge(tokens * plain / rows, min(seconds, WILD * usual))
+
+    def _judge(self, would: float, took: float) -> None:
+        """Take in a step in place of which plain ones would have taken `would` seconds."""
+        self._savings.add(would, took)
+        self._wait -= 1
+        if self._wait > 0:
+            return
+        low, high = self._savings.interval
+        if high < 1:
+            self._pause, self._length = self._length, min(LONGEST, LONGER * self._length)
+            self._pauses += 1
+            self._every, self._wait, self._catches_up = EVERY, AGAIN, True
+            self._savings.forget(KEPT)
+        elif low > SURE:
+            self._length = PAUSE  # whatever lost before does so no longer
+            if self._savings.steps > self._every / 2:
+                self._every = min(RARE, 2 * self._every)
+
+    @property
+    def pausing(self) -> bool:
+        """Whether the method is paused."""
+        return self._pause > 0
 
     def about(self) -> dict[str, Any]:
         """Return what the statistics say: what was decided, and by what."""
-        ratio = None if self.ratio == inf else round(self.ratio, 3)
-        return {"ratio": ratio, "pauses": self._pauses, "paused_steps": self._paused, "plain_steps": self._asked}
+        ratio = self._savings.ratio
+        return {
+            "ratio": None if ratio is None else round(ratio, 3),
+            "pauses": self._pauses,
+            "paused_steps": self._paused,
+            "plain_steps": self._asked,
+        }

@@ -1,148 +1,157 @@
-"""Which method is the fastest here: a few steps of decoding for each in turn, again and again, then the best.
+"""Which method is the fastest here: one drafts, the others have a turn now and then, and whoever is faster takes over.
 
     speculation: {method: auto}
 
-    >>> drafts = trial.ask(lambda name: proposers[name].propose(rows), lambda name: proposers[name].watch(rows))
-    >>> trial.observe(tokens=written, seconds=spent)
+    >>> if trial.allows(rows, expected_s): drafts = trial.ask(lambda name: ..., lambda name: ...)
+    >>> trial.observe(rows, drafted, tokens=written, seconds=spent, expected_s=expected_s)
 
-Turns are interleaved, so that growing answers and a noisy machine affect all methods alike. A method that is far behind
-twice in a row has no more turns. Nothing is thrown away: whichever method drafted, the step's tokens are the answer's.
-Drafters learn as they go, so the choice is made twice, among all of them.
-Both engines, ours and vLLM, are driven by this one class.
+All methods are judged beside the same plain steps (guard.py), so what was measured at different times can be compared,
+and the one that drafts is paused where it loses. Turns are paid for out of a small share of the time, to which their
+gains come back: a run too short to learn from them has none, and a method that is worse costs little. Whichever method
+drafted, the step's tokens are the answer's. Both engines, ours and vLLM, are driven by this one class.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from math import inf
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-BLOCK = 4  # steps of one method before the next has its turn
-ROUNDS = 4  # turns of each
-TRIALS = 2
-PAUSE = 2  # between the trials, in lengths of a trial
-LEAST_GAIN = 1.02  # over the first, below which the first is as good
-BEHIND = 0.75  # of the fastest method's turn: what is slower in two rounds on end is out
+from ragspec.speculation.guard import Guard, PlainSteps, Savings
+
+SHARE = 0.02  # of the time, that turns of other methods may lose
+TURN = 5  # steps of a turn; the first is not judged, for a drafter may have something to catch up with
+UNKNOWN = 1.0  # of a turn's plain steps: what one is taken to lose, before the first, and what ends one
+LEAST = 0.02  # of a turn's plain steps: what one may lose by chance
+TURNS = 3  # after which a method may take over, or is out
+LEAST_GAIN = 1.02  # over the one that drafts, to take over
 
 Drafts = TypeVar("Drafts")
 
 
+@dataclass(slots=True)
+class _Method:
+    """What is known of one. savings: of all its steps, those in which it drafted nothing too. lost_s: in its turns."""
+
+    guard: Guard
+    savings: Savings = field(default_factory=Savings)
+    steps: int = 0
+    turns: int = 0
+    lost_s: float = 0.0
+
+
 class Trial:
-    """names: the methods, the plainest first. The latest answer is in `chosen`, None before there is one."""
+    """names: the methods; the first drafts from the beginning. `chosen` is who drafts at present."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._names = list(names)
-        self._pause = PAUSE * BLOCK * ROUNDS * len(self._names)
-        self._left = TRIALS if len(self._names) > 1 else 0
-        self._steps = 0  # of this turn, or of the pause between the trials
-        self._watching = 0.0  # seconds of this step that are not the current method's
-        self._pausing = not self._left  # the chosen one has all turns
-        self._choices: list[str] = []
-        self._figures: dict[str, float] = {}  # of the last trial that was finished
-        self._took = 0  # steps of it
-        self._begin()
-        self.chosen: str | None = None if self._left else self._names[0]
-
-    def _begin(self) -> None:
-        """Begin a trial, with all methods."""
-        self._racing = list(self._names)
-        self._turn = 0  # whose it is, in `_racing`
-        self._turns: dict[str, list[tuple[int, float]]] = {name: [] for name in self._names}  # tokens and seconds
-
-    @property
-    def settled(self) -> bool:
-        """Whether the choice is final."""
-        return not self._left
+        self._plain = PlainSteps()
+        self._methods = {name: _Method(Guard(self._plain)) for name in names}
+        self.chosen, *self._others = names
+        self.current = self.chosen  # who drafts in the coming step
+        self._left = 0  # steps of a turn
+        self._turn = ""  # whose it is
+        self._turn_lost_s = 0.0
+        self._asked = True  # whether the coming step is the method's, and not one that has to be plain
+        self._saved_up_s = 0.0
+        self._watching_s = 0.0  # of this step, that are not the current method's
+        self._first = self.chosen
 
     @property
     def candidates(self) -> list[str]:
-        """The methods that may still have a turn."""
-        return [self.chosen] if self.settled and self.chosen else self._names
+        """The methods that may still draft."""
+        return [self.chosen, *self._others]
 
-    @property
-    def current(self) -> str:
-        """The method whose turn it is."""
-        if self.chosen and self._pausing:
-            return self.chosen
-        return self._racing[self._turn]
+    def allows(self, rows: int, expected_s: float, mixed: bool = False) -> bool:
+        """Return whether the coming step of `rows` rows may draft, and choose who does. mixed: it computes prompts too.
+
+        expected_s: of a plain step of these rows.
+        """
+        if not self._left and not mixed:
+            self._begin(rows, expected_s)
+        in_turn = self._left > 0 and not mixed  # of a step that computes prompts nothing is learnt
+        self.current = self._turn if in_turn else self.chosen
+        self._asked = in_turn or self._methods[self.chosen].guard.allows(rows, expected_s, mixed)
+        return self._asked
+
+    def _begin(self, rows: int, expected_s: float) -> None:
+        """Begin the turn of the method that had fewest, if it can be paid for."""
+        plain = self._plain.seconds(rows, expected_s)
+        if not self._others or plain is None:
+            return
+        name = min(self._others, key=lambda other: self._methods[other].turns)
+        method, step = self._methods[name], TURN * plain
+        if self._saved_up_s >= (max(LEAST * step, method.lost_s / method.turns) if method.turns else UNKNOWN * step):
+            self._turn, self._left, self._turn_lost_s = name, TURN, 0.0
+            method.turns += 1
 
     def ask(self, propose: Callable[[str], Drafts], watch: Callable[[str], object]) -> Drafts:
-        """Return what `propose` gives for the current method; `watch` lets each of the others look on, and learn.
-
-        Nobody looks on once the choice is final.
-        """
-        current = self.current
-        drafts = propose(current)
+        """Return what `propose` gives for the current method; `watch` lets each of the others look on, and learn."""
+        drafts = propose(self.current)
         started = time.perf_counter()
         for name in self.candidates:
-            if name != current:
+            if name != self.current:
                 watch(name)
-        self._watching = time.perf_counter() - started
+        self._watching_s = time.perf_counter() - started
         return drafts
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """Take in a step of the current method that wrote `tokens`. seconds: all of it; watching is left out here."""
-        if self.settled:
-            return
-        self._steps += 1
-        if self._pausing:
-            if self._steps == self._pause:
-                self._steps, self._pausing = 0, False
-                self._begin()
-            return
-        turns = self._turns[self.current]
-        if self._steps == 1:
-            turns.append((0, 0.0))
-        turns[-1] = turns[-1][0] + tokens, turns[-1][1] + seconds - self._watching
-        if self._steps == BLOCK:
-            self._steps, self._turn = 0, self._turn + 1
-            if self._turn == len(self._racing):
-                self._end_round()
+    def observe(self, rows: int, drafted: int, tokens: int, seconds: float, expected_s: float) -> None:
+        """Take in a step of decoding alone: `drafted` tokens verified, `tokens` written, drafting included."""
+        seconds -= self._watching_s
+        self._watching_s = 0.0
+        self._saved_up_s += SHARE * seconds
+        method = self._methods[self.current]
+        plain = self._plain.seconds(rows, expected_s) if drafted else seconds
+        if self._asked and plain is not None:
+            would = tokens * plain / rows
+            if not self._left:
+                method.savings.add(would, seconds)
+            else:
+                self._count(method, would, seconds, UNKNOWN * TURN * plain)
+            method.steps += 1
+        method.guard.observe(rows, drafted, tokens, seconds, expected_s)
 
-    def _end_round(self) -> None:
-        rounds, self._turn = len(self._turns[self._racing[0]]), 0
-        if rounds > 1:
-            behind = [self._behind(-1), self._behind(-2)]
-            self._racing = [name for name in self._racing if not all(name in late for late in behind)]
-        if rounds == ROUNDS or len(self._racing) == 1:
-            self._decide()
+    def _count(self, method: _Method, would: float, seconds: float, most_s: float) -> None:
+        """Take in a step of a turn. most_s: what a turn may lose until it ends early."""
+        if self._left < TURN:
+            method.savings.add(would, seconds)
+        saved = would / self._usual() - seconds  # beside what the chosen method would have taken
+        method.lost_s -= saved
+        self._saved_up_s += saved
+        self._turn_lost_s -= saved
+        self._left = 0 if self._turn_lost_s > most_s else self._left - 1
+        if not self._left and method.turns >= TURNS:
+            self._decide(method)
 
-    def _behind(self, turn: int) -> set[str]:
-        """Return the methods that were far behind the fastest in a turn."""
-        rates = {name: _rate([self._turns[name][turn]]) for name in self._racing}
-        return {name for name, rate in rates.items() if rate < BEHIND * max(rates.values())}
+    def _usual(self) -> float:
+        """Return how fast steps of the chosen method are, in plain ones."""
+        chosen = self._methods[self.chosen]
+        return 1.0 if chosen.guard.pausing else max(1.0, chosen.savings.ratio or 1.0)
 
-    def _decide(self) -> None:
-        rates = self._figures = self._rates()
-        best = max(rates, key=lambda name: rates[name])
-        self.chosen = best if rates[best] > rates[self._names[0]] * LEAST_GAIN else self._names[0]
-        self._choices.append(self.chosen)
-        self._took = BLOCK * sum(map(len, self._turns.values()))
-        self._left -= 1
-        self._steps, self._pausing = 0, True
+    def _decide(self, method: _Method) -> None:
+        """Let the method whose turn ended take over, or leave it out, where that is clear."""
+        (low, high), usual = method.savings.interval, self._usual()
+        if low > usual and (method.savings.ratio or 0.0) > LEAST_GAIN * usual:
+            before = self._methods[self.chosen]
+            before.turns, before.lost_s = 0, 0.0
+            self._others[self._others.index(self._turn)] = self.chosen
+            self.chosen = self._turn
+        elif high < usual:
+            self._others.remove(self._turn)
 
-    def _rates(self) -> dict[str, float]:
-        return {name: _rate(turns) for name, turns in self._turns.items() if sum(seconds for _, seconds in turns)}
-
-    def rates(self) -> dict[str, float]:
-        """Return decoded tokens per second of each method in the trial that decided, or in the first so far."""
-        return self._figures or self._rates()
+    def _ratios(self) -> dict[str, float]:
+        found = {name: method.savings.ratio for name, method in self._methods.items()}
+        return {name: ratio for name, ratio in found.items() if ratio is not None}
 
     def about(self) -> dict[str, Any]:
-        """Return what the statistics say of the choice."""
-        return {"method": self.chosen, "trial": {name: round(rate, 2) for name, rate in self.rates().items()}}
+        """Return what the statistics say: who drafts, and how fast each was, in plain steps."""
+        ratios = {name: round(ratio, 3) for name, ratio in self._ratios().items()}
+        return {"method": self.chosen, "trial": ratios, "guard": self._methods[self.chosen].guard.about()}
 
     def note(self) -> str:
-        """Return what was chosen, and by which figures."""
-        shown = ", ".join(f"{name} {rate:.1f}" for name, rate in self.rates().items())
-        if self.chosen is None:
-            return f"method auto: too few steps to choose by ({shown or 'none'})"
-        before = f"; at first {self._choices[0]}" if len(self._choices) > 1 else ""
-        return f"method auto: {self.chosen} (decode tokens/s in {self._took} steps, taken in turn: {shown}{before})"
-
-
-def _rate(turns: Sequence[tuple[int, float]]) -> float:
-    """Return tokens per second over all turns; infinite where they took no time."""
-    tokens, seconds = (sum(each) for each in zip(*turns, strict=True))
-    return tokens / seconds if seconds else inf
+        """Return who drafts, and by which figures."""
+        shown = [f"{name} {ratio:.2f}x in {self._methods[name].steps} steps" for name, ratio in self._ratios().items()]
+        if not shown:
+            return f"method auto: {self.chosen}; too few steps to compare it with others"
+        before = f"; at first {self._first}" if self.chosen != self._first else ""
+        return f"method auto: {self.chosen} (beside plain decoding: {', '.join(shown)}{before})"

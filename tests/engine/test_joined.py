@@ -13,10 +13,10 @@ from ragspec.engine.proposers import Auto, ByRow
 from ragspec.models.generation import GenerationRules
 from ragspec.records import Request, Sampling
 from ragspec.runners.huggingface import runner as huggingface
+from ragspec.speculation import trial as trial_module
 from ragspec.speculation.confidence import Confidence
 from ragspec.speculation.cost import StepCost
 from ragspec.speculation.drafters.base import Draft
-from ragspec.speculation.guard import Guard
 from ragspec.speculation.pace import Pace
 from ragspec.speculation.trial import Trial
 from tests.engine.test_engine import CHEAP, NEW, Fixed, answers, ids, loaded, oracle, plain, requests_for  # noqa: F401
@@ -79,7 +79,8 @@ def test_what_is_sampled_is_repeatable_with_both(loaded, tiny, tiny_draft):  # n
     assert sampled(4) == sampled(4)
 
 
-def test_auto_tries_the_passages_and_the_draft_model_together(tiny, tiny_draft):
+def test_auto_tries_the_passages_and_the_draft_model_together(tiny, tiny_draft, monkeypatch):
+    monkeypatch.setattr(trial_module, "SHARE", 100.0)  # turns from the first steps on
     config = build_config(
         {
             "model": tiny,
@@ -166,14 +167,14 @@ def _likeliest(model, text, temperature, top_k):
 
 
 def test_a_step_whose_drafts_were_made_and_thrown_away_is_no_plain_one(loaded, tiny, tiny_draft):  # noqa: F811
-    class Noted(Guard):
+    class Noted(Trial):
         def __init__(self):
-            super().__init__()
+            super().__init__(["draft_model"])
             self.steps = []
 
-        def observe(self, rows, drafted, tokens, seconds):
+        def observe(self, rows, drafted, tokens, seconds, expected_s):
             self.steps.append(drafted)
-            super().observe(rows, drafted, tokens, seconds)
+            super().observe(rows, drafted, tokens, seconds, expected_s)
 
     class Useless(DraftModel):
         def _draft(self, sketch):
@@ -183,8 +184,8 @@ def test_a_step_whose_drafts_were_made_and_thrown_away_is_no_plain_one(loaded, t
 
     inner = loaded(tiny_draft)[0]
     inner.resize(4)
-    guard = Noted()
-    outcomes = answers(loaded, tiny, Useless(inner, 400, None, 3, None), guard=guard)
+    trial = Noted()
+    outcomes = answers(loaded, tiny, Useless(inner, 400, None, 3, None), trial=trial)
     assert sum(outcome.spec.drafted for outcome in outcomes.values()) == 0
-    asked = guard.about()["plain_steps"] + guard.about()["paused_steps"]
-    assert guard.steps.count(0) <= asked < len(guard.steps)
+    found = trial.about()["guard"]
+    assert trial.steps.count(0) <= found["plain_steps"] + found["paused_steps"] < len(trial.steps)

@@ -4,22 +4,36 @@ import random
 
 import pytest
 
-from ragspec.speculation.guard import EVERY, Guard
+from ragspec.speculation.guard import ELSEWHERE, EVERY, Guard
 
 
-def simulate(seed, gain, steps, rows=8, noise=0.15, drafts=1.0):
-    """Return tokens per second with a guard, over those of plain decoding. gain: of a step that drafts, on average."""
+def plain_s(rows):
+    """Return what a plain step of `rows` rows takes."""
+    return 0.5 + rows / 16
+
+
+def simulate(seed, gain, steps, rows=lambda step: 8, noise=0.15, drafts=1.0, expected=plain_s):
+    """Return tokens per second with a guard, over those of plain decoding, and the guard.
+
+    gain: of a step that drafts, on average. rows: of each step. expected: of plain steps, by rows.
+    """
     rng, guard = random.Random(seed), Guard()
-    tokens = seconds = 0.0
-    for _ in range(steps):
-        drafted = guard.allows(rows) and rng.random() < drafts
-        written = rows * (1 + rng.choice([0, 0, 1, 2])) if drafted else rows
-        mean = rows * 1.75 / rows / gain if drafted else 1.0
+    plain = seconds = 0.0
+    for step in range(steps):
+        count = rows(step)
+        drafted = guard.allows(count, expected(count)) and rng.random() < drafts
+        written = count * (1 + rng.choice([0, 0, 1, 2])) if drafted else count
+        mean = plain_s(count) * (1.75 / gain if drafted else 1.0)
         took = mean * rng.lognormvariate(0, noise)
-        guard.observe(rows, 3 * drafted * rows, written, took)
-        tokens += written
+        guard.observe(count, 3 * drafted * count, written, took, expected(count))
+        plain += written / count * plain_s(count)
         seconds += took
-    return tokens / seconds / rows, guard
+    return plain / seconds, guard
+
+
+def drained(step):
+    """Rows of a run whose records end one after the other, again and again."""
+    return max(1, 16 - step % 40 // 2)
 
 
 @pytest.mark.parametrize("gain", [0.5, 0.8, 0.9])
@@ -44,6 +58,24 @@ def test_drafts_neither_here_nor_there_do_no_harm():
     assert 0.97 < ratios[10] < 1.02
 
 
+@pytest.mark.parametrize(("gain", "least"), [(0.7, 0.87), (1.5, 1.40)])
+def test_what_some_rows_take_tells_of_others(gain, least):
+    """A short run, in which every number of rows comes a few times."""
+    ratios = sorted(simulate(seed, gain, 120, drained)[0] for seed in range(20))
+    assert ratios[10] > least
+    asked = [simulate(seed, 1.5, 120, drained)[1].about()["plain_steps"] for seed in range(20)]
+    assert max(asked) <= 12, "one for each number of rows were sixteen, twice"
+
+
+def test_expectations_that_are_wrong_for_some_rows_are_put_right():
+    """Drafts lose, and plain steps of few rows are taken for twice as long as they are."""
+    ratios = sorted(
+        simulate(seed, 0.8, 1500, drained, expected=lambda rows: plain_s(rows) * (2 if rows < 8 else 1))[0]
+        for seed in range(20)
+    )
+    assert ratios[10] > 0.93
+
+
 def test_plain_steps_are_asked_for_only_where_there_are_none():
     _, often = simulate(3, 1.2, 800, drafts=1.0)
     _, seldom = simulate(3, 1.2, 800, drafts=0.5)
@@ -51,36 +83,41 @@ def test_plain_steps_are_asked_for_only_where_there_are_none():
     assert 2 <= often.about()["plain_steps"] <= 800 / EVERY + 1
 
 
-def test_another_number_of_rows_is_not_compared():
+def test_another_number_of_rows_has_a_plain_step_of_its_own_in_time():
     guard = known(16, 1.0)
-    assert guard.allows(16)
-    assert guard.allows(14)
-    assert not guard.allows(8), "nobody knows what eight rows take"
-    assert guard.allows(8, mixed=True), "nothing is learnt from such a step"
+    assert guard.allows(16, 1.0)
+    assert guard.allows(14, 1.0)
+    for _ in range(ELSEWHERE):
+        assert guard.allows(8, 1.0)
+        guard.observe(8, 8, 16, 1.0, 1.0)
+    assert guard.allows(8, 1.0, mixed=True), "nothing is learnt from such a step"
+    assert not guard.allows(8, 1.0), "nobody knows what eight rows take"
+    guard.observe(8, 0, 8, 1.0, 1.0)
+    assert guard.allows(8, 1.0)
 
 
 def known(rows, seconds):
     guard = Guard()
     for _ in range(2):
-        guard.observe(rows, 0, rows, seconds)
+        guard.observe(rows, 0, rows, seconds, 1.0)
     return guard
 
 
 def test_a_first_plain_step_that_was_interrupted_is_forgotten():
     guard = Guard()
     for seconds in (30.0, 1.0):
-        assert not guard.allows(4)
-        guard.observe(4, 0, 4, seconds)
-    while guard.allows(4):  # a loss, if a step takes one second; a great gain, if it takes thirty
-        guard.observe(4, 8, 6, 2.0)
+        assert not guard.allows(4, 1.0)
+        guard.observe(4, 0, 4, seconds, 1.0)
+    while guard.allows(4, 1.0):  # a loss, if a step takes one second; a great gain, if it takes thirty
+        guard.observe(4, 8, 6, 2.0, 1.0)
     assert guard.about()["pauses"] == 1
 
 
 def test_a_large_loss_is_not_taken_for_an_interruption():
     guard = known(4, 1.0)
     for _ in range(100):
-        drafted = guard.allows(4)
-        guard.observe(4, 40 * drafted, 14 if drafted else 4, 4.3 if drafted else 1.0)
+        drafted = guard.allows(4, 1.0)
+        guard.observe(4, 40 * drafted, 14 if drafted else 4, 4.3 if drafted else 1.0, 1.0)
     assert guard.about()["pauses"] >= 1
 
 
@@ -88,16 +125,16 @@ def test_the_step_that_catches_up_after_a_pause_is_not_judged_and_winning_ends_l
     guard = known(4, 1.0)
     lost = won = 0
     for _ in range(3000):
-        drafted = guard.allows(4)
+        drafted = guard.allows(4, 1.0)
         pauses = guard.about()["pauses"]
         if drafted and pauses < 2:
             lost += 1
-            guard.observe(4, 8, 4, 1.5)
+            guard.observe(4, 8, 4, 1.5, 1.0)
         elif drafted:
             won += 1
-            guard.observe(4, 8, 8, 9.0 if won == 1 else 1.2)
+            guard.observe(4, 8, 8, 9.0 if won == 1 else 1.2, 1.0)
         else:
-            guard.observe(4, 0, 4, 1.0)
+            guard.observe(4, 0, 4, 1.0, 1.0)
     assert guard.about()["pauses"] == 2
     assert lost < 15
     assert won > 2000
@@ -106,6 +143,6 @@ def test_the_step_that_catches_up_after_a_pause_is_not_judged_and_winning_ends_l
 def test_one_step_that_was_interrupted_pauses_nothing():
     guard = Guard()
     for at in range(200):
-        drafted = guard.allows(4)
-        guard.observe(4, 8 * drafted, 8 if drafted else 4, 50.0 if at == 100 else 1.3 if drafted else 1.0)
+        drafted = guard.allows(4, 1.0)
+        guard.observe(4, 8 * drafted, 8 if drafted else 4, 50.0 if at == 100 else 1.3 if drafted else 1.0, 1.0)
     assert guard.about()["pauses"] == 0

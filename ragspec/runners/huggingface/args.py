@@ -31,8 +31,8 @@ class Args(RunnerArgs):
     lookahead: Annotated[int, Field(ge=1)] = 4096
     """Records read ahead, to bring those that share a prefix together."""
     compile: OnOff = "auto"
-    """Compile code for this machine, with its C++ compiler: kernels for decoding on CPUs (seconds, once), and the
-    model's layers, through torch's inductor (half a minute, once; seconds later). `auto` compiles layers where the
+    """Compile code for this machine, with its C++ compiler: kernels for CPUs, and layers as one call of them each (a few
+    seconds, once); elsewhere layers through torch's inductor (half a minute, once). `auto` compiles layers where the
     input is long enough to be worth it, and keeps them where they measure faster. `off`: neither."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto` is float32 on a CPU and the model's own elsewhere."""

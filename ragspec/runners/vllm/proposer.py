@@ -24,8 +24,7 @@ from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.drafters.calibration import judged
 from ragspec.speculation.fitted_cost import FittedCost
 from ragspec.speculation.forced import Forced
-from ragspec.speculation.guard import Guard
-from ragspec.speculation.methods import PLAIN, VLLM, DrafterSettings, drafters_on
+from ragspec.speculation.methods import AUTO, VLLM, DrafterSettings, drafters_on
 from ragspec.speculation.plugins import failures
 from ragspec.speculation.trial import Trial
 from ragspec.structured.grammars import Grammars, Matcher
@@ -54,10 +53,9 @@ class Proposer:
         """Forget everything: a run starts as a fresh one does."""
         method = self._settings["method"]
         self._drafters = drafters_on(VLLM, method, DrafterSettings(**self._settings["drafting"]))
-        self.trial = Trial([PLAIN, *self._drafters] if method == "auto" else [method])
+        self.trial = Trial(list(self._drafters) if method == AUTO else [method])
         self.cost = FittedCost()
-        guarded = method != "auto" and self._settings["num_tokens"] is None
-        self.guard = Guard() if guarded else None
+        self._judged = method == AUTO or self._settings["num_tokens"] is None
         self.drafting_s = 0.0
         # without the end: vLLM counts its tokens differently once a grammar has taken one
         self.forced = {name: Forced(end=False) for name in self._drafters}
@@ -103,11 +101,10 @@ class Proposer:
     def about(self) -> dict[str, Any]:
         """Return what the drafts cost and how well they were calibrated."""
         about: dict[str, Any] = {"drafting_s": round(self.drafting_s, 3)}
-        if self._settings["method"] == "auto":
-            about |= self.trial.about()
-        if self.guard is not None:
-            about["guard"] = self.guard.about()
-        return about | judged(self._drafters.get(self.trial.chosen or "context"))
+        if self._judged:
+            found = self.trial.about()
+            about |= found if self._settings["method"] == AUTO else {"guard": found["guard"]}
+        return about | judged(self._drafters.get(self.trial.chosen))
 
     # -- what vLLM asks -------------------------------------------------------------------------------------------
 
@@ -129,12 +126,11 @@ class Proposer:
         if any(self._asked) and not prompts and written:
             seconds = started - self._since
             self.cost.observe(*self._asked, seconds)
-            self.trial.observe(written, seconds + self._spent)
-            if self.guard is not None:
-                tokens, before = self._asked
-                self.guard.observe(before, tokens - before, written, seconds + self._spent)
+            tokens, before = self._asked
+            self.trial.observe(before, tokens - before, written, seconds + self._spent, self.cost(before, before))
         drafts: dict[int, Draft] = {}
-        if self.guard is None or not rows or self.guard.allows(len(rows), mixed=bool(prompts)):
+        count = len(rows)
+        if not self._judged or not rows or self.trial.allows(count, self.cost(count, count), mixed=bool(prompts)):
             drafts = self.trial.ask(lambda name: self._choose(name, rows), lambda name: self._guess(name, rows))
         proposed: list[list[int]] = [[] for _ in sampled_token_ids]
         for slot, draft in drafts.items():
