@@ -31,7 +31,7 @@ class Args(RunnerArgs):
     lookahead: Annotated[int, Field(ge=1)] = 4096
     """Records read ahead, to bring those that share a prefix together."""
     compile: OnOff = "auto"
-    """Compile code for this machine, with its C++ compiler: kernels for CPUs, and layers as one call of them each (a few
+    """Compile code for this machine, with its C++ compiler: kernels for CPUs, and layers as one call of them each (some
     seconds, once); elsewhere layers through torch's inductor (half a minute, once). `auto` compiles layers where the
     input is long enough to be worth it, and keeps them where they measure faster. `off`: neither."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
