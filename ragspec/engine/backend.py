@@ -149,14 +149,17 @@ class EngineBackend:
 
         tokens: that will be written, as far as can be told; None if that is not known.
         """
-        compile_layers(self._model, self._rows or most_rows(self._model.device), tokens, self._compile, self.notes)
+        rows = self._rows or most_rows(self._model.device)
+        compile_layers(self._model, rows, tokens, self._compile, self.notes)
+        if self._draft is not None:
+            compile_layers(self._draft, rows, tokens, self._compile, self.notes, "the draft model's")
         if not self._judged:
             ids = [1, 2, 3, 4]
             for _ in self._engine(1, Room()).run([Request(0, "warm-up", ids, Sampling(max_new_tokens=4))]):
                 pass
             self.clock = Clock()
         else:
-            self._probed = probe(self._model, self._rows or most_rows(self._model.device))
+            self._probed = probe(self._model, rows)
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield outcomes as they finish."""
@@ -197,6 +200,7 @@ class EngineBackend:
                 processors=self._processors if self._rules else None,
                 refusal=self._refusal if self._rules else None,
                 trial=self._trial,
+                plain=self._probed,
                 grammars=self._grammars,
             ),
             clock=self.clock,

@@ -30,7 +30,7 @@ from ragspec.engine.work import Work, Written, accept
 from ragspec.models.generation import Processors
 from ragspec.models.stopping import ends_with_stop, trim
 from ragspec.records import Failure, Generation, Request, Tokenizer
-from ragspec.speculation.cost import StepCost
+from ragspec.speculation.cost import Cost, StepCost
 from ragspec.speculation.trial import Trial
 from ragspec.structured.grammars import Grammars, begin
 
@@ -44,7 +44,8 @@ class EngineSettings:
 
     room: memory for keys and values. cost: learns from every step, where drafts are as long as pays. chunk, lookahead:
     as above. processors: those of a request's logits; None where nothing changes them. refusal: why a request cannot be
-    answered, "" where it can. trial: judges the drafts. grammars: makes those of the tokenizer.
+    answered, "" where it can. trial: judges the drafts, by what `plain` expects of steps without. grammars: makes those
+    of the tokenizer.
     """
 
     room: Room = field(default_factory=Room)
@@ -54,6 +55,7 @@ class EngineSettings:
     processors: Callable[[Request], Processors | None] | None = None
     refusal: Callable[[Request], str] | None = None
     trial: Trial | None = None
+    plain: Cost | None = None
     grammars: Callable[[], Grammars] | None = None
 
 
@@ -81,8 +83,8 @@ class Engine:
         self._settings = settings or EngineSettings()
         self._sharing = Sharing(model.frequencies.agree)
         self._constraint = Constraint(self.clock)
-        restart, cost, trial = model.frequencies.restart, self._settings.cost, self._settings.trial
-        self._drafting = Drafting(proposer, restart, self.notes, cost, trial)
+        restart, plain, trial = model.frequencies.restart, self._settings.plain, self._settings.trial
+        self._drafting = Drafting(proposer, restart, self.notes, plain, trial)
 
     def run(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield one outcome per request, as they finish. Only a forward is tried again: any other error is raised."""

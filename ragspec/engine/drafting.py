@@ -20,7 +20,8 @@ MOST_DOUBLINGS = 6  # of the pause after a failure
 class Drafting:
     """One run's drafts. restart: the length at which a row is computed anew (Frequencies.restart), None for never.
 
-    trial: judges whether they pay, by the cost of plain steps; None where they are asked for whatever they cost.
+    plain: what is expected of plain steps, however drafts turn out. trial: judges by that whether they pay; None where
+    they are asked for whatever they cost.
     """
 
     def __init__(
@@ -28,10 +29,10 @@ class Drafting:
         proposer: Proposer,
         restart: int | None,
         notes: Notes,
-        cost: Cost | None = None,
+        plain: Cost | None = None,
         trial: Trial | None = None,
     ) -> None:
-        self._cost = cost
+        self._plain = plain
         self._trial = trial
         self._expected_s = 1.0  # of this step without drafts
         self._proposer = proposer
@@ -44,8 +45,8 @@ class Drafting:
     def drafts(self, rows: Sequence[Row], besides: int) -> list[Draft]:
         """Return a draft per row. besides: tokens of the step that are not these rows'."""
         self._worked = False
-        if rows and self._cost is not None:
-            self._expected_s = self._cost(len(rows), len(rows), longest(rows))
+        if rows and self._plain is not None:
+            self._expected_s = self._plain(len(rows), len(rows), longest(rows))
         if not rows or self._pause:
             self._pause = max(0, self._pause - 1)
             return [Draft()] * len(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import statistics
@@ -9,8 +10,11 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Literal
+
+import torch
 
 from ragspec.engine.capture import NotCaptured
 from ragspec.engine.compiled import CompiledLayers, inductor
@@ -21,6 +25,7 @@ from ragspec.engine.native.kernels import Unbuilt
 from ragspec.engine.native.layer import Builder
 from ragspec.engine.selfcheck import differs, relative, token_ids
 from ragspec.errors import flat
+from ragspec.host.machine import cpu_features
 from ragspec.models.resolve import cache_dir, context_length
 from ragspec.models.rounding import tolerance
 
@@ -30,9 +35,9 @@ Wish = Literal["auto", "on", "off"]
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to run layers as machine code. seconds: that it takes to begin, until that is known for this machine.
+    """A way to run layers as machine code. what: layers of this kind, in words.
 
-    gain: share of the time of a step that it should save. what: layers of this kind, in words.
+    seconds: that it takes to begin; gain: share of the time of a step that it saves; both until that is known.
     """
 
     name: str
@@ -50,19 +55,21 @@ LENGTHS = (65, 512)  # tokens of forwards that are compared, compiled and not
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 
-def compile_layers(model: Model, rows: int, tokens: int | None, wish: Wish, notes: list[str]) -> None:
+def compile_layers(
+    model: Model, rows: int, tokens: int | None, wish: Wish, notes: list[str], whose: str = "the model's"
+) -> None:
     """Let the model run compiled layers if they are worth it. tokens: that will be written, None if nobody knows.
 
     What the user should know goes to `notes`. The cache holds nothing of use afterwards.
     """
     rows, why = min(rows, ROWS), ""
     for way in [KERNELS, INDUCTOR] if model.kernels else [INDUCTOR]:
-        if wish == "off" or (wish == "auto" and not _earned(model, way, rows, tokens)):
-            continue
         layers: list[CompiledLayers] = []
         try:
-            notes.append(f"compile: {_compile(model, way, rows, wish == 'on', layers, notes)}")
-            return
+            if wish == "on" or (wish == "auto" and _earned(model, way, rows, tokens)):
+                notes.append(f"compile: {whose} {_compile(model, way, rows, wish == 'on', layers, notes)}")
+                return
+            continue
         except (NotCaptured, Unbuilt) as reason:
             why = str(reason)
         except (
@@ -72,9 +79,10 @@ def compile_layers(model: Model, rows: int, tokens: int | None, wish: Wish, note
             why = f"does not compile ({type(error).__name__}: {flat(error, 160)})"
         for each in layers:
             each.off()
+        model.resize(rows)  # a forward may have ended halfway through growing the cache
         log.info("%s: the model %s", way.name, why)
     if why:
-        notes.append(f"compile: the model's layers run uncompiled: it {why}")
+        notes.append(f"compile: {whose} layers run uncompiled: it {why}")
 
 
 def _compile(model: Model, way: Way, rows: int, wished: bool, made: list[CompiledLayers], notes: list[str]) -> str:
@@ -90,13 +98,13 @@ def _compile(model: Model, way: Way, rows: int, wished: bool, made: list[Compile
         raise NotCaptured(why)
     if prompts > SLOWER:
         builder.most = FEW
-    seconds = time.perf_counter() - started
-    with suppress(OSError):
-        (folder / "seconds").write_text(f"{seconds:.1f}")
-    ratio = _ratio(model, rows, layers)
+    seconds, ratio = time.perf_counter() - started, _ratio(model, rows, layers)
     if wished or ratio < 1:
         layers.on()
     outcome = "kept" if wished or ratio < 1 else "not kept"
+    with suppress(OSError):
+        found = {"seconds": round(seconds, 1), "gain": round(1 - ratio, 3) if ratio < 1 else way.gain}
+        (folder / _name_of(model)).write_text(json.dumps(found), encoding="utf-8")
     return f"{way.what} take {ratio:.2f} of the time of a step: {outcome} ({seconds:.0f} s to compile)"
 
 
@@ -123,14 +131,22 @@ def _compared_at_length(model: Model, layers: CompiledLayers) -> tuple[str, floa
 
 
 def _earned(model: Model, way: Way, rows: int, tokens: int | None) -> bool:
-    """Return whether what compiling is expected to gain is more than what it takes."""
+    """Return whether compiling should gain more than it takes, by what was found the last time."""
     if tokens is None:
         return False
+    seconds, gain = way.seconds, way.gain
     try:
-        seconds = float((cache_dir() / way.name / "seconds").read_text())
-    except (OSError, ValueError):
-        seconds = way.seconds
-    return way.gain * min(_steps(model, rows, 1)) * tokens / rows > seconds
+        found = json.loads((cache_dir() / way.name / _name_of(model)).read_text(encoding="utf-8"))
+        seconds, gain = float(found["seconds"]), float(found["gain"])
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError):
+        log.debug("nothing is known of %s for this model", way.name)
+    return gain * min(_steps(model, rows, 1)) * tokens / rows > seconds
+
+
+def _name_of(model: Model) -> str:
+    """Return the name of the file that holds what is known of a model's layers on this machine."""
+    what = [model.inner.config.to_json_string(), str(model.device), cpu_features(), str(torch.get_num_threads())]
+    return f"{blake2b(chr(0).join(what).encode(), digest_size=12).hexdigest()}.json"
 
 
 def _folder(way: Way, notes: list[str]) -> Path:

@@ -4,10 +4,10 @@
     >>> guard.observe(rows, drafted, tokens=written, seconds=spent, expected_s=expected_s)
 
 A step that drafts is compared with plain steps: those in which nothing was worth drafting, and one now and then for
-which the guard itself asks. What plain steps take is known by how far they were off what was expected of them, so
-that steps of another number of rows tell it too. What counts is the seconds saved, with an interval: drafts are paused
-once even its upper end is a loss, and tried again after a while. Steps that also compute prompts teach nothing and are
-not asked to be plain. Pure.
+which the guard itself asks. What plain steps take is known by how far they were off what was expected of them, so that
+steps of another number of rows tell it too; what is expected must not learn from steps that draft. What counts is the
+seconds saved, with an interval: drafts are paused once even its upper end is a loss, and tried again after a while.
+Steps that also compute prompts teach nothing and are not asked to be plain. Pure.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class PlainSteps:
     ago: int = 0
     elsewhere: int = 0
     _known: dict[int, _Plain] = field(default_factory=dict)  # by rows
-    _count: int = 0
 
     def learn(self, rows: int, seconds: float, expected_s: float) -> None:
         """Take in a step of `rows` rows."""
@@ -60,8 +59,9 @@ class PlainSteps:
         else:
             plain.off += LEARN * (min(off, WILD * plain.off) - plain.off)
         plain.count += 1
-        self._count += 1
-        self.ago = self.elsewhere = 0
+        self.ago = 0
+        if plain.count >= TRUSTED:
+            self.elsewhere = 0
 
     def drafted(self, rows: int) -> None:
         """Take note of a step that drafted."""
@@ -70,17 +70,22 @@ class PlainSteps:
 
     def wanted(self, rows: int, every: int) -> bool:
         """Return whether the coming step should be plain. every: steps that draft for each plain one."""
-        return self._count < TRUSTED or self.ago >= every or (self.elsewhere >= ELSEWHERE and not self._near(rows))
+        known = self._nearest(rows)
+        return known is None or self.ago >= every or (self.elsewhere >= ELSEWHERE and not self._near(rows))
 
     def seconds(self, rows: int, expected_s: float) -> float | None:
         """Return what a plain step takes of which `expected_s` are expected; None where nothing is known."""
-        if self._count < TRUSTED:
-            return None
-        nearest = min(self._known, key=lambda other: abs(log(other / rows)))
-        return self._known[nearest].off * expected_s
+        known = self._nearest(rows)
+        return None if known is None else self._known[known].off * expected_s
+
+    def _nearest(self, rows: int) -> int | None:
+        """Return the number of rows nearest to `rows` of which plain steps are known."""
+        trusted = (other for other, plain in self._known.items() if plain.count >= TRUSTED)
+        return min(trusted, key=lambda other: abs(log(other / rows)), default=None)
 
     def _near(self, rows: int) -> bool:
-        return any(abs(log(other / rows)) <= log(NEAR) + 1e-9 for other in self._known)
+        known = self._nearest(rows)
+        return known is not None and abs(log(known / rows)) <= log(NEAR) + 1e-9
 
 
 class Savings:

@@ -16,9 +16,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, TypeVar
 
-from ragspec.speculation.guard import Guard, PlainSteps, Savings
+from ragspec.speculation.guard import WILD, Guard, PlainSteps, Savings
 
 SHARE = 0.02  # of the time, that turns of other methods may lose
 TURN = 5  # steps of a turn; the first is not judged, for a drafter may have something to catch up with
@@ -52,7 +53,7 @@ class Trial:
         self._left = 0  # steps of a turn
         self._turn = ""  # whose it is
         self._turn_lost_s = 0.0
-        self._asked = True  # whether the coming step is the method's, and not one that has to be plain
+        self._asked = self._in_turn = False  # whether the coming step is the current method's, and one of its turn
         self._saved_up_s = 0.0
         self._watching_s = 0.0  # of this step, that are not the current method's
         self._first = self.chosen
@@ -67,11 +68,12 @@ class Trial:
 
         expected_s: of a plain step of these rows.
         """
+        self._watching_s = 0.0
         if not self._left and not mixed:
             self._begin(rows, expected_s)
-        in_turn = self._left > 0 and not mixed  # of a step that computes prompts nothing is learnt
-        self.current = self._turn if in_turn else self.chosen
-        self._asked = in_turn or self._methods[self.chosen].guard.allows(rows, expected_s, mixed)
+        self._in_turn = self._left > 0 and not mixed  # of a step that computes prompts nothing is learnt
+        self.current = self._turn if self._in_turn else self.chosen
+        self._asked = self._in_turn or self._methods[self.chosen].guard.allows(rows, expected_s, mixed)
         return self._asked
 
     def _begin(self, rows: int, expected_s: float) -> None:
@@ -97,18 +99,20 @@ class Trial:
 
     def observe(self, rows: int, drafted: int, tokens: int, seconds: float, expected_s: float) -> None:
         """Take in a step of decoding alone: `drafted` tokens verified, `tokens` written, drafting included."""
-        seconds -= self._watching_s
-        self._watching_s = 0.0
-        self._saved_up_s += SHARE * seconds
         method = self._methods[self.current]
         plain = self._plain.seconds(rows, expected_s) if drafted else seconds
+        seconds -= self._watching_s
+        if plain is not None:
+            seconds = min(seconds, WILD * max(plain, method.savings.mean_s or inf))  # more was something else's
+        self._saved_up_s += SHARE * seconds
         if self._asked and plain is not None:
             would = tokens * plain / rows
-            if not self._left:
+            if not self._in_turn:
                 method.savings.add(would, seconds)
             else:
                 self._count(method, would, seconds, UNKNOWN * TURN * plain)
             method.steps += 1
+        self._asked = self._in_turn = False
         method.guard.observe(rows, drafted, tokens, seconds, expected_s)
 
     def _count(self, method: _Method, would: float, seconds: float, most_s: float) -> None:

@@ -1,5 +1,6 @@
 """Compiled layers: captured from the model's own code, exact, and left alone where something is in the way."""
 
+import json
 import shutil
 
 import pytest
@@ -118,7 +119,20 @@ def test_a_compiled_model_answers_the_same(way, before, words, cached):
     assert ("of one call each" in notes[0]) is (way == "kernels")
     assert model.compiled is not None
     assert answers(model, words, 3, ByRow(ContextDrafter(), 4, None)) == expected
-    assert float((cached / way / "seconds").read_text()) > 0
+    (known,) = (cached / way).glob("*.json")
+    found = json.loads(known.read_text())
+    assert found["seconds"] > 0
+    assert 0 < found["gain"] < 1
+
+
+@pytest.mark.parametrize("known", ['{"seconds": 0.0, "gain": 0.5}', '{"seconds": 1e9, "gain": 0.5}', "nonsense", "[]"])
+def test_what_was_found_the_last_time_says_whether_compiling_is_earned(known, words, cached):
+    model = prepared.prepare(build("llama", words))
+    name = speedup._name_of(model)
+    assert not speedup._earned(model, speedup.KERNELS, 2, 100)
+    (cached / "kernels").mkdir(parents=True)
+    (cached / "kernels" / name).write_text(known)
+    assert speedup._earned(model, speedup.KERNELS, 2, 100) is known.startswith('{"seconds": 0.0')
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,8 @@ def test_what_is_sampled_is_repeatable_with_both(loaded, tiny, tiny_draft):  # n
 
 
 def test_auto_tries_the_passages_and_the_draft_model_together(tiny, tiny_draft, monkeypatch):
-    monkeypatch.setattr(trial_module, "SHARE", 100.0)  # turns from the first steps on
+    monkeypatch.setattr(trial_module, "SHARE", 1e6)  # turns from the first steps on,
+    monkeypatch.setattr(trial_module, "UNKNOWN", 1e3)  # whatever they lose
     config = build_config(
         {
             "model": tiny,
@@ -97,6 +98,7 @@ def test_auto_tries_the_passages_and_the_draft_model_together(tiny, tiny_draft, 
         outcomes = list(runner.generate(requests))
         assert len(outcomes) == len(requests)
         assert "context+draft_model" in runner._backend._trial.candidates
+        assert runner._backend._probed._scale == 1, "what is expected of plain steps learns from none that draft"
         assert any("context+draft_model" in note for note in runner.notes)
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ragspec.speculation.guard import ELSEWHERE, EVERY, Guard
+from ragspec.speculation.guard import ELSEWHERE, EVERY, TRUSTED, Guard
 
 
 def plain_s(rows):
@@ -91,9 +91,19 @@ def test_another_number_of_rows_has_a_plain_step_of_its_own_in_time():
         assert guard.allows(8, 1.0)
         guard.observe(8, 8, 16, 1.0, 1.0)
     assert guard.allows(8, 1.0, mixed=True), "nothing is learnt from such a step"
-    assert not guard.allows(8, 1.0), "nobody knows what eight rows take"
-    guard.observe(8, 0, 8, 1.0, 1.0)
+    for _ in range(TRUSTED):
+        assert not guard.allows(8, 1.0), "nobody knows what eight rows take"
+        guard.observe(8, 0, 8, 1.0, 1.0)
     assert guard.allows(8, 1.0)
+
+
+def test_a_plain_step_that_was_interrupted_hides_no_loss_of_other_rows():
+    guard = known(8, 1.0)
+    guard.observe(4, 0, 4, 5.0, 1.0)  # the only one of four rows
+    for _ in range(30):
+        if guard.allows(4, 1.0):
+            guard.observe(4, 8, 4, 1.5, 1.0)
+    assert guard.about()["pauses"] == 1
 
 
 def known(rows, seconds):

@@ -1,6 +1,7 @@
 """Method auto: one method drafts, others have turns that a small share of the time pays for, the fastest takes over."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -152,6 +153,45 @@ def test_looking_on_is_not_held_against_the_method_that_drafts(monkeypatch):
             take(1)
         trial.observe(1, drafts, 2 if drafts else 1, clock.now - started, 1.0)
     assert trial.about()["trial"]["a"] == pytest.approx(2, rel=0.1)
+
+
+def test_looking_on_in_a_step_that_computes_prompts_is_not_taken_off_a_later_one(monkeypatch):
+    clock = iter(range(0, 10**6, 8)).__next__  # whoever looks on takes eight seconds
+    monkeypatch.setattr(trial_module, "time", SimpleNamespace(perf_counter=clock))
+    trial = Trial(["a", "b"])
+    for _ in range(4):
+        trial.allows(8, 1.0, mixed=True)
+        trial.ask(lambda name: None, lambda name: None)
+        assert not trial.allows(8, 1.0)
+        trial.observe(8, 0, 8, 10.0, 1.0)
+        if trial._plain.seconds(8, 1.0) is not None:
+            break
+    assert trial._plain.seconds(8, 1.0) == 10.0
+
+
+def test_a_step_after_prompts_is_not_booked_as_another_methods_turn():
+    """In vLLM it is known only afterwards that a step computed prompts."""
+    trial = Trial(["first", "other"])
+    run = Run(trial, {"first": 1.2, "other": 1.0})
+    while trial.current != "other":
+        run.step()
+    before = trial._methods["other"].steps
+    for _ in range(3 * TURN):
+        trial.allows(8, 1.0, mixed=True)
+        trial.observe(8, 8, 8, 1.0, 1.0)
+    assert trial._methods["other"].steps == before
+    run.step()
+    assert trial.current == "other"
+
+
+@pytest.mark.parametrize("slow", [30, 300])
+def test_a_step_that_was_interrupted_costs_a_method_no_more_than_a_turn(slow):
+    for seed in range(10):
+        run = Run(Trial(["first", "better"]), {"first": 1.05, "better": 1.5}, seed)
+        while run.trial.current != "better":
+            run.step()
+        run.trial.observe(8, 8, 8, slow, 1.0)
+        assert run.steps(1500).trial.chosen == "better"
 
 
 class Watched(NoDrafts):

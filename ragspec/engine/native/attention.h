@@ -35,7 +35,11 @@ inline float sum_of(Lanes x) {
 
 // The sums of LANES vectors, as one vector: they are folded into each other until one is left.
 inline Lanes sums_of(Lanes* x) {
-#if RAGSPEC_LANES == 16
+#if !defined(__clang__) && __GNUC__ < 12  // which has no __builtin_shufflevector
+    Lanes sums;
+    for (int i = 0; i < LANES; i++) sums[i] = sum_of(x[i]);
+    return sums;
+#elif RAGSPEC_LANES == 16
     for (int i = 0; i < 8; i++)
         x[i] = __builtin_shufflevector(x[i], x[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
                __builtin_shufflevector(x[i], x[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);

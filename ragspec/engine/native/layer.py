@@ -76,7 +76,7 @@ class Builder:
         self._call = Call()
         self._copied = 0  # bytes of weights
         self._layout: Layout | None = None  # of the forward that `_call` is filled for
-        self._scratch = self._merging = torch.empty(0)
+        self._scratch = self._merging = _room(0)
 
     def __call__(self, graph: Graph) -> Bind:
         """Return what binds the layers of a graph's kind. Raises NotCaptured, and Unbuilt."""
@@ -114,6 +114,8 @@ class Builder:
             entry.weight, entry.k, entry.n = weight.data_ptr(), layer.in_features, layer.out_features
             entry.bias = None if bias is None else bias.data_ptr()
             kept += [weight] if bias is None else [weight, bias]
+        if any(tensor.is_floating_point() and not tensor.is_contiguous() for tensor in own):
+            raise NotCaptured("has weights that are not in one row")
         pointers = (c_void_p * len(own))(*(tensor.data_ptr() for tensor in own))
         call, sizes = self._call, [(array.size, array.shared, array.used) for array in program.given]
         results = [
@@ -133,10 +135,10 @@ class Builder:
                 if tensor.numel() != size * (1 if shared else tokens) or not tensor.is_contiguous():
                     return None
                 pointed[at] = tensor.data_ptr()
-            layer = cache.layer_of(attention.kv_heads, attention.size, given[0])
+            layer = cache.layer_of(attention.kv_heads, attention.size, self._scratch)
             made = []
             for shape in results:
-                made.append(given[0].new_empty([tokens if size is None else size for size in shape]))
+                made.append(self._scratch.new_empty([tokens if size is None else size for size in shape]))
             into = (c_void_p * len(made))(*(tensor.data_ptr() for tensor in made))
             self._begin(layout, scratch, attention.heads * (attention.size + 2))
             seconds = (c_double * (2 * len(program.stages) + 1))() if layout.watch else None
@@ -173,10 +175,10 @@ class Builder:
         call, work = self._call, layout.pieces
         tokens = layout.tokens + layout.padding
         if self._scratch.numel() < scratch * tokens:
-            self._scratch = torch.empty(scratch * tokens)
+            self._scratch = _room(scratch * tokens)
             call.scratch = self._scratch.data_ptr()
         if self._merging.numel() < merging * work.count:
-            self._merging = torch.empty(merging * work.count)
+            self._merging = _room(merging * work.count)
             call.merging = self._merging.data_ptr()
         if layout is self._layout:
             return
@@ -185,3 +187,8 @@ class Builder:
         call.places, call.parts = layout.writes.data_ptr(), work.parts.data_ptr()
         call.pieces, call.entries = work.pieces.data_ptr(), work.entries.data_ptr()
         call.piece_count = len(work.pieces)
+
+
+def _room(count: int) -> torch.Tensor:
+    """Return room for numbers, whatever torch's defaults are."""
+    return torch.empty(count, dtype=torch.float32, device="cpu")

@@ -58,6 +58,8 @@ class _Reader:
                 inputs += 1
             elif node.op == "output":
                 results = [self._result(self._view(one), number) for number, one in enumerate(node.args[0])]
+            elif _changes_something(node):
+                raise NotCaptured(f"computes {_name(node)} in place, which kernels do not")
             elif node.users:
                 self._known[node] = self._call(node)
         stored = [array for array in self._arrays if array.kind == STORED]
@@ -117,6 +119,8 @@ class _Reader:
 
     def _result(self, view: View, number: int) -> View:
         array = view.array
+        if view.token is None or prod(view.dims[: view.token]) != 1:
+            raise NotCaptured("returns something else than a row of tokens")
         if array.kind != LOCAL or array.shared or not view.contiguous or view.size != array.size:
             view = self._copied(view)
         view.array.kind, view.array.number = RESULT, number
@@ -125,14 +129,16 @@ class _Reader:
     # -- calls ----------------------------------------------------------------------------------------------------
 
     def _call(self, node: Any) -> Any:
-        name = str(node.target)
-        if isinstance(node.meta["val"], torch.SymInt):
+        value = node.meta["val"]
+        if isinstance(value, torch.SymInt):
             return None  # sizes: each node says its own
         if node.target is getitem:
             return self._known[node.args[0]][node.args[1]]
-        if name not in OPERATORS:
-            raise NotCaptured(f"computes {name.removeprefix('aten.')}, which kernels do not")
-        return OPERATORS[name](self, node)
+        if str(node.target) not in OPERATORS:
+            raise NotCaptured(f"computes {_name(node)}, which kernels do not")
+        if isinstance(value, torch.Tensor) and value.dtype != torch.float32:
+            raise NotCaptured(f"computes {_name(node)} in {value.dtype}")
+        return OPERATORS[str(node.target)](self, node)
 
     def _operand(self, value: Any) -> Operand:
         return float(value) if isinstance(value, int | float) else self._view(value)
@@ -157,7 +163,7 @@ class _Reader:
         return self.map(node, f"a {sign} c * b", *node.args[:2], alpha)
 
     def minus_from(self, node: Any) -> View:
-        if len(node.args) > 2:
+        if len(node.args) > 2 or node.kwargs.get("alpha", 1) != 1:
             raise NotCaptured("subtracts multiples, which kernels do not")
         return self.map(node, "b - a", *node.args[:2])
 
@@ -201,7 +207,7 @@ class _Reader:
     def linear(self, node: Any) -> View:
         x, number, size = node.args
         of = self._stored(self._view(x))
-        if of.token is None or of.token != len(of.dims) - 2:
+        if of.token is None or of.token != len(of.dims) - 2 or of.size != of.dims[-1]:
             raise NotCaptured("has a linear layer over something else than tokens")
         dims, token = _dims(node)
         to = self._array(size, of.array.level + 1, False, STORED)
@@ -309,6 +315,17 @@ class _Reader:
 
     def same(self, node: Any) -> View:
         return self._view(node.args[0])
+
+
+def _name(node: Any) -> str:
+    """Return what a node does, as torch calls it."""
+    return str(node.target).removeprefix("aten.")
+
+
+def _changes_something(node: Any) -> bool:
+    """Return whether a node writes to what it is given: the graph does not say who else reads that."""
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema is not None and schema.is_mutable)
 
 
 def _dims(node: Any) -> tuple[tuple[int, ...], int | None]:

@@ -7,7 +7,7 @@ layer.py builds and calls it. Limit: a token's local numbers are on a thread's s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from math import prod
 
@@ -29,7 +29,7 @@ from ragspec.engine.native.program import (
     View,
 )
 
-STACK = 1 << 18  # numbers that a thread keeps on its stack at most
+STACK = 1 << 17  # numbers that a thread keeps on its stack at most, of a stage and of what is computed once
 HEAD = """#include "rowwise.h"
 #include "layer.h"
 
@@ -86,19 +86,25 @@ def _written(array: Array) -> int:
 def _pointers(program: Program, places: dict[Array, int]) -> Iterator[str]:
     for array, at in places.items():
         yield f"float* const stored{array.number} = call.scratch + {at} * tokens;"
-    shared = {view.array for each in program.once for view in [each.to]}
+    shared = {each.to.array for each in program.once}
+    _check(shared)
     for array in sorted(shared, key=lambda each: each.number):
         yield f"alignas(64) float local{array.number}[{array.size}];"
+
+
+def _check(arrays: Collection[Array]) -> None:
+    """Raise NotCaptured if arrays take too much of a stack."""
+    if sum(array.size for array in arrays) > STACK:
+        raise NotCaptured("has more numbers for each token than a stack holds")
 
 
 def _stage(number: int, stage: Stage) -> Iterator[str]:
     if stage.statements:
         yield "#pragma omp for schedule(static)"
         yield "for (int64_t t = 0; t < tokens; t++) {"
-        arrays = {view.array for each in stage.statements for view in [each.to]}
+        arrays = {each.to.array for each in stage.statements}
         local = sorted((array for array in arrays if array.kind == LOCAL), key=lambda each: each.number)
-        if sum(array.size for array in local) > STACK:
-            raise NotCaptured("has more numbers for each token than a stack holds")
+        _check(local)
         for array in local:
             yield f"    alignas(64) float local{array.number}[{array.size}];"
         yield from (f"    {line}" for each in stage.statements for line in _statement(each))

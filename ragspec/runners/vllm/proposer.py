@@ -55,6 +55,9 @@ class Proposer:
         self._drafters = drafters_on(VLLM, method, DrafterSettings(**self._settings["drafting"]))
         self.trial = Trial(list(self._drafters) if method == AUTO else [method])
         self.cost = FittedCost()
+        self._plain = (
+            FittedCost()
+        )  # what is expected of plain steps: the shape that it begins with, for it never learns
         self._judged = method == AUTO or self._settings["num_tokens"] is None
         self.drafting_s = 0.0
         # without the end: vLLM counts its tokens differently once a grammar has taken one
@@ -127,10 +130,10 @@ class Proposer:
             seconds = started - self._since
             self.cost.observe(*self._asked, seconds)
             tokens, before = self._asked
-            self.trial.observe(before, tokens - before, written, seconds + self._spent, self.cost(before, before))
+            self.trial.observe(before, tokens - before, written, seconds + self._spent, self._plain(before, before))
         drafts: dict[int, Draft] = {}
         count = len(rows)
-        if not self._judged or not rows or self.trial.allows(count, self.cost(count, count), mixed=bool(prompts)):
+        if not self._judged or not rows or self.trial.allows(count, self._plain(count, count), mixed=bool(prompts)):
             drafts = self.trial.ask(lambda name: self._choose(name, rows), lambda name: self._guess(name, rows))
         proposed: list[list[int]] = [[] for _ in sampled_token_ids]
         for slot, draft in drafts.items():
