@@ -8,6 +8,7 @@ Limit: what a graph cannot show (routing by contents, frequencies by length) is 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from ragspec.engine.layout import Segment
 from ragspec.engine.masks import Rule
 from ragspec.engine.operators import RUNNING, Parts
 
+log = logging.getLogger(__name__)
 TOKENS = (41, 43, 47, 53)  # of the captured call: one that no tensor of the layer has as a size
 
 Tensors = Sequence[torch.Tensor]
@@ -41,9 +43,10 @@ class Called:
 
 
 class CompiledLayers:
-    """A model's layers, compiled, and switched on and off. Raises NotCaptured, and what `compile_graph` raises.
+    """A model's layers, compiled, and switched on and off. least: tokens of a forward.
 
-    least: tokens of a forward. The last layer stays as it is in forwards in which it computes some tokens only.
+    Layers of a kind that cannot be compiled stay as they are; if all do, that raises NotCaptured, or what capturing and
+    `compile_graph` raise. So does the last layer in forwards in which it computes some tokens only.
     """
 
     def __init__(self, model: Model, compile_graph: Compile, least: int = 1) -> None:
@@ -56,27 +59,40 @@ class CompiledLayers:
             raise NotCaptured("has no list of layers")
         if any("forward" in vars(layer) for layer in self._layers):
             raise NotCaptured("has layers that something else has wrapped")
-        self._forwards: list[Callable[..., Any]] = []
-        binds: dict[tuple[Any, ...], tuple[Graph, Bind]] = {}
+        self._forwards: dict[torch.nn.Module, Callable[..., Any]] = {}
+        self._kinds: dict[tuple[Any, ...], tuple[Graph, Bind] | Exception] = {}
         for layer, called in zip(self._layers, _calls(model, self._layers), strict=True):
-            what = kind(layer)
-            if what not in binds:
+            self._compile(layer, called, compile_graph)
+        failures = [found for found in self._kinds.values() if isinstance(found, Exception)]
+        if not self._forwards:
+            raise failures[0]
+
+    def _compile(self, layer: torch.nn.Module, called: Called, compile_graph: Compile) -> None:
+        """Compile a layer's kind, unless that was tried, and have the layer's forward made of it."""
+        what = kind(layer)
+        try:
+            if what not in self._kinds:
                 graph = capture(layer, called.call, called.tokens)
-                binds[what] = graph, compile_graph(graph)
-            self._forwards.append(self._forward(layer, *binds[what], called))
+                self._kinds[what] = graph, compile_graph(graph)
+            found = self._kinds[what]
+            if not isinstance(found, Exception):
+                self._forwards[layer] = self._forward(layer, *found, called)
+        except Exception as error:  # whatever the layer's code and the compiler raise: it runs as it is
+            log.debug("a kind of layers is not compiled", exc_info=error)
+            self._kinds[what] = error
 
     def on(self) -> None:
         """Let the layers run compiled."""
         self._model.least = self._least
         self._model.compiled = self
-        for layer, forward in zip(self._layers, self._forwards, strict=True):
+        for layer, forward in self._forwards.items():
             layer.forward = forward
 
     def off(self) -> None:
         """Let them run as they were."""
         self._model.least = 1
         self._model.compiled = None
-        for layer in self._layers:
+        for layer in self._forwards:
             layer.__dict__.pop("forward", None)
 
     def _forward(self, layer: torch.nn.Module, graph: Graph, bind: Bind, called: Called) -> Callable[..., Any]:
