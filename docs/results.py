@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from textwrap import fill
@@ -11,15 +11,82 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 COLUMNS = ("", "batch", "tokens/s", "vs plain", "decode tokens/s", "vs plain", "accepted", "tokens a step", "identical")
+PEERS = ("records", "at once", "plain, of vLLM plain", "`context`, of vLLM's faster method", "the same with loading")
+PLAIN = ("records", "runner", "at once", "method", "end to end", "in decoding")
+WHOLE = ("load_s", "warmup_s", "generate_s")
 ORDERED = ("", "batch", "tokens/s", "prompt tokens computed", "accepted", "tokens a step", "F1 of the references")
 ENOUGH = 3  # pairs of passes for an interval
 Results = dict[str, Any]
 
 
 def tables(folder: Path = RESULTS) -> str:
-    """Return a section for each result file, in the order of their names."""
-    files = sorted(folder.glob("*.json"))
-    return "\n".join(_section(json.loads(path.read_text(encoding="utf-8"))) for path in files)
+    """Return an overview, and a section for each result file, in the order of their names."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    return "\n".join([*_overview([results for results in found if "label" in results]), *map(_section, found)])
+
+
+def _overview(found: Sequence[Results]) -> Iterator[str]:
+    """Yield two tables over all results that have a label: compared with vLLM, and with plain decoding."""
+    beside = [row for results in found if (row := _beside_vllm(results))]
+    if beside:
+        yield "## Overview: compared with vLLM\n"
+        yield from map(_line, [PEERS, ["---"] * len(PEERS), *beside])
+        yield ""
+    faster = [row for results in found for row in _beside_plain(results)]
+    if faster:
+        yield "## Overview: compared with plain decoding on the same engine\n"
+        yield from map(_line, [PLAIN, ["---"] * len(PLAIN), *faster])
+        yield ""
+
+
+def _beside_vllm(results: Results) -> list[str] | None:
+    """Return a row of the overview: how fast plain decoding and drafts are, in what vLLM does."""
+    runs = {name: _runs(results, name) for name in _names(results)}
+    peers = [name for name in runs if name.startswith("peer-vllm")]
+    ours = {runs[name][0]["method"]: name for name in runs if not runs[name][0]["peer"]}
+    if not peers or not {"none", "context"} <= set(ours):
+        return None
+    best = max(peers, key=lambda name: _middle(runs[name], "tokens_per_s"))
+    loaded = {name: median(sum(run[key] for key in WHOLE) for run in runs[name]) for name in (best, ours["context"])}
+    first = runs[ours["context"]][0]
+    return [
+        results["label"],
+        str(first["batch_size"]),
+        _ratio_of(results, ours["none"], "peer-vllm"),
+        _ratio_of(results, ours["context"], best),
+        f"{loaded[best] / loaded[ours['context']]:.1f}x",
+    ]
+
+
+def _beside_plain(results: Results) -> Iterator[list[str]]:
+    """Yield rows of the overview: how fast each method is, in plain decoding."""
+    for name in _names(results):
+        first = _runs(results, name)[0]
+        if first["peer"] or first["method"] == "none" or not _ratio(results, name, "tokens_per_s"):
+            continue
+        whole, decoding = (_ratio(results, name, metric) for metric in ("tokens_per_s", "decode_tokens_per_s"))
+        yield [results["label"], first["runner"], str(first["batch_size"]), first["method"], whole, decoding]
+
+
+def _names(results: Results) -> list[str]:
+    """Return what was timed, in order."""
+    return list(dict.fromkeys(run["name"] for run in results.get("runs", ())))
+
+
+def _runs(results: Results, name: str) -> list[Results]:
+    """Return the passes of what was timed under a name."""
+    return [run for run in results["runs"] if run["name"] == name]
+
+
+def _middle(runs: Sequence[Results], key: str) -> float:
+    return median(run[key] for run in runs)
+
+
+def _ratio_of(results: Results, name: str, baseline: str) -> str:
+    """Return the ratio of two runs, end to end."""
+    wanted = name, baseline, "tokens_per_s"
+    found = [each for each in results["ratios"] if (each["name"], each["baseline"], each["metric"]) == wanted]
+    return _times(found[0]) if found else ""
 
 
 def _section(results: Results) -> str:
@@ -57,8 +124,8 @@ def _table(results: Results) -> tuple[Any, list[list[str]]]:
 
 
 def _ordered(results: Results) -> Iterator[list[str]]:
-    for name in dict.fromkeys(run["name"] for run in results["runs"]):
-        runs = [run for run in results["runs"] if run["name"] == name]
+    for name in _names(results):
+        runs = _runs(results, name)
         first, quality = runs[0], results.get("quality", {}).get(name)
         computed, whole = first["prompt_tokens"] - (first["cached_prompt_tokens"] or 0), first["prompt_tokens"]
         yield [
@@ -80,8 +147,8 @@ def _who(run: Results) -> str:
 
 def _rows(results: Results) -> Iterator[list[str]]:
     """Yield a row for each thing that was timed: medians of its passes."""
-    for name in dict.fromkeys(run["name"] for run in results["runs"]):
-        runs = [run for run in results["runs"] if run["name"] == name]
+    for name in _names(results):
+        runs = _runs(results, name)
         first = runs[0]
         yield [
             _who(first),

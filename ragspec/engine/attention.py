@@ -134,9 +134,9 @@ def _attend_all(
 
 
 def _is_for_kernels(layer: LayerCache, layout: Layout, query: torch.Tensor, scores: Scores, rule: Rule | None) -> bool:
-    """Return whether the kernels compute this layer's attention: plain scores, and nothing out of sight."""
+    """Return whether the kernels compute this layer's attention: no sinks, and nothing out of sight."""
     kernels = layout.kernels
-    if kernels is None or not scores.plain or not query.shape[3] == layer.values.shape[3] == kernels.head:
+    if kernels is None or scores.sinks is not None or not query.shape[3] == layer.values.shape[3] == kernels.head:
         return False
     if not query.dtype == layer.keys.dtype == layer.values.dtype == torch.float32:
         return False
@@ -150,7 +150,7 @@ def _attend_in_pieces(
     assert layout.kernels is not None
     query = query if query.stride(2) == 1 else query.contiguous()
     scaling = query.shape[2] ** -0.5 if scores.scaling is None else scores.scaling
-    layout.kernels.attend(query, layer.keys, layer.values, scaling, layout.pieces, out)
+    layout.kernels.attend(query, layer.keys, layer.values, scaling, layout.pieces, out, scores.cap)
 
 
 def _attend_together(

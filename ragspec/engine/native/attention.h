@@ -109,6 +109,16 @@ void score(const float* query, const float* keys, int count, float* scores) {
     }
 }
 
+// How scores become what is weighed: times `scale`, and then at most `cap` (cap * tanh(score / cap)), 0 for no cap.
+struct Scores {
+    float scale, cap;
+
+    void soften(float* scores, int count) const {  // beyond `count` there is room for a whole vector
+        if (cap > 0)
+            for (int s = 0; s < count; s += LANES) store(scores + s, cap * hyperbolic(load(scores + s) / cap));
+    }
+};
+
 // N queries' weighed values: (N, D), in `to` from its third number on.
 template <int D, int N>
 void weighed(const float (*weights)[LONGEST], const float* values, int count, float* const* to) {
@@ -133,13 +143,14 @@ void weighed(const float (*weights)[LONGEST], const float* values, int count, fl
 // weighed values, D of them, as far as these slots say.
 template <int D, int N>
 void attend(const float* const* query, const int64_t* seen, const float* keys, const float* values, int64_t first,
-            int count, float scale, float* const* to) {
+            int count, const Scores& scores, float* const* to) {
     alignas(64) float weights[N][LONGEST], scaled[D];
     keys += first * D;
     for (int n = 0; n < N; n++) {
-        for (int d = 0; d < D; d++) scaled[d] = query[n][d] * scale;
+        for (int d = 0; d < D; d++) scaled[d] = query[n][d] * scores.scale;
         const int sees = int(std::clamp<int64_t>(seen[n] - first, 0, count));
         score<D>(scaled, keys, count, weights[n]);
+        scores.soften(weights[n], count);
         to[n][0] = weigh(weights[n], count, sees, &to[n][1]);
     }
     weighed<D, N>(weights, values + first * D, count, to);
@@ -149,7 +160,7 @@ void attend(const float* const* query, const int64_t* seen, const float* keys, c
 // of attend().
 template <int D>
 void attend_many(const float* const* query, const int64_t* seen, int n, const float* keys, const float* values,
-                 int64_t first, int64_t count, float scale, float* const* to) {
+                 int64_t first, int64_t count, const Scores& scores, float* const* to) {
     constexpr int BLOCK = 128;  // slots whose scores, keys and values stay in the cache
     constexpr int WIDE = COLUMNS / LANES;
     constexpr int WHOLE = D / COLUMNS * COLUMNS, REST = D - WHOLE;  // of a head, in panels of COLUMNS
@@ -160,7 +171,7 @@ void attend_many(const float* const* query, const int64_t* seen, int n, const fl
     Whole sees[WIDE];
     Lanes top[WIDE], sum[WIDE];
     for (int d = 0; d < D; d++)
-        for (int c = 0; c < COLUMNS; c++) queries[d * COLUMNS + c] = c < n ? query[c][d] * scale : 0;
+        for (int c = 0; c < COLUMNS; c++) queries[d * COLUMNS + c] = c < n ? query[c][d] * scores.scale : 0;
     for (int c = 0; c < COLUMNS; c++) sees[c / LANES][c % LANES] = int(seen[std::min(c, n - 1)] - first);
     for (int j = 0; j < WIDE; j++) top[j] = Lanes{} + none, sum[j] = Lanes{};
     const auto range = std::minmax_element(seen, seen + n);
@@ -170,6 +181,7 @@ void attend_many(const float* const* query, const int64_t* seen, int n, const fl
         const int slots = int(std::min<int64_t>(BLOCK, some - begin));
         const bool masked = begin + slots > all;
         multiply(slots, {keys + begin * D, D, 1}, queries, COLUMNS, D, weights, COLUMNS, false);
+        scores.soften(weights, slots * COLUMNS);
         for (int j = 0; j < WIDE; j++) {
             float* column = weights + j * LANES;
             Lanes most = top[j], total = {};
@@ -241,7 +253,7 @@ struct Work {
 // for each other.
 template <int D>
 void attend_all(const float* query, int64_t token_stride, int64_t head_stride, const Cache& cache, int64_t groups,
-                float scale, const Work& work, float* out) {
+                const Scores& scores, const Work& work, float* out) {
     const int64_t heads = cache.kv_heads * groups;
 #pragma omp for schedule(dynamic)
     for (int64_t job = 0; job < work.piece_count * cache.kv_heads; job++) {
@@ -263,15 +275,15 @@ void attend_all(const float* query, int64_t token_stride, int64_t head_stride, c
             to[n] = work.scratch + (entry.part * heads + head) * (D + 2);
             if (++n < most && i + 1 < piece.end * groups) continue;
             if (wide)
-                attend_many<D>(from, seen, n, keys, values, piece.first, count, scale, to);
+                attend_many<D>(from, seen, n, keys, values, piece.first, count, scores, to);
             else if (n == 4)
-                attend<D, 4>(from, seen, keys, values, piece.first, count, scale, to);
+                attend<D, 4>(from, seen, keys, values, piece.first, count, scores, to);
             else if (n == 3)
-                attend<D, 3>(from, seen, keys, values, piece.first, count, scale, to);
+                attend<D, 3>(from, seen, keys, values, piece.first, count, scores, to);
             else if (n == 2)
-                attend<D, 2>(from, seen, keys, values, piece.first, count, scale, to);
+                attend<D, 2>(from, seen, keys, values, piece.first, count, scores, to);
             else
-                attend<D, 1>(from, seen, keys, values, piece.first, count, scale, to);
+                attend<D, 1>(from, seen, keys, values, piece.first, count, scores, to);
             n = 0;
         }
     }

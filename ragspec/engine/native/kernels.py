@@ -40,7 +40,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "ragspec_attend": [
         *[POINTER, NUMBER, NUMBER],  # the query and its strides
         *[POINTER, POINTER, NUMBER, NUMBER, NUMBER, NUMBER],  # the cache
-        *[c_float, POINTER, NUMBER, POINTER, POINTER, NUMBER],  # the work
+        *[c_float, c_float, POINTER, NUMBER, POINTER, POINTER, NUMBER],  # the work
         *[POINTER, POINTER, c_int],
     ],
 }
@@ -109,17 +109,19 @@ class Kernels:
         scale: float,
         work: Pieces,
         out: torch.Tensor,
+        cap: float | None = None,
     ) -> None:
         """Write to `out`, (T, heads, size), what queries of (heads, T, size) make of the cache.
 
-        keys, values: (kv_heads, rows, slots, size). Tokens that have no part in `work` are left alone.
+        keys, values: (kv_heads, rows, slots, size). cap: scores become cap * tanh(score / cap). Tokens that have no
+        part in `work` are left alone.
         """
         heads, _, size = query.shape
         kv_heads, rows, slots, _ = keys.shape
         scratch = query.new_empty(work.count * heads * (size + 2))
         self._attend(
             *(query.data_ptr(), query.stride(1), query.stride(0), keys.data_ptr(), values.data_ptr()),
-            *(kv_heads, rows, slots, heads // kv_heads, scale),
+            *(kv_heads, rows, slots, heads // kv_heads, scale, cap or 0.0),
             *(work.pieces.data_ptr(), len(work.pieces), work.entries.data_ptr(), work.parts.data_ptr()),
             *(len(work.parts), scratch.data_ptr(), out.data_ptr(), torch.get_num_threads()),
         )

@@ -23,7 +23,7 @@ struct Call {
     const int64_t *pieces, *entries, *parts;
     int64_t piece_count;
     float* merging;  // scratch of attention
-    float scale;
+    float scale, cap;
     double* seconds;  // when the last half of a stage ended, then what each took; or none
 
     void took(int half) const {  // -1: the first begins
@@ -53,7 +53,7 @@ inline void attend_layer(const Call& call, const float* query, const float* keys
     const Cache cache{call.keys, call.values, kv_heads, call.rows, call.slots};
     const Work work{reinterpret_cast<const Piece*>(call.pieces), call.piece_count,
                     reinterpret_cast<const Entry*>(call.entries), call.parts, call.attending, call.merging};
-    attend_all<D>(query, heads * D, D, cache, heads / kv_heads, call.scale, work, out);
+    attend_all<D>(query, heads * D, D, cache, heads / kv_heads, Scores{call.scale, call.cap}, work, out);
 #pragma omp for schedule(static)
     for (int64_t t = call.attending; t < call.tokens; t++) std::memset(out + t * heads * D, 0, heads * D * sizeof(float));
 }

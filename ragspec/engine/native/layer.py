@@ -57,6 +57,7 @@ class Call(Structure):
         ("piece_count", c_int64),
         ("merging", c_void_p),
         ("scale", c_float),
+        ("cap", c_float),
         ("seconds", POINTER(c_double)),
     ]
 
@@ -103,8 +104,6 @@ class Builder:
         if number is None:
             raise NotCaptured("has layers that share keys and values")
         attention, (scores,) = program.attention, parts.attends
-        if scores.cap is not None:
-            raise NotCaptured("caps its scores")
         scale = attention.size**-0.5 if scores.scaling is None else scores.scaling
         linears = (LinearLayer * len(parts.linears))()
         kept = list(own)  # what the pointers point at
@@ -144,7 +143,7 @@ class Builder:
             seconds = (c_double * (2 * len(program.stages) + 1))() if layout.watch else None
             call.given, call.result = ctypes.addressof(pointed), ctypes.addressof(into)
             call.keys, call.values = layer.keys.data_ptr(), layer.values.data_ptr()
-            call.rows, call.slots, call.scale = cache.rows, cache.slots, scale
+            call.rows, call.slots, call.scale, call.cap = cache.rows, cache.slots, scale, scores.cap or 0.0
             call.seconds = seconds
             function(byref(call), linears, pointers)
             if layout.watch and seconds:

@@ -6,7 +6,6 @@ Limit: float32, one token axis, and the operators of OPERATORS; anything else ra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from math import prod
 from operator import getitem
 from typing import Any
@@ -32,6 +31,7 @@ from ragspec.engine.native.program import (
     Sum,
     View,
 )
+from ragspec.engine.native.views import VIEWS, dims_of, name_of
 
 
 def program_of(graph: Graph, owned: int) -> Program:
@@ -59,7 +59,7 @@ class _Reader:
             elif node.op == "output":
                 results = [self._result(self._view(one), number) for number, one in enumerate(node.args[0])]
             elif _changes_something(node):
-                raise NotCaptured(f"computes {_name(node)} in place, which kernels do not")
+                raise NotCaptured(f"computes {name_of(node)} in place, which kernels do not")
             elif node.users:
                 self._known[node] = self._call(node)
         stored = [array for array in self._arrays if array.kind == STORED]
@@ -69,7 +69,7 @@ class _Reader:
 
     def _input(self, node: Any, number: int) -> View | None:
         """Return a tensor that the layer has or is given; None where it is not made of float32, and may not be used."""
-        dims, token = _dims(node)
+        dims, token = dims_of(node)
         own = number < self._owned
         array = Array(OWN if own else GIVEN, number - self._owned * (not own), prod(dims), shared=token is None)
         if not own:
@@ -93,7 +93,7 @@ class _Reader:
 
     def _new(self, node: Any, operands: Sequence[Operand]) -> View:
         """Return room for a node's result, at the level at which its operands are known."""
-        dims, token = _dims(node)
+        dims, token = dims_of(node)
         level = max((one.array.level for one in operands if isinstance(one, View)), default=0)
         return self._array(prod(dims), level, token is None).whole(dims, token)
 
@@ -134,11 +134,12 @@ class _Reader:
             return None  # sizes: each node says its own
         if node.target is getitem:
             return self._known[node.args[0]][node.args[1]]
-        if str(node.target) not in OPERATORS:
-            raise NotCaptured(f"computes {_name(node)}, which kernels do not")
+        name = name_of(node)
+        if name not in OPERATORS and name not in VIEWS:
+            raise NotCaptured(f"computes {name}, which kernels do not")
         if isinstance(value, torch.Tensor) and value.dtype != torch.float32:
-            raise NotCaptured(f"computes {_name(node)} in {value.dtype}")
-        return OPERATORS[str(node.target)](self, node)
+            raise NotCaptured(f"computes {name} in {value.dtype}")
+        return VIEWS[name](self._view(node.args[0]), node) if name in VIEWS else OPERATORS[name](self, node)
 
     def _operand(self, value: Any) -> Operand:
         return float(value) if isinstance(value, int | float) else self._view(value)
@@ -174,7 +175,7 @@ class _Reader:
             raise NotCaptured("sums over more than a token's rows")
         if of.strides[-1] != 1 and of.dims[-1] > 1:
             of = self._copied(of)
-        dims, token = _dims(node)
+        dims, token = dims_of(node)
         to = self._array(prod(dims), of.array.level, token is None).whole(dims, token)
         self._add(Sum(to, of, 1 / of.dims[-1] if mean else 1.0), of)
         return to
@@ -209,7 +210,7 @@ class _Reader:
         of = self._stored(self._view(x))
         if of.token is None or of.token != len(of.dims) - 2 or of.size != of.dims[-1]:
             raise NotCaptured("has a linear layer over something else than tokens")
-        dims, token = _dims(node)
+        dims, token = dims_of(node)
         to = self._array(size, of.array.level + 1, False, STORED)
         self._stage(of.array.level + 1).linears.append(Linear(number, of.array, to))
         return to.whole(dims, token)
@@ -234,11 +235,9 @@ class _Reader:
             self._stages.append(Stage())
         return self._stages[level - 1]
 
-    # -- views ----------------------------------------------------------------------------------------------------
-
     def reshaped(self, node: Any) -> View:
         view = self._view(node.args[0])
-        dims, token = _dims(node)
+        dims, token = dims_of(node)
         if (view.token is None) != (token is None):
             raise NotCaptured("makes tokens of something else")
         if view.token is not None and token is not None and prod(view.dims[: view.token]) != prod(dims[:token]):
@@ -247,95 +246,11 @@ class _Reader:
             view = self._copied(view)
         return view.array.whole(dims, token, view.offset)
 
-    def moved(self, node: Any) -> View:
-        view = self._view(node.args[0])
-        count = len(view.dims)
-        if str(node.target) == "aten.permute.default":
-            order = [axis % count for axis in node.args[1]]
-        else:
-            one, other = (axis % count for axis in node.args[1:3])
-            order = list(range(count))
-            order[one], order[other] = other, one
-        token = None if view.token is None else order.index(view.token)
-        dims, strides = ([each[axis] for axis in order] for each in (view.dims, view.strides))
-        return View(view.array, view.offset, tuple(dims), tuple(strides), token)
-
-    def unsqueezed(self, node: Any) -> View:
-        view = self._view(node.args[0])
-        return view.unsqueezed(node.args[1] % (len(view.dims) + 1))
-
-    def squeezed(self, node: Any) -> View:
-        view = self._view(node.args[0])
-        axis = node.args[1] % len(view.dims)
-        if view.dims[axis] != 1 or view.token == axis:
-            raise NotCaptured("drops an axis of tokens")
-        return view.without(axis)
-
-    def expanded(self, node: Any) -> View:
-        view = self._view(node.args[0])
-        dims, token = _dims(node)
-        more = len(dims) - len(view.dims)
-        if token is not None and (view.token is None or view.token + more != token):
-            raise NotCaptured("repeats something for each token")
-        old, strides = (1,) * more + view.dims, (0,) * more + view.strides
-        strides = tuple(0 if was != now else stride for was, now, stride in zip(old, dims, strides, strict=True))
-        return View(view.array, view.offset, dims, strides, token)
-
-    def sliced(self, node: Any) -> View:
-        view = self._view(node.args[0])
-        given = list(node.args[1:])
-        if not all(isinstance(each, int | None) for each in given):
-            raise NotCaptured("slices by the number of tokens")
-        axis, first, last, step = given + [0, None, None, 1][len(given) :]
-        axis = axis % len(view.dims)
-        if axis == view.token:
-            if first in (0, None) and step == 1 and _dims(node) == (view.dims, view.token):
-                return view
-            raise NotCaptured("takes some of the tokens")
-        first, last, step = slice(first, last, step).indices(view.dims[axis])
-        return view.sliced(axis, first, last, step)
-
-    def selected(self, node: Any) -> View:
-        view = self._view(node.args[0])
-        axis = node.args[1] % len(view.dims)
-        if axis == view.token:
-            raise NotCaptured("takes one of the tokens")
-        at = node.args[2] % view.dims[axis]
-        return view.sliced(axis, at, at + 1).without(axis)
-
-    def split(self, node: Any, equal: bool) -> list[View]:
-        view = self._view(node.args[0])
-        axis = (node.args[2] if len(node.args) > 2 else 0) % len(view.dims)
-        if axis == view.token:
-            raise NotCaptured("splits tokens")
-        whole, sizes = view.dims[axis], node.args[1]
-        sizes = [min(sizes, whole - at) for at in range(0, whole, sizes)] if equal else list(sizes)
-        edges = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-        return [view.sliced(axis, first, last) for first, last in pairwise(edges)]
-
-    def same(self, node: Any) -> View:
-        return self._view(node.args[0])
-
-
-def _name(node: Any) -> str:
-    """Return what a node does, as torch calls it."""
-    return str(node.target).removeprefix("aten.")
-
 
 def _changes_something(node: Any) -> bool:
     """Return whether a node writes to what it is given: the graph does not say who else reads that."""
     schema = getattr(node.target, "_schema", None)
     return bool(schema is not None and schema.is_mutable)
-
-
-def _dims(node: Any) -> tuple[tuple[int, ...], int | None]:
-    """Return a node's sizes, 1 where the tokens are, and which axis that is."""
-    shape = node.meta["val"].shape
-    tokens = [axis for axis, size in enumerate(shape) if not isinstance(size, int)]
-    if len(tokens) > 1 or any(not shape[axis].node.expr.is_symbol for axis in tokens):
-        raise NotCaptured("computes with numbers of tokens")
-    dims = tuple(1 if axis in tokens else int(size) for axis, size in enumerate(shape))
-    return dims, tokens[0] if tokens else None
 
 
 def _mapped(expression: str, operands: int = 1) -> Callable[[_Reader, Any], Any]:
@@ -350,43 +265,31 @@ def _gelu(reader: _Reader, node: Any) -> View:
 OPERATORS: dict[str, Callable[[_Reader, Any], Any]] = {
     "ragspec.linear.default": _Reader.linear,
     "ragspec.attend.default": _Reader.attend,
-    "aten.add.Tensor": lambda reader, node: reader.plus(node, "+"),
-    "aten.sub.Tensor": lambda reader, node: reader.plus(node, "-"),
-    "aten.mul.Tensor": _mapped("a * b", 2),
-    "aten.div.Tensor": _mapped("a / b", 2),
-    "aten.maximum.default": _mapped("larger(a, b)", 2),
-    "aten.minimum.default": _mapped("smaller(a, b)", 2),
-    "aten.neg.default": _mapped("-a"),
-    "aten.abs.default": _mapped("absolute(a)"),
-    "aten.reciprocal.default": _mapped("1.0f / a"),
-    "aten.rsub.Scalar": _Reader.minus_from,
-    "aten.rsqrt.default": _mapped("1.0f / root(a)"),
-    "aten.sqrt.default": _mapped("root(a)"),
-    "aten.exp.default": _mapped("power(a)"),
-    "aten.sigmoid.default": _mapped("sigmoid(a)"),
-    "aten.silu.default": _mapped("silu(a)"),
-    "aten.tanh.default": _mapped("hyperbolic(a)"),
-    "aten.relu.default": _mapped("positive(a)"),
-    "aten.gelu.default": _gelu,
-    "aten.pow.Tensor_Scalar": _Reader.pow,
-    "aten.mean.dim": lambda reader, node: reader.sum(node, mean=True),
-    "aten.sum.dim_IntList": lambda reader, node: reader.sum(node, mean=False),
-    "aten.native_layer_norm.default": _Reader.layer_norm,
-    "aten.cat.default": _Reader.cat,
-    "aten.stack.default": lambda reader, node: reader.cat(node, stacked=True),
-    "aten.view.default": _Reader.reshaped,
-    "aten._unsafe_view.default": _Reader.reshaped,
-    "aten.reshape.default": _Reader.reshaped,
-    "aten.transpose.int": _Reader.moved,
-    "aten.permute.default": _Reader.moved,
-    "aten.unsqueeze.default": _Reader.unsqueezed,
-    "aten.squeeze.dim": _Reader.squeezed,
-    "aten.expand.default": _Reader.expanded,
-    "aten.slice.Tensor": _Reader.sliced,
-    "aten.select.int": _Reader.selected,
-    "aten.split.Tensor": lambda reader, node: reader.split(node, equal=True),
-    "aten.split_with_sizes.default": lambda reader, node: reader.split(node, equal=False),
-    "aten.clone.default": _Reader.same,
-    "aten.alias.default": _Reader.same,
-    "aten.detach.default": _Reader.same,
+    "add.Tensor": lambda reader, node: reader.plus(node, "+"),
+    "sub.Tensor": lambda reader, node: reader.plus(node, "-"),
+    "mul.Tensor": _mapped("a * b", 2),
+    "div.Tensor": _mapped("a / b", 2),
+    "maximum.default": _mapped("larger(a, b)", 2),
+    "minimum.default": _mapped("smaller(a, b)", 2),
+    "neg.default": _mapped("-a"),
+    "abs.default": _mapped("absolute(a)"),
+    "reciprocal.default": _mapped("1.0f / a"),
+    "rsub.Scalar": _Reader.minus_from,
+    "rsqrt.default": _mapped("1.0f / root(a)"),
+    "sqrt.default": _mapped("root(a)"),
+    "exp.default": _mapped("power(a)"),
+    "sigmoid.default": _mapped("sigmoid(a)"),
+    "silu.default": _mapped("silu(a)"),
+    "tanh.default": _mapped("hyperbolic(a)"),
+    "relu.default": _mapped("positive(a)"),
+    "gelu.default": _gelu,
+    "pow.Tensor_Scalar": _Reader.pow,
+    "mean.dim": lambda reader, node: reader.sum(node, mean=True),
+    "sum.dim_IntList": lambda reader, node: reader.sum(node, mean=False),
+    "native_layer_norm.default": _Reader.layer_norm,
+    "cat.default": _Reader.cat,
+    "stack.default": lambda reader, node: reader.cat(node, stacked=True),
+    "view.default": _Reader.reshaped,
+    "_unsafe_view.default": _Reader.reshaped,
+    "reshape.default": _Reader.reshaped,
 }

@@ -49,11 +49,6 @@ inline T silu(T x) {
 }
 
 template <typename T>
-inline T hyperbolic(T x) {  // the tangent
-    return 1.0f - 2.0f / (1.0f + power(2.0f * x));
-}
-
-template <typename T>
 inline T error_function(T x) {  // to an absolute error of 1.5e-7 (Abramowitz and Stegun, 7.1.26)
     const T far = absolute(x), t = 1.0f / (1.0f + 0.3275911f * far);
     const T p = t * (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
