@@ -21,7 +21,7 @@ def kernels(request):
         pytest.skip(str(reason))
 
 
-def expected(query, keys, values, segments, scale):
+def expected(query, keys, values, segments, scale, cap=None):
     """Return the textbook's attention, token by token: (T, heads, head)."""
     groups = query.shape[0] // keys.shape[0]
     out = []
@@ -30,10 +30,20 @@ def expected(query, keys, values, segments, scale):
             mine = query[:, len(out)]
             seen = keys[:, row, : position + 1].repeat_interleave(groups, 0)
             scores = (seen @ mine[:, :, None])[..., 0] * scale
+            scores = cap * torch.tanh(scores / cap) if cap else scores
             out.append(
                 (scores.softmax(-1)[:, None] @ values[:, row, : position + 1].repeat_interleave(groups, 0))[:, 0]
             )
     return torch.stack(out)
+
+
+def numbered(segments):
+    """Return each row's queries as (packed token, tokens in sight)."""
+    queries, at = {}, 0
+    for row, start, count in segments:
+        queries[row] = [(at + i, start + i + 1) for i in range(count)]
+        at += count
+    return queries
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 5])
@@ -61,10 +71,7 @@ def test_pieces_compute_what_the_textbook_says(kernels, groups, threads, segment
         shared = Together(segments[0][0], {})  # the leader must hold what it lends
     tokens = sum(count for _, _, count in segments)
     query = torch.randn(tokens, kv_heads * groups, kernels.head).transpose(0, 1)
-    queries, at = {}, 0
-    for row, start, count in segments:
-        queries[row] = [(at + i, start + i + 1) for i in range(count)]
-        at += count
+    queries = numbered(segments)
     out = torch.full((tokens + 1, kv_heads * groups, kernels.head), 7.0)
     for together in ([], [shared] if shared.tokens else []):
         work = cut(queries, together, tokens, threads)
@@ -80,6 +87,20 @@ def test_large_scores_neither_overflow_nor_vanish(kernels):
     out = torch.empty(1, 1, kernels.head)
     kernels.attend(query, keys, values, 1.0, cut({0: [(0, 200)]}, [], 1, 2), out)
     assert torch.allclose(out, expected(query, keys, values, [(0, 199, 1)], 1.0), atol=1e-4)
+
+
+@pytest.mark.parametrize("segments", [[(0, 37, 1), (2, 5, 4)], [(0, 0, 150), (1, 600, 70)]])
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_capped_scores_are_the_textbooks_too(kernels, segments, cap):
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 2, 3, 700, kernels.head) * 3
+    tokens = sum(count for _, _, count in segments)
+    query = torch.randn(tokens, 4, kernels.head).transpose(0, 1) * 3
+    queries = numbered(segments)
+    out = torch.empty(tokens, 4, kernels.head)
+    kernels.attend(query, keys, values, 0.2, cut(queries, [], tokens, 2), out, cap)
+    assert torch.allclose(out, expected(query, keys, values, segments, 0.2, cap), atol=1e-4)
+    assert not torch.allclose(out, expected(query, keys, values, segments, 0.2), atol=1e-3)
 
 
 def row(index, place, token_ids, computed):
