@@ -12,9 +12,9 @@ from ragspec.config.sections import Section, listed
 
 
 class ColumnNames(Section):
-    """The input's own names for the fields of a record (`id`, `query`, `contexts`, `messages`, `prompt`, `reference`,
-    `metadata`, `custom_id`, `body`), for instance `{query: question, contexts: retrieval.passages}`. A dot leads into
-    a nested field. `ragspec inspect` suggests them."""
+    """The input's names for the fields of a record (`id`, `query`, `contexts`, `messages`, `prompt`, `reference`,
+    `metadata`, `custom_id`, `body`), for instance `{query: question, contexts: retrieval.passages}`. A dot selects a
+    nested field. `ragspec inspect` suggests a mapping."""
 
     id: str | None = None
     query: str | None = None
@@ -33,27 +33,27 @@ class ColumnNames(Section):
 
 
 class InputConfig(Section):
-    """Where records come from. A path alone, or a list of them, may stand for the section."""
+    """Where records come from. A path or a list of paths can replace the section."""
 
     path: Annotated[
         list[Annotated[Place, Field(min_length=1)]],
         Field(min_length=1),
         BeforeValidator(listed, json_schema_input_type=str | list[str]),
     ]
-    """JSONL (`.gz`, `.zst`), CSV, TSV, Parquet or Arrow files, here or at an address (`s3://`, `gs://`, `hf://`,
-    `https://`); patterns (`data/*.parquet`), folders, a folder that `save_to_disk` wrote, or `-` for JSONL from stdin.
-    With `format: dataset`, a dataset's id on the Hugging Face hub. A line of JSONL has at most 256 MiB."""
+    """JSONL (`.gz`, `.zst`), CSV, TSV, Parquet or Arrow files, local or at a URL (`s3://`, `gs://`, `hf://`,
+    `https://`); patterns (`data/*.parquet`), folders, a folder written by `save_to_disk`, or `-` for JSONL from stdin.
+    With `format: dataset`, a dataset's id on the Hugging Face hub. A JSONL line may be at most 256 MiB long."""
     format: Literal["auto", "jsonl", "csv", "tsv", "parquet", "arrow", "dataset"] = "auto"
-    """What the files are; `auto` goes by their names."""
+    """The files' format; `auto` goes by their names."""
     columns: ColumnNames = ColumnNames()
     split: str | None = None
-    """dataset: the split; may be left out where there is only one."""
+    """dataset: the split; optional if there is only one."""
     name: str | None = None
-    """dataset: the name of its configuration."""
+    """dataset: the configuration's name."""
     revision: str | None = None
-    """dataset: its revision on the hub."""
+    """dataset: the revision on the hub."""
     storage_options: Settings = {}
-    """Passed to fsspec with an address, for instance `{anon: true}`. Credentials come from the environment (or
+    """Passed to fsspec with a URL, for instance `{anon: true}`. Credentials come from the environment (or
     `${NAME}`)."""
 
     @model_validator(mode="after")
@@ -83,21 +83,21 @@ Input = Annotated[InputConfig, BeforeValidator(_as_input, json_schema_input_type
 
 
 class OutputConfig(Section):
-    """Where answers go. A path alone may stand for the section."""
+    """Where answers go. A path can replace the section."""
 
     path: Place = "-"
-    """A local JSONL file is appended to, line by line; `-` is stdout. What cannot be appended to is a folder of parts:
-    a path that ends in `.gz`, `.zst`, `.parquet` or `/`, and any address (`s3://`, `gs://`)."""
+    """A local JSONL file is appended to, line by line; `-` is stdout. A path that ends in `.gz`, `.zst`, `.parquet` or
+    `/`, and any URL (`s3://`, `gs://`), cannot be appended to and is a folder of parts."""
     format: Literal["auto", "jsonl", "parquet", "openai"] = "auto"
-    """`auto` goes by the name: Parquet, or JSONL. `openai`: the lines of OpenAI's Batch API, in JSONL."""
+    """`auto` goes by the name: Parquet or JSONL. `openai`: OpenAI Batch API lines, in JSONL."""
     model: str | None = None
-    """openai: the model's name in the lines; the config's by default."""
+    """openai: the model name in the lines; by default `model`."""
     part_records: Annotated[int, Field(ge=1)] = 10_000
-    """Records of a part."""
+    """Records per part."""
     part_mib: Annotated[int, Field(ge=1, le=1024)] = 64
-    """MiB of a part, before it is compressed."""
+    """MiB per part, before compression."""
     storage_options: Settings = {}
-    """Passed to fsspec with an address, for instance `{endpoint_url: ...}`. Credentials come from the environment (or
+    """Passed to fsspec with a URL, for instance `{endpoint_url: ...}`. Credentials come from the environment (or
     `${NAME}`)."""
 
     def __str__(self) -> str:

@@ -35,11 +35,11 @@ class RunConfig(Section):
     """One run: a model, a runner, records in, answers out."""
 
     model: Address | None = None
-    """Hub id, folder, `.gguf` file (converted once into the user's cache), or `demo`."""
+    """Hub id, folder, `.gguf` file (converted once, into the user's cache), or `demo`."""
     runner: str = AUTO
-    """`huggingface`, `vllm`, `fake` (no model: repeats the end of each prompt), or `auto`: vLLM where it is installed,
-    serves the model, and should finish first, loading included; else `huggingface`. With `auto`, `runner_args` are
-    those of `huggingface`, unless only vLLM has the method."""
+    """`huggingface`, `vllm`, `fake` (no model: repeats the end of each prompt), or `auto`: vLLM if it is installed,
+    supports the model, and should finish first, loading included; otherwise `huggingface`. With `auto`, `runner_args`
+    are those of `huggingface`, unless only vLLM has the method."""
     input: Input | None = None
     """Where records come from."""
     output: Output = OutputConfig()

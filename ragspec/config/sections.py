@@ -46,33 +46,33 @@ class PromptConfig(Section):
     """How a record becomes a prompt."""
 
     source: Literal["auto", "query", "messages", "prompt"] = "auto"
-    """Which field of a record is the prompt; `auto` takes the first of `query`, `messages` and `prompt` it finds."""
+    """Which field of a record is the prompt; `auto` uses the first of `query`, `messages` and `prompt` found."""
     system: str | None = None
-    """System prompt. A record's own `messages` may bring another."""
+    """System prompt. A record's own `messages` may contain another."""
     template: str | None = None
-    """Jinja2 text of the user message, the name of a `.jinja`, `.jinja2` or `.j2` file, or `citations` (passages are
-    numbered, and the answer is asked to cite them like `[1]`). It may use `query`, `contexts` (each with `id`, `title`,
-    `text`, `score`), `system`, `metadata`, `id` and `chat`."""
+    """Jinja2 template of the user message, the name of a `.jinja`, `.jinja2` or `.j2` file, or `citations` (passages
+    are numbered, and the model is asked to cite them like `[1]`). It can use `query`, `contexts` (each with `id`,
+    `title`, `text`, `score`), `system`, `metadata`, `id` and `chat`."""
     chat: Literal["auto"] | bool = "auto"
-    """Use the model's chat template: `auto` (if it has one), `true` or `false`."""
+    """Whether to use the model's chat template: `auto` (if it has one), `true` or `false`."""
     query_prefix: str = ""
     """Text put before every query."""
     allow_special_tokens: bool = False
     """Let control words in records (`<|im_end|>`, `</s>`, `<think>`) act as control tokens; see
     [below](#records-are-text)."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Longest prompt, in tokens. The model's context length less `max_new_tokens` always applies."""
+    """Longest prompt, in tokens. The model's context length minus `max_new_tokens` always applies."""
     max_passages: Annotated[int, Field(ge=1)] | None = None
-    """Most passages of a prompt; the least relevant ones are dropped."""
+    """Maximum number of passages in a prompt; the least relevant are dropped."""
     order: Literal["rank", "canonical", "shared"] = "rank"
-    """Order of a record's passages: as they come (`rank`), the same for all records (`canonical`), or that by which all
-    records together compute the fewest tokens (`shared`); see [prompts](prompts.md#the-order-of-passages)."""
+    """Order of a record's passages: as given (`rank`), the same for all records (`canonical`), or the order in which
+    all records together compute the fewest tokens (`shared`); see [prompts](prompts.md#the-order-of-passages)."""
     keep_first: Annotated[int, Field(ge=0)] = 0
-    """`order: shared`: leave this many of a record's first passages where they are, before the others."""
+    """`order: shared`: keep this many of a record's first passages in place, before the others."""
     show_ranks: bool = False
-    """Say in the prompt which passages are most relevant: `best_first` in the template, a line in the default ones."""
+    """Tell the model which passages are most relevant: `best_first` in your template, a line in the built-in ones."""
     order_window: Annotated[int, Field(ge=2)] = 4096
-    """`order: shared`: rows that are read and ordered together."""
+    """`order: shared`: how many rows are read and ordered together."""
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
@@ -82,7 +82,7 @@ class PromptConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How tokens are chosen, for every record that does not say otherwise."""
+    """How tokens are chosen, unless a record says otherwise."""
 
     max_new_tokens: Annotated[int, Field(ge=1)] = 128
     """Longest answer, in tokens."""
@@ -91,27 +91,27 @@ class SamplingConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the most likely tokens that together have this probability; 1 is off."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Sample from this many most likely tokens; 0 is off."""
+    """Sample from this many of the most likely tokens; 0 is off."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Leave out tokens less likely than this share of the most likely one; 0 is off."""
+    """Exclude tokens less likely than this share of the most likely one's probability; 0 is off."""
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """Divide the scores of tokens that have appeared already; 1 is off."""
+    """Divides the scores of tokens that have already appeared; 1 is off."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    """Taken off the score of every token that the answer has already."""
+    """Subtracted from the score of every token already in the answer."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    """The same, once for every time that the answer has it."""
+    """The same, once per occurrence."""
     logit_bias: Annotated[dict[int, Bias], BeforeValidator(_by_token_id)] = {}
-    """What is added to the scores of tokens: `{token id: bias}`, from -100 to 100."""
+    """Added to token scores: `{token id: bias}`, from -100 to 100."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    """Write how likely each token of the answer was, beside this many of the likeliest (0: the token alone)."""
+    """Write the log probability of each token of the answer, and of this many of the likeliest (0: the token alone)."""
     n: Annotated[int, Field(ge=1, le=128)] = 1
-    """Answers to each record."""
+    """Answers per record."""
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]], BeforeValidator(listed, json_schema_input_type=str | list[str])
     ] = []
-    """Texts that end an answer. They are not part of it."""
+    """Strings that end an answer. They are not part of it."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seed of the sampling noise; each record's noise depends on this seed and on the record's id."""
+    """Seed for sampling; each record's noise depends on this seed and the record's id."""
 
     @property
     def expected_tokens(self) -> int:
@@ -123,21 +123,21 @@ class SpeculationConfig(Section):
     """Where drafts come from and how long they are."""
 
     method: str = "none"
-    """What drafts; see [Methods](#methods)."""
+    """Where drafts come from; see [Methods](#methods)."""
     num_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Draft length. `auto`: as many tokens as pay, row by row and step by step, and none when none do (vLLM's own
-    methods and stock `generate()`: their own default; `context` in vLLM: up to 16)."""
+    """Draft length. `auto`: as many tokens as pay off, row by row and step by step, possibly none (vLLM's own methods
+    and stock `generate()`: their own default; `context` in vLLM: up to 16)."""
     draft_model: Address | None = None
     """Name of the draft model."""
     draft_tokenizer: Address | None = None
-    """The draft's name again, if its vocabulary differs from the target's: universal assisted decoding."""
+    """The draft model's name again, if its vocabulary differs from the target's: universal assisted decoding."""
     draft_trust_remote_code: bool = False
     """Run code that comes with the draft model or its tokenizer; `runner_args.trust_remote_code` is for the target
-    only. vLLM 0.32 has one switch for both: there, a draft that brings code needs both keys."""
+    only. vLLM 0.32 has one switch for both, so a draft model that comes with code needs both keys there."""
     ngram_max: Annotated[int, Field(ge=1)] | None = None
-    """Longest n-gram that prompt lookup looks up (3 by default, 4 in vLLM)."""
+    """Longest n-gram used by prompt lookup (3 by default, 4 in vLLM)."""
     ngram_min: Annotated[int, Field(ge=1)] | None = None
-    """Shortest n-gram that prompt lookup looks up (1 by default, 2 in vLLM; stock `generate()` has no such setting)."""
+    """Shortest n-gram used by prompt lookup (1 by default, 2 in vLLM; stock `generate()` has no such setting)."""
     isolate: bool = False
     """`context`, `auto`: draft from the record's own text only, not from other records' passages and answers
     (`--isolate`)."""
@@ -148,11 +148,11 @@ class SpeculationConfig(Section):
     schedule: Literal["constant", "heuristic_transient"] = "constant"
     """`heuristic_transient` lengthens and shortens drafts within one record."""
     num_tokens_by_batch_size: list[BatchSizeRange] | None = None
-    """vllm: rows of `[first, last, num_tokens]`, for instance `[[1, 8, 5], [9, 256, 0]]`."""
+    """vllm: list of `[first, last, num_tokens]`, for instance `[[1, 8, 5], [9, 256, 0]]`."""
     extra: Settings = {}
     """huggingface: `assistant_lookbehind`, `target_lookbehind`; vllm: further keys of `speculative_config`."""
     speculative_config: Settings | None = None
-    """vllm, with `method: speculative_config`: vLLM's own, passed on as it is."""
+    """vllm, with `method: speculative_config`: vLLM's own setting, passed on unchanged."""
 
     @property
     def draft_tokens(self) -> int | None:
@@ -166,53 +166,53 @@ class SpeculationConfig(Section):
 
 
 class RetrievalConfig(Section):
-    """Contexts for records that have a `query` and no `contexts` (an empty list asks for none), and how the index is
+    """Contexts for records that have a `query` but no `contexts` (an empty list requests none), and how the index is
     built."""
 
     index: Annotated[Address, Field(min_length=1), AfterValidator(_at_home)]
-    """Folder of the index, or an object store's address (`s3://...`)."""
+    """Folder of the index, or its URL on an object store (`s3://...`)."""
     top_k: Annotated[int, Field(ge=1)] = 5
-    """Passages for each query."""
+    """Passages per query."""
     mode: Literal["auto", "bm25", "dense", "hybrid"] = "auto"
     """`bm25`, `dense` or `hybrid`; `auto` is hybrid if the index has vectors, else BM25."""
     candidates: Annotated[int, Field(ge=1)] = 50
-    """How many passages each search hands to rank fusion and to the reranker."""
+    """How many passages each search passes to rank fusion and to the reranker."""
     reranker_model: Address | None = None
     """A sentence-transformers cross-encoder: hub id or folder."""
     order: Literal["score", "canonical"] = "score"
-    """Order of the passages that are found: by `score`, or `canonical` (by id, so that records with the same passages
-    share a prefix). `prompt.order` orders passages of any origin, and knows `shared`, which saves more."""
+    """Order of retrieved passages: by `score`, or `canonical` (by id, so that records with the same passages share a
+    prefix). `prompt.order` orders passages of any origin, and has `shared`, which saves more."""
     storage_options: StringSettings = {}
     """Passed to LanceDB, for an object store. Credentials come from the environment (or `${NAME}`)."""
     corpus: OneOrMore = []
     """`ragspec index`: files and folders."""
     file_types: OneOrMore = []
-    """`ragspec index`: file endings to take from folders, for instance `[.md, .pdf]`; all by default."""
+    """`ragspec index`: file extensions to include from folders, for instance `[.md, .pdf]`; all by default."""
     chunk_size: Annotated[int, Field(ge=16)] = 512
-    """Tokens of a passage, its title included. No more than the embedding model reads."""
+    """Tokens per passage, title included; at most what the embedding model reads."""
     chunk_overlap: Annotated[int, Field(ge=0)] = 64
-    """Tokens that neighbouring passages may share."""
+    """Tokens that adjacent passages may share."""
     embedding_model: Address | None = None
-    """A sentence-transformers model: hub id, folder, or `demo`. None: search by words only."""
+    """A sentence-transformers model: hub id, folder, or `demo`. Without one, search is by keyword only."""
     tokenizer: Address | None = None
-    """Without an embedding model: the model whose tokens are counted; by default words and punctuation marks are."""
+    """Without an embedding model: the model whose tokens are counted; by default, words and punctuation marks."""
     language: str = "English"
-    """Language of stemming and stop words (a LanceDB name), or `none`."""
+    """Language for stemming and stop words (a LanceDB name), or `none`."""
 
 
 class ScaleConfig(Section):
-    """Answering on several workers, through Ray: processes on this machine or on many."""
+    """Several workers, run by Ray: processes on this machine or on many."""
 
     engine: Literal["ray"] = "ray"
-    """What runs them."""
+    """What runs the workers."""
     address: str = "local"
     """The cluster: `local` (this machine's, for this run), `auto` (the one that `RAY_ADDRESS` or this machine's
     `ray start` names), `HOST:PORT`, or `ray://HOST:PORT`."""
     workers: Annotated[int, Field(ge=1)] = 1
-    """How many workers to run, each with the model loaded. The run begins with those there is room for."""
+    """How many workers to run, each with its own copy of the model. The run starts with those that fit."""
     gpus_per_worker: Annotated[float, Field(ge=0)] | None = None
-    """GPUs of a worker. If left out: as many as its engine takes (`tensor_parallel_size`), where there are any."""
+    """GPUs per worker. By default, as many as its engine uses (`tensor_parallel_size`), if there are any."""
     cpus_per_worker: Annotated[int, Field(ge=1)] | None = None
-    """CPU cores of a worker, which are its threads too. If left out: the machines' cores, shared evenly."""
+    """CPU cores, and threads, per worker. By default, the machines' cores are shared evenly."""
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
-    """Seconds of silence after which a worker is taken for dead (ten times that while its model loads)."""
+    """Seconds of silence after which a worker is considered dead (ten times that while its model loads)."""

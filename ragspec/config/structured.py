@@ -19,16 +19,16 @@ Choice = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1
 
 
 class StructuredConfig(Section):
-    """What every answer has to look like, by one of these keys; `structured: json_object` stands for the last. Tokens
-    that would break the form are never chosen. A record's own `response_format` or `structured_outputs` wins."""
+    """The format of every answer, given by exactly one of these keys; `structured: json_object` is short for the last.
+    Tokens that would violate it are never chosen. A record's own `response_format` or `structured_outputs` wins."""
 
     json_schema: dict[str, Any] | str | None = None
-    """A JSON schema, or the name of a file with one. In it, `{"enum": {"$contexts": "id"}}` admits the ids (or
+    """A JSON schema, or the name of a file with one. In it, `{"enum": {"$contexts": "id"}}` allows the ids (or
     `title`s) of the record's passages, and `{"$quote": true}` a string that one of them contains word for word."""
     regex: Annotated[str, Field(min_length=1)] | None = None
     """A regular expression for the whole answer (Rust's syntax)."""
     choice: Choice | None = None
-    """Texts, one of which is the answer."""
+    """Texts; the answer is one of them."""
     grammar: Annotated[str, Field(min_length=1)] | None = None
     """A grammar in llguidance's Lark or in GBNF, or the name of a `.lark`, `.gbnf` or `.ebnf` file."""
     json_object: Literal[True] | None = None

@@ -16,12 +16,12 @@ class Args(RunnerArgs):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, use_attribute_docstrings=True)
 
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Most records in one step: `max_num_seqs` under the name it has in the other runners."""
+    """Maximum number of records per step: vLLM's `max_num_seqs`, under the name that the other runners use."""
     lookahead: Annotated[int, Field(ge=1)] = 4096
-    """Records read ahead, to submit those that share a prefix together. 1: in the order given, in blocks of vLLM's own
+    """Records read ahead, to submit those that share a prefix together. 1: in the given order, with vLLM's own block
     size."""
     sampling_args: Settings = {}
-    """Passed to `SamplingParams`, beside the `sampling` section."""
+    """Passed to `SamplingParams`, in addition to the `sampling` section."""
 
     def neutral_keys(self) -> set[str]:
         memory = {"gpu_memory_utilization", "kv_cache_memory_bytes", "block_size"}
