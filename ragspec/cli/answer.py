@@ -38,7 +38,7 @@ def generate(
             "--output",
             "-o",
             metavar="PATH|-",
-            help="Where answers go: a JSONL file, a folder of parts, an address, or - for stdout.",
+            help="Where answers go: a JSONL file, a folder of parts, a URL, or - for stdout.",
         ),
     ] = None,
     max_new_tokens: MaxNewTokens = None,
@@ -50,7 +50,7 @@ def generate(
     retry_failed: RetryFailed = False,
     stats: Stats = None,
     isolate: Annotated[
-        bool, typer.Option("--isolate", help="Draft from a record's own text only, not from other records'.")
+        bool, typer.Option("--isolate", help="Draft from a record's own text only, not from other records.")
     ] = False,
     workers: Workers = None,
     ray_address: RayAddress = None,

@@ -17,7 +17,7 @@ METHOD = "context"
 def run_batch(
     input: Annotated[
         str,
-        typer.Option("--input", "--input-file", "-i", metavar="FILE", help="OpenAI batch lines: a file or an address."),
+        typer.Option("--input", "--input-file", "-i", metavar="FILE", help="OpenAI batch lines: a file or a URL."),
     ],
     output: Annotated[
         str, typer.Option("--output", "--output-file", "-o", metavar="PATH", help="Where OpenAI's output lines go.")
@@ -27,7 +27,7 @@ def run_batch(
         str | None, typer.Option("--config", "-c", metavar="FILE", help="YAML config for everything else.")
     ] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The model's name in the lines. By default its own.")
+        str | None, typer.Option(metavar="NAME", help="Model name in the output lines. By default, the model's own.")
     ] = None,
     runner: Annotated[
         str | None, typer.Option(metavar="RUNNER", help="huggingface, vllm, or auto (the default).")
@@ -38,11 +38,11 @@ def run_batch(
     ] = None,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Records at once.")] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Longest answer where a body names none (1024).")
+        int | None, typer.Option(min=1, metavar="N", help="Longest answer, in tokens, if a body sets none (1024).")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="Such as float32 or bfloat16.")] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="Data type, such as float32 or bfloat16.")] = None,
     revision: Annotated[str | None, typer.Option(metavar="REVISION", help="The model's revision on the hub.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, metavar="N", help="Seed where a body names none.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, metavar="N", help="Seed, if a body sets none.")] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
     ] = False,

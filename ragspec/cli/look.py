@@ -12,13 +12,13 @@ from ragspec.cli.options import Debug, set_debug
 def inspect(
     path: Annotated[list[str], typer.Argument(metavar="INPUT", help="Files, folders, patterns, or a dataset.")],
     format: Annotated[
-        str, typer.Option(metavar="FORMAT", help="jsonl, csv, tsv, parquet, arrow or dataset. By default by the name.")
+        str, typer.Option(metavar="FORMAT", help="jsonl, csv, tsv, parquet, arrow or dataset; auto goes by the name.")
     ] = "auto",
-    split: Annotated[str | None, typer.Option(metavar="SPLIT", help="Split of a dataset.")] = None,
-    name: Annotated[str | None, typer.Option(metavar="NAME", help="Configuration of a dataset.")] = None,
+    split: Annotated[str | None, typer.Option(metavar="SPLIT", help="Split of the dataset.")] = None,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Configuration of the dataset.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Show what an input holds, and how ragspec reads it."""
+    """Show what an input contains, and how ragspec reads it."""
     import sys
 
     import yaml

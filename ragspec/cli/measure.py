@@ -35,7 +35,7 @@ def benchmark(
             "--method",
             "-m",
             metavar="METHOD",
-            help=f"Method to time ({', '.join(METHODS)}); repeatable. By default: none and the config's.",
+            help=f"Method to time ({', '.join(METHODS)}); repeatable. By default, none and the config's.",
         ),
     ] = None,
     runner: Annotated[
@@ -57,7 +57,7 @@ def benchmark(
             help="Another tool to time (hf, hf-lookup, hf-structured, vllm, vllm-ngram, vllm-suffix); repeatable.",
         ),
     ] = None,
-    repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Timed passes over the input, per candidate.")] = 3,
+    repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Timed passes over the input per candidate.")] = 3,
     limit: Limit = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep the passes of an interrupted run.")] = False,
     sequential: Annotated[
@@ -67,18 +67,18 @@ def benchmark(
         ),
     ] = False,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Also show where the time of a pass goes, and this machine's bounds.")
+        bool, typer.Option("--profile", help="Also show where the time goes, and this machine's limits.")
     ] = False,
     workers: Annotated[
         list[int] | None,
         typer.Option(
-            "--workers", min=0, metavar="N", help="Answer on N workers (docs/scale.md), 0: in one process; repeatable."
+            "--workers", min=0, metavar="N", help="Answer on N workers (docs/scale.md); 0 for one process; repeatable."
         ),
     ] = None,
     ray_address: RayAddress = None,
     prompt_order: Annotated[
         list[str] | None,
-        typer.Option("--prompt-order", metavar="ORDER", help="Order of passages: rank, canonical, shared; repeatable."),
+        typer.Option("--prompt-order", metavar="ORDER", help="Passage order (rank, canonical, shared); repeatable."),
     ] = None,
     override: Set = None,
     debug: Debug = False,

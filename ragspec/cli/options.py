@@ -20,7 +20,7 @@ INTERRUPTED = 130
 
 RECORDS = "Records to answer: JSONL (.gz, .zst), CSV, TSV, Parquet or Arrow, or a folder of them"
 Config = Annotated[
-    str, typer.Option("--config", "-c", metavar="FILE", help="YAML config, ragspec's own or AutoGluon-RAG's.")
+    str, typer.Option("--config", "-c", metavar="FILE", help="YAML config for ragspec or AutoGluon-RAG.")
 ]
 Input = Annotated[str | None, typer.Option("--input", "-i", metavar="FILE", help=f"{RECORDS}.")]
 InputOrStdin = Annotated[
@@ -33,9 +33,9 @@ Limit = Annotated[int | None, typer.Option(min=1, metavar="N", help="Read only t
 MaxNewTokens = Annotated[
     int | None, typer.Option("--max-new-tokens", min=1, metavar="N", help="Longest answer, in tokens.")
 ]
-Resume = Annotated[bool, typer.Option(help="Continue an output begun before, or start over and keep it as a copy.")]
+Resume = Annotated[bool, typer.Option(help="Continue an existing output, or start over and keep a copy of it.")]
 RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Retry the records that failed in an earlier run.")]
-Stats = Annotated[str | None, typer.Option(metavar="FILE", help="Where statistics go. By default beside the output.")]
+Stats = Annotated[str | None, typer.Option(metavar="FILE", help="Where statistics go. By default next to the output.")]
 Workers = Annotated[
     int | None,
     typer.Option("--workers", min=1, metavar="N", help="Answer on N workers, on this machine or a Ray cluster."),

@@ -21,10 +21,10 @@ def verify(
     reference: Annotated[
         int,
         typer.Option(
-            min=0, metavar="N", help="Records to answer with stock transformers too (at least 2; 0 for none)."
+            min=0, metavar="N", help="Records to also answer with stock transformers (at least 2; 0 for none)."
         ),
     ] = 8,
-    seed: Annotated[int, typer.Option(metavar="SEED", help="Seed of the draw of the --reference records.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="SEED", help="Seed for choosing the --reference records.")] = 0,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
@@ -54,18 +54,20 @@ def tune(
         typer.Option(
             "--try",
             metavar="WHAT",
-            help="Also time what may change answers: order, passages, dtype, quantization; repeatable. "
+            help="Also time what may change answers (order, passages, dtype, quantization); repeatable. "
             "Records need references.",
         ),
     ] = None,
     max_loss: Annotated[
         float | None,
-        typer.Option(min=0, metavar="POINTS", help="Let one of these win if its F1 loss is surely no more than this."),
+        typer.Option(
+            min=0, metavar="POINTS", help="Let one of these win if its F1 loss, interval included, is at most this."
+        ),
     ] = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Find the fastest method for a config, and write it as a config."""
+    """Find the fastest method for a config, and write a config that uses it."""
     from tempfile import TemporaryDirectory
 
     from ragspec.benchmark import tune as tuning
@@ -96,7 +98,7 @@ def doctor(
     override: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Show what this machine has and what a config would do on it."""
+    """Show what this machine has, and what a config would do on it."""
     from ragspec.cli.console import stderr
     from ragspec.config.places import InputConfig
     from ragspec.config.veil import Veil

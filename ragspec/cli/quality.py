@@ -19,23 +19,23 @@ def evaluate(
     references: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="Records with `reference`, by id. By default the answers' own metadata has them."
+            metavar="FILE", help="Records with `reference`, matched by id. By default, the answers' metadata."
         ),
     ] = None,
     against: Annotated[
         str | None, typer.Option(metavar="ANSWERS", help="Output of another run over the same records.")
     ] = None,
     refusal: Annotated[
-        str | None, typer.Option(metavar="REGEX", help="What a refusal says. By default common English phrases.")
+        str | None, typer.Option(metavar="REGEX", help="Pattern of a refusal. By default, common English phrases.")
     ] = None,
     judge: Annotated[
         str | None,
-        typer.Option(metavar="CONFIG", help="Config of a model that judges answers too; needs --references."),
+        typer.Option(metavar="CONFIG", help="Config of a model that also judges answers; needs --references."),
     ] = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Score answers against references, and against another run's answers."""
+    """Score answers against references, and compare two runs."""
     import sys
 
     import orjson

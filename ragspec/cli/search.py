@@ -30,18 +30,18 @@ def index(
     config: OptionalConfig = None,
     chunk_size: Annotated[int | None, typer.Option(metavar="N", help="Longest passage, in tokens (512).")] = None,
     chunk_overlap: Annotated[
-        int | None, typer.Option(metavar="N", help="Tokens that neighbouring passages may share (64).")
+        int | None, typer.Option(metavar="N", help="Tokens that adjacent passages may share (64).")
     ] = None,
     embedding_model: Annotated[
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="sentence-transformers model: hub id, folder or demo. Without one, search is by words.",
+            help="sentence-transformers model: hub id, folder or demo. Without one, search is by keyword.",
         ),
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(metavar="MODEL", help="Model whose tokens are counted.")] = None,
     language: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Language of stemming and stop words (English), or none.")
+        str | None, typer.Option(metavar="NAME", help="Language for stemming and stop words (English), or none.")
     ] = None,
     workers: Annotated[
         int | None,
@@ -102,12 +102,10 @@ def retrieve(
         ),
     ] = None,
     output: Annotated[str, typer.Option("--output", "-o", metavar="FILE|-", help="Where the records go.")] = "-",
-    top_k: Annotated[
-        int | None, typer.Option("--top-k", "-k", metavar="N", help="Passages for each query (5).")
-    ] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", "-k", metavar="N", help="Passages per query (5).")] = None,
     mode: Annotated[str | None, typer.Option(metavar="MODE", help="Search: auto, bm25, dense or hybrid.")] = None,
     reranker_model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Cross-encoder that reorders the best.")
+        str | None, typer.Option(metavar="MODEL", help="Cross-encoder that reorders the best passages.")
     ] = None,
     order: Annotated[
         str | None, typer.Option(metavar="ORDER", help="Order of passages: score, or canonical (by id).")
@@ -120,7 +118,7 @@ def retrieve(
     override: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Add retrieved contexts to the records that have none."""
+    """Add retrieved contexts to records that have none."""
     from ragspec.cli.console import stderr
     from ragspec.config.veil import Veil
     from ragspec.run.retrieve import measure, stream

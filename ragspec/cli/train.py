@@ -14,23 +14,23 @@ def train_draft(
     config: Config,
     input: Input = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="Where the draft and what it learns from go.")
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Where the draft and its training data go.")
     ] = Path("out/draft"),
     method: Annotated[
         str,
-        typer.Option("--method", "-m", metavar="METHOD", help="What is taught: draft_model, eagle3 or dflash."),
+        typer.Option("--method", "-m", metavar="METHOD", help="What to train: draft_model, eagle3 or dflash."),
     ] = "draft_model",
     layers: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Layers of the draft (2; of a head: as many as its kind has)."),
+        typer.Option(min=1, metavar="N", help="Layers of the draft (2; for a head, as many as its kind has)."),
     ] = None,
-    epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Times that it goes through the answers.")] = 6,
+    epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Passes over the answers.")] = 6,
     max_new_tokens: MaxNewTokens = None,
     limit: Limit = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Train a draft model or head on your target's answers, and say whether it pays."""
+    """Train a draft model or head on your target's answers, and test if it pays off."""
     from ragspec.cli.progress import learning_progress
     from ragspec.training.train import train_draft as train
 
