@@ -11,7 +11,7 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 COLUMNS = ("", "batch", "tokens/s", "vs plain", "decode tokens/s", "vs plain", "accepted", "tokens a step", "identical")
-PEERS = ("records", "at once", "plain, of vLLM plain", "`context`, of vLLM's faster method", "the same with loading")
+PEERS = ("records", "at once", "plain / vLLM plain", "`context` / vLLM's faster method", "the same, with loading")
 PLAIN = ("records", "runner", "at once", "method", "end to end", "in decoding")
 WHOLE = ("load_s", "warmup_s", "generate_s")
 ORDERED = ("", "batch", "tokens/s", "prompt tokens computed", "accepted", "tokens a step", "F1 of the references")
@@ -28,6 +28,8 @@ def tables(folder: Path = RESULTS) -> str:
 def _overview(found: Sequence[Results]) -> Iterator[str]:
     """Yield two tables over all results that have a label: compared with vLLM, and with plain decoding."""
     beside = [row for results in found if (row := _beside_vllm(results))]
+    if found:
+        yield "Each row sums up one of the tables below, which say on which machine, with which versions and how.\n"
     if beside:
         yield "## Overview: compared with vLLM\n"
         yield from map(_line, [PEERS, ["---"] * len(PEERS), *beside])
