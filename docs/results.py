@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -11,11 +12,21 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 COLUMNS = ("", "batch", "tokens/s", "vs plain", "decode tokens/s", "vs plain", "accepted", "tokens a step", "identical")
-PEERS = ("records", "at once", "plain / vLLM plain", "`context` / vLLM's faster method", "the same, with loading")
-PLAIN = ("records", "runner", "at once", "method", "end to end", "in decoding")
+PEERS = (
+    "records",
+    "machine",
+    "at once",
+    "plain / vLLM plain",
+    "`context` / vLLM's faster method",
+    "the same, with loading",
+)
+PLAIN = ("records", "machine", "runner", "at once", "method", "end to end", "in decoding")
 WHOLE = ("load_s", "warmup_s", "generate_s")
 ORDERED = ("", "batch", "tokens/s", "prompt tokens computed", "accepted", "tokens a step", "F1 of the references")
 ENOUGH = 3  # pairs of passes for an interval
+SUMMED = """\
+Each row sums up a table below, which has the versions, the command and the rest. Machines differ: compare within a row.
+"""
 Results = dict[str, Any]
 
 
@@ -29,7 +40,7 @@ def _overview(found: Sequence[Results]) -> Iterator[str]:
     """Yield two tables over all results that have a label: compared with vLLM, and with plain decoding."""
     beside = [row for results in found if (row := _beside_vllm(results))]
     if found:
-        yield "Each row sums up one of the tables below, which say on which machine, with which versions and how.\n"
+        yield SUMMED
     if beside:
         yield "## Overview: compared with vLLM\n"
         yield from map(_line, [PEERS, ["---"] * len(PEERS), *beside])
@@ -53,6 +64,7 @@ def _beside_vllm(results: Results) -> list[str] | None:
     first = runs[ours["context"]][0]
     return [
         results["label"],
+        _processor(results),
         str(first["batch_size"]),
         _ratio_of(results, ours["none"], "peer-vllm"),
         _ratio_of(results, ours["context"], best),
@@ -67,7 +79,13 @@ def _beside_plain(results: Results) -> Iterator[list[str]]:
         if first["peer"] or first["method"] == "none" or not _ratio(results, name, "tokens_per_s"):
             continue
         whole, decoding = (_ratio(results, name, metric) for metric in ("tokens_per_s", "decode_tokens_per_s"))
-        yield [results["label"], first["runner"], str(first["batch_size"]), first["method"], whole, decoding]
+        where = [_processor(results), first["runner"], str(first["batch_size"])]
+        yield [results["label"], *where, first["method"], whole, decoding]
+
+
+def _processor(results: Results) -> str:
+    """Return a short name of the machine's processor."""
+    return re.sub(r"\(\w+\)| Processor", "", results["machine"]["processor"])
 
 
 def _names(results: Results) -> list[str]:
