@@ -30,7 +30,7 @@ from ragspec.models.resolve import resolve
 
 RESULTS = Path(__file__).resolve().parent / "results"
 REACH, PROMPT, PASSES = 300, 512, 15
-STEPS = {f"{rows} rows": [Segment(row, REACH, 1) for row in range(rows)] for rows in (1, 8, 16, 64)}
+STEPS = {f"{rows} at once": [Segment(row, REACH, 1) for row in range(rows)] for rows in (1, 8, 16, 64)}
 CASES = STEPS | {f"{PROMPT} prompt tokens": [Segment(0, 0, PROMPT, alone=True)]}
 COLUMNS = ("ms", "without our kernels", "with them", "a layer as one call", "bound", "of the bound")
 
