@@ -12,6 +12,7 @@ from tests.conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "docs"))
 import generate
+import results as results_page
 
 PAGES = sorted((ROOT / "docs" / "commands").glob("*.md"))
 REMEDY = "run `python docs/generate.py`"
@@ -38,6 +39,35 @@ def test_the_schema_is_the_configs():
 def test_the_figures_are_those_of_the_result_files():
     assert list((ROOT / "benchmarks" / "results").glob("*.json"))
     assert (ROOT / "docs" / "performance.md").read_text() == generate.performance_page(), REMEDY
+
+
+def test_the_overview_compares_drafts_with_the_faster_of_vllms_methods(tmp_path):
+    speeds = {"none": (20.0, ""), "context": (30.0, ""), "peer-vllm": (25.0, "none"), "peer-ngram": (10.0, "ngram")}
+    names = {"peer-ngram": "peer-vllm-ngram"}
+    runs = [
+        {
+            "name": names.get(name, name),
+            "method": peer or name,
+            "peer": bool(peer),
+            "runner": "vllm" if peer else "huggingface",
+            "batch_size": 4,
+            "tokens_per_s": speed,
+            "load_s": 60.0 if peer else 2.0,
+            "warmup_s": 0.0,
+            "generate_s": 600 / speed,
+        }
+        for name, (speed, peer) in speeds.items()
+    ]
+    pairs = [(a, b) for a in runs for b in runs if a is not b]
+    ratios = [
+        {"name": a["name"], "baseline": b["name"], "metric": "tokens_per_s", "pairs": 1, "low": None, "high": None}
+        | {"median": a["tokens_per_s"] / b["tokens_per_s"]}
+        for a, b in pairs
+    ]
+    results = {"label": "records", "machine": {"processor": "Some(R) Processor"}, "runs": runs, "ratios": ratios}
+    overview = "\n".join(results_page._overview([results]))
+    assert "| records | Some | 4 | 0.80x | 1.20x | 3.8x |" in overview
+    assert "| records | Some | huggingface | 4 | context | 1.50x |  |" in overview
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "sample_configs").glob("*.yaml")), ids=lambda path: path.stem)
