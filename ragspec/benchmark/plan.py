@@ -21,7 +21,8 @@ from ragspec.run.choice import settle
 from ragspec.speculation.methods import PLAIN, check_method, known_methods, method_named, methods_of
 
 STOCK = {"runner": "huggingface", "runner_args": {"engine": "transformers", "batch_size": 1}}
-AS_IT_COMES = {"runner": "vllm", "runner_args": {"lookahead": 1}}  # records in the order given, blocks of its own size
+# records in the order given, blocks of its own size, its drafts whether they pay or not
+AS_IT_COMES = {"runner": "vllm", "runner_args": {"lookahead": 1, "guard": False}}
 PEERS: dict[str, dict[str, Any]] = {
     "hf": STOCK | {"speculation": {"method": PLAIN}},  # one record at a time, as AutoGluon-RAG does
     "hf-structured": STOCK | {"speculation": {"method": PLAIN}},  # the same, llguidance's masks as a logits processor

@@ -20,9 +20,12 @@ class Args(RunnerArgs):
     lookahead: Annotated[int, Field(ge=1)] = 4096
     """Records read ahead, to submit those that share a prefix together. 1: in the given order, with vLLM's own block
     size."""
+    guard: bool = True
+    """Time vLLM's own drafts (of a draft model, a head, suffixes) against plain steps, and pause them while they are
+    slower; with `num_tokens`, only say so."""
     sampling_args: Settings = {}
     """Passed to `SamplingParams`, in addition to the `sampling` section."""
 
     def neutral_keys(self) -> set[str]:
         memory = {"gpu_memory_utilization", "kv_cache_memory_bytes", "block_size"}
-        return {"batch_size", "max_num_seqs", "lookahead", "enforce_eager"} | memory
+        return {"batch_size", "max_num_seqs", "lookahead", "guard", "enforce_eager"} | memory

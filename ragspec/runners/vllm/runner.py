@@ -35,6 +35,7 @@ from ragspec.runners.vllm.config import (
     speculative_config,
 )
 from ragspec.runners.vllm.environment import device_count, one_line, prepare
+from ragspec.runners.vllm.guarded import Guarded
 from ragspec.runners.vllm.requests import settings_of
 from ragspec.runners.vllm.seeds import mend_seeds
 from ragspec.runners.vllm.stream import Stream
@@ -67,6 +68,7 @@ class Runner:
         self._proposer: Any = None  # our drafter inside the engine, if it can be reached
         self._drafting: dict[str, Any] = {}  # what it says about itself
         self._undrafted: Undrafted | None = None  # how records are answered without drafts, if they can be
+        self._guarded: Guarded | None = None  # what judges vLLM's own drafts, if they are to be judged
         self.notes: list[str] = []
         self.prefill_s: float | None = None  # prefill and decoding share the engine's steps
         self.decode_s: float | None = None
@@ -236,6 +238,10 @@ class Runner:
             self._find_proposer()
         if self.method != PLAIN and self._undraftable:
             self._undrafted = Undrafted.within(self._engine, on_cpu=self._on_cpu)
+            if self._args.guard and not is_ours(self.method):
+                spec = self._spec
+                fixed = spec.draft_tokens or spec.num_tokens_by_batch_size or spec.speculative_config
+                self._guarded = Guarded.within(self._engine, pauses=not fixed)
         return self
 
     def _find_proposer(self) -> None:
@@ -252,7 +258,7 @@ class Runner:
         self._free()
 
     def _free(self) -> None:
-        engine, self._engine, self._proposer, self._undrafted = self._engine, None, None, None
+        engine, self._engine, self._proposer, self._undrafted, self._guarded = self._engine, None, None, None, None
         if engine is not None:
             engine.engine_core.shutdown()
             del engine
@@ -272,7 +278,12 @@ class Runner:
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield outcomes as they finish, with a bounded number of requests in flight."""
+        if self._guarded is not None:
+            self._guarded.reset()
         yield from self._answer(requests)
+        if self._guarded is not None:
+            self._drafting = self._guarded.about()
+            self.notes += filter(None, [self._guarded.note(self.method)])
         if self._proposer is not None:
             self._drafting = self._proposer.about()
             self.notes += self._proposer.notes
