@@ -56,7 +56,7 @@ def test_peers_are_run_as_their_users_run_them():
     assert list(peers) == ["peer-hf", "peer-hf-lookup", "peer-vllm", "peer-vllm-ngram", "peer-vllm-suffix"]
     assert peers["peer-hf"].config.runner_args == {"engine": "transformers", "batch_size": 1}
     assert peers["peer-hf-lookup"].config.speculation.method == "prompt_lookup"
-    assert peers["peer-vllm"].config.runner_args == {"lookahead": 1, "batch_size": 8}
+    assert peers["peer-vllm"].config.runner_args == {"lookahead": 1, "guard": False, "batch_size": 8}
     assert peers["peer-vllm-ngram"].config.speculation.num_tokens == 8
     assert baseline_of(plan[1], plan).name == "none-b8"
     with pytest.raises(ConfigError, match=r'--peer: "vlm" is not known; did you mean "vllm"'):
