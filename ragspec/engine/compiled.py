@@ -45,8 +45,8 @@ class Called:
 class CompiledLayers:
     """A model's layers, compiled, and switched on and off. least: tokens of a forward.
 
-    Layers of a kind that cannot be compiled stay as they are; if all do, that raises NotCaptured, or what capturing and
-    `compile_graph` raise. So does the last layer in forwards in which it computes some tokens only.
+    Layers of a kind that cannot be compiled stay as they are, and so does the last layer in forwards in which it
+    computes some tokens only. Where none can be compiled, raises NotCaptured, or what capturing and `compile_graph` do.
     """
 
     def __init__(self, model: Model, compile_graph: Compile, least: int = 1) -> None:

@@ -66,10 +66,10 @@ def compile_layers(
     for way in [KERNELS, INDUCTOR] if model.kernels else [INDUCTOR]:
         layers: list[CompiledLayers] = []
         try:
-            if wish == "on" or (wish == "auto" and _earned(model, way, rows, tokens)):
-                notes.append(f"compile: {whose} {_compile(model, way, rows, wish == 'on', layers, notes)}")
-                return
-            continue
+            if wish == "off" or (wish == "auto" and not _earned(model, way, rows, tokens)):
+                continue
+            notes.append(f"compile: {whose} {_compile(model, way, rows, wish == 'on', layers, notes)}")
+            return
         except (NotCaptured, Unbuilt) as reason:
             why = str(reason)
         except (

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from typing import Any, Self
 
-from ragspec.runners.vllm.undrafted import can_be_undrafted
+from ragspec.runners.vllm.undrafted import reached
 from ragspec.speculation.fitted_cost import FittedCost
 from ragspec.speculation.guard import Guard
 
@@ -26,9 +26,8 @@ class Guarded:
         self._pauses = pauses
         spec = model_runner.speculative_config
         self._reads = bool(spec.use_eagle() or spec.uses_draft_model())  # a drafter with keys and values of its own
-        self._plain = (
-            FittedCost()
-        )  # what is expected of plain steps: the shape that it begins with, for it never learns
+        # what is expected of plain steps: the shape that it begins with, for it never learns
+        self._plain = FittedCost()
         self.reset()
         self._watch(model_runner)
         self._decide(model_runner)
@@ -37,11 +36,8 @@ class Guarded:
     @classmethod
     def within(cls, engine: Any, *, pauses: bool) -> Self | None:
         """Return what judges the drafts of an engine that speculates, None where it cannot be reached."""
-        core = getattr(engine.engine_core, "engine_core", None)  # of an engine in this process
-        if core is None or not can_be_undrafted(engine.vllm_config):
-            return None
-        found = engine.collective_rpc(lambda worker: worker.model_runner)
-        return cls(core, found[0], pauses=pauses) if len(found) == 1 else None
+        found = reached(engine)
+        return cls(*found, pauses=pauses) if found else None
 
     def reset(self) -> None:
         """Forget everything: a run starts as a fresh one does."""
@@ -67,11 +63,8 @@ class Guarded:
 
     def _watch(self, model_runner: Any) -> None:
         """Take the time of each step, of its drafts too, and count what it does."""
-        execute, sample, propose = (
-            model_runner.execute_model,
-            model_runner.sample_tokens,
-            model_runner.propose_draft_token_ids,
-        )
+        execute, sample = model_runner.execute_model, model_runner.sample_tokens
+        propose = model_runner.propose_draft_token_ids
 
         def timed_execute(scheduled: Any, *rest: Any, **named: Any) -> Any:
             self._begin(scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens)

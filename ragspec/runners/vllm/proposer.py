@@ -55,9 +55,8 @@ class Proposer:
         self._drafters = drafters_on(VLLM, method, DrafterSettings(**self._settings["drafting"]))
         self.trial = Trial(list(self._drafters) if method == AUTO else [method])
         self.cost = FittedCost()
-        self._plain = (
-            FittedCost()
-        )  # what is expected of plain steps: the shape that it begins with, for it never learns
+        # what is expected of plain steps: the shape that it begins with, for it never learns
+        self._plain = FittedCost()
         self._judged = method == AUTO or self._settings["num_tokens"] is None
         self.drafting_s = 0.0
         # without the end: vLLM counts its tokens differently once a grammar has taken one

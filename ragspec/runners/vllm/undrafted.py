@@ -41,6 +41,15 @@ def can_be_undrafted(config: Any) -> bool:
     return bool(one and not config.scheduler_config.async_scheduling and not config.use_v2_model_runner)
 
 
+def reached(engine: Any) -> tuple[Any, Any] | None:
+    """Return the core and the model runner of an engine in this process, None where they cannot be reached."""
+    core = getattr(engine.engine_core, "engine_core", None)
+    if core is None or not can_be_undrafted(engine.vllm_config):
+        return None
+    found = engine.collective_rpc(lambda worker: worker.model_runner)
+    return (core, found[0]) if len(found) == 1 else None
+
+
 class Undrafted:
     """What has been changed in an engine. params: makes the SamplingParams of a record without drafts."""
 
@@ -54,11 +63,8 @@ class Undrafted:
     @classmethod
     def within(cls, engine: Any, *, on_cpu: bool) -> Undrafted | None:
         """Return what makes undrafted records possible in an engine that speculates, None where nothing can."""
-        core = getattr(engine.engine_core, "engine_core", None)  # of an engine in this process
-        if core is None or not can_be_undrafted(engine.vllm_config):
-            return None
-        found = engine.collective_rpc(lambda worker: worker.model_runner)
-        return cls(core, found[0], on_cpu=on_cpu) if len(found) == 1 else None
+        found = reached(engine)
+        return cls(*found, on_cpu=on_cpu) if found else None
 
     def _drop_drafts(self, scheduler: Any) -> None:
         """Let the scheduler forget what was drafted for undrafted records, whoever drafted it."""
