@@ -48,7 +48,9 @@ class Way:
 
 KERNELS = Way("kernels", "layers of one call each", seconds=8.0, gain=0.2)
 INDUCTOR = Way("inductor", "compiled layers", seconds=40.0, gain=0.05)
-GLANCES = 5  # steps, the fastest of which says what one takes: the first of a process, or one beside others, takes longer
+GLANCES = (
+    5  # steps, the fastest of which says what one takes: the first of a process, or one beside others, takes longer
+)
 PASSES, PATIENCE_S = 7, 2.0
 SLOWER = 1.15  # times, from which on compiled layers are left out of prompts: it is measured once
 ROWS, REACH = 8, 64  # rows of the steps that are compared, and tokens that each sees
