@@ -413,14 +413,15 @@ def test_records_that_begin_alike_are_answered_together(engine):
 
 
 def test_another_vllm_than_tried_drafts_by_prompt_lookup(demo, monkeypatch):
-    from ragspec.runners.vllm import runner as vllm
+    from ragspec.runners.vllm import plan
+    from ragspec.runners.vllm.runner import Runner
 
-    monkeypatch.setattr(vllm, "TRIED", {"0.1": ""})
-    runner = vllm.Runner(make_config(demo, method="context"))
+    monkeypatch.setattr(plan, "TRIED", {"0.1": ""})
+    runner = Runner(make_config(demo, method="context"))
     runner.check()
     assert runner.method == "prompt_lookup"
-    assert runner._engine_args["speculative_config"]["method"] == "ngram"
-    assert "additional_config" not in runner._engine_args
+    assert runner._plan.engine_args["speculative_config"]["method"] == "ngram"
+    assert "additional_config" not in runner._plan.engine_args
     assert any("prompt_lookup is used instead" in note for note in runner.notes)
 
 
@@ -476,6 +477,6 @@ def test_a_secret_reaches_vllm_and_nothing_that_is_written(demo):
     raw["runner_args"] |= {"hf_token": "correct horse battery"}
     runner = Runner(build_config(raw))
     runner.check()
-    assert revealed(runner._engine_args)["hf_token"] == "correct horse battery"
+    assert revealed(runner._plan.engine_args)["hf_token"] == "correct horse battery"
     assert "horse" not in json.dumps(runner.about())
     assert runner.about()["dtype"] == "float32"

@@ -20,12 +20,12 @@ from ragspec.records import Failure, Generation, Request
 from ragspec.runners.base import Watched
 from ragspec.runners.huggingface.args import Args
 from ragspec.runners.huggingface.arguments import check_args, only_stock
+from ragspec.runners.huggingface.draft import find, load, translation
 from ragspec.speculation.methods import HF, PLAIN, method_named
 
 if TYPE_CHECKING:
     from ragspec.engine.backend import EngineBackend
     from ragspec.models.draft import Draft
-    from ragspec.models.translation import Translation
     from ragspec.runners.huggingface.checkpoint import Checkpoint
     from ragspec.runners.huggingface.stock import StockBackend
 
@@ -67,7 +67,8 @@ class Runner:
         from ragspec.runners.huggingface.checkpoint import Checkpoint
 
         self._take(Checkpoint(self._model_name, self._args))
-        self._draft = self._find_draft() if self._row.takes_draft and self._spec.draft_model else None
+        if self._row.takes_draft and self._spec.draft_model:
+            self._draft = find(self._spec, self._model_name, self._checkpoint, self.notes)
         if self.method == "early_exit":
             layers = self._checkpoint.config.get_text_config().num_hidden_layers
             if (self._spec.early_exit_layer or 0) >= layers:
@@ -107,29 +108,11 @@ class Runner:
     def _only_stock(self) -> str:
         return only_stock(self._args, self._spec)
 
-    def _find_draft(self) -> Draft:
-        from ragspec.models.draft import find_draft, width_of
-
-        draft = find_draft(
-            self._spec.draft_model or "",
-            self._spec.draft_tokenizer,
-            (self._model_name, self.tokenizer.inner, width_of(self._checkpoint.config)),
-            trust_remote_code=self._spec.draft_trust_remote_code,
-            remedy="for universal assisted decoding",
-        )
-        if draft.remark:
-            self.notes.append(draft.remark)
-        if self._spec.draft_tokenizer and not draft.other_tokens:
-            self.notes.append(
-                "speculation.draft_tokenizer: not needed; target and draft share their tokens, "
-                "so drafts need no re-tokenising"
-            )
-        return draft
-
     # -- weights --------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        model, draft_model = self._checkpoint.load(), self._load_draft()
+        draft = self._draft
+        model, draft_model = self._checkpoint.load(), load(draft, self._spec, self._args) if draft else None
         self._loaded = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
         rules = self._checkpoint.rules
         if own := rules.overridden(self._sampling):
@@ -151,7 +134,7 @@ class Runner:
         from ragspec.engine.backend import EngineBackend, Speculation
         from ragspec.engine.prepared import Refused
 
-        spec, asked = self._spec, self._args.batch_size
+        spec, draft, asked = self._spec, self._draft, self._args.batch_size
         try:
             self._backend = EngineBackend(
                 model,
@@ -162,8 +145,8 @@ class Runner:
                     spec.draft_tokens,
                     spec.drafting,
                     draft_model,
-                    self._draft.context_length if self._draft else None,
-                    self._translation(draft_model),
+                    draft.context_length if draft else None,
+                    translation(draft, draft_model, self._checkpoint) if draft else None,
                     spec.early_exit_layer if self.method == "early_exit" else None,
                 ),
                 rows=None if asked == "auto" else asked,
@@ -180,18 +163,6 @@ class Runner:
                 ) from reason
             return f'"{self._model_name}": {reason}'
         return ""
-
-    def _translation(self, draft_model: Any) -> Translation | None:
-        """Return what stands between the draft's tokens and the target's; None where they are the same."""
-        from ragspec.models.stopping import end_tokens
-        from ragspec.models.translation import Translation
-
-        draft = self._draft
-        if draft is None or not draft.other_tokens:
-            return None
-        target, ends = self.tokenizer.inner, self._checkpoint.ends
-        end = target.eos_token_id if target.eos_token_id in ends else min(ends, default=None)
-        return Translation(target, draft.tokenizer, end_tokens(draft_model, draft.tokenizer, {}), end)
 
     def _start_stock(self, model: Any, draft_model: Any, why: str) -> None:
         from ragspec.runners.huggingface.assistance import Speculation
@@ -244,13 +215,6 @@ class Runner:
 
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-    def _load_draft(self) -> Any:
-        from ragspec.runners.huggingface.checkpoint import load
-
-        if self._draft is None:
-            return None
-        return load(self._draft.source, self._args, {}, None, self._spec.draft_trust_remote_code)
 
     def warm_up(self, records: int | None = None) -> None:
         """Run once what the first record would otherwise pay for."""

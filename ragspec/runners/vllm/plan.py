@@ -1,0 +1,193 @@
+"""What an engine of vLLM is to be, settled before any weights load: the model, what drafts, the engine's arguments."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from typing import Any
+
+from ragspec.config.run import RunConfig, to_sampling
+from ragspec.config.secret import revealed
+from ragspec.errors import ConfigError, did_you_mean
+from ragspec.host.machine import free_bytes, free_gpu_bytes
+from ragspec.models.resolve import read_model_config, resolve
+from ragspec.runners.vllm.args import Args
+from ragspec.runners.vllm.config import (
+    DRAFT_TRUST_KEYS,
+    TRIED,
+    check_build,
+    check_draft_code,
+    check_memory,
+    check_parallel,
+    is_ours,
+    proposer_settings,
+    speculative_config,
+)
+from ragspec.runners.vllm.environment import device_count, one_line, prepare
+from ragspec.runners.vllm.requests import settings_of
+from ragspec.runners.vllm.undrafted import can_be_undrafted, lost
+from ragspec.speculation.methods import PLAIN
+
+CPU_KV_CACHE_BYTES = 2 << 30  # vLLM would take nearly all memory, and a benchmark loads several engines
+CPU_BLOCK = 32  # tokens; vLLM's own 128 leave out more of every shared prefix, and smaller ones its fast kernels
+
+
+class Plan:
+    """A config's engine. All but `method` and `notes` is known after check()."""
+
+    def __init__(self, config: RunConfig) -> None:
+        args = config.args()
+        assert isinstance(args, Args)
+        assert config.model is not None
+        self.args = args
+        self.model_name = config.model
+        self.spec = config.speculation
+        self._structured = config.structured is not None
+        self._default_sampling = to_sampling(config.sampling)
+        raw = self.spec.speculative_config or {}
+        self.method = str(raw.get("method", "draft_model")) if raw else self.spec.method
+        self.notes: list[str] = []
+
+    def check(self) -> None:
+        """Find model, draft and tokenizers, and let vLLM judge its configuration. Raises ConfigError."""
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigError(
+                'runner: vllm is not installed; pip install "ragspec[vllm]" on a machine with a GPU, '
+                "`make setup-vllm` (the CPU build) on one without"
+            )
+        prepare()
+        from ragspec.models.generation import asked_beyond_sampling
+        from ragspec.models.tokenizer import HFTokenizer, load_tokenizer
+        from ragspec.structured.grammars import Grammars
+
+        extra = dict(self.args.model_extra or {})
+        trust, revision = bool(extra.get("trust_remote_code")), revealed(extra.get("revision"))
+        self.source = resolve(self.model_name, revision)
+        self.hf_config = read_model_config(self.source, trust_remote_code=trust)
+        self.tokenizer = HFTokenizer(load_tokenizer(self.source, trust_remote_code=trust))
+        if self._structured:
+            Grammars(self.tokenizer.inner, len(self.tokenizer.inner), ())
+        self.not_done = ", ".join(asked_beyond_sampling(self.source.path, revision))
+        if self.not_done:
+            self.notes.append(f"the model's generation_config asks for {self.not_done}, which vLLM does not do")
+        draft_path, other_vocabulary = self._check_draft(trust)
+        spec = speculative_config(self.spec, draft_path)
+        check_draft_code(spec, self.source.path, trust, self.spec.draft_trust_remote_code)
+        if spec is not None and other_vocabulary:
+            spec["use_heterogeneous_vocab"] = True
+        # vLLM's modules read the environment as they are imported
+        with redirect_stdout(sys.stderr):
+            from vllm.platforms import current_platform
+
+            spec = self._settle(spec)
+            self.on_cpu = current_platform.is_cpu()
+            check_build(spec, self.on_cpu)
+            devices = None if self.on_cpu else device_count()
+            self.notes += check_parallel(extra, spec, devices)
+            check_memory(self.model_name, self.source.path, free_bytes() if self.on_cpu else free_gpu_bytes())
+            self.engine_args = self._make_engine_args(extra, spec)
+            self.context_length: int | None = self._configure()
+            self._check_sampling()
+
+    def is_tried(self) -> bool:
+        """Return whether what is inside this vLLM is known."""
+        import vllm
+
+        return ".".join(vllm.__version__.split(".")[:2]) in TRIED
+
+    def _settle(self, spec: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return what drafts: prompt lookup in place of our own drafter on a vLLM that it was not tested with."""
+        import vllm
+
+        if not is_ours(self.method):
+            return spec
+        if self.is_tried():
+            if self.spec.draft_model:
+                self.notes.append("speculation.draft_model: has no effect; vLLM cannot switch to it during a run")
+            return spec
+        self.notes.append(
+            f"method {self.method} has only been tried with vLLM {', '.join(TRIED)}, and this is {vllm.__version__}; "
+            "prompt_lookup is used instead"
+        )
+        self.method = "prompt_lookup"
+        self.spec = self.spec.model_copy(update={"method": self.method, "draft_model": None})
+        return speculative_config(self.spec)
+
+    def _check_draft(self, trust: bool) -> tuple[str | None, bool]:
+        """Return where the draft model is and whether its tokens differ from the target's."""
+        name = self.spec.draft_model
+        if name is None or self.method == PLAIN or is_ours(self.method):
+            return None, False
+        source = resolve(name, key="speculation.draft_model")
+        if self.method != "draft_model":
+            return source.path, False  # heads: they have the target's vocabulary
+        from ragspec.models.draft import find_draft, width_of
+
+        width = width_of(self.hf_config)
+        draft = find_draft(
+            name,
+            self.spec.draft_tokenizer,
+            (self.model_name, self.tokenizer.inner, width),
+            trust_remote_code=trust and self.spec.draft_trust_remote_code,
+            remedy="to draft in the tokens that both have",
+            trust_key=DRAFT_TRUST_KEYS,
+        )
+        # vLLM compares sizes only: paddings that differ need its mapping too, which is then the identity
+        return draft.source.path, draft.other_tokens or draft.width != width
+
+    def lost(self, settings: Mapping[str, Any]) -> str:
+        """Return what of these settings vLLM does not do while it speculates, "" if there is nothing."""
+        return "" if self.method == PLAIN else lost(settings, self.on_cpu)
+
+    def _check_sampling(self) -> None:
+        """Say what the config's own settings cost: records without drafts, or, where there can be none, the run."""
+        wrong = self.lost(settings_of(self._default_sampling, revealed(self.args.sampling_args)))
+        if wrong and not self.undraftable:
+            raise ConfigError(f"sampling.{wrong}; use method: none, or remove it")
+        if wrong:
+            self.notes.append(f"sampling.{wrong}: such records are answered without drafts")
+
+    def _make_engine_args(self, extra: dict[str, Any], spec: dict[str, Any] | None) -> dict[str, Any]:
+        args: dict[str, Any] = {"model": self.source.path, "disable_log_stats": False, "use_tqdm_on_load": False}
+        args["structured_outputs_config"] = {"backend": "guidance"}  # llguidance, as in our own engine
+        if self.on_cpu:
+            args["dtype"] = "float32"  # bfloat16 is emulated on CPUs without AVX-512
+            if "kv_cache_memory_bytes" not in extra and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+                args["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
+            if self.args.lookahead > 1:
+                args["block_size"] = CPU_BLOCK
+        if self.args.batch_size != "auto":
+            args["max_num_seqs"] = self.args.batch_size
+        if spec is not None:
+            args |= {"speculative_config": spec, "per_request_spec_decode_metrics": "detailed"}
+        if is_ours(self.method):
+            extra = extra | {"additional_config": (extra.get("additional_config") or {}) | self._settings()}
+        return args | extra
+
+    def _settings(self) -> dict[str, Any]:
+        from ragspec.models.draft import width_of
+
+        return {"ragspec": proposer_settings(self.spec, width_of(self.hf_config))}
+
+    def _configure(self) -> int:
+        """Let vLLM check all its arguments, no weights read; return the model length that applies."""
+        from dataclasses import fields
+
+        from vllm.engine.arg_utils import EngineArgs
+
+        known = [field.name for field in fields(EngineArgs)]
+        for key in self.engine_args:
+            if key not in known:
+                raise ConfigError(f'"runner_args.{key}" is not an argument of vLLM{did_you_mean(key, known)}')
+        try:
+            config = EngineArgs(**revealed(self.engine_args)).create_engine_config()
+        except Exception as error:  # vLLM raises whatever its many checks raise; none of them has read weights
+            raise ConfigError(f"vLLM refuses the configuration: {one_line(error)}") from error
+        self.undraftable = self.is_tried() and can_be_undrafted(config)
+        self.rows = int(config.scheduler_config.max_num_seqs)
+        self.dtype = str(config.model_config.dtype).removeprefix("torch.")
+        self.quantized = config.model_config.quantization is not None
+        return int(config.model_config.max_model_len)
