@@ -20,9 +20,9 @@ FADE = 0.98  # weight of the past at each step that drafts
 LEARN = 0.25  # weight of a new plain step in the mean of its number of rows
 NEAR = 1.15  # numbers of rows within this ratio of each other are off alike
 TRUSTED = 2  # plain steps before they are compared with
-ENOUGH = 6  # steps that draft, before anything is judged by them
-AGAIN = 3  # the same after a pause, when what was learnt before it still counts
-SIDE = 2.0  # standard errors, for many steps; more for few, as few say little of their own spread
+SOON = 3  # steps that draft, before anything is judged by them
+ENOUGH = 6  # from which on they tell their own spread about as well as many do
+SIDE = 2.0  # standard errors, for many steps; more for few
 SURE = 1.1  # times as fast, from which on plain steps may be rare
 EVERY, RARE = 32, 256  # steps that draft for each plain one: at first, and where drafts clearly win
 ELSEWHERE = 16  # steps that draft with a number of rows of which no plain step is known, before one is asked for
@@ -136,7 +136,8 @@ class Savings:
         if not self._took:
             return 0.0, inf
         spread = sqrt(self._spread / self._weight / max(1.0, self.steps - 1))
-        error = SIDE * (1 + ENOUGH / self.steps) * spread * self._weight
+        few = ENOUGH / self.steps
+        error = SIDE * (1 + max(few, few**2)) * spread * self._weight
         saved = self._saved * self._weight
         return 1 + (saved - error) / self._took, 1 + (saved + error) / self._took
 
@@ -150,7 +151,7 @@ class Guard:
         self._length = PAUSE
         self._every = EVERY
         self._pauses = self._paused = self._asked = 0
-        self._wait = ENOUGH  # steps that draft, before the next judgement
+        self._wait = SOON  # steps that draft, before the next judgement
         self._catches_up = False  # the first step after a pause, which a drafter may need to see what it missed
         self._savings = Savings()
 
@@ -191,12 +192,17 @@ class Guard:
         if high < 1:
             self._pause, self._length = self._length, min(LONGEST, LONGER * self._length)
             self._pauses += 1
-            self._every, self._wait, self._catches_up = EVERY, AGAIN, True
+            self._every, self._wait, self._catches_up = EVERY, SOON, True
             self._savings.forget(KEPT)
         elif low > SURE:
             self._length = PAUSE  # whatever lost before does so no longer
             if self._savings.steps > self._every / 2:
                 self._every = min(RARE, 2 * self._every)
+
+    @property
+    def knows(self) -> bool:
+        """Whether any step that drafted has been compared with plain ones."""
+        return self._savings.ratio is not None
 
     @property
     def pausing(self) -> bool:

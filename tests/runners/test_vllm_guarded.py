@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from ragspec.runners.vllm import guarded
-from ragspec.runners.vllm.guarded import Guarded
+from ragspec.runners.vllm.guarded import BLIND, Guarded
 
 ROWS, TOKENS = 4, 3
 PLAIN, VERIFIED = 1.0, 0.1  # seconds of a plain step, and more for each token of a draft
@@ -104,10 +104,25 @@ def test_text_that_is_sampled_does_not_depend_on_a_clock(monkeypatch):
     assert engine.verified == 99 * ROWS * TOKENS
 
 
-def test_steps_that_compute_prompts_teach_nothing(monkeypatch):
-    engine = Engine(monkeypatch, right=0, drafting=0.5).run(100, prompts=50)
+def test_steps_that_compute_prompts_teach_nothing_and_do_not_draft_at_first(monkeypatch):
+    engine = Engine(monkeypatch, right=0, drafting=0.5).run(BLIND, prompts=50)
+    assert engine.verified == 0
+    assert engine.ran == BLIND, "its keys and values have no gap"
+    engine.run(100, prompts=50)
     assert engine.verified == 99 * ROWS * TOKENS
     assert engine.guarded.about()["guard"]["ratio"] is None
+
+
+def test_steps_that_compute_prompts_draft_once_drafts_have_shown_what_they_are_worth(monkeypatch):
+    engine = Engine(monkeypatch, right=TOKENS, drafting=0.1).run(20)
+    verified = engine.verified
+    engine.run(10, prompts=50)
+    assert engine.verified == verified + 10 * ROWS * TOKENS
+
+
+def test_drafts_of_a_length_that_was_asked_for_wait_for_nothing(monkeypatch):
+    engine = Engine(monkeypatch, right=0, drafting=0.5, pauses=False).run(10, prompts=50)
+    assert engine.verified == 9 * ROWS * TOKENS
 
 
 def test_a_drafter_without_room_is_not_asked(monkeypatch):

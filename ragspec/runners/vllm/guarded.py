@@ -3,10 +3,11 @@
     guarded = Guarded.within(engine, pauses=True)        # None where the engine cannot be reached
 
 While drafts are paused, vLLM is told that the batch does not fit its drafter, a case that it knows. For a single plain
-step the drafter runs all the same, so that its keys and values have no gap, and what it drafts is dropped. Batches that
-sample are left alone, or a clock would decide on their text. Source: vLLM 0.32, v1/worker/gpu_model_runner.py
-(sample_tokens), v1/core/sched/scheduler.py. Limits: those of undrafted.py; rows that were answered during a pause have
-gaps in the drafter's cache, and are guessed worse after it.
+step the drafter runs all the same, so that its keys and values have no gap, and what it drafts is dropped. Batches
+that sample are left alone, or a clock would decide on their text. Steps that compute prompts teach nothing, so the
+first ones go without drafts until other steps have shown what these are worth. Source: vLLM 0.32,
+v1/worker/gpu_model_runner.py (sample_tokens), v1/core/sched/scheduler.py. Limits: those of undrafted.py; rows that
+were answered during a pause have gaps in the drafter's cache, and are guessed worse after it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any, Self
 from ragspec.runners.vllm.undrafted import reached
 from ragspec.speculation.fitted_cost import FittedCost
 from ragspec.speculation.guard import Guard
+
+BLIND = 32  # steps that compute prompts and go without drafts, as long as nobody knows what those are worth
 
 
 class Guarded:
@@ -44,6 +47,7 @@ class Guarded:
         self._guard = Guard()
         self._rows = self._drafted = 0  # of the step under way; tokens of drafts that it verifies
         self._prompts = self._dropping = False
+        self._blind = 0  # steps that went without drafts as nothing was known of them
         self._since = 0.0  # when it began
         self._spent = self._spending = 0.0  # seconds that its drafts took, and that those of the next one do
 
@@ -112,10 +116,16 @@ class Guarded:
                 return True
             paused = self._guard.pausing
             allowed = self._guard.allows(self._rows, self._plain(self._rows, self._rows), self._prompts)
-            self._dropping = not allowed and (self._pauses or not paused)
+            self._dropping = self._waits() or (not allowed and (self._pauses or not paused))
             return not (self._dropping and self._reads and self._guard.pausing)
 
         model_runner._input_fits_in_drafter = fits_and_pays
+
+    def _waits(self) -> bool:
+        """Return whether the next step goes without drafts as it probably computes prompts, and nothing is known."""
+        waits = self._pauses and self._prompts and not self._guard.knows and self._blind < BLIND
+        self._blind += waits
+        return waits
 
     def _drop(self, scheduler: Any) -> None:
         """Let the scheduler forget the drafts of a step that is to be plain."""
