@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 VLLM_READY := $(VENV)/.vllm-ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo demo-draft demo-vllm test test-heads test-newest test-oldest setup setup-vllm check clean
+.PHONY: demo demo-draft demo-vllm test test-long test-newest test-oldest setup setup-vllm check clean
 
 demo: setup
 	$(BIN)/ragspec generate --config sample_configs/quickstart.yaml --no-resume
@@ -26,9 +26,9 @@ VLLM ?= setup-vllm
 test: setup $(VLLM) check
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# every trained head that vLLM loads here, with random weights: five minutes
-test-heads: setup setup-vllm
-	RAGSPEC_LONG=1 $(BIN)/python -m pytest tests/runners/test_vllm_heads.py
+# what has a shorter test beside it in `make test`, among them every trained head that vLLM loads here: ten minutes
+test-long: setup $(VLLM)
+	RAGSPEC_LONG=1 $(BIN)/python -m pytest -m long
 
 # The engine with the newest torch and transformers it is known to work with, and with the oldest that pyproject.toml
 # allows, each in an environment of its own.

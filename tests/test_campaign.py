@@ -9,7 +9,7 @@ from tests.conftest import ROOT
 
 
 @pytest.mark.parametrize(
-    ("part", "count"), [("lines", 400), ("configs", 30), ("archives", 10), ("parts", 4), ("workers", 2), ("faults", 2)]
+    ("part", "count"), [("lines", 400), ("configs", 30), ("archives", 10), ("parts", 2), ("workers", 1), ("faults", 2)]
 )
 def test_a_few_faults_at_random_break_no_guarantee(part, count, tiny):
     command = [sys.executable, "-m", "tests.campaign", "--only", part, f"--{part}", str(count), "--seed", "1"]

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -18,7 +16,8 @@ from ragspec.benchmark.answers import Answer, Answers, read_answers
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from ragspec.records import Request, Sampling
-from tests.cli.test_cli import RAGSPEC, ragspec
+from tests import warm
+from tests.cli.test_cli import ragspec
 from tests.conftest import SAMPLE, write_jsonl
 
 GREEDY = Sampling(max_new_tokens=8)
@@ -142,13 +141,8 @@ def test_verify_finds_a_planted_wrong_verifier(tiny, tmp_path):
         "import ragspec.engine.verify as verify\nverify.agreement = lambda draft, chosen: len(draft)\n"
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    config = config_of(tiny, tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-m", "ragspec", "verify", "-c", config, "--limit", "4", "-o", tmp_path / "v"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    command = ["verify", "-c", config_of(tiny, tmp_path), "--limit", 4, "-o", tmp_path / "v"]
+    done = warm.ragspec(tmp_path, *command, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 1, done.stderr
     assert "BUG: " in done.stderr
     audit = json.loads((tmp_path / "v" / "verify.json").read_text())
@@ -184,9 +178,7 @@ def verify_with(fault, config, tmp_path, *args):
     (tmp_path / "sitecustomize.py").write_text(fault)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = ["verify", "-c", config, "--limit", 4, "-o", tmp_path / "v", *args]
-    done = subprocess.run(
-        [*RAGSPEC, *map(str, command)], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
-    )
+    done = warm.ragspec(tmp_path, *command, env={**os.environ, "PYTHONPATH": path})
     audit = json.loads((tmp_path / "v" / "verify.json").read_text())
     return done, audit, {c["run"]: c for c in audit["reference"]["comparisons"]}
 
@@ -195,7 +187,7 @@ def verify_with(fault, config, tmp_path, *args):
     ("fault", "temperature"),
     [
         ("attention 1.05 times too sharp", 0.0),
-        ("attention 1.05 times too sharp", 0.8),
+        pytest.param("attention 1.05 times too sharp", 0.8, marks=pytest.mark.long),
         ("another base of the rotary positions", 0.0),
     ],
 )

@@ -15,7 +15,7 @@ from ragspec.report.figures import figures
 from ragspec.report.page import render
 from ragspec.report.rows import rows
 from ragspec.report.words import summary
-from tests.cli.test_cli import ragspec
+from tests import warm
 from tests.conftest import SAMPLE
 from tests.report.test_report import ratio, results, run  # noqa: F401 (a fixture)
 
@@ -69,7 +69,7 @@ def test_what_ran_with_another_batch_size_than_asked_for_is_not_compared():
 def benchmark(tmp_path, config, *args):
     path, out = tmp_path / "c.yaml", tmp_path / "b"
     path.write_text(f"{config}\ninput: {SAMPLE}\nsampling: {{max_new_tokens: 4}}")
-    done = ragspec("benchmark", "-c", path, "--repeat", 1, "--limit", 3, "-o", out, *args)
+    done = warm.ragspec(tmp_path, "benchmark", "-c", path, "--repeat", 1, "--limit", 3, "-o", out, *args)
     assert done.returncode == 0, done.stderr
     return done, json.loads((out / "results.json").read_text()), (out / "report.html").read_text()
 

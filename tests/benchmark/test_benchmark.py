@@ -5,6 +5,7 @@ import pytest
 from ragspec.benchmark.plan import make_plan
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
+from tests import warm
 from tests.cli.test_cli import ragspec
 from tests.conftest import SAMPLE, read_jsonl
 
@@ -71,7 +72,7 @@ def test_flags_set_the_draft_and_the_answer_apart(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("sequential", [False, True])
+@pytest.mark.parametrize("sequential", [pytest.param(False, marks=pytest.mark.long), True])
 def test_methods_are_timed_in_processes_of_their_own_and_compared(tiny, tmp_path, sequential):
     config = tmp_path / "c.yaml"
     config.write_text(
@@ -79,7 +80,9 @@ def test_methods_are_timed_in_processes_of_their_own_and_compared(tiny, tmp_path
     )
     out = tmp_path / "bench"
     args = ["-m", "prompt_lookup", "-m", "none", "--batch-size", 1, "--repeat", 2, "--limit", 4, "-o", out]
-    done = ragspec("benchmark", "-c", config, *args, *(["--sequential", "--profile"] if sequential else []))
+    done = warm.ragspec(
+        tmp_path, "benchmark", "-c", config, *args, *(["--sequential", "--profile"] if sequential else [])
+    )
     assert done.returncode == 0, done.stderr
     results = json.loads((out / "results.json").read_text())
     assert [(run["name"], run["repeat"]) for run in results["runs"]] == [

@@ -14,7 +14,7 @@ from ragspec.benchmark.tune import tune
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError, ModelError
 from ragspec.quality.bootstrap import Estimate
-from tests.cli.test_cli import ragspec
+from tests import warm
 from tests.conftest import SAMPLE, write_jsonl
 
 WINNER = Candidate("context", build_config({"model": "m", "runner": "vllm", "input": "x", "sampling": {"n": 2}}))
@@ -90,7 +90,7 @@ def test_tune_shows_the_frontier_and_stays_lossless(tiny, tmp_path):
     )
     out = tmp_path / "tuned.yaml"
     tries = ["--try", "order", "--try", "passages"]
-    done = ragspec("tune", "-c", config, "--limit", 4, "--budget", 2, *tries, "-o", out)
+    done = warm.ragspec(tmp_path, "tune", "-c", config, "--limit", 4, "--budget", 2, *tries, "-o", out)
     assert done.returncode == 0, done.stderr
     text = out.read_text()
     assert "-shared-order: " in text

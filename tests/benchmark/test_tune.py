@@ -5,6 +5,7 @@ import yaml
 from ragspec.benchmark.plan import Candidate
 from ragspec.benchmark.tune import candidates, choose
 from ragspec.config.load import build_config
+from tests import warm
 from tests.cli.test_cli import ragspec
 from tests.conftest import SAMPLE
 
@@ -41,13 +42,13 @@ def test_tune_writes_a_config_that_runs(tiny, tmp_path):
         f"model: {tiny}\ninput: {SAMPLE}\nsampling: {{max_new_tokens: 12}}\nprompt: {{max_prompt_tokens: 300}}"
     )
     out = tmp_path / "tuned.yaml"
-    done = ragspec("tune", "-c", config, "--limit", 2, "--budget", 5, "-o", out)
+    done = warm.ragspec(tmp_path, "tune", "-c", config, "--limit", 2, "--budget", 5, "-o", out)
     assert done.returncode == 0, done.stderr
     text = out.read_text()
     assert text.startswith("# Chosen by `ragspec tune`: ")
     assert "none: " in text
     assert yaml.safe_load(text)["speculation"]["method"] in ("none", "context", "prompt_lookup")
-    again = ragspec("generate", "-c", out, "--limit", 1, "-o", tmp_path / "a.jsonl")
+    again = warm.ragspec(tmp_path, "generate", "-c", out, "--limit", 1, "-o", tmp_path / "a.jsonl")
     assert again.returncode == 0, again.stderr
 
 

@@ -333,7 +333,16 @@ runner_args: {{enforce_eager: true, max_model_len: 512, batch_size: 4, kv_cache_
 """
 
 
-@pytest.mark.parametrize("method", ["none", "prompt_lookup", "suffix", "context", "auto"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param("none", marks=pytest.mark.long),
+        "prompt_lookup",
+        pytest.param("suffix", marks=pytest.mark.long),
+        "context",
+        "auto",
+    ],
+)
 def test_the_answers_are_those_of_hugging_face(demo, tmp_path, expected, method):
     if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
         pytest.skip("arctic-inference is not installed (make setup-vllm)")

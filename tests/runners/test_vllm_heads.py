@@ -1,11 +1,10 @@
 """Real vLLM (its CPU build will do) with heads of random weights: no draft of theirs may change an answer.
 
-Each takes most of a minute: `make test-heads` runs all of them, `make test` one.
+Each takes most of a minute: `make test-long` runs all of them, `make test` one.
 """
 
 import importlib.util
 import json
-import os
 
 import pytest
 from rich.console import Console
@@ -22,7 +21,6 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make setup-vllm)"),
 ]
-LONG = pytest.mark.skipif("RAGSPEC_LONG" not in os.environ, reason="long: make test-heads")
 QUESTIONS = [
     "Why is the sky blue?",
     "Name three colours of autumn leaves.",
@@ -88,7 +86,9 @@ MAKE = {
 }
 
 
-@pytest.mark.parametrize("method", ["eagle3", *(pytest.param(name, marks=LONG) for name in MAKE if name != "eagle3")])
+@pytest.mark.parametrize(
+    "method", ["eagle3", *(pytest.param(name, marks=pytest.mark.long) for name in MAKE if name != "eagle3")]
+)
 def test_a_head_that_knows_nothing_changes_no_answer(demo, plain, tmp_path, method):
     head = MAKE[method](tmp_path / "head", demo)
     lines, totals = answers(tmp_path / "run", demo, method=method, draft_model=head, num_tokens=TOKENS)
@@ -96,7 +96,7 @@ def test_a_head_that_knows_nothing_changes_no_answer(demo, plain, tmp_path, meth
     assert_drafts_changed_nothing(lines, totals, plain)
 
 
-@LONG
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("speculators") is None, reason="speculators is not installed")
 @pytest.mark.parametrize("method", ["eagle3", "dflash"])
 def test_a_head_that_was_taught_here_knows_in_vllm_what_it_learnt(demo, tmp_path, method):
@@ -113,7 +113,7 @@ def test_a_head_that_was_taught_here_knows_in_vllm_what_it_learnt(demo, tmp_path
     assert {run["identical"] for run in results["runs"] if run["name"] == method} == {4}
 
 
-@LONG
+@pytest.mark.long
 def test_a_models_own_mtp_layer_that_knows_nothing_changes_no_answer(demo, tmp_path):
     model = heads.save_mimo(tmp_path / "model", demo)
     plain, _ = answers(tmp_path / "plain", model, method="none")
@@ -144,7 +144,7 @@ def test_a_head_that_the_cpu_build_cannot_run_is_refused_before_any_weights_load
     assert "\n" not in str(caught.value)
 
 
-@LONG
+@pytest.mark.long
 def test_a_head_that_does_not_fit_ends_the_run_in_one_line_that_names_the_method(demo, tmp_path):
     model = heads.save_mimo(tmp_path / "model", demo)
     head = heads.save_eagle3(tmp_path / "head", demo)

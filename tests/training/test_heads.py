@@ -44,7 +44,7 @@ def test_three_layers_are_read(count, read):
 
 
 @installed
-@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("dflash", marks=pytest.mark.long)])
 def test_a_head_learns_what_it_is_taught(kind, checkpoint, tmp_path):
     target = checkpoint.load()
     lessons = taught(target)
