@@ -10,7 +10,7 @@ from tests.cli.test_cli import ragspec
 from tests.conftest import SAMPLE, read_jsonl
 
 pytestmark = pytest.mark.demo
-RECORDS = 3
+RECORDS = 2
 
 
 def answer(tmp_path, name, method, **spec):

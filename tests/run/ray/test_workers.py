@@ -10,7 +10,7 @@ import pytest
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from ragspec.run.generate import generate
-from tests.conftest import ROOT, write_jsonl
+from tests.conftest import ROOT, SAMPLE, read_jsonl, write_jsonl
 from tests.run.ray.helpers import answered, records, scaled, settings
 
 pytest.importorskip("ray")
@@ -110,7 +110,7 @@ def test_a_resumed_run_may_have_another_number_of_workers(tmp_path, address):
     ids=["greedy", "sampled", "structured"],
 )
 def test_workers_write_the_same_texts_as_one_process(tmp_path, request, address, model, sampling, structured):
-    source = ROOT / "sample_data" / "questions.jsonl"
+    source = write_jsonl(tmp_path / "in.jsonl", read_jsonl(SAMPLE)[:6])
     real = {
         "runner": "huggingface",
         "model": str(request.getfixturevalue(model)),
