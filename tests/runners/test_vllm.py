@@ -300,13 +300,14 @@ def test_what_cannot_run_is_known_before_any_weights_load(demo, change, message,
 
 @pytest.mark.parametrize("tried", [True, False])
 def test_settings_that_forbid_drafts_are_noted_or_refused_before_any_weights_load(demo, tried, monkeypatch):
-    from ragspec.runners.vllm import runner as vllm
+    from ragspec.runners.vllm import plan
+    from ragspec.runners.vllm.runner import Runner
 
     if not tried:  # its inside is not known
-        monkeypatch.setattr(vllm, "TRIED", {"0.1": ""})
+        monkeypatch.setattr(plan, "TRIED", {"0.1": ""})
     sampling = {"temperature": 0.5, "min_p": 0.1}
     config = {"model": demo, "runner": "vllm", "sampling": sampling, "speculation": {"method": "prompt_lookup"}}
-    runner = vllm.Runner(build_config(config))
+    runner = Runner(build_config(config))
     if tried:
         runner.check()
         assert any("min_p" in note and "answered without drafts" in note for note in runner.notes)
