@@ -116,9 +116,12 @@ class CompiledLayers:
 
 
 def inductor(graph: Graph) -> Bind:
-    """Return the graph compiled by inductor. Raises what inductor and the C++ compiler raise."""
-    from torch._inductor import config, standalone_compile
-
+    """Return the graph compiled by inductor. Raises NotCaptured, and what inductor and the C++ compiler raise."""
+    try:
+        from torch._inductor import config, standalone_compile
+    except ImportError as error:
+        lacking = f"needs torch._inductor.standalone_compile, which torch {torch.__version__} does not have"
+        raise NotCaptured(lacking) from error
     with config.patch(size_asserts=False):  # the callers are ours
         function = standalone_compile(graph.module, graph.examples, dynamic_shapes="from_graph")
     return called_with(function)

@@ -10,6 +10,7 @@ import importlib.util
 import os
 from dataclasses import dataclass
 from hashlib import blake2b
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +146,12 @@ def _demo_file() -> Path:
 
 
 def _converted(file: Path) -> Path:
-    """Return the safetensors folder of a .gguf file, made at first use (one process at a time, whole or not at all)."""
+    """Return the safetensors folder of a .gguf file, made at first use (one process at a time, whole or not at all).
+
+    It is made anew for another version of transformers: before 5.18, it took the wrong token for the end of an answer.
+    """
     state = file.stat()
-    name = f"{CONVERSION}:{file.name}:{state.st_size}:{state.st_mtime_ns}"
+    name = f"{CONVERSION}:{version('transformers')}:{file.name}:{state.st_size}:{state.st_mtime_ns}"
     folder = cache_dir() / "models" / f"{file.stem}-{blake2b(name.encode(), digest_size=6).hexdigest()}"
     if (folder / "config.json").is_file():
         return folder
