@@ -22,10 +22,9 @@ demo-draft: setup
 	$(BIN)/python benchmarks/demo_drafts.py out/draft
 
 # `make test VLLM=` leaves vLLM out: its tests are then skipped
-# (three at once keep two cores busy: a quarter of the time the tests wait, for workers to come and go)
 VLLM ?= setup-vllm
 test: setup $(VLLM) check
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # what has a shorter test beside it in `make test`, among them every trained head that vLLM loads here: ten minutes
 test-long: setup $(VLLM)
