@@ -16,6 +16,9 @@ from hypothesis import settings
 settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing about the code
 settings.load_profile("any machine")
 
+ROOT = Path(__file__).resolve().parent.parent
+SAMPLE = ROOT / "sample_data" / "questions.jsonl"
+
 
 def pytest_collection_modifyitems(items):
     """Leave out what has a shorter test beside it, so that all others take less than half an hour."""
@@ -23,10 +26,6 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("long"):
                 item.add_marker(pytest.mark.skip(reason="long: make test-long"))
-
-
-ROOT = Path(__file__).resolve().parent.parent
-SAMPLE = ROOT / "sample_data" / "questions.jsonl"
 
 
 def write_jsonl(path, records):

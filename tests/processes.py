@@ -3,6 +3,8 @@
 import os
 import signal
 import subprocess
+import sys
+import traceback
 from pathlib import Path
 
 
@@ -35,3 +37,25 @@ def start_interruptible(command, **more):
     """Start a process that can be interrupted, also where this one was started with SIGINT ignored (by `&`, say)."""
     default = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
     return subprocess.Popen(command, **{"stderr": subprocess.PIPE, "text": True, **more}, preexec_fn=default)
+
+
+def become_ragspec(folder, args, stdout, stderr):
+    """Be the command for the rest of this process, which was forked for it. stdout, stderr: files."""
+    code = 70
+    try:
+        os.chdir(folder)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for descriptor, path in ((1, stdout), (2, stderr)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
+        sys.argv = ["ragspec", *map(str, args)]
+        from ragspec.cli import main
+
+        main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # what the command line lets through, its user sees as a traceback
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -48,9 +48,7 @@ class Way:
 
 KERNELS = Way("kernels", "layers of one call each", seconds=8.0, gain=0.2)
 INDUCTOR = Way("inductor", "compiled layers", seconds=40.0, gain=0.05)
-GLANCES = (
-    5  # steps, the fastest of which says what one takes: the first of a process, or one beside others, takes longer
-)
+GLANCES = 5  # steps that must all say that compiling is worth it: the first, or one beside other work, takes longer
 PASSES, PATIENCE_S = 7, 2.0
 SLOWER = 1.15  # times, from which on compiled layers are left out of prompts: it is measured once
 ROWS, REACH = 8, 64  # rows of the steps that are compared, and tokens that each sees
@@ -143,7 +141,7 @@ def _earned(model: Model, way: Way, rows: int, tokens: int | None) -> bool:
         seconds, gain = float(found["seconds"]), float(found["gain"])
     except (OSError, RuntimeError, ValueError, KeyError, TypeError):
         log.debug("nothing is known of %s for this model", way.name)
-    return gain * min(_steps(model, rows, GLANCES)) * tokens / rows > seconds
+    return all(gain * min(_steps(model, rows, 1)) * tokens / rows > seconds for _ in range(GLANCES))
 
 
 def _name_of(model: Model) -> str:

@@ -137,15 +137,10 @@ def config_of(tiny, tmp_path, **more):
 
 def test_verify_finds_a_planted_wrong_verifier(tiny, tmp_path):
     """A verifier that accepts every draft unseen: answers change, and the audit must call that a bug."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import ragspec.engine.verify as verify\nverify.agreement = lambda draft, chosen: len(draft)\n"
-    )
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = ["verify", "-c", config_of(tiny, tmp_path), "--limit", 4, "-o", tmp_path / "v"]
-    done = warm.ragspec(tmp_path, *command, env={**os.environ, "PYTHONPATH": path})
+    fault = "import ragspec.engine.verify as verify\nverify.agreement = lambda draft, chosen: len(draft)\n"
+    done, audit, _ = verify_with(fault, config_of(tiny, tmp_path), tmp_path)
     assert done.returncode == 1, done.stderr
     assert "BUG: " in done.stderr
-    audit = json.loads((tmp_path / "v" / "verify.json").read_text())
     assert audit["bugs"]
     assert all(bug["shortfall"] > bug["noise"] for bug in audit["bugs"] if bug["shortfall"] is not None)
     reproducer = json.loads(next((tmp_path / "v" / "bugs").iterdir()).read_text())

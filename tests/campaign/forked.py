@@ -3,9 +3,10 @@
 import os
 import signal
 import sys
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.processes import become_ragspec
 
 PATIENCE_S = 120
 
@@ -29,32 +30,11 @@ def ragspec(folder: Path, *args) -> Ended:
     said, told = folder / "stdout.txt", folder / "stderr.txt"
     child = os.fork()
     if not child:
-        _be_ragspec(folder, said, told, [str(arg) for arg in args])
+        signal.alarm(PATIENCE_S)
+        become_ragspec(folder, args, said, told)
     _, status, usage = os.wait4(child, 0)
     code = os.waitstatus_to_exitcode(status)
     return Ended(code, said.read_text(errors="replace"), told.read_text(errors="replace"), usage.ru_maxrss / 1024)
-
-
-def _be_ragspec(folder, said, told, args):
-    code = 70
-    try:
-        os.chdir(folder)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for descriptor, path in ((1, said), (2, told)):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
-        signal.alarm(PATIENCE_S)
-        sys.argv = ["ragspec", *args]
-        from ragspec.cli import main
-
-        main()
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-    except BaseException:  # what the command line lets through, its user sees as a traceback
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 def preload():

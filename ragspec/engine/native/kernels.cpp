@@ -42,8 +42,8 @@ void ragspec_write(const float* keys, int64_t key_head, int64_t key_token, const
 // Attention as in attend_all, of heads of RAGSPEC_HEAD numbers.
 void ragspec_attend(const float* query, int64_t token_stride, int64_t head_stride, float* keys, float* values,
                     int64_t kv_heads, int64_t rows, int64_t slots, int64_t groups, float scale, float cap,
-                    const int64_t* pieces, int64_t piece_count, const int64_t* entries, const int64_t* parts, int64_t tokens, float* scratch,
-                    float* out, int threads) {
+                    const int64_t* pieces, int64_t piece_count, const int64_t* entries, const int64_t* parts,
+                    int64_t tokens, float* scratch, float* out, int threads) {
     const Cache cache{keys, values, kv_heads, rows, slots};
     const Work work{reinterpret_cast<const Piece*>(pieces), piece_count, reinterpret_cast<const Entry*>(entries),
                     parts, tokens, scratch};
