@@ -22,7 +22,7 @@ PEERS = (
 )
 PLAIN = ("records", "machine", "runner", "at once", "method", "end to end", "in decoding")
 WHOLE = ("load_s", "warmup_s", "generate_s")
-ORDERED = ("", "batch", "tokens/s", "prompt tokens computed", "accepted", "tokens a step", "F1 of the references")
+ORDERED = ("", "batch", "tokens/s", "prompt tokens computed", "accepted", "tokens a step", "F1 against references")
 ENOUGH = 3  # pairs of passes for an interval
 SUMMED = """\
 Each row sums up a table below, which has the versions, the command and the rest. Machines differ: compare within a row.
@@ -223,7 +223,9 @@ def _note(results: Results) -> str:
         if ratio["metric"] in ("tokens_per_s", "records_per_s")
         and (ratio["baseline"] in peers or orders[ratio["baseline"]] != orders[ratio["name"]])
     ]
-    said = [f"{ratio['name']} is {_times(ratio)} of {ratio['baseline']}{_unit(ratio)}" for ratio in found]
+    said = [
+        f"{ratio['name']} runs at {_times(ratio)} the speed of {ratio['baseline']}{_unit(ratio)}" for ratio in found
+    ]
     if len(set(orders.values())) == 1:
         said += [f"{name}: {_quality(quality)}" for name, quality in results.get("quality", {}).items()]
     return f"\n{fill('; '.join(said) + '.', 118, break_on_hyphens=False)}\n" if said else ""
@@ -239,7 +241,7 @@ def _quality(quality: Results) -> str:
     if not apart:
         return f"F1 {f1['mean']:.1f}"
     interval = f"({apart['low']:+.1f} to {apart['high']:+.1f})"
-    return f"F1 {f1['mean']:.1f}, {apart['mean']:+.1f} {interval} beside {quality['baseline']}"
+    return f"F1 {f1['mean']:.1f}, {apart['mean']:+.1f} {interval} against {quality['baseline']}"
 
 
 def _range(values: Any) -> str:

@@ -43,9 +43,9 @@ class Point:
         quality = self.quality
         score = "" if quality is None or SCORE not in quality.scores else f", F1 {quality.scores[SCORE].told()}"
         apart = quality.differences.get(SCORE) if quality is not None else None
-        beside = "" if apart is None else f", {apart.told(sign=True)} beside the lossless one"
+        against = "" if apart is None else f", {apart.told(sign=True)} against the lossless one"
         kind = "lossless" if self.lossless else "changes answers"
-        return f"{self.candidate.name}: {self.ratio:.2f}x{score}{beside}; {kind}{', on the frontier' * best}"
+        return f"{self.candidate.name}: {self.ratio:.2f}x{score}{against}; {kind}{', on the frontier' * best}"
 
 
 def variants(winner: Candidate, tries: Sequence[str], passages: int, *, on_gpu: bool) -> list[Candidate]:

@@ -35,7 +35,7 @@ def told(quality: Mapping[str, Quality]) -> Iterator[str]:
     names: dict[str, list[str]] = {}
     for name, own in quality.items():
         apart = own.differences.get("f1")
-        beside = f", {apart.told(sign=True)} beside {own.baseline}" if apart is not None else ""
-        names.setdefault(f"F1 {own.scores['f1'].told()}{beside}", []).append(name)
+        against = f", {apart.told(sign=True)} against {own.baseline}" if apart is not None else ""
+        names.setdefault(f"F1 {own.scores['f1'].told()}{against}", []).append(name)
     for words, alike in names.items():
         yield f"{', '.join(alike)}: {words}"

@@ -95,7 +95,7 @@ class _Benchmark:
         if self._profile and any(
             entry.details is None or entry.details.profile is None for entry in self._entries.values()
         ):
-            notes.append("no profile where passes were kept from an earlier run, or where the runner does not tell")
+            notes.append("no profile of passes kept from an earlier run, or of runners that cannot be profiled")
         return summarise(self._plan, self._entries, self._folder, self._repeat, notes)
 
     def _unfinished(self) -> list[Candidate]:

@@ -24,14 +24,17 @@ def print_results(console: Console, results: Results, folder: Path) -> None:
         console.print(f"note: {note}", markup=False, style="yellow")
     console.print(_table(results))
     for ratio in ratios_to_peers(results):
-        console.print(f"{ratio.name} is {_shown(ratio)} {ratio.baseline}{_unit(ratio)}", markup=False)
+        console.print(f"{ratio.name} runs at {_shown(ratio)} the speed of {ratio.baseline}{_unit(ratio)}", markup=False)
     for ratio in ratios_to_rank(results):
         known = f"{_unit(ratio)}{_computed(results, ratio)}"
-        console.print(f"{ratio.name} is {_shown(ratio)} {ratio.baseline}{known}", markup=False)
+        console.print(f"{ratio.name} runs at {_shown(ratio)} the speed of {ratio.baseline}{known}", markup=False)
     for line in told(results.quality):
         console.print(line, markup=False)
     for ratio in ratios_to_fewer(results, SPEED):
-        console.print(f"{ratio.name} is {_shown(ratio)} {ratio.baseline}{_efficiency(results, ratio)}", markup=False)
+        console.print(
+            f"{ratio.name} runs at {_shown(ratio)} the speed of {ratio.baseline}{_efficiency(results, ratio)}",
+            markup=False,
+        )
     for name, detail in results.details.items():
         if detail is not None and detail.profile is not None:
             console.print(_profile(name, detail.profile))
@@ -85,7 +88,7 @@ def _unit(ratio: Ratio) -> str:
 def _computed(results: Results, ratio: Ratio) -> str:
     """Return how many prompt tokens two candidates computed, where that is known."""
     one, other = (results.runs_of(name)[0].computed_prompt_tokens for name in (ratio.name, ratio.baseline))
-    return "" if one is None or other is None else f", with {one:,} prompt tokens computed beside {other:,}"
+    return "" if one is None or other is None else f", with {one:,} prompt tokens computed against {other:,}"
 
 
 def _efficiency(results: Results, ratio: Ratio) -> str:

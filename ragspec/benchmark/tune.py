@@ -145,7 +145,7 @@ def _beside(
     found = points(tuned.winner, others, speeds, quality)
     best = frontier(found)
     evidence = [point.told(best=point in best) for point in found]
-    evidence += [f"{name}: is no choice: {why}" for name, why in refused.items()]
+    evidence += [f"{name}: ruled out: {why}" for name, why in refused.items()]
     return Tuned(allowed(found, max_loss).candidate, [*tuned.evidence, *evidence])
 
 
@@ -251,7 +251,7 @@ def write_config(tuned: Tuned, path: Path, sample: str) -> None:
     values.setdefault("speculation", {"method": tuned.winner.config.speculation.method})
     if named:
         comments.append("Secrets are not written here. Before running this config, set in the environment:")
-        comments += [f"  {name}: what stood under {key}" for name, key in named.items()]
+        comments += [f"  {name}: the value of {key}" for name, key in named.items()]
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_private(path, ("".join(f"# {line}\n" for line in comments) + text).encode())

@@ -34,7 +34,9 @@ def run_batch(
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option("--method", "-m", metavar="METHOD", help="Where drafts come from; none turns them off."),
+        typer.Option(
+            "--method", "-m", metavar="METHOD", help="Where drafts come from (context by default); none turns them off."
+        ),
     ] = None,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Records at once.")] = None,
     max_tokens: Annotated[

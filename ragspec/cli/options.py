@@ -41,7 +41,8 @@ Workers = Annotated[
     typer.Option("--workers", min=1, metavar="N", help="Answer on N workers, on this machine or a Ray cluster."),
 ]
 RayAddress = Annotated[
-    str | None, typer.Option("--ray-address", metavar="ADDRESS", help="The cluster: local, auto, HOST:PORT or ray://.")
+    str | None,
+    typer.Option("--ray-address", metavar="ADDRESS", help="The cluster: local, auto, HOST:PORT or ray://HOST:PORT."),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
 

@@ -61,7 +61,9 @@ def tune(
     max_loss: Annotated[
         float | None,
         typer.Option(
-            min=0, metavar="POINTS", help="Let one of these win if its F1 loss, interval included, is at most this."
+            min=0,
+            metavar="POINTS",
+            help="Let an option of --try win if its F1 loss, interval included, is at most this.",
         ),
     ] = None,
     override: Set = None,

@@ -76,4 +76,6 @@ def _print(console: Console, found: Evaluation) -> None:
     if found.agreement is not None:
         console.print(f"judge and F1 agree on {found.agreement.told()}% of the answers", markup=False)
     if found.speed is not None:
-        console.print(f"{found.speed:.2f}x of the other run's tokens/s, by the statistics beside them", markup=False)
+        console.print(
+            f"{found.speed:.2f}x the other run's tokens/s, according to the statistics next to both", markup=False
+        )

@@ -44,7 +44,7 @@ class InputConfig(Section):
     `https://`); patterns (`data/*.parquet`), folders, a folder written by `save_to_disk`, or `-` for JSONL from stdin.
     With `format: dataset`, a dataset's id on the Hugging Face hub. A JSONL line may be at most 256 MiB long."""
     format: Literal["auto", "jsonl", "csv", "tsv", "parquet", "arrow", "dataset"] = "auto"
-    """The files' format; `auto` goes by their names."""
+    """`jsonl`, `csv`, `tsv`, `parquet`, `arrow` or `dataset`; `auto` goes by the files' names."""
     columns: ColumnNames = ColumnNames()
     split: str | None = None
     """dataset: the split; optional if there is only one."""

@@ -39,7 +39,8 @@ class RunConfig(Section):
     runner: str = AUTO
     """`huggingface`, `vllm`, `fake` (no model: repeats the end of each prompt), or `auto`: vLLM if it is installed,
     supports the model, and should finish first, loading included; otherwise `huggingface`. With `auto`, `runner_args`
-    are those of `huggingface`, unless only vLLM has the method."""
+    are those of `huggingface`, unless only vLLM has the method. vLLM is left out if they hold anything but
+    `batch_size`, `lookahead`, `revision` and `trust_remote_code`, or if the input comes from stdin."""
     input: Input | None = None
     """Where records come from."""
     output: Output = OutputConfig()

@@ -125,8 +125,9 @@ class SpeculationConfig(Section):
     method: str = "none"
     """Where drafts come from; see [Methods](#methods)."""
     num_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Draft length. `auto`: as many tokens as pay off, row by row and step by step, possibly none (vLLM's own methods
-    and stock `generate()`: their own default; `context` in vLLM: up to 16)."""
+    """Draft length. `auto`: as many tokens as pay off, row by row and step by step, possibly none (stock
+    `generate()`: its own default; `context` in vLLM: up to 16; vLLM's own methods: see
+    [`runner_args` of `vllm`](#runner_args-of-vllm))."""
     draft_model: Address | None = None
     """Name of the draft model."""
     draft_tokenizer: Address | None = None
@@ -148,7 +149,7 @@ class SpeculationConfig(Section):
     schedule: Literal["constant", "heuristic_transient"] = "constant"
     """`heuristic_transient` lengthens and shortens drafts within one record."""
     num_tokens_by_batch_size: list[BatchSizeRange] | None = None
-    """vllm: list of `[first, last, num_tokens]`, for instance `[[1, 8, 5], [9, 256, 0]]`."""
+    """vllm: draft length by batch size, a list of `[smallest, largest, num_tokens]`: `[[1, 8, 5], [9, 256, 0]]`."""
     extra: Settings = {}
     """huggingface: `assistant_lookbehind`, `target_lookbehind`; vllm: further keys of `speculative_config`."""
     speculative_config: Settings | None = None

@@ -117,7 +117,8 @@ def measured(weights: Sequence[torch.Tensor], kernels: Kernels | None) -> Second
     Disturbed, and keeps nothing.
     """
     forms = makers(kernels)
-    shapes = sorted({tuple(weight.shape) for weight in weights})
+    sizes = {(weight.shape[0], weight.shape[1]): weight.nbytes for weight in weights}
+    shapes = sorted(sizes)
     depends = [
         "medians",
         list(forms),
@@ -134,6 +135,8 @@ def measured(weights: Sequence[torch.Tensor], kernels: Kernels | None) -> Second
         return {(n, k): each for n, k, each in known}
     except (OSError, RuntimeError, ValueError):  # there is no such file, or no such folder
         seconds = measure(weights, forms)
+    if any(shape not in seconds and size <= STREAMED for shape, size in sizes.items()):
+        return seconds  # memory was too short to try them all; another time there may be more
     with suppress(OSError, RuntimeError):
         folder = cache_dir() / "forms"
         folder.mkdir(parents=True, exist_ok=True)

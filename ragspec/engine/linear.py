@@ -21,6 +21,7 @@ from ragspec.host.machine import free_bytes
 
 log = logging.getLogger(__name__)
 TRIED = (1, 17, 65)  # tokens that a layer's forms are compared with
+MANY = 200  # also those of the first layer of each shape: kernels compute so many in another way
 TOLERANCE = 1e-4  # of the largest output; more is not rounding
 SHARE = 0.1  # of free memory that further forms may take
 
@@ -80,28 +81,33 @@ def can_pack(model: torch.nn.Module) -> bool:
 def pack_linears(model: torch.nn.Module, kernels: Kernels | None = None) -> list[str]:
     """Replace every Linear of `model` in place; return the names of those left, because packed they differ.
 
-    kernels: our own, where they are built.
+    kernels: our own, where they are built. Each weight is freed as it is replaced, unless something else holds it.
     """
     found = [
-        (module, name, child, f"{path}.{name}")
+        (module, name, f"{path}.{name}")
         for path, module in model.named_modules()
         for name, child in module.named_children()
-        if type(child) is torch.nn.Linear and can_pack(child)  # a subclass may compute something else
+        # a subclass may compute something else, and some experts are of size 0
+        if type(child) is torch.nn.Linear and can_pack(child) and child.weight.numel()
     ]
     makes = makers(kernels)
-    if len(makes) == 1:
+    if len(makes) == 1 or not found:
         return []
-    choices = _choices([child for _, _, child, _ in found], kernels)
+    choices = _choices([getattr(module, name) for module, name, _ in found], kernels)
     shared = _shared(model)
     left = []
-    for module, name, child, path in found:
-        weight, choice = child.weight.detach(), choices[child.out_features, child.in_features]
+    known: set[Shape] = set()
+    for module, name, path in found:
+        child = getattr(module, name)
+        shape = child.out_features, child.in_features
+        weight, choice = child.weight.detach(), choices[shape]
         forms = {each: makes[each](weight) for each in dict.fromkeys(choice)}
         packed = PackedLinear(child, forms, choice, child.weight if child.weight.data_ptr() in shared else None)
-        if _differs(forms, child):
+        if _differs(forms, child, TRIED if shape in known else (*TRIED, MANY)):
             left.append(path)
         else:
             setattr(module, name, packed)
+        known.add(shape)
     return left
 
 
@@ -140,9 +146,9 @@ def _shared(model: torch.nn.Module) -> set[int]:
 
 
 @torch.inference_mode()
-def _differs(forms: Mapping[str, Form], linear: torch.nn.Linear) -> bool:
-    """Return whether one of a layer's forms computes something else, tried with one token, a few and many."""
-    for tokens in TRIED:
+def _differs(forms: Mapping[str, Form], linear: torch.nn.Linear, tried: Sequence[int]) -> bool:
+    """Return whether one of a layer's forms computes something else. tried: numbers of tokens."""
+    for tokens in tried:
         x = torch.linspace(-1, 1, tokens * linear.in_features).view(tokens, -1).sin()
         expected = linear(x)
         for form in forms.values():

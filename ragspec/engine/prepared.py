@@ -13,7 +13,7 @@ from ragspec.engine.heap import keep_freed_memory
 from ragspec.engine.linear import can_pack, pack_linears, unpack_linears
 from ragspec.engine.masks import Unsupported
 from ragspec.engine.native.kernels import Kernels, Unbuilt, build
-from ragspec.engine.native.worth import worth_having
+from ragspec.engine.native.worth import attends_right, worth_having
 from ragspec.engine.obstacle import keeps_state, obstacle
 from ragspec.engine.selfcheck import differs
 from ragspec.errors import flat
@@ -34,14 +34,27 @@ def prepare(inner: Any, notes: list[str] | None = None, native: bool = True) -> 
     """
     if keeps_state(inner):
         raise Refused(f"it {obstacle(inner)}")
-    left: list[str] = []
     kernels = None
     if can_pack(inner):
         keep_freed_memory()
         kernels = _kernels(inner, notes) if native else None
-        left = pack_linears(inner, kernels)
+    model, why = _tried(inner, kernels, notes)
+    if model is None and kernels is not None and not obstacle(inner):
+        model, _ = _tried(inner, None, notes)
+        if model is not None and notes is not None:
+            notes.append(f"kernels: torch's own are used, which are slower: with ours, the model {why}")
+    if model is None:
+        raise Refused(f"it {obstacle(inner) or why}")
+    return model
+
+
+def _tried(inner: Any, kernels: Kernels | None, notes: list[str] | None) -> tuple[Model | None, str]:
+    """Return the model ready for packed rows, or None, the model left as it was, and why."""
+    left: list[str] = []
     model, why, attention = None, "", inner.config._attn_implementation
     try:
+        if can_pack(inner):
+            left = pack_linears(inner, kernels)
         model = Model(inner, 2, kernels if kernels is None or _attends_well(kernels, notes) else None)
         why = differs(model, tolerance(inner.dtype))
     except Unsupported as reason:
@@ -55,10 +68,10 @@ def prepare(inner: Any, notes: list[str] | None = None, native: bool = True) -> 
         elif inner.config._attn_implementation != attention:
             inner.set_attn_implementation(attention)
         unpack_linears(inner)
-        raise Refused(f"it {obstacle(inner) or why}")
+        return None, why
     if left and notes is not None:
         notes.append(f"{len(left)} linear layers are not packed: that would change what they compute ({left[0]})")
-    return model
+    return model, ""
 
 
 def halves_of(model: Model, layers: int) -> Halves:
@@ -92,10 +105,15 @@ def _kernels(inner: Any, notes: list[str] | None) -> Kernels | None:
 
 def _attends_well(kernels: Kernels, notes: list[str] | None) -> bool:
     """Return whether attention is left to our own kernels; say so where it is not."""
-    well = worth_having(kernels)
-    if not well and notes is not None:
-        notes.append("kernels: attention is torch's own, which is faster here than what the C++ compiler made of ours")
-    return well
+    if not attends_right(kernels):
+        why = "as what the C++ compiler made of ours computes something else"
+    elif not worth_having(kernels):
+        why = "which is faster here than what the C++ compiler made of ours"
+    else:
+        return True
+    if notes is not None:
+        notes.append(f"kernels: attention is torch's own, {why}")
+    return False
 
 
 def linear_weights(inner: Any) -> tuple[int, int]:

@@ -73,9 +73,7 @@ def compile_layers(
             return
         except (NotCaptured, Unbuilt) as reason:
             why = str(reason)
-        except (
-            Exception
-        ) as error:  # compilers and the model's code raise what they like; the layers run uncompiled then
+        except Exception as error:  # compilers and models raise what they like; the layers run uncompiled then
             log.debug("the layers do not compile", exc_info=error)
             why = f"does not compile ({type(error).__name__}: {flat(error, 160)})"
         for each in layers:

@@ -57,7 +57,7 @@ def files_of(paths: Iterable[str], options: Mapping[str, Any] | None = None) -> 
         else:
             matching = sorted(name for name in glob.glob(path, recursive=True) if Path(name).is_file())
             if not matching:
-                raise ConfigError(f"input: no file is called {path}")
+                raise ConfigError(f"input: no file matches {path}")
             found += matching
     return found
 
@@ -102,7 +102,7 @@ def _elsewhere(url: str, options: Mapping[str, Any] | None) -> list[str]:
             if glob.has_magic(path):
                 found = sorted(name for name in system.glob(path) if not system.isdir(name))
                 if not found:
-                    raise ConfigError(f"input: no file is called {url}")
+                    raise ConfigError(f"input: no file matches {url}")
             elif system.isdir(path):
                 found = _records(url, (name.removeprefix(path).lstrip("/") for name in system.find(path)))
                 found = [f"{path.rstrip('/')}/{name}" for name in found]

@@ -32,7 +32,7 @@ def open_source(given: InputConfig | str) -> Source:
 def _open_file(kind: str, columns: Columns, options: Mapping[str, Any], path: str) -> Source:
     kind = kind_of(path) if kind == "auto" else kind
     if kind != "jsonl" and bare(path).endswith(PACKED):
-        raise ConfigError(f"{path}: only JSONL is read packed; unpack it first")
+        raise ConfigError(f"{path}: only JSONL can be read compressed; decompress it first")
     if kind in ("csv", "tsv"):
         from ragspec.inputs.delimited import DelimitedSource
 

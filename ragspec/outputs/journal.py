@@ -35,7 +35,7 @@ def whereabouts(target: Target | None) -> str:
     except OSError:  # it cannot be asked any more
         places = [target.name]
     kept = f"finished answers are kept in {' and '.join(places)}" if places else "nothing was finished yet"
-    return f"{kept}; run the same command again to go on"
+    return f"{kept}; run the same command again to continue"
 
 
 class Journal:

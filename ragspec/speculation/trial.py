@@ -158,4 +158,4 @@ class Trial:
         if not shown:
             return f"method auto: {self.chosen}; too few steps to compare it with others"
         before = f"; at first {self._first}" if self.chosen != self._first else ""
-        return f"method auto: {self.chosen} (beside plain decoding: {', '.join(shown)}{before})"
+        return f"method auto: {self.chosen} (compared with plain decoding: {', '.join(shown)}{before})"

@@ -68,7 +68,7 @@ def test_nothing_lossy_is_chosen_unasked_nor_beyond_its_loss(max_loss, chosen):
 
 def test_the_frontier_is_what_nothing_else_beats_in_both():
     assert [point.candidate.name for point in frontier(GIVEN)] == ["lossless", "sure", "unsure", "unknown"]
-    told = "sure: 1.30x, F1 39.9 (37.9 to 41.9), -0.1 (-0.8 to +0.6) beside the lossless one; changes answers"
+    told = "sure: 1.30x, F1 39.9 (37.9 to 41.9), -0.1 (-0.8 to +0.6) against the lossless one; changes answers"
     assert GIVEN[1].told(best=True) == f"{told}, on the frontier"
     assert GIVEN[0].told(best=False).endswith("; lossless")
 
@@ -136,8 +136,8 @@ def test_what_cannot_be_tried_costs_nothing_but_itself(tiny, tmp_path, monkeypat
         max_loss=100.0,
     )
     lines = "\n".join(tuned.evidence)
-    assert "-3-passages: is no choice: no room for it" in lines
-    assert "-shared-order: is no choice: 3 records failed" in lines
+    assert "-3-passages: ruled out: no room for it" in lines
+    assert "-shared-order: ruled out: 3 records failed" in lines
     assert not tuned.winner.name.endswith(("-3-passages", "-shared-order"))
 
 

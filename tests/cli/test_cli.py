@@ -186,7 +186,7 @@ def test_a_disk_that_fills_up_leaves_whole_lines_and_totals_that_add_up(config, 
         if (tmp_path / path).exists():
             assert (tmp_path / path).read_bytes()[-1:] in (b"", b"\n")
             assert (str(tmp_path / path) in done.stderr) == ((tmp_path / path).stat().st_size > 0)
-    assert "run the same command again to go on" in done.stderr
+    assert "run the same command again to continue" in done.stderr
     if full > 5000:  # the statistics themselves fit
         stats = json.loads((tmp_path / "out.stats.json").read_text())
         assert stats["failed"] == sum("error" in line for line in kept.values())
@@ -262,7 +262,7 @@ def test_interrupt_keeps_what_is_finished_and_says_how_to_go_on(config, question
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert "run the same command again to go on" in stderr
+    assert "run the same command again to continue" in stderr
     done = len(read_jsonl(out))
     assert 5 <= done < 200
     assert subprocess.run(slow(out, questions, config), capture_output=True, timeout=60).returncode == 0

@@ -243,7 +243,7 @@ def test_a_written_config_names_an_environment_variable_in_the_place_of_a_secret
     assert WORD not in text
     assert SHAPED not in text
     name = "RAGSPEC_RUNNER_ARGS_MODEL_ARGS_TOKEN"
-    assert f"#   {name}: what stood under runner_args.model_args.token" in text
+    assert f"#   {name}: the value of runner_args.model_args.token" in text
     with pytest.raises(ConfigError, match="there is no such environment variable"):
         load_config(str(path))
     monkeypatch.setenv(name, WORD)

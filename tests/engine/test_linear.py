@@ -1,6 +1,7 @@
 """Packed linear layers: what they compute, and the way back."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -167,6 +168,46 @@ def test_unpacking_gives_the_model_back(several, tied, ours, monkeypatch):
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert (model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()) is tied
+
+
+def test_what_memory_was_too_short_to_try_is_measured_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAGSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(forms, "UNDISTURBED", 0.0)
+    weights = [torch.randn(32, 16), torch.randn(64, 128)]
+    monkeypatch.setattr(forms, "free_bytes", lambda: 2 * len(FORMS) * weights[0].nbytes)
+    assert set(forms.measured(weights, kernels())) == {(32, 16)}
+    assert not list(tmp_path.rglob("*.json"))
+    monkeypatch.setattr(forms, "free_bytes", lambda: 1 << 40)
+    assert set(forms.measured(weights, kernels())) == {(32, 16), (64, 128)}
+    assert len(list(tmp_path.rglob("*.json"))) == 1
+
+
+def test_a_weight_is_freed_as_soon_as_it_is_packed(monkeypatch):
+    """Or a model would need twice its memory to begin with."""
+    monkeypatch.setattr(linear, "_choices", lambda linears, kernels: dict.fromkeys(map(shape, linears), ("onednn",)))
+    model = llama()
+    weights = [weakref.ref(layer.weight) for layer in model.modules() if type(layer) is torch.nn.Linear]
+    compared, held = linear._differs, []
+
+    def counted(*given):
+        held.append(sum(weight() is not None for weight in weights))
+        return compared(*given)
+
+    monkeypatch.setattr(linear, "_differs", counted)
+    assert pack_linears(model) == []
+    assert held == list(range(len(weights), 0, -1))
+
+
+def test_layers_of_size_0_are_left_as_they_are():
+    """Some models without shared experts have them."""
+    config = transformers.Qwen2MoeConfig(
+        **{"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 0},
+    )
+    model = prepared.prepare(transformers.AutoModelForCausalLM.from_config(config).eval()).inner
+    kinds = [type(layer) for name, layer in model.named_modules() if "shared_expert." in name and "proj" in name]
+    assert kinds == [torch.nn.Linear] * 6
 
 
 def test_a_layer_that_computes_something_else_when_packed_is_left_as_it_was_and_named(monkeypatch):

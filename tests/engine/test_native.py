@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,6 +74,64 @@ def test_a_cache_that_cannot_be_written_is_done_without(fresh):
     kernels = build(32)
     weight, x = torch.randn(40, 24), torch.randn(3, 24)
     assert torch.allclose(kernels.linear(x, kernels.pack(weight), 40, None), x @ weight.T, atol=1e-5)
+
+
+def test_a_damaged_library_is_built_anew(fresh, monkeypatch):
+    def fail(path):
+        raise OSError("not now")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(native.ctypes, "CDLL", fail)  # what a process has loaded once, it does not open again
+        with pytest.raises(Unbuilt, match="not now"):
+            build(32)
+    (kept,) = (fresh / "native").iterdir()
+    kept.write_bytes(b"nothing")
+    assert build(32).head == 32
+    assert kept.stat().st_size > 10_000
+
+
+def unmerged(work):
+    """Each token's first part is all that counts."""
+    return replace(work, parts=torch.stack([work.parts[:, 0], work.parts[:, 1].clamp_max(work.parts[:, 0] + 1)], 1))
+
+
+def from_the_next_row(work):
+    """Pieces that begin further on are read from the row after."""
+    pieces = work.pieces.clone()
+    pieces[:, 0] = torch.where(pieces[:, 1] == worth.HELD, (pieces[:, 0] + 1) % 3, pieces[:, 0])
+    return replace(work, pieces=pieces)
+
+
+@pytest.mark.parametrize("spoilt", [unmerged, from_the_next_row])
+def test_attention_that_a_compiler_made_wrong_is_left_to_torch(monkeypatch, spoilt):
+    kernels = build(32)
+    assert worth.attends_right(kernels)
+    attend = kernels.attend
+    monkeypatch.setattr(
+        kernels, "attend", lambda q, k, v, scale, work, out, cap: attend(q, k, v, scale, spoilt(work), out, cap)
+    )
+    assert not worth.attends_right(kernels)
+    notes = []
+    monkeypatch.setattr(prepared, "attends_right", lambda kernels: False)
+    assert prepared.prepare(llama(), notes).kernels is None
+    assert notes == ["kernels: attention is torch's own, as what the C++ compiler made of ours computes something else"]
+
+
+def test_kernels_with_which_the_model_computes_something_else_are_done_without(monkeypatch):
+    attend = native.Kernels.attend
+
+    def wrong(self, query, keys, values, scale, work, out, cap=None):
+        attend(self, query, keys, values, scale, work, out, cap)
+        out.mul_(1.1)
+
+    monkeypatch.setattr(native.Kernels, "attend", wrong)
+    monkeypatch.setattr(prepared, "_attends_well", lambda kernels, notes: True)
+    notes = []
+    assert prepared.prepare(llama(), notes).kernels is None
+    (note,) = notes
+    assert note.startswith(
+        "kernels: torch's own are used, which are slower: with ours, the model computes different logits in packed rows"
+    )
 
 
 def test_attention_that_a_compiler_made_slow_is_left_to_torch(monkeypatch):

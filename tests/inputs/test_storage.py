@@ -79,7 +79,7 @@ def test_folders_and_patterns_elsewhere(stored):
     [
         ("s3://box/none.jsonl", r"s3://box/none.jsonl: .*no such file or bucket"),
         ("s3://nobox/a.jsonl", r"s3://nobox/a.jsonl: .*bucket does not exist"),
-        ("s3://box/none/*.jsonl", "no file is called s3://box/none/"),
+        ("s3://box/none/*.jsonl", "no file matches s3://box/none/"),
         ("nope://x/a.jsonl", "nope:// is not known"),
         ("http://127.0.0.1:9/a.jsonl", "127.0.0.1:9"),
     ],

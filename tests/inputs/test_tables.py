@@ -207,7 +207,7 @@ def test_ragged_rows_of_a_csv_are_error_lines(tmp_path):
     [
         (["no-such.parquet"], "no-such.parquet: no such file"),
         (["no-such.csv"], "no-such.csv: no such file"),
-        (["none/*.jsonl"], "input: no file is called none/*.jsonl"),
+        (["none/*.jsonl"], "input: no file matches none/*.jsonl"),
         (["empty"], "empty: the folder has no file that could be records"),
     ],
 )
@@ -365,7 +365,7 @@ def test_what_cannot_be_read_of_a_table_is_that_rows_error(tmp_path):
 @pytest.mark.parametrize("name", ["a.csv.gz", "a.parquet.zst"])
 def test_only_jsonl_is_read_packed(name, tmp_path):
     (tmp_path / name).write_bytes(b"")
-    with pytest.raises(ConfigError, match="only JSONL is read packed"):
+    with pytest.raises(ConfigError, match="only JSONL can be read compressed"):
         rows(tmp_path / name)
 
 

@@ -166,7 +166,7 @@ def test_fingerprint_changes_with_content_and_name():
 
 
 def test_a_message_says_where_finished_lines_are(path):
-    again, target = "run the same command again to go on", target_of(OutputConfig(path=str(path)))
+    again, target = "run the same command again to continue", target_of(OutputConfig(path=str(path)))
     for stream in ("-", "/dev/null"):
         assert whereabouts(target_of(OutputConfig(path=stream))) == "finished answers have been written"
     assert whereabouts(target) == f"nothing was finished yet; {again}"

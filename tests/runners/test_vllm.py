@@ -462,7 +462,7 @@ def test_an_interruption_keeps_finished_answers_and_ends_the_process(demo, tmp_p
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
-    assert "run the same command again to go on" in stderr
+    assert "run the same command again to continue" in stderr
     assert 3 <= len(read_jsonl(output)) < 500
 
 

@@ -128,7 +128,7 @@ def test_one_method_is_judged_as_any():
     trial = Trial(["context"])
     assert trial.chosen == "context"
     assert Run(trial, {"context": 0.6}).steps(1500).ratio > 0.94
-    assert "method auto: context (beside plain decoding: context 0." in trial.note()
+    assert "method auto: context (compared with plain decoding: context 0." in trial.note()
 
 
 def test_looking_on_is_not_held_against_the_method_that_drafts(monkeypatch):

@@ -22,19 +22,19 @@ ragspec runs every causal language model that transformers can load. One of two 
   `method: none`, one record at a time with drafts (`prompt_lookup`, `draft_model`, `early_exit`).
   Most models that keep a recurrent state take no drafts at all: only `method: none`.
 
-There is no list of models in ragspec. Every model is tried once it is loaded: its logits through two rows, chunks and
-a rejected draft must be those of its own forward. Where they are not, `generate()` answers, and the run says so on the
-terminal and under `notes` in the stats file:
+There is no list of models in ragspec. Every model is checked after loading: the logits that the engine computes for two
+rows, a prompt in chunks and a rejected draft must match those of the model's own forward pass. If they do not,
+`generate()` answers, and the run says so on the terminal and under `notes` in the stats file:
 
     stock generate() answers, not ragspec's engine: "my-model": it computes different logits in packed rows (by ...)
 
 `runner_args: {{engine: ragspec}}` makes that an error, and so does `method: context`, which `generate()` does not have.
 `runner_args: {{engine: transformers}}` asks for `generate()` from the start.
 
-This page is what the tests found with transformers {version}: a tiny model of each class, with random weights and what
-its family has (small windows, several experts, soft-capped scores), answers prompts of 9 to 90 tokens in batches, with
-right and wrong drafts. What it says must be what `generate()` says to each prompt alone, token for token. A real model
-is tried again when it is loaded, so the table says what to expect; the run says what happened.
+This page shows test results with transformers {version}. For each class, a tiny model with random weights and the
+features of its family (small windows, several experts, soft-capped scores) answers prompts of 9 to 90 tokens in
+batches, with right and wrong drafts. Its answers must be those that `generate()` gives to each prompt alone, token for
+token. A real model is checked again when it is loaded: the table says what to expect, the run what happened.
 
 Of the {classes} classes of causal models in transformers, {engine} run on the engine and {stock} on stock `generate()`;
 {absent} cannot be tried here. None gives a wrong answer.
@@ -43,7 +43,7 @@ Of the {classes} classes of causal models in transformers, {engine} run on the e
 |---|---|---|---|
 {rows}
 
-What a family may be asked for beside that, one config each (`far`: with its limit behind the first 50 tokens):
+Further options of these families, one config each (`far`: the limit lies within the prompts, after some 50 tokens):
 
 | Config | Answered by | Why |
 |---|---|---|

@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache
 from hashlib import blake2b
@@ -29,7 +30,9 @@ from ragspec.models.resolve import cache_dir
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 INCLUDED = sorted(SOURCE.parent.glob("*.h"))
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+# some compilers reorder sums unless told not to
+ARITHMETIC = ("-fno-fast-math", "-ffp-contract=fast", "-fno-math-errno")
 WIDEST_HEAD = 256
 PATIENCE_S = 120  # for the compiler
 POINTER, NUMBER = c_void_p, c_int64
@@ -140,23 +143,29 @@ def library_of(source: str, head: int) -> ctypes.CDLL:
     head: the size of a head that attention is built for. Raises Unbuilt.
     """
     compiler, version = find_compiler()
-    flags = [*FLAGS, f"-I{SOURCE.parent}", f"-DRAGSPEC_HEAD={head}"]
+    options = [*FLAGS, *ARITHMETIC, f"-DRAGSPEC_HEAD={head}"]
     included = "".join(path.read_text(encoding="utf-8") for path in INCLUDED)
-    what = "\0".join([source, included, *FLAGS, str(head), version, platform.machine(), cpu_features()])
+    what = "\0".join([source, included, *options, version, platform.machine(), cpu_features()])
     name = f"{blake2b(what.encode(), digest_size=12).hexdigest()}.so"
-    try:
-        folder = cache_dir() / "native"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not (folder / name).exists():
-            with tempfile.TemporaryDirectory(dir=folder) as draft:
-                os.replace(_compile(compiler, flags, source, Path(draft)), folder / name)
-        return ctypes.CDLL(str(folder / name))
-    except (OSError, RuntimeError):  # no folder to write to, or nothing there may be loaded as code: not kept then
+    with suppress(OSError, RuntimeError):  # it is not there, or damaged
+        return ctypes.CDLL(str(cache_dir() / "native" / name))
+    with tempfile.TemporaryDirectory() as draft:
+        built = _compile(compiler, [*options, f"-I{SOURCE.parent}"], source, Path(draft))
+        with suppress(OSError, RuntimeError):  # no folder to write to, or nothing there may be loaded as code
+            return ctypes.CDLL(str(_kept(built, name)))
         try:
-            with tempfile.TemporaryDirectory() as draft:
-                return ctypes.CDLL(str(_compile(compiler, flags, source, Path(draft))))
+            return ctypes.CDLL(str(built))
         except OSError as error:
             raise Unbuilt(f"the built library cannot be loaded ({flat(error, 120)})") from error
+
+
+def _kept(built: Path, name: str) -> Path:
+    """Return a library's place in the user's cache, where it is put whole or not at all."""
+    folder = cache_dir() / "native"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=folder) as draft:
+        os.replace(shutil.copy(built, draft), folder / name)
+    return folder / name
 
 
 def find_compiler() -> tuple[str, str]:

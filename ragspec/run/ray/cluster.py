@@ -123,7 +123,9 @@ class Cluster:
         if not self.room(cpus, gpus):
             there = ", ".join(f"{node.host} has {amount(node.cpus, node.gpus)}" for node in nodes) or "no machine"
             asked = f"{self._scale.workers} workers of {amount(cpus, gpus)} each"
-            raise ConfigError(f"scale: no machine of the cluster has room for a worker: asked were {asked}; {there}")
+            raise ConfigError(
+                f"scale: no machine of the cluster has room for a worker; requested: {asked}; available: {there}"
+            )
         return float(cpus), gpus
 
     def room(self, cpus: float, gpus: float) -> int:

@@ -137,7 +137,7 @@ class Crew:
             self._place(hand)
             return
         hand.state = "gone"
-        self.note(f"{hand.name} is not replaced any more: it died {TRIES} times without a line")
+        self.note(f"{hand.name} is not replaced any more: it died {TRIES} times without finishing a record")
         if all(each.state == "gone" for each in self.hands):
             raise ModelError(f"no worker is left; {hand.name} on {hand.host} died last: {why}")
 
@@ -191,7 +191,9 @@ class Crew:
             raise ConfigError(f"{hand.name} on {place.host}: {place.problem}")
         if place.identity != self._identity:
             keys = ", ".join(key for key, value in self._identity.items() if place.identity.get(key) != value)
-            raise ConfigError(f"{hand.name} on {place.host} would answer otherwise: it has another {keys}")
+            raise ConfigError(
+                f"{hand.name} on {place.host} would answer differently: {keys} are not those of this machine"
+            )
         for name, version in place.versions.items():
             known = self._versions.setdefault(name, version)
             if name == "ragspec" and version != known:

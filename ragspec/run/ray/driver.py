@@ -165,7 +165,7 @@ class RayPass:
         """Lease again what a dead worker had, and replace it."""
         guilty = self._leases.bury(lost.hand.name, lost.suspicion)
         for asked in guilty:
-            message = f"workers died while they had it, the last one so: {lost.why}"
+            message = f"workers died while answering it, the last one because: {lost.why}"
             self._desk.fail(asked.index, Failed(asked.record.id, asked.key, "WorkerError", message))
         self._crew.replace(lost.hand, lost.why, fruitful=bool(guilty))
 

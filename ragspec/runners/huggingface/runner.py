@@ -117,8 +117,8 @@ class Runner:
         rules = self._checkpoint.rules
         if own := rules.overridden(self._sampling):
             self.notes.append(
-                f"the model's generation_config asks for {own}, but the config's sampling section "
-                "decides; set there what you want"
+                f"the model's generation_config asks for {own}, but your config's sampling section "
+                "overrides it; to use it, set it there"
             )
         why = self._only_stock()
         if not why and (key := rules.only_stock()):

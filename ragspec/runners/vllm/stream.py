@@ -115,7 +115,7 @@ class Stream:
         except Exception as error:  # an engine that fails in a step has lost its rows
             raise ModelError(
                 f"vLLM's engine stopped (method {self._method}): {one_line(error)}; finished answers are kept, "
-                "run again to go on"
+                "run again to continue"
             ) from error
         return outputs
 
