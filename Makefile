@@ -24,7 +24,7 @@ demo-draft: setup
 # `make test VLLM=` leaves vLLM out: its tests are then skipped
 VLLM ?= setup-vllm
 test: setup $(VLLM) check
-	$(BIN)/python -m pytest -n 3 --dist loadfile  # tests wait for processes that start: two leave cores idle
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # what has a shorter test beside it in `make test`, among them every trained head that vLLM loads here: ten minutes
 test-long: setup $(VLLM)

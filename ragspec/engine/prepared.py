@@ -38,18 +38,6 @@ def prepare(inner: Any, notes: list[str] | None = None, native: bool = True) -> 
     if can_pack(inner):
         keep_freed_memory()
         kernels = _kernels(inner, notes) if native else None
-    model, why = _tried(inner, kernels, notes)
-    if model is None and kernels is not None and not obstacle(inner):
-        model, _ = _tried(inner, None, notes)
-        if model is not None and notes is not None:
-            notes.append(f"kernels: torch's own are used, which are slower: with ours, the model {why}")
-    if model is None:
-        raise Refused(f"it {obstacle(inner) or why}")
-    return model
-
-
-def _tried(inner: Any, kernels: Kernels | None, notes: list[str] | None) -> tuple[Model | None, str]:
-    """Return the model ready for packed rows, or None, the model left as it was, and why."""
     left: list[str] = []
     model, why, attention = None, "", inner.config._attn_implementation
     try:
@@ -68,10 +56,10 @@ def _tried(inner: Any, kernels: Kernels | None, notes: list[str] | None) -> tupl
         elif inner.config._attn_implementation != attention:
             inner.set_attn_implementation(attention)
         unpack_linears(inner)
-        return None, why
+        raise Refused(f"it {obstacle(inner) or why}")
     if left and notes is not None:
         notes.append(f"{len(left)} linear layers are not packed: that would change what they compute ({left[0]})")
-    return model, ""
+    return model
 
 
 def halves_of(model: Model, layers: int) -> Halves:

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import Any, Self
 
 from ragspec.config.run import RunConfig
+from ragspec.errors import ConfigError
 from ragspec.inputs.memory import MemorySource
 from ragspec.outputs.journal import Journal
 from ragspec.outputs.memory import MemorySink
@@ -30,6 +31,7 @@ class Pipeline:
     def __init__(self, config: RunConfig) -> None:
         self._veil = config.veil()
         self.summary = RunSummary()
+        self._answering = False
         with self._veil.over_errors():
             self._session = prepare(config)
 
@@ -47,7 +49,19 @@ class Pipeline:
         """Yield the output line of each record as soon as its turn comes (`order: finish`: as soon as it is answered).
 
         records: what the lines of an input file would say. A record that cannot be answered yields its error line.
+        Raises ConfigError while earlier answers are still being taken.
         """
+        if self._answering:
+            raise ConfigError(
+                "a pipeline answers one input at a time: take the earlier answers to their end, or close()"
+            )
+        self._answering = True
+        try:
+            yield from self._answers(records)
+        finally:
+            self._answering = False
+
+    def _answers(self, records: Iterable[Any]) -> Iterator[dict[str, Any]]:
         config = self._session.config
         sink = MemorySink()
         with (

@@ -31,7 +31,10 @@ class Runner(Protocol):
     method: str  # the speculation that runs
     remembers: bool  # whether drafts come from answers of earlier calls of generate() too
     cites: bool  # whether drafts know which passage they copy, so that requests should say where these stand
-    notes: list[str]  # what the user should know: fallbacks, arguments without effect
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know: fallbacks, arguments without effect."""
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -117,23 +117,6 @@ def test_attention_that_a_compiler_made_wrong_is_left_to_torch(monkeypatch, spoi
     assert notes == ["kernels: attention is torch's own, as what the C++ compiler made of ours computes something else"]
 
 
-def test_kernels_with_which_the_model_computes_something_else_are_done_without(monkeypatch):
-    attend = native.Kernels.attend
-
-    def wrong(self, query, keys, values, scale, work, out, cap=None):
-        attend(self, query, keys, values, scale, work, out, cap)
-        out.mul_(1.1)
-
-    monkeypatch.setattr(native.Kernels, "attend", wrong)
-    monkeypatch.setattr(prepared, "_attends_well", lambda kernels, notes: True)
-    notes = []
-    assert prepared.prepare(llama(), notes).kernels is None
-    (note,) = notes
-    assert note.startswith(
-        "kernels: torch's own are used, which are slower: with ours, the model computes different logits in packed rows"
-    )
-
-
 def test_attention_that_a_compiler_made_slow_is_left_to_torch(monkeypatch):
     kernels = build(32)
     assert worth.worth_having(kernels)

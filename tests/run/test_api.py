@@ -67,6 +67,22 @@ def test_a_pipeline_answers_again_and_again():
         assert [answer["output"] for answer in pipeline.answers(QUESTIONS)] == first
 
 
+@pytest.mark.parametrize("order", ["input", "finish"])
+def test_whoever_leaves_early_is_answered_anew(tiny, order):
+    others = [{**question, "query": f"And {question['query']}"} for question in QUESTIONS]
+    settings = {"model": tiny, "runner": "huggingface", "order": order, "sampling": {"max_new_tokens": 8}}
+    with ragspec.Pipeline(config(**settings, runner_args={"batch_size": 2})) as pipeline:
+        alone = {answer["id"]: answer["output"] for answer in pipeline.answers(others)}
+        for _ in pipeline.answers(QUESTIONS):
+            break
+        left = pipeline.answers(QUESTIONS)
+        next(left)
+        with pytest.raises(ragspec.ConfigError, match="one input at a time"):
+            next(pipeline.answers(others))
+        left.close()
+        assert {answer["id"]: answer["output"] for answer in pipeline.answers(others)} == alone
+
+
 def test_a_record_that_is_none_is_an_error_line_among_the_answers():
     with ragspec.Pipeline(config()) as pipeline:
         answers = list(pipeline.answers([QUESTIONS[0], {"query": ""}, {"query": object()}]))

@@ -97,6 +97,32 @@ def test_records_counts_add_up_to_the_engines_own(engine):
         assert 0 < generation.time_to_first_token_s <= generation.latency_s
 
 
+def test_whoever_leaves_early_leaves_nothing_to_the_next_run(engine):
+    texts = [text[:200] for text in TEXTS]
+    alone = {one.index: one.token_ids for one in engine.generate(requests(engine, texts[::-1]))}
+    for _ in engine.generate(requests(engine, texts)):
+        break
+    again = {one.index: one.token_ids for one in engine.generate(requests(engine, texts[::-1]))}
+    assert again == alone
+    assert not engine._engine.has_unfinished_requests()
+
+
+def test_a_prompt_of_which_all_but_one_token_is_cached_begins_without_drafts(engine):
+    """vLLM would fill up its row with drafts of -1, and sample its first token among them."""
+    block = engine._engine.vllm_config.cache_config.block_size
+    (request,) = requests(engine, TEXTS[:1], max_new_tokens=1)
+    plain = replace(request, token_ids=request.token_ids[: 2 * block + 1])
+    (first,) = engine.generate([plain])
+    unlike = next(token for token in range(100, 200) if token not in first.token_ids)
+    wanted = replace(plain.sampling, logit_bias=((unlike, 100.0),))
+    asked = [replace(plain, index=i, id=f"r{i}", sampling=wanted if i % 2 else plain.sampling) for i in range(12)]
+    answers = {answer.index: answer for answer in engine.generate(asked)}
+    assert any(answer.cached_prompt_tokens == 2 * block for answer in answers.values())
+    for i, answer in answers.items():
+        assert answer.token_ids == ([unlike] if i % 2 else first.token_ids)
+        assert (answer.spec.steps, answer.spec.drafted) == (1, 0)
+
+
 def test_a_refused_request_is_a_failure_and_the_others_are_answered(engine):
     asked = requests(engine, TEXTS[:3])
     asked[1] = Request(1, "long", [5] * 600, asked[1].sampling)

@@ -14,6 +14,7 @@ from ragspec.records import Sampling, TokenLogprob
 from ragspec.runners.vllm import runner as vllm
 from ragspec.runners.vllm.config import check_build, check_memory, check_parallel, speculative_config
 from ragspec.runners.vllm.requests import logprobs_of, settings_of, spec_stats
+from ragspec.runners.vllm.steps import WRITTEN
 from ragspec.runners.vllm.undrafted import expanded, lost
 
 
@@ -169,6 +170,19 @@ def test_tokens_behind_the_end_of_an_answer_are_cut_from_the_counts():
     stats = spec_stats(Metrics(), 10, 7)
     assert stats.steps + stats.accepted - stats.cut == 7
     assert stats.drafted >= stats.accepted
+
+
+def test_a_draft_that_outruns_the_answer_hides_no_step():
+    """19 steps of one token; the last of 20 tokens has a draft of 16 right ones behind it."""
+
+    class Metrics:
+        per_step_drafted = (16,)
+        per_step_accepted = (16,)
+
+    metrics = Metrics()
+    setattr(metrics, WRITTEN, 20)
+    stats = spec_stats(metrics, 20, 20)
+    assert (stats.steps, stats.accepted, stats.drafted, stats.cut) == (20, 1, 16, 1)
 
 
 @pytest.mark.parametrize(

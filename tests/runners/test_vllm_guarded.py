@@ -7,6 +7,7 @@ import pytest
 
 from ragspec.runners.vllm import guarded
 from ragspec.runners.vllm.guarded import BLIND, Guarded
+from ragspec.runners.vllm.steps import verify_nothing_unasked
 
 ROWS, TOKENS = 4, 3
 PLAIN, VERIFIED = 1.0, 0.1  # seconds of a plain step, and more for each token of a draft
@@ -129,6 +130,17 @@ def test_a_drafter_without_room_is_not_asked(monkeypatch):
     engine = Engine(monkeypatch, right=0, drafting=0.5)
     engine.room = False
     assert engine.run(20).ran == 0
+
+
+def test_what_a_drafter_without_room_leaves_is_not_verified(monkeypatch):
+    engine = Engine(monkeypatch, right=0, drafting=0.5)
+    engine.room = False
+    assert engine.run(20).verified == 19 * ROWS * TOKENS, "vLLM's zeros"
+    verify_nothing_unasked(engine.scheduler, engine.runner)
+    before = engine.run(1).verified
+    assert engine.run(20).verified == before
+    engine.room = True
+    assert engine.run(20).verified > before
 
 
 def test_every_run_starts_afresh(monkeypatch):

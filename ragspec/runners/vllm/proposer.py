@@ -37,6 +37,7 @@ class _Expected:
     passages: Sequence[tuple[int, int]] = ()
     drafts: bool = True
     grammar: str = ""
+    most: int | None = None  # tokens of its answer
 
 
 class Proposer:
@@ -73,14 +74,20 @@ class Proposer:
     # -- what the runner tells ------------------------------------------------------------------------------------
 
     def expect(
-        self, prompt: Sequence[int], passages: Sequence[tuple[int, int]], *, drafts: bool = True, grammar: str = ""
+        self,
+        prompt: Sequence[int],
+        passages: Sequence[tuple[int, int]],
+        *,
+        drafts: bool = True,
+        grammar: str = "",
+        most: int | None = None,
     ) -> None:
         """Take in where the passages are in a prompt, before it is answered. drafts: whether any are wanted for it.
 
-        grammar: of its answer, "" where it has none.
+        grammar: of its answer, "" where it has none. most: tokens that the answer may have.
         """
         key = np.asarray(prompt, dtype=np.int32).tobytes()
-        self._expected.setdefault(key, []).append(_Expected(passages, drafts, grammar))
+        self._expected.setdefault(key, []).append(_Expected(passages, drafts, grammar, most))
 
     def finish(self, prompt: Sequence[int], answer: Sequence[int]) -> Tracked | None:
         """Return what is known of a finished answer, None where nothing is."""
@@ -93,6 +100,9 @@ class Proposer:
         row = self._rows.finish(ids, answer)
         for forced in self.forced.values():
             forced.forget(id(row))
+        if row is not None:  # it has no part in the step to come
+            tokens, rows = self._asked
+            self._asked = (max(0, tokens - 1 - len(row.draft.token_ids)), max(0, rows - 1))
         return row
 
     @property
@@ -125,7 +135,7 @@ class Proposer:
             if row.grammar is not None:
                 for forced in self.forced.values():
                     forced.score(id(row), sampled_token_ids[slot])
-        if any(self._asked) and not prompts and written:
+        if all(self._asked) and not prompts and written:
             seconds = started - self._since
             self.cost.observe(*self._asked, seconds)
             tokens, before = self._asked
@@ -152,7 +162,9 @@ class Proposer:
         drafters = {
             name: drafter.open(token_ids, passages) for name, drafter in self._drafters.items() if name in wanted
         }
-        return Tracked(prompt, len(prompt), drafters, Copies(token_ids, passages), grammar=self._matcher(expected))
+        most = max((one.most or self._context_length for one in expected), default=self._context_length)
+        end = min(self._context_length, len(token_ids) + most)
+        return Tracked(prompt, len(prompt), drafters, Copies(token_ids, passages), end, grammar=self._matcher(expected))
 
     def _matcher(self, expected: Sequence[_Expected]) -> Matcher | None:
         """Return the beginning of an answer's grammar; None where it has none, or another record's is unlike it."""
@@ -191,4 +203,4 @@ class Proposer:
         return self.forced[method].join(id(row), row.grammar, draft, limit)
 
     def _limit(self, row: Tracked) -> int:
-        return min(self._settings["num_tokens"] or self._most, self._context_length - len(row.tokens) - 1)
+        return min(self._settings["num_tokens"] or self._most, row.end - len(row.tokens) - 1)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ragspec.records import Request, Sampling, TokenLogprob, record_seed
+from ragspec.runners.vllm.steps import written_in
 from ragspec.stats import SpecStats
 
 
@@ -50,16 +51,19 @@ def logprobs_of(told: Sequence[Mapping[int, Any]], token_ids: Sequence[int], mos
 
 
 def spec_stats(metrics: Any, written: int, output_tokens: int) -> SpecStats:
-    """Return one request's counts. vLLM lists the steps that drafted; the others wrote one token each.
+    """Return one request's counts. vLLM lists the steps that drafted; steps.py counts them all.
 
-    written: tokens that vLLM returned. output_tokens: those of them up to the end of the answer.
+    written: tokens that vLLM returned. output_tokens: those of them up to the end of the answer. Where nobody counted,
+    the other steps wrote a token each, and the last draft is taken not to have outrun the answer.
     """
     stats = SpecStats()
     if metrics is not None:
         for drafted, accepted in zip(metrics.per_step_drafted, metrics.per_step_accepted, strict=True):
             if drafted:
                 stats.record(drafted, accepted)
-    # the step that computes the prompt never drafts; where none is left for it, the last draft outran the answer
-    stats.steps += max(min(1, written), written - stats.accepted - stats.steps)
+    steps = written_in(metrics)
+    if steps is None:  # the step that computes the prompt never drafts
+        steps = stats.steps + max(min(1, written), written - stats.accepted - stats.steps)
+    stats.steps = steps
     stats.end(output_tokens)
     return stats

@@ -21,12 +21,13 @@ KEEP = 256  # records outside the batch, finished or preempted, before the oldes
 
 @dataclass(slots=True, eq=False)
 class Tracked:
-    """A record in vLLM's batch. tokens: prompt and answer as far as seen, int32."""
+    """A record in vLLM's batch. tokens: prompt and answer as far as seen, int32. end: how many there may be."""
 
     tokens: np.ndarray
     prompt_tokens: int
     drafters: Mapping[str, RowDrafter]
     copies: Copies
+    end: int
     draft: Draft = field(default_factory=Draft)  # what was proposed for the coming tokens
     guessed: bytearray = field(default_factory=bytearray)  # per token of the answer: 1 where a draft had it
     grammar: Matcher | None = None  # where its answer is in its grammar, where it has one
@@ -62,8 +63,9 @@ class Rows:
     def update(
         self, sampled: Sequence[Sequence[int]], lengths: np.ndarray, tokens: np.ndarray
     ) -> tuple[dict[int, Tracked], bool]:
-        """Return the record of every slot that wrote, and whether the step computed prompts.
+        """Return the record of every slot that wrote, and whether the step was more than one of decoding.
 
+        It was if it computed prompts, those of preempted records too, or if it came after others that nobody saw.
         sampled: per slot the tokens just written, none where a prompt is not complete yet. lengths: (slots,) tokens of
         each. tokens: (slots, most tokens) ids.
         """
@@ -73,7 +75,7 @@ class Rows:
             row = self._slots.get(slot)
             if row is not None and _continues(row, tokens[slot], length - len(sampled[slot])):
                 seen[slot] = row
-        there = set(map(id, seen.values()))
+        there, away = set(map(id, seen.values())), set(map(id, self._away))
         # in the batch before but not recognised in its slot: it moved, was preempted, or is finished
         self._away += [row for row in self._slots.values() if id(row) not in there]
         fresh = False
@@ -82,6 +84,7 @@ class Rows:
             row = seen.get(slot) or self._came_back(tokens[slot], before)
             if row is None:
                 row, fresh = self._open(tokens[slot, :before].copy()), True
+            fresh = fresh or id(row) in away or len(row.tokens) < before
             row.extend(tokens[slot, len(row.tokens) : length].copy(), len(sampled[slot]))
             seen[slot] = row
         self._slots = seen

@@ -25,6 +25,7 @@ from ragspec.runners.vllm.environment import one_line
 from ragspec.runners.vllm.guarded import Guarded
 from ragspec.runners.vllm.plan import Plan
 from ragspec.runners.vllm.seeds import mend_seeds
+from ragspec.runners.vllm.steps import mend_steps
 from ragspec.runners.vllm.stream import Stream
 from ragspec.runners.vllm.undrafted import Undrafted
 from ragspec.speculation.methods import PLAIN, VLLM, method_named
@@ -45,7 +46,8 @@ class Runner:
         self._drafting: dict[str, Any] = {}  # what it says about itself
         self._undrafted: Undrafted | None = None  # how records are answered without drafts, if they can be
         self._guarded: Guarded | None = None  # what judges vLLM's own drafts, if they are to be judged
-        self.notes: list[str] = []
+        self._notes: list[str] = []
+        self._judgement: list[str] = []  # what the latest run is to say of its drafts
         self.prefill_s: float | None = None  # prefill and decoding share the engine's steps
         self.decode_s: float | None = None
         self.decode_tokens = 0
@@ -54,7 +56,7 @@ class Runner:
         """Find model, draft and tokenizers, and let vLLM judge its configuration. Raises ConfigError."""
         plan = self._plan
         plan.check()
-        self.notes += plan.notes
+        self._notes += plan.notes
         self.method, self.cites = plan.method, is_ours(plan.method)
         self.tokenizer = plan.tokenizer
         self.context_length: int | None = plan.context_length
@@ -79,6 +81,7 @@ class Runner:
         if is_ours(self.method):
             self._find_proposer()
         if self.method != PLAIN and plan.undraftable:
+            mend_steps(self._engine)
             self._undrafted = Undrafted.within(self._engine, on_cpu=plan.on_cpu)
             if plan.args.guard and not is_ours(self.method):
                 spec = plan.spec
@@ -94,7 +97,7 @@ class Runner:
         if self._proposer is None:
             self.cites = False
             self.remembers = True  # it cannot be told that a pass begins
-            self.notes.append(f"method {self.method}: vLLM runs in other processes; passages are not cited or shared")
+            self._notes.append(f"method {self.method}: vLLM runs in other processes; passages are not cited or shared")
 
     def __exit__(self, *exc: object) -> None:
         self._free()
@@ -118,17 +121,23 @@ class Runner:
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield outcomes as they finish, with a bounded number of requests in flight."""
+        self._judgement = []
         if self._guarded is not None:
             self._guarded.reset()
         yield from self._answer(requests)
         if self._guarded is not None:
             self._drafting = self._guarded.about()
-            self.notes += filter(None, [self._guarded.note(self.method)])
+            self._judgement += filter(None, [self._guarded.note(self.method)])
         if self._proposer is not None:
             self._drafting = self._proposer.about()
-            self.notes += self._proposer.notes
+            self._judgement += self._proposer.notes
             if self.method == "auto":
-                self.notes.append(self._proposer.trial.note())
+                self._judgement.append(self._proposer.trial.note())
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of the engine, and of the latest run's drafts."""
+        return self._notes + self._judgement
 
     def _answer(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         plan = self._plan

@@ -74,19 +74,23 @@ class Stream:
         if self._proposer is not None:
             self._proposer.reset()
         feed, queue = Feed(requests), deque[Request]()
-        while True:
-            while len(self._flying) < AHEAD * self._rows:
-                if not queue:
-                    queue.extend(_by_prefix(feed.take(self._lookahead, wait=not self._flying)))
-                if not queue:
-                    break
-                if (refused := self._submit(queue.popleft())) is not None:
-                    yield refused
-            if not self._flying:
-                return
-            for output in self._step():
-                if output.finished:
-                    yield self._outcome(self._flying.pop(output.request_id), output)
+        try:
+            while True:
+                while len(self._flying) < AHEAD * self._rows:
+                    if not queue:
+                        queue.extend(_by_prefix(feed.take(self._lookahead, wait=not self._flying)))
+                    if not queue:
+                        break
+                    if (refused := self._submit(queue.popleft())) is not None:
+                        yield refused
+                if not self._flying:
+                    return
+                for output in self._step():
+                    if output.finished:
+                        yield self._outcome(self._flying.pop(output.request_id), output)
+        finally:  # who leaves early must not find these answers in the next run
+            if self._flying:
+                self._engine.abort_request(list(self._flying))
 
     def _submit(self, request: Request) -> Failure | None:
         from vllm import SamplingParams
@@ -105,7 +109,13 @@ class Stream:
             log.debug("vLLM refuses a record", exc_info=error)
             return Failure(request.index, f"vLLM refuses it: {one_line(error)}")
         if self._proposer is not None:
-            self._proposer.expect(request.token_ids, request.passages, drafts=not lost, grammar=request.grammar)
+            self._proposer.expect(
+                request.token_ids,
+                request.passages,
+                drafts=not lost,
+                grammar=request.grammar,
+                most=request.sampling.max_new_tokens,
+            )
         self._flying[name] = _Submitted(request, perf_counter(), lost)
         return None
 
@@ -113,6 +123,7 @@ class Stream:
         try:
             outputs: list[Any] = self._engine.step()
         except Exception as error:  # an engine that fails in a step has lost its rows
+            self._flying.clear()
             raise ModelError(
                 f"vLLM's engine stopped (method {self._method}): {one_line(error)}; finished answers are kept, "
                 "run again to continue"

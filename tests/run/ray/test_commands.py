@@ -36,7 +36,7 @@ def test_a_benchmark_says_what_workers_are_worth(tmp_path, address):
         *("--workers", 0, "--workers", 2, "--ray-address", address),
     )
     assert done.returncode == 0, done.stderr
-    assert "none-w2 is" in done.stderr
+    assert "none-w2 runs at" in done.stderr
     assert "of a linear speed-up on 2 workers" in done.stderr
     results = json.loads((out / "results.json").read_text())
     assert [run["workers"] for run in results["runs"]] == [None, None, 2, 2]

@@ -56,7 +56,7 @@ def test_a_record_that_kills_two_workers_becomes_an_error_line(tmp_path, address
     assert once(tmp_path / "out.jsonl") == 60
     assert [name for name, line in lines.items() if "error" in line] == ["q20"]
     assert lines["q20"]["error"]["type"] == "WorkerError"
-    assert "workers died while they had it" in lines["q20"]["error"]["message"]
+    assert "workers died while answering it" in lines["q20"]["error"]["message"]
     assert sum(part["deaths"] for part in summary.to_json()["workers"]) == 2
 
 
