@@ -28,6 +28,7 @@ def answer(tmp_path, name, method, **spec):
     return {line["id"]: line["output"] for line in read_jsonl(output)}, summary
 
 
+@pytest.mark.long
 def test_all_methods_give_the_same_text_and_report_acceptance(tmp_path, demo_draft, tiny_gpt2):
     plain, _ = answer(tmp_path, "none", "none")
     assert all(plain.values())

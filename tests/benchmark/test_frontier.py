@@ -101,6 +101,7 @@ def test_tune_shows_the_frontier_and_stays_lossless(tiny, tmp_path):
     assert "max_passages" not in chosen.get("prompt", {})
 
 
+@pytest.mark.long
 def test_what_cannot_be_tried_costs_nothing_but_itself(tiny, tmp_path, monkeypatch):
     """One variant does not start, another loses records; the winner is written all the same."""
     from ragspec.benchmark import tune as module

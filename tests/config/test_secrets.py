@@ -314,7 +314,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param(name, marks=pytest.mark.long) if name == "tune" else name for name in COMMANDS]
+    "command", [pytest.param(name, marks=pytest.mark.long) if name in ("tune", "verify") else name for name in COMMANDS]
 )
 def test_no_command_writes_or_says_a_secret(secretive, tmp_path, command):
     config, environment = secretive

@@ -367,7 +367,7 @@ runner_args: {{enforce_eager: true, max_model_len: 512, batch_size: 4, kv_cache_
         "prompt_lookup",
         pytest.param("suffix", marks=pytest.mark.long),
         "context",
-        "auto",
+        pytest.param("auto", marks=pytest.mark.long),
     ],
 )
 def test_the_answers_are_those_of_hugging_face(demo, tmp_path, expected, method):
