@@ -24,17 +24,13 @@ def print_results(console: Console, results: Results, folder: Path) -> None:
         console.print(f"note: {note}", markup=False, style="yellow")
     console.print(_table(results))
     for ratio in ratios_to_peers(results):
-        console.print(f"{ratio.name} runs at {_shown(ratio)} the speed of {ratio.baseline}{_unit(ratio)}", markup=False)
+        console.print(f"{_compared(ratio)}{_unit(ratio)}", markup=False)
     for ratio in ratios_to_rank(results):
-        known = f"{_unit(ratio)}{_computed(results, ratio)}"
-        console.print(f"{ratio.name} runs at {_shown(ratio)} the speed of {ratio.baseline}{known}", markup=False)
+        console.print(f"{_compared(ratio)}{_unit(ratio)}{_computed(results, ratio)}", markup=False)
     for line in told(results.quality):
         console.print(line, markup=False)
     for ratio in ratios_to_fewer(results, SPEED):
-        console.print(
-            f"{ratio.name} runs at {_shown(ratio)} the speed of {ratio.baseline}{_efficiency(results, ratio)}",
-            markup=False,
-        )
+        console.print(f"{_compared(ratio)}{_efficiency(results, ratio)}", markup=False)
     for name, detail in results.details.items():
         if detail is not None and detail.profile is not None:
             console.print(_profile(name, detail.profile))
@@ -101,6 +97,10 @@ def _efficiency(results: Results, ratio: Ratio) -> str:
 def _median(speeds: list[float | None]) -> str:
     known = [speed for speed in speeds if speed]
     return f"{median(known):.1f}" if known else "-"
+
+
+def _compared(ratio: Ratio) -> str:
+    return f"{ratio.name} runs at {_shown(ratio)} the speed of {ratio.baseline}"
 
 
 def _shown(ratio: Ratio) -> str:

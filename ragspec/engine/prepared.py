@@ -34,14 +34,14 @@ def prepare(inner: Any, notes: list[str] | None = None, native: bool = True) -> 
     """
     if keeps_state(inner):
         raise Refused(f"it {obstacle(inner)}")
-    kernels = None
-    if can_pack(inner):
+    kernels, packs = None, can_pack(inner)
+    if packs:
         keep_freed_memory()
         kernels = _kernels(inner, notes) if native else None
     left: list[str] = []
     model, why, attention = None, "", inner.config._attn_implementation
     try:
-        if can_pack(inner):
+        if packs:
             left = pack_linears(inner, kernels)
         model = Model(inner, 2, kernels if kernels is None or _attends_well(kernels, notes) else None)
         why = differs(model, tolerance(inner.dtype))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from typing import Any, Self
 
-from ragspec.runners.vllm.undrafted import reached
+from ragspec.runners.vllm.undrafted import drop_drafts, reached
 from ragspec.speculation.fitted_cost import FittedCost
 from ragspec.speculation.guard import Guard
 
@@ -34,7 +34,7 @@ class Guarded:
         self.reset()
         self._watch(model_runner)
         self._decide(model_runner)
-        self._drop(core.scheduler)
+        drop_drafts(core.scheduler, lambda _: self._dropping)
 
     @classmethod
     def within(cls, engine: Any, *, pauses: bool) -> Self | None:
@@ -126,13 +126,3 @@ class Guarded:
         waits = self._pauses and self._prompts and not self._guard.knows and self._blind < BLIND
         self._blind += waits
         return waits
-
-    def _drop(self, scheduler: Any) -> None:
-        """Let the scheduler forget the drafts of a step that is to be plain."""
-        update = scheduler.update_draft_token_ids
-
-        def update_unless_plain(drafted: Any) -> None:
-            ids = [[] for _ in drafted.req_ids] if self._dropping else drafted.draft_token_ids
-            update(type(drafted)(drafted.req_ids, ids))
-
-        scheduler.update_draft_token_ids = update_unless_plain

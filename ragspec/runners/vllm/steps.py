@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ragspec.runners.vllm.undrafted import reached
+from ragspec.runners.vllm.undrafted import drop_drafts, reached
 
 WRITTEN = "ragspec_steps"  # of vLLM's metrics of a record
 
@@ -53,19 +53,14 @@ def fill_up_nothing(scheduler: Any) -> None:
 
 def verify_nothing_unasked(scheduler: Any, model_runner: Any) -> None:
     """Let rows verify nothing where the drafter had no room."""
-    fits, update = model_runner._input_fits_in_drafter, scheduler.update_draft_token_ids
-    room = [True]
+    fits, room = model_runner._input_fits_in_drafter, [True]
 
     def fits_noted(*arguments: Any) -> bool:
         room[0] = fits(*arguments)
         return room[0]
 
-    def update_with_room(drafted: Any) -> None:
-        ids = drafted.draft_token_ids if room[0] else [[] for _ in drafted.req_ids]
-        update(type(drafted)(drafted.req_ids, ids))
-
     model_runner._input_fits_in_drafter = fits_noted
-    scheduler.update_draft_token_ids = update_with_room
+    drop_drafts(scheduler, lambda _: not room[0])
 
 
 def count_steps(scheduler: Any) -> None:

@@ -11,7 +11,7 @@ Limit: the model runner "V1" in this process, one device, without asynchronous s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,12 +50,24 @@ def reached(engine: Any) -> tuple[Any, Any] | None:
     return (core, found[0]) if len(found) == 1 else None
 
 
+def drop_drafts(scheduler: Any, dropped: Callable[[str], bool]) -> None:
+    """Let vLLM's scheduler forget what was drafted for the records that are `dropped`, by name, whoever drafted it."""
+    update = scheduler.update_draft_token_ids
+
+    def update_some(drafted: Any) -> None:
+        ids = [[] if dropped(name) else ids for name, ids in zip(drafted.req_ids, drafted.draft_token_ids, strict=True)]
+        update(type(drafted)(drafted.req_ids, ids))
+
+    scheduler.update_draft_token_ids = update_some
+
+
 class Undrafted:
     """What has been changed in an engine. params: makes the SamplingParams of a record without drafts."""
 
     def __init__(self, core: Any, model_runner: Any, *, on_cpu: bool) -> None:
         self.params = _unchecked_params()
-        self._drop_drafts(core.scheduler)
+        scheduler = core.scheduler
+        drop_drafts(scheduler, lambda name: self._is_undrafted(scheduler.requests.get(name)))
         _restore_processors(model_runner)
         if on_cpu:
             _mend_cpu_sampling()
@@ -65,19 +77,6 @@ class Undrafted:
         """Return what makes undrafted records possible in an engine that speculates, None where nothing can."""
         found = reached(engine)
         return cls(*found, on_cpu=on_cpu) if found else None
-
-    def _drop_drafts(self, scheduler: Any) -> None:
-        """Let the scheduler forget what was drafted for undrafted records, whoever drafted it."""
-        update = scheduler.update_draft_token_ids
-
-        def update_some(drafted: Any) -> None:
-            ids = [
-                [] if self._is_undrafted(scheduler.requests.get(name)) else ids
-                for name, ids in zip(drafted.req_ids, drafted.draft_token_ids, strict=True)
-            ]
-            update(type(drafted)(drafted.req_ids, ids))
-
-        scheduler.update_draft_token_ids = update_some
 
     def _is_undrafted(self, request: Any) -> bool:
         return request is not None and isinstance(request.sampling_params, self.params)
