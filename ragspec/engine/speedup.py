@@ -48,7 +48,7 @@ class Way:
 
 KERNELS = Way("kernels", "layers of one call each", seconds=8.0, gain=0.2)
 INDUCTOR = Way("inductor", "compiled layers", seconds=40.0, gain=0.05)
-GLANCES = 5  # steps that must all say that compiling is worth it: the first, or one beside other work, takes longer
+GLANCES = 5  # steps that must all say that compiling is worth it: the first takes longer
 PASSES, PATIENCE_S = 7, 2.0
 SLOWER = 1.15  # times, from which on compiled layers are left out of prompts: it is measured once
 ROWS, REACH = 8, 64  # rows of the steps that are compared, and tokens that each sees
@@ -139,7 +139,26 @@ def _earned(model: Model, way: Way, rows: int, tokens: int | None) -> bool:
         seconds, gain = float(found["seconds"]), float(found["gain"])
     except (OSError, RuntimeError, ValueError, KeyError, TypeError):
         log.debug("nothing is known of %s for this model", way.name)
-    return all(gain * min(_steps(model, rows, 1)) * tokens / rows > seconds for _ in range(GLANCES))
+    steps = tokens / rows
+    return (
+        all(gain * min(_steps(model, rows, 1)) * steps > seconds for _ in range(GLANCES))
+        and gain * _undisturbed(model, rows) * steps > seconds
+    )
+
+
+def _undisturbed(model: Model, rows: int) -> float:
+    """Return what a step takes at most where the machine is free: the processor time of one thread.
+
+    Several threads wait for each other where other work has their cores, and their waiting is processor time too.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        worked = time.process_time()
+        _steps(model, rows, 1)
+        return time.process_time() - worked
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _name_of(model: Model) -> str:

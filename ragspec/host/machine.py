@@ -13,6 +13,7 @@ from typing import Any
 
 UNKNOWN = 8 << 30  # taken for free where the system does not tell
 CGROUP = Path("/sys/fs/cgroup")
+WIDEST = {"amx_tile": "AMX", "avx512f": "AVX-512", "avx2": "AVX2", "sve": "SVE"}  # by the system's names for them
 
 
 def machine() -> dict[str, Any]:
@@ -82,10 +83,14 @@ def free_gpu_bytes() -> int:
 
 
 def _processor() -> str:
+    """Return the processor's name and its widest instructions: virtual machines call several generations the same."""
+    name = platform.processor() or platform.machine()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+                name = line.partition(":")[2].strip()
+                break
     except OSError:
         pass
-    return platform.processor() or platform.machine()
+    features = cpu_features().split()
+    return ", ".join([name, *[what for flag, what in WIDEST.items() if flag in features][:1]])

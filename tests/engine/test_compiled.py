@@ -3,6 +3,7 @@
 import importlib
 import json
 import shutil
+import time
 
 import pytest
 import torch
@@ -136,6 +137,20 @@ def test_what_was_found_the_last_time_says_whether_compiling_is_earned(known, wo
     (cached / "kernels").mkdir(parents=True)
     (cached / "kernels" / name).write_text(known)
     assert speedup._earned(model, speedup.KERNELS, 2, 100) is known.startswith('{"seconds": 0.0')
+
+
+def test_steps_that_wait_for_a_core_earn_no_compiling(words, cached, monkeypatch):
+    model = prepared.prepare(build("llama", words))
+    way = speedup.Way("kernels", "layers of one call each", seconds=20.0, gain=0.5)
+    compute = model.logits
+
+    def waits(*args):
+        time.sleep(0.1)
+        return compute(*args)
+
+    monkeypatch.setattr(model, "logits", waits)
+    assert min(speedup._steps(model, 2, 2)) >= 0.1
+    assert not speedup._earned(model, way, 2, 1000)  # by the clock these steps would save 25 s
 
 
 @pytest.mark.parametrize(

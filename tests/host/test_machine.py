@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 from ragspec.host import machine
 
 
@@ -29,3 +31,14 @@ def test_the_machine_is_named():
     assert about["cores"] >= 1
     assert about["processor"]
     assert about["memory_gib"] > 0
+
+
+@pytest.mark.parametrize(
+    ("features", "ending"),
+    [("avx2 avx512f", ", AVX-512"), ("avx avx2 fma", ", AVX2"), ("amx_tile avx2 avx512f", ", AMX"), ("fpu sse2", "")],
+)
+def test_a_processor_is_told_by_its_widest_instructions_too(features, ending, monkeypatch):
+    monkeypatch.setattr(machine, "cpu_features", lambda: "")
+    plain = machine.machine()["processor"]
+    monkeypatch.setattr(machine, "cpu_features", lambda: features)
+    assert machine.machine()["processor"] == plain + ending
