@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ragspec.engine.row import reach_of
 from ragspec.engine.work import Work
 from ragspec.speculation.cost import StepCost
 
@@ -60,6 +61,5 @@ class StepTimer:
         if cost is not None and prefill:
             cost.observe_beside(tokens + prefill, ended - self._drafted)
         elif cost is not None:
-            reach = max(len(item.row.tokens) for item in decoding)
-            cost.observe(tokens, len(decoding), reach, ended - self._drafted)
+            cost.observe(tokens, len(decoding), reach_of([item.row for item in decoding]), ended - self._drafted)
         return None if prefill else spent

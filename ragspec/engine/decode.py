@@ -30,7 +30,7 @@ from ragspec.engine.work import Work, Written, accept
 from ragspec.models.generation import Processors
 from ragspec.models.stopping import ends_with_stop, trim
 from ragspec.records import Failure, Generation, Request, Tokenizer
-from ragspec.speculation.cost import Cost, StepCost
+from ragspec.speculation.cost import StepCost
 from ragspec.speculation.trial import Trial
 from ragspec.structured.grammars import Grammars, begin
 
@@ -55,7 +55,7 @@ class EngineSettings:
     processors: Callable[[Request], Processors | None] | None = None
     refusal: Callable[[Request], str] | None = None
     trial: Trial | None = None
-    plain: Cost | None = None
+    plain: StepCost | None = None
     grammars: Callable[[], Grammars] | None = None
 
 
@@ -159,6 +159,7 @@ class Engine:
         ready = [row for row in rows if row.ready]
         filling = sorted((row for row in rows if not row.ready), key=lambda row: row.started)
         missing = sum(len(row.tokens) - row.computed for row in filling)
+        self._expect(ready)
         drafts = self._drafting.drafts(ready, min(missing, chunk))
         work = [
             Work(row, row.tokens[-1:] + draft.token_ids, draft, decodes=True)
@@ -171,6 +172,13 @@ class Engine:
                 work.append(Work(row, piece, writes=row.computed + len(piece) == len(row.tokens)))
             budget -= len(piece)
         return work
+
+    def _expect(self, rows: Sequence[Row]) -> None:
+        """Tell those who say what a step of these rows costs how much of what the rows see is read only once."""
+        costs = [cost for cost in (self._settings.cost, self._settings.plain) if cost is not None]
+        read = self._sharing.read(rows) if costs and self._model.kernels else 1.0
+        for cost in costs:
+            cost.read = read
 
     def _reserve(self, admission: Admission, work: Sequence[Work]) -> bool:
         """Make room for what the rows write, and some more; return whether there is memory for it."""

@@ -20,8 +20,8 @@ from ragspec.engine.constraint import Constraint
 from ragspec.engine.forward import Model
 from ragspec.engine.layout import Segment
 from ragspec.engine.prefix import shared
-from ragspec.engine.proposers import NoDrafts, cut, longest
-from ragspec.engine.row import Row
+from ragspec.engine.proposers import NoDrafts, cut
+from ragspec.engine.row import Row, reach_of
 from ragspec.engine.sampling import draw
 from ragspec.engine.scripts import Open, Same, Script
 from ragspec.speculation.confidence import Confidence
@@ -113,7 +113,7 @@ class DraftModel(NoDrafts):
 
     def drafts(self, rows: Sequence[Row], asked: Sequence[Row]) -> list[Draft]:
         """Return a draft for each of the rows that decode: an empty one where it is not `asked` for, or cannot pay."""
-        reach = longest(rows)
+        reach = reach_of(rows)
         able = [row for row in asked if min(row.room - 1, self._left(row)) > 0]
         picked = self._pace.chosen([self._missing(row) for row in able], [row.room for row in able], reach)
         opened = [Sketch(able[i], self._script(able[i])) for i in picked]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ragspec.engine.notes import Notes
-from ragspec.engine.proposers import LONGEST, Proposer, longest
+from ragspec.engine.proposers import LONGEST, Proposer
 from ragspec.engine.retreat import FORWARD, told
 from ragspec.engine.room import PATIENCE
-from ragspec.engine.row import Row
+from ragspec.engine.row import Row, reach_of
 from ragspec.speculation.cost import Cost
 from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.forced import admitted
@@ -46,7 +46,7 @@ class Drafting:
         """Return a draft per row. besides: tokens of the step that are not these rows'."""
         self._worked = False
         if rows and self._plain is not None:
-            self._expected_s = self._plain(len(rows), len(rows), longest(rows))
+            self._expected_s = self._plain(len(rows), len(rows), reach_of(rows))
         if not rows or self._pause:
             self._pause = max(0, self._pause - 1)
             return [Draft()] * len(rows)

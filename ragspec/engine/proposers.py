@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from ragspec.engine.row import Row
+from ragspec.engine.row import Row, reach_of
 from ragspec.speculation.allocate import allocate
 from ragspec.speculation.cost import Cost
 from ragspec.speculation.drafters.base import Draft, Drafter, RowDrafter
@@ -53,16 +53,11 @@ def cut(drafts: Sequence[Draft], rows: Sequence[Row], cost: Cost | None, besides
     """
     if cost is None:
         return list(drafts)
-    lengths = allocate([draft.survival for draft in drafts], cost, longest(rows), besides)
+    lengths = allocate([draft.survival for draft in drafts], cost, reach_of(rows), besides)
     return [
         draft if draft.probabilities is not None else draft.cut(length)
         for draft, length in zip(drafts, lengths, strict=True)
     ]
-
-
-def longest(rows: Sequence[Row]) -> int:
-    """Return how many tokens the longest row has."""
-    return max((len(row.tokens) for row in rows), default=0)
 
 
 class NoDrafts:

@@ -17,6 +17,7 @@ lose their places and what was computed, and are admitted again (Retreat, Admiss
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ragspec.engine.sampling import Noise
@@ -104,3 +105,8 @@ class Row:
             copied=self.copies.worth_citing(answer),
             logprobs=tuple(self.logprobs),
         )
+
+
+def reach_of(rows: Sequence[Row]) -> int:
+    """Return how many tokens the rows have, on average."""
+    return sum(len(row.tokens) for row in rows) // max(1, len(rows))

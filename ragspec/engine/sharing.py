@@ -29,6 +29,11 @@ class Sharing:
             alike.setdefault(tuple(row.request.token_ids[:LEAST]), []).append(row)
         return [group for some in alike.values() if len(some) > 1 for group in self._groups(some)]
 
+    def read(self, rows: Sequence[Row]) -> float:
+        """Return the share of the rows' tokens that a step reads which reads once what they have in common."""
+        common = sum(sum(group.tokens.values()) for group in self.among(rows))
+        return 1 - common / max(1, sum(len(row.tokens) for row in rows))
+
     def _groups(self, rows: Sequence[Row]) -> list[Together]:
         groups = []
         while len(rows) > 1:

@@ -19,10 +19,10 @@ CHUNK_SLOPE = 16  # tokens over which the curve's slope is taken beside a prompt
 
 
 class Cost(Protocol):
-    """Seconds of a step. reach: slots of the longest row in it."""
+    """Seconds of a step. reach: slots that a row in it sees, on average."""
 
     def __call__(self, tokens: int, rows: int, reach: int) -> float:
-        """Return seconds for `tokens` in all, on `rows` rows of up to `reach` slots."""
+        """Return seconds for `tokens` in all, on `rows` rows of `reach` slots each."""
 
     def marginal(self, tokens: int, reach: int) -> float:
         """Return seconds that one more token costs in a step of `tokens` that also computes prompts."""
@@ -31,11 +31,12 @@ class Cost(Protocol):
 class StepCost:
     """Seconds of a step, probed before the first record and corrected by every step after it.
 
-        cost      = (curve(tokens) + reach x (rows x per_row_slot + tokens x per_slot)) x scale x own
+        cost      = (curve(tokens) + reach x (rows x read x per_row_slot + tokens x per_slot)) x scale x own
         marginal  = (max(slope of the curve, beside) + reach x per_slot) x scale
 
     curve: probed at short context; interpolated between the points, extrapolated beyond the last.
     per_slot, per_row_slot: attention over the cache, per token and slot and per row and slot; probed, never corrected.
+    read: share of the rows' slots that a step reads, as what they have in common is read once; whoever knows sets it.
     scale: how much slower the machine is now than when it was probed. Every step moves it, whatever its size.
     own: what the scale leaves unexplained at this size (a bucket of sizes each); it counts more the oftener it was
     seen, so a size never met has the curve's own shape.
@@ -52,6 +53,7 @@ class StepCost:
             self._seconds.append(max([seconds, *self._seconds[-1:]]))
         self._per_slot = per_slot
         self._per_row_slot = per_row_slot
+        self.read = 1.0
         self._scale = 1.0
         self._beside = 0.0
         self._buckets: dict[int, list[float]] = {}  # tokens // BUCKET -> [correction, observations]
@@ -67,11 +69,11 @@ class StepCost:
         return StepCost(self.points, self._per_slot, self._per_row_slot)
 
     def __call__(self, tokens: int, rows: int, reach: int) -> float:
-        """Return seconds for `tokens` in all, on `rows` rows of up to `reach` slots."""
+        """Return seconds for `tokens` in all, on `rows` rows of `reach` slots each."""
         return self._expected(tokens, rows, reach) * self._correction(tokens)
 
     def _expected(self, tokens: int, rows: int, reach: int) -> float:
-        return self._base(tokens) + reach * (rows * self._per_row_slot + tokens * self._per_slot)
+        return self._base(tokens) + reach * (rows * self.read * self._per_row_slot + tokens * self._per_slot)
 
     def marginal(self, tokens: int, reach: int) -> float:
         """Return seconds that one more token costs in a step of `tokens` that also computes prompts."""

@@ -1,0 +1,54 @@
+"""What rows have in common is read once, and what a step costs is expected by that."""
+
+import pytest
+
+from ragspec.engine import prepared
+from ragspec.engine.decode import Engine, EngineSettings
+from ragspec.engine.proposers import NoDrafts
+from ragspec.engine.sharing import LEAST, Sharing
+from ragspec.models.tokenizer import HFTokenizer
+from ragspec.records import Request, Sampling
+from ragspec.speculation.cost import StepCost
+from tests.conftest import train_tokenizer
+from tests.engine.test_compiled import COMPILER
+from tests.engine.test_engine_models import build
+from tests.engine.test_pieces import row
+
+POINTS = [(1, 0.02), (16, 0.035), (32, 0.055)]
+
+
+def test_the_share_that_is_read_counts_what_is_common_once():
+    text = list(range(300))
+    rows = [row(0, 0, text, 299), row(1, 1, text[:200] + [7] * 100, 299), row(2, 2, [9] * 300, 299)]
+    sharing = Sharing(lambda *_: True)
+    assert sharing.read(rows) == pytest.approx(1 - 200 / 900)
+    assert Sharing(lambda *_: False).read(rows) == 1
+    assert sharing.read([]) == 1
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_what_a_draft_costs_is_right_where_rows_share_their_prefixes(told):
+    true, cost = (StepCost(POINTS, per_slot=0.6e-6, per_row_slot=1.6e-6) for _ in range(2))
+    true.read = 1 / 4
+    if told:
+        cost.read = true.read
+    for _ in range(100):
+        cost.observe(16, 16, 4000, true(16, 16, 4000))  # without drafts
+    expected, drafted = (each(20, 16, 4000) - each(16, 16, 4000) for each in (true, cost))
+    assert (drafted == pytest.approx(expected, rel=0.05)) is told
+
+
+@COMPILER
+def test_the_engine_tells_how_much_its_rows_have_in_common(sample_texts):
+    words = HFTokenizer(train_tokenizer(300, sample_texts))
+    model = prepared.prepare(build("llama-heads-of-16", words))
+    assert model.kernels is not None
+    model.resize(3)
+    cost, plain = (StepCost([(1, 1.0), (64, 2.0)]) for _ in range(2))
+    head = [3 + i % 50 for i in range(2 * LEAST)]
+    requests = [Request(i, str(i), [*head, 60 + i], Sampling(max_new_tokens=8)) for i in range(3)]
+    engine = Engine(model, NoDrafts(), words, frozenset(), EngineSettings(cost=cost, plain=plain))
+    seen = [(cost.read, plain.read) for _ in engine.run(iter(requests))]
+    assert len(seen) == 3
+    assert all(one == other for one, other in seen)
+    assert seen[0][0] < 0.5  # two of three read nothing of the head
