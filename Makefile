@@ -32,7 +32,7 @@ test-long: setup $(VLLM)
 
 # The engine with the newest torch and transformers it is known to work with, and with the oldest that pyproject.toml
 # allows, each in an environment of its own.
-NEWEST := torch==2.15.0 transformers==5.23.0
+NEWEST := torch==2.15.0 transformers==5.24.0
 OLDEST := torch==2.6.0 transformers==5.18.0
 test-newest: $(VENV)-newest/.ready
 	$(VENV)-newest/bin/python -m pytest tests/engine
