@@ -30,16 +30,17 @@ def run_benchmark(
     console: Console,
     resume: bool = False,
     profile: bool = False,
+    restart: bool = False,
 ) -> Results:
     """Run `plan` and return what `folder`/results.json then holds. Raises ConfigError and ModelError.
 
     resume: keep the passes that an interrupted run of the same plan left in `folder`. profile: watch one more pass of
-    each candidate, and say where its time goes.
+    each candidate, and say where its time goes. restart: have each pass in a new process.
     """
     assert plan[0].config.input is not None
     with open_source(plan[0].config.input):
         pass  # a missing input is known before anything loads
-    benchmark = _Benchmark(plan, folder, repeat, limit, console, resume, profile)
+    benchmark = _Benchmark(plan, folder, repeat, limit, console, resume, profile, restart)
     if sequential:
         benchmark.run_one_by_one()
     else:
@@ -61,8 +62,10 @@ class _Benchmark:
         console: Console,
         resume: bool,
         profile: bool,
+        restart: bool,
     ) -> None:
         self._profile = profile
+        self._restart = restart
         self._plan = plan
         self._folder = folder
         self._repeat = repeat
@@ -113,7 +116,7 @@ class _Benchmark:
         if len(entry.passes) >= number:
             return
         self._console.print(f"{name}: pass {number} of {self._repeat} ...", markup=False)
-        figures = worker.measure()
+        figures = worker.measure(self._restart)
         if not figures.records:
             raise ConfigError(f"{name}: no record was answered ({figures.failed} failed); see {worker.answers}")
         if figures.failed:

@@ -53,9 +53,12 @@ class Worker:
         self._send(orjson.dumps(Task(self.candidate.name, config, self._limit, str(self.answers))))
         self.ready = self._receive(Ready)
 
-    def measure(self) -> Pass:
-        """Return the figures of one pass over the input, from a new process where the last pass left drafts behind."""
-        if self._passes and self.ready.remembers:
+    def measure(self, restart: bool = False) -> Pass:
+        """Return the figures of one pass over the input.
+
+        It is from a new process if that is wished for (restart), or if the last pass left drafts behind.
+        """
+        if self._passes and (restart or self.ready.remembers):
             self.close()
             self._start()
         self._passes += 1

@@ -66,6 +66,10 @@ def benchmark(
             "--sequential/--no-sequential", help="Keep one model in memory at a time; passes do not alternate."
         ),
     ] = False,
+    restart: Annotated[
+        bool,
+        typer.Option("--restart", help="Start a new process for each pass: one may be slower than another throughout."),
+    ] = False,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also show where the time goes, and this machine's limits.")
     ] = False,
@@ -112,6 +116,7 @@ def benchmark(
             console=console,
             resume=resume,
             profile=profile,
+            restart=restart,
         )
     except KeyboardInterrupt:
         console.print("interrupted: finished passes are kept; run again with --resume to continue", markup=False)

@@ -1,8 +1,12 @@
+import io
 import json
 
 import pytest
+from rich.console import Console
 
+from ragspec.benchmark.measure import run_benchmark
 from ragspec.benchmark.plan import make_plan
+from ragspec.benchmark.process import Worker
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from tests import warm
@@ -111,6 +115,23 @@ def test_methods_are_timed_in_processes_of_their_own_and_compared(tiny, tmp_path
                 **{"linear layers": False, "attention": False},
                 "small operators": True,
             }
+
+
+@pytest.mark.parametrize(("restart", "processes"), [(False, 1), (True, 3)])
+def test_a_pass_can_have_a_process_of_its_own(tmp_path, monkeypatch, restart, processes):
+    config = build_config({"runner": "fake", "input": str(SAMPLE)})
+    started, start = [], Worker._start
+
+    def counted(self):
+        start(self)
+        started.append(self._process.pid)
+
+    monkeypatch.setattr(Worker, "_start", counted)
+    plan = make_plan(config, ["none"], [], [])
+    console = Console(file=io.StringIO())
+    results = run_benchmark(plan, tmp_path, repeat=3, limit=2, sequential=True, console=console, restart=restart)
+    assert len(set(started)) == len(started) == processes
+    assert [run.repeat for run in results.runs] == [1, 2, 3]
 
 
 def test_a_benchmark_of_nothing_is_an_error(tmp_path):
