@@ -127,7 +127,7 @@ class GenerationRules:
             )
         except AttributeError as error:
             raise ModelError(
-                f"this version of transformers is not supported ({error}); use transformers 5.18 to 5.23"
+                f"this version of transformers is not supported ({error}); use transformers 5.18 to 5.24"
             ) from error
         # which ones there are depends only on the sampling
         self._known[kind] = bool(found)

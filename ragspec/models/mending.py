@@ -10,7 +10,7 @@ from __future__ import annotations
 from types import MethodType
 from typing import Any
 
-from ragspec.models.rotary import length_dependent
+from ragspec.models.rotary import cache_word, length_dependent
 
 CAP = "attn_logit_softcapping"
 
@@ -24,11 +24,10 @@ def mend(model: Any) -> Any:
     return model
 
 
-def _with_all_tokens(model: Any, input_ids: Any, past_key_values: Any = None, **kwargs: Any) -> dict[str, Any]:
+def _with_all_tokens(model: Any, input_ids: Any, **kwargs: Any) -> dict[str, Any]:
     """Prepare a forward as the model does, with all tokens when it drops its cache."""
-    prepare = type(model).prepare_inputs_for_generation
-    inputs: dict[str, Any] = prepare(model, input_ids, past_key_values=past_key_values, **kwargs)
-    if past_key_values is not None and inputs.get("past_key_values") is None:
-        kwargs |= {"next_sequence_length": None, "position_ids": None}
-        inputs = prepare(model, input_ids, past_key_values=None, **kwargs)
+    prepare, word = type(model).prepare_inputs_for_generation, cache_word(model)
+    inputs: dict[str, Any] = prepare(model, input_ids, **kwargs)
+    if kwargs.get(word) is not None and inputs.get(word) is None:
+        inputs = prepare(model, input_ids, **kwargs | {word: None, "next_sequence_length": None, "position_ids": None})
     return inputs

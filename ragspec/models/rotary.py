@@ -1,12 +1,13 @@
 """Rotary embeddings whose frequencies depend on how long the text is: dynamic NTK and LongRoPE.
 
 transformers takes the frequencies of a forward from its largest position, and its modules remember the longest text
-they have seen. Source: transformers 5.19 to 5.23, modeling_rope_utils.dynamic_rope_update.
+they have seen. Source: transformers 5.19 to 5.24, modeling_rope_utils.dynamic_rope_update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from inspect import signature
 from typing import Any
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -63,10 +64,17 @@ def restart_length(model: Any) -> int | None:
     for kind, limit in kinds_of(length_dependent(model)):
         if kind == "longrope":
             text = torch.zeros(1, limit + 1, dtype=torch.long, device=model.device)
-            inputs = model.prepare_inputs_for_generation(text, past_key_values=_Seen(limit), use_cache=True)
-            if inputs.get("past_key_values") is None:
+            word = cache_word(model)
+            inputs = model.prepare_inputs_for_generation(text, **{word: _Seen(limit)}, use_cache=True)
+            if inputs.get(word) is None:
                 return limit
     return None
+
+
+def cache_word(model: Any) -> str:
+    """Return what a model's code calls the cache of a forward: `cache` since transformers 5.24."""
+    parameters = signature(type(model).prepare_inputs_for_generation).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
 
 
 class _Seen:

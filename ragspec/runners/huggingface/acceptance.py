@@ -34,7 +34,7 @@ class AcceptanceMeter:
         if build is None:
             raise ModelError(
                 "this version of transformers is not supported (its candidate generators have moved); "
-                "use transformers 5.18 to 5.23"
+                "use transformers 5.18 to 5.24"
             )
         target, draft = self._tokenizers
         width = width_of(model.config)
