@@ -10,6 +10,7 @@ import torch
 
 from ragspec.audit.lossless import Parting
 from ragspec.engine.sampling import Noise, draw
+from ragspec.models.forwards import cache_word
 from ragspec.models.generation import GenerationRules
 from ragspec.models.masking import Follower
 from ragspec.models.rotary import forget, length_dependent, restart_length
@@ -29,6 +30,7 @@ class ModelReferee:
 
     def __init__(self, model: Any, rules: GenerationRules, grammars: Callable[[], Grammars] | None = None) -> None:
         self._model = model
+        self._handed = cache_word(type(model).forward)
         self._grammars = grammars
         self._rules = rules
         self._rotary = length_dependent(model)
@@ -94,7 +96,7 @@ class ModelReferee:
         for last in SPLITS:
             if last < len(ids):
                 first = self._model(text[:, :-last], use_cache=True)
-                second = self._model(text[:, -last:], past_key_values=first.past_key_values, use_cache=True)
+                second = self._model(text[:, -last:], use_cache=True, **{self._handed: first.past_key_values})
                 found.append(second.logits[0, -1].float())
         return found
 
@@ -111,7 +113,7 @@ class ModelReferee:
             if restart is not None and at and len(text) == restart + 1:
                 cache, fresh = None, text
             ids = torch.tensor([fresh], device=self._model.device)
-            output = self._model(ids, past_key_values=cache, use_cache=True)
+            output = self._model(ids, use_cache=True, **{self._handed: cache})
             cache = output.past_key_values
             yield output.logits[0, -1].float()
 

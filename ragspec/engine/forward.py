@@ -15,6 +15,7 @@ from ragspec.engine.frequencies import Frequencies
 from ragspec.engine.layout import Layout, Segment
 from ragspec.engine.native.kernels import Kernels
 from ragspec.engine.pieces import Together
+from ragspec.models.forwards import cache_word
 
 
 class Switch(Protocol):
@@ -46,6 +47,7 @@ class Model:
         register()
         self.inner = inner
         self.device: torch.device = inner.device
+        self._handed = cache_word(type(inner).forward)
         self.cache = RaggedCache(rows)
         self._own_attention = inner.config._attn_implementation
         self.kernels = kernels
@@ -159,9 +161,9 @@ class Model:
                 output = self.inner(
                     input_ids=torch.tensor([[*token_ids, *[token_ids[0]] * padding]], device=self.device),
                     position_ids=layout.positions[None],
-                    past_key_values=self.cache,
                     use_cache=True,
                     logits_to_keep=indices,
+                    **{self._handed: self.cache},
                 )
         finally:
             self._wanted = None

@@ -15,6 +15,7 @@ from ragspec.engine.forward import Model
 from ragspec.engine.layout import Segment
 from ragspec.engine.masks import Unsupported
 from ragspec.models.draft import width_of
+from ragspec.models.forwards import cache_word
 from ragspec.models.limits import Limit, is_static, limits_of, lowered
 
 TOKENS = 48
@@ -66,11 +67,12 @@ def reference(model: Model, ids: list[int]) -> torch.Tensor:
     """
     text = torch.tensor([ids], device=model.device)
     with model.as_it_was() as inner:
+        word = cache_word(type(inner).forward)
         outputs = [inner(text[:, :-STEPS], use_cache=True)]
         for at in range(len(ids) - STEPS, len(ids)):
             position = torch.tensor([[at]], device=model.device)
             cache = outputs[-1].past_key_values
-            outputs.append(inner(text[:, at : at + 1], position_ids=position, past_key_values=cache, use_cache=True))
+            outputs.append(inner(text[:, at : at + 1], position_ids=position, use_cache=True, **{word: cache}))
     return torch.cat([output.logits[0].float() for output in outputs])
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from types import MethodType
 from typing import Any
 
-from ragspec.models.rotary import cache_word, length_dependent
+from ragspec.models.forwards import cache_word
+from ragspec.models.rotary import length_dependent
 
 CAP = "attn_logit_softcapping"
 
@@ -26,7 +27,8 @@ def mend(model: Any) -> Any:
 
 def _with_all_tokens(model: Any, input_ids: Any, **kwargs: Any) -> dict[str, Any]:
     """Prepare a forward as the model does, with all tokens when it drops its cache."""
-    prepare, word = type(model).prepare_inputs_for_generation, cache_word(model)
+    prepare = type(model).prepare_inputs_for_generation
+    word = cache_word(prepare)
     inputs: dict[str, Any] = prepare(model, input_ids, **kwargs)
     if kwargs.get(word) is not None and inputs.get(word) is None:
         inputs = prepare(model, input_ids, **kwargs | {word: None, "next_sequence_length": None, "position_ids": None})

@@ -7,8 +7,9 @@ they have seen. Source: transformers 5.19 to 5.24, modeling_rope_utils.dynamic_r
 from __future__ import annotations
 
 from collections.abc import Iterable
-from inspect import signature
 from typing import Any
+
+from ragspec.models.forwards import cache_word
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
@@ -64,17 +65,11 @@ def restart_length(model: Any) -> int | None:
     for kind, limit in kinds_of(length_dependent(model)):
         if kind == "longrope":
             text = torch.zeros(1, limit + 1, dtype=torch.long, device=model.device)
-            word = cache_word(model)
+            word = cache_word(type(model).prepare_inputs_for_generation)
             inputs = model.prepare_inputs_for_generation(text, **{word: _Seen(limit)}, use_cache=True)
             if inputs.get(word) is None:
                 return limit
     return None
-
-
-def cache_word(model: Any) -> str:
-    """Return what a model's code calls the cache of a forward: `cache` since transformers 5.24."""
-    parameters = signature(type(model).prepare_inputs_for_generation).parameters
-    return "cache" if "cache" in parameters else "past_key_values"
 
 
 class _Seen:

@@ -1,0 +1,13 @@
+"""What versions of transformers call the arguments of a forward."""
+
+from ragspec.models.forwards import cache_word
+
+
+def test_the_cache_is_handed_over_by_the_name_that_the_code_has_for_it():
+    def before(self, input_ids, past_key_values=None, **kwargs): ...
+
+    def since(self, input_ids, cache=None, **kwargs): ...
+
+    def anything(self, *args, **kwargs): ...
+
+    assert [cache_word(code) for code in (before, since, anything)] == ["past_key_values", "cache", "past_key_values"]
