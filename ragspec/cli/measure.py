@@ -68,7 +68,7 @@ def benchmark(
     ] = False,
     restart: Annotated[
         bool,
-        typer.Option("--restart", help="Start a new process for each pass: one may be slower than another throughout."),
+        typer.Option("--restart", help="Start a new process for each pass: two processes can differ in speed."),
     ] = False,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also show where the time goes, and this machine's limits.")

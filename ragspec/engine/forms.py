@@ -12,7 +12,7 @@ import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from itertools import pairwise
 from statistics import median
@@ -176,10 +176,17 @@ def measure(weights: Iterable[torch.Tensor], forms: Makers, *, patient: bool = F
 
 def estimated(weights: Iterable[torch.Tensor], forms: Makers) -> Seconds:
     """Return what measure() says with one thread: where others have the cores, several mostly wait for each other."""
+    with one_thread():
+        return measure(weights, forms, patient=True)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute with one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return measure(weights, forms, patient=True)
+        yield
     finally:
         torch.set_num_threads(threads)
 

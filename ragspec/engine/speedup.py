@@ -18,7 +18,7 @@ import torch
 
 from ragspec.engine.capture import NotCaptured
 from ragspec.engine.compiled import CompiledLayers, inductor
-from ragspec.engine.forms import FEW
+from ragspec.engine.forms import FEW, one_thread
 from ragspec.engine.forward import Model
 from ragspec.engine.layout import Segment
 from ragspec.engine.native.kernels import Unbuilt
@@ -139,11 +139,9 @@ def _earned(model: Model, way: Way, rows: int, tokens: int | None) -> bool:
         seconds, gain = float(found["seconds"]), float(found["gain"])
     except (OSError, RuntimeError, ValueError, KeyError, TypeError):
         log.debug("nothing is known of %s for this model", way.name)
-    steps = tokens / rows
-    return (
-        all(gain * min(_steps(model, rows, 1)) * steps > seconds for _ in range(GLANCES))
-        and gain * _undisturbed(model, rows) * steps > seconds
-    )
+    share = gain * tokens / rows  # of a step, saved in all steps together
+    looks = all(share * min(_steps(model, rows, 1)) > seconds for _ in range(GLANCES))
+    return looks and share * _undisturbed(model, rows) > seconds
 
 
 def _undisturbed(model: Model, rows: int) -> float:
@@ -151,14 +149,10 @@ def _undisturbed(model: Model, rows: int) -> float:
 
     Several threads wait for each other where other work has their cores, and their waiting is processor time too.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         worked = time.process_time()
         _steps(model, rows, 1)
         return time.process_time() - worked
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _name_of(model: Model) -> str:

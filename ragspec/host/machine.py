@@ -51,10 +51,9 @@ def has_gpu() -> bool:
 def cpu_features() -> str:
     """Return what tells whether code built on one machine runs on another: the processor's instruction sets."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return _cpuinfo("flags", "Features")
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def free_bytes() -> int:
@@ -84,13 +83,15 @@ def free_gpu_bytes() -> int:
 
 def _processor() -> str:
     """Return the processor's name and its widest instructions: virtual machines call several generations the same."""
-    name = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                break
-    except OSError:
-        pass
+    name = ""
+    with suppress(OSError):
+        name = _cpuinfo("model name")
+    name = name or platform.processor() or platform.machine()
     features = cpu_features().split()
     return ", ".join([name, *[what for flag, what in WIDEST.items() if flag in features][:1]])
+
+
+def _cpuinfo(*names: str) -> str:
+    """Return what the system says of its first processor under one of these names, "" for nothing. Raises OSError."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")

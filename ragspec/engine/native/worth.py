@@ -16,6 +16,7 @@ from statistics import median
 import torch
 from torch.nn.functional import scaled_dot_product_attention as attention
 
+from ragspec.engine.forms import one_thread
 from ragspec.engine.native.kernels import Kernels
 from ragspec.engine.pieces import Query, Together, cut
 
@@ -32,12 +33,8 @@ HELD = 128  # of them that two rows hold together
 @torch.inference_mode()
 def worth_having(kernels: Kernels) -> bool:
     """Return whether rows decode, and prompts are computed, in about torch's time or less."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         return all(_ratio(kernels, *case) < MOST for case in CASES)
-    finally:
-        torch.set_num_threads(threads)
 
 
 @torch.inference_mode()
