@@ -30,7 +30,11 @@ class StepTimer:
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
-        self._drafted = self._started
+        self._begun = self._drafted = self._started
+
+    def begun(self) -> None:
+        """Say that new rows have their places and drafts are made now."""
+        self._begun = time.perf_counter()
 
     def drafted(self) -> None:
         """Say that the drafts are made and the forward begins."""
@@ -49,7 +53,7 @@ class StepTimer:
         if not tokens + prefill:
             return None
         share = tokens / (tokens + prefill)
-        clock.drafting_s += self._drafted - self._started
+        clock.drafting_s += self._drafted - self._begun
         clock.prompt_tokens += prefill
         clock.decode_s += share * spent
         clock.prefill_s += (1 - share) * spent

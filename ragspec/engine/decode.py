@@ -122,6 +122,7 @@ class Engine:
         timer, failure = StepTimer(), None
         try:
             self._begin(admission, starts)
+            timer.begun()
             work = self._plan(admission)
             timer.drafted()
             fits = self._reserve(admission, work)

@@ -1,6 +1,7 @@
 """Packed linear layers: what they compute, and the way back."""
 
 import copy
+import shutil
 import weakref
 
 import pytest
@@ -226,3 +227,16 @@ def test_a_layer_that_computes_something_else_when_packed_is_left_as_it_was_and_
         f"model.layers.{n}.mlp.{which}_proj" for n in range(2) for which in ("gate", "up")
     }
     assert any("4 linear layers are not packed" in note for note in notes)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize("tokens", [1, 13, 144, 145, 229, 700])  # few, and many in one chunk and in several
+@pytest.mark.parametrize(("inputs", "outputs"), [(24, 40), (577, 33), (1300, 96), (64, 5)])  # in one depth and several
+def test_our_kernels_compute_the_same_for_any_number_of_tokens(tokens, inputs, outputs):
+    kernels = build(32)
+    weight, bias, x = torch.randn(outputs, inputs), torch.randn(outputs), torch.randn(tokens, inputs)
+    packed = kernels.pack(weight)
+    for added in (None, bias):
+        expected = torch.nn.functional.linear(x.double(), weight.double(), None if added is None else added.double())
+        found = kernels.linear(x, packed, outputs, added).double()
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-3)

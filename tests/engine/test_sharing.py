@@ -1,8 +1,11 @@
 """What rows have in common is read once, and what a step costs is expected by that."""
 
+import time
+
 import pytest
 
 from ragspec.engine import prepared
+from ragspec.engine.cache import RaggedCache
 from ragspec.engine.decode import Engine, EngineSettings
 from ragspec.engine.proposers import NoDrafts
 from ragspec.engine.sharing import LEAST, Sharing
@@ -52,3 +55,22 @@ def test_the_engine_tells_how_much_its_rows_have_in_common(sample_texts):
     assert len(seen) == 3
     assert all(one == other for one, other in seen)
     assert seen[0][0] < 0.5  # two of three read nothing of the head
+
+
+def test_what_new_rows_copy_is_no_drafting(sample_texts, monkeypatch):
+    words = HFTokenizer(train_tokenizer(300, sample_texts))
+    model = prepared.prepare(build("llama-heads-of-16", words))
+    model.resize(2)
+    copied = []
+
+    def slowly(self, donor, target, tokens):
+        time.sleep(0.2)
+        copied.append(tokens)
+
+    monkeypatch.setattr(RaggedCache, "copy", slowly)
+    head = [3 + i % 50 for i in range(2 * LEAST)]
+    requests = [Request(i, str(i), [*head, 60 + i], Sampling(max_new_tokens=8)) for i in range(2)]
+    engine = Engine(model, NoDrafts(), words, frozenset())
+    assert len(list(engine.run(iter(requests)))) == 2
+    assert copied
+    assert engine.clock.drafting_s < 0.1 < 0.2 <= engine.clock.prefill_s + engine.clock.decode_s

@@ -4,13 +4,32 @@
 #pragma once
 
 #include <omp.h>
+#include <unistd.h>
+
+#include <vector>
 
 #include "vectors.h"
 
 namespace {
 
-constexpr int DEPTH = 256;  // features of a panel that stay in the first cache while all tokens pass
-constexpr int CHUNK = 144;  // tokens whose features of that depth stay in the second one
+constexpr int FEW = 144;            // tokens up to which copying them does not pay
+constexpr int DEPTH = 256;          // features of a panel that stay in the first cache while few tokens pass
+constexpr int DEEP = 576;           // features of many tokens that stay in the second one
+constexpr int APART = DEEP + LINE;  // between two tokens there: a multiple of 4 KiB would have all share one place
+constexpr int64_t USUAL = 1 << 19;  // bytes of the second cache where the system does not say
+
+// Tokens whose features of that depth take half of the second cache.
+inline int64_t chunk() {
+    static const int64_t tokens = [] {
+        int64_t bytes = 0;
+#ifdef _SC_LEVEL2_CACHE_SIZE
+        bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+#endif
+        const int64_t half = (bytes > 0 ? bytes : USUAL) / 2 / int64_t(APART * sizeof(float));
+        return std::max<int64_t>(1, half / TOKENS) * TOKENS;
+    }();
+    return tokens;
+}
 
 // Some tokens by one panel, `columns` of it real, for `depth` features. stride: of y.
 template <int FETCHED>
@@ -27,9 +46,9 @@ inline void by_panel(int rows, const float* x, int64_t k, const float* panel, co
     for (int m = 0; m < rows; m++) std::memcpy(y + m * stride, whole + m * COLUMNS, columns * sizeof(float));
 }
 
-// Put the bias, or nothing, where sums begin.
-inline void begin(const float* bias, int64_t first, int columns, float* y, int64_t tokens, int64_t stride) {
-    for (int64_t m = 0; m < tokens; m++) std::memcpy(y + m * stride + first, bias + first, columns * sizeof(float));
+// Put the bias where sums begin.
+inline void begin(const float* bias, int columns, float* y, int64_t tokens, int64_t stride) {
+    for (int64_t m = 0; m < tokens; m++) std::memcpy(y + m * stride, bias, columns * sizeof(float));
 }
 
 struct Layer {
@@ -38,21 +57,21 @@ struct Layer {
 
     int64_t panels() const { return (n + COLUMNS - 1) / COLUMNS; }
     int columns(int64_t panel) const { return int(std::min<int64_t>(COLUMNS, n - panel * COLUMNS)); }
-    int64_t depth() const {
-        const int64_t steps = (k + DEPTH - 1) / DEPTH;
+    int64_t depth(int64_t most) const {  // of equal steps
+        const int64_t steps = (k + most - 1) / most;
         return (k + steps - 1) / steps;
     }
 };
 
-// At most CHUNK tokens: bound by reading the weight. What comes next of it is fetched while the tokens pass.
+// Few tokens: bound by reading the weight. What comes next of it is fetched while the tokens pass.
 inline void few(const Layer& layer, const float* x, int64_t tokens, float* y) {
-    const int64_t k = layer.k, n = layer.n, depth = layer.depth();
+    const int64_t k = layer.k, n = layer.n, depth = layer.depth(DEPTH);
     const int64_t parts = (tokens + TOKENS - 1) / TOKENS, size = (tokens + parts - 1) / parts;
 #pragma omp for schedule(static) nowait
     for (int64_t p = 0; p < layer.panels(); p++) {
         const int columns = layer.columns(p);
         float* const out = y + p * COLUMNS;
-        if (layer.bias) begin(layer.bias, p * COLUMNS, columns, y, tokens, n);
+        if (layer.bias) begin(layer.bias + p * COLUMNS, columns, out, tokens, n);
         for (int64_t i = 0; i < k; i += depth) {
             const int here = int(std::min(depth, k - i));
             const float *panel = layer.weight + (p * k + i) * COLUMNS, *next = panel + here * COLUMNS;
@@ -75,27 +94,32 @@ inline void few(const Layer& layer, const float* x, int64_t tokens, float* y) {
     }
 }
 
-// Many tokens: bound by arithmetic.
+// Many tokens: bound by arithmetic. What stays in the cache is copied there; panels are read from where they are.
 inline void many(const Layer& layer, const float* x, int64_t tokens, float* y) {
+    static thread_local std::vector<float> kept;
     const int threads = omp_get_num_threads();
-    const int64_t k = layer.k, n = layer.n, depth = layer.depth(), panels = layer.panels();
-    const int64_t least = (tokens + CHUNK - 1) / CHUNK;
+    const int64_t k = layer.k, n = layer.n, depth = layer.depth(DEEP), panels = layer.panels();
+    const int64_t least = (tokens + chunk() - 1) / chunk();
     const int64_t size = ((tokens + least - 1) / least + TOKENS - 1) / TOKENS * TOKENS;
     const int64_t chunks = (tokens + size - 1) / size;
     const int64_t groups = chunks % threads ? std::min<int64_t>(threads, panels) : 1;  // of panels
+    kept.resize(size * APART);
 #pragma omp for schedule(dynamic) nowait
     for (int64_t job = 0; job < chunks * groups; job++) {
-        const int64_t begins = job / groups * size, ends = std::min(tokens, begins + size), group = job % groups;
+        const int64_t begins = job / groups * size, rows = std::min(tokens - begins, size), group = job % groups;
         const int64_t first = panels * group / groups, last = panels * (group + 1) / groups;
         for (int64_t i = 0; i < k; i += depth) {
             const int here = int(std::min(depth, k - i));
+            for (int64_t m = 0; m < rows; m++)
+                std::memcpy(&kept[m * APART], x + (begins + m) * k + i, here * sizeof(float));
             for (int64_t p = first; p < last; p++) {
                 const int columns = layer.columns(p);
-                if (layer.bias && i == 0) begin(layer.bias, p * COLUMNS, columns, y + begins * n, ends - begins, n);
                 const float* const panel = layer.weight + (p * k + i) * COLUMNS;
-                for (int64_t m = begins; m < ends; m += TOKENS)
-                    by_panel<0>(int(std::min<int64_t>(TOKENS, ends - m)), x + m * k + i, k, panel, panel, here,
-                                y + m * n + p * COLUMNS, n, columns, i > 0 || layer.bias);
+                float* const to = y + begins * n + p * COLUMNS;
+                if (layer.bias && i == 0) begin(layer.bias + p * COLUMNS, columns, to, rows, n);
+                for (int64_t m = 0; m < rows; m += TOKENS)
+                    by_panel<0>(int(std::min<int64_t>(TOKENS, rows - m)), &kept[m * APART], APART, panel, panel, here,
+                                to + m * n, n, columns, i > 0 || layer.bias);
             }
         }
     }
@@ -103,7 +127,7 @@ inline void many(const Layer& layer, const float* x, int64_t tokens, float* y) {
 
 // y: (tokens, n) = x: (tokens, k) by the layer. All threads of a team call this; they do not wait for each other.
 inline void multiply_layer(const Layer& layer, const float* x, int64_t tokens, float* y) {
-    if (tokens > CHUNK)
+    if (tokens > FEW)
         many(layer, x, tokens, y);
     else if (tokens > 0)
         few(layer, x, tokens, y);
