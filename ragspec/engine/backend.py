@@ -169,7 +169,7 @@ class EngineBackend:
             return
         feed.put_back(head)
         self._start_anew()
-        room = Room(self._bytes_per_token, budget_of(self._model.device))
+        room = Room(self._bytes_per_token, budget_of(self._model.device, self._kept_bytes))
         rows = self._rows
         if rows is None:
             rows, why = choose_rows(head, room, self._model.device)
@@ -181,6 +181,10 @@ class EngineBackend:
             yield from engine.run(feed)
         finally:
             self._finish(engine, *before)
+
+    @property
+    def _kept_bytes(self) -> int:
+        return sum(model.kept_bytes for model in (self._model, self._draft) if model is not None)
 
     def _engine(self, rows: int, room: Room) -> Engine:
         self._model.resize(rows)
@@ -252,9 +256,9 @@ class EngineBackend:
                 f"{outgrown} records were longer than the {self._context_length} tokens that the draft model attends "
                 "to; from there on it drafted nothing for them"
             )
-        self._model.resize(0)  # the rows' memory is free between runs
+        self._model.rest()
         if self._draft is not None:
-            self._draft.resize(0)
+            self._draft.rest()
 
     def watched(self, bytes_per_s: float, flops_per_s: float) -> Watch:
         """Return what times the parts of the model's forwards while it is entered."""

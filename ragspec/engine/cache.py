@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -39,7 +39,9 @@ class RaggedCache:
     is_compileable = False
     running: ContextVar[RaggedCache] = ContextVar("running")  # the cache of the forward under way
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, kept: Sequence[torch.Tensor] = ()) -> None:
+        """kept: memory of an earlier cache, which the first layers are made of where it is large enough."""
+        self.kept = list(kept)
         self.rows = rows
         self.slots = 0
         self.layout: Layout | None = None
@@ -72,7 +74,7 @@ class RaggedCache:
             if first() is keys and second() is values:
                 return layer
         if self.next == len(self._layers):
-            self._layers.append(LayerCache(self._empty(keys), self._empty(values)))
+            self._append(keys.shape[1], keys.shape[3], values.shape[3], keys)
         layer = self._take()
         self._store(layer, keys, values)
         self._written[names] = weakref.ref(keys), weakref.ref(values), layer
@@ -81,9 +83,12 @@ class RaggedCache:
     def layer_of(self, heads: int, size: int, like: torch.Tensor) -> LayerCache:
         """Return the next layer, for whoever writes to it: keys and values of (heads, rows, slots, size)."""
         if self.next == len(self._layers):
-            shape = heads, self.rows, self.slots, size
-            self._layers.append(LayerCache(_zeros(like, shape), _zeros(like, shape)))
+            self._append(heads, size, size, like)
         return self._take()
+
+    def _append(self, heads: int, keys: int, values: int, like: torch.Tensor) -> None:
+        """Add an empty layer. keys, values: numbers of a head's."""
+        self._layers.append(LayerCache(*(self._empty(heads, size, like) for size in (keys, values))))
 
     def _take(self) -> LayerCache:
         layer = self._layers[self.next]
@@ -104,8 +109,17 @@ class RaggedCache:
             heads, rows, slots, size = store.shape
             store.view(heads, rows * slots, size).index_copy_(1, self.layout.writes, new[0, :, :tokens])
 
-    def _empty(self, like: torch.Tensor) -> torch.Tensor:
-        return _zeros(like, (like.shape[1], self.rows, self.slots, like.shape[3]))
+    def _empty(self, heads: int, size: int, like: torch.Tensor) -> torch.Tensor:
+        shape = heads, self.rows, self.slots, size
+        count = math.prod(shape)
+        if self.kept and self.kept[0].numel() >= count and self.kept[0].dtype == like.dtype:
+            return self.kept.pop(0)[:count].zero_().view(shape)
+        self.kept.clear()
+        return _zeros(like, shape)
+
+    def memory(self) -> list[torch.Tensor]:
+        """Return what the layers are made of, for another cache: flat, in the order in which they were made."""
+        return [store.view(-1) for layer in self._layers for store in (layer.keys, layer.values)]
 
     def reserve(self, slots: int) -> None:
         """Make room for `slots` tokens in every row."""

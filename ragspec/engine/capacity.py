@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from ragspec.engine.room import Room
-from ragspec.host.machine import free_bytes
+from ragspec.host.machine import free_bytes, memory_bytes
 from ragspec.records import Request
 
 MOST = {"cpu": 16, "cuda": 128}  # beyond, a step costs in proportion to its rows (docs/performance.md)
 SHARE = 0.5  # of free memory, for keys and values
+KEPT = 8  # times as much memory the machine has as keys and values keep; not of what is free, which changes
 TYPICAL = 0.9  # share of the requests looked at that fit the row size chosen
 
 
@@ -20,9 +21,17 @@ def most_rows(device: torch.device) -> int:
     return MOST.get(device.type, 16)
 
 
-def budget_of(device: torch.device) -> int:
-    """Return the bytes that keys and values may take on `device`."""
-    return int(free_on(device) * SHARE)
+def budget_of(device: torch.device, kept: int = 0) -> int:
+    """Return the bytes that keys and values may take on `device`, where they have `kept` already."""
+    return int((free_on(device) + kept) * SHARE)
+
+
+def keepable(device: torch.device) -> int:
+    """Return the bytes that may be kept between runs: systems give new memory slowly, some virtual machines at 2 s/GB.
+
+    On a GPU torch itself keeps them.
+    """
+    return memory_bytes() // KEPT if device.type == "cpu" else 0
 
 
 def choose_rows(requests: Sequence[Request], room: Room, device: torch.device) -> tuple[int, str]:

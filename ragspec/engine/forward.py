@@ -11,6 +11,7 @@ import torch
 from ragspec.engine import layout as layouts
 from ragspec.engine.attention import NAME, register
 from ragspec.engine.cache import RaggedCache
+from ragspec.engine.capacity import keepable
 from ragspec.engine.frequencies import Frequencies
 from ragspec.engine.layout import Layout, Segment
 from ragspec.engine.native.kernels import Kernels
@@ -119,8 +120,19 @@ class Model:
         return output.new_zeros(1, self._tokens, output.shape[2]).index_copy_(1, self._wanted, output)
 
     def resize(self, rows: int) -> None:
-        """Forget all rows; have an empty cache of `rows`."""
-        self.cache = RaggedCache(rows)
+        """Forget all rows; have an empty cache of `rows`, of the memory that rest() kept."""
+        self.cache = RaggedCache(rows, self.cache.kept)
+
+    def rest(self) -> None:
+        """Forget all rows, but keep their memory for the next ones if it is little."""
+        memory = [*self.cache.memory(), *self.cache.kept]
+        little = sum(each.nbytes for each in memory) <= keepable(self.device)
+        self.cache = RaggedCache(0, memory if little else ())
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that rest() kept."""
+        return sum(each.nbytes for each in self.cache.kept)
 
     @torch.inference_mode()
     def logits(

@@ -22,12 +22,11 @@ def machine() -> dict[str, Any]:
     gpus = []
     if torch is not None and torch.cuda.is_available():
         gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
     return {
         "system": platform.system(),
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gib": round(pages / (1 << 30), 1),
+        "memory_gib": round(_memory() / (1 << 30), 1),
         "gpus": gpus,
     }
 
@@ -54,6 +53,19 @@ def cpu_features() -> str:
         return _cpuinfo("flags", "Features")
     except OSError:
         return platform.processor()
+
+
+def memory_bytes() -> int:
+    """Return the memory of the system, or of its container where that is less; 0 where neither tells."""
+    with suppress(OSError):
+        limit = (CGROUP / "memory.max").read_text().strip()
+        if limit.isdigit():
+            return min(_memory(), int(limit))
+    return _memory()
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
 
 
 def free_bytes() -> int:

@@ -5,14 +5,17 @@ import logging
 import pytest
 import torch
 
+from ragspec.engine import forward
 from ragspec.engine.admission import Admission
 from ragspec.engine.cache import LayerCache, RaggedCache
 from ragspec.engine.decode import Engine, EngineSettings
+from ragspec.engine.layout import Segment
 from ragspec.engine.proposers import ByRow, NoDrafts
 from ragspec.engine.room import AHEAD, PATIENCE, Backoff, Room
 from ragspec.records import Failure, Request, Sampling
 from ragspec.speculation.drafters.context import ContextDrafter
 from tests.engine.test_engine import NEW, answers, ids, loaded, plain, requests_for  # noqa: F401 (fixtures)
+from tests.engine.test_linear import llama
 
 # -- arithmetic -------------------------------------------------------------------------------------------------------
 
@@ -81,12 +84,35 @@ def test_a_cache_that_is_resized_keeps_what_fits():
     assert torch.equal(layer.values, values[:, :2])
 
 
+@pytest.mark.parametrize("most", [1 << 20, 100])
+def test_memory_is_kept_for_the_next_run_where_it_is_little(monkeypatch, most):
+    monkeypatch.setattr(forward, "keepable", lambda device: most)
+    model = forward.Model(llama(), 3)
+
+    def run(rows, tokens):
+        model.resize(rows)
+        model.logits([Segment(rows - 1, 0, tokens, alone=True)], [5] * tokens, [tokens - 1])
+        logits = model.logits([Segment(0, 0, 1), Segment(rows - 1, tokens, 1)], [6, 7], [0, 1])
+        return logits, [store.data_ptr() for store in model.cache.memory()]
+
+    first, places = run(3, 100)
+    with torch.inference_mode():
+        for store in model.cache.memory():
+            store.fill_(torch.nan)  # the next run must not see what was left
+    model.rest()
+    assert (model.kept_bytes > 0) is (most > 100)
+    again, same = run(2, 100)
+    assert torch.allclose(first, again, atol=1e-5)
+    assert (same == places) is (most > 100)
+    model.rest()
+    assert run(4, 300)[1] != same  # it is too small
+    assert not model.cache.kept
+
+
 # -- the engine -------------------------------------------------------------------------------------------------------
 
 
 def bytes_per_token(model):
-    from ragspec.engine.layout import Segment
-
     model.logits([Segment(0, 0, 1)], [1], [0])
     return model.cache.bytes_per_token
 
