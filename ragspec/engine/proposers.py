@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ragspec.engine.row import Row, reach_of
-from ragspec.speculation.allocate import allocate
+from ragspec.speculation.allocate import allocate, least_survival
 from ragspec.speculation.cost import Cost
 from ragspec.speculation.drafters.base import Draft, Drafter, RowDrafter
+from ragspec.speculation.drafters.calibration import Calibration
 from ragspec.speculation.forced import Forced
 from ragspec.speculation.trial import Trial
 
@@ -99,7 +100,11 @@ class ByRow(NoDrafts):
             drafter.extend(row.tokens[row.prompt_tokens :])
 
     def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
-        return cut(self.guess(rows), rows, None if self._num_tokens else self._cost, besides)
+        cost = None if self._num_tokens else self._cost
+        calibration = getattr(self._drafter, "calibration", None)
+        if cost is not None and isinstance(calibration, Calibration):
+            calibration.least = least_survival(len(rows), cost, reach_of(rows), besides)
+        return cut(self.guess(rows), rows, cost, besides)
 
     def watch(self, rows: Sequence[Row]) -> None:
         self.guess(rows)

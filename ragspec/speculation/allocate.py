@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from ragspec.speculation.cost import Cost
 
+MARGIN = 0.5
 LEAST_GAIN = 1.02  # over plain decoding; below it, not speculating is as good
 
 
@@ -35,6 +36,21 @@ def allocate(survivals: Sequence[Sequence[float]], cost: Cost, reach: int, besid
     for _, _, row in candidates[:best]:
         taken[row] += 1
     return taken
+
+
+def least_survival(rows: int, cost: Cost, reach: int, besides: int = 0) -> float:
+    """Return a probability below which no draft token of such a step pays: chains need not be followed further.
+
+    As of allocate(), whose choice it should not change: half of what a token would have to survive with if costs had no
+    steps.
+    """
+    plain_s = cost(rows, rows, reach)
+    if besides:
+        token_s = cost.marginal(besides + rows, reach)
+    else:
+        several = (max(1, rows // 2), rows, 2 * rows, 4 * rows, 8 * rows)
+        token_s = min((cost(rows + tokens, rows, reach) - plain_s) / tokens for tokens in several)
+    return MARGIN * rows / plain_s * token_s
 
 
 def _best(

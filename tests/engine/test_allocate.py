@@ -16,7 +16,7 @@ from ragspec.engine.attention import attend
 from ragspec.engine.cache import RaggedCache
 from ragspec.engine.layout import PADDING, Layout, Segment
 from ragspec.engine.prefix import WORTH, grouped, largest_first, shared
-from ragspec.speculation.allocate import LEAST_GAIN, allocate
+from ragspec.speculation.allocate import LEAST_GAIN, allocate, least_survival
 from ragspec.speculation.cost import StepCost
 
 # -- allocate ---------------------------------------------------------------------------------------------------------
@@ -95,6 +95,52 @@ def test_the_order_of_the_rows_does_not_matter(seed, besides):
     order = chooser.sample(range(5), 5)
     lengths = allocate(survivals, cost, 20, besides)
     assert allocate([survivals[i] for i in order], cost, 20, besides) == [lengths[i] for i in order]
+
+
+CURVED = [
+    (1, 16.2),
+    (2, 16.5),
+    (4, 18.3),
+    (8, 23),
+    (16, 36.4),
+    (32, 56.8),
+    (64, 103),
+    (128, 194),
+    (256, 404),
+    (512, 769),
+]
+FLAT = [(1, 20.0), (64, 21.0), (128, 23.0), (256, 30.0), (512, 55.0)]
+
+
+@pytest.mark.parametrize("points", [CURVED, FLAT], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("besides", [0, 30, 400])
+@pytest.mark.parametrize("rows", [1, 4, 16, 64])
+def test_chains_that_end_where_nothing_pays_leave_the_choice_as_it_is(points, besides, rows):
+    shorter = drafted = 0
+    for seed in range(60):
+        chooser = random.Random(seed)
+        confident = chooser.random()
+        survivals = [
+            [chooser.uniform(confident, 1) ** i for i in range(1, chooser.randint(1, 24))] for _ in range(rows)
+        ]
+        survivals = [sorted(values, reverse=True) for values in survivals]
+        cost = StepCost(points, per_slot=1e-5, per_row_slot=5e-5)
+        least = least_survival(rows, cost, 400, besides)
+        ended = [[value for value in values if value >= least] for values in survivals]
+        lengths = allocate(survivals, cost, 400, besides)
+        assert allocate(ended, cost, 400, besides) == lengths
+        drafted += sum(lengths) > 0
+        shorter += sum(map(len, ended)) < sum(map(len, survivals))
+    assert drafted > 3
+    assert shorter > 30 or points is FLAT or rows == 1
+
+
+def test_the_more_rows_the_sooner_a_chain_ends():
+    cost = StepCost(CURVED)
+    least = [least_survival(rows, cost, 0) for rows in (1, 8, 64)]
+    assert least[0] < 0.05 < least[1] < least[2]
+    assert 0.3 < least[2] < 0.5
+    assert least_survival(64, StepCost(FLAT), 0) < 0.1
 
 
 SLOPE = StepCost([(1, 1.0), (101, 2.0), (201, 12.0)])  # a hundredth of a second per token, from 101 on a tenth

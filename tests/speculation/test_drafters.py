@@ -205,6 +205,13 @@ def match(continuation, origin=0, length=3, prompt=False, before=()):
     return Match(text, len(before), len(text), origin, length, prompt)
 
 
+def test_a_chain_ends_where_it_is_of_no_use_any_more():
+    calibration = Calibration()
+    whole = Proposals(calibration).build([match(range(20))], 20, 0)
+    calibration.least = whole.survival[3]
+    assert Proposals(calibration).build([match(range(20))], 20, 0) == whole.cut(4)
+
+
 def test_the_majority_of_the_votes_is_drafted():
     proposals = Proposals(Calibration())
     draft = proposals.build([match([1, 2, 3]), match([9, 9, 9]), match([1, 2, 4]), match([1, 5, 5])], 3, 0)

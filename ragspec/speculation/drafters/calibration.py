@@ -79,6 +79,7 @@ class Calibration:
         self._guess = Weights(_no_prior)
         self._before = Weights(_no_prior)
         self._start = Weights(_no_prior)
+        self.least = 0.0  # probability of a chain, below which it is of no use at present
         self.hits = 0
         self.trials = 0
         self._bins = [[0.0, 0.0] for _ in range(10)]  # predicted, hits: for the calibration error

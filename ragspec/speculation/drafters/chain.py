@@ -33,8 +33,9 @@ class Proposals:
         self._at = 0
 
     def build(self, matches: list[Match], limit: int, prompt_tokens: int) -> Draft:
-        """Return the chain that the matches vote for, up to `limit` tokens."""
+        """Return the chain that the matches vote for, up to `limit` tokens and as long as it is of use."""
         calibration = self._calibration
+        least = max(LEAST_SURVIVAL, calibration.least)
         draft, features = Draft(), []
         survival = 1.0
         weights = [calibration.odds(match.origin, match.length) for match in matches]
@@ -72,7 +73,7 @@ class Proposals:
                 len(agreeing),
             )
             survival *= calibration.estimate(known)
-            if survival < LEAST_SURVIVAL:
+            if survival < least:
                 break
             draft.token_ids.append(best)
             draft.survival.append(survival)
