@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from ragspec.benchmark.answers import Answer
@@ -57,8 +57,9 @@ def acceptance_by_record(answers: Sequence[Answer]) -> tuple[float, ...]:
     return tuple(rate for rate in rates if rate is not None)
 
 
+@cache
 def roofline(device: str, dtype: str) -> Roofline | None:
-    """Return what this device reads and computes at best; None without torch."""
+    """Return what this device reads and computes at best, measured once; None without torch."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return None

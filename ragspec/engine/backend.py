@@ -116,9 +116,8 @@ class EngineBackend:
             self._model.release()
             unpack_linears(inner)
             raise
-        self._bytes_per_token = _bytes_per_token(self._model)
-        if self._draft is not None:
-            self._bytes_per_token += _bytes_per_token(self._draft)
+        self._models = [model for model in (self._model, self._draft) if model is not None]
+        self._bytes_per_token = sum(map(_bytes_per_token, self._models))
         self._start_anew()
 
     def _compare(self, weights: int) -> None:
@@ -169,7 +168,8 @@ class EngineBackend:
             return
         feed.put_back(head)
         self._start_anew()
-        room = Room(self._bytes_per_token, budget_of(self._model.device, self._kept_bytes))
+        kept = sum(model.kept_bytes for model in self._models)
+        room = Room(self._bytes_per_token, budget_of(self._model.device, kept))
         rows = self._rows
         if rows is None:
             rows, why = choose_rows(head, room, self._model.device)
@@ -181,10 +181,6 @@ class EngineBackend:
             yield from engine.run(feed)
         finally:
             self._finish(engine, *before)
-
-    @property
-    def _kept_bytes(self) -> int:
-        return sum(model.kept_bytes for model in (self._model, self._draft) if model is not None)
 
     def _engine(self, rows: int, room: Room) -> Engine:
         self._model.resize(rows)
@@ -256,9 +252,8 @@ class EngineBackend:
                 f"{outgrown} records were longer than the {self._context_length} tokens that the draft model attends "
                 "to; from there on it drafted nothing for them"
             )
-        self._model.rest()
-        if self._draft is not None:
-            self._draft.rest()
+        for model in self._models:
+            model.rest()
 
     def watched(self, bytes_per_s: float, flops_per_s: float) -> Watch:
         """Return what times the parts of the model's forwards while it is entered."""

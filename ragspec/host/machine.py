@@ -57,15 +57,20 @@ def cpu_features() -> str:
 
 def memory_bytes() -> int:
     """Return the memory of the system, or of its container where that is less; 0 where neither tells."""
-    with suppress(OSError):
-        limit = (CGROUP / "memory.max").read_text().strip()
-        if limit.isdigit():
-            return min(_memory(), int(limit))
-    return _memory()
+    limit = _container_bytes()
+    return _memory() if limit is None else min(_memory(), limit)
 
 
 def _memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+
+
+def _container_bytes() -> int | None:
+    """Return the memory that this process's container may take; None where there is no limit."""
+    try:
+        return int((CGROUP / "memory.max").read_text())
+    except (OSError, ValueError):  # "max"
+        return None
 
 
 def free_bytes() -> int:
@@ -75,14 +80,12 @@ def free_bytes() -> int:
         free = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return UNKNOWN
-    try:
-        limit = (CGROUP / "memory.max").read_text().strip()
-        if limit.isdigit():
+    limit = _container_bytes()
+    if limit is not None:
+        with suppress(OSError, KeyError, ValueError):
             counts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
             used = int((CGROUP / "memory.current").read_text()) - int(counts["inactive_file"])  # files can be dropped
-            free = min(free, max(0, int(limit) - used))
-    except (OSError, KeyError, ValueError):
-        pass
+            free = min(free, max(0, limit - used))
     return free
 
 

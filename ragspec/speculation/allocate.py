@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from ragspec.speculation.cost import Cost
 
-MARGIN = 0.5
+MARGIN = 0.5  # of what a draft token has to survive with on average: costs do have steps
 LEAST_GAIN = 1.02  # over plain decoding; below it, not speculating is as good
 
 
