@@ -9,7 +9,7 @@ from ragspec.engine.row import Row, reach_of
 from ragspec.speculation.allocate import allocate, least_survival
 from ragspec.speculation.cost import Cost
 from ragspec.speculation.drafters.base import Draft, Drafter, RowDrafter
-from ragspec.speculation.drafters.calibration import Calibration
+from ragspec.speculation.drafters.calibration import follow_to
 from ragspec.speculation.forced import Forced
 from ragspec.speculation.trial import Trial
 
@@ -101,9 +101,8 @@ class ByRow(NoDrafts):
 
     def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
         cost = None if self._num_tokens else self._cost
-        calibration = getattr(self._drafter, "calibration", None)
-        if cost is not None and isinstance(calibration, Calibration):
-            calibration.least = least_survival(len(rows), cost, reach_of(rows), besides)
+        if cost is not None:
+            follow_to(self._drafter, least_survival(len(rows), cost, reach_of(rows), besides))
         return cut(self.guess(rows), rows, cost, besides)
 
     def watch(self, rows: Sequence[Row]) -> None:

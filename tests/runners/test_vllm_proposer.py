@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from ragspec.runners.vllm import rows
-from ragspec.runners.vllm.proposer import Proposer
+from ragspec.runners.vllm.proposer import Proposer, least_survival
+from ragspec.speculation.drafters.calibration import Calibration
 from ragspec.speculation.drafters.prompt_lookup import PromptLookup
 from ragspec.speculation.fitted_cost import FittedCost
 
@@ -247,7 +248,7 @@ def test_the_line_is_found_in_noise():
     assert flat.marginal() < 0.0001
 
 
-def test_rows_that_come_and_go_do_not_make_drafts_look_dear():
+def test_countthat_come_and_go_do_not_make_drafts_look_dear():
     chance, cost = random.Random(0), FittedCost()
     for _ in range(100):
         rows = chance.randrange(4, 17)
@@ -258,6 +259,35 @@ def test_rows_that_come_and_go_do_not_make_drafts_look_dear():
         rows, drafts = chance.randrange(4, 17), chance.randrange(24)
         cost.observe(rows + drafts, rows, 0.03 + 0.005 * rows + 0.002 * drafts)
     assert cost.marginal() == pytest.approx(0.002, rel=0.1)
+
+
+def test_chains_are_followed_no_further_than_can_pay(monkeypatch):
+    """The same drafts of fewer guesses, where a token costs as much as a row."""
+    guesses = []
+    estimate = Calibration.estimate
+
+    def counted(calibration, features):
+        guesses.append(features)
+        return estimate(calibration, features)
+
+    monkeypatch.setattr(Calibration, "estimate", counted)
+    text = list(range(40))
+    tokens = np.full((16, LONGEST), -1, dtype=np.int32)
+    lengths = np.array([43 + row % 4 for row in range(16)])
+    for row, length in enumerate(lengths):
+        tokens[row, :length] = [*text, *range(100 + row, 102 + row), *range(10)][:length]
+    made = []
+    for least in (least_survival, lambda rows, cost, reach: 0.0):
+        monkeypatch.setattr("ragspec.runners.vllm.proposer.least_survival", least)
+        drafting = make()
+        for count in range(1, 60):
+            drafting.cost.observe(2 * count, count, 0.01 * (8 + 2 * count))
+        guesses.clear()
+        made.append((drafting.propose([[1]] * 16, lengths, tokens), len(guesses)))
+    (drafts, fewer), (unbounded, more) = made
+    assert drafts == unbounded
+    assert sum(map(len, drafts)) > 5
+    assert fewer < 0.8 * more
 
 
 def test_before_any_step_a_token_more_is_cheap_beside_a_step():

@@ -18,10 +18,10 @@ import numpy as np
 
 from ragspec.errors import RagspecError
 from ragspec.runners.vllm.rows import Rows, Tracked
-from ragspec.speculation.allocate import allocate
+from ragspec.speculation.allocate import allocate, least_survival
 from ragspec.speculation.citations import Copies
 from ragspec.speculation.drafters.base import Draft
-from ragspec.speculation.drafters.calibration import judged
+from ragspec.speculation.drafters.calibration import follow_to, judged
 from ragspec.speculation.fitted_cost import FittedCost
 from ragspec.speculation.forced import Forced
 from ragspec.speculation.methods import AUTO, VLLM, DrafterSettings, drafters_on
@@ -185,8 +185,11 @@ class Proposer:
 
     def _choose(self, method: str, rows: dict[int, Tracked]) -> dict[int, Draft]:
         """Return the drafts of `method` by slot, no longer than pays."""
+        if self._settings["num_tokens"]:
+            return self._guess(method, rows)
+        follow_to(self._drafters[method], least_survival(len(rows), self.cost, 0))
         drafts = self._guess(method, rows)
-        if self._settings["num_tokens"] is None and drafts:
+        if drafts:
             chains = [drafts[slot].survival if slot in drafts else [] for slot in rows]
             lengths = allocate(chains, self.cost, 0)
             drafts = {slot: drafts[slot].cut(n) for slot, n in zip(rows, lengths, strict=True) if n}

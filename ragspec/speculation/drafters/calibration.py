@@ -142,6 +142,13 @@ class Calibration:
         return sum(abs(predicted - hits) for predicted, hits in self._bins) / self.trials
 
 
+def follow_to(drafter: Any, least: float) -> None:
+    """Have a drafter's chains end where they are less likely than `least`, if it knows how likely they are."""
+    calibration = getattr(drafter, "calibration", None)
+    if isinstance(calibration, Calibration):
+        calibration.least = least
+
+
 def judged(drafter: Any) -> dict[str, Any]:
     """Return how well a drafter judges its guesses, for the statistics; empty where it has made none."""
     calibration = getattr(drafter, "calibration", None)
