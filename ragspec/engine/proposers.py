@@ -100,13 +100,19 @@ class ByRow(NoDrafts):
             drafter.extend(row.tokens[row.prompt_tokens :])
 
     def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
-        cost = None if self._num_tokens else self._cost
-        if cost is not None:
-            follow_to(self._drafter, least_survival(len(rows), cost, reach_of(rows), besides))
+        cost = self._follow(rows, besides)
         return cut(self.guess(rows), rows, cost, besides)
 
     def watch(self, rows: Sequence[Row]) -> None:
+        self._follow(rows, 0)
         self.guess(rows)
+
+    def _follow(self, rows: Sequence[Row], besides: int) -> Cost | None:
+        """Have chains end where nothing can pay any more. Return the cost that says so; None where all stay."""
+        cost = None if self._num_tokens else self._cost
+        if cost is not None and rows:
+            follow_to(self._drafter, least_survival(len(rows), cost, reach_of(rows), besides))
+        return cost
 
     def guess(self, rows: Sequence[Row]) -> list[Draft]:
         """Return drafts as long as they can be told."""

@@ -3,6 +3,7 @@
 import random
 from array import array
 from itertools import pairwise, product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,11 @@ from ragspec.engine.attention import attend
 from ragspec.engine.cache import RaggedCache
 from ragspec.engine.layout import PADDING, Layout, Segment
 from ragspec.engine.prefix import WORTH, grouped, largest_first, shared
+from ragspec.engine.proposers import ByRow
 from ragspec.speculation.allocate import LEAST_GAIN, allocate, least_survival
 from ragspec.speculation.cost import StepCost
+from ragspec.speculation.drafters.context import ContextDrafter
+from ragspec.speculation.drafters.prompt_lookup import PromptLookup
 
 # -- allocate ---------------------------------------------------------------------------------------------------------
 
@@ -141,6 +145,33 @@ def test_the_more_rows_the_sooner_a_chain_ends():
     assert least[0] < 0.05 < least[1] < least[2]
     assert 0.3 < least[2] < 0.5
     assert least_survival(64, StepCost(FLAT), 0) < 0.1
+
+
+@pytest.mark.parametrize("drafter", [ContextDrafter, PromptLookup])
+def test_who_looks_on_follows_chains_no_further_than_who_drafts(drafter):
+    prompt = list(range(40)) * 2
+    request = SimpleNamespace(token_ids=prompt, passages=())
+    rows = [
+        SimpleNamespace(place=place, request=request, tokens=prompt, written=(), room=100, grammar=None)
+        for place in range(64)
+    ]
+
+    def lengths(cost, ask):
+        proposer = ByRow(drafter(), None, cost)
+        for row in rows:
+            proposer.admit(row, row.place, 0)
+        ask(proposer)
+        return [len(draft.token_ids) for draft in proposer.guess(rows)]
+
+    def asked(proposer):
+        proposer.propose(rows, 0)
+
+    def looks_on(proposer):
+        proposer.watch(rows)
+
+    bounded = lengths(StepCost(CURVED), asked)
+    assert lengths(StepCost(CURVED), looks_on) == bounded
+    assert 0 < sum(bounded) < sum(lengths(None, asked))
 
 
 SLOPE = StepCost([(1, 1.0), (101, 2.0), (201, 12.0)])  # a hundredth of a second per token, from 101 on a tenth

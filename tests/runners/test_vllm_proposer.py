@@ -261,8 +261,9 @@ def test_countthat_come_and_go_do_not_make_drafts_look_dear():
     assert cost.marginal() == pytest.approx(0.002, rel=0.1)
 
 
-def test_chains_are_followed_no_further_than_can_pay(monkeypatch):
-    """The same drafts of fewer guesses, where a token costs as much as a row."""
+@pytest.mark.parametrize("method", ["context", "auto"])
+def test_chains_are_followed_no_further_than_can_pay(monkeypatch, method):
+    """The same drafts of fewer guesses, where a token costs as much as a row; who looks on makes fewer too."""
     guesses = []
     estimate = Calibration.estimate
 
@@ -279,7 +280,7 @@ def test_chains_are_followed_no_further_than_can_pay(monkeypatch):
     made = []
     for least in (least_survival, lambda rows, cost, reach: 0.0):
         monkeypatch.setattr("ragspec.runners.vllm.proposer.least_survival", least)
-        drafting = make()
+        drafting = make(method)
         for count in range(1, 60):
             drafting.cost.observe(2 * count, count, 0.01 * (8 + 2 * count))
         guesses.clear()

@@ -185,17 +185,16 @@ class Proposer:
 
     def _choose(self, method: str, rows: dict[int, Tracked]) -> dict[int, Draft]:
         """Return the drafts of `method` by slot, no longer than pays."""
-        if self._settings["num_tokens"]:
-            return self._guess(method, rows)
-        follow_to(self._drafters[method], least_survival(len(rows), self.cost, 0))
         drafts = self._guess(method, rows)
-        if drafts:
+        if self._settings["num_tokens"] is None and drafts:
             chains = [drafts[slot].survival if slot in drafts else [] for slot in rows]
             lengths = allocate(chains, self.cost, 0)
             drafts = {slot: drafts[slot].cut(n) for slot, n in zip(rows, lengths, strict=True) if n}
         return drafts
 
     def _guess(self, method: str, rows: dict[int, Tracked]) -> dict[int, Draft]:
+        if self._settings["num_tokens"] is None:  # chains end where nothing can pay any more
+            follow_to(self._drafters[method], least_survival(len(rows), self.cost, 0))
         limits = {slot: self._limit(row) for slot, row in rows.items() if method in row.drafters}
         return {slot: self._guess_one(method, rows[slot], limit) for slot, limit in limits.items() if limit > 0}
 

@@ -23,6 +23,31 @@ class Match:
     prompt: bool  # whether `text` begins with the row's own prompt, whose positions can be cited
 
 
+Voter = tuple[Match, float]  # and its weight
+
+
+def _weight(voter: Voter) -> float:
+    return voter[1]
+
+
+def _agreeing(voters: list[Voter], step: int) -> tuple[list[Voter], float]:
+    """Return those that want what most of them want as the chain's next token, and their share of all weights."""
+    votes: dict[int, float] = {}
+    best, best_weight, total = -1, 0.0, 0.0
+    alive = []
+    for voter in voters:
+        match, weight = voter
+        position = match.position + step
+        if position < match.end:
+            token = match.text[position]
+            votes[token] = vote = votes.get(token, 0.0) + weight
+            total += weight
+            alive.append((token, voter))
+            if vote >= best_weight:  # of equals the later one wins
+                best, best_weight = token, vote
+    return [voter for token, voter in alive if token == best], best_weight / total if alive else 0.0
+
+
 class Proposals:
     """Builds chains from matches, and scores each chain against what the target wrote, verified or not."""
 
@@ -37,50 +62,36 @@ class Proposals:
         calibration = self._calibration
         least = max(LEAST_SURVIVAL, calibration.least)
         draft, features = Draft(), []
-        survival = 1.0
-        weights = [calibration.odds(match.origin, match.length) for match in matches]
-        step = 0
-        while matches and step < limit:
-            votes: dict[int, float] = {}
-            best, best_weight = -1, 0.0
-            total = 0.0
-            alive = []
-            for match, weight in zip(matches, weights, strict=True):
-                position = match.position + step
-                if position >= match.end:
-                    continue
-                alive.append((match, weight))
-                token = match.text[position]
-                votes[token] = vote = votes.get(token, 0.0) + weight
-                total += weight
-                if vote >= best_weight:  # of equals the later one wins
-                    best, best_weight = token, vote
+        survival, share = 1.0, 1.0
+        alive = [(match, calibration.odds(match.origin, match.length)) for match in matches]
+        for step in range(limit):
+            if len(alive) > 1:
+                alive, share = _agreeing(alive, step)
             if not alive:
                 break
-            agreeing = [(m, w) for m, w in alive if m.text[m.position + step] == best] if len(votes) > 1 else alive
-            leader = max(agreeing, key=lambda pair: pair[1])[0]
-            origins = len({match.origin for match, _ in agreeing})
-            share = best_weight / total
+            leader = alive[0][0] if len(alive) == 1 else max(alive, key=_weight)[0]
             position = leader.position + step
+            if position >= leader.end:
+                break
+            guess = leader.text[position]
             known = calibration.features(
                 leader.origin,
                 leader.length + step,
-                best,
+                guess,
                 leader.text[position - 1],
                 step,
                 share,
-                origins,
-                len(agreeing),
+                1 if len(alive) == 1 else len({match.origin for match, _ in alive}),
+                len(alive),
             )
             survival *= calibration.estimate(known)
             if survival < least:
                 break
-            draft.token_ids.append(best)
+            draft.token_ids.append(guess)
             draft.survival.append(survival)
             draft.sources.append(position if leader.prompt and position < prompt_tokens else None)
             features.append(known)
-            matches, weights = [m for m, _ in agreeing], [w for _, w in agreeing]
-            step += 1
+            share = 1.0
         if not self._chain and draft.token_ids:
             self._chain, self._features, self._at = draft.token_ids, features, 0
         return draft

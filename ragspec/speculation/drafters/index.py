@@ -38,18 +38,17 @@ class NgramIndex:
 
         Those of the longest n-gram are preferred; shorter ones fill up. The end of the text may be among them.
         """
-        found: list[int] = []
-        for n in range(min(self._largest, len(suffix)), self._smallest - 1, -1):
-            positions = self._tables[n].get(_key(suffix[-n:]), [])
-            found += [position for position in reversed(positions) if position not in found][: KEPT - len(found)]
+        keys, key = [0], 0
+        for n in range(1, min(self._largest, len(suffix)) + 1):
+            key |= suffix[-n] << BITS * (n - 1)
+            keys.append(key)
+        found: dict[int, None] = {}
+        for n in range(len(keys) - 1, self._smallest - 1, -1):
+            for position in reversed(self._tables[n].get(keys[n], ())):
+                found[position] = None
+                if len(found) == KEPT:
+                    return sorted(found)
         return sorted(found)
-
-
-def _key(ngram: Sequence[int]) -> int:
-    key = 0
-    for token in ngram:
-        key = key << BITS | token
-    return key
 
 
 def match_length(text: Sequence[int], position: int, suffix: Sequence[int], floor: int = 0) -> int:
