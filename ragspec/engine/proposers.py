@@ -110,7 +110,7 @@ class ByRow(NoDrafts):
     def _follow(self, rows: Sequence[Row], besides: int) -> Cost | None:
         """Have chains end where nothing can pay any more. Return the cost that says so; None where all stay."""
         cost = None if self._num_tokens else self._cost
-        if cost is not None and rows:
+        if cost is not None:
             follow_to(self._drafter, least_survival(len(rows), cost, reach_of(rows), besides))
         return cost
 

@@ -248,7 +248,7 @@ def test_the_line_is_found_in_noise():
     assert flat.marginal() < 0.0001
 
 
-def test_countthat_come_and_go_do_not_make_drafts_look_dear():
+def test_rows_that_come_and_go_do_not_make_drafts_look_dear():
     chance, cost = random.Random(0), FittedCost()
     for _ in range(100):
         rows = chance.randrange(4, 17)

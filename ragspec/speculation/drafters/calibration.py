@@ -116,9 +116,13 @@ class Calibration:
     def estimate(self, features: Features) -> float:
         """Return the probability that such a guess is right."""
         match, vote, guess, before, start = features
-        total = self._match[match] + self._vote[vote] + self._guess.get(guess, 0.0)
-        total += self._before.get(before, 0.0)  # get: without a prior, what has learnt nothing is 0
-        total += self._start.get(start, 0.0)
+        total = (
+            self._match[match]
+            + self._vote[vote]
+            + self._guess.get(guess, 0.0)  # get: without a prior, and quicker than asking for it
+            + self._before.get(before, 0.0)
+            + self._start.get(start, 0.0)
+        )
         return 1 / (1 + exp(-max(-SURE, min(SURE, total))))
 
     def observe(self, features: Features, hit: bool) -> None:

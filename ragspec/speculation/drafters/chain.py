@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.drafters.calibration import Calibration, Features
@@ -24,10 +25,7 @@ class Match:
 
 
 Voter = tuple[Match, float]  # and its weight
-
-
-def _weight(voter: Voter) -> float:
-    return voter[1]
+_weight = itemgetter(1)
 
 
 def _agreeing(voters: list[Voter], step: int) -> tuple[list[Voter], float]:
@@ -62,14 +60,16 @@ class Proposals:
         calibration = self._calibration
         least = max(LEAST_SURVIVAL, calibration.least)
         draft, features = Draft(), []
-        survival, share = 1.0, 1.0
+        survival = 1.0
         alive = [(match, calibration.odds(match.origin, match.length)) for match in matches]
         for step in range(limit):
+            share, origins = 1.0, 1
             if len(alive) > 1:
                 alive, share = _agreeing(alive, step)
+                origins = len({match.origin for match, _ in alive})
             if not alive:
                 break
-            leader = alive[0][0] if len(alive) == 1 else max(alive, key=_weight)[0]
+            leader = max(alive, key=_weight)[0]
             position = leader.position + step
             if position >= leader.end:
                 break
@@ -81,7 +81,7 @@ class Proposals:
                 leader.text[position - 1],
                 step,
                 share,
-                1 if len(alive) == 1 else len({match.origin for match, _ in alive}),
+                origins,
                 len(alive),
             )
             survival *= calibration.estimate(known)
@@ -91,7 +91,6 @@ class Proposals:
             draft.survival.append(survival)
             draft.sources.append(position if leader.prompt and position < prompt_tokens else None)
             features.append(known)
-            share = 1.0
         if not self._chain and draft.token_ids:
             self._chain, self._features, self._at = draft.token_ids, features, 0
         return draft
