@@ -52,6 +52,16 @@ def test_an_oracle_never_drafts_in_vain_and_every_token_is_written_once(scripts,
     assert (steps, drafted, written) == (tokens, 0, tokens)
 
 
+def test_what_drafting_takes_is_told(scripts, recorded, capsys):
+    replay, _ = scripts
+    replay.main(recorded, "prompt_lookup")
+    first, *_, last = capsys.readouterr().out.splitlines()
+    tokens = sum(len(answer) for _, answer, _ in replay.read_answers(recorded))
+    assert first == f"30 records, {tokens:,} output tokens, prompt_lookup"
+    assert last.startswith("drafting: ")
+    assert int(last.split()[1]) > 0
+
+
 def test_priors_are_found_again_in_guesses_that_follow_them(scripts):
     _, fit_priors = scripts
     chance, guesses = random.Random(0), []
