@@ -65,7 +65,10 @@ def loaded(name: str, native: bool, compiled: bool) -> Model:
         compile_layers(model, 8, None, "on", notes)
     for note in notes:
         print(note, flush=True)
-    model.resize(max(len(segments) for segments in CASES.values()))
+    most = max(CASES.values(), key=len)
+    model.resize(len(most))
+    forward(model, most)
+    model.cache.touch()
     return model
 
 

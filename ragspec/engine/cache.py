@@ -13,13 +13,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import numpy
 import torch
 
 from ragspec.engine.layout import Layout
+from ragspec.engine.pages import zeros
 
 ROUND = 64  # slots are allocated in multiples of this
-LINE = 64  # bytes
 
 
 class LayerCache:
@@ -115,7 +114,13 @@ class RaggedCache:
         if self.kept and self.kept[0].numel() >= count and self.kept[0].dtype == like.dtype:
             return self.kept.pop(0)[:count].zero_().view(shape)
         self.kept.clear()
-        return _zeros(like, shape)
+        return zeros(like, shape)
+
+    @torch.inference_mode()
+    def touch(self) -> None:
+        """Write all of it, for whoever times what reads it: pages never written are all the same one, and quick."""
+        for store in self.memory():
+            store.zero_()
 
     def memory(self) -> list[torch.Tensor]:
         """Return what the layers are made of, for another cache: flat, in the order in which they were made."""
@@ -130,7 +135,8 @@ class RaggedCache:
     def resize(self, rows: int, slots: int) -> None:
         """Have room for `rows` rows of `slots` tokens, keeping as much of the present rows as fits.
 
-        Layer by layer, so that only one exists twice at any time.
+        Layer by layer, so that only one exists twice at any time. What it has room for is zero, for a masked slot still
+        takes part in the arithmetic, and must not hold a NaN.
         """
         slots = -(-slots // ROUND) * ROUND
         kept, most = min(rows, self.rows), min(slots, self.slots)
@@ -138,7 +144,7 @@ class RaggedCache:
         for layer in self._layers:
             for name in ("keys", "values"):
                 old = getattr(layer, name)
-                new = _zeros(old, (old.shape[0], rows, slots, old.shape[3]))
+                new = zeros(old, (old.shape[0], rows, slots, old.shape[3]))
                 new[:, :kept, :most] = old[:, :kept, :most]
                 setattr(layer, name, new)
 
@@ -173,17 +179,3 @@ class RaggedCache:
 
     def __len__(self) -> int:
         return len(self._layers)
-
-
-def _zeros(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return zeros: a masked slot still takes part in the arithmetic, and must not hold a NaN.
-
-    On a CPU the system clears memory when it is first used (calloc), so room that is never used costs nothing. It
-    begins where a line of the processor's cache does, as torch's own memory: vectors are then read in one piece.
-    """
-    if like.device.type != "cpu":
-        return like.new_zeros(shape)
-    size = math.prod(shape) * like.element_size()
-    memory = torch.from_numpy(numpy.zeros(size + LINE, numpy.uint8))
-    begin = -memory.data_ptr() % LINE
-    return memory[begin : begin + size].view(like.dtype).view(shape)

@@ -20,7 +20,7 @@ def probe(model: Model, rows: int) -> StepCost:
     """Return the cost of steps of `rows` rows, measured in a few seconds; the cache is empty afterwards."""
     largest = rows * 8
     sizes = [tokens for tokens in TOKENS if tokens <= largest] or [1]
-    model.resize(max(rows, -(-sizes[-1] // PER_ROW)))
+    _occupy(model, -(-sizes[-1] // PER_ROW), SHORT + PER_ROW)
     points = [(tokens, _least(model, _spread(tokens))) for tokens in sizes]
     per_slot, per_row_slot = _attention(model, min(rows, 8))
     model.resize(rows)
@@ -36,12 +36,20 @@ def _attention(model: Model, rows: int) -> tuple[float, float]:
     """Return seconds per token and slot, and per row and slot, beyond what a short context costs."""
     few, many = 1, PER_ROW
     near, far = REACHES
+    _occupy(model, rows, far)
     growth = {}
     for count in (few, many):
         seconds = [_least(model, [Segment(row, reach - count, count) for row in range(rows)]) for reach in (near, far)]
         growth[count] = max(0.0, seconds[1] - seconds[0]) / (rows * (far - near))
     per_slot = max(0.0, growth[many] - growth[few]) / (many - few)
     return per_slot, max(0.0, growth[few] - per_slot * few)
+
+
+def _occupy(model: Model, rows: int, slots: int) -> None:
+    """Have a cache of just these rows, all of it written."""
+    model.resize(rows)
+    model.logits([Segment(row, slots - 1, 1) for row in range(rows)], [1] * rows, [0])
+    model.cache.touch()
 
 
 def _least(model: Model, segments: Sequence[Segment]) -> float:
