@@ -23,6 +23,7 @@ from ragspec.benchmark.details import roofline
 from ragspec.engine.forward import Model
 from ragspec.engine.layout import Segment
 from ragspec.engine.prepared import prepare
+from ragspec.engine.probe import occupy
 from ragspec.engine.speedup import compile_layers
 from ragspec.engine.watch import Watch
 from ragspec.host.machine import machine
@@ -65,10 +66,7 @@ def loaded(name: str, native: bool, compiled: bool) -> Model:
         compile_layers(model, 8, None, "on", notes)
     for note in notes:
         print(note, flush=True)
-    most = max(CASES.values(), key=len)
-    model.resize(len(most))
-    forward(model, most)
-    model.cache.touch()
+    occupy(model, max(len(segments) for segments in CASES.values()), REACH + 1)
     return model
 
 

@@ -27,7 +27,7 @@ def budget_of(device: torch.device, kept: int = 0) -> int:
 
 
 def keepable(device: torch.device) -> int:
-    """Return the bytes that may be kept between runs: systems give new memory slowly, virtual machines at 0.5 s/GB.
+    """Return the bytes that may be kept between runs: systems give new memory slowly, some machines at 0.5 s/GB.
 
     On a GPU torch itself keeps them.
     """

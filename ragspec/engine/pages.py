@@ -11,7 +11,10 @@ import torch
 
 
 def zeros(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return zeros of the type of `like`, on its device. MemoryError where the system has no room for them."""
+    """Return zeros of the type of `like`, on its device. MemoryError where the system has no room for them.
+
+    They begin where a page does, and so a line of the processor's cache: vectors are then read in one piece.
+    """
     size = math.prod(shape) * like.element_size()
     if like.device.type != "cpu" or not size:
         return like.new_zeros(shape)
@@ -25,8 +28,6 @@ def _pages(size: int) -> mmap.mmap:
     never be used; attention reads them no faster (docs/log.md).
     """
     try:
-        if not hasattr(mmap, "MAP_ANONYMOUS"):  # Windows
-            return mmap.mmap(-1, size)
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         if error.errno != errno.ENOMEM:

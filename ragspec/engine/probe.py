@@ -20,7 +20,7 @@ def probe(model: Model, rows: int) -> StepCost:
     """Return the cost of steps of `rows` rows, measured in a few seconds; the cache is empty afterwards."""
     largest = rows * 8
     sizes = [tokens for tokens in TOKENS if tokens <= largest] or [1]
-    _occupy(model, -(-sizes[-1] // PER_ROW), SHORT + PER_ROW)
+    occupy(model, -(-sizes[-1] // PER_ROW), SHORT + PER_ROW)
     points = [(tokens, _least(model, _spread(tokens))) for tokens in sizes]
     per_slot, per_row_slot = _attention(model, min(rows, 8))
     model.resize(rows)
@@ -36,7 +36,7 @@ def _attention(model: Model, rows: int) -> tuple[float, float]:
     """Return seconds per token and slot, and per row and slot, beyond what a short context costs."""
     few, many = 1, PER_ROW
     near, far = REACHES
-    _occupy(model, rows, far)
+    occupy(model, rows, far)
     growth = {}
     for count in (few, many):
         seconds = [_least(model, [Segment(row, reach - count, count) for row in range(rows)]) for reach in (near, far)]
@@ -45,8 +45,8 @@ def _attention(model: Model, rows: int) -> tuple[float, float]:
     return per_slot, max(0.0, growth[few] - per_slot * few)
 
 
-def _occupy(model: Model, rows: int, slots: int) -> None:
-    """Have a cache of just these rows, all of it written."""
+def occupy(model: Model, rows: int, slots: int) -> None:
+    """Have a cache of `rows` rows and at least `slots` slots, all of it written, as memory is that rows have used."""
     model.resize(rows)
     model.logits([Segment(row, slots - 1, 1) for row in range(rows)], [1] * rows, [0])
     model.cache.touch()
