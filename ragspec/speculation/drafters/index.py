@@ -1,37 +1,44 @@
-"""Where in a text of token ids each n-gram occurred last: a few positions of each."""
+"""Where in a text of token ids each n-gram occurred last."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 BITS = 21  # of a token id in a key; vocabularies are below two million
-KEPT = 8  # kept per n-gram
+KEPT = 8  # positions that are looked at
 LONGEST_MATCH = 32  # tokens; longer matches are not told apart
 
 
 class NgramIndex:
-    """A growing text. A position is the one just after an n-gram, where its continuation begins."""
+    """A growing text. A position is the one just after an n-gram, where its continuation begins.
+
+    Each n-gram's positions are a chain: the latest is in a table, and each knows the one before it. A list for every
+    n-gram of a prompt would take several times as long to make.
+    """
 
     def __init__(self, smallest: int = 1, largest: int = 3) -> None:
         self.tokens: list[int] = []
-        self._tables: list[dict[int, list[int]]] = [{} for _ in range(largest + 1)]
+        self._latest: list[dict[int, int]] = [{} for _ in range(largest + 1)]  # by n: n-gram -> position
+        self._before: list[list[int]] = [[0] for _ in range(largest + 1)]  # by n: position -> the one before; 0: none
         self._smallest = smallest
         self._largest = largest
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append `token_ids`."""
-        tokens, start = self.tokens, len(self.tokens)
-        tokens.extend(token_ids)
+        start = len(self.tokens)
+        self.tokens.extend(token_ids)
         for n in range(self._smallest, self._largest + 1):
-            table, key, kept = self._tables[n], 0, (1 << BITS * n) - 1
-            for position in range(max(0, start + 1 - n), len(tokens)):
-                key = (key << BITS | tokens[position]) & kept  # of the n-gram that ends with this token
-                if position < max(n - 1, start):
-                    continue
-                positions = table.setdefault(key, [])
-                positions.append(position + 1)
-                if len(positions) > KEPT:
-                    del positions[0]
+            latest, before, kept = self._latest[n], self._before[n], (1 << BITS * n) - 1
+            key = 0
+            for token in self.tokens[max(0, start + 1 - n) : start]:
+                key = key << BITS | token
+            for position, token in enumerate(token_ids, start + 1):
+                key = (key << BITS | token) & kept  # of the n-gram that ends with this token
+                if position < n:
+                    before.append(0)
+                else:
+                    before.append(latest.get(key, 0))
+                    latest[key] = position
 
     def find(self, suffix: Sequence[int]) -> list[int]:
         """Return up to KEPT positions before which the text ends as `suffix` does, latest last.
@@ -44,10 +51,12 @@ class NgramIndex:
             keys.append(key)
         found: dict[int, None] = {}
         for n in range(len(keys) - 1, self._smallest - 1, -1):
-            for position in reversed(self._tables[n].get(keys[n], ())):
+            position, before = self._latest[n].get(keys[n], 0), self._before[n]
+            while position:
                 found[position] = None
                 if len(found) == KEPT:
                     return sorted(found)
+                position = before[position]
         return sorted(found)
 
 
