@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,12 @@ class Answers:
 
     answered: dict[str, Answer]
     failed: tuple[str, ...] = ()
+
+
+def fingerprints(path: Path) -> dict[str, str]:
+    """Return a hash of each answer's tokens, by record, of an output that was written with details."""
+    answers = read_answers(path).answered
+    return {name: sha256(orjson.dumps(answer.token_ids)).hexdigest()[:16] for name, answer in answers.items()}
 
 
 def read_answers(path: Path) -> Answers:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ragspec.benchmark.answers import fingerprints
 from ragspec.benchmark.passes import Entry, Passes
 from ragspec.benchmark.plan import Candidate
 from ragspec.benchmark.process import Worker, open_worker
@@ -124,6 +125,7 @@ class _Benchmark:
                 f"{name}: {figures.failed} records failed; see {worker.answers}", markup=False, style="yellow"
             )
         entry.passes.append(figures)
+        entry.answers.append(fingerprints(worker.answers))
         if number == self._repeat:
             entry.details = worker.details(self._profile)
         self._store.save(worker.candidate)

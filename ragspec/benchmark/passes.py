@@ -19,11 +19,16 @@ from ragspec.outputs.documents import write_json
 
 @dataclass(slots=True)
 class Entry:
-    """A candidate's passes so far. identity: a hash of what they depend on. details: once all passes are done."""
+    """A candidate's passes so far.
+
+    identity: a hash of what they depend on. answers: of each pass, a hash of every answer, by record. details: once all
+    passes are done.
+    """
 
     identity: str
     ready: Ready | None = None
     passes: list[Pass] = field(default_factory=list)
+    answers: list[dict[str, str]] = field(default_factory=list)
     details: Details | None = None
 
 
@@ -42,7 +47,7 @@ class Passes:
         """Return the candidate's entry: an earlier run's, if config, input and limit are the same, else a new one."""
         identity = self._identity(candidate)
         entry = _read(self._path(candidate))
-        if entry is None or entry.identity != identity:
+        if entry is None or entry.identity != identity or len(entry.answers) != len(entry.passes):
             entry = Entry(identity)
         self.kept += len(entry.passes)
         self._entries[candidate.name] = entry

@@ -8,8 +8,9 @@ Seconds are wall-clock; None means that a runner does not know. Limit: a file of
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal, TypeVar
 
 import orjson
@@ -21,6 +22,8 @@ from ragspec.quality.bootstrap import Estimate
 NAME = "results.json"
 # what ratios are taken of; records where prompts differ, as answers of other lengths are no gain
 SPEED, DECODE_SPEED, RECORD_SPEED = "tokens_per_s", "decode_tokens_per_s", "records_per_s"
+# what differs from pass to pass: speeds, and how drafts fare where what is drafted follows what pays
+VARYING = (SPEED, DECODE_SPEED, "acceptance_rate", "mean_acceptance_length", "tokens_per_step")
 T = TypeVar("T")
 
 
@@ -73,8 +76,8 @@ class Pass:
 class Run(Pass):
     """A pass and whose it is: an entry of `runs`.
 
-    repeat: its number, from 1. identical: answers equal, token for token, to those of plain decoding; None if that did
-    not run. workers: of a cluster; None for one process.
+    repeat: its number, from 1. identical: its answers that are, token for token, those of the first pass of plain
+    decoding; None if that did not run. workers: of a cluster; None for one process.
     """
 
     name: str
@@ -229,9 +232,24 @@ class Results:
         """Return the passes of a candidate."""
         return [run for run in self.runs if run.name == name]
 
+    def typical(self, name: str) -> Run:
+        """Return a candidate's passes as one: its first, with medians for what varies and the fewest identical."""
+        runs = self.runs_of(name)
+        identical = [run.identical for run in runs if run.identical is not None]
+        return replace(
+            runs[0],
+            **{figure: _median([getattr(run, figure) for run in runs]) for figure in VARYING},
+            identical=min(identical, default=None),
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return the object that results.json holds; a person who reads a run sees its name first."""
         return asdict(self) | {"runs": [{"name": run.name, **asdict(run)} for run in self.runs]}
+
+
+def _median(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
 
 
 def parse(kind: type[T], value: Any) -> T:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ragspec.benchmark.answers import read_answers
 from ragspec.benchmark.baseline import Setting, by_rank_of, fewest_of, missing
 from ragspec.benchmark.grading import graded
 from ragspec.benchmark.messages import Ready
@@ -34,8 +33,10 @@ def summarise(
     runs = []
     for candidate in plan:
         name = candidate.name
-        identical = _identical(candidate, baselines[name], folder)
+        baseline = baselines[name]
+        plain = None if baseline is None else entries[baseline.name].answers[0]
         for number, figures in enumerate(passes[name], 1):
+            identical = None if plain is None else _identical(entries[name].answers[number - 1], plain)
             runs.append(_run(candidate, number, figures, ready[name], sizes[name], identical))
     return Results(
         machine=machine(),
@@ -129,9 +130,6 @@ def _ratio(
         )
 
 
-def _identical(candidate: Candidate, baseline: Candidate | None, folder: Path) -> int | None:
-    """Return how many of the candidate's answers are, token for token, the baseline's; None without a baseline."""
-    if baseline is None:
-        return None
-    mine, theirs = (read_answers(answers_of(one, folder)).answered for one in (candidate, baseline))
-    return sum(name in theirs and theirs[name].token_ids == answer.token_ids for name, answer in mine.items())
+def _identical(answers: Mapping[str, str], plain: Mapping[str, str]) -> int:
+    """Return how many answers of a pass are, token for token, those of plain decoding in its first pass."""
+    return sum(plain.get(name) == answer for name, answer in answers.items())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import median
 
 from rich.console import Console
 from rich.table import Table
@@ -17,7 +16,7 @@ COLUMNS = ("method", "tokens/s", "vs plain", "decode tokens/s", "acceptance", "t
 
 
 def print_results(console: Console, results: Results, folder: Path) -> None:
-    """Print one row per candidate: medians over passes, and the paired ratio to its plain decoding."""
+    """Print one row per candidate, its passes as one, and the paired ratio to its plain decoding."""
     machine = results.machine
     console.print(f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB", *machine["gpus"])
     for note in results.notes:
@@ -44,17 +43,16 @@ def _table(results: Results) -> Table:
     plain = baselines(results.runs)
     to_plain = {ratio.name: ratio for ratio in ratios_to_plain(results, SPEED)}
     for name in results.names:
-        runs = results.runs_of(name)
-        first = runs[0]
+        run = results.typical(name)
         table.add_row(
             Text(name),
-            _median([run.tokens_per_s for run in runs]),
+            _speed(run.tokens_per_s),
             _shown(to_plain[name]) if name in to_plain else "-",
-            _median([run.decode_tokens_per_s for run in runs]),
-            "-" if first.acceptance_rate is None else f"{first.acceptance_rate:.1%}",
-            f"{first.tokens_per_step or 0:.2f}",
-            f"{first.output_tokens:,}",
-            "-" if plain[name] is None else f"{first.identical} of {first.records}",
+            _speed(run.decode_tokens_per_s),
+            "-" if run.acceptance_rate is None else f"{run.acceptance_rate:.1%}",
+            f"{run.tokens_per_step or 0:.2f}",
+            f"{run.output_tokens:,}",
+            "-" if plain[name] is None else f"{run.identical} of {run.records}",
         )
     return table
 
@@ -94,9 +92,8 @@ def _efficiency(results: Results, ratio: Ratio) -> str:
     return f", {ratio.median * fewer / more:.0%} of a linear speed-up on {more} workers" if more > fewer else ""
 
 
-def _median(speeds: list[float | None]) -> str:
-    known = [speed for speed in speeds if speed]
-    return f"{median(known):.1f}" if known else "-"
+def _speed(speed: float | None) -> str:
+    return f"{speed:.1f}" if speed else "-"
 
 
 def _compared(ratio: Ratio) -> str:

@@ -12,7 +12,7 @@ WORTH = 1.02  # smaller gains do not count
 
 def summary(results: Results) -> list[str]:
     """Return sentences: who won by how much and how surely, whether answers changed, what the work was."""
-    runs = {run.name: run for run in results.runs}
+    runs = {name: results.typical(name) for name in results.names}
     sentences = [_verdict(results)]
     sentences += _sameness(runs)
     first = next(iter(runs.values()))

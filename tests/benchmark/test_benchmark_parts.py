@@ -20,7 +20,7 @@ from ragspec.errors import ConfigError
 from ragspec.records import Sampling
 from tests.cli.test_cli import ragspec
 from tests.conftest import SAMPLE, write_jsonl
-from tests.report.test_report import results  # noqa: F401 (a fixture)
+from tests.report.test_report import results, run  # noqa: F401 (a fixture)
 
 
 @pytest.mark.parametrize("pairs", [2, 3, 5, 20])
@@ -110,6 +110,38 @@ def test_an_interrupted_benchmark_goes_on(tmp_path):
     assert nothing_left.returncode == 0
     write_jsonl(tmp_path / "in.jsonl", [{"id": "0", "prompt": "another"}])
     assert len(passes_of(ragspec(*command, "--repeat", 2, "--resume"))) == 2  # another input: nothing is kept
+
+
+def test_an_answer_that_differs_in_one_pass_alone_is_told(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("runner: fake\nsampling: {max_new_tokens: 4}")
+    source = write_jsonl(tmp_path / "in.jsonl", [{"id": str(i), "prompt": f"p {i}"} for i in range(3)])
+    command = ["benchmark", "-c", path, "-i", source, "-m", "none", "-m", "prompt_lookup", "-o", tmp_path / "b"]
+    assert ragspec(*command, "--repeat", 1).returncode == 0
+    done = tmp_path / "b" / "passes" / "prompt_lookup.json"
+    first = json.loads(done.read_text())
+    assert first["answers"][0].keys() == {"0", "1", "2"}
+    first["answers"][0]["1"] = "of other tokens"
+    done.write_text(json.dumps(first))
+    again = ragspec(*command, "--repeat", 2, "--resume")
+    assert again.returncode == 0, again.stderr
+    runs = json.loads((tmp_path / "b" / "results.json").read_text())["runs"]
+    assert [(run["name"], run["identical"]) for run in runs] == [
+        *(("none", 3), ("none", 3), ("prompt_lookup", 2), ("prompt_lookup", 3)),
+    ]
+    (line,) = [line for line in again.stderr.splitlines() if line.startswith("prompt_lookup ")]
+    assert line.endswith("2 of 3")
+    assert "Answers differ from plain decoding in prompt_lookup (1)" in (tmp_path / "b" / "report.html").read_text()
+
+
+def test_passes_are_shown_as_one(results):  # noqa: F811
+    first, second = (
+        run("context", "context", speed, repeat=number, acceptance_rate=rate, tokens_per_step=steps, identical=same)
+        for number, speed, rate, steps, same in ((1, 30.0, 0.0, 1.0, 10), (2, 20.0, 0.5, 2.0, 9))
+    )
+    typical = replace(results, runs=(run("none", "none", 20.0), second, first)).typical("context")
+    assert (typical.tokens_per_s, typical.decode_tokens_per_s) == (25.0, 50.0)
+    assert (typical.acceptance_rate, typical.tokens_per_step, typical.identical) == (0.25, 1.5, 9)
 
 
 def test_a_profile_shows_every_second_and_how_far_it_is_from_its_bound(results, tmp_path):  # noqa: F811
