@@ -236,11 +236,8 @@ class Results:
         """Return a candidate's passes as one: its first, with medians for what varies and the fewest identical."""
         runs = self.runs_of(name)
         identical = [run.identical for run in runs if run.identical is not None]
-        return replace(
-            runs[0],
-            **{figure: _median([getattr(run, figure) for run in runs]) for figure in VARYING},
-            identical=min(identical, default=None),
-        )
+        medians: dict[str, Any] = {figure: _median([getattr(run, figure) for run in runs]) for figure in VARYING}
+        return replace(runs[0], **medians, identical=min(identical, default=None))
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that results.json holds; a person who reads a run sees its name first."""

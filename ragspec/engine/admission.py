@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
@@ -126,6 +126,15 @@ class Admission:
         """Places hold `slots` tokens at most from now on."""
         for place in self.places:
             del place.left[slots:]
+
+    def idle(self) -> list[int]:
+        """Return the places without a row."""
+        return [number for number, place in enumerate(self.places) if place.row is None]
+
+    def forget(self, lost: Mapping[int, int]) -> None:
+        """Places hold no more than so many tokens of the rows that left them."""
+        for number, tokens in lost.items():
+            del self.places[number].left[tokens:]
 
     def coming(self) -> tuple[int, int]:
         """Return the longest prompt of the rows under way and of those read ahead, and the most tokens one may get."""

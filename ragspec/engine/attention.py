@@ -126,6 +126,9 @@ def _attend_all(
     if _is_for_kernels(layer, layout, query, scores, rule):
         _attend_in_pieces(layer, layout, query[0], scores, out)
         return out[None]
+    cache = RaggedCache.running.get(None)
+    if cache is not None:
+        cache.settle()
     for run in layout.runs:
         out[run.target] = _attend_together(layer, run, queries, scores, rule)
     for alone in layout.alone:

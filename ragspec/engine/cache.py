@@ -1,21 +1,23 @@
 """Keys and values of all rows: a row's slot is its token's position.
 
 Every row has its own length; nothing is ever realigned. Stale slots beyond that length are masked, and overwritten when
-the row gets there. Limit: every row has room for as many tokens as the longest needs (room.py).
+the row gets there. What a row begins with may be in another's slots (loans.py), until that row needs them.
+Limit: every row has room for as many tokens as the longest needs (room.py).
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from ragspec.engine.layout import Layout
+from ragspec.engine.layout import Layout, Segment
+from ragspec.engine.loans import LEAST, Loans, Part
 from ragspec.engine.pages import zeros
 
 ROUND = 64  # slots are allocated in multiples of this
@@ -44,6 +46,8 @@ class RaggedCache:
         self.rows = rows
         self.slots = 0
         self.layout: Layout | None = None
+        self.loans = Loans()
+        self.lends = True  # until somebody reads rows where they are
         self._layers: list[LayerCache] = []  # in the order in which a forward attends
         self._written: dict[tuple[int, int], tuple[Any, Any, LayerCache]] = {}  # by this forward
         self.next = 0  # the layer that is written next
@@ -52,6 +56,7 @@ class RaggedCache:
     @contextmanager
     def forward(self, layout: Layout, attended: int = 0) -> Iterator[None]:
         """Let attention write to this cache, where `layout` says. attended: layers before the first that does."""
+        self._make_way(layout.segments)
         self.layout, self.next = layout, attended
         token = self.running.set(self)
         try:
@@ -140,6 +145,8 @@ class RaggedCache:
         """
         slots = -(-slots // ROUND) * ROUND
         kept, most = min(rows, self.rows), min(slots, self.slots)
+        if kept < self.rows:
+            self._part()
         self.rows, self.slots = rows, slots
         for layer in self._layers:
             for name in ("keys", "values"):
@@ -148,12 +155,91 @@ class RaggedCache:
                 new[:, :kept, :most] = old[:, :kept, :most]
                 setattr(layer, name, new)
 
-    @torch.inference_mode()
+    # -- what rows have in common ---------------------------------------------------------------------------------
+
+    def lend(self, donor: int, row: int, tokens: int) -> None:
+        """Let `row` begin with the first `tokens` tokens of `donor`; claim() its slots before they are written."""
+        self.loans.lend(donor, row, tokens)
+
+    def claim(self, row: int, first: int, idle: Collection[int] = ()) -> dict[int, int]:
+        """Make sure that nobody needs what is in a row's slots from `first` on.
+
+        Others take a copy, one for all of them; `idle` rows lose it, and are returned with the tokens that they keep.
+        What the row itself borrows is copied too if it is little, or if somebody reads rows where they are.
+        """
+        copies = not self.lends or self.loans.end(row) < LEAST
+        lost = self._vacate(row, 0 if copies else first, self.slots, idle)
+        if copies:
+            for part in self.loans.parts(row, 0, self.loans.end(row)):
+                self._copy(part, row)
+            self.loans.shorten(row, 0)
+        return lost
+
     def copy(self, donor: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` slots of row `donor` to row `target`."""
+        self._copy((donor, 0, tokens), target)
+
+    def settle(self) -> None:
+        """Lend nothing any more: somebody reads rows where they are, and will again."""
+        self.lends = False
+        if self.loans:
+            self._part()
+            if self.layout is not None:
+                self.layout.forget_pieces()
+
+    @torch.inference_mode()
+    def _part(self) -> None:
+        """Give every row its own copy of what it borrows."""
         for layer in self._layers:
-            layer.keys[:, target, :tokens] = layer.keys[:, donor, :tokens]
-            layer.values[:, target, :tokens] = layer.values[:, donor, :tokens]
+            for store in (layer.keys, layer.values):
+                found = {row: self.loans.parts(row, 0, self.loans.end(row)) for row in self.loans}
+                whole = {
+                    row: torch.cat([store[:, holder, first:last] for holder, first, last in parts], 1)
+                    for row, parts in found.items()
+                }
+                for row, tokens in whole.items():
+                    store[:, row, : tokens.shape[1]] = tokens
+        self.loans = Loans()
+
+    def _make_way(self, segments: Sequence[Segment]) -> None:
+        """Make sure that a forward writes to no slot that is lent."""
+        if not self.loans:
+            return
+        held = self.loans.held()
+        for segment in segments:
+            if segment.start < self.loans.end(segment.row):
+                self.loans.shorten(segment.row, segment.start)
+            if segment.start < held.get(segment.row, 0):
+                self._vacate(segment.row, segment.start, segment.start + segment.count)
+
+    def _vacate(self, row: int, first: int, last: int, idle: Collection[int] = ()) -> dict[int, int]:
+        """Let nobody borrow these slots of a row. Returns the idle rows that lost them, with the tokens they keep."""
+        lost = {}
+        while found := self.loans.from_row(row, first, last):
+            for other in found.keys() & set(idle):
+                lost[other] = found.pop(other)[0][1]
+                self.loans.shorten(other, lost[other])
+            able = [
+                other for other, parts in found.items() if not self.loans.from_row(other, parts[0][1], parts[-1][2])
+            ]
+            if able:
+                chosen = max(able, key=lambda other: found[other][-1][2])
+                for part in found[chosen]:
+                    self._copy(part, chosen)
+                    self.loans.move(part, chosen)
+            elif found:  # each holds what another needs
+                self._part()
+        return lost
+
+    @torch.inference_mode()
+    def _copy(self, part: Part, target: int) -> None:
+        """Copy slots of one row to the same slots of another."""
+        holder, first, last = part
+        if holder == target:
+            return
+        for layer in self._layers:
+            for store in (layer.keys, layer.values):
+                store[:, target, first:last] = store[:, holder, first:last]
 
     @property
     def bytes_per_token(self) -> int:

@@ -141,7 +141,7 @@ class Engine:
                 yield from retreat.isolate(admission, *failed)
 
     def _begin(self, admission: Admission, starts: Sequence[Start]) -> None:
-        """Fit the cache to the places there are, and copy to each new row the prefix it shares with another."""
+        """Fit the cache to the places there are, and let each new row begin with what another has computed."""
         cache, places = self._model.cache, len(admission.places)
         if cache.rows != places:
             slots = min(cache.slots, self._settings.room.slots(places))
@@ -149,9 +149,10 @@ class Engine:
             cache.resize(places, slots)
             self._proposer.widen(places)
         for start in starts:
-            if start.tokens and start.donor != start.row.place:
-                cache.copy(start.donor, start.row.place, start.tokens)
+            cache.lend(start.donor, start.row.place, start.tokens)
             self._proposer.admit(start.row, start.donor, start.tokens)
+        for start in starts:
+            admission.forget(cache.claim(start.row.place, start.tokens, admission.idle()))
 
     def _plan(self, admission: Admission) -> list[Work]:
         """Return what each row does: those that are ready decode, the others are filled, the oldest first."""

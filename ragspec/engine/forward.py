@@ -163,7 +163,7 @@ class Model:
         """The same by one forward. attended: layers before the first that attends in it."""
         self.cache.reserve(max(segment.start + segment.count for segment in segments))
         padding = max(0, self.least - len(token_ids))
-        layout = Layout(segments, self.cache.slots, self.device, together, self.kernels, padding)
+        layout = Layout(segments, self.cache.slots, self.device, together, self.kernels, padding, self.cache.loans)
         layout.watch = self.watch
         indices = torch.tensor(wanted, dtype=torch.long, device=self.device)
         self._tokens = len(token_ids) + padding

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ragspec.engine.loans import Loans
 from ragspec.engine.masks import Rule, Sight, is_causal, sight
 from ragspec.engine.native.kernels import Kernels
 from ragspec.engine.pieces import Pieces, Together, cut
@@ -110,12 +111,14 @@ class Layout:
         together: Sequence[Together] = (),
         kernels: Kernels | None = None,
         padding: int = 0,
+        loans: Loans | None = None,
     ) -> None:
         self.kernels = kernels
         self.padding = padding
         self.watch: Watch | None = None  # while somebody asks where the time goes
         self._causal: dict[Rule | None, bool] = {None: True}
         self._together = together
+        self._loans = loans
         self.segments = segments
         self.device = device
         positions: list[int] = []
@@ -152,7 +155,12 @@ class Layout:
             segment.row: [(at + i, segment.start + i + 1) for i in range(segment.count)]
             for segment, at in zip(self.segments, self.starts, strict=True)
         }
-        return cut(queries, self._together, self.tokens, torch.get_num_threads())
+        return cut(queries, self._together, self.tokens, torch.get_num_threads(), self._loans)
+
+    def forget_pieces(self) -> None:
+        """Have them cut anew: rows hold themselves what others held for them."""
+        self._loans = None
+        self.__dict__.pop("pieces", None)
 
     @property
     def distinct_slots(self) -> int:

@@ -14,6 +14,8 @@ from itertools import accumulate
 
 import torch
 
+from ragspec.engine.loans import Loans
+
 LONGEST = 512  # slots of a piece that few queries see, as in kernels.cpp
 DEEPEST = 2048  # slots of a tile: fewer parts to merge
 SHORTEST = 64  # slots that keep a core busy for longer than it takes to hand them over
@@ -46,9 +48,15 @@ class Pieces:
     count: int
 
 
-def cut(queries: Mapping[int, Sequence[Query]], together: Sequence[Together], tokens: int, threads: int) -> Pieces:
-    """Return the pieces of a forward of `tokens` tokens. queries: of each row."""
-    spans = [tile for span in _spans(queries, together) for tile in _tiles(*span)]
+def cut(
+    queries: Mapping[int, Sequence[Query]],
+    together: Sequence[Together],
+    tokens: int,
+    threads: int,
+    loans: Loans | None = None,
+) -> Pieces:
+    """Return the pieces of a forward of `tokens` tokens. queries: of each row. loans: who holds what rows borrow."""
+    spans = [tile for span in _held(_spans(queries, together), loans) for tile in _tiles(*span)]
     length = sum(last - first for _, first, last, _ in spans) // (2 * threads)  # some pieces for each core
     length = max(SHORTEST, -(-length // 16) * 16)
     pieces: list[tuple[int, int, int, int, int]] = []
@@ -70,6 +78,13 @@ def cut(queries: Mapping[int, Sequence[Query]], together: Sequence[Together], to
         entries.append((token, seen, following[token]))
         following[token] += 1
     return Pieces(torch.tensor(pieces), torch.tensor(entries), parts, len(entries))
+
+
+def _held(spans: Sequence[Span], loans: Loans | None) -> Iterator[Span]:
+    """Yield the spans, each read where it is."""
+    for row, first, last, who in spans:
+        for holder, begin, end in loans.parts(row, first, last) if loans else [(row, first, last)]:
+            yield holder, begin, end, [query for query in who if query[1] > begin]
 
 
 def _tiles(row: int, first: int, last: int, who: list[Query]) -> Iterator[Span]:

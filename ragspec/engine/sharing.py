@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ragspec.engine.loans import LEAST
 from ragspec.engine.pieces import Together
 from ragspec.engine.prefix import shared
 from ragspec.engine.row import Row
 
-LEAST = 64  # tokens that are worth a piece of their own
 REMEMBERED = 1 << 14  # pairs of requests
 
 

@@ -56,6 +56,8 @@ OTHERS = {
     "mistral-long": ("Mistral", {**SMALL, "sliding_window": 400}),
     "mamba": ("Mamba", {"hidden_size": 32, "state_size": 8, "num_hidden_layers": 2}),
 }
+# a window that texts outgrow as they are written
+OTHERS["gemma2-wide"] = ("Gemma2", {**SMALL, "head_dim": 8, "sliding_window": 140, "num_hidden_layers": 4})
 FAMILIES["gemma2"] = ("Gemma2", {**SMALL, "head_dim": 8, "sliding_window": 10, "attn_logit_softcapping": 5.0})
 
 

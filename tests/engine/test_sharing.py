@@ -63,12 +63,15 @@ def test_what_new_rows_copy_is_no_drafting(sample_texts, monkeypatch):
     model.resize(2)
     copied = []
 
-    def slowly(self, donor, target, tokens):
-        time.sleep(0.2)
-        copied.append(tokens)
+    original = RaggedCache._copy
 
-    monkeypatch.setattr(RaggedCache, "copy", slowly)
-    head = [3 + i % 50 for i in range(2 * LEAST)]
+    def slowly(self, part, target):
+        time.sleep(0.2)
+        copied.append(part)
+        original(self, part, target)
+
+    monkeypatch.setattr(RaggedCache, "_copy", slowly)
+    head = [3 + i % 50 for i in range(LEAST // 2)]
     requests = [Request(i, str(i), [*head, 60 + i], Sampling(max_new_tokens=8)) for i in range(2)]
     engine = Engine(model, NoDrafts(), words, frozenset())
     assert len(list(engine.run(iter(requests)))) == 2

@@ -26,6 +26,7 @@ from ragspec.engine.native.program import Program
 from ragspec.engine.native.reader import program_of
 from ragspec.engine.native.source import source_of
 from ragspec.engine.operators import Parts
+from ragspec.engine.pieces import Pieces
 from ragspec.host.machine import free_bytes
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class Builder:
         self._call = Call()
         self._copied = 0  # bytes of weights
         self._layout: Layout | None = None  # of the forward that `_call` is filled for
+        self._work: Pieces | None = None  # with what it attends to
         self._scratch = self._merging = _room(0)
 
     def __call__(self, graph: Graph) -> Bind:
@@ -179,9 +181,9 @@ class Builder:
         if self._merging.numel() < merging * work.count:
             self._merging = _room(merging * work.count)
             call.merging = self._merging.data_ptr()
-        if layout is self._layout:
+        if layout is self._layout and work is self._work:
             return
-        self._layout = layout
+        self._layout, self._work = layout, work
         call.tokens, call.threads, call.attending = tokens, torch.get_num_threads(), layout.tokens
         call.places, call.parts = layout.writes.data_ptr(), work.parts.data_ptr()
         call.pieces, call.entries = work.pieces.data_ptr(), work.entries.data_ptr()
