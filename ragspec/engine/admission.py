@@ -128,8 +128,10 @@ class Admission:
             del place.left[slots:]
 
     def idle(self) -> list[int]:
-        """Return the places without a row."""
-        return [number for number, place in enumerate(self.places) if place.row is None]
+        """Return the places without a row whose tokens no waiting request may begin with."""
+        wanted = {waiting.group for waiting in self._queue}
+        places = enumerate(self.places)
+        return [number for number, place in places if place.row is None and place.group not in wanted]
 
     def forget(self, lost: Mapping[int, int]) -> None:
         """Places hold no more than so many tokens of the rows that left them."""

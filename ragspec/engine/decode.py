@@ -151,8 +151,9 @@ class Engine:
         for start in starts:
             cache.lend(start.donor, start.row.place, start.tokens)
             self._proposer.admit(start.row, start.donor, start.tokens)
+        idle = admission.idle() if starts else []
         for start in starts:
-            admission.forget(cache.claim(start.row.place, start.tokens, admission.idle()))
+            admission.forget(cache.claim(start.row.place, start.tokens, idle))
 
     def _plan(self, admission: Admission) -> list[Work]:
         """Return what each row does: those that are ready decode, the others are filled, the oldest first."""

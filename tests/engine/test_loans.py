@@ -7,6 +7,7 @@ import torch
 
 from ragspec.engine import cache as caches
 from ragspec.engine import prepared
+from ragspec.engine.admission import Admission
 from ragspec.engine.cache import RaggedCache
 from ragspec.engine.decode import Engine, EngineSettings
 from ragspec.engine.layout import Layout, Segment
@@ -130,6 +131,23 @@ def answered(model, words, some, rows, lookahead):
     model.resize(rows)
     engine = Engine(model, NoDrafts(), words, frozenset(), EngineSettings(lookahead=lookahead))
     return {outcome.index: outcome.token_ids for outcome in engine.run(iter(some))}
+
+
+def test_what_waiting_requests_may_begin_with_is_not_idle():
+    head = list(range(100))
+    texts = [[*head, 200 + i] for i in range(3)] + [[7] * 50]
+    some = [Request(i, str(i), text, Sampling(max_new_tokens=4)) for i, text in enumerate(texts)]
+    admission = Admission(some, 2, 4096)
+    starts = admission.admit()
+    assert [start.row.request.index for start in starts] == [0, 3]  # the other two wait for the first
+    for start in starts:
+        start.row.computed = len(start.row.tokens)
+        admission.release(start.row)
+    assert admission.idle() == [1]
+    admission.forget({1: 5})
+    assert len(admission.places[1].left) == 5
+    assert [(start.row.request.index, start.tokens) for start in admission.admit()] == [(1, 100), (2, 100)]
+    assert admission.idle() == []
 
 
 @COMPILER
