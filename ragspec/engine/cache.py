@@ -165,14 +165,15 @@ class RaggedCache:
         """Make sure that nobody needs what is in a row's slots from `first` on.
 
         Others take a copy, one for all of them; `idle` rows lose it, and are returned with the tokens that they keep.
-        What the row itself borrows is copied too if it is little, or if somebody reads rows where they are.
+        Where the row's own loans end in little, or if somebody reads rows where they are, that is copied too.
         """
-        copies = not self.lends or self.loans.end(row) < LEAST
-        lost = self._vacate(row, 0 if copies else first, self.slots, idle)
-        if copies:
-            for part in self.loans.parts(row, 0, self.loans.end(row)):
-                self._copy(part, row)
-            self.loans.shorten(row, 0)
+        parts = self.loans.parts(row, 0, self.loans.end(row))
+        while parts and (not self.lends or parts[-1][2] - parts[-1][1] < LEAST):
+            first = min(first, parts.pop()[1])
+        lost = self._vacate(row, first, self.slots, idle)
+        for part in self.loans.parts(row, first, self.loans.end(row)):
+            self._copy(part, row)
+        self.loans.shorten(row, first)
         return lost
 
     def copy(self, donor: int, target: int, tokens: int) -> None:
@@ -212,19 +213,23 @@ class RaggedCache:
             if segment.start < held.get(segment.row, 0):
                 self._vacate(segment.row, segment.start, segment.start + segment.count)
 
-    def _vacate(self, row: int, first: int, last: int, idle: Collection[int] = ()) -> dict[int, int]:
-        """Let nobody borrow these slots of a row. Returns the idle rows that lost them, with the tokens they keep."""
+    def _vacate(
+        self, row: int, first: int, last: int, idle: Collection[int] = (), waiting: frozenset[int] = frozenset()
+    ) -> dict[int, int]:
+        """Let nobody borrow these slots of a row. Returns the idle rows that lost them, with the tokens they keep.
+
+        waiting: rows that this is done for, and that cannot take anything.
+        """
         lost = {}
         while found := self.loans.from_row(row, first, last):
             for other in found.keys() & set(idle):
                 lost[other] = found.pop(other)[0][1]
                 self.loans.shorten(other, lost[other])
-            able = [
-                other for other, parts in found.items() if not self.loans.from_row(other, parts[0][1], parts[-1][2])
-            ]
-            if able:
+            able = found.keys() - waiting
+            if able:  # the one that needs most takes it, once its own slots are free
                 chosen = max(able, key=lambda other: found[other][-1][2])
-                for part in found[chosen]:
+                lost |= self._vacate(chosen, found[chosen][0][1], found[chosen][-1][2], idle, waiting | {row})
+                for part in self.loans.from_row(row, first, last).get(chosen, ()):
                     self._copy(part, chosen)
                     self.loans.move(part, chosen)
             elif found:  # each holds what another needs
