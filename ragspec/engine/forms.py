@@ -123,6 +123,7 @@ def measured(weights: Sequence[torch.Tensor], kernels: Kernels | None) -> Second
         "medians",
         list(forms),
         shapes,
+        _kept(weights, kernels) if kernels else (),
         POINTS,
         STREAMED,
         torch.get_num_threads(),
@@ -144,6 +145,12 @@ def measured(weights: Sequence[torch.Tensor], kernels: Kernels | None) -> Second
         draft.write_text(json.dumps([(n, k, each) for (n, k), each in seconds.items()]), encoding="utf-8")
         draft.replace(folder / name)
     return seconds
+
+
+def _kept(weights: Sequence[torch.Tensor], kernels: Kernels) -> list[tuple[Shape, str]]:
+    """Return in which type our kernels read the first weight of each shape."""
+    firsts = {(weight.shape[0], weight.shape[1]): weight for weight in reversed(weights)}
+    return sorted((shape, str(kernels.kept_as(weight))) for shape, weight in firsts.items())
 
 
 @torch.inference_mode()

@@ -111,7 +111,7 @@ class Watch:
             if isinstance(part, Attention):
                 self._attended(layout, taken, part.heads * part.size, 2 * part.kv_heads * part.size * FLOAT)
             else:
-                bound = sum(self._bound(n * k * FLOAT, 2 * n * k * layout.tokens) for k, n in part)
+                bound = sum(self._bound(size, 2 * n * k * layout.tokens) for k, n, size in part)
                 self._phase.parts[LINEAR].add(taken, bound)
 
     def _attended(self, layout: Layout, seconds: float, width: int, slot: int) -> None:
@@ -126,7 +126,8 @@ class Watch:
         seconds = self._now() - self._started
         weights = module.in_features * module.out_features
         tokens = inputs[0].numel() // module.in_features
-        size = inputs[0].element_size()
+        packed = getattr(module, "native", None)
+        size = inputs[0].element_size() if packed is None else packed.element_size()
         self._phase.parts[LINEAR].add(seconds, self._bound(weights * size, 2 * weights * tokens))
 
     def _bound(self, size: int, flops: int) -> float:

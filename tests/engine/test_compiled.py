@@ -17,6 +17,7 @@ from ragspec.engine.native import layer
 from ragspec.engine.native.kernels import Unbuilt
 from ragspec.engine.native.layer import Builder
 from ragspec.engine.proposers import ByRow, NoDrafts
+from ragspec.engine.watch import Watch
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.speculation.drafters.context import ContextDrafter
 from tests.conftest import train_tokenizer
@@ -70,6 +71,34 @@ def test_captured_layers_answer_as_the_model_does(family, compiled, words):
     assert answers(model, words, 3, ByRow(ContextDrafter(), 4, None)) == expected
     layers.off()
     assert answers(model, words, 3, NoDrafts()) == expected
+
+
+@COMPILER
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_of_16_bits_is_read_in_them_and_answers_as_in_32(words, dtype):
+    inner = build("llama-heads-of-16", words)
+    for parameter in inner.parameters():
+        parameter.data = parameter.data.to(dtype).float()
+    model = prepared.prepare(inner)
+    with model.as_it_was() as stock:
+        expected = {
+            request.index: stock.generate(
+                torch.tensor([request.token_ids]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+            )[0, len(request.token_ids) :].tolist()
+            for request in requests_for(words)
+        }
+    packed = {model.kernels.pack(each.weight).dtype for each in model.inner.modules() if hasattr(each, "out_features")}
+    assert packed == {dtype}
+    layers = fused(model)
+    for switch in (layers.off, layers.on):
+        switch()
+        assert answers(model, words, 3, ByRow(ContextDrafter(), 4, None)) == expected
+    with Watch(model, 1.0, 1e30) as watch:  # bound by bytes
+        model.resize(1)
+        model.logits([Segment(0, 0, 1)], [1], [0])
+    (linear,) = [phase["parts"]["linear layers"] for phase in watch.to_json().values() if phase["steps"]]
+    weights = sum(each.weight.numel() for each in model.inner.modules() if hasattr(each, "out_features"))
+    assert linear["bound_s"] == pytest.approx(2 * weights)
 
 
 def test_layers_of_one_kind_are_compiled_once(words):

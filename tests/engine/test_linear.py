@@ -236,7 +236,34 @@ def test_our_kernels_compute_the_same_for_any_number_of_tokens(tokens, inputs, o
     kernels = build(32)
     weight, bias, x = torch.randn(outputs, inputs), torch.randn(outputs), torch.randn(tokens, inputs)
     packed = kernels.pack(weight)
+    assert packed.dtype == torch.float32
     for added in (None, bias):
         expected = torch.nn.functional.linear(x.double(), weight.double(), None if added is None else added.double())
         found = kernels.linear(x, packed, outputs, added).double()
         assert torch.allclose(found, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 7, 13, 60, 144, 145, 229])
+@pytest.mark.parametrize(("inputs", "outputs"), [(24, 40), (577, 33), (1300, 96), (64, 5)])
+def test_a_weight_of_16_bits_is_kept_in_them_with_the_same_results(dtype, tokens, inputs, outputs):
+    kernels = build(32)
+    weight, bias = torch.randn(outputs, inputs).to(dtype).float(), torch.randn(outputs)
+    weight[0, :4] = torch.tensor([0.0, -0.0, 6e-8, -1e-5]).to(dtype).float()  # in float16 not normal
+    packed = kernels.pack(weight)
+    assert packed.dtype == dtype
+    assert torch.equal(kernels.unpack(packed, outputs).view(torch.int32), weight.view(torch.int32))
+    x = torch.randn(tokens, inputs)
+    for added in (None, bias):
+        assert torch.equal(kernels.linear(x, packed, outputs, added), kernels.linear(x, packed.float(), outputs, added))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_one_number_of_more_bits_keeps_a_weight_as_it_is():
+    kernels = build(32)
+    weight = torch.ones(5000, 3)
+    assert kernels.kept_as(weight) == torch.bfloat16
+    for number, dtype in ((1 + 2.0**-10, torch.float16), (1 + 2.0**-20, torch.float32)):
+        weight[-1, -1] = number
+        assert kernels.kept_as(weight) == dtype

@@ -8,6 +8,8 @@ extern "C" {
 
 int64_t ragspec_columns() { return COLUMNS; }
 
+int64_t ragspec_halves() { return HALVES; }
+
 // w: (n, k). out: panels of COLUMNS outputs, each (k, COLUMNS), the last one filled up with zeros.
 void ragspec_pack(const float* w, int64_t n, int64_t k, float* out) {
     const int64_t panels = (n + COLUMNS - 1) / COLUMNS;
@@ -21,10 +23,10 @@ void ragspec_pack(const float* w, int64_t n, int64_t k, float* out) {
 }
 
 // y: (tokens, n) = x: (tokens, k) by the packed weight, plus a bias of n or none.
-void ragspec_linear(const float* x, int64_t tokens, int64_t k, const float* w, int64_t n, const float* bias, float* y,
-                    int threads) {
+void ragspec_linear(const float* x, int64_t tokens, int64_t k, const void* w, int64_t kept, int64_t n,
+                    const float* bias, float* y, int threads) {
 #pragma omp parallel num_threads(threads)
-    multiply_layer(Layer{w, bias, k, n}, x, tokens, y);
+    multiply_layer(Layer{w, bias, k, n, Kept(kept)}, x, tokens, y);
 }
 
 // Write the keys and values of `tokens` tokens, (kv_heads, tokens, D) with strides, to their places row x slots + slot.

@@ -35,10 +35,12 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 ARITHMETIC = ("-fno-fast-math", "-ffp-contract=fast", "-fno-math-errno")
 WIDEST_HEAD = 256
 PATIENCE_S = 120  # for the compiler
+PART = 4096  # outputs of a weight that are looked at at once
+KEPT = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in linear.h
 POINTER, NUMBER = c_void_p, c_int64
 SIGNATURES: dict[str, list[Any]] = {
     "ragspec_pack": [POINTER, NUMBER, NUMBER, POINTER],
-    "ragspec_linear": [POINTER, NUMBER, NUMBER, POINTER, NUMBER, POINTER, POINTER, c_int],
+    "ragspec_linear": [POINTER, NUMBER, NUMBER, POINTER, NUMBER, NUMBER, POINTER, POINTER, c_int],
     "ragspec_write": [*[POINTER, NUMBER, NUMBER] * 2, POINTER, NUMBER, NUMBER, POINTER, POINTER, NUMBER, NUMBER],
     "ragspec_attend": [
         *[POINTER, NUMBER, NUMBER],  # the query and its strides
@@ -67,19 +69,25 @@ class Kernels:
         self._attend = self._library.ragspec_attend
         self._library.ragspec_columns.restype = c_int64
         self.columns = int(self._library.ragspec_columns())
+        self._library.ragspec_halves.restype = c_int64
+        self._short = (torch.bfloat16, torch.float16) if self._library.ragspec_halves() else (torch.bfloat16,)
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a weight of (n, k) as linear() reads it: (panels, k, columns)."""
+        """Return a weight of (n, k) as linear() reads it: (panels, k, columns), of 16 bits if that is exact."""
         weight = weight.contiguous()
         n, k = weight.shape
         packed = weight.new_empty(-(-n // self.columns), k, self.columns)
         self._library.ragspec_pack(weight.data_ptr(), n, k, packed.data_ptr())
-        return packed
+        return packed.to(self.kept_as(weight))
+
+    def kept_as(self, weight: torch.Tensor) -> torch.dtype:
+        """Return the smallest type that has every number of a weight: most models are published in one of 16 bits."""
+        return next((dtype for dtype in self._short if has_all(dtype, weight)), torch.float32)
 
     @staticmethod
     def unpack(packed: torch.Tensor, n: int) -> torch.Tensor:
         """Return the weight that pack() was given."""
-        return packed.transpose(1, 2).flatten(0, 1)[:n].contiguous()
+        return packed.transpose(1, 2).flatten(0, 1)[:n].contiguous().float()
 
     def linear(self, x: torch.Tensor, packed: torch.Tensor, n: int, bias: torch.Tensor | None) -> torch.Tensor:
         """Return (..., n) for x of (..., k). Raises RuntimeError, as torch does, for what does not fit."""
@@ -90,7 +98,8 @@ class Kernels:
         y = x.new_empty(*x.shape[:-1], n)
         first = None if bias is None else bias.data_ptr()
         tokens, threads = x.numel() // k, torch.get_num_threads()
-        self._linear(x.data_ptr(), tokens, k, packed.data_ptr(), n, first, y.data_ptr(), threads)
+        kept = KEPT[packed.dtype]
+        self._linear(x.data_ptr(), tokens, k, packed.data_ptr(), kept, n, first, y.data_ptr(), threads)
         return y
 
     def write(
@@ -128,6 +137,12 @@ class Kernels:
             *(work.pieces.data_ptr(), len(work.pieces), work.entries.data_ptr(), work.parts.data_ptr()),
             *(len(work.parts), scratch.data_ptr(), out.data_ptr(), torch.get_num_threads()),
         )
+
+
+def has_all(dtype: torch.dtype, weight: torch.Tensor) -> bool:
+    """Return whether a type has every number of a float32 weight, to the last bit."""
+    parts = (weight[:1], *torch.split(weight, PART))
+    return all(torch.equal(part.to(dtype).float().view(torch.int32), part.view(torch.int32)) for part in parts)
 
 
 @cache

@@ -21,7 +21,7 @@ from ragspec.engine.capture import Graph, NotCaptured, own_tensors
 from ragspec.engine.layout import Layout
 from ragspec.engine.linear import SHARE, PackedLinear
 from ragspec.engine.masks import Rule
-from ragspec.engine.native.kernels import library_of
+from ragspec.engine.native.kernels import KEPT, library_of
 from ragspec.engine.native.program import Program
 from ragspec.engine.native.reader import program_of
 from ragspec.engine.native.source import source_of
@@ -66,7 +66,7 @@ class Call(Structure):
 class LinearLayer(Structure):
     """Layer in linear.h."""
 
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("k", c_int64), ("n", c_int64)]
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("k", c_int64), ("n", c_int64), ("kept", c_int64)]
 
 
 class Builder:
@@ -109,14 +109,18 @@ class Builder:
         scale = attention.size**-0.5 if scores.scaling is None else scores.scaling
         linears = (LinearLayer * len(parts.linears))()
         kept = list(own)  # what the pointers point at
+        read = []
         for entry, layer in zip(linears, parts.linears, strict=True):
             assert isinstance(layer, PackedLinear)  # it is in the graph as one operator
             weight, bias = self._packed(layer), layer.bias
             entry.weight, entry.k, entry.n = weight.data_ptr(), layer.in_features, layer.out_features
             entry.bias = None if bias is None else bias.data_ptr()
+            entry.kept = KEPT[weight.dtype]
+            read.append(layer.in_features * layer.out_features * weight.element_size())
             kept += [weight] if bias is None else [weight, bias]
         if any(tensor.is_floating_point() and not tensor.is_contiguous() for tensor in own):
             raise NotCaptured("has weights that are not in one row")
+        stages = program.shape(read)
         pointers = (c_void_p * len(own))(*(tensor.data_ptr() for tensor in own))
         call, sizes = self._call, [(array.size, array.shared, array.used) for array in program.given]
         results = [
@@ -149,7 +153,7 @@ class Builder:
             call.seconds = seconds
             function(byref(call), linears, pointers)
             if layout.watch and seconds:
-                layout.watch.layer(layout, program.shape, list(seconds)[2::2])
+                layout.watch.layer(layout, stages, list(seconds)[2::2])
             return made
 
         run.__dict__["kept"] = kept

@@ -163,11 +163,14 @@ class Program:
     stored: list[Array]
     results: list[View]
 
-    @property
-    def shape(self) -> list[Sequence[tuple[int, int]] | Attention]:
-        """What each stage ends with: linear layers, each (inputs, outputs), or attention."""
+    def shape(self, sizes: Sequence[int]) -> list[Sequence[tuple[int, int, int]] | Attention]:
+        """Return what each stage ends with: linear layers, each (inputs, outputs, bytes), or attention.
+
+        sizes: the bytes of each linear layer's weight.
+        """
         return [
-            stage.attention or [(linear.of.size, linear.to.size) for linear in stage.linears] for stage in self.stages
+            stage.attention or [(each.of.size, each.to.size, sizes[each.number]) for each in stage.linears]
+            for stage in self.stages
         ]
 
     @property

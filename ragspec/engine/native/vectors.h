@@ -11,6 +11,10 @@
 #include <cstring>
 #include <limits>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #if defined(__AVX512F__)
 #define RAGSPEC_WIDTH 16  // numbers in a vector
 #elif defined(__AVX__)
@@ -28,16 +32,26 @@ constexpr int TOKENS = 6;
 #endif
 constexpr int WIDTH = RAGSPEC_WIDTH;
 constexpr int COLUMNS = 2 * WIDTH;  // columns of such a block
-constexpr int LINE = 16;            // numbers that memory is read by
+constexpr int LINE = 64;            // bytes that memory is read by
+
+struct Upper { uint16_t bits; };  // the upper half of a number whose lower half is zero (bfloat16)
+struct Half { uint16_t bits; };   // float16
+#if defined(__F16C__) || defined(__AVX512F__)
+constexpr bool HALVES = true;
+#else
+constexpr bool HALVES = false;  // too slow, or not tried
+#endif
 
 template <int N>
 struct Vector {
     typedef float Floats __attribute__((vector_size(N * sizeof(float))));
     typedef int32_t Whole __attribute__((vector_size(N * sizeof(int32_t))));
+    typedef uint32_t Bits __attribute__((vector_size(N * sizeof(uint32_t))));
+    typedef uint16_t Uppers __attribute__((vector_size(N * sizeof(uint16_t))));
 };
 
 template <typename T>
-inline T load(const float* from) {
+inline T load(const void* from) {
     T lanes;
     std::memcpy(&lanes, from, sizeof lanes);
     return lanes;
@@ -46,6 +60,27 @@ inline T load(const float* from) {
 template <typename T>
 inline void store(float* to, T lanes) {
     std::memcpy(to, &lanes, sizeof lanes);
+}
+
+// A vector of numbers, from what they are kept as.
+inline Vector<WIDTH>::Floats numbers(const float* from) { return load<Vector<WIDTH>::Floats>(from); }
+
+inline Vector<WIDTH>::Floats numbers(const Upper* from) {
+    const auto upper = load<Vector<WIDTH>::Uppers>(from);
+    const Vector<WIDTH>::Bits bits = __builtin_convertvector(upper, Vector<WIDTH>::Bits) << 16;
+    Vector<WIDTH>::Floats lanes;
+    std::memcpy(&lanes, &bits, sizeof lanes);
+    return lanes;
+}
+
+inline Vector<WIDTH>::Floats numbers(const Half* from) {
+#if defined(__AVX512F__)
+    return Vector<WIDTH>::Floats(_mm512_cvtph_ps(load<__m256i>(from)));
+#elif defined(__F16C__)
+    return Vector<WIDTH>::Floats(_mm256_cvtph_ps(load<__m128i>(from)));
+#else
+    return Vector<WIDTH>::Floats{} * from->bits;
+#endif
 }
 
 // e to the x, to a relative error of 2e-7 (Cephes' polynomial), and hardly more than nothing for x < -87.
@@ -89,10 +124,10 @@ struct Rows {
 };
 
 // A block of M rows, COLUMNS wide, of results: rows of numbers times a panel of `depth` rows of COLUMNS, `wide` from each
-// other. add: to what is in `y`; else `y` is written. Of the numbers at `ahead`, FETCHED times COLUMNS are fetched for
-// every four rows of the panel.
-template <int M, int FETCHED>
-inline __attribute__((always_inline)) void block(Rows x, const float* panel, int64_t wide, const float* ahead, int depth,
+// other. add: to what is in `y`; else `y` is written. FETCHED bytes from `ahead` on are fetched for every four rows of the
+// panel.
+template <int M, int FETCHED, typename T>
+inline __attribute__((always_inline)) void block(Rows x, const T* panel, int64_t wide, const char* ahead, int depth,
                                                  float* y, int64_t stride, bool add) {
     typedef typename Vector<WIDTH>::Floats Lanes;
     Lanes sum[M][2];
@@ -104,7 +139,7 @@ inline __attribute__((always_inline)) void block(Rows x, const float* panel, int
         rows[m] = x.at + m * x.row;
     }
     const auto next = [&](int64_t i) __attribute__((always_inline)) {
-        const Lanes left = load<Lanes>(panel + i * wide), right = load<Lanes>(panel + i * wide + WIDTH);
+        const Lanes left = numbers(panel + i * wide), right = numbers(panel + i * wide + WIDTH);
 #pragma GCC unroll 16
         for (int m = 0; m < M; m++) {
             const float value = rows[m][i * x.step];
@@ -116,8 +151,8 @@ inline __attribute__((always_inline)) void block(Rows x, const float* panel, int
     if constexpr (FETCHED > 0)
         for (; i + 4 <= depth; i += 4) {
 #pragma GCC unroll 8
-            for (int line = 0; line < FETCHED * COLUMNS; line += LINE) __builtin_prefetch(ahead + line, 0, 3);
-            ahead += FETCHED * COLUMNS;
+            for (int at = 0; at < FETCHED; at += LINE) __builtin_prefetch(ahead + at, 0, 3);
+            ahead += FETCHED;
             next(i), next(i + 1), next(i + 2), next(i + 3);
         }
     for (; i < depth; i++) next(i);
@@ -129,21 +164,21 @@ inline __attribute__((always_inline)) void block(Rows x, const float* panel, int
 }
 
 // The same for up to M rows: `rows` is known only when it runs.
-template <int M, int FETCHED>
-void blocks(int rows, Rows x, const float* panel, int64_t wide, const float* ahead, int depth, float* y, int64_t stride,
+template <int M, int FETCHED, typename T>
+void blocks(int rows, Rows x, const T* panel, int64_t wide, const char* ahead, int depth, float* y, int64_t stride,
             bool add) {
     if constexpr (M > 0) {
         if (rows == M)
-            block<M, FETCHED>(x, panel, wide, ahead, depth, y, stride, add);
+            block<M, FETCHED, T>(x, panel, wide, ahead, depth, y, stride, add);
         else
-            blocks<M - 1, FETCHED>(rows, x, panel, wide, ahead, depth, y, stride, add);
+            blocks<M - 1, FETCHED, T>(rows, x, panel, wide, ahead, depth, y, stride, add);
     }
 }
 
 // The same for any number of rows, of a panel that is in the cache.
 inline void multiply(int rows, Rows x, const float* panel, int64_t wide, int depth, float* y, int64_t stride, bool add) {
     for (int m = 0; m < rows; m += TOKENS)
-        blocks<TOKENS, 0>(std::min(TOKENS, rows - m), x.from(m), panel, wide, panel, depth, y + m * stride, stride, add);
+        blocks<TOKENS, 0>(std::min(TOKENS, rows - m), x.from(m), panel, wide, nullptr, depth, y + m * stride, stride, add);
 }
 
 }  // namespace
