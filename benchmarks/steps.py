@@ -1,11 +1,12 @@
 """What a forward costs on this machine, and what it costs at least.
 
-    python benchmarks/steps.py [--model demo] [--keep NAME]
+    python benchmarks/steps.py [--model demo] [--bfloat16] [--keep NAME]
 
-Times steps of 1, 8, 16 and 64 rows that each see 300 tokens, and 512 tokens of a prompt: without our kernels,
-with our kernels, and with each layer as one call of them, in turn, and prints the medians in milliseconds. The bound is
-that of `ragspec benchmark --profile`: each part's weights, keys and values read once, or its arithmetic, whichever is
-more. --keep: writes the table to benchmarks/results/NAME.json as well.
+Times steps of 1, 8, 16 and 64 rows that each see 300 tokens, and 512 tokens of a prompt: without our kernels, with our
+kernels, and with each layer as one call of them, in turn, and prints the medians in milliseconds. The bound is that of
+`ragspec benchmark --profile`: each part's weights, keys and values read once, or its arithmetic, whichever is more.
+--bfloat16: with weights rounded to it, which our kernels keep in 16 bits. --keep: writes the table to
+benchmarks/results/NAME.json as well.
 """
 
 import argparse
@@ -40,10 +41,12 @@ def main() -> None:
     """Time, print and keep."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="demo")
+    parser.add_argument("--bfloat16", action="store_true")
     parser.add_argument("--keep", metavar="NAME")
     args = parser.parse_args()
     models = [
-        loaded(args.model, native, compiled) for native, compiled in ((False, False), (True, False), (True, True))
+        loaded(args.model, native, compiled, args.bfloat16)
+        for native, compiled in ((False, False), (True, False), (True, True))
     ]
     best = roofline("cpu", "float32")
     assert best is not None
@@ -57,9 +60,11 @@ def main() -> None:
         keep(args.keep, args.model, rows, f"{best.bytes_per_s / 1e9:.0f} GB/s, {best.flops_per_s / 1e9:.0f} GFLOP/s")
 
 
-def loaded(name: str, native: bool, compiled: bool) -> Model:
+def loaded(name: str, native: bool, compiled: bool, bfloat16: bool) -> Model:
     """Return the model ready for the engine, with or without our kernels and compiled layers."""
     inner = AutoModelForCausalLM.from_pretrained(resolve(name).path, dtype=torch.float32).eval()
+    if bfloat16:
+        inner = inner.bfloat16().float()
     notes: list[str] = []
     model = prepare(inner, notes, native)
     if compiled:

@@ -44,8 +44,6 @@ def least_survival(rows: int, cost: Cost, reach: int, besides: int = 0) -> float
     As of allocate(), whose choice it should not change: half of what a token would have to survive with if costs had no
     steps.
     """
-    if not rows:  # nobody to draft for
-        return 1.0
     plain_s = cost(rows, rows, reach)
     if besides:
         token_s = cost.marginal(besides + rows, reach)

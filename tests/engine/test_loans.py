@@ -39,8 +39,7 @@ def test_a_loan_of_a_loan_names_who_holds_it():
 class Rows:
     """Rows of numbers beside a cache that holds them: what each row should read."""
 
-    def __init__(self, rng):
-        self.rng = rng
+    def __init__(self):
         self.cache = RaggedCache(ROWS)
         self.cache.reserve(SLOTS)
         self.layers = [self.cache.layer_of(heads, 2, torch.zeros(1)) for heads in (1, 2)]
@@ -85,7 +84,7 @@ class Rows:
 def test_every_row_reads_its_own_text_whoever_holds_it(monkeypatch, least, seed):
     monkeypatch.setattr(caches, "LEAST", least)
     rng = random.Random(seed)
-    rows, lent = Rows(rng), 0
+    rows, lent = Rows(), 0
     for _ in range(250):
         row, donor = rng.randrange(ROWS), rng.randrange(ROWS)
         text = rows.texts[row]
@@ -108,8 +107,24 @@ def test_every_row_reads_its_own_text_whoever_holds_it(monkeypatch, least, seed)
     assert (lent > 10) is (least < 1000)
 
 
+def test_rows_that_hold_what_the_other_needs_are_parted(monkeypatch):
+    monkeypatch.setattr(caches, "LEAST", 1)
+    rows = Rows()
+    rows.write(0, 0, 10)
+    rows.write(1, 0, 10)
+    for row, donor in ((2, 0), (3, 1), (0, 3), (1, 2)):
+        rows.begin(row, donor, 10)
+    rows.begin(2, 2, 0)
+    rows.begin(3, 3, 0)
+    assert [rows.cache.loans.parts(row, 0, 10) for row in (0, 1)] == [[(1, 0, 10)], [(0, 0, 10)]]
+    monkeypatch.setattr(caches, "LEAST", 100)
+    rows.begin(0, 0, 10)
+    assert not rows.cache.loans
+    rows.check()
+
+
 def test_pieces_are_cut_anew_where_a_forward_comes_to_read_rows_where_they_are():
-    rows = Rows(random.Random(0))
+    rows = Rows()
     rows.write(0, 0, 40)
     rows.cache.loans.lend(0, 1, 40)
     layout = Layout([Segment(1, 40, 1)], SLOTS, CPU, loans=rows.cache.loans)

@@ -226,6 +226,14 @@ def test_auto_begins_with_the_passages_and_tries_the_other(monkeypatch):
     assert set(late.drafters) == set(proposer.trial.candidates)
 
 
+@pytest.mark.parametrize("method", ["context", "auto"])
+def test_a_step_of_records_that_nobody_follows_is_not_drafted_for(method):
+    proposer = make(method)
+    nobody = np.zeros(0, dtype=np.int64), np.zeros((0, LONGEST), dtype=np.int64)
+    assert proposer.propose([], *nobody) == []
+    assert proposer.drafting_s > 0
+
+
 def test_a_forgotten_record_is_given_up_when_too_many_are_away(monkeypatch):
     monkeypatch.setattr(rows, "KEEP", 3)
     proposer = make("context")

@@ -142,7 +142,7 @@ class Proposer:
             self.trial.observe(before, tokens - before, written, seconds + self._spent, self._plain(before, before))
         drafts: dict[int, Draft] = {}
         count = len(rows)
-        if not self._judged or not rows or self.trial.allows(count, self._plain(count, count), mixed=bool(prompts)):
+        if rows and (not self._judged or self.trial.allows(count, self._plain(count, count), mixed=bool(prompts))):
             drafts = self.trial.ask(lambda name: self._choose(name, rows), lambda name: self._guess(name, rows))
         proposed: list[list[int]] = [[] for _ in sampled_token_ids]
         for slot, draft in drafts.items():
