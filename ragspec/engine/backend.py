@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ragspec.engine.capacity import budget_of, choose_rows, most_rows
+from ragspec.engine.capacity import FEWEST, MOST, budget_of, choose_rows, most_rows
 from ragspec.engine.clock import Clock
 from ragspec.engine.decode import LOOKAHEAD, Engine, EngineSettings
 from ragspec.engine.draft_model import DraftModel
@@ -19,7 +19,7 @@ from ragspec.engine.layout import Segment
 from ragspec.engine.linear import unpack_linears
 from ragspec.engine.notes import Notes
 from ragspec.engine.prepared import Refused, halves_of, linear_weights, prepare
-from ragspec.engine.probe import probe
+from ragspec.engine.probe import REACHES, probe, seconds_of
 from ragspec.engine.proposers import Auto, ByRow, NoDrafts, Proposer
 from ragspec.engine.room import Room
 from ragspec.engine.row import Row
@@ -93,6 +93,7 @@ class EngineBackend:
         self._context_length = speculation.context_length  # of the draft model
         self._translation = speculation.translation
         self._rows = rows
+        self._most = FEWEST if inner.device.type == "cpu" else MOST  # rows, where their number is chosen
         self._lookahead = lookahead
         self._rules = rules
         self._grammars = grammars
@@ -143,15 +144,18 @@ class EngineBackend:
         """Whether drafts are made only where they pay, or by whom they pay most."""
         return self._method == AUTO or (self._method != PLAIN and self._num_tokens is None)
 
-    def warm_up(self, tokens: int | None = None) -> None:
+    def warm_up(self, records: int | None = None, each: int = 0) -> None:
         """Run what the first record would pay for; measure what steps cost, where that decides the drafts' length.
 
-        tokens: that will be written, as far as can be told; None if that is not known.
+        records: that will come, None if that is not known. each: tokens that one of them will write, as far as can be
+        told.
         """
-        rows = self._rows or most_rows(self._model.device)
+        rows, tokens = self._rows or self._most, None if records is None else records * each
         compile_layers(self._model, rows, tokens, self._compile, self.notes)
         if self._draft is not None:
             compile_layers(self._draft, rows, tokens, self._compile, self.notes, "the draft model's")
+        if self._rows is None:
+            rows = self._most = self._measured(records)
         if not self._judged:
             ids = [1, 2, 3, 4]
             for _ in self._engine(1, Room()).run([Request(0, "warm-up", ids, Sampling(max_new_tokens=4))]):
@@ -159,6 +163,14 @@ class EngineBackend:
             self.clock = Clock()
         else:
             self._probed = probe(self._model, rows)
+
+    def _measured(self, records: int | None) -> int:
+        """Return the rows beyond which more would add little speed, or there are no records or no memory for them."""
+        memory = budget_of(self._model.device) // (self._bytes_per_token * REACHES[0])
+        limit = memory if records is None else min(records, memory)
+        rows = most_rows(self._model.device, limit, partial(seconds_of, self._model))
+        self._model.resize(rows)
+        return rows
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield outcomes as they finish."""
@@ -172,7 +184,7 @@ class EngineBackend:
         room = Room(self._bytes_per_token, budget_of(self._model.device, kept))
         rows = self._rows
         if rows is None:
-            rows, why = choose_rows(head, room, self._model.device)
+            rows, why = choose_rows(head, room, self._model.device, self._most)
             self.notes.add(why)
         self.batch_size = rows
         engine = self._engine(rows, room)

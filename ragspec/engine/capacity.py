@@ -1,8 +1,8 @@
-"""How many rows at once: as many as add speed and fit into memory."""
+"""How many rows at once: as many as add speed, which a CPU is asked for, and fit into memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -10,15 +10,31 @@ from ragspec.engine.room import Room
 from ragspec.host.machine import free_bytes, memory_bytes
 from ragspec.records import Request
 
-MOST = {"cpu": 16, "cuda": 128}  # beyond, a step costs in proportion to its rows (docs/performance.md)
+FEWEST, MOST = 16, 128  # rows, where memory allows them
+PAYS = 1.25  # times the tokens a second, from which on twice the rows, and twice their memory, are worth it
 SHARE = 0.5  # of free memory, for keys and values
 KEPT = 8  # times as much memory the machine has as keys and values keep; not of what is free, which changes
 TYPICAL = 0.9  # share of the requests looked at that fit the row size chosen
 
 
-def most_rows(device: torch.device) -> int:
-    """Return the number of rows beyond which more add no speed."""
-    return MOST.get(device.type, 16)
+def most_rows(device: torch.device, limit: int, step: Callable[[int], float]) -> int:
+    """Return the number of rows beyond which more would add little speed.
+
+    limit: rows that there will ever be. step: returns the seconds of a step of so many rows. A GPU is not asked: what
+    it can do at once is far more than what it reads for.
+    """
+    if device.type != "cpu":
+        return MOST
+    rows = FEWEST
+    if limit <= rows:
+        return rows
+    seconds = step(rows)
+    while rows < min(limit, MOST):
+        more = step(2 * rows)
+        if 2 * seconds < PAYS * more:
+            break
+        rows, seconds = 2 * rows, more
+    return rows
 
 
 def budget_of(device: torch.device, kept: int = 0) -> int:
@@ -34,17 +50,19 @@ def keepable(device: torch.device) -> int:
     return memory_bytes() // KEPT if device.type == "cpu" else 0
 
 
-def choose_rows(requests: Sequence[Request], room: Room, device: torch.device) -> tuple[int, str]:
-    """Return the number of rows for requests like these, and why. A few long ones do not count."""
+def choose_rows(requests: Sequence[Request], room: Room, device: torch.device, most: int) -> tuple[int, str]:
+    """Return the number of rows for requests like these, and why. A few long ones do not count.
+
+    most: rows beyond which more would add little speed.
+    """
     needs = sorted(len(request.token_ids) + request.sampling.max_new_tokens for request in requests)
     slots = needs[int(TYPICAL * (len(needs) - 1))]
-    most = most_rows(device)
     fit = max(1, room.rows(slots))
     need = f"rows of {slots:,} tokens, {room.bytes_per_token / 1024:,.0f} KiB per token"
     if fit < most:
         free = (room.budget or 0) / SHARE / (1 << 30)
         return fit, f"batch_size: auto chose {fit}, which fill half of the {free:.1f} GiB that are free ({need})"
-    return most, f"batch_size: auto chose {most}: more rows are no faster on this device ({need})"
+    return most, f"batch_size: auto chose {most}: more would add little speed here ({need})"
 
 
 def free_on(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from ragspec.engine.notes import Notes
@@ -41,10 +42,11 @@ class Drafting:
         self._pause = 0  # steps without drafts that are left, after a failure
         self._failures = 0
         self._worked = False  # whether a model ran for this step's drafts
+        self._asking_s = 0.0  # that asking for them took
 
     def drafts(self, rows: Sequence[Row], besides: int) -> list[Draft]:
         """Return a draft per row. besides: tokens of the step that are not these rows'."""
-        self._worked = False
+        self._worked, self._asking_s = False, 0.0
         if rows and self._plain is not None:
             self._expected_s = self._plain(len(rows), len(rows), reach_of(rows))
         if not rows or self._pause:
@@ -52,6 +54,14 @@ class Drafting:
             return [Draft()] * len(rows)
         if self._trial is not None and not self._trial.allows(len(rows), self._expected_s, mixed=besides > 0):
             return [Draft()] * len(rows)
+        started = time.perf_counter()
+        try:
+            return self._ask(rows, besides)
+        finally:
+            self._asking_s = time.perf_counter() - started
+
+    def _ask(self, rows: Sequence[Row], besides: int) -> list[Draft]:
+        """Return what the proposer drafts, and the rows' grammars admit."""
         try:
             drafts = self._proposer.propose(rows, besides)
             self._worked = self._proposer.worked
@@ -75,4 +85,5 @@ class Drafting:
         """A step of decoding alone verified `drafted` tokens on `rows` rows and wrote `tokens` in `seconds`."""
         if self._trial is not None:
             # a step whose drafts were made and thrown away is no plain one
-            self._trial.observe(rows, max(drafted, self._worked), tokens, seconds, self._expected_s)
+            drafted = max(drafted, self._worked)
+            self._trial.observe(rows, drafted, tokens, seconds, self._expected_s, self._asking_s)

@@ -27,6 +27,13 @@ def probe(model: Model, rows: int) -> StepCost:
     return StepCost(points, per_slot, per_row_slot)
 
 
+def seconds_of(model: Model, rows: int) -> float:
+    """Return what a plain step of `rows` rows takes."""
+    reach = REACHES[0]
+    occupy(model, rows, reach)
+    return _least(model, [Segment(row, reach - 1, 1) for row in range(rows)])
+
+
 def _spread(tokens: int) -> list[Segment]:
     counts = [PER_ROW] * (tokens // PER_ROW) + [tokens % PER_ROW] * (tokens % PER_ROW > 0)
     return [Segment(row, SHORT, count) for row, count in enumerate(counts)]

@@ -1,12 +1,14 @@
 """Never slower than off: drafts are judged by what steps really take, and paused where they lose.
 
     >>> if guard.allows(rows, expected_s): drafts = ...
-    >>> guard.observe(rows, drafted, tokens=written, seconds=spent, expected_s=expected_s)
+    >>> guard.observe(rows, drafted, tokens=written, seconds=spent, expected_s=expected_s, asking_s=asking)
 
 A step that drafts is compared with plain steps: those in which nothing was worth drafting, and one now and then for
 which the guard itself asks. What plain steps take is known by how far they were off what was expected of them, so that
 steps of another number of rows tell it too; what is expected must not learn from steps that draft. What counts is the
 seconds saved, with an interval: drafts are paused once even its upper end is a loss, and tried again after a while.
+Asking for drafts takes time even where nothing comes of it: a step that asked in vain lost exactly that time, and all
+steps that asked are judged together too.
 Steps that also compute prompts teach nothing and are not asked to be plain. Pure.
 """
 
@@ -28,6 +30,8 @@ EVERY, RARE = 32, 256  # steps that draft for each plain one: at first, and wher
 ELSEWHERE = 16  # steps that draft with a number of rows of which no plain step is known, before one is asked for
 KEPT = 5.0  # steps' weight that is left after a pause
 PAUSE, LONGEST, LONGER = 64, 4096, 4  # steps: the first pause, and the longest; each so many times the one before
+TRIED, WITNESSES = 8, 256  # steps that asked for drafts, and rows in them, before asking is judged
+TRIFLE = 0.01  # of the time, that asking may surely lose: it finds out when drafts begin to pay
 WILD = 3.0  # times the usual: what takes longer was interrupted by something else
 
 
@@ -108,7 +112,7 @@ class Savings:
 
     def forget(self, kept: float) -> None:
         """Keep so many steps' weight of what was learnt."""
-        share = min(1.0, kept / self._weight)
+        share = min(1.0, kept / self._weight) if self._weight else 1.0
         self._weight *= share
         self._weight2 *= share**2
         self._spread *= share
@@ -153,7 +157,9 @@ class Guard:
         self._pauses = self._paused = self._asked = 0
         self._wait = SOON  # steps that draft, before the next judgement
         self._catches_up = False  # the first step after a pause, which a drafter may need to see what it missed
-        self._savings = Savings()
+        self._savings = Savings()  # of the steps that drafted
+        self._asking = Savings()  # of all that asked for drafts
+        self._tried = self._witnesses = 0  # of these since the latest pause, and rows in them
 
     def allows(self, rows: int, expected_s: float, mixed: bool = False) -> bool:
         """Return whether the coming step of `rows` rows may draft. mixed: it computes prompts too.
@@ -169,10 +175,18 @@ class Guard:
             return False
         return True
 
-    def observe(self, rows: int, drafted: int, tokens: int, seconds: float, expected_s: float) -> None:
-        """Learn from a step of decoding alone: `drafted` tokens verified, `tokens` written, drafting included."""
+    def observe(
+        self, rows: int, drafted: int, tokens: int, seconds: float, expected_s: float, asking_s: float = 0.0
+    ) -> None:
+        """Learn from a step of decoding alone: `drafted` tokens verified, `tokens` written, drafting included.
+
+        asking_s: seconds of it that making the drafts, or finding none, took; 0 where nobody was asked.
+        """
         if not drafted:
-            self._plain.learn(rows, seconds, expected_s)
+            without = max(seconds - asking_s, 0.0)
+            self._plain.learn(rows, without, expected_s)
+            if asking_s:
+                self._judge_asking(rows, without, min(seconds, WILD * without))
             return
         self._plain.drafted(rows)
         plain = self._plain.seconds(rows, expected_s)
@@ -180,7 +194,10 @@ class Guard:
             self._catches_up = False
         elif plain is not None:
             usual = max(plain, self._savings.mean_s or inf)
-            self._judge(tokens * plain / rows, min(seconds, WILD * usual))
+            would, took = tokens * plain / rows, min(seconds, WILD * usual)
+            self._judge_asking(rows, would, took)
+            if not self._pause:
+                self._judge(would, took)
 
     def _judge(self, would: float, took: float) -> None:
         """Take in a step in place of which plain ones would have taken `would` seconds."""
@@ -190,14 +207,29 @@ class Guard:
             return
         low, high = self._savings.interval
         if high < 1:
-            self._pause, self._length = self._length, min(LONGEST, LONGER * self._length)
-            self._pauses += 1
-            self._every, self._wait, self._catches_up = EVERY, SOON, True
-            self._savings.forget(KEPT)
+            self._rest()
         elif low > SURE:
             self._length = PAUSE  # whatever lost before does so no longer
             if self._savings.steps > self._every / 2:
                 self._every = min(RARE, 2 * self._every)
+
+    def _judge_asking(self, rows: int, would: float, took: float) -> None:
+        """Take in a step of `rows` rows that asked for drafts, whether or not any came of it."""
+        self._asking.add(would, took)
+        self._tried += 1
+        self._witnesses += rows
+        enough = self._tried >= TRIED and self._witnesses >= WITNESSES
+        if enough and self._asking.interval[1] < 1 - TRIFLE:
+            self._rest()
+
+    def _rest(self) -> None:
+        """Begin a pause."""
+        self._pause, self._length = self._length, min(LONGEST, LONGER * self._length)
+        self._pauses += 1
+        self._every, self._wait, self._catches_up = EVERY, SOON, True
+        self._tried = self._witnesses = 0
+        self._savings.forget(KEPT)
+        self._asking.forget(KEPT)
 
     @property
     def knows(self) -> bool:
@@ -211,9 +243,10 @@ class Guard:
 
     def about(self) -> dict[str, Any]:
         """Return what the statistics say: what was decided, and by what."""
-        ratio = self._savings.ratio
+        ratio, asked = self._savings.ratio, self._asking.ratio
         return {
             "ratio": None if ratio is None else round(ratio, 3),
+            "ratio_asked": None if asked is None else round(asked, 3),
             "pauses": self._pauses,
             "paused_steps": self._paused,
             "plain_steps": self._asked,

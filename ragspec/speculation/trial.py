@@ -3,7 +3,7 @@
     speculation: {method: auto}
 
     >>> if trial.allows(rows, expected_s): drafts = trial.ask(lambda name: ..., lambda name: ...)
-    >>> trial.observe(rows, drafted, tokens=written, seconds=spent, expected_s=expected_s)
+    >>> trial.observe(rows, drafted, tokens=written, seconds=spent, expected_s=expected_s, asking_s=asking)
 
 All methods are judged beside the same plain steps (guard.py), so what was measured at different times can be compared,
 and the one that drafts is paused where it loses. Turns are paid for out of a small share of the time, to which their
@@ -97,13 +97,19 @@ class Trial:
         self._watching_s = time.perf_counter() - started
         return drafts
 
-    def observe(self, rows: int, drafted: int, tokens: int, seconds: float, expected_s: float) -> None:
-        """Take in a step of decoding alone: `drafted` tokens verified, `tokens` written, drafting included."""
+    def observe(
+        self, rows: int, drafted: int, tokens: int, seconds: float, expected_s: float, asking_s: float = 0.0
+    ) -> None:
+        """Take in a step of decoding alone: `drafted` tokens verified, `tokens` written, drafting included.
+
+        asking_s: seconds of it in which all methods were asked for drafts.
+        """
         method = self._methods[self.current]
-        plain = self._plain.seconds(rows, expected_s) if drafted else seconds
-        seconds -= self._watching_s
+        seconds, asking_s = seconds - self._watching_s, max(0.0, asking_s - self._watching_s)
+        plain = self._plain.seconds(rows, expected_s) if drafted else seconds - asking_s
         if plain is not None:
             seconds = min(seconds, WILD * max(plain, method.savings.mean_s or inf))  # more was something else's
+            asking_s = min(asking_s, seconds)
         self._saved_up_s += SHARE * seconds
         if self._asked and plain is not None:
             would = tokens * plain / rows
@@ -113,7 +119,7 @@ class Trial:
                 self._count(method, would, seconds, UNKNOWN * TURN * plain)
             method.steps += 1
         self._asked = self._in_turn = False
-        method.guard.observe(rows, drafted, tokens, seconds, expected_s)
+        method.guard.observe(rows, drafted, tokens, seconds, expected_s, asking_s)
 
     def _count(self, method: _Method, would: float, seconds: float, most_s: float) -> None:
         """Take in a step of a turn. most_s: what a turn may lose until it ends early."""

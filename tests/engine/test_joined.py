@@ -174,9 +174,9 @@ def test_a_step_whose_drafts_were_made_and_thrown_away_is_no_plain_one(loaded, t
             super().__init__(["draft_model"])
             self.steps = []
 
-        def observe(self, rows, drafted, tokens, seconds, expected_s):
+        def observe(self, rows, drafted, tokens, seconds, expected_s, asking_s=0.0):
             self.steps.append(drafted)
-            super().observe(rows, drafted, tokens, seconds, expected_s)
+            super().observe(rows, drafted, tokens, seconds, expected_s, asking_s)
 
     class Useless(DraftModel):
         def _draft(self, sketch):

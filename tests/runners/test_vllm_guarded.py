@@ -7,6 +7,7 @@ import pytest
 
 from ragspec.runners.vllm import guarded
 from ragspec.runners.vllm.guarded import BLIND, Guarded
+from ragspec.speculation.guard import Guard
 from ragspec.runners.vllm.steps import verify_nothing_unasked
 
 ROWS, TOKENS = 4, 3
@@ -146,4 +147,4 @@ def test_what_a_drafter_without_room_leaves_is_not_verified(monkeypatch):
 def test_every_run_starts_afresh(monkeypatch):
     engine = Engine(monkeypatch, right=0, drafting=0.5).run(200)
     engine.guarded.reset()
-    assert engine.guarded.about()["guard"] == {"ratio": None, "pauses": 0, "paused_steps": 0, "plain_steps": 0}
+    assert engine.guarded.about()["guard"] == Guard().about()

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ragspec.speculation.guard import ELSEWHERE, EVERY, TRUSTED, Guard
+from ragspec.speculation.guard import ELSEWHERE, EVERY, TRUSTED, WITNESSES, Guard
 
 
 def plain_s(rows):
@@ -12,20 +12,23 @@ def plain_s(rows):
     return 0.5 + rows / 16
 
 
-def simulate(seed, gain, steps, rows=lambda step: 8, noise=0.15, drafts=1.0, expected=plain_s):
+def simulate(seed, gain, steps, rows=lambda step: 8, noise=0.15, drafts=1.0, expected=plain_s, asking=0.0):
     """Return tokens per second with a guard, over those of plain decoding, and the guard.
 
-    gain: of a step that drafts, on average. rows: of each step. expected: of plain steps, by rows.
+    gain: of a step that drafts, on average. rows: of each step. drafts: share of the steps asked in which there are
+    any. expected: of plain steps, by rows. asking: what it takes to ask for drafts, in plain steps.
     """
     rng, guard = random.Random(seed), Guard()
     plain = seconds = 0.0
     for step in range(steps):
         count = rows(step)
-        drafted = guard.allows(count, expected(count)) and rng.random() < drafts
+        asked = guard.allows(count, expected(count))
+        drafted = asked and rng.random() < drafts
         written = count * (1 + rng.choice([0, 0, 1, 2])) if drafted else count
         mean = plain_s(count) * (1.75 / gain if drafted else 1.0)
-        took = mean * rng.lognormvariate(0, noise)
-        guard.observe(count, 3 * drafted * count, written, took, expected(count))
+        asking_s = asked * asking * plain_s(count)
+        took = mean * rng.lognormvariate(0, noise) + asking_s
+        guard.observe(count, 3 * drafted * count, written, took, expected(count), asking_s)
         plain += written / count * plain_s(count)
         seconds += took
     return plain / seconds, guard
@@ -81,6 +84,38 @@ def test_plain_steps_are_asked_for_only_where_there_are_none():
     _, seldom = simulate(3, 1.2, 800, drafts=0.5)
     assert seldom.about()["plain_steps"] == 2, "the very first ones"
     assert 2 <= often.about()["plain_steps"] <= 800 / EVERY + 1
+
+
+def test_asking_in_vain_is_given_up():
+    ratios = sorted(simulate(seed, 1.0, 1000, lambda step: 64, drafts=0.0, asking=0.05)[0] for seed in range(20))
+    assert ratios[10] > 0.98
+    assert simulate(1, 1.0, 1000, lambda step: 64, drafts=0.0, asking=0.005)[1].about()["pauses"] == 0, "a trifle"
+
+
+@pytest.mark.parametrize("drafts", [0.1, 0.5])
+def test_asking_goes_on_where_what_comes_of_it_pays(drafts):
+    runs = [simulate(seed, 1.5, 1000, lambda step: 64, drafts=drafts, asking=0.02) for seed in range(20)]
+    ratios = sorted(ratio for ratio, _ in runs)
+    without = sorted(simulate(seed, 1.5, 1000, lambda step: 64, drafts=drafts)[0] for seed in range(20))
+    assert ratios[10] > 0.97 * without[10]
+
+
+def test_few_rows_are_asked_for_longer():
+    guard = known(1, 1.0)
+    while guard.allows(1, 1.0):
+        guard.observe(1, 0, 1, 1.1, 1.0, 0.1)
+        asked = guard._witnesses
+        assert asked <= WITNESSES
+    assert asked == 0, "a pause began"
+    assert guard.about()["pauses"] == 1
+    assert guard.about()["ratio_asked"] == pytest.approx(1 / 1.1, abs=0.001)
+
+
+def test_what_asking_takes_is_no_part_of_a_plain_step():
+    guard = known(4, 1.0)
+    for _ in range(20):
+        guard.observe(4, 0, 4, 1.5, 1.0, 0.5)
+    assert guard._plain.seconds(4, 1.0) == pytest.approx(1.0)
 
 
 def test_another_number_of_rows_has_a_plain_step_of_its_own_in_time():

@@ -219,7 +219,7 @@ class Runner:
     def warm_up(self, records: int | None = None) -> None:
         """Run once what the first record would otherwise pay for."""
         assert self._backend is not None
-        self._backend.warm_up(None if records is None else records * self._expected_tokens)
+        self._backend.warm_up(records, self._expected_tokens)
 
     # -- answering ------------------------------------------------------------------------------------------------
 

@@ -98,7 +98,7 @@ class StockBackend:
         self._meter = AcceptanceMeter(tokenizers, reach)
         self._meter.attach(self._model)
 
-    def warm_up(self, tokens: int | None = None) -> None:
+    def warm_up(self, records: int | None = None, each: int = 0) -> None:
         """Generate a few tokens, so that the first record does not pay for lazy initialisation."""
         ids = self._tokenizer.encode("one two three one two three", special_tokens=True)
         sampling = Sampling(max_new_tokens=4, temperature=0.0 if self._greedy_by_default else 1.0)

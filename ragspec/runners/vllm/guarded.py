@@ -49,7 +49,7 @@ class Guarded:
         self._prompts = self._dropping = False
         self._blind = 0  # steps that went without drafts as nothing was known of them
         self._since = 0.0  # when it began
-        self._spent = self._spending = 0.0  # seconds that its drafts took, and that those of the next one do
+        self._spent = self._spending = 0.0  # seconds that its drafts took, if wanted, and that those of the next one do
 
     def about(self) -> dict[str, Any]:
         """Return what the statistics say."""
@@ -60,7 +60,9 @@ class Guarded:
         found = self._guard.about()
         if not found["pauses"]:
             return ""
-        slower = f"method {method}: steps with drafts are {found['ratio']:.2f}x as fast as plain ones"
+        drafted, asked = found["ratio"], found["ratio_asked"]
+        how = f"with drafts are {drafted:.2f}x" if drafted and drafted < 1 else f"that ask for drafts are {asked:.2f}x"
+        slower = f"method {method}: steps {how} as fast as plain ones"
         if self._pauses:
             return f"{slower}; {found['paused_steps']} steps did without"
         return f"{slower}; leave out num_tokens to have them paused, or use method: none or context"
@@ -93,7 +95,8 @@ class Guarded:
 
     def _begin(self, tokens: dict[str, int], drafts: dict[str, list[int]]) -> None:
         """A step begins. tokens, drafts: of its records, by name."""
-        self._since, self._spent, self._spending = time.perf_counter(), self._spending, 0.0
+        spent = 0.0 if self._dropping else self._spending
+        self._since, self._spent, self._spending = time.perf_counter(), spent, 0.0
         self._rows = len(tokens)
         self._drafted = sum(len(draft) for draft in drafts.values())
         self._prompts = any(count > 1 + len(drafts.get(name, ())) for name, count in tokens.items())
@@ -101,8 +104,9 @@ class Guarded:
     def _end(self, written: int) -> None:
         """The step wrote so many tokens."""
         if self._rows and not self._prompts:
-            seconds = time.perf_counter() - self._since - self._spending + self._spent * (self._drafted > 0)
-            self._guard.observe(self._rows, self._drafted, written, seconds, self._plain(self._rows, self._rows))
+            seconds = time.perf_counter() - self._since - self._spending + self._spent
+            expected = self._plain(self._rows, self._rows)
+            self._guard.observe(self._rows, self._drafted, written, seconds, expected, self._spent)
 
     def _decide(self, model_runner: Any) -> None:
         """Let the guard say whether the next step drafts, where vLLM asks whether its drafter has room."""

@@ -66,7 +66,7 @@ class Proposer:
         self._rows = Rows(self._open)
         self._asked = (0, 0)  # tokens and rows of the step under way, if it only decodes
         self._since = 0.0  # when that step began
-        self._spent = 0.0  # seconds that its drafts took
+        self._spent = self._asking_s = 0.0  # seconds that we took before it, and those of them that asking did
 
     def load_model(self, target: Any) -> None:
         """Do nothing: vLLM's CPU build asks every proposer to load."""
@@ -139,11 +139,16 @@ class Proposer:
             seconds = started - self._since
             self.cost.observe(*self._asked, seconds)
             tokens, before = self._asked
-            self.trial.observe(before, tokens - before, written, seconds + self._spent, self._plain(before, before))
+            seconds, expected = seconds + self._spent, self._plain(before, before)
+            self.trial.observe(before, tokens - before, written, seconds, expected, self._asking_s)
         drafts: dict[int, Draft] = {}
         count = len(rows)
+        asked = time.perf_counter()
         if rows and (not self._judged or self.trial.allows(count, self._plain(count, count), mixed=bool(prompts))):
             drafts = self.trial.ask(lambda name: self._choose(name, rows), lambda name: self._guess(name, rows))
+            self._asking_s = time.perf_counter() - asked
+        else:
+            self._asking_s = 0.0
         proposed: list[list[int]] = [[] for _ in sampled_token_ids]
         for slot, draft in drafts.items():
             rows[slot].draft = draft
