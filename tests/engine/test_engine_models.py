@@ -208,8 +208,8 @@ def test_every_method_runs_in_batches_with_the_answers_of_stock_generate(tiny, m
 def test_a_batch_size_is_chosen_and_said(tiny, temperature):
     sampling = {"temperature": temperature, "seed": 3}
     outcomes, about, runner = run(tiny, "context", {"batch_size": "auto"}, sampling)
-    assert about["batch_size"] == 16
-    assert any("batch_size: auto chose 16" in note for note in runner.notes)
+    assert about["batch_size"] in (16, 32, 64, 128)
+    assert any(f"batch_size: auto chose {about['batch_size']}: more would add" in note for note in runner.notes)
     alone, _, _ = run(tiny, "none", {"batch_size": 1}, sampling)
     assert tokens(outcomes) == tokens(alone)
 

@@ -7,8 +7,8 @@ import pytest
 
 from ragspec.runners.vllm import guarded
 from ragspec.runners.vllm.guarded import BLIND, Guarded
-from ragspec.speculation.guard import Guard
 from ragspec.runners.vllm.steps import verify_nothing_unasked
+from ragspec.speculation.guard import Guard
 
 ROWS, TOKENS = 4, 3
 PLAIN, VERIFIED = 1.0, 0.1  # seconds of a plain step, and more for each token of a draft
