@@ -93,7 +93,7 @@ class EngineBackend:
         self._context_length = speculation.context_length  # of the draft model
         self._translation = speculation.translation
         self._rows = rows
-        self._most = FEWEST if inner.device.type == "cpu" else MOST  # rows, where their number is chosen
+        self._most = MOST if inner.device.type == "cuda" else FEWEST  # rows, where their number is chosen
         self._lookahead = lookahead
         self._rules = rules
         self._grammars = grammars

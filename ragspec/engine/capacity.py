@@ -1,4 +1,4 @@
-"""How many rows at once: as many as add speed, which a CPU is asked for, and fit into memory."""
+"""How many rows at once: as many as add speed, which all but CUDA devices are timed for, and fit into memory."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ TYPICAL = 0.9  # share of the requests looked at that fit the row size chosen
 def most_rows(device: torch.device, limit: int, step: Callable[[int], float]) -> int:
     """Return the number of rows beyond which more would add little speed.
 
-    limit: rows that there will ever be. step: returns the seconds of a step of so many rows. A GPU is not asked: what
-    it can do at once is far more than what it reads for.
+    limit: rows that there are records or memory for. step: returns the seconds of a step of so many rows. CUDA devices
+    are not timed: they compute far more rows in the time in which they read the weights.
     """
-    if device.type != "cpu":
+    if device.type == "cuda":
         return MOST
     rows = FEWEST
-    if limit <= rows:
-        return rows
-    seconds = step(rows)
+    seconds = step(rows) if limit > rows else 0.0
     while rows < min(limit, MOST):
         more = step(2 * rows)
         if 2 * seconds < PAYS * more:
