@@ -195,8 +195,7 @@ class Guard:
         elif plain is not None:
             usual = max(plain, self._savings.mean_s or inf)
             would, took = tokens * plain / rows, min(seconds, WILD * usual)
-            self._judge_asking(rows, would, took)
-            if not self._pause:
+            if not self._judge_asking(rows, would, took):
                 self._judge(would, took)
 
     def _judge(self, would: float, took: float) -> None:
@@ -213,14 +212,19 @@ class Guard:
             if self._savings.steps > self._every / 2:
                 self._every = min(RARE, 2 * self._every)
 
-    def _judge_asking(self, rows: int, would: float, took: float) -> None:
-        """Take in a step of `rows` rows that asked for drafts, whether or not any came of it."""
+    def _judge_asking(self, rows: int, would: float, took: float) -> bool:
+        """Take in a step of `rows` rows that asked for drafts, whether or not any came of it.
+
+        Returns whether a pause begins.
+        """
         self._asking.add(would, took)
         self._tried += 1
         self._witnesses += rows
         enough = self._tried >= TRIED and self._witnesses >= WITNESSES
-        if enough and self._asking.interval[1] < 1 - TRIFLE:
+        loses = enough and self._asking.interval[1] < 1 - TRIFLE
+        if loses:
             self._rest()
+        return loses
 
     def _rest(self) -> None:
         """Begin a pause."""
