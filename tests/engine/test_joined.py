@@ -172,10 +172,11 @@ def test_a_step_whose_drafts_were_made_and_thrown_away_is_no_plain_one(loaded, t
     class Noted(Trial):
         def __init__(self):
             super().__init__(["draft_model"])
-            self.steps = []
+            self.steps, self.asking = [], []
 
         def observe(self, rows, drafted, tokens, seconds, expected_s, asking_s=0.0):
             self.steps.append(drafted)
+            self.asking.append(0 < asking_s < seconds)
             super().observe(rows, drafted, tokens, seconds, expected_s, asking_s)
 
     class Useless(DraftModel):
@@ -191,3 +192,5 @@ def test_a_step_whose_drafts_were_made_and_thrown_away_is_no_plain_one(loaded, t
     assert sum(outcome.spec.drafted for outcome in outcomes.values()) == 0
     found = trial.about()["guard"]
     assert trial.steps.count(0) <= found["plain_steps"] + found["paused_steps"] < len(trial.steps)
+    assert all(asking for asking, drafted in zip(trial.asking, trial.steps, strict=True) if drafted)
+    assert not all(trial.asking), "nobody is asked in a plain step"

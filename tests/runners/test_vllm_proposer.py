@@ -226,6 +226,18 @@ def test_auto_begins_with_the_passages_and_tries_the_other(monkeypatch):
     assert set(late.drafters) == set(proposer.trial.candidates)
 
 
+def test_the_trial_is_told_what_asking_took(monkeypatch):
+    monkeypatch.setattr("ragspec.runners.vllm.proposer.time", SimpleNamespace(perf_counter=iter(range(10**6)).__next__))
+    proposer, steps = make("context"), []
+    observe = proposer.trial.observe
+    monkeypatch.setattr(proposer.trial, "observe", lambda *step: (steps.append(step), observe(*step)))
+    Scheduler(proposer, jobs(30), slots=2).run()
+    asking = [asking_s for *_, asking_s in steps]
+    assert 0 in asking, "nobody is asked in a plain step"
+    assert asking.count(1) > len(asking) / 2
+    assert all(seconds > asking_s for _, _, _, seconds, _, asking_s in steps)
+
+
 @pytest.mark.parametrize("method", ["context", "auto"])
 def test_a_step_of_records_that_nobody_follows_is_not_drafted_for(method):
     proposer = make(method)

@@ -131,13 +131,16 @@ def test_one_method_is_judged_as_any():
     assert "method auto: context (compared with plain decoding: context 0." in trial.note()
 
 
+class Clock:
+    """Stands still until it is moved on."""
+
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
 def test_looking_on_is_not_held_against_the_method_that_drafts(monkeypatch):
-    class Clock:
-        now = 0.0
-
-        def perf_counter(self):
-            return self.now
-
     clock = Clock()
     monkeypatch.setattr(trial_module, "time", clock)
 
@@ -153,6 +156,25 @@ def test_looking_on_is_not_held_against_the_method_that_drafts(monkeypatch):
             take(1)
         trial.observe(1, drafts, 2 if drafts else 1, clock.now - started, 1.0)
     assert trial.about()["trial"]["a"] == pytest.approx(2, rel=0.1)
+
+
+def test_what_asking_in_vain_takes_counts_against_a_method_and_looking_on_does_not(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(trial_module, "time", clock)
+
+    def take(seconds):
+        clock.now += seconds
+
+    trial = Trial(["a", "b"])
+    for _ in range(40):
+        started = clock.now
+        if trial.allows(1, 1.0):
+            trial.ask(lambda name: take(0.25), lambda name: take(8))
+        asking = clock.now - started
+        take(1)
+        trial.observe(1, 0, 1, clock.now - started, 1.0, asking)
+    assert trial.about()["trial"]["a"] == pytest.approx(0.8)
+    assert trial._plain.seconds(1, 1.0) == 1.0
 
 
 def test_looking_on_in_a_step_that_computes_prompts_is_not_taken_off_a_later_one(monkeypatch):
