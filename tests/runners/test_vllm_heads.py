@@ -96,6 +96,7 @@ def test_a_head_that_knows_nothing_changes_no_answer(demo, plain, tmp_path, meth
     assert_drafts_changed_nothing(lines, totals, plain)
 
 
+@pytest.mark.timeout(1800)  # it trains for as long as a machine takes
 @pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("speculators") is None, reason="speculators is not installed")
 @pytest.mark.parametrize("method", ["eagle3", "dflash"])
