@@ -26,7 +26,8 @@ VLLM ?= setup-vllm
 test: setup $(VLLM) check
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# what has a shorter test beside it in `make test`, among them every trained head that vLLM loads here: ten minutes, forty on slow cores
+# what has a shorter test beside it in `make test`, among them every trained head that vLLM loads here: ten minutes,
+# forty on slow cores
 test-long: setup $(VLLM)
 	RAGSPEC_LONG=1 $(BIN)/python -m pytest -m long
 
