@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ragspec.engine.capacity import FEWEST, MOST, budget_of, choose_rows, most_rows
+from ragspec.engine.capacity import budget_of, choose_rows, most_rows, untimed_rows
 from ragspec.engine.clock import Clock
 from ragspec.engine.decode import LOOKAHEAD, Engine, EngineSettings
 from ragspec.engine.draft_model import DraftModel
@@ -93,7 +93,7 @@ class EngineBackend:
         self._context_length = speculation.context_length  # of the draft model
         self._translation = speculation.translation
         self._rows = rows
-        self._most = MOST if inner.device.type == "cuda" else FEWEST  # rows, where their number is chosen
+        self._most = untimed_rows(inner.device)  # rows, where their number is chosen
         self._lookahead = lookahead
         self._rules = rules
         self._grammars = grammars
@@ -168,9 +168,7 @@ class EngineBackend:
         """Return the rows beyond which more would add little speed, or there are no records or no memory for them."""
         memory = budget_of(self._model.device) // (self._bytes_per_token * REACHES[0])
         limit = memory if records is None else min(records, memory)
-        rows = most_rows(self._model.device, limit, partial(seconds_of, self._model))
-        self._model.resize(rows)
-        return rows
+        return most_rows(self._model.device, limit, partial(seconds_of, self._model))
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield outcomes as they finish."""

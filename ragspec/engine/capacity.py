@@ -17,17 +17,22 @@ KEPT = 8  # times as much memory the machine has as keys and values keep; not of
 TYPICAL = 0.9  # share of the requests looked at that fit the row size chosen
 
 
+def untimed_rows(device: torch.device) -> int:
+    """Return the number of rows where steps were not timed.
+
+    CUDA devices never are: they compute far more rows in the time in which they read the weights.
+    """
+    return MOST if device.type == "cuda" else FEWEST
+
+
 def most_rows(device: torch.device, limit: int, step: Callable[[int], float]) -> int:
     """Return the number of rows beyond which more would add little speed.
 
-    limit: rows that there are records or memory for. step: returns the seconds of a step of so many rows. CUDA devices
-    are not timed: they compute far more rows in the time in which they read the weights.
+    limit: rows that there are records or memory for. step: returns the seconds of a step of so many rows.
     """
-    if device.type == "cuda":
-        return MOST
-    rows = FEWEST
-    seconds = step(rows) if limit > rows else 0.0
-    while rows < min(limit, MOST):
+    rows, limit = untimed_rows(device), min(limit, MOST)
+    seconds = step(rows) if rows < limit else 0.0
+    while rows < limit:
         more = step(2 * rows)
         if 2 * seconds < PAYS * more:
             break

@@ -183,7 +183,7 @@ class Guard:
         asking_s: seconds of it that making the drafts, or finding none, took; 0 where nobody was asked.
         """
         if not drafted:
-            without = max(seconds - asking_s, 0.0)
+            without = seconds - asking_s
             self._plain.learn(rows, without, expected_s)
             if asking_s:
                 self._judge_asking(rows, without, min(seconds, WILD * without))

@@ -109,7 +109,7 @@ class Trial:
         plain = self._plain.seconds(rows, expected_s) if drafted else seconds - asking_s
         if plain is not None:
             seconds = min(seconds, WILD * max(plain, method.savings.mean_s or inf))  # more was something else's
-            asking_s = min(asking_s, seconds)
+            asking_s = asking_s if drafted else seconds - plain
         self._saved_up_s += SHARE * seconds
         if self._asked and plain is not None:
             would = tokens * plain / rows

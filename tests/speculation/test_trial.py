@@ -177,6 +177,14 @@ def test_what_asking_in_vain_takes_counts_against_a_method_and_looking_on_does_n
     assert trial._plain.seconds(1, 1.0) == 1.0
 
 
+def test_an_interruption_while_asking_is_no_sign_of_fast_plain_steps():
+    trial = Trial(["a"])
+    for seconds, asking in [(1.1, 0.1), (10.0, 9.0), (1.1, 0.1)]:
+        trial.allows(1, 1.0, mixed=True)
+        trial.observe(1, 0, 1, seconds, 1.0, asking)
+    assert trial._plain.seconds(1, 1.0) == pytest.approx(1.0)
+
+
 def test_looking_on_in_a_step_that_computes_prompts_is_not_taken_off_a_later_one(monkeypatch):
     clock = iter(range(0, 10**6, 8)).__next__  # whoever looks on takes eight seconds
     monkeypatch.setattr(trial_module, "time", SimpleNamespace(perf_counter=clock))

@@ -143,12 +143,11 @@ class Proposer:
             self.trial.observe(before, tokens - before, written, seconds, expected, self._asking_s)
         drafts: dict[int, Draft] = {}
         count = len(rows)
-        asked = time.perf_counter()
+        self._asking_s = 0.0
         if rows and (not self._judged or self.trial.allows(count, self._plain(count, count), mixed=bool(prompts))):
+            asked = time.perf_counter()
             drafts = self.trial.ask(lambda name: self._choose(name, rows), lambda name: self._guess(name, rows))
             self._asking_s = time.perf_counter() - asked
-        else:
-            self._asking_s = 0.0
         proposed: list[list[int]] = [[] for _ in sampled_token_ids]
         for slot, draft in drafts.items():
             rows[slot].draft = draft
