@@ -40,8 +40,8 @@ class StepTimer:
         """Say that the drafts are made and the forward begins."""
         self._drafted = time.perf_counter()
 
-    def count(self, work: Sequence[Work], written: int, clock: Clock, cost: StepCost | None) -> float | None:
-        """Take the step, which ends now, into `clock` and `cost`; return its seconds if it did nothing but decode.
+    def count(self, work: Sequence[Work], written: int, clock: Clock, cost: StepCost | None) -> float:
+        """Take the step, which ends now, into `clock` and `cost`; return its seconds.
 
         written: tokens that the decoding rows' answers grew by.
         """
@@ -51,7 +51,7 @@ class StepTimer:
         tokens = sum(len(item.token_ids) for item in decoding)
         prefill = sum(len(item.token_ids) for item in work) - tokens
         if not tokens + prefill:
-            return None
+            return spent
         share = tokens / (tokens + prefill)
         clock.drafting_s += self._drafted - self._begun
         clock.prompt_tokens += prefill
@@ -59,11 +59,11 @@ class StepTimer:
         clock.prefill_s += (1 - share) * spent
         clock.decode_tokens += written
         if not decoding:
-            return None
+            return spent
         clock.steps += 1
         clock.drafted_steps += any(item.draft.token_ids for item in decoding)
         if cost is not None and prefill:
             cost.observe_beside(tokens + prefill, ended - self._drafted)
         elif cost is not None:
             cost.observe(tokens, len(decoding), reach_of([item.row for item in decoding]), ended - self._drafted)
-        return None if prefill else spent
+        return spent

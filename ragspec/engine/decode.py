@@ -240,10 +240,7 @@ class Engine:
         try:
             tokens = sum(self._extend(item, token_ids, finished) for item, token_ids in written)
             work = [item for item, _ in written]
-            seconds = timer.count(work, tokens, self.clock, self._settings.cost)
-            if seconds is not None:
-                drafted = sum(len(item.draft.token_ids) for item in work)
-                self._drafting.observe(len(work), drafted, tokens, seconds)
+            self._drafting.observe(work, tokens, timer.count(work, tokens, self.clock, self._settings.cost))
         finally:  # what is finished is handed on, whatever became of the others
             for row in finished:
                 admission.release(row)

@@ -10,6 +10,7 @@ from ragspec.engine.proposers import LONGEST, Proposer
 from ragspec.engine.retreat import FORWARD, told
 from ragspec.engine.room import PATIENCE
 from ragspec.engine.row import Row, reach_of
+from ragspec.engine.work import Work
 from ragspec.speculation.cost import Cost
 from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.forced import admitted
@@ -81,9 +82,15 @@ class Drafting:
         lengths = [self._restart - len(row.tokens) if row.base <= self._restart else LONGEST for row in rows]
         return [draft.cut(max(0, length)) for draft, length in zip(drafts, lengths, strict=True)]
 
-    def observe(self, rows: int, drafted: int, tokens: int, seconds: float) -> None:
-        """A step of decoding alone verified `drafted` tokens on `rows` rows and wrote `tokens` in `seconds`."""
-        if self._trial is not None:
+    def observe(self, work: Sequence[Work], tokens: int, seconds: float) -> None:
+        """A step took `seconds`; those of its rows that decode wrote `tokens`."""
+        decoding = [item for item in work if item.decodes]
+        rows, measured = len(decoding), (seconds, self._expected_s, self._asking_s)
+        if self._trial is None or not rows:
+            return
+        if rows < len(work):
+            self._trial.observe_beside(rows, max(0, tokens - rows), *measured)
+        else:
             # a step whose drafts were made and thrown away is no plain one
-            drafted = max(drafted, self._worked)
-            self._trial.observe(rows, drafted, tokens, seconds, self._expected_s, self._asking_s)
+            drafted = max(sum(len(item.draft.token_ids) for item in work), self._worked)
+            self._trial.observe(rows, drafted, tokens, *measured)

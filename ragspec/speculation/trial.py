@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, TypeVar
 
-from ragspec.speculation.guard import WILD, Guard, PlainSteps, Savings
+from ragspec.speculation.guard import Guard
+from ragspec.speculation.plain_steps import WILD, PlainSteps
+from ragspec.speculation.savings import Savings
 
 SHARE = 0.02  # of the time, that turns of other methods may lose
 TURN = 5  # steps of a turn; the first is not judged, for a drafter may have something to catch up with
@@ -105,7 +107,7 @@ class Trial:
         asking_s: seconds of it in which all methods were asked for drafts.
         """
         method = self._methods[self.current]
-        seconds, asking_s = seconds - self._watching_s, max(0.0, asking_s - self._watching_s)
+        seconds, asking_s = self._own(seconds, asking_s)
         plain = self._plain.seconds(rows, expected_s) if drafted else seconds - asking_s
         if plain is not None:
             seconds = min(seconds, WILD * max(plain, method.savings.mean_s or inf))  # more was something else's
@@ -120,6 +122,15 @@ class Trial:
             method.steps += 1
         self._asked = self._in_turn = False
         method.guard.observe(rows, drafted, tokens, seconds, expected_s, asking_s)
+
+    def observe_beside(self, rows: int, accepted: int, seconds: float, expected_s: float, asking_s: float) -> None:
+        """Take in a step that computed prompts too, of whose drafts `accepted` tokens were right; as observe()."""
+        seconds, asking_s = self._own(seconds, asking_s)
+        self._methods[self.current].guard.observe_beside(rows, accepted, seconds, expected_s, asking_s)
+
+    def _own(self, seconds: float, asking_s: float) -> tuple[float, float]:
+        """Return the seconds of a step, and of asking in it, without those of methods that looked on."""
+        return seconds - self._watching_s, max(0.0, asking_s - self._watching_s)
 
     def _count(self, method: _Method, would: float, seconds: float, most_s: float) -> None:
         """Take in a step of a turn. most_s: what a turn may lose until it ends early."""

@@ -168,6 +168,26 @@ def _likeliest(model, text, temperature, top_k):
     return list(zip(best.indices.tolist(), torch.softmax(best.values / temperature, -1).tolist(), strict=True))
 
 
+def test_the_trial_is_told_what_came_of_asking_beside_prompts(loaded, tiny, plain):  # noqa: F811
+    class Noted(Trial):
+        def __init__(self):
+            super().__init__(["fixed"])
+            self.beside = []
+
+        def observe_beside(self, rows, accepted, seconds, expected_s, asking_s):
+            assert 0 < asking_s < seconds
+            self.beside.append((rows, accepted))
+            super().observe_beside(rows, accepted, seconds, expected_s, asking_s)
+
+    trial, drafts = Noted(), ByRow(Fixed(oracle(plain, loaded, tiny)), 3, None)
+    outcomes = answers(loaded, tiny, drafts, rows=2, chunk=8, trial=trial)
+    assert ids(outcomes) == plain
+    assert {rows for rows, _ in trial.beside} == {1}, "one of the two was computing its prompt"
+    assert {accepted for _, accepted in trial.beside} <= {0, 1, 2, 3}
+    accepted = sum(accepted for _, accepted in trial.beside)
+    assert 0 < accepted <= sum(outcome.spec.accepted for outcome in outcomes.values())
+
+
 def test_a_step_whose_drafts_were_made_and_thrown_away_is_no_plain_one(loaded, tiny, tiny_draft):  # noqa: F811
     class Noted(Trial):
         def __init__(self):

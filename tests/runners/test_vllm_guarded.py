@@ -149,6 +149,7 @@ def test_every_run_starts_afresh(monkeypatch):
     assert engine.guarded.about()["guard"] == {
         "ratio": None,
         "ratio_asked": None,
+        "ratio_asked_beside": None,
         "pauses": 0,
         "paused_steps": 0,
         "plain_steps": 0,

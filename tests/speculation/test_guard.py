@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from ragspec.speculation.guard import ELSEWHERE, EVERY, TRUSTED, WITNESSES, Guard
+from ragspec.speculation.guard import EVERY, PAUSE, TRIED, TRIFLE, WITNESSES, Guard
+from ragspec.speculation.plain_steps import ELSEWHERE, TRUSTED
 
 
 def plain_s(rows):
@@ -89,7 +90,7 @@ def test_plain_steps_are_asked_for_only_where_there_are_none():
 def test_asking_in_vain_is_given_up():
     ratios = sorted(simulate(seed, 1.0, 1000, lambda step: 64, drafts=0.0, asking=0.05)[0] for seed in range(20))
     assert ratios[10] > 0.98
-    assert simulate(1, 1.0, 1000, lambda step: 64, drafts=0.0, asking=0.005)[1].about()["pauses"] == 0, "a trifle"
+    assert simulate(1, 1.0, 1000, lambda step: 64, drafts=0.0, asking=TRIFLE / 2)[1].about()["pauses"] == 0
 
 
 @pytest.mark.parametrize("drafts", [0.1, 0.5])
@@ -104,7 +105,7 @@ def test_few_rows_are_asked_for_longer():
     guard = known(1, 1.0)
     while guard.allows(1, 1.0):
         guard.observe(1, 0, 1, 1.1, 1.0, 0.1)
-        asked = guard._witnesses
+        asked = guard._asking._rows
         assert asked <= WITNESSES
     assert asked == 0, "a pause began"
     assert guard.about()["pauses"] == 1
@@ -116,6 +117,58 @@ def test_what_asking_takes_is_no_part_of_a_plain_step():
     for _ in range(20):
         guard.observe(4, 0, 4, 1.5, 1.0, 0.5)
     assert guard._plain.seconds(4, 1.0) == pytest.approx(1.0)
+
+
+def beside(guard, steps, accepted=0, rows=64, asking=0.02):
+    """Run steps that compute prompts too and take two seconds; return whether each was asked for drafts."""
+    asked = []
+    for _ in range(steps):
+        asked.append(guard.allows(rows, 1.0, mixed=True))
+        asking_s = asked[-1] * asking
+        guard.observe_beside(rows, accepted * asked[-1], 2.0 + asking_s, 1.0, asking_s)
+    return asked
+
+
+def test_asking_in_vain_beside_prompts_is_paused_there_alone():
+    guard = known(64, 1.0)
+    asked = beside(guard, TRIED + PAUSE + 1)
+    assert asked == [True] * TRIED + [False] * PAUSE + [True]
+    for _ in range(EVERY):  # in the meantime, others win
+        if guard.allows(64, 1.0):
+            guard.observe(64, 64, 96, 1.0, 1.0, 0.02)
+    about = guard.about()
+    assert not guard.pausing
+    assert (about["pauses"], about["paused_steps"]) == (1, PAUSE)
+    assert about["plain_steps"] == 0
+    assert about["ratio_asked_beside"] == pytest.approx(2 / 2.02, abs=0.001)
+    assert about["ratio_asked"] > 1.4
+
+
+def test_what_drafts_win_beside_prompts_is_what_plain_steps_would_have_taken():
+    """A 64th of a plain step, of one second, for each token."""
+    assert all(beside(known(64, 1.0), 200, accepted=2))
+    assert not all(beside(known(64, 1.0), 200, accepted=2, asking=2 * 0.04))
+    assert all(beside(known(64, 1.0), 200, accepted=0, asking=2 * TRIFLE / 2)), "a trifle"
+
+
+def test_where_no_plain_step_is_known_none_takes_longer_than_one_that_computes_prompts():
+    assert all(beside(Guard(), 200, accepted=1, asking=0.03))
+    assert not all(beside(Guard(), 200, accepted=1, asking=0.05))
+
+
+def test_a_pause_of_all_steps_holds_beside_prompts_too():
+    guard = known(8, 1.0)
+    while guard.allows(8, 1.0):
+        guard.observe(8, 8, 8, 2.0, 1.0, 0.02)
+    assert beside(guard, 20, rows=8) == [False] * 20
+    assert guard.about()["ratio_asked_beside"] is None
+
+
+def test_an_interruption_beside_prompts_pauses_nothing():
+    guard = known(64, 1.0)
+    beside(guard, 20, accepted=3)
+    beside(guard, 1, asking=100.0)
+    assert all(beside(guard, 100, accepted=3))
 
 
 def test_another_number_of_rows_has_a_plain_step_of_its_own_in_time():

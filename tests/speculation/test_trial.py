@@ -177,6 +177,24 @@ def test_what_asking_in_vain_takes_counts_against_a_method_and_looking_on_does_n
     assert trial._plain.seconds(1, 1.0) == 1.0
 
 
+def test_looking_on_in_a_step_that_computes_prompts_is_not_counted_as_asking(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(trial_module, "time", clock)
+
+    def take(seconds):
+        clock.now += seconds
+
+    trial = Trial(["a", "b"])
+    for _ in range(5):
+        started = clock.now
+        assert trial.allows(1, 1.0, mixed=True)
+        trial.ask(lambda name: take(0.25), lambda name: take(8))
+        asking = clock.now - started
+        take(1)
+        trial.observe_beside(1, 0, clock.now - started, 1.0, asking)
+    assert trial.about()["guard"]["ratio_asked_beside"] == 0.8
+
+
 def test_an_interruption_while_asking_is_no_sign_of_fast_plain_steps():
     trial = Trial(["a"])
     for seconds, asking in [(1.1, 0.1), (10.0, 9.0), (1.1, 0.1)]:

@@ -13,7 +13,8 @@ class NgramIndex:
     """A growing text. A position is the one just after an n-gram, where its continuation begins.
 
     Each n-gram's positions are a chain: the latest is in a table, and each knows the one before it. A list for every
-    n-gram of a prompt would take several times as long to make.
+    n-gram of a prompt would take several times as long to make. What is appended is indexed when somebody looks: a text
+    that nobody asks about costs next to nothing.
     """
 
     def __init__(self, smallest: int = 1, largest: int = 3) -> None:
@@ -22,11 +23,16 @@ class NgramIndex:
         self._before: list[list[int]] = [[0] for _ in range(largest + 1)]  # by n: position -> the one before; 0: none
         self._smallest = smallest
         self._largest = largest
+        self._indexed = 0  # tokens
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append `token_ids`."""
-        start = len(self.tokens)
         self.tokens.extend(token_ids)
+
+    def _catch_up(self) -> None:
+        """Take in the tokens that were appended since."""
+        start, self._indexed = self._indexed, len(self.tokens)
+        token_ids = self.tokens[start:]
         for n in range(self._smallest, self._largest + 1):
             latest, before, kept = self._latest[n], self._before[n], (1 << BITS * n) - 1
             key = 0
@@ -45,6 +51,8 @@ class NgramIndex:
 
         Those of the longest n-gram are preferred; shorter ones fill up. The end of the text may be among them.
         """
+        if self._indexed < len(self.tokens):
+            self._catch_up()
         keys, key = [0], 0
         for n in range(1, min(self._largest, len(suffix)) + 1):
             key |= suffix[-n] << BITS * (n - 1)
