@@ -126,11 +126,13 @@ class Trial:
     def observe_beside(self, rows: int, accepted: int, seconds: float, expected_s: float, asking_s: float) -> None:
         """Take in a step that computed prompts too, of whose drafts `accepted` tokens were right; as observe()."""
         seconds, asking_s = self._own(seconds, asking_s)
+        self._asked = False
         self._methods[self.current].guard.observe_beside(rows, accepted, seconds, expected_s, asking_s)
 
     def _own(self, seconds: float, asking_s: float) -> tuple[float, float]:
-        """Return the seconds of a step, and of asking in it, without those of methods that looked on."""
-        return seconds - self._watching_s, max(0.0, asking_s - self._watching_s)
+        """Return the seconds of a step that ends, and of asking in it, without those of methods that looked on."""
+        watching_s, self._watching_s = self._watching_s, 0.0
+        return seconds - watching_s, max(0.0, asking_s - watching_s)
 
     def _count(self, method: _Method, would: float, seconds: float, most_s: float) -> None:
         """Take in a step of a turn. most_s: what a turn may lose until it ends early."""

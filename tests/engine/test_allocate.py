@@ -17,10 +17,12 @@ from ragspec.engine.attention import attend
 from ragspec.engine.cache import RaggedCache
 from ragspec.engine.layout import PADDING, Layout, Segment
 from ragspec.engine.prefix import WORTH, grouped, largest_first, shared
-from ragspec.engine.proposers import ByRow
+from ragspec.engine.proposers import LONGEST, ByRow
 from ragspec.speculation.allocate import LEAST_GAIN, allocate, least_survival
 from ragspec.speculation.cost import StepCost
+from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.drafters.context import ContextDrafter
+from ragspec.speculation.drafters.nothing import NoGuesses
 from ragspec.speculation.drafters.prompt_lookup import PromptLookup
 
 # -- allocate ---------------------------------------------------------------------------------------------------------
@@ -145,6 +147,37 @@ def test_the_more_rows_the_sooner_a_chain_ends():
     assert least[0] < 0.05 < least[1] < least[2]
     assert 0.3 < least[2] < 0.5
     assert least_survival(64, StepCost(FLAT), 0) < 0.1
+
+
+def test_nobody_is_asked_where_the_surest_draft_does_not_pay():
+    """Beside a prompt a token of many rows costs more than all that it could save."""
+
+    asked = []
+
+    class Sure(NoGuesses):
+        def propose(self, limit):
+            asked.append(limit)
+            return Draft([1] * limit, [1.0] * limit)
+
+    def drafted(count, besides):
+        rows = [
+            SimpleNamespace(place=place, request=SimpleNamespace(token_ids=[0] * 9, passages=()), tokens=[0] * 9)
+            for place in range(count)
+        ]
+        for row in rows:
+            row.written, row.room, row.grammar = (), 100, None
+        proposer = ByRow(SimpleNamespace(open=lambda prompt, passages: Sure()), None, cost)
+        for row in rows:
+            proposer.admit(row, row.place, 0)
+        asked.clear()
+        lengths = [len(draft.token_ids) for draft in proposer.propose(rows, besides)]
+        assert lengths == allocate([[1.0] * LONGEST] * count, cost, 9, besides)
+        return len(asked), sum(lengths)
+
+    cost = StepCost([(1, 0.020), (64, 0.060), (512, 0.900)])
+    cost.observe_beside(500, 1.0)
+    assert drafted(8, 400) == (8, 8 * LONGEST)
+    assert drafted(64, 400) == (0, 0)
 
 
 @pytest.mark.parametrize("drafter", [ContextDrafter, PromptLookup])
