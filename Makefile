@@ -24,7 +24,7 @@ demo-draft: setup
 # `make test VLLM=` leaves vLLM out: its tests are then skipped
 VLLM ?= setup-vllm
 test: setup $(VLLM) check
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # what has a shorter test beside it in `make test`, among them every trained head that vLLM loads here: ten minutes,
 # forty on slow cores

@@ -17,7 +17,7 @@ from ragspec.engine.attention import attend
 from ragspec.engine.cache import RaggedCache
 from ragspec.engine.layout import PADDING, Layout, Segment
 from ragspec.engine.prefix import WORTH, grouped, largest_first, shared
-from ragspec.engine.proposers import LONGEST, ByRow
+from ragspec.engine.proposers import ByRow
 from ragspec.speculation.allocate import LEAST_GAIN, allocate, least_survival
 from ragspec.speculation.cost import StepCost
 from ragspec.speculation.drafters.base import Draft
@@ -165,18 +165,17 @@ def test_nobody_is_asked_where_the_surest_draft_does_not_pay():
             for place in range(count)
         ]
         for row in rows:
-            row.written, row.room, row.grammar = (), 100, None
+            row.written, row.room, row.grammar = (), 3, None
         proposer = ByRow(SimpleNamespace(open=lambda prompt, passages: Sure()), None, cost)
         for row in rows:
             proposer.admit(row, row.place, 0)
         asked.clear()
         lengths = [len(draft.token_ids) for draft in proposer.propose(rows, besides)]
-        assert lengths == allocate([[1.0] * LONGEST] * count, cost, 9, besides)
+        assert lengths == allocate([[1.0, 1.0]] * count, cost, 9, besides)
         return len(asked), sum(lengths)
 
-    cost = StepCost([(1, 0.020), (64, 0.060), (512, 0.900)])
-    cost.observe_beside(500, 1.0)
-    assert drafted(8, 400) == (8, 8 * LONGEST)
+    cost = StepCost([(1, 0.020), (64, 0.060), (512, 0.500)])
+    assert drafted(8, 400) == (8, 16)
     assert drafted(64, 400) == (0, 0)
 
 

@@ -158,41 +158,40 @@ def test_looking_on_is_not_held_against_the_method_that_drafts(monkeypatch):
     assert trial.about()["trial"]["a"] == pytest.approx(2, rel=0.1)
 
 
-def test_what_asking_in_vain_takes_counts_against_a_method_and_looking_on_does_not(monkeypatch):
+@pytest.fixture
+def asked_in_vain(monkeypatch):
+    """Return a trial that has asked so many times: for 0.25 s of each step that takes one more, others looking on."""
     clock = Clock()
     monkeypatch.setattr(trial_module, "time", clock)
 
     def take(seconds):
         clock.now += seconds
 
-    trial = Trial(["a", "b"])
-    for _ in range(40):
-        started = clock.now
-        if trial.allows(1, 1.0):
-            trial.ask(lambda name: take(0.25), lambda name: take(8))
-        asking = clock.now - started
-        take(1)
-        trial.observe(1, 0, 1, clock.now - started, 1.0, asking)
+    def ask(steps, mixed):
+        trial = Trial(["a", "b"])
+        for _ in range(steps):
+            started = clock.now
+            if trial.allows(1, 1.0, mixed=mixed):
+                trial.ask(lambda name: take(0.25), lambda name: take(8))
+            asking = clock.now - started
+            take(1)
+            if mixed:
+                trial.observe_beside(1, 0, clock.now - started, 1.0, asking)
+            else:
+                trial.observe(1, 0, 1, clock.now - started, 1.0, asking)
+        return trial
+
+    return ask
+
+
+def test_what_asking_in_vain_takes_counts_against_a_method_and_looking_on_does_not(asked_in_vain):
+    trial = asked_in_vain(40, mixed=False)
     assert trial.about()["trial"]["a"] == pytest.approx(0.8)
     assert trial._plain.seconds(1, 1.0) == 1.0
 
 
-def test_looking_on_in_a_step_that_computes_prompts_is_not_counted_as_asking(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(trial_module, "time", clock)
-
-    def take(seconds):
-        clock.now += seconds
-
-    trial = Trial(["a", "b"])
-    for _ in range(5):
-        started = clock.now
-        assert trial.allows(1, 1.0, mixed=True)
-        trial.ask(lambda name: take(0.25), lambda name: take(8))
-        asking = clock.now - started
-        take(1)
-        trial.observe_beside(1, 0, clock.now - started, 1.0, asking)
-    assert trial.about()["guard"]["ratio_asked_beside"] == 0.8
+def test_looking_on_in_a_step_that_computes_prompts_is_not_counted_as_asking(asked_in_vain):
+    assert asked_in_vain(5, mixed=True).about()["guard"]["ratio_asked_beside"] == 0.8
 
 
 def test_an_interruption_while_asking_is_no_sign_of_fast_plain_steps():
