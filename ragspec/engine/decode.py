@@ -84,7 +84,7 @@ class Engine:
         self._sharing = Sharing(model.frequencies.agree)
         self._constraint = Constraint(self.clock)
         restart, plain, trial = model.frequencies.restart, self._settings.plain, self._settings.trial
-        self._drafting = Drafting(proposer, restart, self.notes, plain, trial)
+        self._drafting = Drafting(proposer, restart, self.notes, plain, trial, self._settings.cost)
 
     def run(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield one outcome per request, as they finish. Only a forward is tried again: any other error is raised."""

@@ -11,6 +11,7 @@ from ragspec.engine.retreat import FORWARD, told
 from ragspec.engine.room import PATIENCE
 from ragspec.engine.row import Row, reach_of
 from ragspec.engine.work import Work
+from ragspec.speculation.allocate import hopeless
 from ragspec.speculation.cost import Cost
 from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.forced import admitted
@@ -23,7 +24,7 @@ class Drafting:
     """One run's drafts. restart: the length at which a row is computed anew (Frequencies.restart), None for never.
 
     plain: what is expected of plain steps, however drafts turn out. trial: judges by that whether they pay; None where
-    they are asked for whatever they cost.
+    they are asked for whatever they cost. cost: of a step, where drafts are as long as pays.
     """
 
     def __init__(
@@ -33,9 +34,11 @@ class Drafting:
         notes: Notes,
         plain: Cost | None = None,
         trial: Trial | None = None,
+        cost: Cost | None = None,
     ) -> None:
         self._plain = plain
         self._trial = trial
+        self._cost = cost
         self._expected_s = 1.0  # of this step without drafts
         self._proposer = proposer
         self._restart = restart
@@ -52,6 +55,8 @@ class Drafting:
             self._expected_s = self._plain(len(rows), len(rows), reach_of(rows))
         if not rows or self._pause:
             self._pause = max(0, self._pause - 1)
+            return [Draft()] * len(rows)
+        if besides and self._cost is not None and hopeless(len(rows), self._cost, reach_of(rows), besides):
             return [Draft()] * len(rows)
         if self._trial is not None and not self._trial.allows(len(rows), self._expected_s, mixed=besides > 0):
             return [Draft()] * len(rows)

@@ -24,6 +24,7 @@ class Joined(NoDrafts):
         self._cost = cost
 
     def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
+        self._passages.follow(rows, besides)
         guesses = self._passages.guess(rows)
         promise = self._model.promise
         asked = [row for row, guess in zip(rows, guesses, strict=True) if sum(guess.survival) < promise]

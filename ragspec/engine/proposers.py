@@ -100,21 +100,19 @@ class ByRow(NoDrafts):
             drafter.extend(row.tokens[row.prompt_tokens :])
 
     def propose(self, rows: Sequence[Row], besides: int) -> list[Draft]:
-        if self._follow(rows, besides) >= 1:
-            return [Draft()] * len(rows)
-        return cut(self.guess(rows), rows, None if self._num_tokens else self._cost, besides)
+        cost = self.follow(rows, besides)
+        return cut(self.guess(rows), rows, cost, besides)
 
     def watch(self, rows: Sequence[Row]) -> None:
-        self._follow(rows, 0)
+        self.follow(rows, 0)
         self.guess(rows)
 
-    def _follow(self, rows: Sequence[Row], besides: int) -> float:
-        """Have chains end where nothing can pay any more. Return the probability below which nothing does."""
-        if self._num_tokens or self._cost is None:
-            return 0.0
-        least = least_survival(len(rows), self._cost, reach_of(rows), besides)
-        follow_to(self._drafter, least)
-        return least
+    def follow(self, rows: Sequence[Row], besides: int) -> Cost | None:
+        """Have chains end where nothing can pay any more. Return the cost that says so; None where all stay."""
+        cost = None if self._num_tokens else self._cost
+        if cost is not None:
+            follow_to(self._drafter, least_survival(len(rows), cost, reach_of(rows), besides))
+        return cost
 
     def guess(self, rows: Sequence[Row]) -> list[Draft]:
         """Return drafts as long as they can be told."""

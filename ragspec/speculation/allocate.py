@@ -41,15 +41,24 @@ def allocate(survivals: Sequence[Sequence[float]], cost: Cost, reach: int, besid
 def least_survival(rows: int, cost: Cost, reach: int, besides: int = 0) -> float:
     """Return a probability below which no draft token of such a step pays: chains need not be followed further.
 
-    1 and more: none pays, however sure. As of allocate(), whose choice it should not change: where no prompts are
-    computed, half of what a token would have to survive with if costs had no steps.
+    As of allocate(), whose choice it should not change: half of what a token would have to survive with if costs had no
+    steps.
     """
     plain_s = cost(rows, rows, reach)
     if besides:
-        return rows / plain_s * cost.marginal(besides + rows, reach)
-    several = (max(1, rows // 2), rows, 2 * rows, 4 * rows, 8 * rows)
-    token_s = min((cost(rows + tokens, rows, reach) - plain_s) / tokens for tokens in several)
+        token_s = cost.marginal(besides + rows, reach)
+    else:
+        several = (max(1, rows // 2), rows, 2 * rows, 4 * rows, 8 * rows)
+        token_s = min((cost(rows + tokens, rows, reach) - plain_s) / tokens for tokens in several)
     return MARGIN * rows / plain_s * token_s
+
+
+def hopeless(rows: int, cost: Cost, reach: int, besides: int) -> bool:
+    """Return whether not even a certain draft token pays in a step that also computes `besides` tokens of prompts.
+
+    allocate() takes none there.
+    """
+    return rows / cost(rows, rows, reach) * cost.marginal(besides + rows, reach) >= 1
 
 
 def _best(

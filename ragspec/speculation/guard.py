@@ -10,8 +10,8 @@ steps of another number of rows tell it too; what is expected must not learn fro
 seconds saved, with an interval: drafts are paused once even its upper end is a loss, and tried again after a while.
 Asking for drafts takes time even where nothing comes of it: a step that asked in vain lost exactly that time, and all
 steps that asked are judged together too.
-A step that also computes prompts says nothing of plain ones and is never asked to be one. Of those it is judged whether
-asking takes longer than all that comes of it would have taken, and they have pauses of their own. Pure.
+A step that also computes prompts says nothing about plain ones and is never asked to be one. There it is judged whether
+asking takes longer than all that comes of it would have taken, and such steps have pauses of their own. Pure.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ class Guard:
         if not drafted:
             without = seconds - asking_s
             self._plain.learn(rows, without, expected_s)
-            if asking_s and self._asking.loses(rows, without, min(seconds, WILD * without)):
+            if asking_s and self._catches_up:
+                self._catches_up = False
+            elif asking_s and self._asking.loses(rows, without, min(seconds, WILD * without)):
                 self._rest()
             return
         self._plain.drafted(rows)
@@ -130,7 +132,7 @@ class Guard:
         """Learn from a step that computed prompts too: `accepted` tokens of drafts were right.
 
         seconds, asking_s: of the step, drafting included, and of asking. expected_s: of a plain step of these rows.
-        What verifying takes is not known here and left out, so what is a loss is one without it too.
+        What verifying takes is not known here and is left out: what loses even so surely loses.
         """
         if not asking_s:
             return
@@ -143,8 +145,7 @@ class Guard:
         if self._asking_beside.loses(rows, without + worth, min(seconds, WILD * without)):
             self._pauses_beside.begin()
             self._asking_beside.forget()
-            self._catches_up = True
-        elif self._asking_beside.savings.interval[0] > 1:
+        elif self._asking_beside.savings.interval[0] > SURE:
             self._pauses_beside.shorten()
 
     def _judge(self, would: float, took: float) -> None:

@@ -4,6 +4,7 @@
 
     >>> if trial.allows(rows, expected_s): drafts = trial.ask(lambda name: ..., lambda name: ...)
     >>> trial.observe(rows, drafted, tokens=written, seconds=spent, expected_s=expected_s, asking_s=asking)
+    >>> trial.observe_beside(rows, accepted, seconds=spent, expected_s=expected_s, asking_s=asking)
 
 All methods are judged beside the same plain steps (guard.py), so what was measured at different times can be compared,
 and the one that drafts is paused where it loses. Turns are paid for out of a small share of the time, to which their
@@ -73,7 +74,7 @@ class Trial:
         self._watching_s = 0.0
         if not self._left and not mixed:
             self._begin(rows, expected_s)
-        self._in_turn = self._left > 0 and not mixed  # of a step that computes prompts nothing is learnt
+        self._in_turn = self._left > 0 and not mixed  # one that computes prompts is no part of a turn
         self.current = self._turn if self._in_turn else self.chosen
         self._asked = self._in_turn or self._methods[self.chosen].guard.allows(rows, expected_s, mixed)
         return self._asked

@@ -15,14 +15,15 @@ from ragspec.engine import layout as layout_module
 from ragspec.engine import masks
 from ragspec.engine.attention import attend
 from ragspec.engine.cache import RaggedCache
+from ragspec.engine.drafting import Drafting
 from ragspec.engine.layout import PADDING, Layout, Segment
+from ragspec.engine.notes import Notes
 from ragspec.engine.prefix import WORTH, grouped, largest_first, shared
-from ragspec.engine.proposers import ByRow
+from ragspec.engine.proposers import ByRow, NoDrafts, cut
 from ragspec.speculation.allocate import LEAST_GAIN, allocate, least_survival
 from ragspec.speculation.cost import StepCost
 from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.drafters.context import ContextDrafter
-from ragspec.speculation.drafters.nothing import NoGuesses
 from ragspec.speculation.drafters.prompt_lookup import PromptLookup
 
 # -- allocate ---------------------------------------------------------------------------------------------------------
@@ -149,34 +150,24 @@ def test_the_more_rows_the_sooner_a_chain_ends():
     assert least_survival(64, StepCost(FLAT), 0) < 0.1
 
 
-def test_nobody_is_asked_where_the_surest_draft_does_not_pay():
+@pytest.mark.parametrize(("count", "drafted"), [(8, 16), (64, 0)])
+def test_nobody_is_asked_where_not_even_a_certain_draft_pays(count, drafted):
     """Beside a prompt a token of many rows costs more than all that it could save."""
-
+    cost = StepCost([(1, 0.020), (64, 0.060), (512, 0.500)])
+    rows = [SimpleNamespace(tokens=[0] * 9, grammar=None)] * count
     asked = []
 
-    class Sure(NoGuesses):
-        def propose(self, limit):
-            asked.append(limit)
-            return Draft([1] * limit, [1.0] * limit)
+    class Sure(NoDrafts):
+        def propose(self, rows, besides):
+            asked.append(besides)
+            return cut([Draft([1, 2], [1.0, 1.0])] * count, rows, cost, besides)
 
-    def drafted(count, besides):
-        rows = [
-            SimpleNamespace(place=place, request=SimpleNamespace(token_ids=[0] * 9, passages=()), tokens=[0] * 9)
-            for place in range(count)
-        ]
-        for row in rows:
-            row.written, row.room, row.grammar = (), 3, None
-        proposer = ByRow(SimpleNamespace(open=lambda prompt, passages: Sure()), None, cost)
-        for row in rows:
-            proposer.admit(row, row.place, 0)
-        asked.clear()
-        lengths = [len(draft.token_ids) for draft in proposer.propose(rows, besides)]
-        assert lengths == allocate([[1.0, 1.0]] * count, cost, 9, besides)
-        return len(asked), sum(lengths)
-
-    cost = StepCost([(1, 0.020), (64, 0.060), (512, 0.500)])
-    assert drafted(8, 400) == (8, 16)
-    assert drafted(64, 400) == (0, 0)
+    drafts = Drafting(Sure(), None, Notes(), cost=cost).drafts(rows, 400)
+    assert sum(len(draft.token_ids) for draft in drafts) == drafted
+    assert asked == [400] * (drafted > 0)
+    assert sum(allocate([[1.0, 1.0]] * count, cost, 9, 400)) == drafted
+    Drafting(Sure(), None, Notes(), cost=cost).drafts(rows, 0)
+    assert asked[-1] == 0, "a step of decoding alone teaches what drafts are worth"
 
 
 @pytest.mark.parametrize("drafter", [ContextDrafter, PromptLookup])

@@ -238,19 +238,6 @@ def test_the_trial_is_told_what_asking_took(monkeypatch):
     assert all(seconds > asking_s for _, _, _, seconds, _, asking_s in steps)
 
 
-def test_the_trial_is_told_what_came_of_asking_beside_prompts(monkeypatch):
-    proposer, told = make("context", num_tokens=LIMIT), []
-    observe = proposer.trial.observe_beside
-    monkeypatch.setattr(proposer.trial, "observe_beside", lambda *step: (told.append(step), observe(*step)))
-    scheduler = Scheduler(proposer, jobs(60), slots=4).run()
-    right = sum(accepted for _, accepted, *_ in told)
-    assert 0 < right < sum(job.accepted for job in scheduler.done), "others were right in steps of decoding alone"
-    assert all(0 < rows <= 4 and 0 <= accepted <= LIMIT * rows for rows, accepted, *_ in told)
-    asked = [(seconds, asking_s) for _, _, seconds, _, asking_s in told if asking_s]
-    assert len(asked) > len(told) / 2
-    assert all(seconds > asking_s for seconds, asking_s in asked)
-
-
 @pytest.mark.parametrize("method", ["context", "auto"])
 def test_a_step_of_records_that_nobody_follows_is_not_drafted_for(method):
     proposer = make(method)

@@ -169,6 +169,23 @@ def test_an_interruption_beside_prompts_pauses_nothing():
     beside(guard, 20, accepted=3)
     beside(guard, 1, asking=100.0)
     assert all(beside(guard, 100, accepted=3))
+    assert guard.about()["ratio_asked_beside"] > 1
+
+
+def test_what_is_made_up_for_after_a_pause_is_not_held_against_asking():
+    def asked(made_up_s):
+        guard, left = known(64, 1.0), 0
+        while not guard.pausing:
+            guard.observe(64, 0, 64, 1.02 * guard.allows(64, 1.0), 1.0, 0.02)
+        while not guard.allows(64, 1.0):
+            guard.observe(64, 0, 64, 1.0, 1.0)
+        guard.observe(64, 0, 64, 1.02 + made_up_s, 1.0, 0.02 + made_up_s)
+        while guard.allows(64, 1.0):
+            guard.observe(64, 0, 64, 1.02, 1.0, 0.02)
+            left += 1
+        return left
+
+    assert asked(0.5) == asked(0.0) == TRIED
 
 
 def test_another_number_of_rows_has_a_plain_step_of_its_own_in_time():

@@ -135,14 +135,12 @@ class Proposer:
             if row.grammar is not None:
                 for forced in self.forced.values():
                     forced.score(id(row), sampled_token_ids[slot])
-        if all(self._asked) and written:
-            seconds, (tokens, before) = started - self._since, self._asked
-            measured = (seconds + self._spent, self._plain(before, before), self._asking_s)
-            if prompts:
-                self.trial.observe_beside(before, sum(max(0, len(ids) - 1) for ids in sampled_token_ids), *measured)
-            else:
-                self.cost.observe(tokens, before, seconds)
-                self.trial.observe(before, tokens - before, written, *measured)
+        if all(self._asked) and not prompts and written:
+            seconds = started - self._since
+            self.cost.observe(*self._asked, seconds)
+            tokens, before = self._asked
+            seconds, expected = seconds + self._spent, self._plain(before, before)
+            self.trial.observe(before, tokens - before, written, seconds, expected, self._asking_s)
         drafts: dict[int, Draft] = {}
         count = len(rows)
         self._asking_s = 0.0
