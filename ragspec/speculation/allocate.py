@@ -58,7 +58,7 @@ def hopeless(rows: int, cost: Cost, reach: int, besides: int) -> bool:
 
     allocate() takes none there.
     """
-    return rows / cost(rows, rows, reach) * cost.marginal(besides + rows, reach) >= 1
+    return least_survival(rows, cost, reach, besides) >= MARGIN
 
 
 def _best(

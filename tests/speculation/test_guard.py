@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ragspec.speculation.guard import EVERY, PAUSE, TRIED, TRIFLE, WITNESSES, Guard
+from ragspec.speculation.guard import EVERY, PAUSE, TRIED, WITNESSES, Guard
 from ragspec.speculation.plain_steps import ELSEWHERE, TRUSTED
 
 
@@ -90,7 +90,7 @@ def test_plain_steps_are_asked_for_only_where_there_are_none():
 def test_asking_in_vain_is_given_up():
     ratios = sorted(simulate(seed, 1.0, 1000, lambda step: 64, drafts=0.0, asking=0.05)[0] for seed in range(20))
     assert ratios[10] > 0.98
-    assert simulate(1, 1.0, 1000, lambda step: 64, drafts=0.0, asking=TRIFLE / 2)[1].about()["pauses"] == 0
+    assert simulate(1, 1.0, 1000, lambda step: 64, drafts=0.0, asking=0.0025)[1].about()["pauses"] == 0, "a trifle"
 
 
 @pytest.mark.parametrize("drafts", [0.1, 0.5])
@@ -148,7 +148,7 @@ def test_what_drafts_win_beside_prompts_is_what_plain_steps_would_have_taken():
     """A 64th of a plain step, of one second, for each token."""
     assert all(beside(known(64, 1.0), 200, accepted=2))
     assert not all(beside(known(64, 1.0), 200, accepted=2, asking=2 * 0.04))
-    assert all(beside(known(64, 1.0), 200, accepted=0, asking=2 * TRIFLE / 2)), "a trifle"
+    assert all(beside(known(64, 1.0), 200, accepted=0, asking=0.005)), "a trifle"
 
 
 def test_where_no_plain_step_is_known_none_takes_longer_than_one_that_computes_prompts():
