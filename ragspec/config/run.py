@@ -25,6 +25,7 @@ from ragspec.speculation.methods import AUTO, HF, VLLM, method_named
 CHOICES = (HF, VLLM)  # of runner: auto
 SAME_ARGS = {"batch_size", "lookahead", "revision", "trust_remote_code"}  # that mean the same to both
 LATER = {  # keys that came after the first outputs
+    "speculation": ("draft_model_args",),
     "sampling": ("presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "n"),
     "prompt": ("max_passages", "order", "keep_first", "show_ranks", "order_window"),
 }

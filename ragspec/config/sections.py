@@ -132,6 +132,9 @@ class SpeculationConfig(Section):
     """Name of the draft model."""
     draft_tokenizer: Address | None = None
     """The draft model's name again, if its vocabulary differs from the target's: universal assisted decoding."""
+    draft_model_args: Settings = {}
+    """huggingface: passed to the draft model's `from_pretrained`, as `runner_args.model_args` are to the target's; a
+    draft with pickled weights needs `use_safetensors: false` here."""
     draft_trust_remote_code: bool = False
     """Run code that comes with the draft model or its tokenizer; `runner_args.trust_remote_code` is for the target
     only. vLLM 0.32 has one switch for both, so a draft model that comes with code needs both keys there."""

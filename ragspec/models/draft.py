@@ -20,6 +20,7 @@ class Draft:
     """Where a draft model is, and how its tokens relate to the target's."""
 
     source: ModelSource
+    config: Any
     tokenizer: Any
     context_length: int | None
     width: int  # rows of its embeddings
@@ -63,7 +64,7 @@ def find_draft(
             f"add `draft_tokenizer: {name}` {remedy}, choose a draft of the same family, or use method: prompt_lookup"
         )
     remark = "" if fit else _remark(tokenizer, tokenizer_name)
-    return Draft(source, tokenizer, context_length(config), width_of(config), not fit, remark)
+    return Draft(source, config, tokenizer, context_length(config), width_of(config), not fit, remark)
 
 
 def _remark(tokenizer: Any, name: str | None) -> str:

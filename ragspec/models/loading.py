@@ -8,6 +8,7 @@ from typing import Any
 from ragspec.errors import ConfigError, ModelError, flat
 from ragspec.models.mending import mend
 from ragspec.models.resolve import ModelSource
+from ragspec.models.weights import IncompleteError, refuse_incomplete, refuse_noise
 
 
 def pick_device(asked: str, num_gpus: int | None) -> str:
@@ -45,10 +46,12 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     extra: dict[str, Any] | None = None,
+    args_key: str = "runner_args.model_args",
 ) -> Any:
     """Return the causal model of `source`, ready to generate. Raises ModelError.
 
-    dtype "auto" is float32 on a CPU and the model's own elsewhere. extra: further from_pretrained arguments.
+    dtype "auto" is float32 on a CPU and the model's own elsewhere. extra: further from_pretrained arguments, which are
+    under `args_key` in a config.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -67,12 +70,23 @@ def load_model(
         "use_safetensors": True,
         **placement,
         **extra,
+        "output_loading_info": True,
     }
     try:
-        model = AutoModelForCausalLM.from_pretrained(source.path, **kwargs)
-        return mend((model if "device_map" in kwargs else model.to(device)).eval())
+        model, info = AutoModelForCausalLM.from_pretrained(source.path, **kwargs)
+        refuse_incomplete(model, info)
+        model = mend((model if "device_map" in kwargs else model.to(device)).eval())
+        refuse_noise(model)
+        return model
+    except IncompleteError as error:
+        raise ModelError(f'"{source.name}": {error}') from None
+    except ImportError as error:
+        raise ModelError(
+            f'"{source.name}" needs a package that is not here: {flat(error, 300)}; install it, or choose a checkpoint '
+            "that is not quantised"
+        ) from error
     except Exception as error:  # whatever a model's own code raises while loading, it could not start
         text = flat(error, 300)
-        if "use_safetensors" not in extra:
-            text += "; to load pickled weights anyway, set runner_args.model_args.use_safetensors: false"
+        if isinstance(error, OSError) and "use_safetensors" not in extra:
+            text += f"; to load pickled weights anyway, set {args_key}.use_safetensors: false"
         raise ModelError(f'"{source.name}" could not be loaded: {type(error).__name__}: {text}') from error

@@ -1,16 +1,21 @@
-"""A model's name -> a folder that transformers and vLLM load: hub id, folder, .gguf file, or `demo`.
+"""A model's name -> a folder that transformers and vLLM load: hub id, folder, .gguf file, PEFT adapter, or `demo`.
 
 A .gguf file is converted once into safetensors in the user's cache: it loads in a second instead of thirty, and vLLM
-needs it. Limit: the conversion dequantises, so it needs room for the float32 weights.
+needs it. Limit: the conversion dequantises, so it needs room for the float32 weights. A PEFT adapter is merged into its
+base model there, once (adapter.py).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +54,10 @@ def resolve(name: str, revision: str | None = None, key: str = "model") -> Model
             raise ConfigError(f'{key}: "{name}": no such file')
         return ModelSource(name, str(_converted(path)))
     if path.is_dir():
+        from ragspec.models.adapter import is_adapter, merged
+
+        if is_adapter(path, f'{key}: "{name}"'):
+            return ModelSource(name, str(merged(path, f'{key}: "{name}"')))
         if not (path / "config.json").is_file():
             raise ConfigError(f'{key}: "{name}": the folder has no config.json; it must contain a transformers model')
         return ModelSource(name, str(path))
@@ -146,13 +155,22 @@ def _demo_file() -> Path:
 
 
 def _converted(file: Path) -> Path:
-    """Return the safetensors folder of a .gguf file, made at first use (one process at a time, whole or not at all).
+    """Return the safetensors folder of a .gguf file, made at first use.
 
     It is made anew for another version of transformers: before 5.18, it took the wrong token for the end of an answer.
     """
-    state = file.stat()
-    name = f"{CONVERSION}:{version('transformers')}:{file.name}:{state.st_size}:{state.st_mtime_ns}"
-    folder = cache_dir() / "models" / f"{file.stem}-{blake2b(name.encode(), digest_size=6).hexdigest()}"
+    _check_gguf(file)
+    return made_once(file.stem, [file], partial(_convert, file))
+
+
+def made_once(stem: str, files: Sequence[Path], make: Callable[[Path], None]) -> Path:
+    """Return the folder in the user's cache that `make` makes of `files`, by one process at a time, whole or not at all.
+
+    Another version of transformers makes another one.
+    """
+    states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    name = ":".join(map(str, [CONVERSION, version("transformers"), *chain(*states)]))
+    folder = cache_dir() / "models" / f"{stem}-{blake2b(name.encode(), digest_size=6).hexdigest()}"
     if (folder / "config.json").is_file():
         return folder
     from filelock import FileLock
@@ -161,27 +179,46 @@ def _converted(file: Path) -> Path:
     with FileLock(f"{folder}.lock"):
         if not (folder / "config.json").is_file():
             draft = folder.with_name(f".{folder.name}.{os.getpid()}")
-            _convert(file, draft)
-            draft.rename(folder)
+            try:
+                make(draft)
+                draft.rename(folder)
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
     return folder
 
 
+def _check_gguf(file: Path) -> None:
+    """Raise ConfigError for a file that is no GGUF file, or has nothing after its header."""
+    with file.open("rb") as opened:
+        header = opened.read(24)  # magic, version, numbers of tensors and of entries
+    if not header.startswith(b"GGUF"):
+        raise ConfigError(f'model: "{file}": is not a GGUF file (it begins with {header[:4]!r}); get it again')
+    if len(header) < 24 or not any(header[8:16]):
+        raise ConfigError(f'model: "{file}": has no tensors ({file.stat().st_size:,} bytes); get it again')
+
+
 def _convert(file: Path, folder: Path) -> None:
-    if importlib.util.find_spec("gguf") is None or importlib.util.find_spec("accelerate") is None:
-        raise ConfigError(f'model: "{file}": reading .gguf files needs two packages: pip install "ragspec[demo]"')
+    if importlib.util.find_spec("gguf") is None:
+        raise ConfigError(f'model: "{file}": reading .gguf files needs another package: pip install "ragspec[demo]"')
     from ragspec.host.quiet import quiet
 
     quiet()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from ragspec.models.weights import IncompleteError, refuse_incomplete
+
     try:
         # unless it is told, transformers asks on stdin whether to run code that lies beside the file
         where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "trust_remote_code": False}
         tokenizer = AutoTokenizer.from_pretrained(**where)
-        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    except (OSError, ValueError, KeyError, NotImplementedError) as error:
-        raise ModelError(f"{file}: transformers cannot read this .gguf file ({error})") from error
+        model, info = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, output_loading_info=True)
+        refuse_incomplete(model, info)
+    except IncompleteError as error:
+        raise ModelError(f"{file}: {error}") from None
+    except Exception as error:  # the parsers raise whatever the bytes of a damaged file lead to
+        why = f"{type(error).__name__}: {flat(error, 200)}"
+        raise ModelError(f"{file}: transformers cannot read this .gguf file ({why}); is it whole?") from error
     # transformers 5.19 refuses to serialise a model that still says it is quantised, though these weights are not
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

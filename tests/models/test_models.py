@@ -27,7 +27,7 @@ def test_a_demo_that_is_not_installed_says_how_to_install_it(monkeypatch):
 def test_a_conversion_that_dies_leaves_nothing_that_looks_finished(monkeypatch, tmp_path):
     monkeypatch.setenv("RAGSPEC_CACHE", str(tmp_path / "cache"))
     gguf = tmp_path / "m.gguf"
-    gguf.write_bytes(b"x")
+    gguf.write_bytes(b"GGUF" + bytes(4) + b"\x01" * 16)
 
     def die(file, folder):
         folder.mkdir()

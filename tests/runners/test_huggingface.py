@@ -8,7 +8,7 @@ import pytest
 
 from ragspec.config.load import build_config
 from ragspec.config.run import to_sampling
-from ragspec.errors import ConfigError, ModelError
+from ragspec.errors import ConfigError
 from ragspec.records import Failure, Request
 from ragspec.run.generate import generate as run
 from ragspec.runners.huggingface import runner as huggingface
@@ -308,22 +308,6 @@ def test_a_batch_size_that_cannot_count_is_said_to_be_without_effect(tiny):
     runner, _ = make_runner(tiny, "prompt_lookup", runner_args={"batch_size": 4})
     with runner:
         assert "has no effect" in runner.notes[0]
-
-
-def test_broken_weights_are_a_model_error(tiny, tmp_path):
-    import shutil
-
-    broken = tmp_path / "broken"
-    shutil.copytree(tiny, broken)
-    weights = broken / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    runner, _ = make_runner(str(broken))
-    with pytest.raises(ModelError, match="could not be loaded"), runner:
-        pass
-    weights.unlink()
-    runner, _ = make_runner(str(broken))
-    with pytest.raises(ModelError, match=r"use_safetensors: false"), runner:
-        pass
 
 
 def test_prefill_and_decode_times_are_kept_apart(tiny):

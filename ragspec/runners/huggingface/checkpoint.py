@@ -43,6 +43,14 @@ class Checkpoint:
         self.ends: frozenset[int] = frozenset()
         self._grammars: Grammars | None = None
 
+    def check_weights(self) -> None:
+        """Raise ConfigError for weights that are not whole, or not a causal language model's."""
+        from ragspec.models.weights import check_weights
+
+        args = self._args
+        extra = revealed(args.model_args)
+        check_weights(self.source, self.config, trust_remote_code=args.trust_remote_code, extra=extra)
+
     def load(self) -> Any:
         """Return the model, ready to generate. Raises ModelError."""
         from ragspec.models.generation import GenerationRules
@@ -69,8 +77,18 @@ class Checkpoint:
         return self._grammars
 
 
-def load(source: ModelSource, args: Args, extra: dict[str, Any], revision: str | None, trust: bool) -> Any:
-    """Return the model of `source` on the device and in the dtype of `args`. Raises ModelError."""
+def load(
+    source: ModelSource,
+    args: Args,
+    extra: dict[str, Any],
+    revision: str | None,
+    trust: bool,
+    args_key: str = "runner_args.model_args",
+) -> Any:
+    """Return the model of `source` on the device and in the dtype of `args`. Raises ModelError.
+
+    extra: its from_pretrained arguments, which are under `args_key` in the config.
+    """
     return load_model(
         source,
         device=pick_device(args.device, args.num_gpus),
@@ -79,4 +97,5 @@ def load(source: ModelSource, args: Args, extra: dict[str, Any], revision: str |
         revision=revision,
         trust_remote_code=trust,
         extra=extra,
+        args_key=args_key,
     )

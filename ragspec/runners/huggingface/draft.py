@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ragspec.config.secret import revealed
 from ragspec.config.sections import SpeculationConfig
 from ragspec.runners.huggingface.args import Args
 
@@ -12,10 +13,13 @@ if TYPE_CHECKING:
     from ragspec.models.translation import Translation
     from ragspec.runners.huggingface.checkpoint import Checkpoint
 
+ARGS_KEY = "speculation.draft_model_args"
+
 
 def find(spec: SpeculationConfig, model_name: str, target: Checkpoint, notes: list[str]) -> Draft:
     """Return where the draft is and how its tokens relate to the target's. Raises ConfigError."""
-    from ragspec.models.draft import find_draft, width_of
+    from ragspec.models.draft import DRAFT_KEY, find_draft, width_of
+    from ragspec.models.weights import check_weights
 
     draft = find_draft(
         spec.draft_model or "",
@@ -23,6 +27,14 @@ def find(spec: SpeculationConfig, model_name: str, target: Checkpoint, notes: li
         (model_name, target.tokenizer.inner, width_of(target.config)),
         trust_remote_code=spec.draft_trust_remote_code,
         remedy="for universal assisted decoding",
+    )
+    check_weights(
+        draft.source,
+        draft.config,
+        key=DRAFT_KEY,
+        args_key=ARGS_KEY,
+        trust_remote_code=spec.draft_trust_remote_code,
+        extra=revealed(spec.draft_model_args),
     )
     if draft.remark:
         notes.append(draft.remark)
@@ -38,7 +50,8 @@ def load(draft: Draft, spec: SpeculationConfig, args: Args) -> Any:
     """Return the draft with its weights, on the target's device and in its dtype. Raises ModelError."""
     from ragspec.runners.huggingface import checkpoint
 
-    return checkpoint.load(draft.source, args, {}, None, spec.draft_trust_remote_code)
+    extra = revealed(spec.draft_model_args)
+    return checkpoint.load(draft.source, args, extra, None, spec.draft_trust_remote_code, ARGS_KEY)
 
 
 def translation(draft: Draft, draft_model: Any, target: Checkpoint) -> Translation | None:

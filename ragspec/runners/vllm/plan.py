@@ -61,12 +61,15 @@ class Plan:
         prepare()
         from ragspec.models.generation import asked_beyond_sampling
         from ragspec.models.tokenizer import HFTokenizer, load_tokenizer
+        from ragspec.models.weights import check_weights
         from ragspec.structured.grammars import Grammars
 
         extra = dict(self.args.model_extra or {})
         trust, revision = bool(extra.get("trust_remote_code")), revealed(extra.get("revision"))
         self.source = resolve(self.model_name, revision)
         self.hf_config = read_model_config(self.source, trust_remote_code=trust)
+        if extra.get("load_format", "auto") in ("auto", "safetensors"):
+            check_weights(self.source, self.hf_config, trust_remote_code=trust, by_transformers=False)
         self.tokenizer = HFTokenizer(load_tokenizer(self.source, trust_remote_code=trust))
         if self._structured:
             Grammars(self.tokenizer.inner, len(self.tokenizer.inner), ())
@@ -124,7 +127,8 @@ class Plan:
         source = resolve(name, key="speculation.draft_model")
         if self.method != "draft_model":
             return source.path, False  # heads: they have the target's vocabulary
-        from ragspec.models.draft import find_draft, width_of
+        from ragspec.models.draft import DRAFT_KEY, find_draft, width_of
+        from ragspec.models.weights import check_weights
 
         width = width_of(self.hf_config)
         draft = find_draft(
@@ -135,6 +139,7 @@ class Plan:
             remedy="to draft in the tokens that both have",
             trust_key=DRAFT_TRUST_KEYS,
         )
+        check_weights(draft.source, draft.config, key=DRAFT_KEY, by_transformers=False)
         # vLLM compares sizes only: paddings that differ need its mapping too, which is then the identity
         return draft.source.path, draft.other_tokens or draft.width != width
 

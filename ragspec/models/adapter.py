@@ -1,0 +1,119 @@
+"""A PEFT adapter (LoRA and its relatives) as a model: merged into its base model, once, in the user's cache.
+
+    >>> if is_adapter(path, "model"): folder = merged(path, "model")
+
+Both runners then load a whole model, and every engine, kernel and check sees plain weights. Needs peft. Limit: adapters
+that cannot be merged (prompt tuning and the like), and those of other tasks, are refused.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ragspec.errors import ConfigError, RagspecError, flat
+from ragspec.models.resolve import made_once, read_model_config, resolve
+from ragspec.models.weights import PICKLED, check_weights
+
+CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+TASK = "CAUSAL_LM"
+
+
+def is_adapter(path: Path, what: str) -> bool:
+    """Return whether a folder is an adapter's. Raises ConfigError, which begins with `what`, for one beside a model."""
+    if not (path / CONFIG).is_file():
+        return False
+    if any(path.glob("model*.safetensors")) or any((path / name).is_file() for name in PICKLED):
+        raise ConfigError(
+            f"{what}: the folder has the weights of a model and a PEFT adapter ({CONFIG}), and it is not clear which "
+            "is meant; move the adapter to a folder of its own (it is then merged into its base model), or delete it"
+        )
+    return True
+
+
+def merged(path: Path, what: str) -> Path:
+    """Return the folder of the base model with the adapter in it, made at first use. Raises ConfigError."""
+    config = _read(path, what)
+    base = _base(config, path, what)
+    file = next((path / name for name in WEIGHTS if (path / name).is_file()), None)
+    if file is None:
+        raise ConfigError(f"{what}: is a PEFT adapter without weights ({WEIGHTS[0]}); get all files of it")
+    if file.suffix == ".bin":
+        raise ConfigError(f"{what}: the adapter's weights are pickled ({file.name}), and loading them can run code")
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            f'{what}: is a PEFT adapter for "{base}"; merging it needs another package: pip install "ragspec[peft]"'
+        )
+    source = resolve(base, key=f"{what}: base_model_name_or_path")
+    files = [path / CONFIG, file]
+    if Path(source.path).is_dir():
+        files += sorted(Path(source.path).glob("*.safetensors"))
+    return made_once(path.resolve().name, files, partial(_merge, path, base, what))
+
+
+def _read(path: Path, what: str) -> dict[str, Any]:
+    try:
+        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{what}: {CONFIG} cannot be read ({flat(error, 100)})") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{what}: {CONFIG} is not a JSON object")
+    if config.get("task_type") not in (None, TASK):
+        raise ConfigError(f"{what}: is a PEFT adapter for {config['task_type']}, which does not write text")
+    return config
+
+
+def _base(config: dict[str, Any], path: Path, what: str) -> str:
+    """Return the base model's name: a folder may lie beside the adapter's."""
+    base = config.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ConfigError(f"{what}: {CONFIG} does not name the base model (base_model_name_or_path); add it")
+    beside = path / base
+    return str(beside) if not Path(base).is_absolute() and not Path(base).exists() and beside.is_dir() else base
+
+
+def _merge(path: Path, base: str, what: str, folder: Path) -> None:
+    """Write the merged model to `folder`. Raises ConfigError."""
+    from ragspec.host.quiet import quiet
+
+    quiet()
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = resolve(base)
+    check_weights(source, read_model_config(source), key=f"{what}: its base")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source.path, dtype="auto", use_safetensors=True)
+        if (rows := _rows(path)) is not None and rows != model.get_input_embeddings().weight.shape[0]:
+            model.resize_token_embeddings(rows)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            adapted = PeftModel.from_pretrained(model, str(path))
+        lost = next((str(each.message) for each in said if "missing adapter keys" in str(each.message)), "")
+        if lost:
+            raise ConfigError(f"{what}: the adapter is not whole: {flat(Exception(lost), 200)}")
+        if adapted.active_peft_config.is_prompt_learning:
+            raise ConfigError(f"{what}: a {adapted.active_peft_config.peft_type} adapter cannot be merged into a model")
+        adapted.merge_and_unload().save_pretrained(folder)
+        here = (path / "tokenizer_config.json").is_file()
+        AutoTokenizer.from_pretrained(str(path) if here else source.path).save_pretrained(folder)
+    except RagspecError:
+        raise
+    except Exception as error:  # whatever a library says of files that do not fit together
+        raise ConfigError(
+            f'{what}: the adapter cannot be merged into "{base}" ({type(error).__name__}: {flat(error, 300)})'
+        ) from error
+
+
+def _rows(path: Path) -> int | None:
+    """Return how many tokens the adapter's own embeddings have, None if it has none."""
+    from safetensors import safe_open
+
+    with safe_open(path / WEIGHTS[0], framework="pt") as file:
+        names = [name for name in file.keys() if name.endswith(EMBEDDINGS)]  # noqa: SIM118 (no dictionary)
+        return int(file.get_slice(names[0]).get_shape()[0]) if names else None
