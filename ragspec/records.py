@@ -29,7 +29,9 @@ class Record:
 
     messages: {"role", "content"} and what else a chat template may look at. prompt: a text, or the model's token ids.
     prompts: several of these in one record, each with answers of its own. raw: the prompt is continued as it is,
-    without chat template and system prompt.
+    without chat template and system prompt. template_args: what the chat template is called with (tools, documents,
+    enable_thinking, ...), over the config's. echo: the output begins with the prompt. special_tokens: whether the
+    tokenizer's own are put around a raw prompt. reasoning: whether the output tells what the model thought.
     """
 
     id: str
@@ -44,6 +46,10 @@ class Record:
     raw: bool = False
     order: tuple[int, ...] | None = None  # places of `contexts`, as the prompt has them; None: as they come
     structured: dict[str, Any] | None = None  # what its answer is to look like, over the config's; {} for anything
+    template_args: dict[str, Any] = field(default_factory=dict)
+    echo: bool = False
+    special_tokens: bool = True
+    reasoning: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,7 @@ class Sampling:
     """How the next token is chosen. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off."""
 
     max_new_tokens: int = 128
+    min_new_tokens: int = 0  # before that many, nothing ends an answer
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -61,7 +68,13 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its score)
     logprobs: int | None = None  # how many of the likeliest tokens are told at every place; None: nothing is
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # beside the model's end tokens
+    ignore_eos: bool = False  # the model's end tokens end nothing
     seed: int = 0
+
+    def ends(self, eos: frozenset[int]) -> frozenset[int]:
+        """Return the tokens that end an answer. eos: the model's own."""
+        return (frozenset() if self.ignore_eos else eos) | frozenset(self.stop_token_ids)
 
 
 def record_seed(seed: int, record_id: str) -> int:
@@ -70,10 +83,26 @@ def record_seed(seed: int, record_id: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Thinking:
+    """How a model marks what it thinks before it answers: by these words, by their tokens where they have their own.
+
+    ends: tokens that end a thought, before the closing marker. inside: whether the prompt has opened it already.
+    """
+
+    opening: str
+    closing: str
+    opening_ids: tuple[int, ...] = ()
+    closing_ids: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
+    inside: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What a runner sees. `index` counts the records of this run and names the answer.
 
-    grammar: that the answer must be of (structured/form.py), "" where it may be anything.
+    grammar: that the answer must be of (structured/form.py), "" where it may be anything. thinking: what may come
+    before the answer, where no stop string counts.
     """
 
     index: int
@@ -82,6 +111,7 @@ class Request:
     sampling: Sampling
     passages: tuple[tuple[int, int], ...] = ()  # where the contexts stand in token_ids: (start, end)
     grammar: str = ""
+    thinking: Thinking | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +180,19 @@ class Tokenizer(Protocol):
     """What the pipeline needs of a tokenizer. own: where control tokens stand in a text, all else being text."""
 
     has_chat_template: bool
+    thinking: Thinking | None
+
+    @property
+    def width(self) -> int:
+        """How many tokens the model embeds."""
 
     @property
     def size(self) -> int:
         """How many tokens it has."""
+
+    @property
+    def bos(self) -> int | None:
+        """The begin-of-sequence token, None where it puts none before texts."""
 
     @property
     def controls(self) -> Controls | None:
@@ -171,4 +210,4 @@ class Tokenizer(Protocol):
 
     def offsets(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[tuple[int, int]] | None: ...
 
-    def render_chat(self, messages: list[dict[str, Any]]) -> str: ...
+    def render_chat(self, messages: list[dict[str, Any]], **args: Any) -> str: ...

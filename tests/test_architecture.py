@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "ragspec"
 LEVELS = [  # a room may import rooms of lower lines only; a folder is one room, but for the two that are named below
-    {"errors", "stats", "host"},
+    {"errors", "stats", "host", "json_text"},
     {"records"},
     {"structured"},
     {"speculation"},

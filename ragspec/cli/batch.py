@@ -10,7 +10,7 @@ from ragspec.cli.answer import run
 from ragspec.cli.options import Debug, Limit, Resume, RetryFailed, Set, Stats, set_debug
 
 # what a body means that does not say: OpenAI's temperature, and room for a long answer
-SAMPLING = {"temperature": 1.0, "max_new_tokens": 1024}
+SAMPLING = {"temperature": 1.0, "default_new_tokens": 1024}
 METHOD = "context"
 
 

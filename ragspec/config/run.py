@@ -26,8 +26,25 @@ CHOICES = (HF, VLLM)  # of runner: auto
 SAME_ARGS = {"batch_size", "lookahead", "revision", "trust_remote_code"}  # that mean the same to both
 LATER = {  # keys that came after the first outputs
     "speculation": ("draft_model_args",),
-    "sampling": ("presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "n"),
-    "prompt": ("max_passages", "order", "keep_first", "show_ranks", "order_window"),
+    "sampling": (
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+        "logprobs",
+        "n",
+        "min_new_tokens",
+        "ignore_eos",
+        "stop_token_ids",
+    ),
+    "prompt": (
+        "max_passages",
+        "order",
+        "keep_first",
+        "show_ranks",
+        "order_window",
+        "chat_template_kwargs",
+        "split_reasoning",
+    ),
 }
 SEARCH_KEYS = ("top_k", "mode", "candidates", "reranker_model", "order")
 
@@ -112,6 +129,8 @@ class RunConfig(Section):
             for key in keys:
                 if getattr(section, key) == type(section).model_fields[key].default:
                     del whole[name][key]
+        whole["sampling"]["max_new_tokens"] = self.sampling.longest
+        del whole["sampling"]["default_new_tokens"]
         if self.structured is None:
             del whole["structured"]
         if self.input and self.input.columns.given:
@@ -128,5 +147,13 @@ class RunConfig(Section):
 
 def to_sampling(config: SamplingConfig) -> Sampling:
     """Return the config's section as the plain value that travels with a request."""
-    bias = tuple(sorted(config.logit_bias.items()))
-    return Sampling(**{**config.model_dump(exclude={"n"}), "stop": tuple(config.stop), "logit_bias": bias})
+    values = config.model_dump(exclude={"n", "default_new_tokens"})
+    return Sampling(
+        **values
+        | {
+            "max_new_tokens": config.longest,
+            "stop": tuple(config.stop),
+            "stop_token_ids": tuple(config.stop_token_ids),
+            "logit_bias": tuple(sorted(config.logit_bias.items())),
+        }
+    )

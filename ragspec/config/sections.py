@@ -55,6 +55,12 @@ class PromptConfig(Section):
     `title`, `text`, `score`), `system`, `metadata`, `id` and `chat`."""
     chat: Literal["auto"] | bool = "auto"
     """Whether to use the model's chat template: `auto` (if it has one), `true` or `false`."""
+    chat_template_kwargs: Settings = {}
+    """What the chat template is called with beside the messages, for instance `{enable_thinking: false}`. Those of a
+    record win."""
+    split_reasoning: bool = True
+    """Write what the model thinks before it answers (between `<think>` and `</think>`, or its tokenizer's own markers)
+    as `reasoning`, beside `output`. Stop strings, `structured`, `copied` and `evaluate` look at the answer alone."""
     query_prefix: str = ""
     """Text put before every query."""
     allow_special_tokens: bool = False
@@ -84,8 +90,17 @@ class PromptConfig(Section):
 class SamplingConfig(Section):
     """How tokens are chosen, unless a record says otherwise."""
 
-    max_new_tokens: Annotated[int, Field(ge=1)] = 128
-    """Longest answer, in tokens."""
+    max_new_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Longest answer, in tokens. By default `default_new_tokens`, or what the model's context leaves."""
+    default_new_tokens: Annotated[int, Field(ge=1)] = 128
+    """Longest answer where neither the config nor a record names one; where less fits, it is shorter. (`run-batch`:
+    1024.)"""
+    min_new_tokens: Annotated[int, Field(ge=0)] = 0
+    """Shortest answer, in tokens: no end token and no stop string counts before."""
+    ignore_eos: bool = False
+    """Go on after the model's end tokens, up to `max_new_tokens`."""
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
+    """Further tokens that end an answer. They are not part of its text."""
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """0 is greedy decoding."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -116,7 +131,12 @@ class SamplingConfig(Section):
     @property
     def expected_tokens(self) -> int:
         """A guess at an answer's length: where there is much room, most answers end before it is filled."""
-        return min(self.max_new_tokens, LONG_ANSWER)
+        return min(self.longest, LONG_ANSWER)
+
+    @property
+    def longest(self) -> int:
+        """The longest answer, in tokens, where no record names another."""
+        return self.max_new_tokens or self.default_new_tokens
 
 
 class SpeculationConfig(Section):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,11 +9,20 @@ from pydantic import Field, model_validator
 
 from ragspec.config.sections import Section
 from ragspec.errors import ConfigError, RecordError
+from ragspec.json_text import JSONDecodeError, loads
 from ragspec.structured.form import Form
 from ragspec.structured.grammars import problem_of
 from ragspec.structured.schema import SOME
+from ragspec.structured.wrapping import CARRIERS, is_schema, unwrapped
 
 GRAMMAR_SUFFIXES = (".lark", ".gbnf", ".ebnf")
+GUIDED = {  # what vLLM called them
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json_object": "json_object",
+}
 Choice = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 
 
@@ -37,7 +45,9 @@ class StructuredConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _word(cls, given: Any) -> Any:
-        return {"json_object": True} if given == "json_object" else given
+        if given == "json_object" or given == {"type": "json_object"}:
+            return {"json_object": True}
+        return _as_other_libraries_write_it(given, set(cls.model_fields)) if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _only_one(self) -> StructuredConfig:
@@ -54,6 +64,23 @@ class StructuredConfig(Section):
             return Form("json_schema", {"type": "object"})
         kind, spec = next(iter(self.model_dump(exclude_none=True).items()))
         return Form(kind, spec)
+
+
+def _as_other_libraries_write_it(given: dict[str, Any], ours: set[str]) -> dict[str, Any]:
+    """Return a section in our keys: it may be a schema's wrapping, or have vLLM's old names. Raises ValueError."""
+    if given and all(key in GUIDED for key in given):
+        return {GUIDED[key]: value for key, value in given.items()}
+    if given.keys() & ours and "type" not in given:
+        return given
+    if not given.keys() & {*CARRIERS, "type"} and not is_schema(given):
+        return given
+    if is_schema(given):
+        raise ValueError("json_schema: the section is a schema itself; put it under json_schema")
+    try:
+        schema = unwrapped(given)
+    except RecordError as error:
+        raise ValueError(str(error).removeprefix("structured.")) from None
+    return given if schema is given else {"json_schema": schema}
 
 
 def with_files(config: StructuredConfig, source: str) -> StructuredConfig:
@@ -82,8 +109,8 @@ def about_form(form: Form, problem: str) -> str:
 def _schema_in(name: str, source: str) -> dict[str, Any]:
     text = _text_of(name, "json_schema", source)
     try:
-        schema = json.loads(text)
-    except json.JSONDecodeError as error:
+        schema = loads(text)
+    except JSONDecodeError as error:
         raise ConfigError(f"{source}: structured.json_schema: {name}:{error.lineno}: not JSON ({error.msg})") from None
     if not isinstance(schema, dict):
         raise ConfigError(f"{source}: structured.json_schema: {name}: must be a JSON object")

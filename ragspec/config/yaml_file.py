@@ -1,4 +1,5 @@
-"""YAML as people mean it: a repeated key is an error, and 1e-4 is a number (in PyYAML's YAML 1.1 it is not)."""
+"""YAML as people mean it: a repeated key is an error, 1e-4 is a number (in PyYAML's YAML 1.1 it is not), and a number
+has all its digits."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ from typing import Any
 import yaml
 
 from ragspec.errors import ConfigError, flat
+from ragspec.json_text import number_of
+
+DECIMAL = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 
 
 class _Loader(yaml.SafeLoader):
@@ -25,6 +29,13 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _decimal(loader: _Loader, node: yaml.ScalarNode) -> float:
+    """Return a decimal with all its digits."""
+    text = str(loader.construct_scalar(node)).replace("_", "")
+    return number_of(text) if DECIMAL.fullmatch(text) else loader.construct_yaml_float(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:float", _decimal)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )

@@ -191,8 +191,8 @@ class Admission:
             for start in range(0, len(fresh), self._lookahead):
                 ahead = [Waiting(request) for request in fresh[start : start + self._lookahead]]
                 refusals = [(waiting, self._refusal(waiting)) for waiting in ahead]
-                refused += [Failure(waiting.request.index, why) for waiting, why in refusals if why]
-                self._queue.extend(self._grouped([waiting for waiting, why in refusals if not why]))
+                refused += [failure for _, failure in refusals if failure is not None]
+                self._queue.extend(self._grouped([waiting for waiting, failure in refusals if failure is None]))
         return refused
 
     def _grouped(self, ahead: Sequence[Waiting]) -> Iterator[Waiting]:
@@ -203,12 +203,13 @@ class Admission:
                 ahead[index].group = group
                 yield ahead[index]
 
-    def _refusal(self, waiting: Waiting) -> str:
-        """Return why a request cannot be answered, "" where it can."""
-        if not waiting.tokens:
-            return "the prompt has no tokens"
-        needs = self._needs(waiting)
-        return self._room.why(needs) if needs > self._room.slots(1) else self._refusal_of(waiting.request)
+    def _refusal(self, waiting: Waiting) -> Failure | None:
+        """Return why a request cannot be answered, None where it can."""
+        needs, index = self._needs(waiting), waiting.request.index
+        if waiting.tokens and needs > self._room.slots(1):
+            return Failure(index, self._room.why(needs))
+        why = self._refusal_of(waiting.request) if waiting.tokens else "the prompt has no tokens"
+        return Failure(index, why, "RecordError") if why else None
 
     def _choose(self) -> _Choice | None:
         """Return what starts next; None while nothing can.

@@ -28,6 +28,7 @@ from ragspec.engine.row import Row
 from ragspec.engine.sharing import Sharing
 from ragspec.engine.work import Work, Written, accept
 from ragspec.models.generation import Processors
+from ragspec.models.reasoning import unended
 from ragspec.models.stopping import ends_with_stop, trim
 from ragspec.records import Failure, Generation, Request, Tokenizer
 from ragspec.speculation.cost import StepCost
@@ -279,21 +280,23 @@ class Engine:
         row.grammar.take(kept)
         if row.grammar.problem:
             row.reason = "error"
-        elif not self._eos and row.grammar.complete:
+        elif not row.request.sampling.ends(self._eos) and row.grammar.complete:
             row.reason = "stop"
 
     def _within(self, row: Row, token_ids: list[int]) -> list[int]:
         """Return the tokens up to the end of the answer, if it is among them."""
         kept = token_ids[: row.room]
+        ends = row.request.sampling.ends(self._eos)
         for count, token in enumerate(kept, 1):
-            if token in self._eos:
+            if token in ends:
                 kept, row.reason = kept[:count], "stop"
                 break
         stop = row.request.sampling.stop
         if stop:
             answer = row.tokens[row.prompt_tokens :] + kept
-            if ends_with_stop(self._tokenizer, answer, len(kept), stop):
-                answer, reason = trim(answer, self._eos, stop, self._tokenizer)
+            least = unended(row.request, answer, self._tokenizer)
+            if ends_with_stop(self._tokenizer, answer, len(kept), stop, least):
+                answer, reason = trim(answer, ends, stop, self._tokenizer, least)
                 if reason == "stop":
                     kept, row.reason = kept[: max(0, len(answer) - row.written)], reason
         return kept

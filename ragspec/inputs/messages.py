@@ -26,6 +26,15 @@ def messages_of(value: Any) -> tuple[dict[str, Any], ...]:
     return tuple(_message(item, f'"messages" item {position}') for position, item in enumerate(value, 1))
 
 
+def template_args_of(value: Any, name: str = "chat_template_kwargs") -> dict[str, Any]:
+    """Return what a record's chat template is called with. name: of its field. Raises RecordError."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise RecordError(f'"{name}" must be an object, got {kind(value)}')
+    return dict(value)
+
+
 def _message(item: Any, where: str) -> dict[str, Any]:
     if not isinstance(item, dict) or not isinstance(item.get("role"), str):
         raise RecordError(f'{where} must be an object with "role" and "content"')

@@ -1,59 +1,128 @@
 """A line of OpenAI's Batch API -> Record: {"custom_id", "method", "url", "body": {"messages" | "prompt", ...}}.
 
-Bodies of /v1/chat/completions and /v1/completions, whose prompt is continued as it is. A field that would change the
-answer in a way that cannot be done is the record's error; one with a value that means nothing (null, false, 0, "", [],
-{}) is not.
-Source: OpenAI's API reference; vLLM 0.32, entrypoints/openai.
+Bodies of /v1/chat/completions and /v1/completions, whose prompt is continued as it is. FIELDS has all fields of both
+APIs. One that would change the answer in a way that cannot be done is the record's error, unless it is null or has its
+default. Source: OpenAI's API reference; vLLM 0.32, entrypoints/openai (ChatCompletionRequest, CompletionRequest).
 """
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import Any, Literal, NamedTuple
 
-from ragspec.errors import RecordError
-from ragspec.inputs.messages import messages_of
+from ragspec.errors import RecordError, did_you_mean
+from ragspec.inputs.messages import messages_of, template_args_of
 from ragspec.inputs.structured import structured_of
 from ragspec.inputs.values import kind, names, record_id, text_of
 from ragspec.records import Record
 
 ENVELOPE = {"custom_id", "body", "method", "url"}
-URLS = ("/v1/chat/completions", "/v1/completions")
-# what a body may ask for -> our sampling key
-SAMPLING = {
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "logit_bias": "logit_bias",
-    "stop": "stop",
-    "seed": "seed",
-    "n": "n",
-}
-# read elsewhere, or about the service and not the answer
-READ = {
-    "model", "messages", "prompt", "logprobs", "top_logprobs", "metadata", "user", "store", "service_tier",
-    "safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "stream_options",
-    "parallel_tool_calls", "priority", "request_id", "session_id", "response_format", "structured_outputs",
-}  # fmt: skip
-# values that mean nothing, of fields that mean something
-NEUTRAL = {
-    "best_of": (1,),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "add_generation_prompt": (True,),
-    "include_reasoning": (True,),
-    "length_penalty": (1, 1.0),
-    "top_k": (-1,),
-}
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 SIGNED = 1 << 63  # a seed may be any 64-bit number there; ours are not negative
+
+
+class Field(NamedTuple):
+    """What a field of a body is. neutral: its default, and values that mean the same; null always does.
+
+    use: "sampling" (`key` is ours), "template" (an argument of the chat template), "read" (by this module), "service"
+    (about the service and not the answer: any value will do), or "cannot" (be done: other values are errors).
+    """
+
+    use: Literal["sampling", "template", "read", "service", "cannot"]
+    neutral: tuple[Any, ...] = ()
+    key: str = ""
+
+
+FIELDS = {
+    "model": Field("read"),
+    "messages": Field("read"),
+    "prompt": Field("read"),
+    "metadata": Field("read"),
+    "logprobs": Field("read"),
+    "top_logprobs": Field("read"),
+    "response_format": Field("read"),
+    "structured_outputs": Field("read"),
+    "echo": Field("read", (False,)),
+    "include_reasoning": Field("read", (True,)),
+    "tool_choice": Field("read"),
+    "add_special_tokens": Field("read"),
+    "reasoning_effort": Field("read"),
+    "max_tokens": Field("sampling", key="max_new_tokens"),
+    "max_completion_tokens": Field("sampling", key="max_new_tokens"),
+    "temperature": Field("sampling", key="temperature"),
+    "top_p": Field("sampling", key="top_p"),
+    "top_k": Field("sampling", (-1,), key="top_k"),
+    "min_p": Field("sampling", key="min_p"),
+    "repetition_penalty": Field("sampling", key="repetition_penalty"),
+    "presence_penalty": Field("sampling", key="presence_penalty"),
+    "frequency_penalty": Field("sampling", key="frequency_penalty"),
+    "logit_bias": Field("sampling", key="logit_bias"),
+    "stop": Field("sampling", key="stop"),
+    "stop_token_ids": Field("sampling", key="stop_token_ids"),
+    "min_tokens": Field("sampling", key="min_new_tokens"),
+    "ignore_eos": Field("sampling", key="ignore_eos"),
+    "seed": Field("sampling", key="seed"),
+    "n": Field("sampling", key="n"),
+    "tools": Field("template", ([],)),
+    "documents": Field("template", ([],)),
+    "chat_template_kwargs": Field("template", ({},)),
+    "add_generation_prompt": Field("template", (True,)),
+    "continue_final_message": Field("template", (False,)),
+    "cache_salt": Field("service"),
+    "parallel_tool_calls": Field("service"),
+    "priority": Field("service"),
+    "prompt_cache_key": Field("service"),
+    "prompt_cache_options": Field("service"),
+    "prompt_cache_retention": Field("service"),
+    "request_id": Field("service"),
+    "safety_identifier": Field("service"),
+    "service_tier": Field("service"),
+    "session_id": Field("service"),
+    "store": Field("service"),
+    "stream_interval": Field("service"),
+    "stream_options": Field("service"),
+    "user": Field("service"),
+    "allowed_token_ids": Field("cannot"),
+    "audio": Field("cannot"),
+    "bad_words": Field("cannot", ([],)),
+    "best_of": Field("cannot", (1,)),
+    "chat_template": Field("cannot"),
+    "ec_transfer_params": Field("cannot", ({},)),
+    "function_call": Field("cannot", ("none", "auto")),
+    "functions": Field("cannot", ([],)),
+    "include_stop_str_in_output": Field("cannot", (False,)),
+    "kv_transfer_params": Field("cannot", ({},)),
+    "length_penalty": Field("cannot", (1,)),
+    "logprob_token_ids": Field("cannot", ([],)),
+    "media_io_kwargs": Field("cannot", ({},)),
+    "mm_payload": Field("cannot", ("tensors",)),
+    "mm_processor_kwargs": Field("cannot", ({},)),
+    "modalities": Field("cannot", (["text"],)),
+    "moderation": Field("cannot"),
+    "prediction": Field("cannot"),
+    "prompt_embeds": Field("cannot"),
+    "prompt_logprobs": Field("cannot"),
+    "repetition_detection": Field("cannot"),
+    "return_mm_kwargs": Field("cannot", (False,)),
+    "return_prompt_text": Field("cannot", (False,)),
+    "return_token_ids": Field("cannot", (False,)),
+    "return_token_offsets": Field("cannot", (False,)),
+    "return_tokens_as_token_ids": Field("cannot", (False,)),
+    "routed_experts_prompt_start": Field("cannot", (0,)),
+    "skip_special_tokens": Field("cannot", (True,)),
+    "spaces_between_special_tokens": Field("cannot", (True,)),
+    "stream": Field("cannot", (False,)),
+    "suffix": Field("cannot", ("",)),
+    "thinking_token_budget": Field("cannot"),
+    "truncate_prompt_tokens": Field("cannot"),
+    "truncation_side": Field("cannot"),
+    "use_beam_search": Field("cannot", (False,)),
+    "verbosity": Field("cannot", ("medium",)),
+    "vllm_xargs": Field("cannot", ({},)),
+    "watermarking": Field("cannot", (False,)),
+    "web_search_options": Field("cannot"),
+}
+DOABLE = sorted(name for name, field in FIELDS.items() if field.use != "cannot")
 
 
 def parse_batch_line(value: dict[str, Any]) -> Record:
@@ -63,15 +132,14 @@ def parse_batch_line(value: dict[str, Any]) -> Record:
         raise RecordError(f'"body" must be an object with "messages" or "prompt", got {kind(body)}')
     if value.get("custom_id") is None:
         raise RecordError('"custom_id" is missing; a line with "body" needs one')
-    if value.get("url") is not None and value["url"] not in URLS:
-        raise RecordError(f'"url": {value["url"]!r} is not supported; known: {", ".join(URLS)}')
-    given = {key: field for key, field in body.items() if not _means_nothing(key, field)}
-    if given.get("best_of") == body.get("n"):
-        given.pop("best_of", None)
+    if value.get("url") is not None and value["url"] not in (CHAT, COMPLETION):
+        raise RecordError(f'"url": {value["url"]!r} is not supported; known: {CHAT}, {COMPLETION}')
+    given = _given(body)
     structured = structured_of({key: field for key, field in given.items() if key != "structured"}, "body.")
-    if unknown := sorted(given.keys() - SAMPLING.keys() - READ):
-        raise RecordError(f'"body.{unknown[0]}" is not supported; known: {", ".join(sorted({*SAMPLING, *READ}))}')
+    _refuse_undoable(given)
     chat = body.get("messages") is not None
+    if chat and body.get("prompt") is not None:
+        raise RecordError('"body.messages" and "body.prompt": keep one of them')
     metadata = {key: field for key, field in value.items() if key not in ENVELOPE}
     if isinstance(body.get("metadata"), dict):
         metadata |= body["metadata"]
@@ -86,20 +154,79 @@ def parse_batch_line(value: dict[str, Any]) -> Record:
         raw=not chat,
         structured=structured,
         model=body["model"] if isinstance(body.get("model"), str) else None,
+        template_args=_template_args(given) if chat else {},
+        echo=_switch(given, "echo", default=False),
+        special_tokens=_special_tokens(given, chat),
+        reasoning=_switch(given, "include_reasoning", default=True),
     )
 
 
-def _means_nothing(key: str, field: Any) -> bool:
-    if key in NEUTRAL and any(field == neutral and type(field) is type(neutral) for neutral in NEUTRAL[key]):
-        return True
-    if field is None:
-        return True
-    # a temperature of 0 is greedy, a seed of 0 a seed
-    return key not in SAMPLING and key not in READ and field in (False, "", [], {})
+def _given(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that say something."""
+    given = {key: field for key, field in body.items() if field is not None and not _is_neutral(key, field)}
+    if given.get("best_of") == body.get("n"):
+        given.pop("best_of", None)
+    if "max_completion_tokens" in given:
+        given.pop("max_tokens", None)  # its older name
+    return given
+
+
+def _is_neutral(key: str, value: Any) -> bool:
+    neutral = FIELDS[key].neutral if key in FIELDS else ()
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral)
+
+
+def _refuse_undoable(given: dict[str, Any]) -> None:
+    for key in sorted(given):
+        if key == "extra_body":
+            raise RecordError('"body.extra_body": is of the Python client; put its keys into "body"')
+        if key not in FIELDS:
+            raise RecordError(f'"body.{key}" is not known{did_you_mean(key, DOABLE)}')
+        if FIELDS[key].use == "cannot":
+            default = next(iter(FIELDS[key].neutral), None)
+            raise RecordError(f'"body.{key}" is not supported; remove it, or leave it at {json.dumps(default)}')
+    choice = given.get("tool_choice")
+    if choice not in (None, "none", "auto") or ("tools" in given and choice != "none"):
+        raise RecordError(
+            '"body.tool_choice" must be "none": tool calls are not read out of answers (the chat template gets "tools")'
+        )
+
+
+def _template_args(given: dict[str, Any]) -> dict[str, Any]:
+    """Return what a chat's template is called with. Source: vLLM 0.32, ChatCompletionRequest.build_chat_params."""
+    args = template_args_of(given.get("chat_template_kwargs"), "body.chat_template_kwargs")
+    effort = given.get("reasoning_effort")
+    if effort is not None:
+        args = {"enable_thinking": effort != "none", **args, "reasoning_effort": effort}
+    for key in ("tools", "documents"):
+        if key in given:
+            if not isinstance(given[key], list) or not all(isinstance(each, dict) for each in given[key]):
+                raise RecordError(f'"body.{key}" must be a list of objects, got {kind(given[key])}')
+            args[key] = given[key]
+    if _switch(given, "continue_final_message", default=False):
+        if given.get("add_generation_prompt"):
+            raise RecordError('"body.continue_final_message" and "body.add_generation_prompt": keep one of them')
+        return args | {"continue_final_message": True, "add_generation_prompt": False}
+    return args if _switch(given, "add_generation_prompt", default=True) else args | {"add_generation_prompt": False}
+
+
+def _special_tokens(given: dict[str, Any], chat: bool) -> bool:
+    """Return whether the tokenizer's own tokens are put around a completion's prompt."""
+    asked = _switch(given, "add_special_tokens", default=not chat)
+    if chat and asked:
+        raise RecordError('"body.add_special_tokens": a chat template writes its own; remove it')
+    return asked
+
+
+def _switch(given: dict[str, Any], key: str, *, default: bool) -> bool:
+    value = given.get(key, default)
+    if not isinstance(value, bool):
+        raise RecordError(f'"body.{key}" must be true or false, got {kind(value)}')
+    return value
 
 
 def _sampling(given: dict[str, Any], chat: bool) -> dict[str, Any]:
-    sampling = {SAMPLING[key]: field for key, field in given.items() if key in SAMPLING}
+    sampling = {FIELDS[key].key: field for key, field in given.items() if FIELDS[key].use == "sampling"}
     if isinstance(seed := sampling.get("seed"), int):
         sampling["seed"] = seed % SIGNED
     if (told := _logprobs(given, chat)) is not None:
@@ -115,6 +242,8 @@ def _logprobs(given: dict[str, Any], chat: bool) -> int | None:
             return None
         if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int)):
             raise RecordError(f'"body.logprobs" must be a whole number, got {kind(asked)}')
+        if asked is not None and given.get("echo"):
+            raise RecordError('"body.echo": the prompt has no logprobs here; remove one of the two')
         return asked
     if asked not in (None, True, False):
         raise RecordError(f'"body.logprobs" must be true or false, got {kind(asked)}')

@@ -10,13 +10,13 @@ from typing import Any
 
 from ragspec.errors import RecordError
 from ragspec.inputs.base import Row
-from ragspec.inputs.messages import messages_of
+from ragspec.inputs.messages import messages_of, template_args_of
 from ragspec.inputs.openai_batch import parse_batch_line
 from ragspec.inputs.structured import FIELDS, structured_of
 from ragspec.inputs.values import kind, names, record_id, text_of
 from ragspec.records import Passage, Record
 
-OWN_FIELDS = {"id", "query", "contexts", "messages", "prompt", "metadata", *FIELDS}
+OWN_FIELDS = {"id", "query", "contexts", "messages", "prompt", "metadata", "chat_template_kwargs", *FIELDS}
 SOURCES = ("query", "messages", "prompt")
 
 
@@ -50,6 +50,7 @@ def parse_record(value: Any, line: int, source: str = "auto") -> Record:
         contexts=_contexts(value.get("contexts")) if wanted == "query" else (),
         metadata=metadata,
         structured=structured_of(value),
+        template_args=template_args_of(value.get("chat_template_kwargs")),
     )
 
 

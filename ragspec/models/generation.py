@@ -80,7 +80,7 @@ class GenerationRules:
         config = copy.deepcopy(self._model.generation_config)
         config.max_length = None
         config.max_new_tokens = sampling.max_new_tokens
-        config.eos_token_id = sorted(self._eos) or None
+        config.eos_token_id = sorted(sampling.ends(self._eos)) or None
         config.pad_token_id = self.pad
         config.do_sample = sampling.temperature > 0
         config.repetition_penalty = sampling.repetition_penalty
@@ -92,6 +92,8 @@ class GenerationRules:
         config.min_p = sampling.min_p or (None if greedy or own is None else 0.0)
         for name, value in self._given.items():
             setattr(config, name, value)
+        if sampling.min_new_tokens:
+            config.min_new_tokens = sampling.min_new_tokens
         if sampling.logit_bias:
             config.sequence_bias = _with_bias(config.sequence_bias, sampling.logit_bias)
         return config
@@ -104,8 +106,11 @@ class GenerationRules:
     def refusal(self, sampling: Sampling) -> str:
         """Return which setting the model has no place for; "" if there is none."""
         width = width_of(self._model.config)
-        beyond = next((token for token, _ in sampling.logit_bias if not 0 <= token < width), None)
-        return "" if beyond is None else f"logit_bias: the model has no token {beyond}, only 0 to {width - 1}"
+        named = {"logit_bias": [token for token, _ in sampling.logit_bias], "stop_token_ids": sampling.stop_token_ids}
+        for key, tokens in named.items():
+            if (beyond := next((token for token in tokens if not 0 <= token < width), None)) is not None:
+                return f"{key}: the model has no token {beyond}, only 0 to {width - 1}"
+        return ""
 
     def processors(self, sampling: Sampling, prompt_tokens: int) -> Processors | None:
         """Return what an answer's logits go through; None if nothing changes them."""

@@ -164,7 +164,7 @@ def _converted(file: Path) -> Path:
 
 
 def made_once(stem: str, files: Sequence[Path], make: Callable[[Path], None]) -> Path:
-    """Return the folder in the user's cache that `make` makes of `files`, by one process at a time, whole or not at all.
+    """Return the folder in the user's cache that `make` makes of `files`: one process at a time, whole or not at all.
 
     Another version of transformers makes another one.
     """

@@ -7,18 +7,24 @@ from typing import Any
 
 from ragspec.errors import ConfigError, flat
 from ragspec.models.controls import Controls
+from ragspec.models.reasoning import thinking_of
 from ragspec.models.renamed import Renamed
 from ragspec.models.resolve import TRUST_KEY, ModelSource, brings_code, needs_code
 from ragspec.records import Spans
 
 
 class HFTokenizer:
-    """Encodes prompts and decodes answers. encode_args go to every tokenizer call, over what ragspec passes."""
+    """Encodes prompts and decodes answers. encode_args go to every tokenizer call, over what ragspec passes.
 
-    def __init__(self, inner: Any, encode_args: dict[str, Any] | None = None) -> None:
+    width: tokens that the model embeds; None: as many as the tokenizer has.
+    """
+
+    def __init__(self, inner: Any, encode_args: dict[str, Any] | None = None, width: int | None = None) -> None:
         self.inner = inner
+        self._width = width
         self.has_chat_template = bool(inner.chat_template)
         self.controls = Controls(inner)
+        self.thinking = thinking_of(inner)
         self._encode_args = {"verbose": False, **(encode_args or {})}
 
     def encode(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[int]:
@@ -26,8 +32,25 @@ class HFTokenizer:
 
         own: the places in `text` of control words that become control tokens, all others being text. None: all do.
         """
-        ids = self._call(text, own, special_tokens)["input_ids"]
-        return list(ids) if own is None else self._twin.ids(ids)
+        ids = list(self._call(text, own, special_tokens)["input_ids"])
+        ids = ids if own is None else self._twin.ids(ids)
+        return ids[self._beyond_one(ids, special_tokens) :]
+
+    def _beyond_one(self, ids: list[int], special_tokens: bool) -> int:
+        """Return how many begin-of-sequence tokens precede the last of those at the begin of `ids`.
+
+        The tokenizer puts one before a text that may have its own, written by a template or by a user.
+        """
+        if not special_tokens or self.bos is None or ids[:2] != [self.bos, self.bos]:
+            return 0
+        return next((at for at, token in enumerate(ids) if token != self.bos), len(ids)) - 1
+
+    @cached_property
+    def bos(self) -> int | None:
+        """The begin-of-sequence token, if the tokenizer puts it before texts."""
+        token = self.inner.bos_token_id
+        ids = self.inner("a", verbose=False)["input_ids"]
+        return token if token is not None and ids[:1] == [token] else None
 
     def control_ids(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[int]:
         """Return the control tokens that encode() makes of the whole of `text`, in order."""
@@ -52,9 +75,11 @@ class HFTokenizer:
         """Return where in `text` each token of encode() is, or None if the tokenizer does not know."""
         if not self.inner.is_fast:
             return None
-        found = self._call(text, own, special_tokens, return_offsets_mapping=True)["offset_mapping"]
-        offsets = [(start, end) for start, end in found]
-        return offsets if own is None else self._twin.places(offsets, text, own)
+        found = self._call(text, own, special_tokens, return_offsets_mapping=True)
+        offsets = [(start, end) for start, end in found["offset_mapping"]]
+        offsets = offsets if own is None else self._twin.places(offsets, text, own)
+        ids = list(found["input_ids"])
+        return offsets[self._beyond_one(ids if own is None else self._twin.ids(ids), special_tokens) :]
 
     @cached_property
     def _twin(self) -> Renamed:
@@ -72,6 +97,11 @@ class HFTokenizer:
         return text
 
     @property
+    def width(self) -> int:
+        """How many tokens the model embeds."""
+        return self.size if self._width is None else self._width
+
+    @property
     def size(self) -> int:
         """How many tokens it has."""
         return len(self.inner)
@@ -81,9 +111,14 @@ class HFTokenizer:
         text: str = self.inner.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
-    def render_chat(self, messages: list[dict[str, Any]]) -> str:
-        """Return the chat as the model's template writes it, ending where the answer begins."""
-        text: str = self.inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    def render_chat(self, messages: list[dict[str, Any]], **args: Any) -> str:
+        """Return the chat as the model's template writes it, ending where the answer begins.
+
+        args: of apply_chat_template, and what else the template may look at.
+        """
+        if not args.get("continue_final_message"):
+            args.setdefault("add_generation_prompt", True)
+        text: str = self.inner.apply_chat_template(messages, tokenize=False, **args)
         return text
 
 

@@ -187,8 +187,8 @@ def refuse_noise(model: Any) -> None:
         scores = model(input_ids=torch.tensor([[1, 2, 3]], device=model.device)).logits[0, -1].float()
     if scores.isnan().any():
         raise IncompleteError(
-            f"its scores are not numbers in {str(model.dtype).removeprefix('torch.')}: the weights are damaged, or need "
-            "a wider runner_args.dtype"
+            f"its scores are not numbers in {str(model.dtype).removeprefix('torch.')}: the weights are damaged, or "
+            "need a wider runner_args.dtype"
         )
     if scores.min() == scores.max():
         raise IncompleteError("gives every token the same score: the weights are empty, or damaged")

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import orjson
 
+from ragspec.models.reasoning import parted
+from ragspec.models.stopping import find_stop
 from ragspec.outputs.likelihood import told
 from ragspec.prompts.builder import Prompt
 from ragspec.records import Generation, Passage, Record, Sampling, Tokenizer
@@ -69,18 +71,20 @@ class Native:
 
     def answer(self, flight: Flight, answers: Sequence[Generation], runner: Runner, *, details: bool) -> dict[str, Any]:
         first, kept = answers[0], flight.prompt.kept
-        texts = texts_of(flight, answers, runner.tokenizer)
-        line: dict[str, Any] = {"id": flight.record.id, "output": texts[0], "finish_reason": first.finish_reason}
+        parts = parts_of(flight, answers, runner.tokenizer)
+        line: dict[str, Any] = {"id": flight.record.id, "output": parts[0].shown} | _reasoning(flight, parts)
+        line["finish_reason"] = first.finish_reason
         if len(answers) > 1:
-            line |= {"outputs": texts, "finish_reasons": [each.finish_reason for each in answers]}
+            line["outputs"] = [part.shown for part in parts]
+            line["finish_reasons"] = [each.finish_reason for each in answers]
         if flight.form is not None:
-            line |= _structured(flight.form, answers, texts)
+            line |= _structured(flight.form, answers, [part.text for part in parts])
         line |= _costs(flight, answers, runner)
         line["contexts"] = [passage.id for passage in kept]
         if any(passage.score is not None for passage in kept):
             line["context_scores"] = [passage.score for passage in kept]
         if runner.cites:
-            line["copied"] = copied_spans(runner.tokenizer, kept, first, texts[0])
+            line["copied"] = copied_spans(runner.tokenizer, kept, first, parts[0])
         if flight.prompt.dropped:
             line["dropped_contexts"] = [passage.id for passage in flight.prompt.dropped]
         if flight.sampling.logprobs is not None:
@@ -94,6 +98,59 @@ class Native:
         place = {} if failed.line is None else {"line": failed.line}
         error = {"type": failed.kind, "message": failed.message}
         return {"id": failed.name, **place, "error": error, "fingerprint": failed.fingerprint}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One answer's text. reasoning: what the model thought before. start: tokens before the answer's own.
+
+    before: the prompt, where the record wants it before its answer.
+    """
+
+    text: str
+    reasoning: str = ""
+    start: int = 0
+    before: str = ""
+
+    @property
+    def shown(self) -> str:
+        """What is written."""
+        return self.before + self.text
+
+
+def parts_of(flight: Flight, answers: Sequence[Generation], tokenizer: Tokenizer) -> list[Part]:
+    """Return the answers' texts. answers: `n` to each prompt, or some of them to the first."""
+    return [_part(flight, answer, at // flight.n, tokenizer) for at, answer in enumerate(answers)]
+
+
+def _part(flight: Flight, answer: Generation, prompt: int, tokenizer: Tokenizer) -> Part:
+    sampling, ids = flight.sampling, answer.token_ids
+    if answer.finish_reason == "stop" and ids and ids[-1] in sampling.stop_token_ids:
+        ids = ids[:-1]
+    reasoning, text, start = parted(flight.prompts[prompt].thinking, ids, tokenizer)
+    least = len(tokenizer.decode(ids[start : sampling.min_new_tokens])) if sampling.min_new_tokens > start else 0
+    end = find_stop(text, sampling.stop, least)
+    return Part(text[:end], reasoning, start, _echo(flight, prompt, tokenizer) if flight.record.echo else "")
+
+
+def _echo(flight: Flight, prompt: int, tokenizer: Tokenizer) -> str:
+    """Return what a record's output begins with: a completion's prompt, or the message that a chat goes on with."""
+    record = flight.record
+    if record.messages is not None:
+        continued = record.template_args.get("continue_final_message")
+        return str(record.messages[-1]["content"]) if continued else ""
+    given = record.prompts[prompt] if record.prompts else record.prompt
+    return given if isinstance(given, str) else tokenizer.decode(flight.prompts[prompt].token_ids)
+
+
+def _reasoning(flight: Flight, parts: Sequence[Part]) -> dict[str, Any]:
+    """Return what is told of the model's thoughts, nothing where there are none."""
+    if not flight.record.reasoning or not any(part.start for part in parts):
+        return {}
+    found: dict[str, Any] = {"reasoning": parts[0].reasoning}
+    if len(parts) > 1:
+        found["reasonings"] = [part.reasoning for part in parts]
+    return found | {"reasoning_tokens": sum(part.start for part in parts)}
 
 
 def _structured(form: Form, answers: Sequence[Generation], texts: Sequence[str]) -> dict[str, Any]:
@@ -141,11 +198,6 @@ def cached_tokens(flight: Flight, answers: Sequence[Generation]) -> int:
     return sum(each.cached_prompt_tokens for each in answers[:: flight.n])
 
 
-def texts_of(flight: Flight, answers: Sequence[Generation], tokenizer: Tokenizer) -> list[str]:
-    """Return the answers' texts."""
-    return [cut_at_stop(tokenizer.decode(each.token_ids), flight.sampling.stop) for each in answers]
-
-
 def distinct(answers: Sequence[Generation]) -> list[Generation]:
     """Return what was written, once each: greedy answers to one prompt are all the same one."""
     return list({id(each): each for each in answers}.values())
@@ -167,21 +219,19 @@ def token_details(flight: Flight, outcome: Generation) -> dict[str, Any]:
 
 
 def copied_spans(
-    tokenizer: Tokenizer, passages: Sequence[Passage], outcome: Generation, text: str
+    tokenizer: Tokenizer, passages: Sequence[Passage], outcome: Generation, part: Part
 ) -> list[dict[str, Any]]:
     """Return which characters of an answer appear word for word in which passage, as its drafts found them there."""
     spans = []
+    text, own = part.text, outcome.token_ids[part.start :]
+    whole = tokenizer.decode(own)
+    blanks = len(whole) - len(whole.lstrip()) if part.start else 0  # between thoughts and answer
     for run in outcome.copied:
-        start = len(tokenizer.decode(outcome.token_ids[: run.start]))
-        end = min(len(text), len(tokenizer.decode(outcome.token_ids[: run.end])))
+        start, end = (max(0, place - part.start) for place in (run.start, run.end))
+        start = max(0, len(tokenizer.decode(own[:start])) - blanks)
+        end = min(len(text), max(0, len(tokenizer.decode(own[:end])) - blanks))
         quoted = text[start:end]
         start, quoted = start + len(quoted) - len(quoted.lstrip()), quoted.strip()
         if quoted and quoted in passages[run.passage].text:  # half a character at an edge does not count
             spans.append({"start": start, "end": start + len(quoted), "context": passages[run.passage].id})
     return spans
-
-
-def cut_at_stop(text: str, stop: tuple[str, ...]) -> str:
-    """Return `text` up to the first stop string in it, that string left out."""
-    places = [at for at in (text.find(word) for word in stop) if at >= 0]
-    return text[: min(places)] if places else text

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from ragspec.outputs.answers import Failed, Flight, cached_tokens, texts_of
+from ragspec.outputs.answers import Failed, Flight, Part, cached_tokens, parts_of
 from ragspec.outputs.ledger import LINE
 from ragspec.outputs.likelihood import told, told_of_completion
 from ragspec.records import Generation
@@ -26,14 +27,13 @@ class OpenAIBatch:
 
     def answer(self, flight: Flight, answers: Sequence[Generation], runner: Runner, *, details: bool) -> dict[str, Any]:
         chat = flight.record.prompt is None
-        texts = texts_of(flight, answers, runner.tokenizer)
+        parts = parts_of(flight, answers, runner.tokenizer)
         choice = _chat_choice if chat else _text_choice
         choices = []
-        for index, (answer, text) in enumerate(zip(answers, texts, strict=True)):
+        for index, (answer, part) in enumerate(zip(answers, parts, strict=True)):
             asked = flight.sampling.logprobs is not None
-            choices.append(
-                {"index": index, **choice(answer, text, runner, asked), "finish_reason": answer.finish_reason}
-            )
+            told_of = choice(answer, part if flight.record.reasoning else replace(part, reasoning=""), runner, asked)
+            choices.append({"index": index, **told_of, "finish_reason": answer.finish_reason})
         written = sum(len(answer.token_ids) for answer in answers)
         body = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{flight.fingerprint}",
@@ -46,6 +46,7 @@ class OpenAIBatch:
                 "completion_tokens": written,
                 "total_tokens": flight.prompt_tokens + written,
                 "prompt_tokens_details": {"cached_tokens": cached_tokens(flight, answers)},
+                "completion_tokens_details": {"reasoning_tokens": sum(part.start for part in parts)},
             },
         }
         return _line(flight.record.id, flight.fingerprint, 200, body, None)
@@ -64,12 +65,13 @@ def _line(
     return {"id": f"{LINE}{fingerprint}", "custom_id": name, "response": response, "error": error}
 
 
-def _chat_choice(answer: Generation, text: str, runner: Runner, asked: bool) -> dict[str, Any]:
+def _chat_choice(answer: Generation, part: Part, runner: Runner, asked: bool) -> dict[str, Any]:
+    thought = {"reasoning": part.reasoning} if part.reasoning else {}
     return {
-        "message": {"role": "assistant", "content": text, "refusal": None},
+        "message": {"role": "assistant", "content": part.shown, **thought, "refusal": None},
         "logprobs": {"content": told(answer, runner.tokenizer), "refusal": None} if asked else None,
     }
 
 
-def _text_choice(answer: Generation, text: str, runner: Runner, asked: bool) -> dict[str, Any]:
-    return {"text": text, "logprobs": told_of_completion(answer, runner.tokenizer) if asked else None}
+def _text_choice(answer: Generation, part: Part, runner: Runner, asked: bool) -> dict[str, Any]:
+    return {"text": part.shown, "logprobs": told_of_completion(answer, runner.tokenizer) if asked else None}

@@ -13,13 +13,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from ragspec.config.secret import revealed
 from ragspec.config.sections import PromptConfig
 from ragspec.errors import ConfigError, RecordError
+from ragspec.models.reasoning import is_inside
+from ragspec.prompts.chat import Chat
 from ragspec.prompts.foreign import Written, as_text
 from ragspec.prompts.templates import compiled
-from ragspec.records import Passage, Record, Tokenizer
+from ragspec.records import Passage, Record, Thinking, Tokenizer
 
 log = logging.getLogger(__name__)
+ANSWER = 4  # one part in so many of a model's context is kept for an answer whose length nobody named
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class Prompt:
     kept: tuple[Passage, ...]
     dropped: tuple[Passage, ...] = ()
     places: tuple[tuple[int, int], ...] = ()  # of each of `kept`, in token_ids; (0, 0) if a template changed its text
+    thinking: Thinking | None = None  # what may come before the answer
 
 
 class PromptBuilder:
@@ -42,35 +47,60 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self._context_length = context_length
         self._chat = tokenizer.has_chat_template if config.chat == "auto" else config.chat
+        self._template_of_chat = Chat(tokenizer, revealed(config.chat_template_kwargs)) if self._chat else None
+        self._thinking = tokenizer.thinking if config.split_reasoning else None
+        self._unformatted = 0  # messages and queries of a model without a chat template
+        self._headless = 0  # prompts of token ids without a begin-of-sequence token
         self._own_words = lru_cache(maxsize=256)(self._find_own_words)
         self._controlled = False  # whether the current record contains control words
         self._held = 0  # records that did
         self._template = compiled(config.template, ranks=config.show_ranks)
 
-    def build(self, record: Record, max_new_tokens: int, *, locate: bool = False) -> Prompt:
-        """Return the prompt of `record`, leaving room for `max_new_tokens`. locate: say where the passages are."""
+    def build(self, record: Record, max_new_tokens: int, *, locate: bool = False, shrinks: bool = False) -> Prompt:
+        """Return the prompt of `record`, leaving room for `max_new_tokens`. locate: say where the passages are.
+
+        shrinks: whether a prompt that is too long for that may leave less room, but no less than a token.
+        """
         self._controlled = False
-        prompt = self._build(record, max_new_tokens)
+        prompt = self._build(record, max_new_tokens, shrinks)
         if not prompt.token_ids:
             raise RecordError("the prompt is empty; there is nothing to continue")
+        if (highest := max(prompt.token_ids)) >= (width := self._tokenizer.width):
+            raise RecordError(
+                f'the tokenizer writes token {highest} ("{self._tokenizer.piece(highest)}"), but the model embeds only '
+                f"0 to {width - 1}: they do not belong together"
+            )
         self._held += self._controlled
+        self._unformatted += not self._chat and (record.query is not None or record.messages is not None)
         return replace(prompt, places=self._places(record, prompt)) if locate and prompt.kept else prompt
 
-    def _build(self, record: Record, max_new_tokens: int) -> Prompt:
+    def room(self, prompt_tokens: int, max_new_tokens: int) -> int:
+        """Return how many of `max_new_tokens` fit after a prompt."""
+        length = self._context_length
+        return max_new_tokens if length is None else max(1, min(max_new_tokens, length - prompt_tokens))
+
+    def _build(self, record: Record, max_new_tokens: int, shrinks: bool) -> Prompt:
+        if shrinks and self._context_length is not None:  # what passages may take
+            max_new_tokens = min(max_new_tokens, self._context_length // ANSWER)
         limit, why = self._limit(max_new_tokens)
         if not record.contexts:
-            ids = self._encode(record, ())
-            if len(ids) > limit:
-                raise RecordError(f"the prompt has {len(ids)} tokens, {why}; shorten it or lower max_new_tokens")
-            return Prompt(ids, ())
+            prompt = self._encoded(record, (), ())
+            length = len(prompt.token_ids)
+            if length > limit and shrinks:
+                limit, why = self._limit(1)
+            if length > limit:
+                raise RecordError(f"the prompt has {length} tokens, {why}; shorten it or lower max_new_tokens")
+            return prompt
         ranked, most = rank(record.contexts), self._config.max_passages or len(record.contexts)
         prompt = self._with_best(record, ranked, most)
-        return prompt if len(prompt.token_ids) <= limit else self._fit(record, ranked, most, limit, why)
+        if len(prompt.token_ids) <= limit:
+            return prompt
+        return self._fit(record, ranked, most, limit, self._limit(1) if shrinks else (limit, why))
 
     def _with_best(self, record: Record, ranked: list[int], count: int) -> Prompt:
         """Return the prompt with the `count` highest-ranked passages."""
         kept = tuple(record.contexts[i] for i in _arranged(self._order(record), ranked[:count]))
-        return Prompt(self._encode(record, kept), kept, tuple(record.contexts[i] for i in ranked[count:]))
+        return self._encoded(record, kept, tuple(record.contexts[i] for i in ranked[count:]))
 
     def _order(self, record: Record) -> Sequence[int]:
         """Return the places of a record's passages as the prompt has them."""
@@ -78,11 +108,14 @@ class PromptBuilder:
             return record.order
         return canonical(record.contexts) if self._config.order == "canonical" else range(len(record.contexts))
 
-    def _fit(self, record: Record, ranked: list[int], most: int, limit: int, why: str) -> Prompt:
-        """Keep as many of the highest-ranked passages as fit, fewer than `most` (their number found by bisection)."""
+    def _fit(self, record: Record, ranked: list[int], most: int, limit: int, last: tuple[int, str]) -> Prompt:
+        """Keep as many of the highest-ranked passages as fit, fewer than `most` (their number found by bisection).
+
+        last: the limit of a prompt without any, and why.
+        """
         best, low, high = self._with_best(record, ranked, 0), 0, min(most, len(ranked)) - 1
-        if len(best.token_ids) > limit:
-            raise RecordError(f"the prompt has {len(best.token_ids)} tokens even without its contexts, {why}")
+        if len(best.token_ids) > last[0]:
+            raise RecordError(f"the prompt has {len(best.token_ids)} tokens even without its contexts, {last[1]}")
         while low < high:
             middle = (low + high + 1) // 2
             prompt = self._with_best(record, ranked, middle)
@@ -120,13 +153,20 @@ class PromptBuilder:
             places.append((first, last) if start >= 0 and first < last else (0, 0))
         return tuple(places)
 
-    def _encode(self, record: Record, contexts: tuple[Passage, ...]) -> list[int]:
+    def _encoded(self, record: Record, kept: tuple[Passage, ...], dropped: tuple[Passage, ...]) -> Prompt:
+        """Return the prompt with these passages."""
         if isinstance(record.prompt, tuple):
             if (highest := max(record.prompt)) >= self._tokenizer.size:
                 raise RecordError(f'"prompt": the model has no token {highest}, only 0 to {self._tokenizer.size - 1}')
-            return list(record.prompt)
-        written = self._compose(record, contexts)
-        return self._tokenizer.encode(written.text, special_tokens=written.special_tokens, own=written.own)
+            self._headless += self._tokenizer.bos not in (None, record.prompt[0])
+            return Prompt(list(record.prompt), ())
+        written = self._compose(record, kept)
+        ids = self._tokenizer.encode(written.text, special_tokens=written.special_tokens, own=written.own)
+        thinking = None
+        if self._thinking is not None and not record.raw:
+            continued = bool(record.template_args.get("continue_final_message"))
+            thinking = replace(self._thinking, inside=is_inside(self._thinking, written.text, continued=continued))
+        return Prompt(ids, kept, dropped, thinking=thinking)
 
     def _compose(self, record: Record, contexts: tuple[Passage, ...]) -> Written:
         """Return the prompt with no control tokens except the templates' own and the system prompt's."""
@@ -135,7 +175,7 @@ class PromptBuilder:
         if controls is None or self._config.allow_special_tokens:
             return written
         roles = tuple(message["role"] for message in record.messages or ({"role": "user"},))
-        if controls.found(written.text) == self._own_words(roles):
+        if not record.template_args and controls.found(written.text) == self._own_words(roles):
             return written
         guarded = as_text(record, contexts, written, self._write, self._tokenizer)
         self._controlled |= guarded is not written
@@ -150,7 +190,7 @@ class PromptBuilder:
         if not self._chat:
             return controls.found(self._config.system or "")
         try:
-            return controls.found(self._render_chat(self._with_system([{"role": r, "content": "x"} for r in roles])))
+            return controls.found(self._render(self._with_system([{"role": r, "content": "x"} for r in roles]), {}))
         except RecordError:
             return None
 
@@ -180,22 +220,29 @@ class PromptBuilder:
     @property
     def notes(self) -> list[str]:
         """What the user should know about the prompts that were built."""
-        if not self._held:
-            return []
-        return [
-            f"{self._held} records contain control words of the model (such as <|im_end|>); they are encoded as text "
-            "unless prompt.allow_special_tokens is true"
-        ]
+        counted = {
+            "records contain control words of the model (such as <|im_end|>); they are encoded as text unless "
+            "prompt.allow_special_tokens is true": self._held,
+            "records are queries or messages, and the model has no chat template: they are written as plain text"
+            if not self._tokenizer.has_chat_template
+            else "": self._unformatted,
+            "prompts of token ids do not begin with the model's begin-of-sequence token": self._headless,
+        }
+        notes = [f"{count} {what}" for what, count in counted.items() if what and count]
+        if self._template_of_chat is not None and self._template_of_chat.folded:
+            notes.append("the chat template has no system role: system prompts are put before the first user message")
+        return notes
 
     def _write(self, record: Record, contexts: tuple[Passage, ...]) -> tuple[str, bool]:
         """Return the prompt's text, and whether the tokenizer is to add its special tokens to it."""
+        args = record.template_args
         if record.messages is not None and self._chat:
-            return self._render_chat(self._with_system(list(record.messages))), False  # the template has written them
+            return self._render(self._with_system(list(record.messages)), args), False  # the template has written them
         text = self._text(record, contexts)
         if record.raw:
-            return text, True
+            return text, record.special_tokens
         if self._chat:
-            return self._render_chat(self._with_system([{"role": "user", "content": text}])), False
+            return self._render(self._with_system([{"role": "user", "content": text}]), args), False
         if self._config.system is not None:
             text = f"{self._config.system}\n\n{text}"
         return text, True
@@ -206,12 +253,9 @@ class PromptBuilder:
             return messages
         return [{"role": "system", "content": system}, *messages]
 
-    def _render_chat(self, messages: list[dict[str, Any]]) -> str:
-        try:
-            return self._tokenizer.render_chat(messages)
-        except Exception as error:  # a program of the model's authors
-            log.debug("the chat template failed", exc_info=error)
-            raise RecordError(f"the model's chat template refuses these messages: {error}") from None
+    def _render(self, messages: list[dict[str, Any]], args: dict[str, Any]) -> str:
+        assert self._template_of_chat is not None
+        return self._template_of_chat.render(messages, args)
 
     def _text(self, record: Record, contexts: tuple[Passage, ...]) -> str:
         if record.prompt is not None:

@@ -117,6 +117,7 @@ def mapped(
         prompt=record.prompt if isinstance(record.prompt, tuple) else optional(record.prompt),
         messages=messages,
         metadata=nested(record.metadata),
+        template_args=nested(record.template_args),
     )
     passages = (replace(p, id=change(p.id), text=change(p.text), title=optional(p.title)) for p in contexts)
     return changed, tuple(passages)

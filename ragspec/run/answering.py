@@ -13,7 +13,7 @@ import orjson
 
 from ragspec.errors import RecordError
 from ragspec.inputs.feed import Feed, Spread
-from ragspec.outputs.answers import Failed, Flight, Shape, distinct, is_valid, texts_of
+from ragspec.outputs.answers import Failed, Flight, Shape, distinct, is_valid, parts_of
 from ragspec.records import Failure, Generation, Passage, Record, Request
 from ragspec.retrieval.search import Hit
 from ragspec.retrieval.stage import Stage
@@ -111,7 +111,7 @@ class Answering:
     def _cost(self, flight: Flight, answer: Generation) -> Cost:
         valid = None
         if flight.form is not None:
-            valid = is_valid(flight.form, answer, texts_of(flight, [answer], self._runner.tokenizer)[0])
+            valid = is_valid(flight.form, answer, parts_of(flight, [answer], self._runner.tokenizer)[0].text)
         return Cost(
             len(answer.token_ids),
             answer.cached_prompt_tokens,

@@ -43,7 +43,10 @@ class Gathering:
             name = flight.record.id if place == 0 else f"{flight.record.id}#{place}"
             index = next(self._numbers)
             self._waiting[index] = place, waiting
-            requests.append(Request(index, name, prompt.token_ids, flight.sampling, prompt.places, flight.grammar))
+            request = Request(
+                index, name, prompt.token_ids, flight.sampling, prompt.places, flight.grammar, prompt.thinking
+            )
+            requests.append(request)
         return requests
 
     def take(self, outcome: Generation | Failure) -> Landed | None:

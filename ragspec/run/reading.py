@@ -13,11 +13,12 @@ from ragspec.errors import RecordError
 from ragspec.outputs.answers import Flight
 from ragspec.records import Record, Sampling
 from ragspec.run.session import Session
-from ragspec.structured.form import Form
+from ragspec.structured.form import Form, after_thinking
 from ragspec.structured.grammars import problem_of
 from ragspec.structured.schema import SOME
 
 MODELS_NAMED = 5  # in a note
+BODY_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}  # what bodies call them
 
 
 class Reader:
@@ -35,13 +36,22 @@ class Reader:
 
     def flight(self, index: int, record: Record, fingerprint: str) -> Flight:
         """Return what is asked for line number `index`. Raises RecordError."""
-        sampling, n = self._sampling(record)
+        sampling, n, shrinks = self._sampling(record)
         parts = [replace(record, prompt=each) for each in record.prompts] or [record]
-        prompts = [self._prompts.build(part, sampling.max_new_tokens, locate=self._locate) for part in parts]
+        longest = sampling.max_new_tokens
+        prompts = [self._prompts.build(part, longest, locate=self._locate, shrinks=shrinks) for part in parts]
+        if shrinks:
+            room = self._prompts.room(max(len(prompt.token_ids) for prompt in prompts), longest)
+            sampling = replace(sampling, max_new_tokens=room)
         if record.model is not None and record.model not in self._names and len(self._other_models) < MODELS_NAMED:
             self._other_models.add(record.model)
         form = self._form(record)
         grammar = form.grammar(prompts[0].kept) if form else ""
+        if grammar and (sampling.ignore_eos or sampling.min_new_tokens):
+            key = "ignore_eos" if sampling.ignore_eos else "min_new_tokens"
+            raise RecordError(f"sampling.{key}: a structured answer ends where its form does; remove one of the two")
+        if grammar and prompts[0].thinking is not None:
+            grammar = after_thinking(grammar, prompts[0].thinking)
         return Flight(index, record, tuple(prompts), sampling, n, fingerprint, form, grammar)
 
     def _form(self, record: Record) -> Form | None:
@@ -67,14 +77,14 @@ class Reader:
         others = ", ".join(sorted(self._other_models))
         return [f"records ask for {others}; {self._config.model} answers them"]
 
-    def _sampling(self, record: Record) -> tuple[Sampling, int]:
-        """Return how a record is sampled, and how many answers each prompt of it has."""
+    def _sampling(self, record: Record) -> tuple[Sampling, int, bool]:
+        """Return how a record is sampled, how many answers each prompt has, and whether an answer may be shorter."""
         if not record.sampling:
-            return self._default, self._config.sampling.n
+            return self._default, self._config.sampling.n, self._config.sampling.max_new_tokens is None
         try:
             merged = SamplingConfig.model_validate(self._config.sampling.model_dump() | record.sampling)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            name = "max_tokens" if first["loc"][0] == "max_new_tokens" else first["loc"][0]
+            name = BODY_NAMES.get(str(first["loc"][0]), first["loc"][0])
             raise RecordError(f'"body.{name}": {first["input"]!r}: {first["msg"]}') from None
-        return to_sampling(merged), merged.n
+        return to_sampling(merged), merged.n, merged.max_new_tokens is None

@@ -65,7 +65,7 @@ def check_runner(config: RunConfig) -> Runner:
 def make_prompts(config: RunConfig, runner: Runner) -> PromptBuilder:
     """Return the run's prompt builder. Raises ConfigError if no prompt could ever be built."""
     new, length = config.sampling.max_new_tokens, runner.context_length
-    if length is not None and new >= length:
+    if length is not None and new is not None and new >= length:
         raise ConfigError(
             f"sampling.max_new_tokens: {new} leaves no room for a prompt; the model takes {length} tokens in all"
         )

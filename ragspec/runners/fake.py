@@ -49,8 +49,11 @@ class ByteTokenizer:
     """Every byte is a token; the vocabulary cannot grow."""
 
     has_chat_template = False
+    thinking = None
     controls = None
     size = 256
+    width = 256
+    bos = None
 
     def encode(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[int]:
         return list(text.encode())
@@ -70,7 +73,7 @@ class ByteTokenizer:
     def piece(self, token_id: int) -> str:
         return self.decode([token_id])
 
-    def render_chat(self, messages: list[dict[str, Any]]) -> str:
+    def render_chat(self, messages: list[dict[str, Any]], **args: Any) -> str:
         return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragspec.errors import RecordError
-from ragspec.records import Passage
+from ragspec.records import Passage, Thinking
 from ragspec.structured.quotes import quoting
 from ragspec.structured.schema import completed, inline, quotes
+from ragspec.structured.wrapping import unwrapped
 
 LARGEST = 1 << 20  # characters of a grammar
+BLANKS = r"/[ \n\r\t]{0,4}/"  # between a thought and the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,25 @@ class Form:
         return written
 
 
+def after_thinking(grammar: str, thinking: Thinking) -> str:
+    """Return the grammar of an answer that a thought may precede, which may say anything but the marker of its end."""
+    closing = json.dumps(thinking.closing)
+    rules = [f"thought_text[suffix={closing}]: /(?s:.*)/"]
+    thought, opening = "thought_text", json.dumps(thinking.opening)
+    if thinking.closing_ids:  # a control token is not its letters
+        marker = " ".join(f"<[{token}]>" for token in (*thinking.ends[:1], *thinking.closing_ids))
+        rules.append(f"thought_tokens: /(?s:.*)/ {marker}")
+        thought = f"({thought} | thought_tokens)"
+        opening = f"({opening} | {' '.join(f'<[{token}]>' for token in thinking.opening_ids)})"
+    begin = thought if thinking.inside else f"({opening} {thought} BLANKS)?"
+    blanks = " BLANKS" if thinking.inside else ""
+    return "\n".join(
+        [f"start: {begin}{blanks} answer", *rules, f"BLANKS: {BLANKS}", f"answer: %lark {{\n{grammar}\n}}"]
+    )
+
+
 def _json(schema: Any, passages: Sequence[Passage]) -> str:
-    schema = completed(schema, passages)
+    schema = completed(unwrapped(schema), passages)
     return quoting(schema, passages) if quotes(schema) else f"start: {inline(schema)}"
 
 

@@ -8,20 +8,40 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 from ragspec.errors import RecordError
+from ragspec.json_text import ExactFloat, dumps
 from ragspec.records import Passage
+from ragspec.structured.wrapping import check_words
 
 CONTEXTS, QUOTE = "$contexts", "$quote"
 DEEPEST = 100  # levels of a schema
 FIELDS = ("id", "title")  # of a passage that an answer may name
+VALUES = ("const", "enum")  # what an answer may say
+LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
+WORDS = ("default", "examples", "description", "title", "$comment")  # what no answer is held to
+# formats that JSON Schema defines; others, such as password or binary, say how a text is used, not what it is
+FORMATS = {
+    "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri",
+    "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer", "regex",
+}  # fmt: skip
+EXACT = 1 << 53  # integers up to here are doubles, and llguidance's numbers are
+LARGEST = ((1 << 63) - 1, (1 << 64) - 1)  # llguidance stops at the first of them
 SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def completed(schema: Any, passages: Sequence[Passage]) -> Any:
-    """Return a schema with the record's values where it refers to its passages. Raises RecordError."""
+    """Return a schema with the record's values where it refers to its passages. Raises RecordError.
+
+    Formats that only annotate are left out: llguidance refuses those that it does not know.
+    """
     _check_depth(schema)
+    for where, node in _schemas(schema, "$"):
+        check_words(node, where)
+        _check_numbers(node, where)
     return _completed(schema, passages)
 
 
@@ -30,10 +50,17 @@ def _completed(schema: Any, passages: Sequence[Passage]) -> Any:
         return [_completed(each, passages) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        key: _values(value, passages) if _refers(key, value) else _completed(value, passages)
-        for key, value in schema.items()
-    }
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in NAMED and isinstance(value, dict):
+            found[key] = {name: _completed(inner, passages) for name, inner in value.items()}
+        elif _refers(key, value):
+            found[key] = _values(value, passages)
+        elif key in VALUES:
+            found[key] = value
+        elif key != "format" or not isinstance(value, str) or value in FORMATS:
+            found[key] = _completed(value, passages)
+    return found
 
 
 def quotes(schema: Any) -> bool:
@@ -64,6 +91,61 @@ def _check_depth(schema: Any) -> None:
             raise RecordError(f"structured.json_schema: nested deeper than {DEEPEST} levels")
 
 
+def _schemas(schema: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the schemas in a schema, and where they are; what only annotates is not looked into."""
+    if isinstance(schema, list):
+        for at, inner in enumerate(schema):
+            yield from _schemas(inner, f"{where}[{at}]")
+    if not isinstance(schema, dict):
+        return
+    yield where, schema
+    for key, value in schema.items():
+        if key in NAMED and isinstance(value, dict):
+            for name, inner in value.items():
+                yield from _schemas(inner, f"{where}.{key}.{name}")
+        elif key not in (*VALUES, *LIMITS, *WORDS):
+            yield from _schemas(value, f"{where}.{key}")
+
+
+def _check_numbers(schema: dict[str, Any], where: str) -> None:
+    """Raise RecordError for a number that the grammar would round: its answers would be other ones."""
+    for key in (*VALUES, *LIMITS):
+        for number in _numbers(schema.get(key)):
+            if not (_is_exact(number) if key in LIMITS else _is_written(dumps(number))):
+                raise RecordError(
+                    f"structured.json_schema: {where}.{key}: {dumps(number).decode()[:60]} has more digits than a "
+                    "grammar can hold exactly; write it as a string, or leave it out"
+                )
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        yield value
+    for inner in _inside(value):
+        yield from _numbers(inner)
+
+
+def _is_exact(number: int | float) -> bool:
+    """Return whether a limit is kept to: llguidance rounds it to a double."""
+    if isinstance(number, float):
+        return not isinstance(number, ExactFloat)
+    return abs(number) <= EXACT or number in LARGEST or (abs(number) < 1 << 1000 and float(number) == number)
+
+
+@lru_cache(maxsize=1024)
+def _is_written(number: bytes) -> bool:
+    """Return whether llguidance writes a number as it is: asked of it, as it rounds some of those beyond 53 bits."""
+    if len(number) < len(str(EXACT)):
+        return True
+    from llguidance import LLMatcher, LLTokenizer
+
+    tokenizer = LLTokenizer("byte")
+    grammar = LLMatcher.grammar_from_lark(f'start: %json {{"const": {number.decode()}}}')
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    tokens = tokenizer.tokenize_bytes(number)
+    return not matcher.is_error() and matcher.consume_tokens(tokens) and matcher.is_accepting()
+
+
 def inline(schema: Any) -> str:
     """Return a schema as a part of a grammar. How JSON is spaced is part of it; a schema that says so itself wins."""
     if isinstance(schema, bool):  # anything, or nothing
@@ -71,7 +153,8 @@ def inline(schema: Any) -> str:
     if not isinstance(schema, dict):
         raise RecordError(f"structured.json_schema: {json.dumps(schema)[:40]} must be an object, true or false")
     own = schema.get("x-guidance")
-    return "%json " + json.dumps({**schema, "x-guidance": {**SPACES, **(own if isinstance(own, dict) else {})}})
+    spaced = {**schema, "x-guidance": {**SPACES, **(own if isinstance(own, dict) else {})}}
+    return "%json " + dumps(spaced).decode()
 
 
 def _refers(key: str, value: Any) -> bool:

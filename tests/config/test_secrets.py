@@ -349,7 +349,7 @@ def test_a_model_that_does_not_load_shows_no_secret(tmp_path, tiny, monkeypatch)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     for more in ([], ["--debug"]):
         done = ragspec("generate", "-c", tmp_path / "c.json", *more, env=environment)
-        assert "could not be loaded" in done.stderr
+        assert "cannot be loaded" in done.stderr
         assert "403 with [secret]" in done.stderr
         assert WORD not in done.stderr
 

@@ -6,7 +6,6 @@ import pytest
 from ragspec.config.load import build_config
 from ragspec.config.places import OutputConfig
 from ragspec.errors import ConfigError
-from ragspec.outputs.answers import cut_at_stop
 from ragspec.run.generate import generate as run
 from tests.conftest import read_jsonl, write_jsonl
 
@@ -222,11 +221,6 @@ def test_stats_file_adds_up_with_the_output_lines(tmp_path):
     assert stats["config"]["runner"] == "fake"
     assert len(stats["input_sha256"]) == 64
     assert {"records", "load_s", "warmup_s", "generate_s", "tokens_per_s", "latency_s", "seed"} <= stats.keys()
-
-
-def test_text_is_cut_at_the_first_stop_string():
-    assert cut_at_stop("one two three", ("three", "two")) == "one "
-    assert cut_at_stop("one", ("two",)) == "one"
 
 
 def test_generate_pulls_no_more_than_a_batch_ahead(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from ragspec.config.load import build_config
 from ragspec.config.run import to_sampling
 from ragspec.errors import ConfigError
-from ragspec.records import Failure, Request
+from ragspec.records import Failure, Request, Sampling
 from ragspec.run.generate import generate as run
 from ragspec.runners.huggingface import runner as huggingface
 from ragspec.runners.huggingface.comparison import Comparison
@@ -329,7 +329,7 @@ def test_a_stop_string_is_noticed_in_the_step_that_completes_it(step):
     from ragspec.runners.huggingface.criteria import StopText
 
     prompt, text = list(b"stop stop "), list(b"one two stop three")
-    criterion = StopText(ByteTokenizer(), ["stop"], len(prompt))
+    criterion = StopText(ByteTokenizer(), [Request(0, "a", prompt, Sampling(stop=("stop",)))], len(prompt))
     for end in range(step, len(text) + step, step):
         stopped = bool(criterion(torch.tensor([prompt + text[:end]]), None)[0])
         assert stopped == (end >= len("one two stop"))

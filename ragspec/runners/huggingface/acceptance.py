@@ -19,11 +19,19 @@ class AcceptanceMeter:
 
     tokenizers: (target's, draft's) for a draft with another vocabulary, None for one that shares its token ids.
     draft_length: tokens that the draft model can attend to; a longer row continues without drafts. None: no limit.
+    draft_width: token ids that it embeds; a row with another one continues without drafts. None: all of them.
     """
 
-    def __init__(self, tokenizers: tuple[Any, Any] | None = None, draft_length: int | None = None) -> None:
+    def __init__(
+        self,
+        tokenizers: tuple[Any, Any] | None = None,
+        draft_length: int | None = None,
+        draft_width: int | None = None,
+    ) -> None:
         self.stats = SpecStats()
         self.outgrown = 0  # rows that were longer than the draft model can attend to
+        self.foreign = 0  # rows with a token that the draft model does not embed
+        self._draft_width = draft_width
         self._drafted = 0
         self._tokenizers = tokenizers or (None, None)
         self._draft_length = draft_length
@@ -68,6 +76,9 @@ class AcceptanceMeter:
 
         def counting_candidates(input_ids: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal has_room
+            if has_room and self._draft_width is not None and int(input_ids.max()) >= self._draft_width:
+                has_room = False  # the target's embeddings are padded further, and it wrote one of the padding
+                self.foreign += 1
             if has_room and not room_is_left(input_ids):
                 has_room = False
                 self.outgrown += 1

@@ -38,7 +38,7 @@ class Checkpoint:
         tokenizer = load_tokenizer(
             self.source, trust_remote_code=args.trust_remote_code, extra=revealed(args.tokenizer_args)
         )
-        self.tokenizer = HFTokenizer(tokenizer, revealed(args.encode_args))
+        self.tokenizer = HFTokenizer(tokenizer, revealed(args.encode_args), width_of(self.config))
         self.context_length = context_length(self.config)
         self.ends: frozenset[int] = frozenset()
         self._grammars: Grammars | None = None
@@ -50,6 +50,12 @@ class Checkpoint:
         args = self._args
         extra = revealed(args.model_args)
         check_weights(self.source, self.config, trust_remote_code=args.trust_remote_code, extra=extra)
+
+    def caveats(self) -> list[str]:
+        """Return what the user should know of the model. Raises ConfigError."""
+        from ragspec.models.caveats import caveats
+
+        return caveats(self.source, self.config, self.tokenizer, revealed(self._args.generate_args))
 
     def load(self) -> Any:
         """Return the model, ready to generate. Raises ModelError."""

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria
 
+from ragspec.models.reasoning import unended
 from ragspec.models.stopping import ends_with_stop
-from ragspec.records import Tokenizer
+from ragspec.records import Request, Tokenizer
 
 
 class StepClock(StoppingCriteria):  # type: ignore[misc]
@@ -35,14 +36,19 @@ class StopText(StoppingCriteria):  # type: ignore[misc]
     would be missed.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], prompt_length: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, requests: Sequence[Request], prompt_length: int) -> None:
         self._tokenizer = tokenizer
-        self._stop = stop
+        self._requests = requests  # of one `stop`; a beam's rows are neighbours
         self._seen = prompt_length
         self._prompt_length = prompt_length
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         fresh, self._seen = input_ids.shape[1] - self._seen, input_ids.shape[1]
         answers = input_ids[:, self._prompt_length :].tolist()
-        hits = [ends_with_stop(self._tokenizer, answer, fresh, self._stop) for answer in answers]
+        beams = max(1, len(answers) // len(self._requests))
+        hits = [self._ended(self._requests[row // beams], answer, fresh) for row, answer in enumerate(answers)]
         return torch.tensor(hits, dtype=torch.bool, device=input_ids.device)
+
+    def _ended(self, request: Request, answer: list[int], fresh: int) -> bool:
+        least = unended(request, answer, self._tokenizer)
+        return ends_with_stop(self._tokenizer, answer, fresh, request.sampling.stop, least)

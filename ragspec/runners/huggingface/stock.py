@@ -23,6 +23,7 @@ from ragspec.models.generation import GenerationRules
 from ragspec.models.logprobs import generated_logprobs
 from ragspec.models.masking import GrammarMasks
 from ragspec.models.padding import takes_padding
+from ragspec.models.reasoning import unended
 from ragspec.models.rotary import forget, length_dependent
 from ragspec.models.stopping import trim
 from ragspec.models.tokenizer import HFTokenizer
@@ -95,7 +96,8 @@ class StockBackend:
         if spec.draft and spec.draft.other_tokens:
             tokenizers = (in_id_order(self._tokenizer.inner), in_id_order(spec.draft.tokenizer))
         reach = spec.draft.context_length if spec.draft else None
-        self._meter = AcceptanceMeter(tokenizers, reach)
+        width = spec.draft.width if spec.draft and not spec.draft.other_tokens else None
+        self._meter = AcceptanceMeter(tokenizers, reach, width)
         self._meter.attach(self._model)
 
     def warm_up(self, records: int | None = None, each: int = 0) -> None:
@@ -104,6 +106,8 @@ class StockBackend:
         sampling = Sampling(max_new_tokens=4, temperature=0.0 if self._greedy_by_default else 1.0)
         self._call([Request(0, "warm-up", ids, sampling)], [None])
         self.clock = StockClock()
+        if self._meter is not None:
+            self._meter.outgrown = self._meter.foreign = 0
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield outcomes in the order of the requests; records of other sampling settings begin a new batch."""
@@ -111,7 +115,7 @@ class StockBackend:
         while batch := source.take(self.batch_size, wait=True):
             sampling = batch[0].sampling
             if why := self._rules.refusal(sampling):
-                yield Failure(batch[0].index, why)
+                yield Failure(batch[0].index, why, "RecordError")
                 source.put_back(batch[1:])
                 continue
             # padding would change what depends on earlier tokens, or on the length of the text
@@ -128,6 +132,11 @@ class StockBackend:
             self.notes.append(
                 f"{self._meter.outgrown} records outgrew the draft model's {self._spec.draft.context_length} "
                 "tokens and continued without drafts"
+            )
+        if self._meter and self._meter.foreign:
+            self.notes.append(
+                f"{self._meter.foreign} records have tokens that the draft model does not embed, and continued without "
+                "drafts"
             )
 
     def _compare(self, request: Request, drafted: Generation, source: Feed[Request]) -> None:
@@ -196,7 +205,7 @@ class StockBackend:
         clock = StepClock(width)
         criteria = StoppingCriteriaList([clock])
         if sampling.stop:
-            criteria.append(StopText(self._tokenizer, sampling.stop, width))
+            criteria.append(StopText(self._tokenizer, batch, width))
         if sampling.temperature > 0:
             torch.manual_seed(record_seed(sampling.seed, batch[0].id))
         if self._meter:
@@ -226,7 +235,8 @@ class StockBackend:
         self.clock.decode_s += ended - first
         generations = []
         for row, (request, answer) in enumerate(zip(batch, answers, strict=True)):
-            token_ids, reason = trim(answer, self._eos, sampling.stop, self._tokenizer)
+            least = unended(request, answer, self._tokenizer)
+            token_ids, reason = trim(answer, sampling.ends(self._eos), sampling.stop, self._tokenizer, least)
             self.clock.decode_tokens += max(0, len(token_ids) - clock.first_step_tokens)
             spec = self._meter.stats if self._meter and not undrafted else SpecStats(steps=len(token_ids))
             spec.end(len(token_ids))

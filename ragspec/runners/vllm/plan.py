@@ -59,6 +59,8 @@ class Plan:
                 "`make setup-vllm` (the CPU build) on one without"
             )
         prepare()
+        from ragspec.models.caveats import caveats
+        from ragspec.models.draft import width_of
         from ragspec.models.generation import asked_beyond_sampling
         from ragspec.models.tokenizer import HFTokenizer, load_tokenizer
         from ragspec.models.weights import check_weights
@@ -70,7 +72,9 @@ class Plan:
         self.hf_config = read_model_config(self.source, trust_remote_code=trust)
         if extra.get("load_format", "auto") in ("auto", "safetensors"):
             check_weights(self.source, self.hf_config, trust_remote_code=trust, by_transformers=False)
-        self.tokenizer = HFTokenizer(load_tokenizer(self.source, trust_remote_code=trust))
+        tokenizer = load_tokenizer(self.source, trust_remote_code=trust)
+        self.tokenizer = HFTokenizer(tokenizer, width=width_of(self.hf_config))
+        self.notes += caveats(self.source, self.hf_config, self.tokenizer)
         if self._structured:
             Grammars(self.tokenizer.inner, len(self.tokenizer.inner), ())
         self.not_done = ", ".join(asked_beyond_sampling(self.source.path, revision))

@@ -15,6 +15,9 @@ def settings_of(sampling: Sampling, extra: Mapping[str, Any]) -> dict[str, Any]:
     greedy = sampling.temperature == 0
     ours = {
         "max_tokens": sampling.max_new_tokens,
+        "min_tokens": sampling.min_new_tokens,
+        "ignore_eos": sampling.ignore_eos,
+        "stop_token_ids": list(sampling.stop_token_ids) or None,
         "temperature": sampling.temperature,
         "top_p": 1.0 if greedy else sampling.top_p,
         "top_k": 0 if greedy else sampling.top_k,
@@ -29,16 +32,24 @@ def settings_of(sampling: Sampling, extra: Mapping[str, Any]) -> dict[str, Any]:
     return ours | dict(extra)
 
 
+def is_watched(request: Request) -> bool:
+    """Return whether stop strings are looked for here: vLLM would look for them in what the model thinks, too."""
+    return request.thinking is not None and bool(request.sampling.stop)
+
+
 def sampling_params(kind: Any, request: Request, settings: Mapping[str, Any]) -> Any:
     """Return the SamplingParams, of class `kind`, of one request with these settings."""
     from vllm.sampling_params import RequestOutputKind
 
+    kept = RequestOutputKind.FINAL_ONLY
+    if is_watched(request):
+        settings, kept = {**settings, "stop": None}, RequestOutputKind.CUMULATIVE
     seed = None if request.sampling.temperature == 0 else record_seed(request.sampling.seed, request.id)
     if request.grammar:
         from vllm.sampling_params import StructuredOutputsParams
 
         settings = {**settings, "structured_outputs": StructuredOutputsParams(grammar=request.grammar)}
-    return kind(**{"seed": seed, "output_kind": RequestOutputKind.FINAL_ONLY} | dict(settings))
+    return kind(**{"seed": seed, "output_kind": kept} | dict(settings))
 
 
 def logprobs_of(told: Sequence[Mapping[int, Any]], token_ids: Sequence[int], most: int) -> tuple[TokenLogprob, ...]:

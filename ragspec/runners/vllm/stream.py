@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -19,10 +19,11 @@ from typing import Any
 from ragspec.engine.prefix import grouped, largest_first
 from ragspec.errors import ModelError
 from ragspec.inputs.feed import Feed
+from ragspec.models.reasoning import unended
 from ragspec.models.stopping import trim
 from ragspec.records import Failure, Generation, Request, Tokenizer
 from ragspec.runners.vllm.environment import one_line
-from ragspec.runners.vllm.requests import logprobs_of, sampling_params, settings_of, spec_stats
+from ragspec.runners.vllm.requests import is_watched, logprobs_of, sampling_params, settings_of, spec_stats
 from ragspec.runners.vllm.undrafted import Undrafted
 from ragspec.speculation.methods import PLAIN
 
@@ -86,7 +87,7 @@ class Stream:
                 if not self._flying:
                     return
                 for output in self._step():
-                    if output.finished:
+                    if output.finished or self._has_stopped(output):
                         yield self._outcome(self._flying.pop(output.request_id), output)
         finally:  # who leaves early must not find these answers in the next run
             if self._flying:
@@ -130,19 +131,33 @@ class Stream:
             ) from error
         return outputs
 
+    def _has_stopped(self, output: Any) -> bool:
+        """Return whether an answer that is under way has a stop string, and end it."""
+        request = self._flying[output.request_id].request
+        answer = output.outputs[0].token_ids
+        if not is_watched(request) or self._trimmed(request, answer)[1] != "stop":
+            return False
+        self._engine.abort_request([output.request_id])
+        return True
+
+    def _trimmed(self, request: Request, answer: Sequence[int]) -> tuple[list[int], str]:
+        """Return an answer up to its first stop string: vLLM's ends with a whole step."""
+        least = unended(request, answer, self._tokenizer)
+        return trim(list(answer), frozenset(), request.sampling.stop, self._tokenizer, least)
+
     def _outcome(self, submitted: _Submitted, output: Any) -> Generation | Failure:
         request, answer = submitted.request, output.outputs[0]
         written = list(answer.token_ids)
-        # vLLM's answer ends with a whole step
-        token_ids, _ = trim(written, frozenset(), request.sampling.stop, self._tokenizer)
+        token_ids, reason = self._trimmed(request, written)
+        reason = reason if reason == "stop" else answer.finish_reason
         known = self._proposer.finish(request.token_ids, written) if self._proposer is not None else None
-        if answer.finish_reason not in ("stop", "length"):
-            return Failure(request.index, f"vLLM ended it with {answer.finish_reason!r}")
+        if reason not in ("stop", "length"):
+            return Failure(request.index, f"vLLM ended it with {reason!r}")
         metrics, most = output.metrics, request.sampling.logprobs
         return Generation(
             request.index,
             token_ids,
-            answer.finish_reason,
+            reason,
             spec_stats(answer.spec_decode_metrics, len(written), len(token_ids)),
             latency_s=perf_counter() - submitted.at,
             time_to_first_token_s=metrics.first_token_latency if metrics is not None else None,
