@@ -13,13 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return '; did you mean "x"?' where one of `known` is close, else '; known: a, b, c': the end of a message."""
+def did_you_mean(word: str, known: Iterable[str], listed: Iterable[str] | None = None) -> str:
+    """Return '; did you mean "x"?' where one of `known` is close, else '; known: a, b, c': the end of a message.
+
+    listed: what to list instead of all that is known.
+    """
     from difflib import get_close_matches
 
     choices = list(known)
     near = get_close_matches(word, choices, n=1)
-    return f'; did you mean "{near[0]}"?' if near else f"; known: {', '.join(choices)}"
+    return f'; did you mean "{near[0]}"?' if near else f"; known: {', '.join(choices if listed is None else listed)}"
 
 
 def flat(error: Exception, most: int | None = None) -> str:

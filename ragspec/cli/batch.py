@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -56,12 +56,11 @@ def run_batch(
     debug: Debug = False,
 ) -> None:
     """Answer an OpenAI batch file; rerun to continue after an interruption."""
-    from ragspec.config.load import config_of
+    from ragspec.config.load import config_of, read_config
     from ragspec.config.translate.autogluon import is_autogluon
-    from ragspec.config.yaml_file import read_yaml
 
     set_debug(debug)
-    raw: dict[str, Any] = read_yaml(config) if config else {}
+    raw, said = read_config(config) if config else ({}, [])
     if not is_autogluon(raw):
         raw["sampling"] = SAMPLING | (raw.get("sampling") or {})
         raw["speculation"] = raw.get("speculation") or {"method": METHOD}
@@ -82,4 +81,4 @@ def run_batch(
     run_config, notes = config_of(
         raw, config or "run-batch", [*settings, *(override or ())], input=input, output=output
     )
-    run(run_config, notes, limit=limit, resume=resume, retry_failed=retry_failed, stats_path=stats)
+    run(run_config, said + notes, limit=limit, resume=resume, retry_failed=retry_failed, stats_path=stats)

@@ -67,6 +67,7 @@ def index(
         console,
         config,
         override,
+        builds=True,
         index=output,
         corpus=[*(corpus or ()), *(more or ())] or None,
         chunk_size=chunk_size,
@@ -125,9 +126,8 @@ def retrieve(
 
     set_debug(debug)
     console = stderr()
-    settings = _settings(
-        console, config, override, index=index, top_k=top_k, mode=mode, reranker_model=reranker_model, order=order
-    )
+    found_as = {"top_k": top_k, "mode": mode, "reranker_model": reranker_model, "order": order}
+    settings = _settings(console, config, override, builds=False, index=index, **found_as)
     where = input or source or "-"
     with quiet_pipe(), Veil(settings.model_dump()).over_errors():
         if evaluate:
@@ -142,12 +142,14 @@ def retrieve(
         raise typer.Exit(1)
 
 
-def _settings(console: Console, path: str | None, override: list[str] | None, **given: Any) -> RetrievalConfig:
+def _settings(
+    console: Console, path: str | None, override: list[str] | None, *, builds: bool, **given: Any
+) -> RetrievalConfig:
     """Return the retrieval section: the config's, if there is one, overridden by the command line."""
     from ragspec.cli.tables import print_notes
     from ragspec.config.load import load_retrieval
 
     direct = {key: value for key, value in given.items() if value is not None}
-    settings, notes = load_retrieval(path, override or (), direct)
+    settings, notes = load_retrieval(path, override or (), direct, builds=builds)
     print_notes(console, notes)
     return settings

@@ -19,7 +19,7 @@ from ragspec.config.sections import RetrievalConfig, SpeculationConfig
 from ragspec.config.translate.autogluon import is_autogluon, translate
 from ragspec.config.translate.vllm import modernise
 from ragspec.config.veil import Veil
-from ragspec.config.yaml_file import parse_yaml, read_yaml
+from ragspec.config.yaml_file import RepeatedKey, parse_yaml, read_yaml
 from ragspec.errors import ConfigError
 from ragspec.speculation.methods import check_method, method_named
 
@@ -28,6 +28,7 @@ NEEDED = {
     "early_exit_layer": "the layer to draft from, for instance 4",
     "speculative_config": "what vLLM is to be told",
 }
+INDEXED = ("corpus", "embedding_model")  # what an index that exists was built with
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 
 
@@ -37,15 +38,29 @@ def load_config(path: str, overrides: Sequence[str] = (), **direct: Any) -> tupl
     overrides: "key.path=value" with YAML values (`--set`). direct: top-level keys that are not None win over both.
     Raises ConfigError.
     """
-    return config_of(read_yaml(path), path, overrides, **direct)
+    raw, said = read_config(path)
+    config, notes = config_of(raw, path, overrides, **direct)
+    return config, said + notes
+
+
+def read_config(path: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the values in file `path`, ragspec's or AutoGluon-RAG's, and notes. Raises ConfigError."""
+    try:
+        return read_yaml(path), []
+    except RepeatedKey as error:
+        raw = read_yaml(path, last_counts=True)
+        if not is_autogluon(raw):
+            raise
+        return raw, [f"{error}; its last value counts, as in AutoGluon-RAG"]
 
 
 def config_of(
     raw: dict[str, Any], source: str, overrides: Sequence[str] = (), **direct: Any
 ) -> tuple[RunConfig, list[str]]:
     """Return what load_config does, for a file's values `raw`, which it may change; `source` begins every message."""
+    given = [key for key, value in direct.items() if value is not None]
     with _veil(raw, source).over_errors():
-        raw, notes = _overridden(raw, source, overrides)
+        raw, notes = _overridden(raw, source, overrides, given)
         notes += _modernise(raw, source)
         raw |= {key: _beside(raw.get(key), value) for key, value in direct.items() if value is not None}
         config = build_config(_without_empty(raw), source)
@@ -65,16 +80,17 @@ def build_config(raw: dict[str, Any], source: str = "config") -> RunConfig:
 
 
 def load_retrieval(
-    path: str | None, overrides: Sequence[str], direct: dict[str, Any]
+    path: str | None, overrides: Sequence[str], direct: dict[str, Any], *, builds: bool = True
 ) -> tuple[RetrievalConfig, list[str]]:
     """Return the retrieval section of config `path`, if one is named, with `direct` over it, and notes.
 
-    Raises ConfigError, for the rest of the config too.
+    builds: whether an index is to be built, not searched. Raises ConfigError, for the rest of the config too.
     """
     source = path or "command line"
-    raw = read_yaml(path) if path is not None else {}
+    raw, said = read_config(path) if path is not None else ({}, [])
+    given = [f"retrieval.{key}" for key in (*direct, *(() if builds else INDEXED))]
     with _veil(raw, source).over_errors():
-        raw, notes = _overridden(raw, source, overrides)
+        raw, notes = _overridden(raw, source, overrides, given, only_retrieval=True)
         section = raw.get("retrieval") or {}
         if isinstance(section, dict):
             raw["retrieval"] = section = {**section, **direct}
@@ -84,14 +100,20 @@ def load_retrieval(
         assert config is not None
         _check_retrieval(config)
         _check_references({"retrieval": config.model_dump()}, source)
-    return config, notes
+    return config, said + notes
 
 
-def _overridden(raw: dict[str, Any], source: str, overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return `raw` in ragspec's own keys with `--set` applied, and notes on what was translated or ignored."""
+def _overridden(
+    raw: dict[str, Any], source: str, overrides: Sequence[str], given: Sequence[str], *, only_retrieval: bool = False
+) -> tuple[dict[str, Any], list[str]]:
+    """Return `raw` in ragspec's own keys with `--set` applied, and notes on what was translated or ignored.
+
+    given: further keys that are set after this.
+    """
     notes: list[str] = []
     if is_autogluon(raw):
-        raw, notes = translate(raw, source)
+        keys = {*given, *(override.partition("=")[0] for override in overrides)}
+        raw, notes = translate(raw, source, keys, only_retrieval=only_retrieval)
     for override in overrides:
         _set(raw, override)
     return raw, notes

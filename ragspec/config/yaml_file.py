@@ -16,15 +16,25 @@ from ragspec.json_text import number_of
 DECIMAL = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 
 
+class RepeatedKey(ConfigError):
+    """A key that appears twice in one mapping."""
+
+
+class _Repeated(yaml.constructor.ConstructorError):
+    pass
+
+
 class _Loader(yaml.SafeLoader):
+    last_counts = False  # of the values of a repeated key
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f'key "{key}" appears twice', key_node.start_mark)
+            if isinstance(key, Hashable) and key in seen and not self.last_counts:
+                raise _Repeated(None, None, f'key "{key}" appears twice', key_node.start_mark)
             seen.add(key if isinstance(key, Hashable) else repr(key))
         return super().construct_mapping(node, deep)
 
@@ -41,15 +51,22 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read_yaml(path: str) -> dict[str, Any]:
-    """Return the mapping in file `path`. Raises ConfigError naming file, line and what is wrong."""
+class _LastCounts(_Loader):
+    last_counts = True
+
+
+def read_yaml(path: str, *, last_counts: bool = False) -> dict[str, Any]:
+    """Return the mapping in file `path`. Raises ConfigError naming file, line and what is wrong.
+
+    last_counts: take the last value of a key that appears twice, as other YAML readers do, instead of a RepeatedKey.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; --config takes the path of a YAML file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({error})") from None
-    value = parse_yaml(text, path)
+    value = parse_yaml(text, path, last_counts=last_counts)
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: must contain keys and values, for instance `model: demo`; see sample_configs/")
     bad = next((key for key in value if not isinstance(key, str)), None)
@@ -58,14 +75,15 @@ def read_yaml(path: str) -> dict[str, Any]:
     return value
 
 
-def parse_yaml(text: str, source: str) -> Any:
+def parse_yaml(text: str, source: str, *, last_counts: bool = False) -> Any:
     """Return the value of YAML `text`. Raises ConfigError beginning with `source` and the line."""
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+        return yaml.load(text, Loader=_LastCounts if last_counts else _Loader)  # noqa: S506 (a SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark and "\n" in text else ""
         problem = " ".join(str(error.problem or error.context).split())
-        raise ConfigError(f"{source}{line}: not valid YAML: {problem}") from None
+        kind = RepeatedKey if isinstance(error, _Repeated) else ConfigError
+        raise kind(f"{source}{line}: not valid YAML: {problem}") from None
     except RecursionError:
         raise ConfigError(f"{source}: nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:

@@ -58,6 +58,31 @@ model: no/such-model
 runner: vllm
 runner_args: {max_model_len: 512, num_speculative_tokens: 5, speculative_model: "[ngram]", ngram_prompt_lookup_max: 4}
 """,
+    """\
+# AutoGluon-RAG's, with a runner that needs no model
+runner: fake
+shared: {pipeline_batch_size: 20}
+data: {chunk_size: 128, chunk_overlap: 16, file_extns: [pdf, .txt], web_urls: ["https://example.org/"]}
+embedding: {embedding_model: a/b, embedding_model_platform: bedrock, normalization_params: {p: 2, eps: 1e-12}}
+vector_db: {db_type: faiss, use_existing_vector_db: true, vector_db_index_load_path: i.idx, num_gpus: 0}
+retriever: {retriever_top_k: 20, use_reranker: true, reranker_model_name: BAAI/bge-large-en, reranker_top_k: 10}
+generator:
+  generator_model_name: anthropic.claude
+  generator_model_platform: bedrock
+  generator_query_prefix: "Answer: "
+  generator_model_platform_args: {bedrock_aws_region: us-west-2, hf_generate_params: {max_new_tokens: 16}}
+""",
+    """\
+# the same in mid-2024, and without sections
+runner: fake
+misc: {num_gpus: null}
+data_file_extns: [txt]
+top_k_embeddings: 4
+use_bedrock: true
+openai_key_file: key.txt
+generator_hf_generate_params: {max_new_tokens: 16, do_sample: true, temperature: 0.7}
+generator:
+""",
 ]
 VALUES = [
     *(
@@ -125,6 +150,11 @@ KEYS = [
     "runner_args",
     "temperature",
     "method",
+    "data",
+    "data_dir",
+    "retriever",
+    "generator",
+    "use_vllm",
     "5",
     "",
 ]
@@ -158,7 +188,7 @@ def campaign(count: int, seed: int, folder: Path) -> dict[str, int]:
 
 def mutated(chance: random.Random) -> bytes:
     """Return a config's bytes, its values or its text damaged."""
-    text = chance.choices(BASES, weights=[4, 14, 5, 0.5, 0.5, 0.5])[0]
+    text = chance.choices(BASES, weights=[4, 14, 5, 0.5, 0.5, 0.5, 4, 2])[0]
     if chance.random() < 0.5:
         value = yaml.safe_load(text)
         for _ in range(chance.choice([0, 1, 1, 2, 4])):
