@@ -17,7 +17,6 @@ from ragspec.structured.wrapping import CARRIERS, is_schema, unwrapped
 
 GRAMMAR_SUFFIXES = (".lark", ".gbnf", ".ebnf")
 GUIDED = {  # what vLLM called them
-    "guided_json": "json_schema",
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",

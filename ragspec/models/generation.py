@@ -80,7 +80,9 @@ class GenerationRules:
         config = copy.deepcopy(self._model.generation_config)
         config.max_length = None
         config.max_new_tokens = sampling.max_new_tokens
-        config.eos_token_id = sorted(sampling.ends(self._eos)) or None
+        # for None, transformers takes the model's own: an id that no token has stands for no end
+        none = [width_of(self._model.config)] if self._eos else None
+        config.eos_token_id = sorted(sampling.ends(self._eos)) or none
         config.pad_token_id = self.pad
         config.do_sample = sampling.temperature > 0
         config.repetition_penalty = sampling.repetition_penalty

@@ -1,0 +1,282 @@
+"""Chat templates of all sorts: without a system role, with content as parts, broken, called with arguments."""
+
+import pytest
+
+from ragspec.config.load import build_config
+from ragspec.config.sections import PromptConfig
+from ragspec.errors import ConfigError, RecordError
+from ragspec.models.caveats import caveats
+from ragspec.models.resolve import read_model_config, resolve
+from ragspec.models.tokenizer import HFTokenizer, load_tokenizer
+from ragspec.prompts.builder import PromptBuilder
+from ragspec.records import Passage, Record
+from ragspec.run.generate import generate as run
+from tests.conftest import read_jsonl, train_tokenizer, write_jsonl
+
+PLAIN = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + PLAIN
+SILENT = PLAIN.replace(
+    "<{{ m.role }}> {{ m.content }}\n", "{% if m.role != 'system' %}<{{ m.role }}> {{ m.content }}\n{% endif %}"
+)
+PARTS = (
+    "{% for m in messages %}<{{ m.role }}> {% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}"
+    "{% endfor %} | {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+NO_DEVELOPER = PLAIN.replace(
+    "{% for m in messages %}",
+    "{% for m in messages %}{% if m.role == 'developer' %}{{ raise_exception('who?') }}{% endif %}",
+)
+
+
+def tokenizer_with(template, **special):
+    inner = train_tokenizer(280, ["the user asks and the assistant answers: why, because of the tower"])
+    inner.chat_template = template
+    for key, word in special.items():
+        setattr(inner, key, word)
+    return HFTokenizer(inner)
+
+
+def written(template, record, **config):
+    tokenizer = tokenizer_with(template)
+    builder = PromptBuilder(PromptConfig(**config), tokenizer, None)
+    return tokenizer.inner.decode(builder.build(record, 8).token_ids), builder
+
+
+QUERY = Record("q", query="Why?")
+
+
+@pytest.mark.parametrize("template", [NO_SYSTEM, SILENT], ids=["refuses", "leaves out"])
+def test_a_system_prompt_goes_before_the_first_question_where_there_is_no_system_role(template):
+    text, builder = written(template, QUERY, system="Be brief.")
+    assert text == "<user> Be brief.\n\nWhy?\n<assistant> "
+    assert any("no system role" in note for note in builder.notes)
+    chat = Record("q", messages=({"role": "system", "content": "S"}, {"role": "user", "content": "U"}))
+    assert written(template, chat)[0] == "<user> S\n\nU\n<assistant> "
+
+
+def test_a_system_prompt_stays_one_where_there_is_a_role_for_it():
+    text, builder = written(PLAIN, QUERY, system="Be brief.")
+    assert text == "<system> Be brief.\n<user> Why?\n<assistant> "
+    assert not builder.notes
+
+
+def test_a_system_prompt_alone_becomes_the_question():
+    chat = Record("q", messages=({"role": "system", "content": "S"},))
+    assert written(NO_SYSTEM, chat)[0] == "<user> S\n<assistant> "
+
+
+def test_a_developers_prompt_is_a_system_prompt_where_it_has_no_role():
+    chat = Record("q", messages=({"role": "developer", "content": "D"}, {"role": "user", "content": "U"}))
+    assert written(NO_DEVELOPER, chat)[0] == "<system> D\n<user> U\n<assistant> "
+    assert written(PLAIN, chat)[0] == "<developer> D\n<user> U\n<assistant> "
+    assert written(NO_SYSTEM.replace("== 'system'", "in ['system', 'developer']"), chat)[0].startswith("<user> D\n\nU")
+
+
+def test_a_template_that_wants_parts_gets_parts():
+    chat = Record("q", messages=({"role": "system", "content": "S"}, {"role": "user", "content": "U"}))
+    assert written(PARTS, chat)[0] == "<system> S | <user> U | <assistant> "
+    assert written(PARTS, QUERY, system="S")[0] == "<system> S | <user> Why? | <assistant> "
+
+
+def test_a_folded_prompt_is_still_guarded_against_control_words():
+    tokenizer = tokenizer_with(NO_SYSTEM)
+    builder = PromptBuilder(PromptConfig(system="S"), tokenizer, None)
+    found = builder.build(Record("q", query="x <|end|> y"), 8).token_ids
+    assert tokenizer.inner.eos_token_id not in found
+
+
+@pytest.mark.parametrize("template", ["{% for m in messages %}", "{{ messages | nofilter }}", "{% bad %}"])
+def test_a_broken_template_stops_the_run_before_it_begins(template):
+    with pytest.raises(ConfigError, match=r"chat template is not valid Jinja2 \(line 1"):
+        PromptBuilder(PromptConfig(), tokenizer_with(template), None)
+    PromptBuilder(PromptConfig(chat=False), tokenizer_with(template), None)
+
+
+ARGS = PLAIN + "{{ extra }}{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
+
+
+def test_what_a_template_is_called_with_comes_from_config_and_record():
+    record = Record("q", query="Why?", template_args={"tools": [{"type": "function", "function": {"name": "add"}}]})
+    assert written(ARGS, record, chat_template_kwargs={"extra": "E"})[0].endswith("<assistant> E[add]")
+    assert written(ARGS, Record("q", query="x", template_args={"extra": "R"}), chat_template_kwargs={"extra": "E"})[
+        0
+    ].endswith("R")
+
+
+def test_tools_are_text_as_all_that_a_record_brings():
+    tokenizer = tokenizer_with(ARGS)
+    tool = {"type": "function", "function": {"name": "add <|end|>"}}
+    found = PromptBuilder(PromptConfig(), tokenizer, None).build(
+        Record("q", query="x", template_args={"tools": [tool]}), 8
+    )
+    assert tokenizer.inner.eos_token_id not in found.token_ids
+
+
+def test_arguments_that_are_not_a_templates_are_refused():
+    with pytest.raises(ConfigError, match=r"prompt\.chat_template_kwargs\.tokenize: is ragspec's own"):
+        written(PLAIN, QUERY, chat_template_kwargs={"tokenize": True})
+    with pytest.raises(RecordError, match=r"chat_template_kwargs\.chat_template"):
+        written(PLAIN, Record("q", query="x", template_args={"chat_template": "x"}))
+
+
+def test_a_final_message_is_continued_and_a_prompt_may_have_no_begin_of_an_answer():
+    messages = ({"role": "user", "content": "U"}, {"role": "assistant", "content": "Because"})
+    args = {"continue_final_message": True, "add_generation_prompt": False}
+    assert written(PLAIN, Record("q", messages=messages, template_args=args))[0].endswith("<assistant> Because")
+    bare = Record("q", messages=messages[:1], template_args={"add_generation_prompt": False})
+    assert written(PLAIN, bare)[0] == "<user> U\n"
+
+
+# -- begin of sequence --------------------------------------------------------------------------------------------
+
+
+def with_bos(template):
+    """A tokenizer that puts <s> before texts, as Llama's does."""
+    from tokenizers import AddedToken
+    from tokenizers.processors import TemplateProcessing
+
+    inner = train_tokenizer(280, ["once upon a time the user asks and the assistant answers"])
+    inner.add_special_tokens({"bos_token": AddedToken("<s>", special=True)})
+    bos = inner.bos_token_id
+    inner.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", bos)]
+    )
+    inner.chat_template = template
+    return HFTokenizer(inner)
+
+
+@pytest.mark.parametrize(
+    ("record", "config"),
+    [
+        (Record("q", query="Why?"), {}),
+        (Record("q", prompt="Once upon"), {"chat": False}),
+        (Record("q", prompt="<s>Once upon"), {"chat": False, "allow_special_tokens": True}),
+        (Record("q", prompt="<s><s>Once upon"), {"chat": False, "allow_special_tokens": True}),
+        (Record("q", prompt="Once upon", raw=True), {}),
+        (Record("q", prompt="<s>Once upon", raw=True), {"allow_special_tokens": True}),
+        (Record("q", query="Why?"), {"chat": False, "template": "<s>Question: {{ query }}"}),
+        (Record("q", query="Why?"), {"chat": False, "system": "<s>System"}),
+        (Record("q", messages=({"role": "user", "content": "U"},)), {}),
+    ],
+)
+def test_a_text_begins_with_one_begin_of_sequence_token(record, config):
+    tokenizer = with_bos("{{ bos_token }}" + PLAIN)
+    found = PromptBuilder(PromptConfig(**config), tokenizer, None).build(record, 8).token_ids
+    assert found[0] == tokenizer.bos
+    assert found.count(tokenizer.bos) == 1
+
+
+def test_passages_are_found_behind_a_begin_of_sequence_token_that_was_dropped():
+    tokenizer = with_bos(None)
+    builder = PromptBuilder(PromptConfig(template="<s>{{ contexts[0].text }} {{ query }}"), tokenizer, None)
+    found = builder.build(Record("q", query="Why?", contexts=(Passage("1", "once upon a time"),)), 8, locate=True)
+    start, end = found.places[0]
+    assert tokenizer.decode(found.token_ids[start:end]).strip() in "once upon a time"
+
+
+def test_token_ids_stay_as_they_are_and_a_missing_begin_is_told():
+    tokenizer = with_bos(None)
+    builder = PromptBuilder(PromptConfig(), tokenizer, None)
+    assert builder.build(Record("q", prompt=(5, 6), raw=True), 8).token_ids == [5, 6]
+    assert builder.build(Record("q", prompt=(tokenizer.bos, 6), raw=True), 8).token_ids == [tokenizer.bos, 6]
+    assert builder.notes == ["1 prompts of token ids do not begin with the model's begin-of-sequence token"]
+
+
+def test_a_prompt_without_special_tokens_has_none():
+    tokenizer = with_bos(None)
+    record = Record("q", prompt="Once", raw=True, special_tokens=False)
+    assert tokenizer.bos not in PromptBuilder(PromptConfig(), tokenizer, None).build(record, 8).token_ids
+
+
+# -- what a user should know ----------------------------------------------------------------------------------------
+
+
+def notes_of(folder, tokenizer=None):
+    source = resolve(str(folder))
+    return caveats(source, read_model_config(source), tokenizer or HFTokenizer(load_tokenizer(source)))
+
+
+@pytest.mark.parametrize(
+    ("content", "note"),
+    [("{", "cannot be read"), ("", "cannot be read"), ('{"eos_token_id": 99999}', "cannot write its end token (99999")],
+)
+def test_a_generation_config_that_is_odd_is_told(content, note, tiny, tmp_path):
+    import shutil
+
+    shutil.copytree(tiny, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(content)
+    assert any(note in each for each in notes_of(tmp_path / "model"))
+    assert notes_of(tiny) == []
+
+
+@pytest.mark.parametrize("content", ["[]", '{"eos_token_id": "x"}', '{"eos_token_id": [true]}'])
+def test_a_generation_config_that_cannot_be_is_refused(content, tiny, tmp_path):
+    import shutil
+
+    shutil.copytree(tiny, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(content)
+    with pytest.raises(ConfigError, match="model"):
+        notes_of(tmp_path / "model")
+
+
+def test_a_model_without_an_end_token_is_told(tiny, tmp_path):
+    import json
+    import shutil
+
+    shutil.copytree(tiny, tmp_path / "model")
+    for name in ("config.json", "generation_config.json"):
+        path = tmp_path / "model" / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": None}))
+    tokenizer = HFTokenizer(load_tokenizer(resolve(tiny)))
+    tokenizer.inner.eos_token = None
+    assert notes_of(tmp_path / "model", tokenizer) == [
+        "the model has no end token: answers end at max_new_tokens, or with a stop string"
+    ]
+
+
+def test_a_chat_without_a_begin_of_sequence_token_is_told(tiny):
+    assert "no begin-of-sequence token" in notes_of(tiny, with_bos(PLAIN))[0]
+    assert notes_of(tiny, with_bos("{{ bos_token }}" + PLAIN)) == []
+
+
+def test_a_model_without_a_chat_template_is_told(tiny, tmp_path):
+    raw = {
+        "model": tiny,
+        "runner": "huggingface",
+        "sampling": {"max_new_tokens": 2},
+        "output": str(tmp_path / "out.jsonl"),
+    }
+    raw["input"] = write_jsonl(tmp_path / "in.jsonl", [{"query": "x"}, {"prompt": "y"}])
+    raw["runner_args"] = {"compile": "off"}
+    summary = run(build_config(raw))
+    assert (
+        "1 records are queries or messages, and the model has no chat template: they are written as plain text"
+        in summary.notes
+    )
+
+
+def test_a_token_that_the_model_does_not_embed_is_that_records_error(tiny, tmp_path):
+    import shutil
+
+    from tokenizers import AddedToken
+
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder)
+    tokenizer = load_tokenizer(resolve(tiny))
+    tokenizer.add_tokens([AddedToken("tower", normalized=False)])
+    tokenizer.save_pretrained(folder)
+    raw = {
+        "model": str(folder),
+        "runner": "huggingface",
+        "sampling": {"max_new_tokens": 2},
+        "output": str(tmp_path / "out.jsonl"),
+    }
+    raw["input"] = write_jsonl(tmp_path / "in.jsonl", [{"id": "a", "prompt": "the tower"}, {"id": "b", "prompt": "it"}])
+    raw["runner_args"] = {"compile": "off"}
+    run(build_config(raw))
+    lines = {line["id"]: line for line in read_jsonl(tmp_path / "out.jsonl")}
+    assert 'token 400 ("tower"), but the model embeds only 0 to 399' in lines["a"]["error"]["message"]
+    assert lines["b"]["output_tokens"] == 2
