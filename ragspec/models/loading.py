@@ -71,6 +71,7 @@ def load_model(
         **placement,
         **extra,
         "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # refused below, in one line
     }
     try:
         model, info = AutoModelForCausalLM.from_pretrained(source.path, **kwargs)
