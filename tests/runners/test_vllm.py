@@ -290,6 +290,22 @@ def test_a_bias_on_a_token_that_there_is_not_is_its_records_failure(engine):
     assert len(outcomes[1].token_ids) > 0
 
 
+def test_the_ends_of_an_answer_are_its_records_own(engine):
+    (plain,) = engine.generate(requests(engine, TEXTS[:1], max_new_tokens=64))
+    at = next(i for i, token in enumerate(plain.token_ids) if i > 3 and plain.token_ids.index(token) == i)
+    stop = plain.token_ids[at]
+    (cut,) = engine.generate(requests(engine, TEXTS[:1], max_new_tokens=64, stop_token_ids=[stop]))
+    assert (cut.token_ids, cut.finish_reason) == (plain.token_ids[: at + 1], "stop")
+    (least,) = engine.generate(
+        requests(engine, TEXTS[:1], max_new_tokens=64, stop_token_ids=[stop], min_new_tokens=at + 3)
+    )
+    assert len(least.token_ids) >= at + 3
+    assert least.token_ids[:at] == plain.token_ids[:at]
+    assert least.token_ids[at] != stop
+    (ignoring,) = engine.generate(requests(engine, TEXTS[:1], max_new_tokens=90, ignore_eos=True))
+    assert (len(ignoring.token_ids), ignoring.finish_reason) == (90, "length")
+
+
 def test_a_stop_string_ends_the_answer(engine):
     whole = next(iter(engine.generate(requests(engine, TEXTS[:1]))))
     text = engine.tokenizer.decode(whole.token_ids)

@@ -108,7 +108,8 @@ class Stream:
             self._engine.add_request(name, prompt, sampling_params(kind, request, settings))
         except Exception as error:  # whatever the engine refuses is this record's failure
             log.debug("vLLM refuses a record", exc_info=error)
-            return Failure(request.index, f"vLLM refuses it: {one_line(error)}")
+            kind_of_failure = "RecordError" if isinstance(error, ValueError) else "BackendError"  # its own checks
+            return Failure(request.index, f"vLLM refuses it: {one_line(error)}", kind_of_failure)
         if self._proposer is not None:
             self._proposer.expect(
                 request.token_ids,
