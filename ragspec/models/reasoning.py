@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ragspec.records import Request, Thinking, Tokenizer
@@ -90,9 +91,17 @@ def unended(request: Request, token_ids: Sequence[int], tokenizer: Tokenizer) ->
     return max(least, answer_start(request.thinking, token_ids, tokenizer)) if request.sampling.stop else least
 
 
-def parted(thinking: Thinking | None, token_ids: Sequence[int], tokenizer: Tokenizer) -> tuple[str, str, int]:
-    """Return what a model thought, what it answered, and how many tokens come before the answer's."""
+def parted(
+    thinking: Thinking | None, token_ids: Sequence[int], tokenizer: Tokenizer, *, ended: bool = False
+) -> tuple[str, str, int]:
+    """Return what a model thought, what it answered, and how many tokens come before the answer's.
+
+    ended: whether the model ended it. What it wrote where the prompt had opened a thought, and did not close, is then
+    its answer: it did without thinking.
+    """
     ids = list(token_ids)
+    if thinking is not None and ended and thinking.inside and answer_start(thinking, ids, tokenizer) == len(ids):
+        thinking = replace(thinking, inside=False)
     start = answer_start(thinking, ids, tokenizer)
     if thinking is None or start == 0:
         return "", tokenizer.decode(ids), 0

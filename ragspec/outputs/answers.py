@@ -127,7 +127,8 @@ def _part(flight: Flight, answer: Generation, prompt: int, tokenizer: Tokenizer)
     sampling, ids = flight.sampling, answer.token_ids
     if answer.finish_reason == "stop" and ids and ids[-1] in sampling.stop_token_ids:
         ids = ids[:-1]
-    reasoning, text, start = parted(flight.prompts[prompt].thinking, ids, tokenizer)
+    ended = answer.finish_reason == "stop"
+    reasoning, text, start = parted(flight.prompts[prompt].thinking, ids, tokenizer, ended=ended)
     least = len(tokenizer.decode(ids[start : sampling.min_new_tokens])) if sampling.min_new_tokens > start else 0
     end = find_stop(text, sampling.stop, least)
     return Part(text[:end], reasoning, start, _echo(flight, prompt, tokenizer) if flight.record.echo else "")

@@ -1,6 +1,7 @@
 """What a model thinks is told apart from its answer: with our engine, with stock generate(), with vLLM."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -267,6 +268,18 @@ def test_channels_count_as_thoughts_before_the_final_message():
     assert parted(tokenizer.thinking, direct, tokenizer)[:2] == ("", "the answer")
     cut = tokenizer.encode("<|channel|>analysis<|message|>a plan", special_tokens=False)
     assert parted(tokenizer.thinking, cut, tokenizer)[:2] == ("a plan", "")
+
+
+def test_a_model_that_answers_where_its_prompt_opens_a_thought_has_answered():
+    from ragspec.models.tokenizer import HFTokenizer
+
+    tokenizer = HFTokenizer(tokenizer_with(["<think>", "</think>"]))
+    thinking = replace(tokenizer.thinking, inside=True)
+    ids = tokenizer.encode("the answer", special_tokens=False)
+    assert parted(thinking, ids, tokenizer, ended=True) == ("", "the answer", 0)
+    assert parted(thinking, ids, tokenizer, ended=False)[:2] == ("the answer", "")
+    opened = tokenizer.encode("<think>a plan", special_tokens=False)
+    assert parted(thinking, opened, tokenizer, ended=True)[:2] == ("a plan", "")
 
 
 def test_only_a_prompts_end_opens_a_thought():
