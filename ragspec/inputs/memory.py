@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import orjson
@@ -40,6 +40,10 @@ class MemorySource:
     def count(self) -> int | None:
         """Return how many there are, if that can be told without reading them."""
         return len(self._records) if isinstance(self._records, Sized) else None
+
+    def again(self) -> MemorySource | None:
+        """Return the same records, None if they are made as they are read."""
+        return MemorySource(self._records) if isinstance(self._records, Sequence) else None
 
     def where(self, number: int) -> str:
         """Return "record 3": there is no file to name."""

@@ -1,0 +1,276 @@
+"""What the bytes of an input are, whatever its name says: how compressed, which encoding, which format.
+
+>>> with Stream("questions.jsonl.GZ") as stream: stream.kind, stream.file.readline()
+
+A name counts only where the first bytes leave it open. Limit: a pipe is read forwards only, so a zip archive or a
+Parquet or Arrow file needs a file.
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import gzip
+import io
+import lzma
+import os
+import stat
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, Self
+
+import zstandard
+
+from ragspec.errors import ConfigError
+from ragspec.inputs.live import Pipe
+from ragspec.inputs.storage import bare, missing, open_binary
+from ragspec.inputs.zst import WIDEST, ZstReader
+
+PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")  # endings of names
+PACKINGS = {
+    "gz": (b"\x1f\x8b\x08",),
+    "zst": (b"\x28\xb5\x2f\xfd", *(bytes([0x50 + n]) + b"\x2a\x4d\x18" for n in range(16))),  # skippable frames, too
+    "bz2": tuple(b"BZh%d" % level + block for level in range(1, 10) for block in (b"1AY&SY", b"\x17rE8P\x90")),
+    "xz": (b"\xfd7zXZ\x00",),
+    "zip": (b"PK\x03\x04", b"PK\x05\x06"),
+}
+TABLES = {"parquet": (b"PAR1", b"PARE"), "arrow": (b"ARROW1", b"\xff\xff\xff\xff")}  # the last: an Arrow stream
+MAGICS = [magic for magics in (*PACKINGS.values(), *TABLES.values()) for magic in magics]
+LONGEST_MAGIC = max(map(len, MAGICS))
+LAYERS = 3  # of compression, one in the other
+HEAD = 64 << 10  # bytes that are looked at
+# UTF-16's mark begins UTF-32's; readers of UTF-8 skip its mark themselves
+MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32-le",
+    codecs.BOM_UTF32_BE: "utf-32-be",
+    codecs.BOM_UTF16_LE: "utf-16-le",
+    codecs.BOM_UTF16_BE: "utf-16-be",
+}
+# what decompressors raise beside OSErrors, and decoders
+DAMAGES = (EOFError, zlib.error, zstandard.ZstdError, lzma.LZMAError, zipfile.BadZipFile, UnicodeError)
+
+
+class Stream:
+    """The bytes of one file, of stdin (-) or of an address, decompressed and in UTF-8.
+
+    pipe: what it comes from where that may keep its reader waiting; nothing of it is read before `look`. After that:
+    kind: "parquet", "arrow" or "zip", "" for text. packed: how it was compressed. head: its first bytes, at least its
+    first line where that fits into 64 KiB. whole: whether `head` is all of it. file: to be read from the start.
+
+    member: a file of this zip archive. Raises ConfigError.
+    """
+
+    def __init__(self, path: str, options: Mapping[str, Any] | None = None, *, member: str | None = None) -> None:
+        self.path = path if member is None else f"{path}/{member}"
+        self.is_member = member is not None
+        self.pipe: Pipe | None = None
+        self.kind, self.head, self.whole = "", b"", False
+        self.packed: tuple[str, ...] = ()
+        self.encoding: str | None = None
+        self.file: IO[bytes] | None = None
+        self._options = options
+        self._stack = ExitStack()
+        if member is None:
+            self._raw: Any = self._open()
+            if _waits(self._raw):
+                self._raw = self.pipe = self._stack.enter_context(Pipe(self._raw.fileno()))
+        else:
+            archive = self._stack.enter_context(opened_archive(path, options))
+            try:
+                self._raw = self._stack.enter_context(archive.open(member))
+            except (RuntimeError, NotImplementedError, *DAMAGES, OSError) as error:  # one with a password, say
+                self._stack.close()
+                raise ConfigError(f"{self.path}: cannot be unpacked ({error})") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def _open(self) -> IO[bytes]:
+        path = self.path
+        if path == "-":
+            if sys.stdin is None:
+                raise ConfigError("-: stdin is closed; --input takes a file of records, or - for stdin")
+            return sys.stdin.buffer
+        if Path(path).is_dir():
+            raise ConfigError(f"{path}: is a folder; --input takes a file of records, or - for stdin")
+        try:
+            return self._stack.enter_context(open_binary(path, self._options))
+        except FileNotFoundError as error:
+            raise ConfigError(f"{path}: {missing(error)}; --input takes a file of records, or - for stdin") from None
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+
+    def look(self) -> Self:
+        """Find out what it is; wait for the first bytes, or the first line, of a pipe. Raises ConfigError."""
+        file = _Ahead(self._raw)
+        while (packing := _named(PACKINGS, file.first_bytes())) in UNPACK and len(self.packed) < LAYERS:
+            file = _Ahead(self._stack.enter_context(UNPACK[packing](file)))
+            self.packed = (*self.packed, packing)
+        self.kind = "zip" if packing == "zip" else _named(TABLES, file.seen)
+        self.encoding = encoding_of(file.seen)
+        if self.encoding is not None:
+            file = _Ahead(_Utf8(file, self.encoding))
+        if not self.kind:
+            self.whole = file.first_line(patient=self.pipe is None)
+            self.head = file.seen
+            ending = Path(bare(self.path)).suffix.lower()
+            if ending in PACKED and not self.packed and not is_text(self.head):
+                raise ConfigError(f"{self.path}: the compressed data is damaged (it does not begin like {ending})")
+        self.file = io.BufferedReader(file, HEAD)
+        return self
+
+
+def opened_archive(path: str, options: Mapping[str, Any] | None = None) -> zipfile.ZipFile:
+    """Return a zip archive, open. Raises ConfigError."""
+    try:
+        return zipfile.ZipFile(open_binary(path, options, seeks=True))
+    except (OSError, *DAMAGES) as error:
+        raise ConfigError(f"{path}: {what_failed(error)}") from None
+
+
+def unpacked(content: bytes) -> bytes:
+    """Return a file's content, decompressed where it is compressed; a zip archive as it is."""
+    for _ in range(LAYERS):
+        unpack = UNPACK.get(_named(PACKINGS, content[:LONGEST_MAGIC]))
+        if unpack is None:
+            break
+        with unpack(io.BytesIO(content)) as file:
+            content = io.BufferedReader(file).read() if isinstance(file, io.RawIOBase) else file.read()
+    return content
+
+
+def encoding_of(first: bytes) -> str | None:
+    """Return the encoding that a text's first bytes show; None for UTF-8 without a mark, or anything else."""
+    for mark, encoding in MARKS.items():
+        if first.startswith(mark):
+            return encoding
+    # without a mark: every other byte of ASCII, which JSON and a header begin with, is a zero
+    zeros = [byte == 0 for byte in first[:4]]
+    if zeros == [False, True, False, True]:
+        return "utf-16-le"
+    return "utf-16-be" if zeros == [True, False, True, False] else None
+
+
+def what_failed(error: Exception) -> str:
+    """Return why bytes cannot be read, for a message."""
+    if isinstance(error, zstandard.ZstdError):
+        most = WIDEST >> 20
+        return f"the compressed data is damaged, or needs more than {most} MiB to be decompressed ({error})"
+    if isinstance(error, UnicodeError):
+        return f"cannot be read as text ({error}); save it as UTF-8"
+    if isinstance(error, OSError) and error.errno is not None:  # gzip raises OSErrors of its own, without a number
+        return f"cannot be read ({error.strerror})"
+    return f"the compressed data is damaged ({error})"
+
+
+UNPACK: dict[str, Callable[[Any], Any]] = {
+    "gz": partial(gzip.GzipFile, None, "rb", 9),
+    "zst": ZstReader,
+    "bz2": bz2.BZ2File,
+    "xz": lzma.LZMAFile,
+}
+
+
+def _waits(file: IO[bytes]) -> bool:
+    try:
+        return not stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+    except io.UnsupportedOperation:  # a stand-in for stdin, in memory
+        return False
+
+
+def _may_be_magic(found: bytes) -> bool:
+    return any(magic.startswith(found) or found.startswith(magic) for magic in MAGICS)
+
+
+def _named(magics: Mapping[str, tuple[bytes, ...]], first: bytes) -> str:
+    return next((name for name, starts in magics.items() if first.startswith(starts)), "")
+
+
+def is_text(head: bytes) -> bool:
+    """Return whether these bytes can be the beginning of a text in UTF-8."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in head
+
+
+class _Ahead(io.RawIOBase):
+    """A stream whose first bytes can be seen before they are read. What fails there fails again where they are read."""
+
+    def __init__(self, file: Any) -> None:
+        self.seen = b""  # and not read yet
+        self._read: Callable[[int], bytes] = getattr(file, "read1", file.read)  # what one read brings
+        self._error: Exception | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def first_bytes(self) -> bytes:
+        """Return as many bytes as it takes to see what they begin."""
+        while len(self.seen) < LONGEST_MAGIC and (len(self.seen) < 4 or _may_be_magic(self.seen)):
+            if b"\n" in self.seen or not self._see(LONGEST_MAGIC):
+                break
+        return self.seen
+
+    def first_line(self, *, patient: bool) -> bool:
+        """See a text's first HEAD bytes; return whether they are all. patient: else only up to its first line's end."""
+        while len(self.seen) < HEAD:
+            if not patient and b"\n" in self.seen.lstrip():
+                return False
+            if not self._see(HEAD):
+                return self._error is None
+        return False
+
+    def _see(self, most: int) -> bool:
+        """See more bytes, `most` of them in all; return whether there are any."""
+        try:
+            more = self._read(most - len(self.seen))
+        except (OSError, *DAMAGES) as error:
+            self._error = error
+            return False
+        self.seen += more
+        return bool(more)
+
+    def readinto(self, buffer: Any) -> int:
+        data, self.seen = self.seen[: len(buffer)], self.seen[len(buffer) :]
+        if not data:
+            if self._error is not None:
+                raise self._error
+            data = self._read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+class _Utf8(io.RawIOBase):
+    """A text in UTF-8, whatever encoding it is in, without its mark. Raises UnicodeError where its end is torn."""
+
+    def __init__(self, file: Any, encoding: str) -> None:
+        self._file = file
+        self._decoder = codecs.getincrementaldecoder(encoding)("surrogatepass")  # half a pair is that line's error
+        self._ready = b""
+        self._begun = self._ended = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready and not self._ended:
+            data = self._file.read(max(1, len(buffer) // 2))
+            self._ended = not data
+            text = self._decoder.decode(data, final=not data)
+            if text and not self._begun:
+                text, self._begun = text.removeprefix("\ufeff"), True
+            self._ready = text.encode("utf-8", "surrogatepass")
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count

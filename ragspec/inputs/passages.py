@@ -1,0 +1,154 @@
+"""The shapes that a record's passages come in -> Passages, and the names that their fields go by.
+
+>>> [passage.text for passage in passages_of({"title": ["A", "B"], "sentences": [["One.", " Two."], ["Three."]]})]
+['One. Two.', 'Three.']
+
+A text, an object, or a list of them; lists side by side, as Hugging Face datasets and HotpotQA have them; HotpotQA's
+`[title, [sentence, ...]]`. Limit: a text that only looks like a list is refused, as it would be one odd passage.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ragspec.errors import RecordError
+from ragspec.inputs.values import is_text, kind, names, own_id
+from ragspec.records import Passage
+
+FIELDS = ("id", "title", "text", "score")
+# what they are called elsewhere, the likeliest first; also inside an object (LangChain's metadata, LlamaIndex's node)
+NAMES = {
+    "text": (
+        *("text", "body", "content", "page_content", "passage", "passage_text", "chunk", "chunk_text", "document"),
+        *("document_text", "paragraph", "paragraph_text", "contents", "snippet", "sentences"),
+    ),
+    "title": ("title", "heading", "name", "document_title", "section", "source", "file_name", "file"),
+    "id": (
+        *("id", "doc_id", "_id", "docid", "document_id", "passage_id", "pid", "chunk_id", "id_", "node_id", "uuid"),
+        *("idx", "source"),
+    ),
+    "score": ("score", "similarity", "relevance", "relevance_score", "similarity_score", "_score", "rank_score"),
+}
+LISTED = re.compile(r"""\s*(\[\s*['"\[{]|\{\s*['"]).*[\]}]\s*""", re.DOTALL)  # JSON, or what Python prints
+
+
+def passages_of(value: Any) -> tuple[Passage, ...]:
+    """Return the passages of a record's `contexts`. Raises RecordError."""
+    items = listed(value)
+    return tuple(
+        _passage(item, position, name)
+        for position, (item, name) in enumerate(zip(items, passage_ids(items), strict=True), 1)
+    )
+
+
+def listed(value: Any) -> list[Any]:
+    """Return passages as a list of texts and objects, whatever shape they come in. Raises RecordError."""
+    if value is None:
+        return []
+    if is_text(value):
+        if LISTED.fullmatch(value):
+            raise RecordError(
+                f'"contexts" is a text that looks like a list ({value.strip()[:20]}...); write it as JSON'
+            )
+        return [value] if value.strip() else []
+    if isinstance(value, dict):
+        return _side_by_side(value) if _are_columns(value) else [value]
+    if not isinstance(value, list):
+        raise RecordError(f'"contexts" must be a list of strings or objects, got {kind(value)}')
+    return [_titled(item) if _is_titled(item) else item for item in value]
+
+
+def passage_ids(items: Sequence[Any]) -> list[str]:
+    """Return the ids of passages: their own, else their place, in words that no passage's own id is."""
+    own = [_own_id(item, position) for position, item in enumerate(items, 1)]
+    taken = {name for name in own if name is not None}
+    found = []
+    for position, name in enumerate(own, 1):
+        if name is None:
+            name = str(position)
+            while name in taken:
+                name = f"passage-{name}"
+            taken.add(name)
+        found.append(name)
+    return found
+
+
+def renamed(items: list[Any], fields: Mapping[str, Any]) -> list[Any]:
+    """Return passages whose fields have ragspec's names. fields: ours -> a function of a passage that returns it."""
+    return [
+        {**item, **{ours: look_up(item) for ours, look_up in fields.items()}} if isinstance(item, dict) else item
+        for item in items
+    ]
+
+
+def _are_columns(value: dict[str, Any]) -> bool:
+    """Return whether an object holds a list per field, rather than a passage."""
+    sentences = value.get("sentences")
+    one = isinstance(sentences, list) and all(map(is_text, sentences)) and not isinstance(value.get("title"), list)
+    return bool(value) and all(isinstance(column, list) for column in value.values()) and not one
+
+
+def _side_by_side(columns: dict[str, list[Any]]) -> list[Any]:
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f'"{name}" {length}' for name, length in list(lengths.items())[:4])
+        raise RecordError(
+            f'"contexts" has lists of different lengths ({told}); name the one that holds the passages, like '
+            "input.columns.contexts: contexts.NAME"
+        )
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _is_titled(item: Any) -> bool:
+    return isinstance(item, list) and len(item) == 2 and is_text(item[0]) and _are_sentences(item[1])
+
+
+def _titled(item: list[Any]) -> dict[str, Any]:
+    return {"title": item[0], "sentences": item[1]}
+
+
+def _are_sentences(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_text, value))
+
+
+def _own_id(item: Any, position: int) -> str | None:
+    given = item.get("id") if isinstance(item, dict) else None
+    if given == "":
+        return None
+    try:
+        return own_id(given)
+    except RecordError:
+        raise RecordError(
+            f'"contexts" item {position}: "id" must be a string or a whole number, got {kind(given)}'
+        ) from None
+
+
+def _passage(item: Any, position: int, name: str) -> Passage:
+    where = f'"contexts" item {position}'
+    if is_text(item):
+        return Passage(id=name, text=item)
+    if not isinstance(item, dict):
+        raise RecordError(f'{where} must be a string or an object {{"id", "title", "text", "score"}}, got {kind(item)}')
+    text: Any = item.get("sentences") if item.get("text") is None else item["text"]
+    title, score = item.get("title"), item.get("score")
+    if _are_sentences(text):
+        text = _joined(text)
+    if not is_text(text):
+        hint = "" if "text" in item else f"; it has {names(item)}: input.columns.contexts.text says which is the text"
+        raise RecordError(f'{where}: "text" must be a string, got {kind(text)}{hint}')
+    if title is not None and not is_text(title):
+        raise RecordError(f'{where}: "title" must be a string, got {kind(title)}')
+    if score is not None and (isinstance(score, bool) or not isinstance(score, int | float)):
+        raise RecordError(f'{where}: "score" must be a number, got {kind(score)}')
+    return Passage(id=name, text=text, title=title, score=None if score is None else float(score))
+
+
+def _joined(sentences: list[str]) -> str:
+    """Return sentences as one text; some datasets leave the space between two at the second's beginning."""
+    text = ""
+    for sentence in sentences:
+        apart = text and not text[-1:].isspace() and not sentence[:1].isspace()
+        text += f" {sentence}" if apart else sentence
+    return text

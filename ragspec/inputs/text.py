@@ -1,0 +1,202 @@
+"""Inputs that are text, read from their start to their end: JSON Lines, JSON documents, CSV and TSV.
+
+>>> for row in TextSource("questions.csv.gz"): row.number, row.raw, row.value
+
+From a file, stdin (-), an archive or an address, in UTF-8 or UTF-16. Which format it is, the first line says. Input
+that keeps its reader waiting (a pipe, a terminal) is read on a thread: see live.py.
+"""
+
+from __future__ import annotations
+
+import csv
+from codecs import BOM_UTF8
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import orjson
+
+from ragspec.errors import ConfigError
+from ragspec.inputs.base import Row
+from ragspec.inputs.columns import ALL, Columns
+from ragspec.inputs.content import Stream
+from ragspec.inputs.document import QUESTIONS, listed_under
+from ragspec.inputs.live import Live
+from ragspec.inputs.storage import is_url
+
+DELIMITERS = {"csv": ",", "tsv": "\t"}
+OTHERS = "\t;|"  # delimiters that a .csv may have, too
+
+
+class Reader(Protocol):
+    """Makes rows of a text in one format."""
+
+    def rows(self) -> Iterator[Row]: ...
+
+    def where(self, number: int) -> str:
+        """Return how messages name row `number`."""
+
+
+class TextSource:
+    """The records of one text. format: "jsonl", "json", "csv", "tsv", or "auto", where `name` is a guess.
+
+    stream: what is read, if somebody has opened it already. Raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        columns: Columns = ALL,
+        options: Mapping[str, Any] | None = None,
+        *,
+        format: str = "auto",
+        name: str = "jsonl",
+        stream: Stream | None = None,
+    ) -> None:
+        self.path = path
+        self._given = (columns, options, format, name)
+        self._columns = columns
+        self._format, self._name = format, name
+        self._stack = ExitStack()
+        self._stream = self._stack.enter_context(stream or Stream(path, options))
+        self._reader: Reader | None = None
+        if self._stream.pipe is None:
+            try:
+                self._open()
+            except BaseException:
+                self._stack.close()
+                raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def _open(self) -> Reader:
+        """Return the reader of the format that the text is in. A pipe is waited for."""
+        stream = self._stream if self._stream.file is not None else self._stream.look()
+        assert stream.file is not None
+        if stream.kind:
+            raise ConfigError(f"{self.path}: {_not_text(stream.kind, self._format, pipe=stream.pipe is not None)}")
+        format, delimiter = self._format, DELIMITERS.get(self._format, ",")
+        if format == "auto":
+            format, delimiter = format_of(stream.head, stream.whole, self._name, self._columns)
+        if format in DELIMITERS:
+            from ragspec.inputs.delimited import DelimitedReader
+
+            self._reader = DelimitedReader(stream.file, self.path, self._columns, delimiter)
+        elif format == "json":
+            from ragspec.inputs.document import DocumentReader
+
+            if stream.head.startswith(BOM_UTF8):
+                stream.file.read(len(BOM_UTF8))
+            self._reader = DocumentReader(stream.file, self.path, self._columns)
+        else:
+            from ragspec.inputs.jsonl import LineReader
+
+            self._reader = LineReader(stream.file, self.path, self._columns)
+        self._format = format
+        return self._reader
+
+    def __iter__(self) -> Iterator[Row]:
+        if self._stream.pipe is None:
+            return self._rows()
+        live = Live(self._rows(), self._stream.pipe, size=lambda row: len(row.raw))
+        self._stack.callback(live.close)
+        return live
+
+    def _rows(self) -> Iterator[Row]:
+        yield from (self._reader or self._open()).rows()
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is a pipe, which is read once."""
+        return self._stream.pipe is not None
+
+    def again(self) -> TextSource | None:
+        """Return the same source, to be read once more; None for a pipe, and for what would have to be sent again."""
+        if self.waits or self._stream.is_member or self.path == "-" or is_url(self.path):
+            return None
+        columns, options, format, name = self._given
+        return type(self)(self.path, columns, options, format=format, name=name)
+
+    def count(self) -> int | None:
+        """Return how many lines a plain file has, for a progress bar; None where that would take reading it."""
+        plain = self._format == "jsonl" and not self._stream.packed and self._stream.encoding is None
+        path = Path(self.path)
+        if not plain or self.path == "-" or is_url(self.path) or not path.is_file():
+            return None
+        with path.open("rb") as file:
+            return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
+
+    def where(self, number: int) -> str:
+        """Return "path:line", as compilers do; "path: row n" where a row may have several lines."""
+        return self._reader.where(number) if self._reader is not None else f"{self.path}:{number}"
+
+
+def format_of(head: bytes, whole: bool, name: str, columns: Columns) -> tuple[str, str]:
+    """Return the format of a text that begins with `head`, and between cells the delimiter.
+
+    whole: whether `head` is all of it. name: the format that the file's name promises.
+    """
+    text = head.removeprefix(BOM_UTF8).lstrip(b" \t\r\n\x1e")
+    line, _, rest = text.partition(b"\n")
+    if text[:1] in (b"{", b"["):
+        ended = whole or len(line) < len(text)
+        if _is_document(text, line, rest, name, ended, whole):
+            return "json", ","
+        if name not in DELIMITERS or not ended or _value(line) is not None:
+            return "jsonl", ","
+    header = line.decode("utf-8", "replace")
+    if name in DELIMITERS:
+        return name, _delimiter_of(header, DELIMITERS[name])
+    delimiter = next((mark for mark in f",{OTHERS}" if _is_header(header, mark, columns)), None)
+    if rest.lstrip()[:1] == b"{":  # JSON Lines whose first line is none
+        delimiter = None
+    return ("jsonl", ",") if delimiter is None else ("csv", delimiter)
+
+
+def _is_document(text: bytes, line: bytes, rest: bytes, name: str, ended: bool, whole: bool) -> bool:
+    """Return whether a text that begins like JSON is one value, or several over many lines, rather than a line each."""
+    alone = whole and not rest.strip()
+    value = _value(line) if ended else None
+    if value is not None and not alone and rest.lstrip()[:1] in (b"{", b"["):
+        return False
+    if text[:1] == b"[":
+        return text[1:].lstrip()[:1] in (b"{", b"]") or (value is None and name == "json")
+    if value is not None:
+        return alone and QUESTIONS.isdisjoint(value) and listed_under(line) is not None
+    if not ended:
+        return listed_under(text) is not None
+    opened = line.strip() == b"{" and rest.lstrip()[:1] in (b'"', b"}", b"")
+    return opened or (name != "jsonl" and line.rstrip()[-1:] in (b"{", b"[", b",", b":"))
+
+
+def _value(line: bytes) -> Any:
+    """Return what a line says in JSON, None where it is not JSON."""
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _delimiter_of(header: str, promised: str) -> str:
+    """Return what is between the cells of a header: what its file's name promises, unless only another is there."""
+    if promised in header:
+        return promised
+    return next((other for other in ("," if promised != "," else "", *OTHERS) if other and other in header), promised)
+
+
+def _is_header(header: str, delimiter: str, columns: Columns) -> bool:
+    """Return whether a line names columns that a record is made of, and not just one."""
+    names = next(csv.reader([header], delimiter=delimiter), [])
+    return len(names) > 1 and columns.makes_records(name.strip() for name in names)
+
+
+def _not_text(kind: str, format: str, *, pipe: bool) -> str:
+    what = {"zip": "a zip archive", "parquet": "a Parquet file", "arrow": "an Arrow file"}[kind]
+    if pipe:
+        return f"is {what}, which cannot be read from a pipe; give the file itself"
+    return f"is {what}, not {format}; leave input.format out"
