@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from ragspec.errors import RecordError
-from ragspec.inputs.base import Row
 from ragspec.inputs.messages import messages_of
 from ragspec.inputs.openai_batch import parse_batch_line
 from ragspec.inputs.passages import passages_of
@@ -73,14 +72,6 @@ def given_id(value: Any) -> str | None:
     if not isinstance(value, dict):
         return None
     return own_id(value.get("custom_id") if "body" in value else value.get("id", value.get("custom_id")))
-
-
-def line_id(row: Row) -> str:
-    """Return the id to put on the error line of a row that may not be a record at all."""
-    try:
-        return given_id(row.value) or str(row.number)
-    except RecordError:
-        return str(row.number)
 
 
 def reference_texts(value: Any) -> tuple[str, ...] | None:

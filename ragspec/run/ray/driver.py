@@ -48,7 +48,7 @@ class RayPass:
         self._crew = crew
         shape = Native() if crew.details else shape_of(session.config)
         self._desk = Desk(session, source, journal, shape, total, report)
-        self._intake = Intake(session.config, self._desk)
+        self._intake = Intake(session.config, self._desk, source)
         self._ordering = ordering_of(session, source, self._intake, limit, say)
         self._asked = self._ordering.asked()
         self._leases = Leases()
