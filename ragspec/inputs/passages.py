@@ -31,6 +31,7 @@ NAMES = {
     ),
     "score": ("score", "similarity", "relevance", "relevance_score", "similarity_score", "_score", "rank_score"),
 }
+SENTENCE = 20  # characters
 LISTED = re.compile(r"""\s*(\[\s*['"\[{]|\{\s*['"]).*[\]}]\s*""", re.DOTALL)  # JSON, or what Python prints
 
 
@@ -81,6 +82,68 @@ def renamed(items: list[Any], fields: Mapping[str, Any]) -> list[Any]:
         {**item, **{ours: look_up(item) for ours, look_up in fields.items()}} if isinstance(item, dict) else item
         for item in items
     ]
+
+
+def guessed_fields(values: Sequence[Any]) -> dict[str, str]:
+    """Return what the fields of passages are called where that is not what ragspec calls them.
+
+    values: the passages of some records. Raises RecordError for those that are none.
+    """
+    records = [[item for item in listed(value) if isinstance(item, dict)] for value in values]
+    found: dict[str, str] = {}
+    for ours in ("text", "id", "title", "score"):
+        paths = [path for path in _paths(ours, records) if path not in found.values()]
+        fitting = next((path for path in paths if _fits(ours, path, records)), None)
+        if fitting is None and ours == "text":
+            fitting = _longest(records)
+        if fitting is not None:
+            found[ours] = fitting
+    return {ours: found[ours] for ours in FIELDS if found.get(ours, ours) not in (ours, "sentences")}
+
+
+def _paths(ours: str, records: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
+    """Return the names that a field goes by: of the passages themselves first, then inside their objects."""
+    inside = {name for items in records for item in items for name, value in item.items() if isinstance(value, dict)}
+    return [*NAMES[ours], *(f"{outer}.{name}" for name in NAMES[ours] for outer in sorted(inside))]
+
+
+def _fits(ours: str, path: str, records: Sequence[Sequence[dict[str, Any]]]) -> bool:
+    """Return whether what is at a path of passages can be that field of theirs, wherever it is there."""
+    columns = [[value for item in items if (value := _at(item, path)) is not None] for items in records]
+    values = [value for column in columns for value in column]
+    if ours == "id":
+        try:
+            return bool(values) and all(len(set(map(own_id, column))) == len(column) for column in columns)
+        except RecordError:
+            return False
+    if ours == "score":
+        return bool(values) and all(map(_is_number, values))
+    return bool(values) and all(is_text(value) or (ours == "text" and _are_sentences(value)) for value in values)
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return _score(value, "") is not None
+    except RecordError:
+        return False
+
+
+def _at(item: dict[str, Any], path: str) -> Any:
+    outer, dot, name = path.rpartition(".")
+    inner = item.get(outer) if dot else item
+    return inner.get(name) if isinstance(inner, dict) else None
+
+
+def _longest(records: Sequence[Sequence[dict[str, Any]]]) -> str | None:
+    """Return the field with the longest texts, if they are no mere names."""
+    lengths: dict[str, list[int]] = {}
+    for item in (item for items in records for item in items):
+        for name, value in item.items():
+            if is_text(value):
+                lengths.setdefault(name, []).append(len(value))
+    means = {name: sum(each) / len(each) for name, each in lengths.items()}
+    longest = max(means, key=means.__getitem__, default=None)
+    return longest if longest is not None and means[longest] >= SENTENCE else None
 
 
 def _are_columns(value: dict[str, Any]) -> bool:
@@ -140,9 +203,19 @@ def _passage(item: Any, position: int, name: str) -> Passage:
         raise RecordError(f'{where}: "text" must be a string, got {kind(text)}{hint}')
     if title is not None and not is_text(title):
         raise RecordError(f'{where}: "title" must be a string, got {kind(title)}')
-    if score is not None and (isinstance(score, bool) or not isinstance(score, int | float)):
-        raise RecordError(f'{where}: "score" must be a number, got {kind(score)}')
-    return Passage(id=name, text=text, title=title, score=None if score is None else float(score))
+    return Passage(id=name, text=text, title=title, score=_score(score, where))
+
+
+def _score(given: Any, where: str) -> float | None:
+    """Return a passage's score; some retrievers write it as text."""
+    try:
+        if given is not None and not isinstance(given, bool):
+            return float(given)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    if given is not None:
+        raise RecordError(f'{where}: "score" must be a number, got {kind(given)}')
+    return None
 
 
 def _joined(sentences: list[str]) -> str:

@@ -60,7 +60,8 @@ class LocalPass:
                 return
             requests.put_back([first])
             self._load_and_stream(requests)
-        self.summary.notes += self._intake.notes() + self._ordering.notes() + self._answering.notes()
+        self.summary.notes += self._intake.notes() + self._desk.notes()
+        self.summary.notes += self._ordering.notes() + self._answering.notes()
 
     def about(self) -> dict[str, Any]:
         """Return what identifies the run in its statistics."""

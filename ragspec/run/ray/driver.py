@@ -74,7 +74,7 @@ class RayPass:
             self._conclude()
         if not (summary.records or summary.failed or summary.skipped):
             summary.notes.append(self._none)
-        summary.notes += self._intake.notes() + self._ordering.notes()
+        summary.notes += self._intake.notes() + self._desk.notes() + self._ordering.notes()
 
     def stream(self) -> None:
         """Answer the input with workers that are loaded, and time it; another pass may follow."""
