@@ -111,9 +111,11 @@ class OutputConfig(Section):
 
     path: Place = "-"
     """A local JSONL file is appended to, line by line; `-` is stdout. A path that ends in `.gz`, `.zst`, `.parquet` or
-    `/`, and any URL (`s3://`, `gs://`), cannot be appended to and is a folder of parts."""
+    `/`, and any URL (`s3://`, `gs://`), cannot be appended to and is a folder of parts. A name that ends like another
+    format (`.csv`, `.xlsx`, `.bz2`) is refused."""
     format: Literal["auto", "jsonl", "parquet", "openai"] = "auto"
-    """`auto` goes by the name: Parquet or JSONL. `openai`: OpenAI Batch API lines, in JSONL."""
+    """`auto` goes by the name: Parquet or JSONL. `openai`: OpenAI Batch API lines, in JSONL. JSONL in a file called
+    `.json` needs `jsonl`."""
     model: str | None = None
     """openai: the model name in the lines; by default `model`."""
     part_records: Annotated[int, Field(ge=1)] = 10_000

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ragspec.config.places import OutputConfig
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError
-from ragspec.outputs.target import target_of
+from ragspec.outputs.target import FileTarget
 from ragspec.quality import citations
 from ragspec.quality.bootstrap import Estimate, estimate
 from ragspec.quality.graded import NAMED, REFUSAL, Answers, Graded, read_graded, read_questions
@@ -164,8 +163,7 @@ def _some(names: list[str]) -> str:
 
 def _speed(path: str) -> float | None:
     """Return the tokens per second that the statistics beside an output tell."""
-    target = target_of(OutputConfig(path=path)) if Path(path).is_file() else None
-    value = target.statistics.read().get("tokens_per_s") if target is not None else None
+    value = FileTarget(path).statistics.read().get("tokens_per_s") if Path(path).is_file() else None
     return value if isinstance(value, float) else None
 
 

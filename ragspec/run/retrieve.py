@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from ragspec.config.places import OutputConfig
 from ragspec.config.sections import RetrievalConfig
 from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.base import Row
@@ -85,5 +86,5 @@ def measure(config: RetrievalConfig, source: str, output: str, limit: int | None
     """Write one object: how well the index answers the lines of `source`, whose documents are known."""
     with open_source(source) as lines:
         result = evaluate(islice(lines, limit), Retriever(config))
-    with Journal(output, resume=False) as journal:
+    with Journal(OutputConfig(path=output, format="jsonl"), resume=False) as journal:  # one object: JSON as well
         journal.put(0, result)
