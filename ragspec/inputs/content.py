@@ -108,6 +108,12 @@ class Stream:
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
 
+    def check_name(self) -> None:
+        """Raise ConfigError if the name promises a compression, and nothing is compressed: for what makes no sense."""
+        ending = Path(bare(self.path)).suffix.lower()
+        if ending in PACKED and not self.packed:
+            raise ConfigError(f"{self.path}: the compressed data is damaged (it does not begin like {ending})")
+
     def look(self) -> Self:
         """Find out what it is; wait for the first bytes, or the first line, of a pipe. Raises ConfigError."""
         file = _Ahead(self._raw)
@@ -121,9 +127,6 @@ class Stream:
         if not self.kind:
             self.whole = file.first_line(patient=self.pipe is None)
             self.head = file.seen
-            ending = Path(bare(self.path)).suffix.lower()
-            if ending in PACKED and not self.packed and not is_text(self.head):
-                raise ConfigError(f"{self.path}: the compressed data is damaged (it does not begin like {ending})")
         self.file = io.BufferedReader(file, HEAD)
         return self
 
@@ -153,10 +156,19 @@ def encoding_of(first: bytes) -> str | None:
         if first.startswith(mark):
             return encoding
     # without a mark: every other byte of ASCII, which JSON and a header begin with, is a zero
-    zeros = [byte == 0 for byte in first[:4]]
-    if zeros == [False, True, False, True]:
-        return "utf-16-le"
-    return "utf-16-be" if zeros == [True, False, True, False] else None
+    for encoding, zeros, letters in (
+        ("utf-16-le", first[1:4:2], first[0:4:2]),
+        ("utf-16-be", first[0:4:2], first[1:4:2]),
+    ):
+        if zeros == b"\0\0" and len(letters) == 2 and all(32 <= byte < 127 or byte in b"\t\r\n" for byte in letters):
+            return encoding
+    return None
+
+
+def decoded(content: bytes) -> str:
+    """Return a text's content without its mark. Raises UnicodeError."""
+    encoding = encoding_of(content[:4])
+    return content.decode("utf-8-sig") if encoding is None else content.decode(encoding).removeprefix("\ufeff")
 
 
 def what_failed(error: Exception) -> str:

@@ -20,7 +20,7 @@ import orjson
 from ragspec.errors import ConfigError
 from ragspec.inputs.base import Row
 from ragspec.inputs.columns import ALL, Columns
-from ragspec.inputs.content import Stream
+from ragspec.inputs.content import Stream, is_text
 from ragspec.inputs.document import QUESTIONS, listed_under
 from ragspec.inputs.live import Live
 from ragspec.inputs.storage import is_url
@@ -83,6 +83,8 @@ class TextSource:
         format, delimiter = self._format, DELIMITERS.get(self._format, ",")
         if format == "auto":
             format, delimiter = format_of(stream.head, stream.whole, self._name, self._columns)
+        if not is_text(stream.head) or (format == "jsonl" and stream.head and not _is_json(stream.head)):
+            stream.check_name()
         if format in DELIMITERS:
             from ragspec.inputs.delimited import DelimitedReader
 
@@ -141,9 +143,9 @@ def format_of(head: bytes, whole: bool, name: str, columns: Columns) -> tuple[st
 
     whole: whether `head` is all of it. name: the format that the file's name promises.
     """
-    text = head.removeprefix(BOM_UTF8).lstrip(b" \t\r\n\x1e")
+    text = _begun(head)
     line, _, rest = text.partition(b"\n")
-    if text[:1] in (b"{", b"["):
+    if _is_json(head):
         ended = whole or len(line) < len(text)
         if _is_document(text, line, rest, name, ended, whole):
             return "json", ","
@@ -156,6 +158,15 @@ def format_of(head: bytes, whole: bool, name: str, columns: Columns) -> tuple[st
     if rest.lstrip()[:1] == b"{":  # JSON Lines whose first line is none
         delimiter = None
     return ("jsonl", ",") if delimiter is None else ("csv", delimiter)
+
+
+def _begun(head: bytes) -> bytes:
+    """Return a text from its first visible byte on."""
+    return head.removeprefix(BOM_UTF8).lstrip(b" \t\r\n\x1e")
+
+
+def _is_json(head: bytes) -> bool:
+    return _begun(head)[:1] in (b"{", b"[")
 
 
 def _is_document(text: bytes, line: bytes, rest: bytes, name: str, ended: bool, whole: bool) -> bool:

@@ -129,6 +129,7 @@ def test_bad_documents_are_named_and_left_out(tmp_path):
     (folder / "a.txt").write_text("good text here")
     (folder / "b.pdf").write_bytes(b"%PDF-1.4 no")
     (folder / "c.pdf").write_bytes(pdf_bytes("x", password="p"))
+    (folder / "d.txt").write_bytes(b"\0\1\2")
     (folder / "d.bin").write_bytes(b"\0\1\2")
     (folder / "e.md").write_text("  \n")
     write_jsonl(folder / "f.jsonl", [{"id": "a.txt", "text": "another of that name"}, {"id": "ok", "text": "fine"}])
@@ -136,7 +137,8 @@ def test_bad_documents_are_named_and_left_out(tmp_path):
     summary = build(RetrievalConfig(index=str(tmp_path / "idx"), corpus=[str(folder)]), complain=said.append)
     assert (summary.added, summary.skipped) == (2, 5)
     reasons = {os.path.relpath(item.where, folder): item.why for item in said}
-    assert list(reasons) == ["b.pdf", "c.pdf", "d.bin", "e.md", "f.jsonl:1"]
+    assert list(reasons) == ["b.pdf", "c.pdf", "d.txt", "e.md", "f.jsonl:1"]
+    assert summary.others == {".bin": 1}
     for word, why in zip(("damaged", "encrypted", "binary", "empty", "appears twice"), reasons.values(), strict=True):
         assert word in why
         assert "\n" not in why
@@ -554,6 +556,19 @@ def test_the_commands_make_a_pipeline(tmp_path):
     assert one["contexts"] == ["a.md"]
     assert "failed in an earlier step" in two["error"]["message"]
     assert three["output"]
+
+
+def test_a_photo_in_a_folder_of_notes_is_told_and_no_error(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.md").write_text("# Pumps\n\nA pump that runs dry is damaged.")
+    (tmp_path / "notes" / "photo.jpg").write_bytes(b"\xff\xd8\xff\xe0\x00\x10JFIF\x00")
+    done = command("index", tmp_path / "notes", "--output", tmp_path / "idx")
+    assert done.returncode == 0, done.stderr
+    assert "1 files are no documents, and are left out (1 .jpg)" in done.stderr
+    assert "0 skipped" in done.stderr
+    named = command("index", tmp_path / "notes", tmp_path / "notes" / "photo.jpg", "--output", tmp_path / "idx")
+    assert named.returncode == 1
+    assert "photo.jpg: a binary file, not text" in named.stderr
 
 
 def test_the_filter_keeps_what_json_libraries_lose(tmp_path):
