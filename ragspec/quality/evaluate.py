@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ragspec.config.places import InputConfig
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError
 from ragspec.outputs.target import FileTarget
@@ -88,15 +89,15 @@ class Evaluation:
 def evaluate(
     answers: str,
     *,
-    references: str | None = None,
+    references: InputConfig | str | None = None,
     against: str | None = None,
     refusal: str = REFUSAL,
     judge: RunConfig | None = None,
 ) -> Evaluation:
     """Return the scores of a run's answers. against: another run's over the same records.
 
-    judge: the config of a model that judges answers too; `references` then has the questions. Raises ConfigError and
-    ModelError.
+    references: records that have them, with the names of their columns; else the answers' metadata has. judge: the
+    config of a model that judges answers too; `references` then has the questions. Raises ConfigError and ModelError.
     """
     if judge is not None and references is None:
         raise ConfigError("--judge needs the questions: give the records with --references")

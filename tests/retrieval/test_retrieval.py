@@ -1,3 +1,4 @@
+import gzip
 import json
 import os
 import signal
@@ -556,6 +557,33 @@ def test_the_commands_make_a_pipeline(tmp_path):
     assert one["contexts"] == ["a.md"]
     assert "failed in an earlier step" in two["error"]["message"]
     assert three["output"]
+
+
+def test_beirs_corpus_and_queries_are_read(tmp_path):
+    write_jsonl(tmp_path / "corpus.jsonl", [{"_id": "d1", "title": "", "text": "A pump that runs dry is damaged."}])
+    write_jsonl(tmp_path / "queries.jsonl", [{"_id": "q1", "text": "What damages a pump?", "metadata": {}}])
+    assert command("index", tmp_path / "corpus.jsonl", "-o", tmp_path / "idx").returncode == 0
+    columns = ["--columns", "query=text", "--columns", "id=_id"]
+    found = command("retrieve", "--index", tmp_path / "idx", tmp_path / "queries.jsonl", *columns)
+    assert found.returncode == 0, found.stderr
+    line = json.loads(found.stdout)
+    assert (line["_id"], line["text"]) == ("q1", "What damages a pump?")
+    assert [context["id"] for context in line["contexts"]] == ["d1"]
+
+
+@pytest.mark.parametrize("name", ["q.csv", "q.json", "q.jsonl.gz"])
+def test_the_filter_reads_queries_in_any_format(tmp_path, name):
+    built(tmp_path)
+    data = {
+        "q.csv": b"id,query\na,owls\n",
+        "q.json": b'[{"id": "a",\n "query": "owls"}]',
+        "q.jsonl.gz": gzip.compress(b'{"id": "a", "query": "owls"}'),
+    }[name]
+    (tmp_path / name).write_bytes(data)
+    found = command("retrieve", "--index", tmp_path / "idx", tmp_path / name, "-k", 1)
+    assert found.returncode == 0, found.stderr
+    line = json.loads(found.stdout)
+    assert (line["id"], line["query"], line["contexts"][0]["id"]) == ("a", "owls", "owl")
 
 
 def test_a_photo_in_a_folder_of_notes_is_told_and_no_error(tmp_path):
