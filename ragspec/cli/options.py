@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 
-RECORDS = "Records to answer: JSONL (.gz, .zst), CSV, TSV, Parquet or Arrow, or a folder of them"
+RECORDS = "Records to answer: JSONL, JSON, CSV, TSV, Parquet or Arrow, compressed or not, or a folder of them"
 Config = Annotated[
     str, typer.Option("--config", "-c", metavar="FILE", help="YAML config for ragspec or AutoGluon-RAG.")
 ]
