@@ -8,7 +8,6 @@ Parquet or Arrow file needs a file.
 
 from __future__ import annotations
 
-import bz2
 import codecs
 import gzip
 import io
@@ -29,7 +28,7 @@ import zstandard
 from ragspec.errors import ConfigError
 from ragspec.inputs.live import Pipe
 from ragspec.inputs.storage import bare, missing, open_binary
-from ragspec.inputs.zst import WIDEST, ZstReader
+from ragspec.inputs.zst import WIDEST, Bz2Reader, XzReader, ZstReader
 
 PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")  # endings of names
 PACKINGS = {
@@ -186,8 +185,8 @@ def what_failed(error: Exception) -> str:
 UNPACK: dict[str, Callable[[Any], Any]] = {
     "gz": partial(gzip.GzipFile, None, "rb", 9),
     "zst": ZstReader,
-    "bz2": bz2.BZ2File,
-    "xz": lzma.LZMAFile,
+    "bz2": Bz2Reader,
+    "xz": XzReader,
 }
 
 

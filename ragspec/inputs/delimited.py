@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator
-from typing import IO
+from typing import IO, Any
 
 import orjson
 
@@ -21,7 +21,7 @@ from ragspec.inputs.columns import Columns
 from ragspec.inputs.content import DAMAGES, what_failed
 from ragspec.inputs.rows import row_of
 
-WIDEST = 256 << 20  # characters of a cell
+WIDEST = 64 << 20  # bytes of a line, characters of a cell; csv takes four bytes for one
 
 
 class DelimitedReader:
@@ -29,6 +29,7 @@ class DelimitedReader:
 
     def __init__(self, file: IO[bytes], path: str, columns: Columns, delimiter: str) -> None:
         csv.field_size_limit(WIDEST)
+        file = io.BufferedReader(_Bounded(file))
         self._path = path
         self._columns = columns
         self._reader = csv.reader(
@@ -70,6 +71,26 @@ class DelimitedReader:
             else:
                 value = {name: cell or None for name, cell in zip(self._names, cells, strict=True)}
                 yield row_of(number, value, self._columns, typed=False)
+
+
+class _Bounded(io.RawIOBase):
+    """A text none of whose lines is longer than WIDEST: csv would read it into memory. Raises csv.Error."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._line = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data: bytes = self._file.read1(len(buffer))  # type: ignore[attr-defined]
+        buffer[: len(data)] = data
+        end = data.rfind(b"\n")
+        self._line = self._line + len(data) if end < 0 else len(data) - end - 1
+        if self._line > WIDEST:
+            raise csv.Error(f"a line is longer than {WIDEST >> 20} MiB")
+        return len(data)
 
 
 def _told(error: Exception) -> str:

@@ -16,7 +16,7 @@ import zstandard
 
 from ragspec.config.places import InputConfig
 from ragspec.errors import ConfigError, RecordError
-from ragspec.inputs import document
+from ragspec.inputs import delimited, document
 from ragspec.inputs.content import unpacked
 from ragspec.inputs.feed import Feed
 from ragspec.inputs.opening import open_source
@@ -322,6 +322,15 @@ def test_a_record_without_an_end_does_not_fill_the_memory(tmp_path, monkeypatch)
     (tmp_path / "in.json").write_text('[{"query": "a"}, {"query": "' + "x" * (4 << 20))
     with pytest.raises(ConfigError, match=r"in\.json: record 2: it is longer than 1 MiB"):
         rows(tmp_path / "in.json")
+
+
+@pytest.mark.parametrize("quoted", [False, True])
+def test_a_csv_without_line_ends_does_not_fill_the_memory(tmp_path, monkeypatch, quoted):
+    monkeypatch.setattr(delimited, "WIDEST", 1 << 20)
+    data = b"id,query\n1," + (b'"' + b"x\n" * (2 << 20) if quoted else b"x" * (4 << 20))
+    (tmp_path / "in.csv.gz").write_bytes(gzip.compress(data))
+    with pytest.raises(ConfigError, match=r"in\.csv\.gz: row 1: cannot be read \((a line|field) (is longer|larger)"):
+        rows(tmp_path / "in.csv.gz")
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_missing_input_and_folder_are_known_on_opening(tmp_path):
         JsonlSource(str(tmp_path))
 
 
-PACKED = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
+PACKED = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 
 
 @pytest.mark.parametrize("suffix", PACKED)
@@ -134,12 +134,31 @@ def test_a_frame_that_wants_absurd_memory_is_refused(tmp_path):
         values(path)
 
 
+PACK = {"zst": zstandard.compress, "bz2": bz2.compress, "xz": lzma.compress, "gz": gzip.compress}
+
+
 @pytest.mark.parametrize("cut", [1, 2, 5, 9, 13])
-def test_an_archive_cut_in_its_last_frame_is_noticed_wherever_the_cut_is(tmp_path, cut):
-    path = tmp_path / "in.zst"
-    path.write_bytes(zstandard.compress(b'{"id": 1}\n') * 200 + zstandard.compress(b'{"id": 2}\n')[:-cut])
-    with pytest.raises(ConfigError, match=r"in.zst:\d+: the compressed data is damaged"):
+@pytest.mark.parametrize("packing", PACK)
+def test_an_archive_cut_in_its_last_frame_is_noticed_wherever_the_cut_is(tmp_path, packing, cut):
+    path, pack = tmp_path / f"in.{packing}", PACK[packing]
+    path.write_bytes(pack(b'{"id": 1}\n') * 200 + pack(b'{"id": 2}\n')[:-cut])
+    with pytest.raises(ConfigError, match=rf"in.{packing}:\d+: the compressed data is damaged"):
         values(path)
+
+
+@pytest.mark.parametrize("packing", PACK)
+def test_a_frame_that_does_not_begin_like_one_is_no_silent_end(tmp_path, packing):
+    path, pack = tmp_path / f"in.{packing}", PACK[packing]
+    path.write_bytes(pack(b'{"id": 1}\n') + b"\x01" + pack(b'{"id": 2}\n')[1:])
+    with pytest.raises(ConfigError, match=rf"in.{packing}:2: the compressed data is damaged"):
+        values(path)
+
+
+def test_zeros_may_stand_between_the_streams_of_an_xz_file(tmp_path):
+    (tmp_path / "in.xz").write_bytes(
+        lzma.compress(b'{"id": 1}\n') + bytes(8) + lzma.compress(b'{"id": 2}\n') + bytes(4)
+    )
+    assert len(values(tmp_path / "in.xz")) == 2
 
 
 @pytest.mark.parametrize("mark", [b"\xef\xbb\xbf", b"\x1e", b""])
