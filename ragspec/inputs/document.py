@@ -28,7 +28,8 @@ CHUNK = 64 << 10  # bytes of a read
 QUESTIONS = {*SOURCES, *GUESSES["query"], "body"}  # an object with one of these is a record
 # lists of objects that a record may have itself
 INSIDE = {*OWN_FIELDS, *REFERENCES, *GUESSES["contexts"], *GUESSES["messages"], "tools", "tool_calls"}
-STRUCTURE = re.compile(rb'["\[\]{},]')
+STRUCTURE = re.compile(rb'"|[\[{]+|[\]}]+|,')
+INSIDE_VALUE = re.compile(rb'"|[\[{]+|[\]}]+')  # commas end nothing there
 IN_STRING = re.compile(rb'["\\]')
 NO_SPACE = re.compile(rb"[^ \t\r\n]")
 
@@ -176,19 +177,19 @@ class _Scanner:
         self.peek()
         begin, depth = self._at, 0
         while True:
-            byte = self._find(STRUCTURE)
-            if byte == b'"':
+            found = self._find(INSIDE_VALUE if depth else STRUCTURE)
+            if found == b'"':
                 self._end_string()
-            elif byte in (b"[", b"{") and byte:
-                depth += 1
-                continue
-            elif byte in (b"]", b"}") and depth:
-                depth -= 1
-            elif byte == b"" and (depth or not self._data[begin:].strip()):
+            elif found[:1] in (b"[", b"{") and found:
+                depth += len(found)
+            elif found[:1] in (b"]", b"}") and depth:
+                over = max(0, len(found) - depth)  # brackets of what is around the value
+                depth -= len(found) - over
+                self._at -= over
+            elif found == b"" and (depth or not self._data[begin:].strip()):
                 raise _Broken(CUT)
-            elif not depth:  # a number or a word ends before what comes next
-                self._at -= len(byte)
-                return bytes(self._data[begin : self._at])
+            else:  # a number or a word ends before what comes next
+                self._at -= len(found)
             if not depth:
                 return bytes(self._data[begin : self._at])
 

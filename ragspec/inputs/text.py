@@ -26,6 +26,7 @@ from ragspec.inputs.live import Live
 from ragspec.inputs.storage import is_url
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}
+OPEN = (b"{", b"[", b",", b":")  # what a line of JSON ends with where the next one goes on
 OTHERS = "\t;|"  # delimiters that a .csv may have, too
 
 
@@ -149,7 +150,7 @@ def format_of(head: bytes, whole: bool, name: str, columns: Columns) -> tuple[st
         ended = whole or len(line) < len(text)
         if _is_document(text, line, rest, name, ended, whole):
             return "json", ","
-        if name not in DELIMITERS or not ended or _value(line) is not None:
+        if name not in DELIMITERS or text[:1] == b"{" or _value(line) is not None:
             return "jsonl", ","
     header = line.decode("utf-8", "replace")
     if name in DELIMITERS:
@@ -181,8 +182,19 @@ def _is_document(text: bytes, line: bytes, rest: bytes, name: str, ended: bool, 
         return alone and QUESTIONS.isdisjoint(value) and listed_under(line) is not None
     if not ended:
         return listed_under(text) is not None
-    opened = line.strip() == b"{" and rest.lstrip()[:1] in (b'"', b"}", b"")
-    return opened or (name != "jsonl" and line.rstrip()[-1:] in (b"{", b"[", b",", b":"))
+    # a line of JSON Lines that is cut off ends like that, too; the next one then begins with a brace
+    opens = line.rstrip()[-1:] in OPEN if rest.strip() else line.strip() == b"{"
+    return opens and (name == "json" or rest.lstrip()[:1] != b"{") and not _has_line(rest)
+
+
+def _has_line(rest: bytes) -> bool:
+    """Return whether a line of these is a record of JSON Lines: an object that nothing before it leads to."""
+    before = b","
+    for line in rest.split(b"\n"):
+        if line.startswith(b"{") and before not in OPEN and isinstance(_value(line), dict):
+            return True
+        before = line.rstrip()[-1:] or before
+    return False
 
 
 def _value(line: bytes) -> Any:
