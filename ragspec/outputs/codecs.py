@@ -107,8 +107,6 @@ def check_ending(path: str, format: str = "auto") -> None:
     """
     name = path.rstrip("/").lower()
     lines = format in ("jsonl", "openai")
-    if lines and name.endswith(".parquet"):
-        raise ConfigError(f"output.format: {format}, but {path} ends in .parquet")
     inner = name.removesuffix(".gz").removesuffix(".zst")
     if format == "parquet" and name.endswith((*LINES, *PACKINGS)):
         raise ConfigError(f"output.format: parquet, but {path} ends in .{name.rpartition('.')[2]}")

@@ -64,12 +64,23 @@ def target_of(config: OutputConfig) -> Target | None:
     elsewhere = is_url(path)
     if not elsewhere and there.exists() and not there.is_file() and not there.is_dir():
         return None
-    if elsewhere or not there.is_file() or not sibling(path, STATE).exists():  # what an older version began goes on
-        check_ending(str(config.path), config.format)
+    if config.format in ("jsonl", "openai") and path.rstrip("/").lower().endswith(".parquet"):
+        raise ConfigError(f"output.format: {config.format}, but {config.path} ends in .parquet")
     whole = path.lower().endswith((*PACKED, "/")) or config.format == "parquet"
     if elsewhere or whole or there.is_dir():
         return PartsTarget(config)
     return FileTarget(path)
+
+
+def check_name(config: OutputConfig) -> None:
+    """Raise ConfigError for an output whose name promises a format that it would not have.
+
+    What an older version began under such a name goes on.
+    """
+    path = local_path(revealed(config.path))
+    begun = not is_url(path) and Path(path).is_file() and sibling(path, STATE).exists()
+    if not begun and target_of(config) is not None:
+        check_ending(str(config.path), config.format)
 
 
 class FileTarget:

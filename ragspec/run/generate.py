@@ -18,7 +18,7 @@ from ragspec.outputs.base import Document
 from ragspec.outputs.documents import LocalDocument
 from ragspec.outputs.journal import Journal
 from ragspec.outputs.runstate import check_writable
-from ragspec.outputs.target import Target, target_of
+from ragspec.outputs.target import Target, check_name, target_of
 from ragspec.run.choice import choose
 from ragspec.run.desk import Report
 from ragspec.run.experience import remember
@@ -61,6 +61,7 @@ def generate(
     if retry_failed and limit is not None:
         raise ConfigError("--retry-failed drops all error lines: it cannot be combined with --limit")
     with config.veil().over_errors(), ExitStack() as stack:
+        check_name(config.output)
         target = target_of(config.output)
         _check_paths(target, config.input, stats_path)
         source = stack.enter_context(open_source(config.input))

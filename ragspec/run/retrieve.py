@@ -20,6 +20,7 @@ from ragspec.inputs.opening import open_source
 from ragspec.inputs.record import lacks_contexts
 from ragspec.outputs.codecs import codec_of
 from ragspec.outputs.journal import Journal
+from ragspec.outputs.target import check_name
 from ragspec.records import Passage
 from ragspec.retrieval.evaluate import evaluate
 from ragspec.retrieval.search import Hit, Retriever
@@ -40,6 +41,7 @@ def stream(config: RetrievalConfig, source: InputConfig | str, output: str, limi
     passed = Passed()
     if codec_of(output).ending == ".parquet":
         raise ConfigError(f"{output}: records with contexts are written as JSONL; choose another name")
+    check_name(OutputConfig(path=output))
     columns = Columns(source.columns.given) if isinstance(source, InputConfig) else ALL
     with open_source(source) as lines:
         ids = RecordIds(lines)
@@ -90,5 +92,5 @@ def measure(config: RetrievalConfig, source: InputConfig | str, output: str, lim
     """Write one object: how well the index answers the lines of `source`, whose documents are known."""
     with open_source(source) as lines:
         result = evaluate(islice(lines, limit), Retriever(config))
-    with Journal(OutputConfig(path=output, format="jsonl"), resume=False) as journal:  # one object: JSON as well
+    with Journal(output, resume=False) as journal:
         journal.put(0, result)

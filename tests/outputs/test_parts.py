@@ -19,7 +19,7 @@ from ragspec.config.places import OutputConfig
 from ragspec.errors import ConfigError
 from ragspec.outputs.codecs import codec_of
 from ragspec.outputs.journal import Journal
-from ragspec.outputs.target import target_of
+from ragspec.outputs.target import check_name, target_of
 from ragspec.run.generate import generate
 from tests.conftest import ROOT, write_jsonl
 from tests.outputs.test_journal import IDENTITY, answer
@@ -346,18 +346,20 @@ def test_a_name_that_promises_nothing_else_is_a_file_of_lines(tmp_path, monkeypa
 
 @pytest.mark.parametrize("format", ["jsonl", "openai"])
 def test_lines_may_be_called_json_where_the_config_asks_for_them(tmp_path, format):
-    assert not target_of(OutputConfig(path=str(tmp_path / "a.json"), format=format)).is_folder
+    check_name(OutputConfig(path=str(tmp_path / "a.json"), format=format))
 
 
 def test_parquet_under_the_name_of_lines_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"output\.format: parquet, but .*a\.jsonl ends in \.jsonl"):
-        target_of(OutputConfig(path=str(tmp_path / "a.jsonl"), format="parquet"))
+        check_name(OutputConfig(path=str(tmp_path / "a.jsonl"), format="parquet"))
 
 
 def test_an_output_of_another_name_that_was_begun_goes_on(tmp_path):
     (tmp_path / "a.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"\.json is not written"):
+        check_name(OutputConfig(path=str(tmp_path / "a.json")))
     (tmp_path / "a.json.run.json").write_text("{}")
-    assert not target_of(OutputConfig(path=str(tmp_path / "a.json"))).is_folder
+    check_name(OutputConfig(path=str(tmp_path / "a.json")))
 
 
 RECORDS = [
