@@ -91,6 +91,16 @@ class Columns:
         prompts = {*SOURCES, "body", *GUESSES["query"], *(path.partition(".")[0] for path in self._paths.values())}
         return not prompts.isdisjoint(names)
 
+    def check_prompts(self, names: Collection[str], where: str, source: str = "auto") -> None:
+        """Raise ConfigError for a table none of whose rows can have a prompt. source: `prompt.source`."""
+        wanted = {*SOURCES, "body"} if source == "auto" else {source, "body"}
+        if wanted.isdisjoint({*names, *self._paths}):
+            needed = '"query", "messages" or "prompt"' if source == "auto" else f'"{source}" (prompt.source)'
+            raise ConfigError(
+                f"{where}: no record can have a prompt: it needs {needed}, the columns are {listed(names)}; ragspec "
+                "inspect shows the input.columns to write"
+            )
+
     def check_records(self, values: Iterable[Any], where: str) -> None:
         """Raise ConfigError for a field that is in none of the first records. values: theirs, before any mapping."""
         missing = {**self._paths, **{f"contexts.{ours}": path for ours, path in self._inside.items()}}

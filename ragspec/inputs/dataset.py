@@ -34,8 +34,9 @@ class DatasetSource(NumberedRows):
         super().__init__(path, columns)
         self._given: dict[str, Any] = {"split": split, "name": name, "revision": revision, "saved": saved}
         self._data = self._chosen(self._load(name, revision, saved), split)
-        if self._data.column_names is not None:
-            columns.check(self._data.column_names, path)
+        self.names: list[str] = self._data.column_names or []
+        if self.names:
+            columns.check(self.names, path)
 
     def _load(self, name: str | None, revision: str | None, saved: bool) -> Any:
         try:

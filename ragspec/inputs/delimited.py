@@ -36,19 +36,19 @@ class DelimitedReader:
             io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), delimiter=delimiter, strict=True
         )
         try:
-            self._names = next(self._reader, [])
+            self.names = next(self._reader, [])
         except (OSError, *DAMAGES, csv.Error) as error:
             raise ConfigError(f"{path}: cannot be read as text with a header line ({_told(error)})") from None
         self._check()
 
     def _check(self) -> None:
-        twice = next((name for name in self._names if self._names.count(name) > 1), None)
+        twice = next((name for name in self.names if self.names.count(name) > 1), None)
         if twice == "":
             raise ConfigError(f"{self._path}: two columns have no name; name them, or remove them")
         if twice is not None:
             raise ConfigError(f'{self._path}: two columns are called "{twice}"; rename one of them')
-        if self._names:
-            self._columns.check(self._names, self._path)
+        if self.names:
+            self._columns.check(self.names, self._path)
 
     def where(self, number: int) -> str:
         return f"{self._path}: row {number}"
@@ -65,11 +65,11 @@ class DelimitedReader:
                 return
             if not cells:  # an empty line
                 number -= 1
-            elif len(cells) != len(self._names):
+            elif len(cells) != len(self.names):
                 raw = orjson.dumps(cells)
-                yield Row(number, raw, RecordError(f"has {len(cells)} cells, the header has {len(self._names)}"))
+                yield Row(number, raw, RecordError(f"has {len(cells)} cells, the header has {len(self.names)}"))
             else:
-                value = {name: cell or None for name, cell in zip(self._names, cells, strict=True)}
+                value = {name: cell or None for name, cell in zip(self.names, cells, strict=True)}
                 yield row_of(number, value, self._columns, typed=False)
 
 

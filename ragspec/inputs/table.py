@@ -35,14 +35,14 @@ class TableSource(NumberedRows):
         self._once = stream.is_member or is_url(stream.path)
         self._kind = kind
         self._rows: int | None = None
-        self._names: list[str] = []
+        self.names: list[str] = []
         self._batches: Callable[[], Iterator[Any]] = lambda: iter(())
         self._arrow = arrow(stream.path)
         with ExitStack() as stack:
             with stream:
                 file = stack.enter_context(self._seekable(stream))
             self._open(kind, file)
-            columns.check(self._names, stream.path)
+            columns.check(self.names, stream.path)
             self._stack = stack.pop_all()
 
     def _seekable(self, stream: Stream) -> IO[bytes]:
@@ -69,7 +69,7 @@ class TableSource(NumberedRows):
             raise ConfigError(f"{self._path}: cannot be read as {kind} ({flat(error, 160)})") from None
         if (twice := repeated_name(schema)) is not None:
             raise ConfigError(f'{self._path}: two columns are called "{twice}"; rename one of them')
-        self._names = schema.names
+        self.names = schema.names
 
     def _open_parquet(self, file: IO[bytes]) -> Any:
         import pyarrow.parquet

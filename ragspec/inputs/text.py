@@ -114,6 +114,11 @@ class TextSource:
         yield from (self._reader or self._open()).rows()
 
     @property
+    def names(self) -> list[str]:
+        """The columns of CSV and TSV."""
+        return getattr(self._reader, "names", [])
+
+    @property
     def waits(self) -> bool:
         """Whether it is a pipe, which is read once."""
         return self._stream.pipe is not None

@@ -11,6 +11,7 @@ from ragspec.config.run import RunConfig
 from ragspec.config.secret import revealed
 from ragspec.errors import ConfigError
 from ragspec.inputs.base import Source, within
+from ragspec.inputs.columns import Columns
 from ragspec.inputs.files import files_of
 from ragspec.inputs.opening import open_source
 from ragspec.inputs.storage import is_url
@@ -65,6 +66,8 @@ def generate(
         target = target_of(config.output)
         _check_paths(target, config.input, stats_path)
         source = stack.enter_context(open_source(config.input))
+        if names := getattr(source, "names", []):  # of a table, and so of every row
+            Columns(config.input.columns.given).check_prompts(names, str(config.input), config.prompt.source)
         count = source.count()
         began = target.state.began_by() if target and resume and target.begun() else None
         session = prepare(config, choose(config, count, began, limit=limit))

@@ -608,6 +608,20 @@ def test_a_mapped_field_that_no_record_has_is_one_error_for_the_run(tmp_path, ma
     assert not (tmp_path / "out.jsonl").exists()
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.arrow"])
+def test_a_table_without_a_prompt_is_one_error_for_the_run(tmp_path, name):
+    MAKE[name](tmp_path / name, [{"question": "Why?", "contexts": ["one"]}] * 3)
+    raw = {"runner": "fake", "output": str(tmp_path / "out.jsonl"), "input": {"path": str(tmp_path / name)}}
+    with pytest.raises(
+        ConfigError, match=r"no record can have a prompt.* the columns are question, contexts; ragspec insp"
+    ):
+        generate(build_config(raw))
+    with pytest.raises(ConfigError, match=r'it needs "messages" \(prompt.source\)'):
+        generate(build_config(raw | {"prompt": {"source": "messages"}}))
+    raw["input"]["columns"] = {"query": "question"}
+    assert generate(build_config(raw)).records == 3
+
+
 def test_a_mapped_field_that_some_records_lack_is_no_error(tmp_path):
     records = [{"q": "Why?"}, {"q": "Who?", "docs": []}, {"q": "How?", "docs": [{"body": "one"}], "key": 7}]
     write_jsonl(tmp_path / "a.jsonl", records)
