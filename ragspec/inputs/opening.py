@@ -5,7 +5,7 @@ What a file is, its content says; its name counts where that leaves it open.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -31,25 +31,31 @@ def open_source(given: InputConfig | str) -> Source:
     """
     config = InputConfig(path=[given]) if isinstance(given, str) else given
     columns = Columns(config.columns.given)
-    source = _source(config, columns)
+    openers = _openers(config, columns)
+    source = Several(openers, once=any(map(is_url, config.path))) if len(openers) > 1 else openers[0]()
     if columns and not (config.is_stdin or config.format == "dataset" or getattr(source, "waits", False)):
         try:
-            with _source(config, ALL) as look:
-                columns.check_records((row.value for row in islice(look, LOOKED_AT)), str(config))
+            columns.check_records(islice(_values(_openers(config, ALL)), LOOKED_AT), str(config))
         except BaseException:
             source.__exit__(None, None, None)
             raise
     return source
 
 
-def _source(config: InputConfig, columns: Columns) -> Source:
+def _values(openers: Iterable[Callable[[], Source]]) -> Iterator[Any]:
+    """Yield what rows say, file after file, each opened when its turn comes."""
+    for opener in openers:
+        with opener() as source:
+            yield from (row.value for row in source)
+
+
+def _openers(config: InputConfig, columns: Columns) -> list[Callable[[], Source]]:
+    """Return what opens each of an input's files."""
     options = revealed(config.storage_options)
     if config.format == "dataset" or (len(config.path) == 1 and is_saved_dataset(config.path[0])):
-        return _open_dataset(config, columns)
-    openers = [
-        partial(_open_file, config.format, columns, options, path) for path in files_of(revealed(config.path), options)
-    ]
-    return Several(openers, once=any(map(is_url, config.path))) if len(openers) > 1 else openers[0]()
+        return [partial(_open_dataset, config, columns)]
+    files = files_of(revealed(config.path), options)
+    return [partial(_open_file, config.format, columns, options, path) for path in files]
 
 
 def _open_file(kind: str, columns: Columns, options: Mapping[str, Any], path: str, member: str | None = None) -> Source:

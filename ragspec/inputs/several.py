@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Self
 
@@ -47,7 +48,7 @@ class Several:
 
     def again(self) -> Several | None:
         """Return the same source, to be read once more; None if its files would have to be sent again."""
-        return None if self._once else Several(self._openers)
+        return None if self._once else copy(self)
 
     def count(self) -> int | None:
         """Return how many rows there are, None if one of the files does not know."""

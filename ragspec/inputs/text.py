@@ -86,6 +86,8 @@ class TextSource:
             format, delimiter = format_of(stream.head, stream.whole, self._name, self._columns)
         if not is_text(stream.head) or (format == "jsonl" and stream.head and not _is_json(stream.head)):
             stream.check_name()
+        if not self.waits and b"\0" in stream.head and not _is_json(stream.head) and not _has_line(stream.head):
+            raise ConfigError(f"{self.path}: is neither text nor in a format that is read")
         if format in DELIMITERS:
             from ragspec.inputs.delimited import DelimitedReader
 

@@ -344,6 +344,7 @@ def test_a_csv_without_line_ends_does_not_fill_the_memory(tmp_path, monkeypatch,
         b'{"query": "cut\n{"query": "a"}\n',
         b'{"query": "cut",\n{"query": "a"}\n',
         b'{"query": "b", "contexts": [\n{"query": "a"}\n',
+        b'\0 what\n{"query": "a"}\n',
         b'query, and why?\n{"query": "a"}\n',
     ],
 )
@@ -352,6 +353,14 @@ def test_a_bad_first_line_of_jsonl_costs_that_line_alone(tmp_path, text):
     first, second = rows(tmp_path / "in.jsonl")
     assert isinstance(first.value, RecordError) or "query" not in first.value
     assert second.value == {"query": "a"}
+
+
+@pytest.mark.parametrize("name", ["in", "in.jsonl", "in.csv"])
+@pytest.mark.parametrize("content", [b"SQLite format 3\0" + bytes(100), bytes(200), b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"])
+def test_what_is_no_text_is_one_line_and_not_one_per_line(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{name}: is neither text nor in a format that is read"):
+        rows(tmp_path / name)
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet", "arrow"])
