@@ -327,10 +327,26 @@ def test_a_record_without_an_end_does_not_fill_the_memory(tmp_path, monkeypatch)
 @pytest.mark.parametrize("quoted", [False, True])
 def test_a_csv_without_line_ends_does_not_fill_the_memory(tmp_path, monkeypatch, quoted):
     monkeypatch.setattr(delimited, "WIDEST", 1 << 20)
-    data = b"id,query\n1," + (b'"' + b"x\n" * (2 << 20) if quoted else b"x" * (4 << 20))
-    (tmp_path / "in.csv.gz").write_bytes(gzip.compress(data))
-    with pytest.raises(ConfigError, match=r"in\.csv\.gz: row 1: cannot be read \((a line|field) (is longer|larger)"):
-        rows(tmp_path / "in.csv.gz")
+    data = b"id,query\n1," + (b'"' + b"x\n" * (16 << 20) if quoted else b"x" * (32 << 20))
+    (tmp_path / "in.csv.gz").write_bytes(gzip.compress(data, 1))
+    del data
+    tracemalloc.start()
+    try:
+        with pytest.raises(
+            ConfigError, match=r"in\.csv\.gz: row 1: cannot be read \((a line|field) (is longer|larger)"
+        ):
+            rows(tmp_path / "in.csv.gz")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 16 << 20
+
+
+def test_a_line_in_two_is_two_error_lines_among_json_lines(tmp_path):
+    (tmp_path / "in.json").write_text('{"id": "x", "query": "a",\n "stop": []}\n{"query": "b"}\n{"query": "c"}\n')
+    found = rows(tmp_path / "in.json")
+    assert [row.number for row in found] == [1, 2, 3, 4]
+    assert [isinstance(row.value, RecordError) for row in found] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(

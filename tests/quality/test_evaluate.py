@@ -133,7 +133,7 @@ def test_the_command_prints_one_object(tmp_path):
 IDS = ["1", 1, 1.0]
 
 
-@pytest.mark.parametrize("answered", ["1", 1])
+@pytest.mark.parametrize("answered", IDS)
 @pytest.mark.parametrize("given", IDS)
 @pytest.mark.parametrize("name", ["ref.jsonl", "ref.parquet", "ref.json"])
 def test_ids_match_however_they_are_written(tmp_path, answered, given, name):
