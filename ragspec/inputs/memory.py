@@ -11,8 +11,9 @@ from typing import Any
 
 import orjson
 
-from ragspec.errors import RecordError
 from ragspec.inputs.base import Row
+from ragspec.inputs.columns import ALL
+from ragspec.inputs.rows import row_of
 
 
 class MemorySource:
@@ -33,9 +34,10 @@ class MemorySource:
             try:
                 raw = orjson.dumps(record)
                 value = orjson.loads(raw)  # tuples become lists, as in a file
-            except TypeError as error:
-                raw, value = b"", RecordError(f"cannot be written as JSON ({error})")
-            yield Row(number, raw, value)
+            except TypeError:  # what a data frame holds, say
+                yield row_of(number, record, ALL)
+            else:
+                yield Row(number, raw, value)
 
     def count(self) -> int | None:
         """Return how many there are, if that can be told without reading them."""

@@ -24,6 +24,8 @@ def plain(value: Any) -> Any:
     """Return `value` as JSON has it. Raises TypeError for what has no such form."""
     if value is None or isinstance(value, bool | int | str):
         return value
+    if type(value).__module__ == "numpy":
+        return _plain_numpy(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -41,6 +43,15 @@ def plain(value: Any) -> Any:
     if hasattr(value, "isoformat"):  # pandas' timestamps, of nanoseconds
         return value.isoformat()
     raise TypeError(f"a value of type {type(value).__name__}")
+
+
+def _plain_numpy(value: Any) -> Any:
+    """Return what a scalar or an array of numpy holds."""
+    if value.dtype.kind == "M" and not value.shape:
+        return None if value != value else str(value)
+    if value.dtype.kind == "m" and not value.shape:
+        return None if value != value else duration(int(value.astype("timedelta64[ns]").astype("int64")))
+    return plain(list(value) if value.shape else value.item())
 
 
 def text_or_base64(data: bytes) -> str:

@@ -13,6 +13,7 @@ from ragspec.config.places import ColumnNames, InputConfig
 from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.columns import Columns
 from ragspec.inputs.files import digest, files_of, kind_of
+from ragspec.inputs.memory import MemorySource
 from ragspec.inputs.opening import open_source
 from ragspec.inputs.plain import plain
 from ragspec.inputs.record import parse_record
@@ -556,6 +557,31 @@ def test_times_keep_every_digit_their_zone_and_any_year(tmp_path, kind, value, t
     assert found[0].value == {"query": "Why?", "at": expected}
     assert json.loads(found[0].raw)["at"] == expected
     assert found[1].value["query"] == "Who?"
+
+
+def test_records_of_a_data_frame_are_what_a_file_of_them_says():
+    pandas = pytest.importorskip("pandas")
+    numpy = pytest.importorskip("numpy")
+    frame = pandas.DataFrame({"id": [1.0, float("nan")], "query": ["a", "b"], "at": pandas.to_datetime([NS, None])})
+    with MemorySource(frame.to_dict("records")) as source:
+        first, second = (parse_record(row.value, row.number) for row in source)
+    assert (first.id, first.metadata) == ("1", {"at": "2024-05-01T12:00:00.123456789"})
+    assert (second.id, second.metadata) == ("2", {"at": None})
+    values = {
+        "n": numpy.int64(3),
+        "x": numpy.float32(0.5),
+        "t": numpy.datetime64(NS, "ns"),
+        "d": numpy.timedelta64(1, "ns"),
+    }
+    with MemorySource(
+        [{"query": b"Why?", "v": numpy.array([[1, 2]]), **values}, {"query": b"\xff"}, {"x": object()}]
+    ) as source:
+        good, binary, odd = source
+    told = {"n": 3, "x": 0.5, "t": "2024-05-01T12:00:00.123456789", "d": 1e-9, "v": [[1, 2]]}
+    assert good.value == {"query": "Why?", **told}
+    with pytest.raises(RecordError, match="binary data"):
+        parse_record(binary.value, 2)
+    assert "cannot be written as JSON (a value of type object)" in str(odd.value)
 
 
 def test_pandas_times_keep_every_digit():
