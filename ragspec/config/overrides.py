@@ -1,11 +1,11 @@
-"""`--set KEY.PATH=VALUE`: a value is read as the key's type means it.
+"""`--set KEY.PATH=VALUE`: the type of the key decides how the value is read.
 
 >>> raw = {}; override(raw, "output=OUT #1.jsonl", {}); override(raw, "sampling.seed=1", {}); raw
 {'output': 'OUT #1.jsonl', 'sampling': {'seed': 1}}
 
-Where the key takes a text, the value is that text as it stands: no comments, quotes, numbers or nulls. Where it takes
-something else, the value is YAML. Where it takes both, `[...]` and `{...}` are YAML, and everything else is text. Keys
-of free dictionaries (`runner_args.*` of vllm, `model_args`) take YAML's words and numbers, and texts without comments.
+A text key takes the value literally: no comments, quotes, numbers or nulls. Other keys take YAML. Keys that take both
+read `[...]` and `{...}` as YAML and anything else literally. Keys of free dictionaries (`runner_args.*` of vllm,
+`model_args`) take YAML scalars, in which `#` begins no comment.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ragspec.config.yaml_file import parse_flow, parse_scalar, parse_texts, pars
 from ragspec.errors import ConfigError
 from ragspec.speculation.methods import AUTO
 
-SECTIONS = ("input", "output", "contexts")  # that a path may stand for
+SECTIONS = ("input", "output", "contexts")  # a path alone may replace these
 
 
 def override(raw: dict[str, Any], given: str, later: Mapping[str, Any]) -> None:
-    """Set a key of a config's values. later: keys that further overrides set. Raises ConfigError."""
+    """Set a key in a config's raw values. later: all overrides, for `runner`. Raises ConfigError."""
     key, equals, value = given.partition("=")
     if not equals or not key:
         raise ConfigError(f'--set: "{given}" is not KEY.PATH=VALUE, for instance sampling.temperature=0.7')
@@ -46,7 +46,7 @@ def override(raw: dict[str, Any], given: str, later: Mapping[str, Any]) -> None:
 
 
 def value_of(text: str, kind: Any, where: str) -> Any:
-    """Return what `text` means for a key of type `kind`. where: begins messages. Raises ConfigError."""
+    """Return the value of `text` for a key of type `kind`. where: begins messages. Raises ConfigError."""
     forms = list(_forms(kind))
     if Any in forms:
         return parse_flow(text, where) if _is_flow(text) else parse_scalar(text)
@@ -65,7 +65,7 @@ def value_of(text: str, kind: Any, where: str) -> Any:
 
 
 def _or_text(parse: Any, text: str, where: str, forms: list[Any]) -> Any:
-    """Return what a text is in YAML; the text where it is none, and the key takes one ("[a]b.jsonl")."""
+    """Return the YAML value of a text; the text itself if it is invalid YAML and the key takes text ("[a]b.jsonl")."""
     try:
         return parse(text, where)
     except ConfigError:
@@ -79,7 +79,7 @@ def _is_flow(text: str) -> bool:
 
 
 def _type_of(keys: list[str], runner: Any) -> Any:
-    """Return the type of the value at a path of keys; Any where the config's models leave it open."""
+    """Return the type of a key, Any if the config's models do not define it."""
     if keys[0] == "runner_args" and len(keys) > 1:
         names = CHOICES if runner in (None, AUTO) else (runner,)
         found = (_inside(runners.module(name).Args, keys[1:]) for name in names if name in runners.names())
@@ -103,7 +103,7 @@ def _inside(kind: Any, keys: list[str]) -> Any:
 
 
 def _forms(kind: Any) -> Iterator[Any]:
-    """Yield the types that a value may have, out of unions; a word for each of a Literal's."""
+    """Yield the members of a union type; for a Literal, one `Literal[word]` per word."""
     origin = get_origin(kind)
     if origin is Annotated:
         inner, *about = get_args(kind)

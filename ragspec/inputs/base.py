@@ -43,7 +43,7 @@ class Source(AbstractContextManager["Source"], Protocol):
     def where(self, number: int) -> str:
         """Return how messages name row `number`."""
 
-    def again(self) -> Source | None:
+    def reopen(self) -> Source | None:
         """Return the same rows as a source of its own, None where they can be read only once (a pipe)."""
 
 

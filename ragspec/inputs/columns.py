@@ -22,7 +22,7 @@ from ragspec.inputs.values import is_text
 
 Mapped = Mapping[str, str | Mapping[str, str]]
 OPTIONAL = {"id", "contexts", "reference", "metadata"}
-TEXTS = {"id", "custom_id", "query", "prompt", "reference"}  # what a cell of text is not searched for JSON for
+TEXTS = {"id", "custom_id", "query", "prompt", "reference"}  # fields whose cells are text, whatever they look like
 SHOWN = 12  # names in a message
 LOOKED_AT = 1000  # records that a mapping is tried on before a run
 MISSING = object()
@@ -87,12 +87,12 @@ class Columns:
                 raise ConfigError(f'input.columns.{ours}: {where} has no column "{path}"{known}')
 
     def makes_records(self, names: Iterable[str]) -> bool:
-        """Return whether columns of these names could be a record's: one of them is what a prompt is made of."""
+        """Return whether one of these columns can be a prompt."""
         prompts = {*SOURCES, "body", *GUESSES["query"], *(path.partition(".")[0] for path in self._paths.values())}
         return not prompts.isdisjoint(names)
 
     def check_prompts(self, names: Collection[str], where: str, source: str = "auto") -> None:
-        """Raise ConfigError for a table none of whose rows can have a prompt. source: `prompt.source`."""
+        """Raise ConfigError if no row of a table can have a prompt. source: `prompt.source`."""
         wanted = {*SOURCES, "body"} if source == "auto" else {source, "body"}
         if wanted.isdisjoint({*names, *self._paths}):
             needed = '"query", "messages" or "prompt"' if source == "auto" else f'"{source}" (prompt.source)'
@@ -102,7 +102,7 @@ class Columns:
             )
 
     def check_records(self, values: Iterable[Any], where: str) -> None:
-        """Raise ConfigError for a field that is in none of the first records. values: theirs, before any mapping."""
+        """Raise ConfigError for a mapped field that none of the first records has. values: records before mapping."""
         missing = {**self._paths, **{f"contexts.{ours}": path for ours, path in self._inside.items()}}
         records: list[dict[str, Any]] = []
         for value in values:
@@ -128,7 +128,7 @@ class Columns:
         return not passages or any(look_up(item, path) is not MISSING for item in passages)
 
     def _level(self, value: dict[str, Any], ours: str, path: str) -> tuple[str, list[str]]:
-        """Return where a path breaks off in a record: the name that is missing, and those that are there."""
+        """Return the first missing name of a path in a record, and the names that exist at that level."""
         if "." in ours:
             inside = next((item for item in self._passages(value) if isinstance(item, dict)), None)
             value = inside if inside is not None else value
@@ -151,10 +151,10 @@ class Columns:
             return []
 
     def with_json(self, row: dict[str, Any], *, typed: bool) -> dict[str, Any]:
-        """Return a table's row in which texts that are JSON lists or objects are what they say, where they may be.
+        """Return a table's row with JSON lists and objects parsed in the columns that may hold them.
 
-        typed: whether the table has lists and objects of its own (Parquet, not CSV), so that only a text in place of
-        one that ragspec reads is meant.
+        typed: the table has lists and objects of its own (Parquet, not CSV), so only columns that must hold one are
+        parsed; else all columns except those that ragspec reads as text.
         """
         return {name: _parsed(cell, name) if self._may_be_json(name, typed) else cell for name, cell in row.items()}
 
@@ -176,7 +176,7 @@ def listed(names: Collection[str]) -> str:
 
 
 def look_up(value: dict[str, Any], path: str) -> Any:
-    """Return what is at a path in an object; MISSING where nothing is."""
+    """Return the value at a path in an object, MISSING if there is none."""
     if path in value:  # a name may have a dot in it
         return value[path]
     found: Any = value
@@ -211,7 +211,7 @@ def _or_none(path: str, item: dict[str, Any]) -> Any:
 
 
 def _parsed(cell: Any, name: str) -> Any:
-    """Return the JSON list or object that a text is; everything else as it is. Of references, only texts are meant."""
+    """Return the JSON list or object in a cell, else the cell; references are parsed only if they are texts."""
     if not isinstance(cell, str) or cell[:1] not in ("[", "{"):
         return cell
     try:

@@ -1,9 +1,9 @@
-"""What the bytes of an input are, whatever its name says: how compressed, which encoding, which format.
+"""Detects what an input's bytes are, whatever its name says: compression, encoding and format.
 
 >>> with Stream("questions.jsonl.GZ") as stream: stream.kind, stream.file.readline()
 
-A name counts only where the first bytes leave it open. Limit: a pipe is read forwards only, so a zip archive or a
-Parquet or Arrow file needs a file.
+The name counts only where the first bytes leave a choice. Limit: a pipe cannot seek, so zip archives, Parquet and
+Arrow must be files.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import zstandard
 
 from ragspec.errors import ConfigError
 from ragspec.inputs.live import Pipe
-from ragspec.inputs.storage import bare, missing, open_binary
+from ragspec.inputs.storage import bare, is_url, local_path, missing, open_binary
 from ragspec.inputs.zst import WIDEST, Bz2Reader, XzReader, ZstReader
 
 PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")  # endings of names
 PACKINGS = {
     "gz": (b"\x1f\x8b\x08",),
-    "zst": (b"\x28\xb5\x2f\xfd", *(bytes([0x50 + n]) + b"\x2a\x4d\x18" for n in range(16))),  # skippable frames, too
+    "zst": (b"\x28\xb5\x2f\xfd", *(bytes([0x50 + n]) + b"\x2a\x4d\x18" for n in range(16))),  # and skippable frames
     "bz2": tuple(b"BZh%d" % level + block for level in range(1, 10) for block in (b"1AY&SY", b"\x17rE8P\x90")),
     "xz": (b"\xfd7zXZ\x00",),
     "zip": (b"PK\x03\x04", b"PK\x05\x06"),
@@ -41,27 +41,25 @@ PACKINGS = {
 TABLES = {"parquet": (b"PAR1", b"PARE"), "arrow": (b"ARROW1", b"\xff\xff\xff\xff")}  # the last: an Arrow stream
 MAGICS = [magic for magics in (*PACKINGS.values(), *TABLES.values()) for magic in magics]
 LONGEST_MAGIC = max(map(len, MAGICS))
-LAYERS = 3  # of compression, one in the other
-HEAD = 64 << 10  # bytes that are looked at
-# UTF-16's mark begins UTF-32's; readers of UTF-8 skip its mark themselves
+LAYERS = 3  # nested compressions
+HEAD = 64 << 10  # bytes that are inspected
+# UTF-32 before UTF-16, whose mark is a prefix; readers of UTF-8 skip its mark themselves
 MARKS = {
     codecs.BOM_UTF32_LE: "utf-32-le",
     codecs.BOM_UTF32_BE: "utf-32-be",
     codecs.BOM_UTF16_LE: "utf-16-le",
     codecs.BOM_UTF16_BE: "utf-16-be",
 }
-# what decompressors raise beside OSErrors, and decoders
+# what decompressors and decoders raise, besides OSError
 DAMAGES = (EOFError, zlib.error, zstandard.ZstdError, lzma.LZMAError, zipfile.BadZipFile, UnicodeError)
 
 
 class Stream:
-    """The bytes of one file, of stdin (-) or of an address, decompressed and in UTF-8.
+    """The bytes of a file, of stdin (-), of a URL or of a zip archive's `member`, decompressed and in UTF-8.
 
-    pipe: what it comes from where that may keep its reader waiting; nothing of it is read before `look`. After that:
-    kind: "parquet", "arrow" or "zip", "" for text. packed: how it was compressed. head: its first bytes, at least its
-    first line where that fits into 64 KiB. whole: whether `head` is all of it. file: to be read from the start.
-
-    member: a file of this zip archive. Raises ConfigError.
+    pipe: set if reads may block; nothing is read from it before `look`, which sets the rest. kind: "parquet", "arrow"
+    or "zip", "" for text. packed: the compressions. head: the first bytes of a text, with its first line if that fits
+    into 64 KiB. whole: whether `head` is the entire text. file: reads from the start. Raises ConfigError.
     """
 
     def __init__(self, path: str, options: Mapping[str, Any] | None = None, *, member: str | None = None) -> None:
@@ -82,7 +80,7 @@ class Stream:
             archive = self._stack.enter_context(opened_archive(path, options))
             try:
                 self._raw = self._stack.enter_context(archive.open(member))
-            except (RuntimeError, NotImplementedError, *DAMAGES, OSError) as error:  # one with a password, say
+            except (RuntimeError, NotImplementedError, *DAMAGES, OSError) as error:  # a password, for instance
                 self._stack.close()
                 raise ConfigError(f"{self.path}: cannot be unpacked ({error})") from None
 
@@ -108,21 +106,21 @@ class Stream:
             raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
 
     def check_name(self) -> None:
-        """Raise ConfigError if the name promises a compression, and nothing is compressed: for what makes no sense."""
+        """Raise ConfigError if the name promises a compression that the bytes lack; for unreadable content."""
         ending = Path(bare(self.path)).suffix.lower()
         if ending in PACKED and not self.packed:
             raise ConfigError(f"{self.path}: the compressed data is damaged (it does not begin like {ending})")
 
     def look(self) -> Self:
-        """Find out what it is; wait for the first bytes, or the first line, of a pipe. Raises ConfigError."""
-        file = _Ahead(self._raw)
+        """Detect what it is; waits for the first line of a pipe."""
+        file = _PeekReader(self._raw)
         while (packing := _named(PACKINGS, file.first_bytes())) in UNPACK and len(self.packed) < LAYERS:
-            file = _Ahead(self._stack.enter_context(UNPACK[packing](file)))
+            file = _PeekReader(self._stack.enter_context(UNPACK[packing](file)))
             self.packed = (*self.packed, packing)
         self.kind = "zip" if packing == "zip" else _named(TABLES, file.seen)
         self.encoding = encoding_of(file.seen)
         if self.encoding is not None:
-            file = _Ahead(_Utf8(file, self.encoding))
+            file = _PeekReader(_Utf8(file, self.encoding))
         if not self.kind:
             self.whole = file.first_line(patient=self.pipe is None)
             self.head = file.seen
@@ -131,15 +129,15 @@ class Stream:
 
 
 def opened_archive(path: str, options: Mapping[str, Any] | None = None) -> zipfile.ZipFile:
-    """Return a zip archive, open. Raises ConfigError."""
+    """Return an open zip archive. Raises ConfigError."""
     try:
-        return zipfile.ZipFile(open_binary(path, options, seeks=True))
+        return zipfile.ZipFile(open_binary(path, options, seeks=True) if is_url(path) else local_path(path))
     except (OSError, *DAMAGES) as error:
-        raise ConfigError(f"{path}: {what_failed(error)}") from None
+        raise ConfigError(f"{path}: {failure_reason(error)}") from None
 
 
 def unpacked(content: bytes) -> bytes:
-    """Return a file's content, decompressed where it is compressed; a zip archive as it is."""
+    """Return a file's content, decompressed if it is compressed. A zip archive stays as it is."""
     for _ in range(LAYERS):
         unpack = UNPACK.get(_named(PACKINGS, content[:LONGEST_MAGIC]))
         if unpack is None:
@@ -150,11 +148,11 @@ def unpacked(content: bytes) -> bytes:
 
 
 def encoding_of(first: bytes) -> str | None:
-    """Return the encoding that a text's first bytes show; None for UTF-8 without a mark, or anything else."""
+    """Return "utf-16-le" and the like from a text's first bytes, None for UTF-8 and for anything else."""
     for mark, encoding in MARKS.items():
         if first.startswith(mark):
             return encoding
-    # without a mark: every other byte of ASCII, which JSON and a header begin with, is a zero
+    # without a mark, JSON and CSV headers begin with ASCII, of which every other byte is zero
     for encoding, zeros, letters in (
         ("utf-16-le", first[1:4:2], first[0:4:2]),
         ("utf-16-be", first[0:4:2], first[1:4:2]),
@@ -165,13 +163,13 @@ def encoding_of(first: bytes) -> str | None:
 
 
 def decoded(content: bytes) -> str:
-    """Return a text's content without its mark. Raises UnicodeError."""
+    """Return the text of a file in UTF-8, UTF-16 or UTF-32. Raises UnicodeError."""
     encoding = encoding_of(content[:4])
     return content.decode("utf-8-sig") if encoding is None else content.decode(encoding).removeprefix("\ufeff")
 
 
-def what_failed(error: Exception) -> str:
-    """Return why bytes cannot be read, for a message."""
+def failure_reason(error: Exception) -> str:
+    """Return why bytes cannot be read, as the end of a message."""
     if isinstance(error, zstandard.ZstdError):
         most = WIDEST >> 20
         return f"the compressed data is damaged, or needs more than {most} MiB to be decompressed ({error})"
@@ -193,7 +191,7 @@ UNPACK: dict[str, Callable[[Any], Any]] = {
 def _waits(file: IO[bytes]) -> bool:
     try:
         return not stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-    except io.UnsupportedOperation:  # a stand-in for stdin, in memory
+    except io.UnsupportedOperation:  # stdin was replaced by a buffer
         return False
 
 
@@ -206,7 +204,7 @@ def _named(magics: Mapping[str, tuple[bytes, ...]], first: bytes) -> str:
 
 
 def is_text(head: bytes) -> bool:
-    """Return whether these bytes can be the beginning of a text in UTF-8."""
+    """Return whether these bytes can begin a text in UTF-8."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError:
@@ -214,26 +212,26 @@ def is_text(head: bytes) -> bool:
     return b"\0" not in head
 
 
-class _Ahead(io.RawIOBase):
-    """A stream whose first bytes can be seen before they are read. What fails there fails again where they are read."""
+class _PeekReader(io.RawIOBase):
+    """A stream whose first bytes can be inspected before they are read. An error there is raised by the read."""
 
     def __init__(self, file: Any) -> None:
-        self.seen = b""  # and not read yet
-        self._read: Callable[[int], bytes] = getattr(file, "read1", file.read)  # what one read brings
+        self.seen = b""  # inspected, but not read
+        self._read: Callable[[int], bytes] = getattr(file, "read1", file.read)  # at most one system call
         self._error: Exception | None = None
 
     def readable(self) -> bool:
         return True
 
     def first_bytes(self) -> bytes:
-        """Return as many bytes as it takes to see what they begin."""
+        """Return enough bytes to recognise a magic number."""
         while len(self.seen) < LONGEST_MAGIC and (len(self.seen) < 4 or _may_be_magic(self.seen)):
             if b"\n" in self.seen or not self._see(LONGEST_MAGIC):
                 break
         return self.seen
 
     def first_line(self, *, patient: bool) -> bool:
-        """See a text's first HEAD bytes; return whether they are all. patient: else only up to its first line's end."""
+        """Inspect HEAD bytes, or the first line unless `patient`; return whether they are the entire text."""
         while len(self.seen) < HEAD:
             if not patient and b"\n" in self.seen.lstrip():
                 return False
@@ -242,7 +240,7 @@ class _Ahead(io.RawIOBase):
         return False
 
     def _see(self, most: int) -> bool:
-        """See more bytes, `most` of them in all; return whether there are any."""
+        """Inspect more bytes, `most` in all; return whether there were any."""
         try:
             more = self._read(most - len(self.seen))
         except (OSError, *DAMAGES) as error:
@@ -262,11 +260,13 @@ class _Ahead(io.RawIOBase):
 
 
 class _Utf8(io.RawIOBase):
-    """A text in UTF-8, whatever encoding it is in, without its mark. Raises UnicodeError where its end is torn."""
+    """A text in UTF-16 or UTF-32, transcoded to UTF-8 without its mark. Raises UnicodeError if its end is torn."""
 
     def __init__(self, file: Any, encoding: str) -> None:
         self._file = file
-        self._decoder = codecs.getincrementaldecoder(encoding)("surrogatepass")  # half a pair is that line's error
+        self._decoder = codecs.getincrementaldecoder(encoding)(
+            "surrogatepass"
+        )  # a lone surrogate is an error of its line
         self._ready = b""
         self._begun = self._ended = False
 

@@ -73,7 +73,7 @@ class DatasetSource(NumberedRows):
                 return
             yield self._row(number, value)
 
-    def again(self) -> DatasetSource | None:
+    def reopen(self) -> DatasetSource | None:
         """Return the same source, to be read once more; None for one on the hub, which would be sent again."""
         return DatasetSource(self._path, self._columns, **self._given) if self._given["saved"] else None
 

@@ -18,7 +18,7 @@ import orjson
 from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.base import Row
 from ragspec.inputs.columns import Columns
-from ragspec.inputs.content import DAMAGES, what_failed
+from ragspec.inputs.content import DAMAGES, failure_reason
 from ragspec.inputs.rows import row_of
 
 WIDEST = 64 << 20  # bytes of a line, characters of a cell; csv takes four bytes for one
@@ -38,7 +38,7 @@ class DelimitedReader:
         try:
             self.names = next(self._reader, [])
         except (OSError, *DAMAGES, csv.Error) as error:
-            raise ConfigError(f"{path}: cannot be read as text with a header line ({_told(error)})") from None
+            raise ConfigError(f"{path}: cannot be read as text with a header line ({_describe(error)})") from None
         self._check()
 
     def _check(self) -> None:
@@ -60,7 +60,7 @@ class DelimitedReader:
             try:
                 cells = next(self._reader, None)
             except (OSError, *DAMAGES, csv.Error) as error:
-                raise ConfigError(f"{self.where(number)}: {_told(error)}") from None
+                raise ConfigError(f"{self.where(number)}: {_describe(error)}") from None
             if cells is None:
                 return
             if not cells:  # an empty line
@@ -93,5 +93,5 @@ class _Bounded(io.RawIOBase):
         return len(data)
 
 
-def _told(error: Exception) -> str:
-    return f"cannot be read ({error})" if isinstance(error, csv.Error) else what_failed(error)
+def _describe(error: Exception) -> str:
+    return f"cannot be read ({error})" if isinstance(error, csv.Error) else failure_reason(error)

@@ -3,8 +3,9 @@
 >>> list(DocumentReader(io.BytesIO(b'[{"query": "Why?"}]'), "a.json", ALL).rows())[0].value
 {'query': 'Why?'}
 
-Cut into records before anything is parsed: memory stays constant, and what is no JSON costs its own record, as in JSON
-Lines. SQuAD's articles become a row per question. Limit: a record has at most 256 MiB.
+The text is split into records by brackets and quotes before a record is parsed. So memory stays constant, and invalid
+JSON is an error of its own record, as in JSON Lines. An article of SQuAD becomes one row per question. Limit: a record
+has at most 256 MiB.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ import orjson
 from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.base import Row
 from ragspec.inputs.columns import GUESSES, Columns
-from ragspec.inputs.content import DAMAGES, what_failed
+from ragspec.inputs.content import DAMAGES, failure_reason
 from ragspec.inputs.record import OWN_FIELDS, REFERENCES, SOURCES
 from ragspec.inputs.rows import row_of
 
 LONGEST = 256 << 20  # bytes of a record
 CHUNK = 64 << 10  # bytes of a read
-QUESTIONS = {*SOURCES, *GUESSES["query"], "body"}  # an object with one of these is a record
-# lists of objects that a record may have itself
+QUESTIONS = {*SOURCES, *GUESSES["query"], "body"}  # keys that make an object a record
+# keys of a record under which lists of objects are not records
 INSIDE = {*OWN_FIELDS, *REFERENCES, *GUESSES["contexts"], *GUESSES["messages"], "tools", "tool_calls"}
 STRUCTURE = re.compile(rb'"|[\[{]+|[\]}]+|,')
-INSIDE_VALUE = re.compile(rb'"|[\[{]+|[\]}]+')  # commas end nothing there
+INSIDE_VALUE = re.compile(rb'"|[\[{]+|[\]}]+')
 IN_STRING = re.compile(rb'["\\]')
 NO_SPACE = re.compile(rb"[^ \t\r\n]")
 
@@ -55,22 +56,24 @@ class DocumentReader:
         except _Broken as error:
             raise ConfigError(f"{self.where(number + 1)}: {error}") from None
         except (OSError, *DAMAGES) as error:
-            raise ConfigError(f"{self.where(number + 1)}: {what_failed(error)}") from None
+            raise ConfigError(f"{self.where(number + 1)}: {failure_reason(error)}") from None
 
 
 def listed_under(head: bytes) -> str | None:
-    """Return the key of an object's list of records, None for an object that is a record. head: its first bytes."""
+    """Return the key of an object's list of records, None if the object is a record. head: its first bytes."""
     scanner = _Scanner(io.BytesIO(head))
     try:
         return scanner.next_list() if scanner.take() == b"{" else None
-    except _Broken:  # it goes on
+    except _Broken:  # the head ends before the object does
         return None
 
 
 def records(scanner: _Scanner) -> Iterator[bytes]:
-    """Yield the records of a text's top-level values: an array's items, those of an object's list, or an object."""
+    """Yield the records of a text: items of its arrays, of its objects' lists, and objects without such a list."""
     while (byte := scanner.peek()) != b"":
         scanner.drop()
+        if byte in b"]},:":
+            raise _Broken(f"not valid JSON ({byte.decode()} is not expected)")
         if byte == b"[":
             scanner.take()
             yield from _items(scanner)
@@ -81,7 +84,7 @@ def records(scanner: _Scanner) -> Iterator[bytes]:
 
 
 def _items(scanner: _Scanner) -> Iterator[bytes]:
-    """Yield an array's items, from after its bracket to after the other one."""
+    """Yield an array's items, from behind its opening bracket to behind its closing one."""
     if scanner.peek() == b"]":
         scanner.take()
         return
@@ -96,7 +99,7 @@ def _items(scanner: _Scanner) -> Iterator[bytes]:
 
 
 def _of_object(scanner: _Scanner) -> Iterator[bytes]:
-    """Yield the items of an object's list of records, or the object if it has none."""
+    """Yield the items of an object's list of records, or the object if it has no such list."""
     scanner.take()
     under = scanner.next_list()
     if under is None:
@@ -113,7 +116,7 @@ def _of_object(scanner: _Scanner) -> Iterator[bytes]:
 
 
 def _values(raw: bytes) -> Iterator[Any]:
-    """Yield what a record says, an article of SQuAD's as a row for each question; an error for what is not JSON."""
+    """Yield the value of a record, or a RecordError; for an article of SQuAD, one value per question."""
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -144,36 +147,36 @@ CUT = "the file ends in the middle of it"
 
 
 class _Broken(Exception):
-    """The text is not JSON in a way that leaves open where the next record begins."""
+    """The text is invalid JSON, and the beginning of the next record is unknown."""
 
 
 class _Scanner:
-    """Finds where JSON values end, without parsing them. Holds what was read since the last `drop`."""
+    """Finds the ends of JSON values without parsing them. Buffers what was read since the last `drop`."""
 
     def __init__(self, file: Any) -> None:
-        self._read = getattr(file, "read1", file.read)  # what has come, of a pipe
+        self._read = getattr(file, "read1", file.read)  # does not wait for more than a pipe has
         self._data = bytearray()
         self._at = 0
 
     def peek(self) -> bytes:
-        """Return the next byte that is no space; b"" at the end."""
+        """Return the next byte that is not a space, b"" at the end; stay before it."""
         return self._find(NO_SPACE, ahead=True)
 
     def take(self) -> bytes:
-        """Return the same, and go on after it."""
+        """Return the same byte and go behind it."""
         return self._find(NO_SPACE)
 
     def drop(self) -> None:
-        """Forget what is behind."""
+        """Drop the buffer up to here."""
         del self._data[: self._at]
         self._at = 0
 
     def seen(self) -> bytes:
-        """Return what is behind."""
+        """Return the buffer up to here."""
         return bytes(self._data[: self._at])
 
     def value(self) -> bytes:
-        """Go on after a value, and return it."""
+        """Return the next value and go behind it."""
         self.peek()
         begin, depth = self._at, 0
         while True:
@@ -183,18 +186,18 @@ class _Scanner:
             elif found[:1] in (b"[", b"{") and found:
                 depth += len(found)
             elif found[:1] in (b"]", b"}") and depth:
-                over = max(0, len(found) - depth)  # brackets of what is around the value
+                over = max(0, len(found) - depth)  # brackets that close what surrounds the value
                 depth -= len(found) - over
                 self._at -= over
             elif found == b"" and (depth or not self._data[begin:].strip()):
                 raise _Broken(CUT)
-            else:  # a number or a word ends before what comes next
+            else:  # a number or a word ends before this
                 self._at -= len(found)
             if not depth:
                 return bytes(self._data[begin : self._at])
 
     def key(self) -> str | None:
-        """Return an object's next key, and go on to its value; None at the object's end, gone past."""
+        """Return an object's next key and go to its value; None at the object's end, and go behind it."""
         if self.peek() == b",":
             self.take()
         begin, byte = self._at, self.take()
@@ -213,7 +216,7 @@ class _Scanner:
         return key
 
     def next_list(self) -> str | None:
-        """Go into an object's first list of records, and return its key; None past the end of one without any."""
+        """Return the key of an object's list of records and go into it; go behind an object without one."""
         record = False
         while (key := self.key()) is not None:
             record |= key in QUESTIONS
@@ -223,7 +226,7 @@ class _Scanner:
         return None
 
     def opens_list(self, key: str) -> bool:
-        """Return whether a list of records comes next, and go into it."""
+        """Return whether a list of records comes next; if so, go into it."""
         if key in INSIDE or self.peek() != b"[":
             return False
         at = self._at
@@ -237,10 +240,10 @@ class _Scanner:
         while (byte := self._find(IN_STRING)) != b'"':
             if not byte or not self._has(self._at + 1):
                 raise _Broken(CUT)
-            self._at += 1  # what is behind a backslash
+            self._at += 1  # the escaped character
 
     def _find(self, pattern: re.Pattern[bytes], *, ahead: bool = False) -> bytes:
-        """Go on after the next match, or up to it, and return it; b"" at the end."""
+        """Return the next match and go behind it (or before it: `ahead`); b"" at the end."""
         while (match := pattern.search(self._data, self._at)) is None:
             self._at = len(self._data)
             if not self._has(self._at + 1):
@@ -249,7 +252,7 @@ class _Scanner:
         return match[0]
 
     def _has(self, size: int) -> bool:
-        """Return whether there are as many bytes; read on if there are not."""
+        """Return whether the buffer has this many bytes, after reading more if needed."""
         while len(self._data) < size:
             more = self._read(CHUNK)
             if not more:

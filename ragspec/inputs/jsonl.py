@@ -14,7 +14,7 @@ import orjson
 from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.base import Row
 from ragspec.inputs.columns import Columns
-from ragspec.inputs.content import DAMAGES, what_failed
+from ragspec.inputs.content import DAMAGES, failure_reason
 from ragspec.inputs.text import TextSource
 
 LONGEST = 256 << 20  # bytes of a line
@@ -75,7 +75,7 @@ class LineReader:
                 if piece.endswith(b"\n"):
                     break
         except (OSError, *DAMAGES) as error:
-            raise ConfigError(f"{self.where(number)}: {what_failed(error)}") from None
+            raise ConfigError(f"{self.where(number)}: {failure_reason(error)}") from None
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def where(self, number: int) -> str:

@@ -1,4 +1,4 @@
-"""Ids of records, in little memory however many there are.
+"""Ids of records, in constant memory however many there are.
 
 >>> keys = KeySet(); keys.add("a"), keys.add("a"), "b" in keys
 (True, False, False)
@@ -14,7 +14,7 @@ from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.base import Row, Source
 from ragspec.inputs.record import given_id
 
-MADE = re.compile(r"(line-)*[0-9]+")  # what a made id looks like
+GENERATED = re.compile(r"(line-)*[0-9]+")  # the form of a generated id
 
 
 class KeySet:
@@ -37,53 +37,53 @@ class KeySet:
 
 
 class RecordIds:
-    """Gives each row of a source its id: its own, else its number, in a form that no row's own id has.
+    """Ids for the rows of a source: the given ones, and generated ones that equal no given one.
 
-    Own ids of rows to come are found by reading the source a second time, once a row without one is met. A source that
-    is read only once (a pipe) has shown only those of earlier rows: there, `clashes` counts own ids that an earlier row
-    was given.
+    A generated id is the row's number, `line-NUMBER` if that number is some row's given id. The given ids of later rows
+    are found by reading the source a second time, once a row without an id is met. Limit: a pipe is read once, so only
+    the given ids of earlier rows are known; `clashes` counts given ids that an earlier row got as its generated one.
     """
 
     def __init__(self, source: Source) -> None:
         self.clashes = 0
         self._source = source
-        self._own = KeySet()  # those that may be taken for made ones
-        self._made = KeySet()
-        self._looked = False
+        self._given = KeySet()  # those of the form of generated ones
+        self._generated = KeySet()
+        self._scanned = False
 
-    def own(self, row: Row) -> str | None:
-        """Return a row's own id, None if it has none. Raises RecordError."""
+    def given(self, row: Row) -> str | None:
+        """Return the id that a row gives itself, None if it has none. Raises RecordError for an invalid one."""
         found = given_id(row.value)
-        if found is not None and MADE.fullmatch(found):
-            self.clashes += found in self._made
-            self._own.add(found)
+        if found is not None and GENERATED.fullmatch(found):
+            self.clashes += found in self._generated
+            self._given.add(found)
         return found
 
-    def made(self, row: Row) -> str:
-        """Return the id of a row that has none of its own."""
-        if not self._looked:
-            self._looked = True
-            self._look_ahead()
+    def generated(self, row: Row) -> str:
+        """Return an id for a row that has none."""
+        if not self._scanned:
+            self._scanned = True
+            self._scan()
         name = str(row.number)
-        while name in self._own:
+        while name in self._given:
             name = f"line-{name}"
-        self._made.add(name)
+        self._generated.add(name)
         return name
 
     def of(self, row: Row) -> str:
-        """Return a row's id, whether or not it is a record."""
+        """Return a row's id, whether or not the row is a valid record."""
         try:
-            return self.own(row) or self.made(row)
+            return self.given(row) or self.generated(row)
         except RecordError:
-            return self.made(row)
+            return self.generated(row)
 
-    def _look_ahead(self) -> None:
-        """Take in the own ids of all rows, where they can be read once more."""
-        again = self._source.again()
-        if again is None:
+    def _scan(self) -> None:
+        """Collect the given ids of all rows, if the source can be read a second time."""
+        source = self._source.reopen()
+        if source is None:
             return
-        with suppress(ConfigError), again:  # what cannot be read is told where it is read to be answered
-            for row in again:
+        with suppress(ConfigError), source:  # the pass that answers the rows reports what cannot be read
+            for row in source:
                 with suppress(RecordError):
-                    if (own := given_id(row.value)) is not None and MADE.fullmatch(own):
-                        self._own.add(own)
+                    if (found := given_id(row.value)) is not None and GENERATED.fullmatch(found):
+                        self._given.add(found)

@@ -43,7 +43,7 @@ class MemorySource:
         """Return how many there are, if that can be told without reading them."""
         return len(self._records) if isinstance(self._records, Sized) else None
 
-    def again(self) -> MemorySource | None:
+    def reopen(self) -> MemorySource | None:
         """Return the same records, None if they are made as they are read."""
         return MemorySource(self._records) if isinstance(self._records, Sequence) else None
 

@@ -1,10 +1,10 @@
-"""The shapes that a record's passages come in -> Passages, and the names that their fields go by.
+"""Passages of a record, in any of their shapes, and the usual names of their fields.
 
 >>> [passage.text for passage in passages_of({"title": ["A", "B"], "sentences": [["One.", " Two."], ["Three."]]})]
 ['One. Two.', 'Three.']
 
-A text, an object, or a list of them; lists side by side, as Hugging Face datasets and HotpotQA have them; HotpotQA's
-`[title, [sentence, ...]]`. Limit: a text that only looks like a list is refused, as it would be one odd passage.
+The shapes: a text, an object, or a list of them; parallel lists, as in Hugging Face datasets; HotpotQA's `[title,
+[sentence, ...]]`. Limit: a text that looks like a list is refused, as it would become one odd passage.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ragspec.errors import RecordError
-from ragspec.inputs.values import is_text, kind, names, own_id
+from ragspec.inputs.values import id_text, is_text, kind, names
 from ragspec.records import Passage
 
 FIELDS = ("id", "title", "text", "score")
-# what they are called elsewhere, the likeliest first; also inside an object (LangChain's metadata, LlamaIndex's node)
+# common names, the likeliest first; they are also looked for one level down (LangChain's metadata, LlamaIndex's node)
 NAMES = {
     "text": (
         *("text", "body", "content", "page_content", "passage", "passage_text", "chunk", "chunk_text", "document"),
@@ -32,7 +32,7 @@ NAMES = {
     "score": ("score", "similarity", "relevance", "relevance_score", "similarity_score", "_score", "rank_score"),
 }
 SENTENCE = 20  # characters
-LISTED = re.compile(r"""\s*(\[\s*['"\[{]|\{\s*['"]).*[\]}]\s*""", re.DOTALL)  # JSON, or what Python prints
+LISTED = re.compile(r"""\s*(\[\s*['"\[{]|\{\s*['"]).*[\]}]\s*""", re.DOTALL)  # JSON, or a printed Python list
 
 
 def passages_of(value: Any) -> tuple[Passage, ...]:
@@ -45,7 +45,7 @@ def passages_of(value: Any) -> tuple[Passage, ...]:
 
 
 def listed(value: Any) -> list[Any]:
-    """Return passages as a list of texts and objects, whatever shape they come in. Raises RecordError."""
+    """Return passages of any shape as a list of texts and objects. Raises RecordError."""
     if value is None:
         return []
     if is_text(value):
@@ -55,15 +55,15 @@ def listed(value: Any) -> list[Any]:
             )
         return [value] if value.strip() else []
     if isinstance(value, dict):
-        return _side_by_side(value) if _are_columns(value) else [value]
+        return _transposed(value) if _are_columns(value) else [value]
     if not isinstance(value, list):
         raise RecordError(f'"contexts" must be a list of strings or objects, got {kind(value)}')
     return [_titled(item) if _is_titled(item) else item for item in value]
 
 
 def passage_ids(items: Sequence[Any]) -> list[str]:
-    """Return the ids of passages: their own, else their place, in words that no passage's own id is."""
-    own = [_own_id(item, position) for position, item in enumerate(items, 1)]
+    """Return the ids of passages: the given ones, else positions, in a form that equals no given one."""
+    own = [_given_id(item, position) for position, item in enumerate(items, 1)]
     taken = {name for name in own if name is not None}
     found = []
     for position, name in enumerate(own, 1):
@@ -77,7 +77,7 @@ def passage_ids(items: Sequence[Any]) -> list[str]:
 
 
 def renamed(items: list[Any], fields: Mapping[str, Any]) -> list[Any]:
-    """Return passages whose fields have ragspec's names. fields: ours -> a function of a passage that returns it."""
+    """Return passages with ragspec's field names. fields: name -> function that looks the value up in a passage."""
     return [
         {**item, **{ours: look_up(item) for ours, look_up in fields.items()}} if isinstance(item, dict) else item
         for item in items
@@ -85,9 +85,9 @@ def renamed(items: list[Any], fields: Mapping[str, Any]) -> list[Any]:
 
 
 def guessed_fields(values: Sequence[Any]) -> dict[str, str]:
-    """Return what the fields of passages are called where that is not what ragspec calls them.
+    """Return a mapping of the passages' fields, {ragspec's name: path}, without those that need none.
 
-    values: the passages of some records. Raises RecordError for those that are none.
+    values: the passages of some records. Raises RecordError if they are not passages.
     """
     records = [[item for item in listed(value) if isinstance(item, dict)] for value in values]
     found: dict[str, str] = {}
@@ -102,18 +102,18 @@ def guessed_fields(values: Sequence[Any]) -> dict[str, str]:
 
 
 def _paths(ours: str, records: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
-    """Return the names that a field goes by: of the passages themselves first, then inside their objects."""
+    """Return the candidate paths of a field: top-level names first, then those one level down."""
     inside = {name for items in records for item in items for name, value in item.items() if isinstance(value, dict)}
     return [*NAMES[ours], *(f"{outer}.{name}" for name in NAMES[ours] for outer in sorted(inside))]
 
 
 def _fits(ours: str, path: str, records: Sequence[Sequence[dict[str, Any]]]) -> bool:
-    """Return whether what is at a path of passages can be that field of theirs, wherever it is there."""
+    """Return whether the values at a path have the type of the field; ids must also be unique in each record."""
     columns = [[value for item in items if (value := _at(item, path)) is not None] for items in records]
     values = [value for column in columns for value in column]
     if ours == "id":
         try:
-            return bool(values) and all(len(set(map(own_id, column))) == len(column) for column in columns)
+            return bool(values) and all(len(set(map(id_text, column))) == len(column) for column in columns)
         except RecordError:
             return False
     if ours == "score":
@@ -135,7 +135,7 @@ def _at(item: dict[str, Any], path: str) -> Any:
 
 
 def _longest(records: Sequence[Sequence[dict[str, Any]]]) -> str | None:
-    """Return the field with the longest texts, if they are no mere names."""
+    """Return the field with the longest texts, if they are longer than names."""
     lengths: dict[str, list[int]] = {}
     for item in (item for items in records for item in items):
         for name, value in item.items():
@@ -147,18 +147,18 @@ def _longest(records: Sequence[Sequence[dict[str, Any]]]) -> str | None:
 
 
 def _are_columns(value: dict[str, Any]) -> bool:
-    """Return whether an object holds a list per field, rather than a passage."""
+    """Return whether an object is parallel lists, one per field, rather than a passage."""
     sentences = value.get("sentences")
     one = isinstance(sentences, list) and all(map(is_text, sentences)) and not isinstance(value.get("title"), list)
     return bool(value) and all(isinstance(column, list) for column in value.values()) and not one
 
 
-def _side_by_side(columns: dict[str, list[Any]]) -> list[Any]:
+def _transposed(columns: dict[str, list[Any]]) -> list[Any]:
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f'"{name}" {length}' for name, length in list(lengths.items())[:4])
+        text = ", ".join(f'"{name}" {length}' for name, length in list(lengths.items())[:4])
         raise RecordError(
-            f'"contexts" has lists of different lengths ({told}); name the one that holds the passages, like '
+            f'"contexts" has lists of different lengths ({text}); name the one that holds the passages, like '
             "input.columns.contexts: contexts.NAME"
         )
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
@@ -176,12 +176,12 @@ def _are_sentences(value: Any) -> bool:
     return isinstance(value, list) and all(map(is_text, value))
 
 
-def _own_id(item: Any, position: int) -> str | None:
+def _given_id(item: Any, position: int) -> str | None:
     given = item.get("id") if isinstance(item, dict) else None
     if given == "":
         return None
     try:
-        return own_id(given)
+        return id_text(given)
     except RecordError:
         raise RecordError(
             f'"contexts" item {position}: "id" must be a string or a whole number, got {kind(given)}'
@@ -207,7 +207,7 @@ def _passage(item: Any, position: int, name: str) -> Passage:
 
 
 def _score(given: Any, where: str) -> float | None:
-    """Return a passage's score; some retrievers write it as text."""
+    """Return a passage's score, which some retrievers write as text."""
     try:
         if given is not None and not isinstance(given, bool):
             return float(given)
@@ -219,7 +219,7 @@ def _score(given: Any, where: str) -> float | None:
 
 
 def _joined(sentences: list[str]) -> str:
-    """Return sentences as one text; some datasets leave the space between two at the second's beginning."""
+    """Return sentences joined by single spaces; in some datasets they already begin with one."""
     text = ""
     for sentence in sentences:
         apart = text and not text[-1:].isspace() and not sentence[:1].isspace()

@@ -74,16 +74,16 @@ def duration(nanoseconds: int) -> float | str:
 def timestamp(nanoseconds: int, zone: tzinfo | None) -> str:
     """Return a time since 1970 in ISO 8601. zone: of the text; None for a time without one.
 
-    A year that Python's calendar lacks is told in UTC.
+    A year that Python's calendar lacks is given in UTC.
     """
     seconds, rest = divmod(nanoseconds, SECOND)
     try:
         local = EPOCH + timedelta(seconds=seconds)
-        told = local.astimezone(zone).isoformat() if zone else local.replace(tzinfo=None).isoformat()
+        text = local.astimezone(zone).isoformat() if zone else local.replace(tzinfo=None).isoformat()
     except OverflowError:
         return _far(seconds, "s") + _fraction(rest) + ("+00:00" if zone else "")
     at = len("2024-05-01T12:00:00")
-    return told[:at] + _fraction(rest) + told[at:]
+    return text[:at] + _fraction(rest) + text[at:]
 
 
 def day(days: int) -> str:
@@ -104,8 +104,8 @@ def _far(count: int, unit: str) -> str:
     """Return a date, or a date and a time, beyond Python's calendar; years of more than four digits have a sign."""
     import numpy
 
-    told = str(numpy.array(count, f"datetime64[{unit}]"))
-    year, rest = told[: told.index("-", 1)], told[told.index("-", 1) :]
+    text = str(numpy.array(count, f"datetime64[{unit}]"))
+    year, rest = text[: text.index("-", 1)], text[text.index("-", 1) :]
     sign = "-" if year.startswith("-") else "+" if len(year) > 4 else ""
     return f"{sign}{year.removeprefix('-'):0>4}{rest}"
 

@@ -13,7 +13,7 @@ from ragspec.inputs.messages import messages_of
 from ragspec.inputs.openai_batch import parse_batch_line
 from ragspec.inputs.passages import passages_of
 from ragspec.inputs.structured import FIELDS, structured_of
-from ragspec.inputs.values import holds_binary, is_text, kind, names, own_id, text_of
+from ragspec.inputs.values import holds_binary, id_text, is_text, kind, names, text_of
 from ragspec.records import Record
 
 STRUCTURED = {"contexts", "messages", "metadata", "body", *FIELDS}  # what is no text
@@ -71,7 +71,7 @@ def given_id(value: Any) -> str | None:
     """Return the id that a row's value gives itself, None for none. Raises RecordError for one that is none."""
     if not isinstance(value, dict):
         return None
-    return own_id(value.get("custom_id") if "body" in value else value.get("id", value.get("custom_id")))
+    return id_text(value.get("custom_id") if "body" in value else value.get("id", value.get("custom_id")))
 
 
 def reference_texts(value: Any) -> tuple[str, ...] | None:

@@ -46,7 +46,7 @@ class Several:
                     number = self._begins[-1] + row.number
                     yield replace(row, number=number)
 
-    def again(self) -> Several | None:
+    def reopen(self) -> Several | None:
         """Return the same source, to be read once more; None if its files would have to be sent again."""
         return None if self._once else copy(self)
 

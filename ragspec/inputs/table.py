@@ -16,7 +16,7 @@ from typing import IO, Any
 from ragspec.errors import ConfigError, RecordError, flat
 from ragspec.inputs.base import Row
 from ragspec.inputs.columns import Columns
-from ragspec.inputs.content import DAMAGES, Stream, what_failed
+from ragspec.inputs.content import DAMAGES, Stream, failure_reason
 from ragspec.inputs.plain import SECOND, day, duration, time_of_day, timestamp
 from ragspec.inputs.rows import NumberedRows
 from ragspec.inputs.storage import is_url, missing, open_binary
@@ -60,7 +60,7 @@ class TableSource(NumberedRows):
         except FileNotFoundError as error:
             raise ConfigError(f"{self._path}: {missing(error)}") from None
         except (OSError, *DAMAGES) as error:
-            raise ConfigError(f"{self._path}: {what_failed(error)}") from None
+            raise ConfigError(f"{self._path}: {failure_reason(error)}") from None
 
     def _open(self, kind: str, file: IO[bytes]) -> None:
         try:
@@ -89,7 +89,7 @@ class TableSource(NumberedRows):
         self._batches = lambda: by_place
         return reader.schema
 
-    def again(self) -> TableSource | None:
+    def reopen(self) -> TableSource | None:
         """Return the same source, to be read once more; None where its file would have to be sent again."""
         if self._once:
             return None

@@ -1,9 +1,9 @@
-"""Inputs that are text, read from their start to their end: JSON Lines, JSON documents, CSV and TSV.
+"""Inputs that are text: JSON Lines, JSON documents, CSV and TSV.
 
 >>> for row in TextSource("questions.csv.gz"): row.number, row.raw, row.value
 
-From a file, stdin (-), an archive or an address, in UTF-8 or UTF-16. Which format it is, the first line says. Input
-that keeps its reader waiting (a pipe, a terminal) is read on a thread: see live.py.
+The text may come from a file, stdin (-), an archive or a URL. Its first line shows the format. A source whose reads
+may block (a pipe, a terminal) is read on a thread: see live.py.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ragspec.inputs.live import Live
 from ragspec.inputs.storage import is_url
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}
-OPEN = (b"{", b"[", b",", b":")  # what a line of JSON ends with where the next one goes on
-OTHERS = "\t;|"  # delimiters that a .csv may have, too
+OPEN = (b"{", b"[", b",", b":")  # ends of a line of JSON that continues on the next one
+OTHERS = "\t;|"  # delimiters of a .csv besides the comma
 
 
 class Reader(Protocol):
-    """Makes rows of a text in one format."""
+    """Reads rows from a text of one format."""
 
     def rows(self) -> Iterator[Row]: ...
 
@@ -40,9 +40,10 @@ class Reader(Protocol):
 
 
 class TextSource:
-    """The records of one text. format: "jsonl", "json", "csv", "tsv", or "auto", where `name` is a guess.
+    """The records of one text.
 
-    stream: what is read, if somebody has opened it already. Raises ConfigError.
+    format: "jsonl", "json", "csv", "tsv" or "auto". name: with "auto", the format that the file's name promises.
+    stream: the text, if it is open already. Raises ConfigError.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class TextSource:
         self._stack.close()
 
     def _open(self) -> Reader:
-        """Return the reader of the format that the text is in. A pipe is waited for."""
+        """Return the reader for the text's format; waits for the first line of a pipe."""
         stream = self._stream if self._stream.file is not None else self._stream.look()
         assert stream.file is not None
         if stream.kind:
@@ -122,18 +123,18 @@ class TextSource:
 
     @property
     def waits(self) -> bool:
-        """Whether it is a pipe, which is read once."""
+        """Whether it is a pipe: reads may block, and it can be read only once."""
         return self._stream.pipe is not None
 
-    def again(self) -> TextSource | None:
-        """Return the same source, to be read once more; None for a pipe, and for what would have to be sent again."""
+    def reopen(self) -> TextSource | None:
+        """Return the same source for a second reading; None for a pipe, a zip member or a URL."""
         if self.waits or self._stream.is_member or self.path == "-" or is_url(self.path):
             return None
         columns, options, format, name = self._given
         return type(self)(self.path, columns, options, format=format, name=name)
 
     def count(self) -> int | None:
-        """Return how many lines a plain file has, for a progress bar; None where that would take reading it."""
+        """Return how many lines a local, uncompressed JSON Lines file has, for a progress bar; else None."""
         plain = self._format == "jsonl" and not self._stream.packed and self._stream.encoding is None
         path = Path(self.path)
         if not plain or self.path == "-" or is_url(self.path) or not path.is_file():
@@ -147,9 +148,9 @@ class TextSource:
 
 
 def format_of(head: bytes, whole: bool, name: str, columns: Columns) -> tuple[str, str]:
-    """Return the format of a text that begins with `head`, and between cells the delimiter.
+    """Return the format of a text that begins with `head`, and its delimiter.
 
-    whole: whether `head` is all of it. name: the format that the file's name promises.
+    whole: whether `head` is the entire text. name: the format that the file's name promises.
     """
     text = _begun(head)
     line, _, rest = text.partition(b"\n")
@@ -163,13 +164,13 @@ def format_of(head: bytes, whole: bool, name: str, columns: Columns) -> tuple[st
     if name in DELIMITERS:
         return name, _delimiter_of(header, DELIMITERS[name])
     delimiter = next((mark for mark in f",{OTHERS}" if _is_header(header, mark, columns)), None)
-    if rest.lstrip()[:1] == b"{":  # JSON Lines whose first line is none
+    if rest.lstrip()[:1] == b"{":  # JSON Lines with an invalid first line
         delimiter = None
     return ("jsonl", ",") if delimiter is None else ("csv", delimiter)
 
 
 def _begun(head: bytes) -> bytes:
-    """Return a text from its first visible byte on."""
+    """Return a text without leading marks and spaces."""
     return head.removeprefix(BOM_UTF8).lstrip(b" \t\r\n\x1e")
 
 
@@ -178,7 +179,7 @@ def _is_json(head: bytes) -> bool:
 
 
 def _is_document(text: bytes, line: bytes, rest: bytes, name: str, ended: bool, whole: bool) -> bool:
-    """Return whether a text that begins like JSON is one value, or several over many lines, rather than a line each."""
+    """Return whether a text that begins like JSON is a document rather than JSON Lines."""
     alone = whole and not rest.strip()
     value = _value(line) if ended else None
     if value is not None and not alone and rest.lstrip()[:1] in (b"{", b"["):
@@ -189,13 +190,13 @@ def _is_document(text: bytes, line: bytes, rest: bytes, name: str, ended: bool, 
         return alone and QUESTIONS.isdisjoint(value) and listed_under(line) is not None
     if not ended:
         return listed_under(text) is not None
-    # a line of JSON Lines that is cut off ends like that, too; the next one then begins with a brace
+    # a truncated line of JSON Lines may end in the same way, but the next line then begins with a brace
     opens = line.rstrip()[-1:] in OPEN if rest.strip() else line.strip() == b"{"
     return opens and (name == "json" or rest.lstrip()[:1] != b"{") and not _has_line(rest)
 
 
 def _has_line(rest: bytes) -> bool:
-    """Return whether a line of these is a record of JSON Lines: an object that nothing before it leads to."""
+    """Return whether one of these lines is an object on its own that does not continue the line before."""
     before = b","
     for line in rest.split(b"\n"):
         if line.startswith(b"{") and before not in OPEN and isinstance(_value(line), dict):
@@ -205,7 +206,7 @@ def _has_line(rest: bytes) -> bool:
 
 
 def _value(line: bytes) -> Any:
-    """Return what a line says in JSON, None where it is not JSON."""
+    """Return the JSON value of a line, None if it is invalid."""
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -213,14 +214,14 @@ def _value(line: bytes) -> Any:
 
 
 def _delimiter_of(header: str, promised: str) -> str:
-    """Return what is between the cells of a header: what its file's name promises, unless only another is there."""
+    """Return the delimiter of a header: the promised one, unless only another one occurs."""
     if promised in header:
         return promised
     return next((other for other in ("," if promised != "," else "", *OTHERS) if other and other in header), promised)
 
 
 def _is_header(header: str, delimiter: str, columns: Columns) -> bool:
-    """Return whether a line names columns that a record is made of, and not just one."""
+    """Return whether a line is a header of at least two columns, one of which can be a prompt."""
     names = next(csv.reader([header], delimiter=delimiter), [])
     return len(names) > 1 and columns.makes_records(name.strip() for name in names)
 

@@ -14,7 +14,7 @@ class Base64(str):
     """Binary data that is no text, in base64: a table may have it, but nothing that ragspec reads as text."""
 
 
-def own_id(given: Any) -> str | None:
+def id_text(given: Any) -> str | None:
     """Return the id that a record gives itself, in one form however it is written (1, 1.0, "1"); None for none.
 
     pandas makes floats of whole numbers in a column with gaps, and NaN of the gaps.
@@ -30,7 +30,7 @@ def own_id(given: Any) -> str | None:
 
 def record_id(given: Any, line: int) -> str:
     """Return the record's id, the line number standing in for a missing one."""
-    own = own_id(given)
+    own = id_text(given)
     return str(line) if own is None else own
 
 

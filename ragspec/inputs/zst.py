@@ -17,7 +17,6 @@ import zstandard
 
 FEED = 1 << 10  # bytes; a block of 4 can become 128 KiB, so this much becomes 32 MiB at most
 WIDEST = 1 << 27  # bytes that a frame may look back; what the zstd command takes without being told to take more
-
 MOST = 1 << 20  # bytes at once
 
 

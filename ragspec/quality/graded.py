@@ -13,7 +13,7 @@ from ragspec.inputs.keyset import RecordIds
 from ragspec.inputs.opening import open_source
 from ragspec.inputs.passages import listed, passage_ids
 from ragspec.inputs.record import REFERENCES, reference_texts
-from ragspec.inputs.values import own_id
+from ragspec.inputs.values import id_text
 from ragspec.quality.citations import cited, numbered
 
 GOLD = ("gold_ids", "gold_doc_ids")
@@ -163,7 +163,7 @@ def _named(line: Mapping[str, Any]) -> str | None:
 def _name(given: Any) -> str | None:
     """Return an id in the form that records have; None for what is none."""
     try:
-        return own_id(given)
+        return id_text(given)
     except RecordError:
         return None
 

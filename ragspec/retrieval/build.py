@@ -12,7 +12,7 @@ from ragspec.config.sections import RetrievalConfig
 from ragspec.errors import ConfigError, flat
 from ragspec.inputs.keyset import KeySet
 from ragspec.retrieval.chunks import WORDS, Chunker, model_tokens, passage_ids, plain, word_tokens
-from ragspec.retrieval.corpus import Document, Other, Skipped, documents
+from ragspec.retrieval.corpus import Document, NonDocument, Skipped, documents
 from ragspec.retrieval.embedding import Embedder
 from ragspec.retrieval.readers import Unreadable
 from ragspec.retrieval.store import Settings, failing, searched
@@ -37,7 +37,7 @@ class BuildSummary:
     chunks: int = 0  # in the index, when the build is done
     chunks_written: int = 0
     seconds: float = 0.0
-    others: Counter[str] = field(default_factory=Counter)  # files of folders that are no documents, by ending
+    non_documents: Counter[str] = field(default_factory=Counter)  # files of folders that are no documents, by ending
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -80,8 +80,8 @@ def build(
                 pending.clear()
 
         for item in documents(config.corpus, config.file_types):
-            if isinstance(item, Other):
-                summary.others[item.ending or "without an ending"] += 1
+            if isinstance(item, NonDocument):
+                summary.non_documents[item.ending or "without an ending"] += 1
                 continue
             try:
                 pending += _chunks(item, seen, known, stale, chunker, summary)
@@ -96,9 +96,11 @@ def build(
         write()
         if not summary.seen - summary.skipped:
             raise ConfigError(f"--corpus: {', '.join(config.corpus)}: contains no documents; the index is unchanged")
-        if summary.others:
-            told = ", ".join(f"{count:,} {ending}" for ending, count in summary.others.most_common(SHOWN))
-            summary.notes.append(f"{summary.others.total():,} files are no documents, and are left out ({told})")
+        if summary.non_documents:
+            counts = ", ".join(f"{count:,} {ending}" for ending, count in summary.non_documents.most_common(SHOWN))
+            summary.notes.append(
+                f"{summary.non_documents.total():,} files are not documents and were left out ({counts})"
+            )
         if kept_all:
             summary.notes.append(f"{kept_all}: could not be read, so no documents are removed from the index")
         else:

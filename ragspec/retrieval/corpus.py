@@ -16,9 +16,9 @@ from typing import Any
 from ragspec.config.places import InputConfig
 from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.base import Row
-from ragspec.inputs.content import DAMAGES, PACKED, unpacked, what_failed
+from ragspec.inputs.content import DAMAGES, PACKED, failure_reason, unpacked
 from ragspec.inputs.opening import open_source
-from ragspec.inputs.values import own_id
+from ragspec.inputs.values import id_text
 from ragspec.retrieval.chunks import looks_numbered
 from ragspec.retrieval.readers import Text, is_binary, read_text, reader_of
 
@@ -46,13 +46,13 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
-class Other:
+class NonDocument:
     """A file in a folder that is no document: a photo, a program. ending: of its name."""
 
     ending: str
 
 
-def documents(paths: Sequence[str], file_types: Sequence[str] = ()) -> Iterator[Document | Skipped | Other]:
+def documents(paths: Sequence[str], file_types: Sequence[str] = ()) -> Iterator[Document | Skipped | NonDocument]:
     """Yield the documents of `paths`: files, and folders with everything in them except hidden files and folders.
 
     file_types: endings to take from folders (".md"); all by default. Raises ConfigError for a path that is not there.
@@ -93,7 +93,7 @@ def _unpacked(name: str) -> str:
     return small.removesuffix(next((ending for ending in PACKED if small.endswith(ending)), ""))
 
 
-def _of_file(file: Path, name: str, *, asked_for: bool = True) -> Iterator[Document | Skipped | Other]:
+def _of_file(file: Path, name: str, *, asked_for: bool = True) -> Iterator[Document | Skipped | NonDocument]:
     """Yield the documents of a file. asked_for: by its name or its type, and not as one of a folder."""
     try:
         name.encode()
@@ -110,12 +110,12 @@ def _of_file(file: Path, name: str, *, asked_for: bool = True) -> Iterator[Docum
         raw = file.read_bytes()
         content = unpacked(raw)
     except (OSError, *DAMAGES) as error:
-        yield Skipped(str(file), what_failed(error), id=name)
+        yield Skipped(str(file), failure_reason(error), id=name)
         return
     ending = Path(_unpacked(file.name) if content is not raw else file.name.lower()).suffix
     reader = reader_of(ending, content)
     if reader is None and not asked_for and is_binary(content):
-        yield Other(ending)
+        yield NonDocument(ending)
         return
     yield Document(name, str(file), _digest(name, ending, content), lambda: (reader or read_text)(content))
 
@@ -141,7 +141,7 @@ def _of_line(row: Row, file: Path, name: str) -> Document:
     key, title, text = value.get("id", value.get("_id")), value.get("title"), value["text"]  # _id: of BEIR's corpora
     if title is not None and not isinstance(title, str):
         raise RecordError('"title" must be a string')
-    doc = own_id(key) or f"{name}:{row.number}"
+    doc = id_text(key) or f"{name}:{row.number}"
     return Document(
         doc, f"{file}:{row.number}", _digest(doc, title or "", text.encode()), lambda: Text(text, title or None)
     )

@@ -44,26 +44,26 @@ class Intake:
 
     def noted(self, row: Row) -> Noted | None:
         """Return what a row asks for, wanted or not; None if it can have no answer."""
-        index, own = next(self._numbers), None
+        index, given = next(self._numbers), None
         try:
-            own = self._ids.own(row)
-            # a made id may come to be another one when the input grows; the row is the same
-            key = fingerprint(row, own or str(row.number))
-            record = self._record(row, own)
+            given = self._ids.given(row)
+            # not the generated id: it may change when the input grows, and older versions used the number
+            key = fingerprint(row, given or str(row.number))
+            record = self._record(row, given)
             wanted = not self._desk.has(index, key)
             self._changed += wanted and self._desk.has_another(record.id)
             return Noted(self._asked(index, key, row, record), wanted)
         except RecordError as error:
             key = fingerprint(row, None)
             if not self._desk.has(index, key):
-                name = own or self._ids.made(row)
+                name = given or self._ids.generated(row)
                 self._desk.fail(index, Failed(name, key, "RecordError", str(error), row.number))
             return None
 
     def beyond(self, row: Row) -> Noted | None:
         """Return what a row asks for that is read but not answered; it may be nothing, and costs no line."""
         try:
-            return Noted(self._asked(-1, "", row, self._record(row, self._ids.own(row))), wanted=False)
+            return Noted(self._asked(-1, "", row, self._record(row, self._ids.given(row))), wanted=False)
         except RecordError:
             return None
 
@@ -81,18 +81,18 @@ class Intake:
             )
         if self._ids.clashes:
             found.append(
-                f"{self._ids.clashes} records have an id that an earlier one without an id was given, as its line "
-                "number: lines with that id are not the same record's; give every record of a pipe an id"
+                f"{self._ids.clashes} records have an id that equals the line number of an earlier record without one, "
+                "so two output lines have that id; give every record of a pipe an id"
             )
         return found
 
-    def _record(self, row: Row, own: str | None) -> Record:
-        """Return the record that a row is. Raises RecordError; so for an id that an earlier row has. own: its id."""
+    def _record(self, row: Row, given: str | None) -> Record:
+        """Return the record that a row is. given: its id. Raises RecordError, also for a duplicate id."""
         if isinstance(row.value, RecordError):
             raise row.value
         record = parse_record(row.value, row.number, self._form)
-        if own is None:
-            return replace(record, id=self._ids.made(row))
-        if not self._seen.add(own):
-            raise RecordError(f'id "{own}" appears twice; only the first record with that id is answered')
+        if given is None:
+            return replace(record, id=self._ids.generated(row))
+        if not self._seen.add(given):
+            raise RecordError(f'id "{given}" appears twice; only the first record with that id is answered')
         return record

@@ -51,7 +51,7 @@ def stream(config: RetrievalConfig, source: InputConfig | str, output: str, limi
                 if isinstance(line.value, RecordError):
                     passed.failed += 1
                     error = {"type": "RecordError", "message": f"{lines.where(line.number)}: {line.value}"}
-                    journal.put(index, {"id": ids.made(line), "line": line.number, "error": error})
+                    journal.put(index, {"id": ids.generated(line), "line": line.number, "error": error})
                 elif (written := _with_contexts(line, columns)) is not None:
                     passed.searched += 1
                     journal.put(index, written)

@@ -178,7 +178,7 @@ def test_a_pipe_is_not_read_before_somebody_asks(tmp_path):
     writer = os.open(tmp_path / "pipe", os.O_RDWR)  # open, and silent
     with open_source(InputConfig(path=[str(tmp_path / "pipe")])) as source:
         assert source.count() is None
-        assert source.again() is None
+        assert source.reopen() is None
     os.close(writer)
 
 
@@ -267,6 +267,7 @@ def test_squads_articles_are_a_row_per_question_as_on_the_hub(tmp_path, indent):
     ("text", "message"),
     [
         ('[{"query": "a"}, {"query": "b"} {"query": "c"}]', r"in\.json: record 3: not valid JSON \(a comma"),
+        ('[{"query": "a"}]]', r"in\.json: record 2: not valid JSON \(\] is not expected\)"),
         ('[{"query": "a"},\n{"query": "b"}', r"in\.json: record 3: the file ends in the middle of it"),
         ('[{"query": "a"},\n{"query": "b', r"in\.json: record 2: the file ends in the middle of it"),
         ('{"data": [{"query": "a"}],\n "n": ', r"in\.json: record 2: the file ends in the middle of it"),
@@ -406,5 +407,5 @@ def test_a_source_can_be_read_again_unless_it_is_sent(tmp_path):
         (tmp_path / name).write_bytes(data)
         with open_source(str(tmp_path / name)) as source:
             next(iter(source))
-            with source.again() as again:
+            with source.reopen() as again:
                 assert [row.value for row in again] == RECORDS

@@ -11,7 +11,7 @@ from ragspec.errors import RecordError
 from ragspec.inputs.keyset import RecordIds
 from ragspec.inputs.memory import MemorySource
 from ragspec.inputs.opening import open_source
-from ragspec.inputs.values import own_id
+from ragspec.inputs.values import id_text
 from ragspec.outputs.ledger import fingerprint
 from ragspec.run.generate import generate
 from tests.conftest import read_jsonl, write_jsonl
@@ -143,7 +143,7 @@ def test_of_a_pipe_an_id_that_users_gave_is_kept_and_a_clash_is_told(tmp_path):
     assert [line["id"] for line in read_jsonl(tmp_path / "out.jsonl")] == ["1", "1", "4", "line-4", "5", "5"]
     assert summary.failed == 0
     (note,) = summary.notes
-    assert note.startswith("2 records have an id that an earlier one without an id was given")
+    assert note.startswith("2 records have an id that equals the line number of an earlier record without one")
 
 
 def test_a_pipe_without_a_clash_has_line_numbers_and_no_note(tmp_path):
@@ -157,9 +157,9 @@ def test_an_input_is_read_once_more_only_where_an_id_is_missing(tmp_path):
     class Counted(MemorySource):
         agains = 0
 
-        def again(self):
+        def reopen(self):
             Counted.agains += 1
-            return super().again()
+            return super().reopen()
 
     for records, expected in (([{"id": i, "query": "x"} for i in range(5)], 0), (MIXED, 1)):
         Counted.agains = 0
@@ -197,10 +197,10 @@ def test_pandas_floats_are_the_whole_numbers_that_they_were(tmp_path):
     ],
 )
 def test_an_id_has_one_form_however_it_is_written(given, name):
-    assert own_id(given) == name
+    assert id_text(given) == name
 
 
 @pytest.mark.parametrize("given", [1.5, 1e300, float("inf"), True, "", [], {}])
 def test_what_is_no_id_is_refused(given):
     with pytest.raises(RecordError, match='"id" must be a non-empty string or a whole number'):
-        own_id(given)
+        id_text(given)

@@ -9,7 +9,7 @@ import pytest
 
 from ragspec.errors import ConfigError
 from ragspec.retrieval.chunks import Chunker, word_tokens
-from ragspec.retrieval.corpus import Other, Skipped, documents
+from ragspec.retrieval.corpus import NonDocument, Skipped, documents
 from ragspec.retrieval.readers import Text, Unreadable, read_docx, read_html, read_markdown, read_pdf, read_text
 
 
@@ -292,8 +292,14 @@ def test_files_of_a_folder_that_are_no_documents_are_counted_and_nothing_else(tm
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.log").write_text("read as text, as before")
     found = of(tmp_path)
-    assert sorted(item.ending for item in found if isinstance(item, Other)) == ["", ".doc", ".jpg", ".xlsx", ".zip"]
-    assert sorted(item.id for item in found if not isinstance(item, Other)) == ["a.txt", "b.log"]
+    assert sorted(item.ending for item in found if isinstance(item, NonDocument)) == [
+        "",
+        ".doc",
+        ".jpg",
+        ".xlsx",
+        ".zip",
+    ]
+    assert sorted(item.id for item in found if not isinstance(item, NonDocument)) == ["a.txt", "b.log"]
 
 
 @pytest.mark.parametrize("name", [name for name in OTHERS if "." in name])

@@ -139,7 +139,7 @@ def test_bad_documents_are_named_and_left_out(tmp_path):
     assert (summary.added, summary.skipped) == (2, 5)
     reasons = {os.path.relpath(item.where, folder): item.why for item in said}
     assert list(reasons) == ["b.pdf", "c.pdf", "d.txt", "e.md", "f.jsonl:1"]
-    assert summary.others == {".bin": 1}
+    assert summary.non_documents == {".bin": 1}
     for word, why in zip(("damaged", "encrypted", "binary", "empty", "appears twice"), reasons.values(), strict=True):
         assert word in why
         assert "\n" not in why
@@ -592,7 +592,7 @@ def test_a_photo_in_a_folder_of_notes_is_told_and_no_error(tmp_path):
     (tmp_path / "notes" / "photo.jpg").write_bytes(b"\xff\xd8\xff\xe0\x00\x10JFIF\x00")
     done = command("index", tmp_path / "notes", "--output", tmp_path / "idx")
     assert done.returncode == 0, done.stderr
-    assert "1 files are no documents, and are left out (1 .jpg)" in done.stderr
+    assert "1 files are not documents and were left out (1 .jpg)" in done.stderr
     assert "0 skipped" in done.stderr
     named = command("index", tmp_path / "notes", tmp_path / "notes" / "photo.jpg", "--output", tmp_path / "idx")
     assert named.returncode == 1
