@@ -12,7 +12,10 @@ from ragspec.cli.options import Debug, set_debug
 def inspect(
     path: Annotated[list[str], typer.Argument(metavar="INPUT", help="Files, folders, patterns, or a dataset.")],
     format: Annotated[
-        str, typer.Option(metavar="FORMAT", help="jsonl, csv, tsv, parquet, arrow or dataset; auto goes by the name.")
+        str,
+        typer.Option(
+            metavar="FORMAT", help="jsonl, json, csv, tsv, parquet, arrow or dataset; auto goes by the content."
+        ),
     ] = "auto",
     split: Annotated[str | None, typer.Option(metavar="SPLIT", help="Split of the dataset.")] = None,
     name: Annotated[str | None, typer.Option(metavar="NAME", help="Configuration of the dataset.")] = None,

@@ -7,18 +7,19 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ragspec.config.places import InputConfig
     from ragspec.config.run import RunConfig
 
 INTERRUPTED = 130
 
-RECORDS = "Records to answer: JSONL (.gz, .zst), CSV, TSV, Parquet or Arrow, or a folder of them"
+RECORDS = "Records to answer: JSONL, JSON, CSV, TSV, Parquet or Arrow, compressed or not, or a folder of them"
 Config = Annotated[
     str, typer.Option("--config", "-c", metavar="FILE", help="YAML config for ragspec or AutoGluon-RAG.")
 ]
@@ -44,6 +45,12 @@ RayAddress = Annotated[
     str | None,
     typer.Option("--ray-address", metavar="ADDRESS", help="The cluster: local, auto, HOST:PORT or ray://HOST:PORT."),
 ]
+Columns = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--columns", metavar="FIELD=NAME", help="The file's name for a field, as in input.columns: id=qid. Repeatable."
+    ),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
 
 
@@ -60,6 +67,27 @@ def overrides(override: list[str] | None, max_new_tokens: int | None = None) -> 
     """Return the `--set` overrides followed by those of flags that set a key, which therefore win."""
     answer_length = [] if max_new_tokens is None else [f"sampling.max_new_tokens={max_new_tokens}"]
     return [*(override or ()), *answer_length]
+
+
+def input_of(path: str, columns: list[str] | None) -> InputConfig:
+    """Return a file of records as an input, with the columns that `--columns` maps."""
+    from ragspec.config.check import validate
+    from ragspec.config.places import InputConfig
+    from ragspec.errors import ConfigError
+
+    mapping: dict[str, Any] = {}
+    for given in columns or ():
+        field, equals, name = given.partition("=")
+        if not (field and equals and name):
+            raise ConfigError(f'--columns: "{given}" is not FIELD=NAME, for instance id=qid')
+        outer, _, inner = field.partition(".")
+        if inner:
+            mapping[outer] = {**mapping.get(outer, {}), inner: name}
+        else:
+            mapping[outer] = {**mapping.get(outer, {}), "path": name} if outer == "contexts" else name
+    found = validate(InputConfig, {"path": path, "columns": mapping}, "command line")
+    assert isinstance(found, InputConfig)
+    return found
 
 
 def scaled(workers: int | None, address: str | None) -> list[str]:

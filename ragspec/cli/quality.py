@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ragspec.cli.options import Debug, Set, overrides, set_debug
+from ragspec.cli.options import Columns, Debug, Set, input_of, overrides, set_debug
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,6 +22,7 @@ def evaluate(
             metavar="FILE", help="Records with `reference`, matched by id. By default, the answers' metadata."
         ),
     ] = None,
+    columns: Columns = None,
     against: Annotated[
         str | None, typer.Option(metavar="ANSWERS", help="Output of another run over the same records.")
     ] = None,
@@ -43,6 +44,7 @@ def evaluate(
     from ragspec.cli.console import stderr
     from ragspec.cli.options import quiet_pipe
     from ragspec.cli.tables import print_notes
+    from ragspec.errors import ConfigError
     from ragspec.quality.evaluate import evaluate as score
     from ragspec.quality.graded import REFUSAL
 
@@ -52,7 +54,10 @@ def evaluate(
         from ragspec.config.load import load_config
 
         config, _ = load_config(judge, overrides(override))
-    found = score(answers, references=references, against=against, refusal=refusal or REFUSAL, judge=config)
+    if columns and references is None:
+        raise ConfigError("--columns names the columns of --references; give that file too")
+    given = None if references is None else input_of(references, columns)
+    found = score(answers, references=given, against=against, refusal=refusal or REFUSAL, judge=config)
     console = stderr()
     print_notes(console, found.notes)
     _print(console, found)

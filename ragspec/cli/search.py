@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragspec.cli.options import Debug, Limit, RayAddress, Set, quiet_pipe, set_debug
+from ragspec.cli.options import Columns, Debug, Limit, RayAddress, Set, input_of, quiet_pipe, set_debug
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +24,9 @@ def index(
     more: Annotated[list[str] | None, typer.Argument(metavar="[FILE]...", help="The same as --corpus.")] = None,
     corpus: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE", help="Documents: JSONL of {id, title, text}, text, Markdown, HTML, PDF, folders."),
+        typer.Option(
+            metavar="FILE", help="Documents: JSONL of {id, title, text}, text, Markdown, HTML, PDF, Word, folders."
+        ),
     ] = None,
     output: Annotated[str | None, typer.Option("--output", "-o", metavar="DIR", help="Where the index goes.")] = None,
     config: OptionalConfig = None,
@@ -98,10 +100,9 @@ def retrieve(
     index: Annotated[str | None, typer.Option(metavar="DIR", help="Index to search.")] = None,
     input: Annotated[
         str | None,
-        typer.Option(
-            "--input", "-i", metavar="FILE|-", help="Records with queries: JSONL, plain, .gz or .zst; stdin by default."
-        ),
+        typer.Option("--input", "-i", metavar="FILE|-", help="Records with queries, in any format; stdin by default."),
     ] = None,
+    columns: Columns = None,
     output: Annotated[str, typer.Option("--output", "-o", metavar="FILE|-", help="Where the records go.")] = "-",
     top_k: Annotated[int | None, typer.Option("--top-k", "-k", metavar="N", help="Passages per query (5).")] = None,
     mode: Annotated[str | None, typer.Option(metavar="MODE", help="Search: auto, bm25, dense or hybrid.")] = None,
@@ -128,7 +129,7 @@ def retrieve(
     console = stderr()
     found_as = {"top_k": top_k, "mode": mode, "reranker_model": reranker_model, "order": order}
     settings = _settings(console, config, override, builds=False, index=index, **found_as)
-    where = input or source or "-"
+    where = input_of(input or source or "-", columns)
     with quiet_pipe(), Veil(settings.model_dump()).over_errors():
         if evaluate:
             measure(settings, where, output, limit)

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from ragspec import runners
 from ragspec.config.check import validate
+from ragspec.config.overrides import override
 from ragspec.config.run import RunConfig
 from ragspec.config.secret import Secret, concealed, secrets_in
 from ragspec.config.secret_words import names_secret
@@ -19,7 +20,7 @@ from ragspec.config.sections import RetrievalConfig, SpeculationConfig
 from ragspec.config.translate.autogluon import is_autogluon, translate
 from ragspec.config.translate.vllm import modernise
 from ragspec.config.veil import Veil
-from ragspec.config.yaml_file import RepeatedKey, parse_yaml, read_yaml
+from ragspec.config.yaml_file import RepeatedKey, read_yaml
 from ragspec.errors import ConfigError
 from ragspec.speculation.methods import check_method, method_named
 
@@ -35,7 +36,7 @@ TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 def load_config(path: str, overrides: Sequence[str] = (), **direct: Any) -> tuple[RunConfig, list[str]]:
     """Return the config of file `path` and notes on what was translated or ignored.
 
-    overrides: "key.path=value" with YAML values (`--set`). direct: top-level keys that are not None win over both.
+    overrides: "key.path=value" (`--set`, overrides.py). direct: top-level keys that are not None win over both.
     Raises ConfigError.
     """
     raw, said = read_config(path)
@@ -112,10 +113,11 @@ def _overridden(
     """
     notes: list[str] = []
     if is_autogluon(raw):
-        keys = {*given, *(override.partition("=")[0] for override in overrides)}
+        keys = {*given, *(each.partition("=")[0] for each in overrides)}
         raw, notes = translate(raw, source, keys, only_retrieval=only_retrieval)
-    for override in overrides:
-        _set(raw, override)
+    later = dict(each.partition("=")[::2] for each in overrides)
+    for each in overrides:
+        override(raw, each, later)
     return raw, notes
 
 
@@ -175,7 +177,7 @@ def _check_method(spec: SpeculationConfig) -> None:
     """Check the section's keys against what the method needs and takes."""
     method = method_named(spec.method)
     for key in method.needs:
-        if getattr(spec, key) is None:
+        if getattr(spec, key) in (None, ""):
             raise ConfigError(f'speculation.{key}: missing; method "{spec.method}" needs {NEEDED[key]}')
     draft = spec.draft_model or spec.draft_tokenizer
     if draft and not (method.takes_draft or method.some_models):
@@ -230,20 +232,3 @@ def _with_structured(config: RunConfig, source: str) -> RunConfig:
     from ragspec.config.structured import with_files
 
     return config.model_copy(update={"structured": with_files(config.structured, source)})
-
-
-def _set(raw: dict[str, Any], override: str) -> None:
-    key, equals, value = override.partition("=")
-    if not equals or not key:
-        raise ConfigError(f'--set: "{override}" is not KEY.PATH=VALUE, for instance sampling.temperature=0.7')
-    *parents, last = key.split(".")
-    place = raw
-    for parent in parents:
-        if place.get(parent) is None:
-            place[parent] = {}
-        elif parent in ("input", "output") and isinstance(place[parent], str | list):  # a path stands for its section
-            place[parent] = {"path": place[parent]}
-        place = place[parent]
-        if not isinstance(place, dict):
-            raise ConfigError(f'--set: "{key}": "{parent}" is a value and has no keys')
-    place[last] = parse_yaml(value, f"--set {key} (a value with YAML's special characters needs quotes)")

@@ -11,14 +11,33 @@ from ragspec.config.secret import Place, Settings
 from ragspec.config.sections import Section, listed
 
 
+class PassageColumns(Section):
+    """Where a record's passages are (`path`), and the input's names for the fields of each: `id`, `title`, `text`,
+    `score`. A path can replace the section if they have these names."""
+
+    path: str = "contexts"
+    id: str | None = None
+    title: str | None = None
+    text: str | None = None
+    score: str | None = None
+
+
+def _as_passages(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+Passages = Annotated[PassageColumns, BeforeValidator(_as_passages, json_schema_input_type=PassageColumns | str)]
+
+
 class ColumnNames(Section):
     """The input's names for the fields of a record (`id`, `query`, `contexts`, `messages`, `prompt`, `reference`,
-    `metadata`, `custom_id`, `body`), for instance `{query: question, contexts: retrieval.passages}`. A dot selects a
-    nested field. `ragspec inspect` suggests a mapping."""
+    `metadata`, `custom_id`, `body`), for instance `{query: question, contexts: {path: passages, text: body}}`. A dot
+    selects a nested field, in a list that of each item. A field that none of the first records has is an error.
+    `ragspec inspect` suggests a mapping."""
 
     id: str | None = None
     query: str | None = None
-    contexts: str | None = None
+    contexts: Passages | None = None
     messages: str | None = None
     prompt: str | None = None
     reference: str | None = None
@@ -27,9 +46,12 @@ class ColumnNames(Section):
     body: str | None = None
 
     @property
-    def given(self) -> dict[str, str]:
+    def given(self) -> dict[str, str | dict[str, str]]:
         """Those that the user gave."""
-        return self.model_dump(exclude_none=True)
+        given = self.model_dump(exclude_none=True)
+        if self.contexts is not None and list(given["contexts"]) == ["path"]:
+            given["contexts"] = self.contexts.path
+        return given
 
 
 class InputConfig(Section):
@@ -40,11 +62,13 @@ class InputConfig(Section):
         Field(min_length=1),
         BeforeValidator(listed, json_schema_input_type=str | list[str]),
     ]
-    """JSONL (`.gz`, `.zst`), CSV, TSV, Parquet or Arrow files, local or at a URL (`s3://`, `gs://`, `hf://`,
-    `https://`); patterns (`data/*.parquet`), folders, a folder written by `save_to_disk`, or `-` for JSONL from stdin.
-    With `format: dataset`, a dataset's id on the Hugging Face hub. A JSONL line may be at most 256 MiB long."""
-    format: Literal["auto", "jsonl", "csv", "tsv", "parquet", "arrow", "dataset"] = "auto"
-    """`jsonl`, `csv`, `tsv`, `parquet`, `arrow` or `dataset`; `auto` goes by the files' names."""
+    """JSONL, JSON (an array of records, or an object with one), CSV, TSV, Parquet or Arrow files, compressed (gzip,
+    Zstandard, bzip2, xz, zip) or not, in UTF-8 or UTF-16, local or at a URL (`s3://`, `gs://`, `hf://`, `https://`);
+    patterns (`data/*.parquet`), folders, a folder written by `save_to_disk`, or `-` for stdin. With `format: dataset`,
+    a dataset's id on the Hugging Face hub. A record may be at most 256 MiB long."""
+    format: Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "dataset"] = "auto"
+    """`jsonl`, `json`, `csv`, `tsv`, `parquet`, `arrow` or `dataset`; `auto` goes by what the files hold, and by their
+    names where that leaves it open."""
     columns: ColumnNames = ColumnNames()
     split: str | None = None
     """dataset: the split; optional if there is only one."""
@@ -87,9 +111,11 @@ class OutputConfig(Section):
 
     path: Place = "-"
     """A local JSONL file is appended to, line by line; `-` is stdout. A path that ends in `.gz`, `.zst`, `.parquet` or
-    `/`, and any URL (`s3://`, `gs://`), cannot be appended to and is a folder of parts."""
+    `/`, and any URL (`s3://`, `gs://`), cannot be appended to and is a folder of parts. A name that ends like another
+    format (`.csv`, `.xlsx`, `.bz2`) is refused."""
     format: Literal["auto", "jsonl", "parquet", "openai"] = "auto"
-    """`auto` goes by the name: Parquet or JSONL. `openai`: OpenAI Batch API lines, in JSONL."""
+    """`auto` goes by the name: Parquet or JSONL. `openai`: OpenAI Batch API lines, in JSONL. JSONL in a file called
+    `.json` needs `jsonl`."""
     model: str | None = None
     """openai: the model name in the lines; by default `model`."""
     part_records: Annotated[int, Field(ge=1)] = 10_000

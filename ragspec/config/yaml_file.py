@@ -75,6 +75,51 @@ def read_yaml(path: str, *, last_counts: bool = False) -> dict[str, Any]:
     return value
 
 
+WORDS = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float")}
+
+
+def parse_scalar(text: str) -> Any:
+    """Return what one word is in YAML: null, a boolean, a number, a quoted text, else the text without a comment."""
+    word = text.strip()
+    if len(word) > 1 and word[0] == word[-1] and word[0] in "\"'":
+        try:
+            return parse_flow(word, "")
+        except ConfigError:
+            return text
+    loader = _Loader("")
+    try:
+        tag = loader.resolve(yaml.ScalarNode, word, (True, False))  # type: ignore[no-untyped-call]
+        return loader.construct_object(yaml.ScalarNode(tag, word)) if tag in WORDS else text
+    except ValueError:  # a number in form only: 0b, say
+        return text
+    finally:
+        loader.dispose()
+
+
+def parse_flow(text: str, source: str) -> Any:
+    """Return a list or an object in brackets; what follows it is an error, a comment too. Raises ConfigError."""
+    _check_whole(text, source)
+    return parse_yaml(text, source)
+
+
+def parse_texts(text: str, source: str) -> Any:
+    """Return a list in brackets whose items are texts, whatever they look like (`[yes, 1]`). Raises ConfigError."""
+    _check_whole(text, source)
+    return yaml.load(text, Loader=yaml.BaseLoader)  # noqa: S506 (makes texts, lists and mappings only)
+
+
+def _check_whole(text: str, source: str) -> None:
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or getattr(error, "context", None) or flat(error)
+        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(problem).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: nested too deeply") from None
+    if node is None or text[node.end_mark.index :].strip():
+        raise ConfigError(f"{source}: not valid YAML: there is more after {text[: node.end_mark.index if node else 0]}")
+
+
 def parse_yaml(text: str, source: str, *, last_counts: bool = False) -> Any:
     """Return the value of YAML `text`. Raises ConfigError beginning with `source` and the line."""
     try:

@@ -43,6 +43,9 @@ class Source(AbstractContextManager["Source"], Protocol):
     def where(self, number: int) -> str:
         """Return how messages name row `number`."""
 
+    def reopen(self) -> Source | None:
+        """Return the same rows as a source of its own, None where they can be read only once (a pipe)."""
+
 
 def count_of(source: Source, limit: int | None) -> int | None:
     """Return how many of the first `limit` rows there are; None if that is not known beforehand."""

@@ -2,25 +2,65 @@
 
 >>> Columns({"query": "q.text"}).of({"q": {"text": "Why?"}, "lang": "en"})
 {'q': {'text': 'Why?'}, 'lang': 'en', 'query': 'Why?'}
+
+A dot selects a field inside another; inside a list, that of each of its items.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
-from ragspec.errors import ConfigError, RecordError
-from ragspec.inputs.record import SOURCES
+import orjson
 
+from ragspec.errors import ConfigError, RecordError, did_you_mean
+from ragspec.inputs.passages import listed as listed_passages
+from ragspec.inputs.passages import renamed
+from ragspec.inputs.record import REFERENCES, SOURCES, STRUCTURED
+from ragspec.inputs.values import is_text
+
+Mapped = Mapping[str, str | Mapping[str, str]]
 OPTIONAL = {"id", "contexts", "reference", "metadata"}
+TEXTS = {"id", "custom_id", "query", "prompt", "reference"}  # fields whose cells are text, whatever they look like
 SHOWN = 12  # names in a message
+LOOKED_AT = 1000  # records that a mapping is tried on before a run
+MISSING = object()
+# what users call the fields of a record, the likeliest first
+GUESSES = {
+    "id": ("id", "qid", "_id", "question_id", "query_id", "uid", "uuid", "example_id"),
+    "query": ("query", "question", "instruction", "input", "user_input", "user_query"),
+    "contexts": (
+        *("contexts", "passages", "context", "documents", "docs", "ctxs", "retrieved_contexts", "chunks"),
+        *("retrieved_documents", "source_documents", "source_nodes", "search_results", "paragraphs", "evidence"),
+    ),
+    "messages": ("messages", "conversation", "conversations", "chat"),
+    "prompt": ("prompt", "text"),
+    "reference": (
+        *("reference", "references", "answers", "answer", "ground_truth", "ground_truths", "gold_answer"),
+        *("gold_answers", "expected_answer", "expected_output", "target"),
+    ),
+}
 
 
 class Columns:
-    """A mapping from ragspec's fields to a row's own, which may lie inside others ("a.b")."""
+    """A mapping from ragspec's fields to a row's own, which may lie inside others ("a.b").
 
-    def __init__(self, mapping: Mapping[str, str]) -> None:
-        self._mapping = dict(mapping)
+    That of `contexts` may be a mapping itself: `path`, and which of a passage's fields mean what.
+    """
+
+    def __init__(self, mapping: Mapped) -> None:
+        self._paths: dict[str, str] = {}
+        self._inside: dict[str, str] = {}  # of passages
+        for ours, theirs in mapping.items():
+            if isinstance(theirs, str):
+                self._paths[ours] = theirs
+            else:
+                self._paths[ours] = theirs.get("path", ours)
+                self._inside = {inner: path for inner, path in theirs.items() if inner != "path"}
+
+    def __bool__(self) -> bool:
+        return bool(self._paths)
 
     def of(self, value: Any) -> Any:
         """Return a row's JSON value with ragspec's own fields. Raises RecordError for a field that is not there.
@@ -28,18 +68,102 @@ class Columns:
         A field that was mapped by its whole name is renamed, one inside another stays where it is too. A field of the
         row that has one of ragspec's names, and is not what the mapping means, gives way; so does another prompt.
         """
-        if not self._mapping or not isinstance(value, dict):
+        if not self._paths or not isinstance(value, dict):
             return value
-        found = {ours: _look_up(value, path, ours) for ours, path in self._mapping.items()}
+        found = {ours: _found(value, path, ours) for ours, path in self._paths.items()}
+        if self._inside and found.get("contexts") is not None:
+            fields = {ours: partial(_or_none, path) for ours, path in self._inside.items()}
+            found["contexts"] = renamed(listed_passages(found["contexts"]), fields)
         found |= dict.fromkeys(value.keys() & SOURCES - found.keys()) if found.keys() & SOURCES else {}
-        renamed = set(self._mapping.values())
-        return {key: field for key, field in value.items() if key not in renamed and key not in found} | found
+        paths = set(self._paths.values())
+        return {key: field for key, field in value.items() if key not in paths and key not in found} | found
 
     def check(self, names: Collection[str], where: str) -> None:
         """Raise ConfigError for a column that a table does not have."""
-        for ours, path in self._mapping.items():
+        for ours, path in self._paths.items():
             if path not in names and path.partition(".")[0] not in names:
-                raise ConfigError(f'input.columns.{ours}: {where} has no column "{path}"; it has {listed(names)}')
+                near = did_you_mean(path.partition(".")[0], names)
+                known = f"; it has {listed(names)}" if near.startswith("; known") else f"{near} It has {listed(names)}"
+                raise ConfigError(f'input.columns.{ours}: {where} has no column "{path}"{known}')
+
+    def makes_records(self, names: Iterable[str]) -> bool:
+        """Return whether one of these columns can be a prompt."""
+        prompts = {*SOURCES, "body", *GUESSES["query"], *(path.partition(".")[0] for path in self._paths.values())}
+        return not prompts.isdisjoint(names)
+
+    def check_prompts(self, names: Collection[str], where: str, source: str = "auto") -> None:
+        """Raise ConfigError if no row of a table can have a prompt. source: `prompt.source`."""
+        wanted = {*SOURCES, "body"} if source == "auto" else {source, "body"}
+        if wanted.isdisjoint({*names, *self._paths}):
+            needed = '"query", "messages" or "prompt"' if source == "auto" else f'"{source}" (prompt.source)'
+            raise ConfigError(
+                f"{where}: no record can have a prompt: it needs {needed}, the columns are {listed(names)}; ragspec "
+                "inspect shows the input.columns to write"
+            )
+
+    def check_records(self, values: Iterable[Any], where: str) -> None:
+        """Raise ConfigError for a mapped field that none of the first records has. values: records before mapping."""
+        missing = {**self._paths, **{f"contexts.{ours}": path for ours, path in self._inside.items()}}
+        records: list[dict[str, Any]] = []
+        for value in values:
+            if not missing:
+                return
+            if isinstance(value, dict):
+                records.append(value)
+                missing = {ours: path for ours, path in missing.items() if not self._has(value, ours, path)}
+        if missing and records:
+            ours, path = next(iter(missing.items()))
+            levels = [self._level(record, ours, path) for record in records]
+            name, known = max(levels, key=lambda level: len(level[1]), default=(path, []))
+            raise ConfigError(
+                f'input.columns.{ours}: {where}: none of the first {len(records):,} records has "{path}"'
+                f"{did_you_mean(name, list(known)[:SHOWN] or ['nothing'])}"
+            )
+
+    def _has(self, value: dict[str, Any], ours: str, path: str) -> bool:
+        inside, _, _ = ours.partition(".")
+        if inside == ours:
+            return look_up(value, path) is not MISSING
+        passages = [item for item in self._passages(value) if isinstance(item, dict)]
+        return not passages or any(look_up(item, path) is not MISSING for item in passages)
+
+    def _level(self, value: dict[str, Any], ours: str, path: str) -> tuple[str, list[str]]:
+        """Return the first missing name of a path in a record, and the names that exist at that level."""
+        if "." in ours:
+            inside = next((item for item in self._passages(value) if isinstance(item, dict)), None)
+            value = inside if inside is not None else value
+        found: Any = value
+        for name in path.split("."):
+            while isinstance(found, list):
+                found = found[0] if found else None
+            if not isinstance(found, dict):
+                return name, []
+            if name not in found:
+                return name, list(found)
+            found = found[name]
+        return path, list(value)
+
+    def _passages(self, value: dict[str, Any]) -> list[Any]:
+        found = look_up(value, self._paths["contexts"])
+        try:
+            return [] if found is MISSING else listed_passages(found)
+        except RecordError:  # that record's own error
+            return []
+
+    def with_json(self, row: dict[str, Any], *, typed: bool) -> dict[str, Any]:
+        """Return a table's row with JSON lists and objects parsed in the columns that may hold them.
+
+        typed: the table has lists and objects of its own (Parquet, not CSV), so only columns that must hold one are
+        parsed; else all columns except those that ragspec reads as text.
+        """
+        return {name: _parsed(cell, name) if self._may_be_json(name, typed) else cell for name, cell in row.items()}
+
+    def _may_be_json(self, name: str, typed: bool) -> bool:
+        mapped = {ours for ours, path in self._paths.items() if path == name}
+        if any(path.startswith(f"{name}.") for path in self._paths.values()):
+            return True
+        meant = mapped or {name}
+        return bool(meant & STRUCTURED) if typed else not meant & TEXTS
 
 
 ALL = Columns({})  # as they are called
@@ -51,14 +175,52 @@ def listed(names: Collection[str]) -> str:
     return f"{shown}, ... ({len(names)} in all)" if len(names) > SHOWN else shown or "none"
 
 
-def _look_up(value: dict[str, Any], path: str, ours: str) -> Any:
+def look_up(value: dict[str, Any], path: str) -> Any:
+    """Return the value at a path in an object, MISSING if there is none."""
     if path in value:  # a name may have a dot in it
         return value[path]
     found: Any = value
     for name in path.split("."):
-        if not isinstance(found, dict) or name not in found:
-            if ours in OPTIONAL:
-                return None
-            raise RecordError(f'input.columns.{ours}: the record has no "{path}"; it has {listed(value)}')
-        found = found[name]
+        found = _inner(found, name)
     return found
+
+
+def _inner(found: Any, name: str) -> Any:
+    if isinstance(found, dict):
+        return found.get(name, MISSING)
+    if not isinstance(found, list):
+        return MISSING
+    items = [_inner(item, name) for item in found]
+    if items and all(item is MISSING for item in items):
+        return MISSING
+    return [None if item is MISSING else item for item in items]
+
+
+def _found(value: dict[str, Any], path: str, ours: str) -> Any:
+    found = look_up(value, path)
+    if found is not MISSING:
+        return found
+    if ours in OPTIONAL:
+        return None
+    raise RecordError(f'input.columns.{ours}: the record has no "{path}"; it has {listed(value)}')
+
+
+def _or_none(path: str, item: dict[str, Any]) -> Any:
+    found = look_up(item, path)
+    return None if found is MISSING else found
+
+
+def _parsed(cell: Any, name: str) -> Any:
+    """Return the JSON list or object in a cell, else the cell; references are parsed only if they are texts."""
+    if not isinstance(cell, str) or cell[:1] not in ("[", "{"):
+        return cell
+    try:
+        found = orjson.loads(cell)
+    except orjson.JSONDecodeError:
+        return cell
+    return found if name not in REFERENCES or _are_texts(found) else cell
+
+
+def _are_texts(found: Any) -> bool:
+    texts = found.get("text") if isinstance(found, dict) else found
+    return isinstance(texts, list) and all(is_text(each) or isinstance(each, dict) for each in texts)

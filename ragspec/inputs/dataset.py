@@ -32,9 +32,11 @@ class DatasetSource(NumberedRows):
         saved: bool = False,
     ) -> None:
         super().__init__(path, columns)
+        self._given: dict[str, Any] = {"split": split, "name": name, "revision": revision, "saved": saved}
         self._data = self._chosen(self._load(name, revision, saved), split)
-        if self._data.column_names is not None:
-            columns.check(self._data.column_names, path)
+        self.names: list[str] = self._data.column_names or []
+        if self.names:
+            columns.check(self.names, path)
 
     def _load(self, name: str | None, revision: str | None, saved: bool) -> Any:
         try:
@@ -70,6 +72,10 @@ class DatasetSource(NumberedRows):
             if value is None:
                 return
             yield self._row(number, value)
+
+    def reopen(self) -> DatasetSource | None:
+        """Return the same source, to be read once more; None for one on the hub, which would be sent again."""
+        return DatasetSource(self._path, self._columns, **self._given) if self._given["saved"] else None
 
     def count(self) -> int | None:
         """Return how many rows there are, if the dataset says so."""

@@ -1,86 +1,97 @@
 """CSV and TSV: a header line, then a record per row.
 
->>> for row in DelimitedSource("questions.csv", Columns({})): row.value["query"]
+>>> for row in DelimitedReader(file, "questions.csv", ALL, ",").rows(): row.value["query"]
 
-Every cell is text, except one that holds a JSON list or object (contexts, messages, metadata). A cell may hold line
-ends, in quotes. An empty cell is null. Source: Python's csv module; RFC 4180. Limit: UTF-8.
+A cell is text; one that holds a JSON list or object is that where a text is not meant (contexts, messages, metadata).
+A cell may hold line ends, in quotes. An empty cell is null. Source: Python's csv module; RFC 4180.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Iterator
+from typing import IO, Any
 
 import orjson
 
 from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.base import Row
 from ragspec.inputs.columns import Columns
-from ragspec.inputs.rows import NumberedRows
-from ragspec.inputs.storage import missing, open_binary
+from ragspec.inputs.content import DAMAGES, failure_reason
+from ragspec.inputs.rows import row_of
 
-WIDEST = 256 << 20  # characters of a cell
+WIDEST = 64 << 20  # bytes of a line, characters of a cell; csv takes four bytes for one
 
 
-class DelimitedSource(NumberedRows):
-    """The rows of one file; a line end may be part of a cell. delimiter: between cells."""
+class DelimitedReader:
+    """The rows of one text; a line end may be part of a cell. delimiter: between cells. path: for messages."""
 
-    def __init__(
-        self, path: str, columns: Columns, delimiter: str = ",", options: Mapping[str, Any] | None = None
-    ) -> None:
-        super().__init__(path, columns, options)
+    def __init__(self, file: IO[bytes], path: str, columns: Columns, delimiter: str) -> None:
         csv.field_size_limit(WIDEST)
-        with ExitStack() as stack:
-            self._open(delimiter, stack)
-            self._check()
-            self._stack = stack.pop_all()
-
-    def _open(self, delimiter: str, stack: ExitStack) -> None:
+        file = io.BufferedReader(_Bounded(file))
+        self._path = path
+        self._columns = columns
+        self._reader = csv.reader(
+            io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), delimiter=delimiter, strict=True
+        )
         try:
-            file = stack.enter_context(open_binary(self._path, self._options))
-            text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-            self._reader = csv.reader(text, delimiter=delimiter, strict=True)
-            self._names = next(self._reader, [])
-        except FileNotFoundError as error:
-            raise ConfigError(f"{self._path}: {missing(error)}") from None
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise ConfigError(f"{self._path}: cannot be read as text with a header line ({error})") from None
+            self.names = next(self._reader, [])
+        except (OSError, *DAMAGES, csv.Error) as error:
+            raise ConfigError(f"{path}: cannot be read as text with a header line ({_describe(error)})") from None
+        self._check()
 
     def _check(self) -> None:
-        twice = [name for name in self._names if self._names.count(name) > 1]
-        if twice:
-            raise ConfigError(f'{self._path}: two columns are called "{twice[0]}"')
-        if self._names:
-            self._columns.check(self._names, self._path)
+        twice = next((name for name in self.names if self.names.count(name) > 1), None)
+        if twice == "":
+            raise ConfigError(f"{self._path}: two columns have no name; name them, or remove them")
+        if twice is not None:
+            raise ConfigError(f'{self._path}: two columns are called "{twice}"; rename one of them')
+        if self.names:
+            self._columns.check(self.names, self._path)
 
-    def __iter__(self) -> Iterator[Row]:
+    def where(self, number: int) -> str:
+        return f"{self._path}: row {number}"
+
+    def rows(self) -> Iterator[Row]:
         number = 0
         while True:
             number += 1
             try:
                 cells = next(self._reader, None)
-            except (OSError, UnicodeDecodeError, csv.Error) as error:
-                raise ConfigError(f"{self.where(number)}: cannot be read ({error})") from None
+            except (OSError, *DAMAGES, csv.Error) as error:
+                raise ConfigError(f"{self.where(number)}: {_describe(error)}") from None
             if cells is None:
                 return
             if not cells:  # an empty line
                 number -= 1
-            elif len(cells) != len(self._names):
+            elif len(cells) != len(self.names):
                 raw = orjson.dumps(cells)
-                yield Row(number, raw, RecordError(f"has {len(cells)} cells, the header has {len(self._names)}"))
+                yield Row(number, raw, RecordError(f"has {len(cells)} cells, the header has {len(self.names)}"))
             else:
-                value = {name: _cell(cell) for name, cell in zip(self._names, cells, strict=True)}
-                yield self._row(number, value)
+                value = {name: cell or None for name, cell in zip(self.names, cells, strict=True)}
+                yield row_of(number, value, self._columns, typed=False)
 
 
-def _cell(text: str) -> Any:
-    """Return a cell's value: text, or the JSON list or object that it holds; None for an empty one."""
-    if text[:1] in ("[", "{"):
-        try:
-            return orjson.loads(text)
-        except orjson.JSONDecodeError:
-            return text
-    return text or None
+class _Bounded(io.RawIOBase):
+    """A text none of whose lines is longer than WIDEST: csv would read it into memory. Raises csv.Error."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._line = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data: bytes = self._file.read1(len(buffer))  # type: ignore[attr-defined]
+        buffer[: len(data)] = data
+        end = data.rfind(b"\n")
+        self._line = self._line + len(data) if end < 0 else len(data) - end - 1
+        if self._line > WIDEST:
+            raise csv.Error(f"a line is longer than {WIDEST >> 20} MiB")
+        return len(data)
+
+
+def _describe(error: Exception) -> str:
+    return f"cannot be read ({error})" if isinstance(error, csv.Error) else failure_reason(error)

@@ -15,21 +15,22 @@ from typing import Any
 from ragspec.config.places import InputConfig
 from ragspec.errors import ConfigError
 from ragspec.inputs import storage
+from ragspec.inputs.content import PACKED
 
 KINDS = {
-    "jsonl": (".jsonl", ".ndjson", ".json"),
+    "jsonl": (".jsonl", ".ndjson"),
+    "json": (".json",),
     "csv": (".csv",),
     "tsv": (".tsv", ".tab"),
     "parquet": (".parquet", ".pq"),
     "arrow": (".arrow", ".feather", ".ipc"),
 }
-PACKED = (".gz", ".zst")
 SAVED = "dataset_info.json", "dataset_dict.json"  # in a folder that save_to_disk wrote
 BESIDE = {"run.json", "stats.json", "manifest.json"}  # in a folder of answers, beside the parts
 
 
 def kind_of(path: str) -> str:
-    """Return what a file's name says that it is; "jsonl" where it says nothing."""
+    """Return what a file's name promises; "jsonl" where it says nothing. Its content may be something else."""
     name = storage.bare(path).lower()
     for ending in PACKED:
         name = name.removesuffix(ending)
@@ -120,15 +121,21 @@ def _in_folder(path: str) -> list[str]:
 
 def _records(folder: str, names: Iterable[str]) -> list[str]:
     """Return those of a folder's files, by their names in it, that could be records. Raises ConfigError for none."""
-    endings = tuple(ending for kind in KINDS.values() for ending in kind)
-    endings += tuple(f"{ending}{packed}" for ending in KINDS["jsonl"] for packed in PACKED)
-    files = sorted(
+    files = records_among(names)
+    if not files:
+        shown = ", ".join(ending for kind in KINDS.values() for ending in kind)
+        raise ConfigError(f"{folder}: the folder has no file that could be records ({shown}, compressed or not)")
+    return files
+
+
+def records_among(names: Iterable[str]) -> list[str]:
+    """Return the names that files of records have, in order; hidden ones, and those of an output's own, left out."""
+    plain = tuple(ending for kind in KINDS.values() for ending in kind)
+    endings = plain + tuple(f"{ending}{packed}" for ending in plain for packed in PACKED)
+    return sorted(
         name
         for name in names
         if name.lower().endswith(endings)
         and name.rpartition("/")[2] not in BESIDE
         and not any(part.startswith((".", "_")) for part in name.split("/"))
     )
-    if not files:
-        raise ConfigError(f"{folder}: the folder has no file that could be records ({', '.join(endings[:8])}, ...)")
-    return files

@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import orjson
 
-from ragspec.errors import RecordError
 from ragspec.inputs.base import Row
+from ragspec.inputs.columns import ALL
+from ragspec.inputs.rows import row_of
 
 
 class MemorySource:
@@ -33,13 +34,18 @@ class MemorySource:
             try:
                 raw = orjson.dumps(record)
                 value = orjson.loads(raw)  # tuples become lists, as in a file
-            except TypeError as error:
-                raw, value = b"", RecordError(f"cannot be written as JSON ({error})")
-            yield Row(number, raw, value)
+            except TypeError:  # what a data frame holds, say
+                yield row_of(number, record, ALL)
+            else:
+                yield Row(number, raw, value)
 
     def count(self) -> int | None:
         """Return how many there are, if that can be told without reading them."""
         return len(self._records) if isinstance(self._records, Sized) else None
+
+    def reopen(self) -> MemorySource | None:
+        """Return the same records, None if they are made as they are read."""
+        return MemorySource(self._records) if isinstance(self._records, Sequence) else None
 
     def where(self, number: int) -> str:
         """Return "record 3": there is no file to name."""

@@ -1,23 +1,31 @@
 """What a table's values are in JSON: `plain(datetime(2024, 5, 1)) == "2024-05-01T00:00:00"`.
 
-decimals: their digits, as text. dates, times, timestamps: ISO 8601. durations: seconds. bytes: base64. NaN and
-infinities: null. uuids: their usual text. maps: lists of pairs, as pyarrow has them.
+decimals: their digits, as text. dates, times, timestamps: ISO 8601, with every digit they have. durations: seconds;
+ISO 8601 where a number would lose digits. bytes: text where they are UTF-8, else Base64. NaN and infinities: null.
+uuids: their usual text. maps: lists of pairs, as pyarrow has them.
 """
 
 from __future__ import annotations
 
 import base64
 import math
-from datetime import date, datetime, time, timedelta
+from datetime import UTC, date, datetime, time, timedelta, tzinfo
 from decimal import Decimal
 from typing import Any
 from uuid import UUID
+
+from ragspec.inputs.values import Base64
+
+SECOND = 10**9  # nanoseconds
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def plain(value: Any) -> Any:
     """Return `value` as JSON has it. Raises TypeError for what has no such form."""
     if value is None or isinstance(value, bool | int | str):
         return value
+    if type(value).__module__ == "numpy":
+        return _plain_numpy(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -25,13 +33,90 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, datetime | date | time):
-        return value.isoformat()
+        return value.isoformat() if value == value else None  # pandas' NaT is a datetime, and not equal to itself
     if isinstance(value, timedelta):
-        return value.total_seconds()
+        return duration(_nanoseconds(value))
     if isinstance(value, bytes | bytearray | memoryview):
-        return base64.b64encode(value).decode("ascii")
+        return text_or_base64(bytes(value))
     if isinstance(value, Decimal | UUID):
         return str(value)
     if hasattr(value, "isoformat"):  # pandas' timestamps, of nanoseconds
         return value.isoformat()
     raise TypeError(f"a value of type {type(value).__name__}")
+
+
+def _plain_numpy(value: Any) -> Any:
+    """Return what a scalar or an array of numpy holds."""
+    if value.dtype.kind == "M" and not value.shape:
+        return None if value != value else str(value)
+    if value.dtype.kind == "m" and not value.shape:
+        return None if value != value else duration(int(value.astype("timedelta64[ns]").astype("int64")))
+    return plain(list(value) if value.shape else value.item())
+
+
+def text_or_base64(data: bytes) -> str:
+    """Return binary data as the text that it is in UTF-8, else as Base64."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return Base64(base64.b64encode(data).decode("ascii"))
+
+
+def duration(nanoseconds: int) -> float | str:
+    """Return a duration in seconds; in ISO 8601 where a float does not hold all of its digits."""
+    seconds = nanoseconds / SECOND
+    if Decimal(repr(seconds)) * SECOND == nanoseconds:
+        return seconds
+    whole, rest = divmod(abs(nanoseconds), SECOND)
+    return f"{'-' if nanoseconds < 0 else ''}PT{whole}{_fraction(rest)}S"
+
+
+def timestamp(nanoseconds: int, zone: tzinfo | None) -> str:
+    """Return a time since 1970 in ISO 8601. zone: of the text; None for a time without one.
+
+    A year that Python's calendar lacks is given in UTC.
+    """
+    seconds, rest = divmod(nanoseconds, SECOND)
+    try:
+        local = EPOCH + timedelta(seconds=seconds)
+        text = local.astimezone(zone).isoformat() if zone else local.replace(tzinfo=None).isoformat()
+    except OverflowError:
+        return _far(seconds, "s") + _fraction(rest) + ("+00:00" if zone else "")
+    at = len("2024-05-01T12:00:00")
+    return text[:at] + _fraction(rest) + text[at:]
+
+
+def day(days: int) -> str:
+    """Return a date, counted from 1970, in ISO 8601."""
+    try:
+        return (EPOCH.date() + timedelta(days=days)).isoformat()
+    except OverflowError:
+        return _far(days, "D")
+
+
+def time_of_day(nanoseconds: int) -> str:
+    """Return a time since midnight in ISO 8601."""
+    seconds, rest = divmod(nanoseconds, SECOND)
+    return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}{_fraction(rest)}"
+
+
+def _far(count: int, unit: str) -> str:
+    """Return a date, or a date and a time, beyond Python's calendar; years of more than four digits have a sign."""
+    import numpy
+
+    text = str(numpy.array(count, f"datetime64[{unit}]"))
+    year, rest = text[: text.index("-", 1)], text[text.index("-", 1) :]
+    sign = "-" if year.startswith("-") else "+" if len(year) > 4 else ""
+    return f"{sign}{year.removeprefix('-'):0>4}{rest}"
+
+
+def _fraction(nanoseconds: int) -> str:
+    """Return a fraction of a second: none, of six or of nine digits, as Python and pandas write it."""
+    if not nanoseconds:
+        return ""
+    return f".{nanoseconds:09}" if nanoseconds % 1000 else f".{nanoseconds // 1000:06}"
+
+
+def _nanoseconds(value: timedelta) -> int:
+    """Return a duration's nanoseconds, pandas' too."""
+    return (value.days * 86_400 + value.seconds) * SECOND + value.microseconds * 1000 + getattr(value, "nanoseconds", 0)

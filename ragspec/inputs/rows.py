@@ -1,4 +1,4 @@
-"""What sources of numbered rows have in common: tables, delimited files and datasets."""
+"""What sources of numbered rows have in common: tables, delimited files, JSON documents and datasets."""
 
 from __future__ import annotations
 
@@ -38,15 +38,25 @@ class NumberedRows:
         return f"{self._path}: row {number}"
 
     def _row(self, number: int, value: Any) -> Row:
-        """Return a row; one that JSON cannot hold, or that lacks a field, says so in its value."""
-        if isinstance(value, RecordError):
-            return Row(number, b"", value)
-        try:
-            found = plain(value)
-            raw = orjson.dumps(found)
-        except (TypeError, ValueError) as error:
-            return Row(number, b"", RecordError(f"cannot be written as JSON ({error})"))
-        try:
-            return Row(number, raw, self._columns.of(found))
-        except RecordError as error:
-            return Row(number, raw, error)
+        """Return a table's row."""
+        return row_of(number, value, self._columns, typed=True)
+
+
+def row_of(number: int, value: Any, columns: Columns, *, typed: bool | None = None) -> Row:
+    """Return a row; one that JSON cannot hold, or that lacks a field, says so in its value.
+
+    typed: whether a table has lists and objects of its own, or texts that may be some; None for JSON.
+    """
+    if isinstance(value, RecordError):
+        return Row(number, b"", value)
+    try:
+        found = plain(value)
+        if typed is not None and isinstance(found, dict):
+            found = columns.with_json(found, typed=typed)
+        raw = orjson.dumps(found)
+    except (TypeError, ValueError, RecursionError) as error:
+        return Row(number, b"", RecordError(f"cannot be written as JSON ({error})"))
+    try:
+        return Row(number, raw, columns.of(found))
+    except RecordError as error:
+        return Row(number, raw, error)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Self
 
@@ -16,11 +17,12 @@ from ragspec.inputs.base import Row, Source
 class Several:
     """Rows are numbered through. Every file is opened at once, to see that it can be, and again when its turn comes.
 
-    Limit: no pipes.
+    once: whether they would have to be sent again. Limit: no pipes.
     """
 
-    def __init__(self, openers: Sequence[Callable[[], Source]]) -> None:
+    def __init__(self, openers: Sequence[Callable[[], Source]], *, once: bool = False) -> None:
         self._openers = list(openers)
+        self._once = once
         self._begins: list[int] = []  # the number of the row before each file's first
         self._where: list[Callable[[int], str]] = []
         for opener in reversed(self._openers):  # what is wrong with one is known at once
@@ -43,6 +45,10 @@ class Several:
                 for row in source:
                     number = self._begins[-1] + row.number
                     yield replace(row, number=number)
+
+    def reopen(self) -> Several | None:
+        """Return the same source, to be read once more; None if its files would have to be sent again."""
+        return None if self._once else copy(self)
 
     def count(self) -> int | None:
         """Return how many rows there are, None if one of the files does not know."""

@@ -1,66 +1,99 @@
 """Parquet and Arrow files, a batch of rows at a time.
 
->>> for row in TableSource("questions.parquet", Columns({})): row.value["query"]
+>>> for row in TableSource(Stream("questions.parquet").look(), ALL): row.value["query"]
 
 Needs pyarrow. `number` counts rows; `raw` is the row's JSON, so a row keeps its identity whatever file it is in.
 """
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import IO, Any
 
 from ragspec.errors import ConfigError, RecordError, flat
 from ragspec.inputs.base import Row
 from ragspec.inputs.columns import Columns
+from ragspec.inputs.content import DAMAGES, Stream, failure_reason
+from ragspec.inputs.plain import SECOND, day, duration, time_of_day, timestamp
 from ragspec.inputs.rows import NumberedRows
-from ragspec.inputs.storage import missing, open_binary
+from ragspec.inputs.storage import is_url, missing, open_binary
 
 BATCH = 1024  # rows
+UNITS = {"s": SECOND, "ms": 10**6, "us": 1000, "ns": 1}  # nanoseconds
 
 
 class TableSource(NumberedRows):
-    """The rows of one .parquet, .arrow, .feather or .ipc file."""
+    """The rows of one Parquet or Arrow file. stream: its bytes; unpacked to a temporary file where it is compressed."""
 
     def __init__(
-        self, path: str, columns: Columns, kind: str = "parquet", options: Mapping[str, Any] | None = None
+        self, stream: Stream, columns: Columns, kind: str = "parquet", options: Mapping[str, Any] | None = None
     ) -> None:
-        super().__init__(path, columns, options)
+        super().__init__(stream.path, columns, options)
+        self._once = stream.is_member or is_url(stream.path)
+        self._kind = kind
         self._rows: int | None = None
-        self._names: list[str] = []
+        self.names: list[str] = []
         self._batches: Callable[[], Iterator[Any]] = lambda: iter(())
-        self._arrow = arrow(path)
+        self._arrow = arrow(stream.path)
         with ExitStack() as stack:
-            self._open(kind, stack)
-            columns.check(self._names, path)
+            with stream:
+                file = stack.enter_context(self._seekable(stream))
+            self._open(kind, file)
+            columns.check(self.names, stream.path)
             self._stack = stack.pop_all()
 
-    def _open(self, kind: str, stack: ExitStack) -> None:
+    def _seekable(self, stream: Stream) -> IO[bytes]:
+        """Return the file, to be read from anywhere."""
         try:
-            file = stack.enter_context(open_binary(self._path, self._options, seeks=True))
-            if kind == "parquet":
-                import pyarrow.parquet
-
-                table: Any = pyarrow.parquet.ParquetFile(file)
-                self._names, self._rows = table.schema_arrow.names, table.metadata.num_rows
-                self._batches = lambda: table.iter_batches(batch_size=BATCH)
-                return
-            import pyarrow.ipc
-
-            if file.read(6) == b"ARROW1":
-                file.seek(0)
-                reader: Any = pyarrow.ipc.open_file(file)
-                self._batches = lambda: (reader.get_batch(i) for i in range(reader.num_record_batches))
-            else:  # a stream, as Hugging Face datasets are saved
-                file.seek(0)
-                reader = pyarrow.ipc.open_stream(file)
-                self._batches = lambda: iter(reader)
-            self._names = reader.schema.names
+            if not (stream.packed or stream.is_member):
+                return open_binary(self._path, self._options, seeks=True)
+            assert stream.file is not None
+            with ExitStack() as stack:
+                unpacked = stack.enter_context(tempfile.TemporaryFile())
+                shutil.copyfileobj(stream.file, unpacked, 1 << 20)
+                unpacked.seek(0)
+                stack.pop_all()
+            return unpacked
         except FileNotFoundError as error:
             raise ConfigError(f"{self._path}: {missing(error)}") from None
+        except (OSError, *DAMAGES) as error:
+            raise ConfigError(f"{self._path}: {failure_reason(error)}") from None
+
+    def _open(self, kind: str, file: IO[bytes]) -> None:
+        try:
+            schema = self._open_parquet(file) if kind == "parquet" else self._open_arrow(file)
         except (OSError, self._arrow.ArrowException) as error:
             raise ConfigError(f"{self._path}: cannot be read as {kind} ({flat(error, 160)})") from None
+        if (twice := repeated_name(schema)) is not None:
+            raise ConfigError(f'{self._path}: two columns are called "{twice}"; rename one of them')
+        self.names = schema.names
+
+    def _open_parquet(self, file: IO[bytes]) -> Any:
+        import pyarrow.parquet
+
+        table: Any = pyarrow.parquet.ParquetFile(file)
+        self._rows = table.metadata.num_rows
+        self._batches = lambda: table.iter_batches(batch_size=BATCH)
+        return table.schema_arrow
+
+    def _open_arrow(self, file: IO[bytes]) -> Any:
+        import pyarrow.ipc
+
+        whole = file.read(6) == b"ARROW1"  # else a stream, as Hugging Face datasets are saved
+        file.seek(0)
+        reader: Any = pyarrow.ipc.open_file(file) if whole else pyarrow.ipc.open_stream(file)
+        by_place = (reader.get_batch(i) for i in range(reader.num_record_batches)) if whole else iter(reader)
+        self._batches = lambda: by_place
+        return reader.schema
+
+    def reopen(self) -> TableSource | None:
+        """Return the same source, to be read once more; None where its file would have to be sent again."""
+        if self._once:
+            return None
+        return TableSource(Stream(self._path, self._options).look(), self._columns, self._kind, self._options)
 
     def __iter__(self) -> Iterator[Row]:
         number = 0
@@ -80,11 +113,11 @@ class TableSource(NumberedRows):
     def _values(self, batch: Any) -> Iterator[Any]:
         """Yield the batch's rows; one that Python cannot hold (text that is not UTF-8, say) is its own error."""
         try:
-            yield from batch.to_pylist()
+            yield from _to_rows(batch)
         except (ValueError, OverflowError, self._arrow.ArrowException):
             for at in range(batch.num_rows):
                 try:
-                    yield from batch.slice(at, 1).to_pylist()
+                    yield from _to_rows(batch.slice(at, 1))
                 except (ValueError, OverflowError, self._arrow.ArrowException) as error:
                     yield RecordError(f"cannot be read ({flat(error, 160)})")
 
@@ -100,3 +133,66 @@ def arrow(path: str) -> Any:
     except ImportError:
         raise ConfigError(f'{path}: reading it needs pyarrow: pip install "ragspec[tables]"') from None
     return pyarrow
+
+
+def repeated_name(schema: Any) -> str | None:
+    """Return a name that two columns have, or two fields of one struct: Python's dict would keep only the last."""
+    names: list[str] = [field.name for field in schema]
+    if len(set(names)) < len(names):
+        return next(name for name in names if names.count(name) > 1)
+    return next((name for field in schema if (name := repeated_name(_inner(field.type)))), None)
+
+
+def _inner(kind: Any) -> list[Any]:
+    """Return the fields that a type has inside, those of a dictionary's or an extension's values included."""
+    import pyarrow
+
+    while isinstance(kind, pyarrow.DictionaryType | pyarrow.BaseExtensionType):
+        kind = kind.value_type if isinstance(kind, pyarrow.DictionaryType) else kind.storage_type
+    return [kind.field(place) for place in range(kind.num_fields)]
+
+
+def _to_rows(batch: Any) -> list[dict[str, Any]]:
+    columns = [
+        [_value(scalar) for scalar in column] if _holds_times(field.type) else column.to_pylist()
+        for field, column in zip(batch.schema, batch.columns, strict=True)
+    ]
+    if not columns:
+        return [{} for _ in range(batch.num_rows)]
+    return [dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _holds_times(kind: Any) -> bool:
+    from pyarrow import DictionaryType, types
+
+    if isinstance(kind, DictionaryType):
+        return _holds_times(kind.value_type)
+    return bool(types.is_temporal(kind)) or any(_holds_times(field.type) for field in _inner(kind))
+
+
+def _value(scalar: Any) -> Any:
+    """Return a scalar's value, times as text: pyarrow (26) drops nanoseconds, and refuses years beyond 1 to 9999."""
+    import pyarrow
+    from pyarrow import types
+
+    kind = scalar.type
+    if not scalar.is_valid:
+        return None
+    if isinstance(scalar, pyarrow.DictionaryScalar | pyarrow.ExtensionScalar):
+        return _value(scalar.value) if _holds_times(kind) else scalar.as_py()
+    if types.is_timestamp(kind):
+        zone = pyarrow.lib.string_to_tzinfo(kind.tz) if kind.tz else None
+        return timestamp(scalar.value * UNITS[kind.unit], zone)
+    if types.is_date(kind):
+        return day(scalar.value if types.is_date32(kind) else scalar.value // 86_400_000)
+    if types.is_time(kind):
+        return time_of_day(scalar.value * UNITS[kind.unit])
+    if types.is_duration(kind):
+        return duration(scalar.value * UNITS[kind.unit])
+    if types.is_struct(kind):
+        return {name: _value(item) for name, item in scalar.items()}
+    if types.is_map(kind):
+        return [[_value(key), _value(item)] for key, item in (pair.values() for pair in scalar.values)]
+    if isinstance(scalar, pyarrow.ListScalar):
+        return [_value(item) for item in scalar.values]
+    return scalar.as_py()

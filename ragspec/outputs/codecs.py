@@ -14,7 +14,19 @@ from typing import Protocol
 
 import zstandard
 
+from ragspec.errors import ConfigError
 from ragspec.outputs.ledger import Finished
+
+LINES = (".jsonl", ".ndjson")
+PACKINGS = (".gz", ".zst")
+# formats that a name can promise, and that are not written
+OTHERS = (
+    *(".json", ".csv", ".tsv", ".tab", ".xls", ".xlsx", ".ods", ".arrow", ".feather", ".ipc", ".orc", ".avro"),
+    *(".bz2", ".xz", ".zip", ".7z", ".rar", ".tar", ".tgz", ".lz4", ".br", ".z", ".lzma", ".snappy"),
+    *(".sqlite", ".sqlite3", ".db", ".duckdb", ".h5", ".hdf5", ".npy", ".npz", ".pkl", ".pickle", ".msgpack"),
+    *(".html", ".htm", ".xml", ".yaml", ".yml", ".toml", ".md", ".pdf", ".docx"),
+)
+POSSIBLE = "NAME.jsonl, NAME.jsonl.gz, NAME.jsonl.zst, NAME.parquet or a folder (NAME/)"
 
 
 class Codec(Protocol):
@@ -78,11 +90,31 @@ PLAIN, GZIP, ZSTD = (
 
 def codec_of(path: str, format: str = "auto") -> Codec:
     """Return how the parts of the output `path` are written; compressed lines where its name does not say."""
-    path = path.rstrip("/")
-    if format == "parquet" or (format == "auto" and path.endswith(".parquet")):
+    name = path.rstrip("/").lower()
+    if format == "parquet" or (format == "auto" and name.endswith(".parquet")):
         from ragspec.outputs.parquet import Parquet
 
         return Parquet()
-    if path.endswith(".gz"):
+    if name.endswith(".gz"):
         return GZIP
-    return PLAIN if path.endswith((".jsonl", ".json", ".ndjson")) else ZSTD
+    return PLAIN if name.endswith((*LINES, ".json")) else ZSTD
+
+
+def check_ending(path: str, format: str = "auto") -> None:
+    """Raise ConfigError for an output whose name promises a format that it would not have.
+
+    format: that the config asks for. JSON Lines may be called .json where it asks for them.
+    """
+    name = path.rstrip("/").lower()
+    lines = format in ("jsonl", "openai")
+    inner = name.removesuffix(".gz").removesuffix(".zst")
+    if format == "parquet" and name.endswith((*LINES, *PACKINGS)):
+        raise ConfigError(f"output.format: parquet, but {path} ends in .{name.rpartition('.')[2]}")
+    ending = next((ending for ending in OTHERS if inner.endswith(ending)), "")
+    if ending == ".json" and lines:
+        return
+    if inner != name and inner.endswith(".parquet"):
+        ending = name.removeprefix(inner.removesuffix(".parquet"))
+    if ending:
+        so = "; for JSON Lines under that name, set output.format: jsonl" if ending == ".json" else ""
+        raise ConfigError(f"{path}: {ending} is not written; possible are {POSSIBLE}{so}")

@@ -20,7 +20,7 @@ from ragspec.models.resolve import cache_dir
 from ragspec.outputs import parts
 from ragspec.outputs.appended import Appended
 from ragspec.outputs.base import Document, Store
-from ragspec.outputs.codecs import Codec, codec_of
+from ragspec.outputs.codecs import Codec, check_ending, codec_of
 from ragspec.outputs.documents import FolderDocument, LocalDocument
 from ragspec.outputs.folder import Folder, LocalFolder, RemoteFolder
 from ragspec.outputs.parts import Parts
@@ -60,16 +60,27 @@ def target_of(config: OutputConfig) -> Target | None:
     path = local_path(revealed(config.path))
     if path == "-" or path.startswith("/dev/"):
         return None
-    if config.format in ("jsonl", "openai") and path.rstrip("/").endswith(".parquet"):
-        raise ConfigError(f"output.format: {config.format}, but {config.path} ends in .parquet")
     there = Path(path)
     elsewhere = is_url(path)
     if not elsewhere and there.exists() and not there.is_file() and not there.is_dir():
         return None
-    whole = path.endswith((*PACKED, "/")) or config.format == "parquet"
+    if config.format in ("jsonl", "openai") and path.rstrip("/").lower().endswith(".parquet"):
+        raise ConfigError(f"output.format: {config.format}, but {config.path} ends in .parquet")
+    whole = path.lower().endswith((*PACKED, "/")) or config.format == "parquet"
     if elsewhere or whole or there.is_dir():
         return PartsTarget(config)
     return FileTarget(path)
+
+
+def check_name(config: OutputConfig) -> None:
+    """Raise ConfigError for an output whose name promises a format that it would not have.
+
+    What an older version began under such a name goes on.
+    """
+    path = local_path(revealed(config.path))
+    begun = not is_url(path) and Path(path).is_file() and sibling(path, STATE).exists()
+    if not begun and target_of(config) is not None:
+        check_ending(str(config.path), config.format)
 
 
 class FileTarget:

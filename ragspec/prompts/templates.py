@@ -30,6 +30,14 @@ NAMED = {"citations": CITATIONS}  # templates that a config may ask for by name
 VARIABLES = ("query", "contexts", "best_first", "system", "metadata", "id", "chat")
 
 
+def uses_contexts(template: str | None) -> bool:
+    """Return whether a config's own template has passages in it; the default one takes what comes."""
+    if template is None:
+        return False
+    parsed = ImmutableSandboxedEnvironment().parse(NAMED.get(template, template))
+    return "contexts" in meta.find_undeclared_variables(parsed)
+
+
 def compiled(template: str | None, *, ranks: bool = False) -> Any:
     """Return the template that a config's `prompt.template` means, ready to render. Raises ConfigError.
 

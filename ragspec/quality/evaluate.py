@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ragspec.config.places import OutputConfig
+from ragspec.config.places import InputConfig
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError
-from ragspec.outputs.target import target_of
+from ragspec.outputs.target import FileTarget
 from ragspec.quality import citations
 from ragspec.quality.bootstrap import Estimate, estimate
 from ragspec.quality.graded import NAMED, REFUSAL, Answers, Graded, read_graded, read_questions
@@ -89,15 +89,15 @@ class Evaluation:
 def evaluate(
     answers: str,
     *,
-    references: str | None = None,
+    references: InputConfig | str | None = None,
     against: str | None = None,
     refusal: str = REFUSAL,
     judge: RunConfig | None = None,
 ) -> Evaluation:
     """Return the scores of a run's answers. against: another run's over the same records.
 
-    judge: the config of a model that judges answers too; `references` then has the questions. Raises ConfigError and
-    ModelError.
+    references: records that have them, with the names of their columns; else the answers' metadata has. judge: the
+    config of a model that judges answers too; `references` then has the questions. Raises ConfigError and ModelError.
     """
     if judge is not None and references is None:
         raise ConfigError("--judge needs the questions: give the records with --references")
@@ -164,8 +164,7 @@ def _some(names: list[str]) -> str:
 
 def _speed(path: str) -> float | None:
     """Return the tokens per second that the statistics beside an output tell."""
-    target = target_of(OutputConfig(path=path)) if Path(path).is_file() else None
-    value = target.statistics.read().get("tokens_per_s") if target is not None else None
+    value = FileTarget(path).statistics.read().get("tokens_per_s") if Path(path).is_file() else None
     return value if isinstance(value, float) else None
 
 

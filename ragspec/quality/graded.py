@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ragspec.config.places import InputConfig
-from ragspec.errors import ConfigError
+from ragspec.errors import ConfigError, RecordError
+from ragspec.inputs.keyset import RecordIds
 from ragspec.inputs.opening import open_source
+from ragspec.inputs.passages import listed, passage_ids
+from ragspec.inputs.record import REFERENCES, reference_texts
+from ragspec.inputs.values import id_text
 from ragspec.quality.citations import cited, numbered
 
-REFERENCES = ("reference", "references", "answers")
 GOLD = ("gold_ids", "gold_doc_ids")
 NAMED = 5  # ids in a message
 # the ways in which instruction-tuned models say that they have no answer, in English
@@ -46,10 +49,11 @@ class Answers:
     unusable: list[str] = field(default_factory=list)
 
 
-def read_graded(path: str, references: str | None = None, refusal: str = REFUSAL) -> Answers:
-    """Return the answers of an output. references: a file of records that has them; else the lines' metadata has.
+def read_graded(path: str, references: InputConfig | str | None = None, refusal: str = REFUSAL) -> Answers:
+    """Return the answers of an output. references: records that have them; else the lines' metadata has.
 
-    refusal: a regular expression. Raises ConfigError for a file that cannot be read, or is no output.
+    refusal: a regular expression. Raises ConfigError for a file that cannot be read, or is no output, and for
+    references that are not of these records.
     """
     given = dict(_references(references)) if references else None
     try:
@@ -73,12 +77,17 @@ def read_graded(path: str, references: str | None = None, refusal: str = REFUSAL
         answers.graded[name] = _graded(name, text, line, found, source, pattern)
     if not answers.graded and not answers.failed:
         raise ConfigError(f"{path}: contains no answers")
+    if given and answers.graded and answers.graded.keys().isdisjoint(given):
+        raise ConfigError(
+            f'--references {references}: none of its ids is one of {path} (it has "{next(iter(given))}", the answers '
+            f'"{next(iter(answers.graded))}"); if the ids are in another column, give --columns id=NAME'
+        )
     return answers
 
 
-def read_questions(path: str) -> dict[str, str]:
+def read_questions(references: InputConfig | str) -> dict[str, str]:
     """Return the questions of records by id."""
-    found = ((name, row.get("query", row.get("question"))) for name, row in _references(path))
+    found = ((name, row.get("query", row.get("question"))) for name, row in _references(references))
     return {name: question for name, question in found if isinstance(question, str)}
 
 
@@ -87,11 +96,8 @@ def references_of(source: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
     key = next((key for key in REFERENCES if source.get(key) is not None), None)
     if key is None:
         return (), ""
-    value = source[key]
-    texts = value if isinstance(value, list) else [value]
-    if not all(isinstance(text, str | int | float) and not isinstance(text, bool) for text in texts):
-        return (), f'"{key}" must be a text or a list of texts'
-    return tuple(str(text) for text in texts), ""
+    texts = reference_texts(source[key])
+    return ((), f'"{key}" must be a text or a list of texts') if texts is None else (texts, "")
 
 
 def _graded(
@@ -100,7 +106,7 @@ def _graded(
     contexts = [str(each) for each in line.get("contexts") or []]
     gold = next((source[key] for key in GOLD if isinstance(source.get(key), list)), None)
     told = {name for reference in references for name in numbered(reference, _by_rank(source, contexts))}
-    wanted = told if gold is None else set(map(str, gold))
+    wanted = told if gold is None else {_name(each) or str(each) for each in gold}
     parsed = line.get("parsed")
     said = parsed["answer"] if isinstance(parsed, dict) and isinstance(parsed.get("answer"), str) else text
     return Graded(
@@ -119,31 +125,47 @@ def _by_rank(source: Mapping[str, Any], contexts: list[str]) -> list[str]:
 
     The prompt's order, `contexts`, may be another one; it counts where nothing tells the record's.
     """
-    own = source.get("contexts")
-    if isinstance(own, list) and own:
-        names = [each.get("id") if isinstance(each, dict) else None for each in own]
-        return [str(place) if name is None else str(name) for place, name in enumerate(names, 1)]
+    try:
+        own = passage_ids(listed(source.get("contexts")))
+    except RecordError:  # none that a reference could count
+        own = []
+    if own:
+        return own
     places = [str(place) for place in range(1, len(contexts) + 1)]
     return places if sorted(places) == sorted(contexts) else contexts
 
 
-def _references(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, row in enumerate(_lines(path), 1):
-        metadata = row.get("metadata")
-        yield _named(row) or str(number), {**(metadata if isinstance(metadata, dict) else {}), **row}
+def _references(given: InputConfig | str) -> Iterator[tuple[str, dict[str, Any]]]:
+    with open_source(given) as source:
+        ids = RecordIds(source)
+        for row in source:
+            value = _checked(row.value, source.where(row.number))
+            metadata = value.get("metadata")
+            yield ids.of(row), {**(metadata if isinstance(metadata, dict) else {}), **value}
 
 
 def _lines(path: str) -> Iterator[dict[str, Any]]:
     with open_source(InputConfig(path=[path])) as source:
         for row in source:
-            if not isinstance(row.value, dict):
-                raise ConfigError(f"{source.where(row.number)}: not a JSON object")
-            yield row.value
+            yield _checked(row.value, source.where(row.number))
+
+
+def _checked(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: {value if isinstance(value, RecordError) else 'not a JSON object'}")
+    return value
 
 
 def _named(line: Mapping[str, Any]) -> str | None:
-    name = line.get("custom_id", line.get("id"))
-    return None if name is None else str(name)
+    return _name(line.get("custom_id", line.get("id")))
+
+
+def _name(given: Any) -> str | None:
+    """Return an id in the form that records have; None for what is none."""
+    try:
+        return id_text(given)
+    except RecordError:
+        return None
 
 
 def _text(line: Mapping[str, Any]) -> str | None:

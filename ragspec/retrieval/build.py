@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from ragspec.config.sections import RetrievalConfig
 from ragspec.errors import ConfigError, flat
 from ragspec.inputs.keyset import KeySet
 from ragspec.retrieval.chunks import WORDS, Chunker, model_tokens, passage_ids, plain, word_tokens
-from ragspec.retrieval.corpus import Document, Skipped, documents
+from ragspec.retrieval.corpus import Document, NonDocument, Skipped, documents
 from ragspec.retrieval.embedding import Embedder
 from ragspec.retrieval.readers import Unreadable
 from ragspec.retrieval.store import Settings, failing, searched
@@ -19,6 +20,7 @@ from ragspec.retrieval.writer import Chunk, Writer, building, check_language
 
 log = logging.getLogger(__name__)
 WRITTEN_AT_ONCE = 4096  # passages
+SHOWN = 6  # endings in a note
 Report = Callable[["BuildSummary"], None]
 Complain = Callable[[Skipped], None]
 
@@ -35,6 +37,7 @@ class BuildSummary:
     chunks: int = 0  # in the index, when the build is done
     chunks_written: int = 0
     seconds: float = 0.0
+    non_documents: Counter[str] = field(default_factory=Counter)  # files of folders that are no documents, by ending
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -77,6 +80,9 @@ def build(
                 pending.clear()
 
         for item in documents(config.corpus, config.file_types):
+            if isinstance(item, NonDocument):
+                summary.non_documents[item.ending or "without an ending"] += 1
+                continue
             try:
                 pending += _chunks(item, seen, known, stale, chunker, summary)
             except _LeftOut as reason:
@@ -90,6 +96,11 @@ def build(
         write()
         if not summary.seen - summary.skipped:
             raise ConfigError(f"--corpus: {', '.join(config.corpus)}: contains no documents; the index is unchanged")
+        if summary.non_documents:
+            counts = ", ".join(f"{count:,} {ending}" for ending, count in summary.non_documents.most_common(SHOWN))
+            summary.notes.append(
+                f"{summary.non_documents.total():,} files are not documents and were left out ({counts})"
+            )
         if kept_all:
             summary.notes.append(f"{kept_all}: could not be read, so no documents are removed from the index")
         else:

@@ -13,14 +13,16 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from ragspec.config.places import InputConfig
 from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.base import Row
-from ragspec.inputs.jsonl import JsonlSource
-from ragspec.inputs.values import record_id
+from ragspec.inputs.content import DAMAGES, PACKED, failure_reason, unpacked
+from ragspec.inputs.opening import open_source
+from ragspec.inputs.values import id_text
 from ragspec.retrieval.chunks import looks_numbered
-from ragspec.retrieval.readers import READERS, Text, read_text
+from ragspec.retrieval.readers import Text, is_binary, read_text, reader_of
 
-JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+JSONL = (".jsonl", ".ndjson")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,14 @@ class Skipped:
     many: bool = False  # whether it may hide documents that nobody knows of
 
 
-def documents(paths: Sequence[str], file_types: Sequence[str] = ()) -> Iterator[Document | Skipped]:
+@dataclass(frozen=True, slots=True)
+class NonDocument:
+    """A file in a folder that is no document: a photo, a program. ending: of its name."""
+
+    ending: str
+
+
+def documents(paths: Sequence[str], file_types: Sequence[str] = ()) -> Iterator[Document | Skipped | NonDocument]:
     """Yield the documents of `paths`: files, and folders with everything in them except hidden files and folders.
 
     file_types: endings to take from folders (".md"); all by default. Raises ConfigError for a path that is not there.
@@ -60,8 +69,8 @@ def documents(paths: Sequence[str], file_types: Sequence[str] = ()) -> Iterator[
         for item in _files(root):
             if isinstance(item, Skipped):
                 yield item
-            elif not wanted or _unpacked(item.name).endswith(wanted):
-                yield from _of_file(item, item.relative_to(root).as_posix())
+            elif not wanted or item.name.lower().endswith(wanted) or _unpacked(item.name).endswith(wanted):
+                yield from _of_file(item, item.relative_to(root).as_posix(), asked_for=bool(wanted))
 
 
 def _files(root: Path) -> Iterator[Path | Skipped]:
@@ -79,33 +88,41 @@ def _files(root: Path) -> Iterator[Path | Skipped]:
 
 
 def _unpacked(name: str) -> str:
-    return name.lower().removesuffix(".gz").removesuffix(".zst")
+    """Return a file's name in small letters, without the ending of a compression."""
+    small = name.lower()
+    return small.removesuffix(next((ending for ending in PACKED if small.endswith(ending)), ""))
 
 
-def _of_file(file: Path, name: str) -> Iterator[Document | Skipped]:
+def _of_file(file: Path, name: str, *, asked_for: bool = True) -> Iterator[Document | Skipped | NonDocument]:
+    """Yield the documents of a file. asked_for: by its name or its type, and not as one of a folder."""
     try:
         name.encode()
     except UnicodeEncodeError:
         yield Skipped(ascii(str(file)), "its name is not UTF-8; rename it")
         return
-    if name.lower().endswith(JSONL):
+    if _unpacked(name).endswith(JSONL):
         yield from _of_jsonl(file, name)
         return
     try:
         if file.exists() and not file.is_file():
             yield Skipped(str(file), "not a regular file")
             return
-        content = file.read_bytes()
-    except OSError as error:
-        yield Skipped(str(file), f"cannot be read ({error.strerror})", id=name)
+        raw = file.read_bytes()
+        content = unpacked(raw)
+    except (OSError, *DAMAGES) as error:
+        yield Skipped(str(file), failure_reason(error), id=name)
         return
-    reader = READERS.get(file.suffix.lower(), read_text)
-    yield Document(name, str(file), _digest(name, file.suffix.lower(), content), lambda: reader(content))
+    ending = Path(_unpacked(file.name) if content is not raw else file.name.lower()).suffix
+    reader = reader_of(ending, content)
+    if reader is None and not asked_for and is_binary(content):
+        yield NonDocument(ending)
+        return
+    yield Document(name, str(file), _digest(name, ending, content), lambda: (reader or read_text)(content))
 
 
 def _of_jsonl(file: Path, name: str) -> Iterator[Document | Skipped]:
     try:
-        with JsonlSource(str(file)) as lines:
+        with open_source(InputConfig(path=[str(file)], format="jsonl")) as lines:
             for line in lines:
                 try:
                     yield _of_line(line, file, name)
@@ -121,10 +138,10 @@ def _of_line(row: Row, file: Path, name: str) -> Document:
         raise value
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
         raise RecordError('a document is an object {"id", "title", "text"} with a text')
-    key, title, text = value.get("id"), value.get("title"), value["text"]
+    key, title, text = value.get("id", value.get("_id")), value.get("title"), value["text"]  # _id: of BEIR's corpora
     if title is not None and not isinstance(title, str):
         raise RecordError('"title" must be a string')
-    doc = f"{name}:{row.number}" if key is None else record_id(key, row.number)
+    doc = id_text(key) or f"{name}:{row.number}"
     return Document(
         doc, f"{file}:{row.number}", _digest(doc, title or "", text.encode()), lambda: Text(text, title or None)
     )

@@ -1,10 +1,19 @@
-"""Bytes of a file -> its text: plain text, Markdown, HTML, PDF. A new format is a function and a line in `READERS`."""
+"""Bytes of a file -> its text: plain text, Markdown, HTML, PDF, Word. A new format is a function and a line below.
+
+>>> reader_of(".md")(b"# The pump").title
+'The pump'
+"""
 
 from __future__ import annotations
 
+import io
 import re
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+from ragspec.inputs.content import decoded, encoding_of
 
 NOT_CONTENT = ("script", "style", "noscript", "template", "nav")
 
@@ -22,12 +31,17 @@ class Text:
     markdown: bool = False
 
 
+def is_binary(content: bytes) -> bool:
+    """Return whether a file is no text in any encoding that is read."""
+    return encoding_of(content[:4]) is None and b"\0" in content[:8192]
+
+
 def read_text(content: bytes) -> Text:
-    """Return UTF-8 text as it is."""
-    if b"\0" in content[:8192]:
+    """Return text in UTF-8 or UTF-16 as it is."""
+    if is_binary(content):
         raise Unreadable("a binary file, not text")
     try:
-        return Text(content.decode("utf-8-sig"))
+        return Text(decoded(content))
     except UnicodeDecodeError as error:
         raise Unreadable(f"not UTF-8 text (byte {error.start + 1}); if it is text, save it as UTF-8") from None
 
@@ -42,16 +56,42 @@ def read_markdown(content: bytes) -> Text:
 def read_html(content: bytes) -> Text:
     """Return a page as Markdown, without scripts, styles and navigation."""
     from bs4 import BeautifulSoup
-    from markdownify import MarkdownConverter
 
-    if b"\0" in content[:8192]:
+    if is_binary(content):
         raise Unreadable("a binary file, not HTML")
-    page = BeautifulSoup(content, "html.parser")
+    page = BeautifulSoup(decoded(content) if encoding_of(content[:4]) else content, "html.parser")
     title = page.title.get_text(" ", strip=True) if page.title else None
     for tag in page(NOT_CONTENT):
         tag.decompose()
-    text = MarkdownConverter(heading_style="ATX", strip=["a", "img"]).convert_soup(page.body or page)
-    return Text(re.sub(r"\n{3,}", "\n\n", text).strip(), title or None, markdown=True)
+    return Text(_markdown(page.body or page), title or None, markdown=True)
+
+
+def read_docx(content: bytes) -> Text:
+    """Return a Word document as Markdown: headings, lists and tables in reading order; no pictures, no comments."""
+    try:
+        import mammoth
+        from bs4 import BeautifulSoup
+    except ImportError:
+        raise Unreadable('reading Word documents needs mammoth: pip install "ragspec[retrieval]"') from None
+    try:
+        html = mammoth.convert_to_html(
+            io.BytesIO(content),
+            convert_image=lambda _: [],
+            style_map="p[style-name='Title'] => h1:fresh",
+            include_embedded_style_map=False,
+        ).value
+    except zipfile.BadZipFile:
+        raise Unreadable("damaged, not a .docx, or encrypted: save it as .docx without a password") from None
+    page = BeautifulSoup(html, "html.parser")
+    title = page.h1.get_text(" ", strip=True) if page.h1 else None
+    return Text(_markdown(page, table_infer_header=True), title or None, markdown=True)
+
+
+def _markdown(page: Any, **options: Any) -> str:
+    from markdownify import MarkdownConverter
+
+    text: str = MarkdownConverter(heading_style="ATX", strip=["a", "img"], **options).convert_soup(page)
+    return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
 def read_pdf(content: bytes) -> Text:
@@ -85,4 +125,14 @@ READERS: dict[str, Callable[[bytes], Text]] = {
     ".html": read_html,
     ".htm": read_html,
     ".pdf": read_pdf,
+    ".docx": read_docx,
 }
+
+
+def reader_of(suffix: str, content: bytes = b"") -> Callable[[bytes], Text] | None:
+    """Return what reads a file, None where neither its content nor its name says."""
+    if content.startswith(b"%PDF-"):
+        return read_pdf
+    if content.startswith(b"PK\x03\x04") and b"word/document.xml" in content:
+        return read_docx
+    return READERS.get(suffix)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import orjson
 
 from ragspec.errors import RecordError
+from ragspec.inputs.columns import GUESSES
 from ragspec.inputs.feed import Feed, Spread
 from ragspec.outputs.answers import Failed, Flight, Shape, distinct, is_valid, parts_of
 from ragspec.records import Failure, Generation, Passage, Record, Request
@@ -36,12 +37,18 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A record's output line, without its end, and what it took. costs: of each answer that was written."""
+    """A record's output line, without its end, and what it took. costs: of each answer that was written.
+
+    passages: for a question, how many its prompt has, and how many were dropped; None for other records. unread: a
+    field of it that looks like passages.
+    """
 
     index: int
     line: bytes
     prompt_tokens: int
     costs: list[Cost]
+    passages: tuple[int, int] | None = None
+    unread: str = ""
 
 
 class Outlet(Protocol):
@@ -106,7 +113,7 @@ class Answering:
             self._fail(flight, "RecordError", f"its metadata cannot be written ({error})")
             return
         costs = [self._cost(flight, answer) for answer in distinct(answers)]
-        self._outlet.put(Answered(flight.index, encoded, flight.prompt_tokens, costs))
+        self._outlet.put(Answered(flight.index, encoded, flight.prompt_tokens, costs, *_passages(flight)))
 
     def _cost(self, flight: Flight, answer: Generation) -> Cost:
         valid = None
@@ -125,6 +132,16 @@ class Answering:
 
     def _fail(self, flight: Flight, kind: str, message: str) -> None:
         self._outlet.fail(flight.index, Failed(flight.record.id, flight.fingerprint, kind, message))
+
+
+def _passages(flight: Flight) -> tuple[tuple[int, int] | None, str]:
+    """Return how many passages a question is answered with and without, and which of its fields looks like some."""
+    if flight.record.query is None:
+        return None, ""
+    kept, dropped = len(flight.prompt.kept), len(flight.prompt.dropped)
+    metadata = flight.record.metadata
+    unread = next((name for name in GUESSES["contexts"] if isinstance(metadata.get(name), list | dict)), "")
+    return (kept, dropped), "" if kept or dropped else unread
 
 
 def with_contexts(asked: Asked, hits: list[Hit]) -> Asked:

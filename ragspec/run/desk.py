@@ -3,16 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from ragspec.config.run import RunConfig
 from ragspec.inputs.base import Source
 from ragspec.outputs.answers import Failed, Shape
 from ragspec.outputs.journal import Journal
+from ragspec.prompts.templates import uses_contexts
 from ragspec.run.answering import Answered
 from ragspec.run.session import Session
 from ragspec.stats import RunSummary
 
 Report = Callable[[RunSummary, int | None], None]  # called after each record with the totals and the input's lines
+
+
+@dataclass(slots=True)
+class PassageCount:
+    """Questions that were answered, and those of them whose prompts have no passages.
+
+    unfit: because none of theirs fits. unread: a field of theirs that looks like passages, and how many have one.
+    """
+
+    questions: int = 0
+    without: int = 0
+    unfit: int = 0
+    unread: int = 0
+    unread_name: str = ""
+
+    def add(self, kept: int, dropped: int, unread: str) -> None:
+        """Count a question."""
+        self.questions += 1
+        if kept:
+            return
+        if dropped:
+            self.unfit += 1
+            return
+        self.without += 1
+        self.unread += bool(unread)
+        self.unread_name = self.unread_name or unread
+
+    def notes(self, config: RunConfig) -> list[str]:
+        """Return what the user should know: where passages were to be expected, and there are none."""
+        found = []
+        columns = config.input.columns if config.input else None
+        expected = (
+            bool(config.retrieval or (columns and columns.contexts))
+            or uses_contexts(config.prompt.template)
+            or self.without < self.questions / 2
+        )
+        if self.without and (expected or self.unread):
+            field = f'; {self.unread} with a field "{self.unread_name}" that is not read: see ragspec inspect'
+            found.append(f"{self.without} of {self.questions} records have no passages{field if self.unread else ''}")
+        if self.unfit:
+            found.append(
+                f"{self.unfit} of {self.questions} records were answered without passages, as not even their first one "
+                "fits; raise prompt.max_prompt_tokens, lower sampling.max_new_tokens, or give shorter passages"
+            )
+        return found
 
 
 class Desk:
@@ -29,6 +76,8 @@ class Desk:
         self._shape = shape
         self._veil = session.config.veil()
         self._report = report
+        self._config = session.config
+        self._passages = PassageCount()
 
     def has(self, index: int, key: str) -> bool:
         """Return whether an earlier run finished a row; if so, its line is passed over."""
@@ -56,8 +105,14 @@ class Desk:
         self._journal.put(index, line, counted=self._count_failure)
         self._tell()
 
+    def notes(self) -> list[str]:
+        """Return what the user should know about the records that were answered."""
+        return self._passages.notes(self._config)
+
     def _count(self, answered: Answered) -> None:
         summary = self.summary
+        if answered.passages is not None:
+            self._passages.add(*answered.passages, answered.unread)
         summary.count(answered.prompt_tokens, answered.costs)
         for cost in answered.costs:
             summary.latency_s.add(cost.latency_s)

@@ -11,6 +11,7 @@ from ragspec.config.run import RunConfig
 from ragspec.config.secret import revealed
 from ragspec.errors import ConfigError
 from ragspec.inputs.base import Source, within
+from ragspec.inputs.columns import Columns
 from ragspec.inputs.files import files_of
 from ragspec.inputs.opening import open_source
 from ragspec.inputs.storage import is_url
@@ -18,7 +19,7 @@ from ragspec.outputs.base import Document
 from ragspec.outputs.documents import LocalDocument
 from ragspec.outputs.journal import Journal
 from ragspec.outputs.runstate import check_writable
-from ragspec.outputs.target import Target, target_of
+from ragspec.outputs.target import Target, check_name, target_of
 from ragspec.run.choice import choose
 from ragspec.run.desk import Report
 from ragspec.run.experience import remember
@@ -61,9 +62,12 @@ def generate(
     if retry_failed and limit is not None:
         raise ConfigError("--retry-failed drops all error lines: it cannot be combined with --limit")
     with config.veil().over_errors(), ExitStack() as stack:
+        check_name(config.output)
         target = target_of(config.output)
         _check_paths(target, config.input, stats_path)
         source = stack.enter_context(open_source(config.input))
+        if names := getattr(source, "names", []):  # of a table, and so of every row
+            Columns(config.input.columns.given).check_prompts(names, str(config.input), config.prompt.source)
         count = source.count()
         began = target.state.began_by() if target and resume and target.begun() else None
         session = prepare(config, choose(config, count, began, limit=limit))

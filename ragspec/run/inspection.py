@@ -6,26 +6,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import combinations, islice
 from typing import Any
 
 from ragspec.config.places import InputConfig
 from ragspec.errors import RecordError
-from ragspec.inputs.columns import Columns
+from ragspec.inputs.columns import GUESSES, Columns, look_up
 from ragspec.inputs.opening import open_source
-from ragspec.inputs.record import SOURCES, parse_record
+from ragspec.inputs.passages import guessed_fields
+from ragspec.inputs.record import REFERENCES, SOURCES, parse_record, reference_texts
 from ragspec.records import Record
 
 LOOKED_AT = 20  # rows
-# what users call the fields of a record, the likeliest first
-NAMES = {
-    "id": ("id", "qid", "_id", "question_id", "query_id", "uid", "uuid", "example_id"),
-    "query": ("query", "question", "instruction", "input", "user_input", "user_query"),
-    "contexts": ("contexts", "passages", "context", "documents", "docs", "ctxs", "retrieved_contexts", "chunks"),
-    "messages": ("messages", "conversation", "conversations", "chat"),
-    "prompt": ("prompt", "text"),
-}
+BESIDES = ("contexts", "id", "reference")  # what a mapping can do without
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +34,7 @@ class Inspection:
     columns: dict[str, str]
     record: Record | None
     error: str
-    mapping: dict[str, str]
+    mapping: dict[str, str | dict[str, str]]
 
 
 def inspect(given: InputConfig) -> Inspection:
@@ -61,26 +56,59 @@ def inspect(given: InputConfig) -> Inspection:
             record = parse_record(rows[0].value, rows[0].number)
         except RecordError as reason:
             error = f"{source.where(rows[0].number)}: {reason}"
-    first = rows[0].value if rows else None
-    return Inspection(count, columns, record, error, suggestion(columns, first))
+    done = record is not None and bool(given.columns.given)
+    return Inspection(count, columns, record, error, {} if done else suggestion([row.value for row in rows]))
 
 
-def suggestion(columns: dict[str, str], first: Any) -> dict[str, str]:
-    """Return the mapping that makes a record of the first row; empty where none is needed, or none is seen."""
-    found = {ours: next((name for name in names if name in columns), "") for ours, names in NAMES.items()}
+def suggestion(values: Sequence[Any]) -> dict[str, str | dict[str, str]]:
+    """Return the mapping that makes a record of the first row; empty where none is needed, or none is seen.
+
+    values: of the first rows.
+    """
+    records = [value for value in values if isinstance(value, dict)]
+    names = {name for record in records for name in record}
+    found = {ours: next((name for name in guesses if name in names), "") for ours, guesses in GUESSES.items()}
+    if found["prompt"] == "text" and "_id" in names and "title" not in names:  # BEIR's queries
+        found |= {"query": found["query"] or "text", "prompt": ""}
     source = next((ours for ours in SOURCES if found[ours]), "")
-    if not source or "body" in columns:
+    if not source or "body" in names or values[:1] != records[:1]:
         return {}
-    wanted = ["id", source, *(["contexts"] if source == "query" else [])]
-    mapping = {ours: found[ours] for ours in wanted if found[ours] and found[ours] != ours}
-    for fewer in ([], ["contexts"], ["id"], ["contexts", "id"]):  # contexts that are one text are none, for instance
-        some = {ours: name for ours, name in mapping.items() if ours not in fewer}
+    mapping: dict[str, str | dict[str, str]] = {ours: found[ours] for ours in ("id", source) if found[ours]}
+    if source == "query" and (contexts := _passages(records)):
+        mapping["contexts"] = contexts
+    if found["reference"] not in ("", *REFERENCES) and _are_references(records, found["reference"]):
+        mapping["reference"] = found["reference"]
+    mapping = {ours: theirs for ours, theirs in mapping.items() if theirs != ours}
+    for count in range(len(BESIDES) + 1):
+        for left_out in combinations(BESIDES, count):
+            some = {ours: theirs for ours, theirs in mapping.items() if ours not in left_out}
+            try:
+                parse_record(Columns(some).of(records[0]), 1)
+            except RecordError:
+                continue
+            return some
+    return {}
+
+
+def _passages(records: Sequence[dict[str, Any]]) -> str | dict[str, str]:
+    """Return where passages are, and what their fields are called; "" where there are none."""
+    names = [name for name in GUESSES["contexts"] if any(record.get(name) for record in records)]
+    for path in [*names, *(f"{outer}.{inner}" for outer in names for inner in GUESSES["contexts"])]:
+        values = [value for record in records if isinstance(value := look_up(record, path), str | list | dict)]
         try:
-            parse_record(Columns(some).of(first), 1)
+            fields = guessed_fields(values)
+            mapping: str | dict[str, str] = {"path": path, **fields} if fields else path
+            read = Columns({"contexts": mapping})
+            parsed = [parse_record({"query": "?", **read.of(record)}, 1) for record in records]
         except RecordError:
             continue
-        return some
-    return {}
+        if any(record.contexts for record in parsed):
+            return mapping
+    return ""
+
+
+def _are_references(records: Sequence[dict[str, Any]], name: str) -> bool:
+    return all(reference_texts(record[name]) is not None for record in records if record.get(name) is not None)
 
 
 def kind_of(value: Any) -> str:

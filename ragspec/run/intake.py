@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from ragspec.config.run import RunConfig
 from ragspec.errors import RecordError
-from ragspec.inputs.base import Row
-from ragspec.inputs.keyset import KeySet
-from ragspec.inputs.record import lacks_contexts, line_id, parse_record
+from ragspec.inputs.base import Row, Source
+from ragspec.inputs.keyset import KeySet, RecordIds
+from ragspec.inputs.record import lacks_contexts, parse_record
 from ragspec.outputs.answers import Failed
 from ragspec.outputs.ledger import fingerprint
 from ragspec.records import Record
@@ -26,12 +26,13 @@ class Noted:
 
 
 class Intake:
-    """Reads the rows of one pass, in order."""
+    """Reads the rows of one pass over `source`, in order."""
 
-    def __init__(self, config: RunConfig, desk: Desk) -> None:
+    def __init__(self, config: RunConfig, desk: Desk, source: Source) -> None:
         self._form = config.prompt.source
         self._searches = config.retrieval is not None
         self._desk = desk
+        self._ids = RecordIds(source)
         self._seen = KeySet()
         self._numbers = count()
         self._changed = 0
@@ -43,23 +44,26 @@ class Intake:
 
     def noted(self, row: Row) -> Noted | None:
         """Return what a row asks for, wanted or not; None if it can have no answer."""
-        index, key = next(self._numbers), None
+        index, given = next(self._numbers), None
         try:
-            record = self._record(row)
-            key = fingerprint(row, record.id)
+            given = self._ids.given(row)
+            # not the generated id: it may change when the input grows, and older versions used the number
+            key = fingerprint(row, given or str(row.number))
+            record = self._record(row, given)
             wanted = not self._desk.has(index, key)
             self._changed += wanted and self._desk.has_another(record.id)
             return Noted(self._asked(index, key, row, record), wanted)
         except RecordError as error:
-            key = key or fingerprint(row, None)
+            key = fingerprint(row, None)
             if not self._desk.has(index, key):
-                self._desk.fail(index, Failed(line_id(row), key, "RecordError", str(error), row.number))
+                name = given or self._ids.generated(row)
+                self._desk.fail(index, Failed(name, key, "RecordError", str(error), row.number))
             return None
 
     def beyond(self, row: Row) -> Noted | None:
         """Return what a row asks for that is read but not answered; it may be nothing, and costs no line."""
         try:
-            return Noted(self._asked(-1, "", row, self._record(row)), wanted=False)
+            return Noted(self._asked(-1, "", row, self._record(row, self._ids.given(row))), wanted=False)
         except RecordError:
             return None
 
@@ -69,20 +73,26 @@ class Intake:
 
     def notes(self) -> list[str]:
         """Return what the user should know about the rows that were read."""
-        if not self._changed:
-            return []
-        return [
-            f"{self._changed} records changed since they were answered: they are answered again, "
-            "and their old lines stay in the output above the new ones"
-        ]
+        found = []
+        if self._changed:
+            found.append(
+                f"{self._changed} records changed since they were answered: they are answered again, "
+                "and their old lines stay in the output above the new ones"
+            )
+        if self._ids.clashes:
+            found.append(
+                f"{self._ids.clashes} records have an id that equals the line number of an earlier record without one, "
+                "so two output lines have that id; give every record of a pipe an id"
+            )
+        return found
 
-    def _record(self, row: Row) -> Record:
-        """Return the record that a row is. Raises RecordError; so for an id that an earlier row had."""
+    def _record(self, row: Row, given: str | None) -> Record:
+        """Return the record that a row is. given: its id. Raises RecordError, also for a duplicate id."""
         if isinstance(row.value, RecordError):
             raise row.value
         record = parse_record(row.value, row.number, self._form)
-        if not self._seen.add(record.id):
-            own = isinstance(row.value, dict) and ("id" in row.value or "custom_id" in row.value)
-            clash = "appears twice" if own else "(its line number, as it has no id) is another record's id too"
-            raise RecordError(f'id "{record.id}" {clash}; only the first record with that id is answered')
+        if given is None:
+            return replace(record, id=self._ids.generated(row))
+        if not self._seen.add(given):
+            raise RecordError(f'id "{given}" appears twice; only the first record with that id is answered')
         return record

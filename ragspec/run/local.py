@@ -44,7 +44,7 @@ class LocalPass:
         self._session = session
         self._runner = session.runner
         self._desk = Desk(session, source, journal, shape, total, report)
-        self._intake = Intake(session.config, self._desk)
+        self._intake = Intake(session.config, self._desk, source)
         self._ordering = ordering_of(session, source, self._intake, limit, say)
         self._answering = Answering(session, shape, self._desk, details=keep_details)
         self._none = f"{session.config.input}: contains no records; nothing to answer"
@@ -60,7 +60,8 @@ class LocalPass:
                 return
             requests.put_back([first])
             self._load_and_stream(requests)
-        self.summary.notes += self._intake.notes() + self._ordering.notes() + self._answering.notes()
+        self.summary.notes += self._intake.notes() + self._desk.notes()
+        self.summary.notes += self._ordering.notes() + self._answering.notes()
 
     def about(self) -> dict[str, Any]:
         """Return what identifies the run in its statistics."""

@@ -9,14 +9,18 @@ from typing import Any
 
 import orjson
 
+from ragspec.config.places import InputConfig, OutputConfig
 from ragspec.config.sections import RetrievalConfig
 from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.base import Row
+from ragspec.inputs.columns import ALL, Columns
 from ragspec.inputs.feed import Feed
+from ragspec.inputs.keyset import RecordIds
 from ragspec.inputs.opening import open_source
 from ragspec.inputs.record import lacks_contexts
 from ragspec.outputs.codecs import codec_of
 from ragspec.outputs.journal import Journal
+from ragspec.outputs.target import check_name
 from ragspec.records import Passage
 from ragspec.retrieval.evaluate import evaluate
 from ragspec.retrieval.search import Hit, Retriever
@@ -32,20 +36,23 @@ class Passed:
     failed: int = 0
 
 
-def stream(config: RetrievalConfig, source: str, output: str, limit: int | None = None) -> Passed:
+def stream(config: RetrievalConfig, source: InputConfig | str, output: str, limit: int | None = None) -> Passed:
     """Copy the lines of `source` to `output`, contexts added; a line that is not JSON becomes an error line."""
     passed = Passed()
     if codec_of(output).ending == ".parquet":
         raise ConfigError(f"{output}: records with contexts are written as JSONL; choose another name")
+    check_name(OutputConfig(path=output))
+    columns = Columns(source.columns.given) if isinstance(source, InputConfig) else ALL
     with open_source(source) as lines:
+        ids = RecordIds(lines)
         stage = Stage(Retriever(config), query_of, with_hits)
         with Journal(output, resume=False) as journal, closing(stage.fill(Feed(lines, limit))) as filled:
             for index, line in enumerate(filled):
                 if isinstance(line.value, RecordError):
                     passed.failed += 1
                     error = {"type": "RecordError", "message": f"{lines.where(line.number)}: {line.value}"}
-                    journal.put(index, {"id": str(line.number), "line": line.number, "error": error})
-                elif (written := _with_contexts(line)) is not None:
+                    journal.put(index, {"id": ids.generated(line), "line": line.number, "error": error})
+                elif (written := _with_contexts(line, columns)) is not None:
                     passed.searched += 1
                     journal.put(index, written)
                 else:
@@ -69,11 +76,11 @@ def _context(passage: Passage) -> dict[str, Any]:
     return {"id": passage.id, **title, "text": passage.text, "score": passage.score}
 
 
-def _with_contexts(row: Row) -> bytes | None:
+def _with_contexts(row: Row, columns: Columns) -> bytes | None:
     """Return a row with the contexts that were found, everything else byte for byte; None if none were looked for."""
     raw = row.text.strip()
     before: Any = orjson.loads(raw)
-    if not lacks_contexts(before):
+    if not lacks_contexts(columns.of(before)):
         return None
     contexts = orjson.dumps(row.value["contexts"])
     if "contexts" in before:  # null: replaced
@@ -81,7 +88,7 @@ def _with_contexts(row: Row) -> bytes | None:
     return raw.removesuffix(b"}").rstrip() + b',"contexts":' + contexts + b"}"
 
 
-def measure(config: RetrievalConfig, source: str, output: str, limit: int | None = None) -> None:
+def measure(config: RetrievalConfig, source: InputConfig | str, output: str, limit: int | None = None) -> None:
     """Write one object: how well the index answers the lines of `source`, whose documents are known."""
     with open_source(source) as lines:
         result = evaluate(islice(lines, limit), Retriever(config))

@@ -16,6 +16,7 @@ from ragspec.config.load import build_config
 from ragspec.config.places import OutputConfig
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError, RecordError
+from ragspec.inputs.keyset import RecordIds
 from ragspec.inputs.opening import open_source
 from ragspec.inputs.record import parse_record
 from ragspec.outputs.journal import Journal
@@ -111,9 +112,11 @@ def write_held_out(config: RunConfig, lessons: Lessons, folder: Path) -> Path:
     assert config.input is not None
     lines = []
     with open_source(config.input) as source:
+        ids = RecordIds(source)
         for row in source:
             with suppress(RecordError):  # what is no record has no answer either
-                if parse_record(row.value, row.number, config.prompt.source).id in wanted:
+                parse_record(row.value, row.number, config.prompt.source)
+                if ids.of(row) in wanted:
                     lines.append(row.text.strip())
     write_private(folder / INPUT, b"\n".join(lines) + b"\n")
     return folder / INPUT

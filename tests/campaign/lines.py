@@ -1,4 +1,7 @@
-"""Mutated input lines: each of them is answered, or becomes one error line, and no other line is worse off."""
+"""Mutated input lines: each of them is answered, or becomes one error line, and no other line is worse off.
+
+Lines that are JSON still also come as the items of an array or of an object's list, and in other encodings.
+"""
 
 import json
 import random
@@ -46,8 +49,35 @@ def campaign(count: int, seed: int, folder: Path) -> dict[str, int]:
     for number, start in enumerate(range(0, count, FILE)):
         chance = random.Random(f"{seed} lines {number}")
         lines = [mutated(chance, place) for place in range(min(FILE, count - start))]
-        totals += _check(folder / f"lines-{number}", b"\n".join(lines) + chance.choice([b"", b"\n"]))
+        form = chance.choice(list(FORMS)) if number else "lines"
+        lines = lines if form == "lines" else [line for line in lines if _is_json(line)]
+        content = FORMS[form](lines, chance.choice([b"", b"\n"]))
+        numbers = [at for at, line in enumerate(b"\n".join(lines).split(b"\n"), 1) if line.strip()]
+        if form in ("array", "object"):
+            numbers = list(range(1, len(lines) + 1))
+        totals += _check(folder / f"lines-{number}", content, numbers, f"{form}: {chance.choice(NAMES)}")
+        totals[form] += 1
     return dict(totals)
+
+
+def _is_json(line: bytes) -> bool:
+    """Return whether a line is JSON for Python, and text: brackets and quotes show where it ends."""
+    try:
+        json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return False
+    return b"\n" not in line
+
+
+FORMS = {
+    "lines": lambda lines, end: b"\n".join(lines) + end,
+    "array": lambda lines, end: b"[%s]" % b",\n".join(lines) + end,
+    "object": lambda lines, end: b'{"version": 1, "data":\n [%s], "n": [0]}' % b" ,".join(lines) + end,
+    "utf-16": lambda lines, end: (b"\n".join(lines) + end).decode().encode("utf-16", "surrogatepass"),
+    "utf-16-be": lambda lines, end: (b"\n".join(lines) + end).decode().encode("utf-16-be", "surrogatepass"),
+    "utf-8-sig": lambda lines, end: b"\xef\xbb\xbf" + b"\n".join(lines) + end,
+}
+NAMES = ["in.jsonl", "IN.JSON", "in.csv", "in.gz", "in"]
 
 
 def mutated(chance: random.Random, place: int) -> bytes:
@@ -87,14 +117,15 @@ def _repeat(chance, raw):
 DAMAGES = [flip, flip, cut, _insert, _nest, _number, _repeat]
 
 
-def _check(folder: Path, content: bytes) -> Counter:
+def _check(folder: Path, content: bytes, numbers: list[int], form: str) -> Counter:
+    """Answer a file, twice. numbers: of the lines or records in it that are to be answered. form: its, and its name."""
     folder.mkdir()
-    (folder / "in.jsonl").write_bytes(content)
+    name = form.partition(": ")[2] if not form.startswith("lines") else "in.jsonl"
+    (folder / name).write_bytes(content)
     (folder / "c.yaml").write_text("runner: fake\nrunner_args: {context_length: 4000, reverse: true}\n")
-    numbers = [number for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
-    command = ["generate", "-c", "c.yaml", "-i", "in.jsonl", "-o", "out.jsonl"]
+    command = ["generate", "-c", "c.yaml", "-i", name, "-o", "out.jsonl"]
     done = ragspec(folder, *command)
-    where = f"{folder}: {done.stderr}"
+    where = f"{folder}, {form}: {done.stderr}"
     assert done.code in (0, 1), where
     assert "Traceback" not in done.stderr, where
     written = read_jsonl_bytes(folder / "out.jsonl")

@@ -90,7 +90,132 @@ def test_missing_config_file_is_named():
         load_config("nowhere.yaml")
 
 
-def test_set_overrides_any_key_with_yaml_values(tmp_path):
+TEXTS = [
+    *(
+        "null",
+        "~",
+        "yes",
+        "off",
+        "42",
+        "1e3",
+        "0x1F",
+        "2024-01-01",
+        "1:30",
+        "",
+        " x ",
+        "a: b",
+        "a #b",
+        "#b",
+        "- x",
+        "?",
+    ),
+    *("*x", "&a", "!t", "%p", "@q", "`c", "|", ">", '"q"', "'q'", '"', "[a]", "[a", "{a: 1}", "{a", "a=b", "\n", "---"),
+]
+TEXT_KEYS = ["prompt.system", "prompt.query_prefix", "runner_args.revision", "retrieval.storage_options.region"]
+
+
+@pytest.mark.parametrize("key", TEXT_KEYS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_set_takes_a_text_as_it_stands(tmp_path, key, text):
+    raw = config_value(load(tmp_path, "model: demo\nretrieval: {index: x}", f"{key}={text}"), key)
+    assert raw == text
+
+
+def config_value(config, key):
+    found = config.model_dump()
+    for part in key.split("."):
+        found = found[part]
+    return found
+
+
+@pytest.mark.parametrize("text", [text for text in TEXTS if text not in ("", "[a]")])
+def test_set_takes_one_text_or_a_list_in_brackets(tmp_path, text):
+    assert load(tmp_path, "model: demo", f"sampling.stop={text}").sampling.stop == [text]
+    if not text.strip().startswith(("[", "{")):
+        assert load(tmp_path, "model: demo", f"input={text}").input.path == [text]
+        assert load(tmp_path, "model: demo", f"output={text}").output.path == text
+
+
+@pytest.mark.parametrize(
+    ("given", "value"),
+    [
+        ("sampling.stop=[a, '#b', 1, null, yes, \"\\n\"]", ["a", "#b", "1", "null", "yes", "\n"]),
+        ("sampling.temperature=1e-1", 0.1),
+        ("sampling.logprobs=null", None),
+        ("sampling.logprobs=", None),
+        ("sampling.logit_bias={5: 1}", {5: 1.0}),
+        ("sampling.logit_bias.5=-1", {5: -1.0}),
+        ("prompt.chat=no", False),
+        ("prompt.chat=auto", "auto"),
+        ("speculation.num_tokens=4", 4),
+        ("speculation.num_tokens=auto", "auto"),
+        ("runner_args.compile=off", False),
+        ("runner_args.batch_size=auto", "auto"),
+        ("runner_args.device=3", "3"),
+        ("runner_args.model_args.a=true", True),
+        ("runner_args.model_args.a=1.5", 1.5),
+        ("runner_args.model_args.a='1.5'", "1.5"),
+        ("runner_args.model_args.a=x #y: z", "x #y: z"),
+        ("runner_args.model_args.a=2024-01-01", "2024-01-01"),
+        ("runner_args.model_args.a={b: [1, x]}", {"b": [1, "x"]}),
+        ("speculation.extra.a=*x", "*x"),
+        ("structured.json_schema={type: object}", {"type": "object"}),
+        ("structured.choice=[yes, 1]", ["yes", "1"]),
+        ("structured.regex=[a-c] #1", "[a-c] #1"),
+        ("input.path=[1, b]", ["1", "b"]),
+        ("input.path=[ab].jsonl", ["[ab].jsonl"]),
+        ("output.part_records=5", 5),
+        ("retrieval.file_types=.md", [".md"]),
+    ],
+)
+def test_set_reads_a_value_as_its_keys_type_means_it(tmp_path, given, value):
+    config = load(tmp_path, "model: demo\nspeculation: {method: context}\nretrieval: {index: x}", given)
+    key = given.partition("=")[0].removesuffix(".5")
+    assert config_value(config, key) == value
+    assert type(config_value(config, key)) is type(value)
+
+
+def test_set_reads_arguments_of_the_runner_that_is_set(tmp_path):
+    given = ["runner_args.seed=3", "runner_args.revision=3", "runner=vllm", "runner_args.guard=no"]
+    assert load(tmp_path, "model: demo", *given).runner_args == {"seed": 3, "revision": 3, "guard": False}
+    given = ["runner=fake", "runner_args.fail_ids=[1, null]", "runner_args.delay_s=0"]
+    assert load(tmp_path, "model: demo", *given).runner_args == {"fail_ids": ["1", "null"], "delay_s": 0}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("sampling.temperature=0.5 # hot", 'sampling.temperature: "0.5 # hot" is not allowed'),
+        ("sampling.seed=null", "sampling.seed: null is not allowed"),
+        (
+            "runner_args.model_args.a=[1, 2] # both",
+            "--set runner_args.model_args.a: not valid YAML: there is more after",
+        ),
+        ("runner_args.model_args.a=[1, 2", "--set runner_args.model_args.a: not valid YAML"),
+        ("structured.choice=a", "structured.choice"),
+        ("retrieval={index", "--set retrieval: not valid YAML"),
+    ],
+)
+def test_set_refuses_what_its_keys_type_does_not_take(tmp_path, given, message):
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "model: demo", given)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_passages_can_be_mapped_by_a_path_or_by_their_fields(tmp_path):
+    mapped = load(
+        tmp_path, "model: demo\ninput: {path: a, columns: {contexts: docs}}", "input.columns.contexts.text=body"
+    )
+    assert mapped.input.columns.given == {"contexts": {"path": "docs", "text": "body"}}
+    plain = load(tmp_path, "model: demo\ninput: {path: a, columns: {contexts: docs}}")
+    assert plain.input.columns.given == {"contexts": "docs"}
+    assert plain.identity()["columns"] == {"contexts": "docs"}  # outputs that were begun with it go on
+    with pytest.raises(ConfigError, match=r'"input.columns.contexts.txt" is not a known key; did you mean "text"'):
+        load(tmp_path, "model: demo\ninput: {path: a, columns: {contexts: {path: docs, txt: body}}}")
+
+
+def test_set_overrides_any_key(tmp_path):
     config = load(
         tmp_path, "model: demo", "sampling.temperature=0.5", "sampling.stop=[a, b]", "runner_args.batch_size=2"
     )

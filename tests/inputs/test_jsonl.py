@@ -1,5 +1,7 @@
+import bz2
 import gzip
 import io
+import lzma
 import tracemalloc
 
 import pytest
@@ -60,9 +62,13 @@ def test_a_byte_order_mark_is_skipped(tmp_path):
     ("name", "data"),
     [
         ("cut.gz", gzip.compress(TEXT * 50, mtime=0)[:-20]),
-        ("no.gz", TEXT),
+        ("no.gz", b"\x1e" + gzip.compress(TEXT)[1:]),
         ("cut.zst", zstandard.compress(TEXT * 50)[:-6]),
-        ("no.zst", TEXT),
+        ("no.zst", b"\x29" + zstandard.compress(TEXT)[1:]),
+        ("cut.bz2", bz2.compress(TEXT * 50)[:-6]),
+        ("flipped.bz2", bz2.compress(TEXT * 50).replace(b"1AY&SY", b"1AY&SY\x00", 1)),
+        ("cut.xz", lzma.compress(TEXT * 50)[:-6]),
+        ("cut-at-once.gz", gzip.compress(TEXT)[:3]),
     ],
 )
 def test_damaged_compressed_data_is_an_error_and_never_a_silent_end(tmp_path, name, data):
@@ -79,7 +85,7 @@ def test_missing_input_and_folder_are_known_on_opening(tmp_path):
         JsonlSource(str(tmp_path))
 
 
-PACKED = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
+PACKED = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 
 
 @pytest.mark.parametrize("suffix", PACKED)
@@ -128,12 +134,31 @@ def test_a_frame_that_wants_absurd_memory_is_refused(tmp_path):
         values(path)
 
 
+PACK = {"zst": zstandard.compress, "bz2": bz2.compress, "xz": lzma.compress, "gz": gzip.compress}
+
+
 @pytest.mark.parametrize("cut", [1, 2, 5, 9, 13])
-def test_an_archive_cut_in_its_last_frame_is_noticed_wherever_the_cut_is(tmp_path, cut):
-    path = tmp_path / "in.zst"
-    path.write_bytes(zstandard.compress(b'{"id": 1}\n') * 200 + zstandard.compress(b'{"id": 2}\n')[:-cut])
-    with pytest.raises(ConfigError, match=r"in.zst:\d+: the compressed data is damaged"):
+@pytest.mark.parametrize("packing", PACK)
+def test_an_archive_cut_in_its_last_frame_is_noticed_wherever_the_cut_is(tmp_path, packing, cut):
+    path, pack = tmp_path / f"in.{packing}", PACK[packing]
+    path.write_bytes(pack(b'{"id": 1}\n') * 200 + pack(b'{"id": 2}\n')[:-cut])
+    with pytest.raises(ConfigError, match=rf"in.{packing}:\d+: the compressed data is damaged"):
         values(path)
+
+
+@pytest.mark.parametrize("packing", PACK)
+def test_a_frame_that_does_not_begin_like_one_is_no_silent_end(tmp_path, packing):
+    path, pack = tmp_path / f"in.{packing}", PACK[packing]
+    path.write_bytes(pack(b'{"id": 1}\n') + b"\x01" + pack(b'{"id": 2}\n')[1:])
+    with pytest.raises(ConfigError, match=rf"in.{packing}:2: the compressed data is damaged"):
+        values(path)
+
+
+def test_zeros_may_stand_between_the_streams_of_an_xz_file(tmp_path):
+    (tmp_path / "in.xz").write_bytes(
+        lzma.compress(b'{"id": 1}\n') + bytes(8) + lzma.compress(b'{"id": 2}\n') + bytes(4)
+    )
+    assert len(values(tmp_path / "in.xz")) == 2
 
 
 @pytest.mark.parametrize("mark", [b"\xef\xbb\xbf", b"\x1e", b""])

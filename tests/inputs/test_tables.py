@@ -13,8 +13,10 @@ from ragspec.config.places import ColumnNames, InputConfig
 from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.columns import Columns
 from ragspec.inputs.files import digest, files_of, kind_of
+from ragspec.inputs.memory import MemorySource
 from ragspec.inputs.opening import open_source
 from ragspec.inputs.plain import plain
+from ragspec.inputs.record import parse_record
 from ragspec.run.generate import generate
 from ragspec.run.inspection import inspect
 from tests.cli.test_cli import ragspec
@@ -262,8 +264,9 @@ def test_a_flag_or_an_override_changes_a_part_of_the_section(tmp_path):
 
 
 def test_the_kind_of_a_file_is_told_by_its_name():
-    names = ["a.jsonl.gz", "a.JSONL.zst", "a.txt", "a.Parquet", "a.tsv", "x.feather", "-"]
-    assert [kind_of(name) for name in names] == ["jsonl", "jsonl", "jsonl", "parquet", "tsv", "arrow", "jsonl"]
+    names = ["a.jsonl.gz", "a.JSONL.XZ", "a.txt", "a.Parquet", "a.tsv.Bz2", "x.feather", "-", "a.json"]
+    kinds = ["jsonl", "jsonl", "jsonl", "parquet", "tsv", "arrow", "jsonl", "json"]
+    assert [kind_of(name) for name in names] == kinds
 
 
 def test_an_inputs_hash_is_that_of_its_files(tmp_path):
@@ -362,13 +365,6 @@ def test_what_cannot_be_read_of_a_table_is_that_rows_error(tmp_path):
     assert "cannot be read" in str(found[1].value)
 
 
-@pytest.mark.parametrize("name", ["a.csv.gz", "a.parquet.zst"])
-def test_only_jsonl_is_read_packed(name, tmp_path):
-    (tmp_path / name).write_bytes(b"")
-    with pytest.raises(ConfigError, match="only JSONL can be read compressed"):
-        rows(tmp_path / name)
-
-
 def test_keys_of_datasets_are_refused_for_files(tmp_path):
     with pytest.raises(ConfigError, match="split: is for datasets"):
         build_config({"runner": "fake", "input": {"path": "a.parquet", "split": "test"}})
@@ -376,4 +372,286 @@ def test_keys_of_datasets_are_refused_for_files(tmp_path):
 
 def test_inspect_suggests_only_what_makes_a_record(tmp_path):
     as_parquet(tmp_path / "a.parquet", [{"id": "1", "question": "Why?", "context": "one text"}])
+    mapping = inspect(InputConfig(path=[str(tmp_path / "a.parquet")])).mapping
+    assert mapping == {"query": "question", "contexts": "context"}
+    as_parquet(tmp_path / "a.parquet", [{"id": "1", "question": "Why?", "context": 3}])
     assert inspect(InputConfig(path=[str(tmp_path / "a.parquet")])).mapping == {"query": "question"}
+
+
+# -- text stays text ---------------------------------------------------------------------------------------------------
+
+CELLS = ["[1]", '{"a":1}', "[]", '["x"]', "true", "null", "NaN", "1.0", "007", " x "]
+
+
+@pytest.mark.parametrize("make", [as_delimited, as_tsv])
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_cell_of_text_is_that_text_whatever_it_looks_like(tmp_path, make, cell):
+    make(tmp_path / "a", [{"id": cell, "query": cell, "reference": cell, "contexts": ["one"]}])
+    with open_source(InputConfig(path=[str(tmp_path / "a")])) as source:
+        (row,) = source
+    assert row.value == {"id": cell, "query": cell, "reference": cell, "contexts": ["one"]}
+    make(tmp_path / "a", [{"qid": cell, "q": cell, "p": cell, "contexts": ["one"]}])
+    for mapping in ({"id": "qid", "query": "q"}, {"id": "qid", "prompt": "p"}, {"id": "qid", "reference": "p"}):
+        (row,) = rows(tmp_path / "a", columns=mapping)
+        assert [row.value[ours] for ours in mapping] == [cell] * 2
+
+
+def test_a_cell_holds_json_where_a_text_is_not_meant(tmp_path):
+    cells = {
+        "contexts": ["one"],
+        "messages": [{"role": "user", "content": "Why?"}],
+        "metadata": {"a": [1]},
+        "references": ["a", "b"],
+        "answers": {"text": ["a"]},
+        "gold_ids": ["d1"],
+    }
+    with open(tmp_path / "a.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(cells)
+        writer.writerow(map(json.dumps, cells.values()))
+        writer.writerow(["plain", "", "", "[1]", "[2]", ""])
+    first, second = rows(tmp_path / "a.csv")
+    assert first.value == cells
+    assert second.value == {**dict.fromkeys(cells), "contexts": "plain", "references": "[1]", "answers": "[2]"}
+
+
+def test_json_text_in_a_column_of_parquet_is_read_where_a_list_is_meant(tmp_path):
+    as_parquet(tmp_path / "a.parquet", [{"query": "[1]", "contexts": '["one"]', "note": "[2]"}])
+    assert rows(tmp_path / "a.parquet")[0].value == {"query": "[1]", "contexts": ["one"], "note": "[2]"}
+
+
+BINARY = ["binary", "large_binary", "binary_view", "dictionary", "fixed"]
+
+
+def as_binary(kind, values):
+    types = {"binary": pa.binary(), "large_binary": pa.large_binary(), "binary_view": pa.binary_view()}
+    if kind == "fixed":
+        return pa.array(values, pa.binary(len(values[0])))
+    found = pa.array(values, types.get(kind, pa.binary()))
+    return found.dictionary_encode() if kind == "dictionary" else found
+
+
+@pytest.mark.parametrize("kind", BINARY)
+def test_binary_data_is_text_where_it_is_utf8(tmp_path, kind):
+    import pyarrow.feather
+    import pyarrow.parquet
+
+    columns = {
+        name: as_binary(kind, [text.encode(), b"\xff\xfe"[: len(text.encode())]])
+        for name, text in {"id": "a1", "query": "Q?", "note": "é"}.items()
+    }
+    table = pa.table({name: column[:1] for name, column in columns.items()})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert rows(tmp_path / "a.parquet")[0].value == {"id": "a1", "query": "Q?", "note": "é"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("id", b"\xff"),
+        ("query", b"\xff"),
+        ("prompt", b"q\xff"),
+        ("reference", b"\xff"),
+        ("answers", [b"yes", b"\xff"]),
+        ("contexts", [b"\xff"]),
+        ("contexts", [{"text": b"\xff"}]),
+        ("contexts", [{"text": b"x", "title": b"\xff"}]),
+        ("contexts", [{"text": b"x", "id": b"\xff"}]),
+        ("messages", [{"role": "user", "content": b"\xff"}]),
+    ],
+)
+def test_binary_data_that_is_no_text_is_that_records_error_where_text_is_read(tmp_path, field, value):
+    record = {"id": "a", "query": "Why?", field: value}
+    if field in ("prompt", "messages"):
+        del record["query"]
+    as_parquet(tmp_path / "a.parquet", [record])
+    (row,) = rows(tmp_path / "a.parquet")
+    with pytest.raises(RecordError, match="binary data that is not UTF-8"):
+        parse_record(row.value, 1)
+
+
+def test_binary_data_that_is_no_text_is_base64_in_metadata(tmp_path):
+    found = [{"query": "Why?", "hash": b"\x00\xff", "contexts": [{"text": "one", "vector": b"\xff"}]}]
+    as_parquet(tmp_path / "a.parquet", found)
+    (row,) = rows(tmp_path / "a.parquet")
+    record = parse_record(row.value, 1)
+    assert record.metadata == {"hash": "AP8="}
+    assert json.loads(row.raw)["hash"] == "AP8="
+
+
+def test_a_binary_prompt_reaches_the_model_as_text(tmp_path):
+    as_parquet(tmp_path / "a.parquet", [{"id": b"a", "query": "日本?".encode()}, {"id": b"b", "query": b"q\xff"}])
+    lines, summary = answers(tmp_path / "a.parquet", tmp_path)
+    assert lines[0]["id"] == "a"
+    assert "日本?" in lines[0]["output"]
+    assert summary.failed == 1
+
+
+@pytest.mark.parametrize("make", ["parquet", "arrow", "struct", "csv", "tsv"])
+def test_two_columns_of_one_name_are_one_line(tmp_path, make):
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    path = tmp_path / "a"
+    table = pa.table([["x"], ["y"]], names=["query", "query"])
+    if make == "struct":
+        kind = pa.struct([pa.field("query", pa.string()), pa.field("query", pa.string())])
+        inner = pa.StructArray.from_arrays([pa.array(["x"]), pa.array(["y"])], fields=list(kind))
+        table = pa.table({"id": ["1"], "all": pa.ListArray.from_arrays([0, 1], inner)})
+    if make == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    elif make in ("arrow", "struct"):
+        with pa.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        path.write_text("id,query,query\n1,x,y\n".replace(",", "\t" if make == "tsv" else ","))
+    with pytest.raises(ConfigError, match='two columns are called "query"; rename one of them'):
+        rows(path)
+
+
+NS = 1_714_564_800_123_456_789  # 2024-05-01T12:00:00.123456789
+TIMES = [
+    (pa.timestamp("ns"), NS, "2024-05-01T12:00:00.123456789"),
+    (pa.timestamp("ns"), NS - 789, "2024-05-01T12:00:00.123456"),
+    (pa.timestamp("ns"), NS - 123_456_789, "2024-05-01T12:00:00"),
+    (pa.timestamp("ns"), -1, "1969-12-31T23:59:59.999999999"),
+    (pa.timestamp("ns", "UTC"), NS, "2024-05-01T12:00:00.123456789+00:00"),
+    (pa.timestamp("ns", "Europe/Berlin"), NS, "2024-05-01T14:00:00.123456789+02:00"),
+    (pa.timestamp("us", "+05:30"), NS // 1000, "2024-05-01T17:30:00.123456+05:30"),
+    (pa.timestamp("s"), -62_198_755_200, "-0001-01-01T00:00:00"),
+    (pa.timestamp("s"), -62_167_219_200, "0000-01-01T00:00:00"),
+    (pa.timestamp("us"), 2**63 - 1, "+294247-01-10T04:00:54.775807"),
+    (pa.timestamp("us", "Asia/Tokyo"), 2**63 - 1, "+294247-01-10T04:00:54.775807+00:00"),
+    (pa.timestamp("ms"), NS // 10**6, "2024-05-01T12:00:00.123000"),
+    (pa.date32(), 19_844, "2024-05-01"),
+    (pa.date32(), 2_932_897, "+10000-01-01"),
+    (pa.date64(), 86_400_000, "1970-01-02"),
+    (pa.time64("ns"), 43_200_000_000_001, "12:00:00.000000001"),
+    (pa.time64("us"), 1_500_000, "00:00:01.500000"),
+    (pa.time32("s"), 86_399, "23:59:59"),
+    (pa.duration("s"), 120, 120.0),
+    (pa.duration("ns"), 1, 1e-9),
+    (pa.duration("ns"), 2**62 + 1, "PT4611686018.427387905S"),
+    (pa.duration("ns"), -(2**62) - 1, "-PT4611686018.427387905S"),
+    (pa.duration("s"), 2**60, "PT1152921504606846976S"),
+]
+
+
+@pytest.mark.parametrize(("kind", "value", "told"), TIMES, ids=str)
+@pytest.mark.parametrize("shape", ["plain", "list", "struct", "map", "dictionary"])
+def test_times_keep_every_digit_their_zone_and_any_year(tmp_path, kind, value, told, shape):
+    import pyarrow.ipc
+
+    column = pa.array([value, None], kind)
+    column, expected = {
+        "plain": lambda: (column, told),
+        "list": lambda: (pa.ListArray.from_arrays([0, 1, 2], column), [told]),
+        "struct": lambda: (pa.StructArray.from_arrays([column], ["a"]), {"a": told}),
+        "map": lambda: (pa.MapArray.from_arrays([0, 1, 2], ["k", "l"], column), [["k", told]]),
+        "dictionary": lambda: (column.dictionary_encode(), told),
+    }[shape]()
+    table = pa.table({"query": ["Why?", "Who?"], "at": column})
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    found = rows(tmp_path / "a.arrow")
+    assert found[0].value == {"query": "Why?", "at": expected}
+    assert json.loads(found[0].raw)["at"] == expected
+    assert found[1].value["query"] == "Who?"
+
+
+def test_records_of_a_data_frame_are_what_a_file_of_them_says():
+    pandas = pytest.importorskip("pandas")
+    numpy = pytest.importorskip("numpy")
+    frame = pandas.DataFrame({"id": [1.0, float("nan")], "query": ["a", "b"], "at": pandas.to_datetime([NS, None])})
+    with MemorySource(frame.to_dict("records")) as source:
+        first, second = (parse_record(row.value, row.number) for row in source)
+    assert (first.id, first.metadata) == ("1", {"at": "2024-05-01T12:00:00.123456789"})
+    assert (second.id, second.metadata) == ("2", {"at": None})
+    values = {
+        "n": numpy.int64(3),
+        "x": numpy.float32(0.5),
+        "t": numpy.datetime64(NS, "ns"),
+        "d": numpy.timedelta64(1, "ns"),
+    }
+    with MemorySource(
+        [{"query": b"Why?", "v": numpy.array([[1, 2]]), **values}, {"query": b"\xff"}, {"x": object()}]
+    ) as source:
+        good, binary, odd = source
+    told = {"n": 3, "x": 0.5, "t": "2024-05-01T12:00:00.123456789", "d": 1e-9, "v": [[1, 2]]}
+    assert good.value == {"query": "Why?", **told}
+    with pytest.raises(RecordError, match="binary data"):
+        parse_record(binary.value, 2)
+    assert "cannot be written as JSON (a value of type object)" in str(odd.value)
+
+
+def test_pandas_times_keep_every_digit():
+    pandas = pytest.importorskip("pandas")
+    assert plain(pandas.Timestamp(NS, tz="Europe/Berlin")) == "2024-05-01T14:00:00.123456789+02:00"
+    assert plain(pandas.Timedelta(2**62 + 1)) == "PT4611686018.427387905S"
+    assert plain(pandas.NaT) is None
+
+
+@pytest.mark.parametrize(
+    ("record", "metadata"),
+    [
+        ({"x": 2, "metadata": {"x": 1, "y": 3}}, {"x": 2, "y": 3, "metadata": {"x": 1}}),
+        ({"x": 1, "metadata": {"x": 1, "y": 3}}, {"x": 1, "y": 3}),
+        ({"x": 2, "metadata": {"x": 1, "metadata": 5}}, {"x": 2, "metadata": {"x": 1, "metadata": 5}}),
+        ({"x": 2, "metadata": "text"}, {"x": 2, "metadata": "text"}),
+        ({"x": None, "metadata": {"x": 1}}, {"x": None, "metadata": {"x": 1}}),
+    ],
+)
+def test_metadata_that_has_the_name_of_a_field_is_kept_beside_it(record, metadata):
+    assert parse_record({"query": "Why?", **record}, 1).metadata == metadata
+
+
+# -- columns -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"query": "questoin"}, r'input\.columns\.query: .* has "questoin"; did you mean "question"\?'),
+        ({"query": "question", "reference": "gold"}, r'columns\.reference: .* none of the first 3 records has "gold"'),
+        ({"query": "question", "contexts": "docs.bodyy"}, r'"docs.bodyy"; did you mean "body"\?'),
+        ({"query": "question", "contexts": "found.docs"}, r'"found.docs"; known: id, question, docs, rare'),
+        (
+            {"query": "question", "contexts": {"path": "docs", "text": "bodyy"}},
+            r'input\.columns\.contexts\.text: .* has "bodyy"; did you mean "body"\?',
+        ),
+        ({"query": "question", "contexts": {"path": "docs", "score": "meta.scor"}}, 'did you mean "score"'),
+    ],
+)
+def test_a_mapped_field_that_no_record_has_is_one_error_for_the_run(tmp_path, mapping, message):
+    docs = [{"body": "one", "meta": {"score": 1}}]
+    records = [{"id": i, "question": "Why?", "docs": docs} for i in range(2)]
+    write_jsonl(tmp_path / "a.jsonl", [*records, {**records[0], "rare": 1}])
+    with pytest.raises(ConfigError, match=message):
+        rows(tmp_path / "a.jsonl", columns=mapping)
+    config = {"runner": "fake", "input": {"path": str(tmp_path / "a.jsonl"), "columns": mapping}}
+    with pytest.raises(ConfigError, match=message):
+        generate(build_config({**config, "output": str(tmp_path / "out.jsonl")}))
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.arrow"])
+def test_a_table_without_a_prompt_is_one_error_for_the_run(tmp_path, name):
+    MAKE[name](tmp_path / name, [{"question": "Why?", "contexts": ["one"]}] * 3)
+    raw = {"runner": "fake", "output": str(tmp_path / "out.jsonl"), "input": {"path": str(tmp_path / name)}}
+    with pytest.raises(
+        ConfigError, match=r"no record can have a prompt.* the columns are question, contexts; ragspec insp"
+    ):
+        generate(build_config(raw))
+    with pytest.raises(ConfigError, match=r'it needs "messages" \(prompt.source\)'):
+        generate(build_config(raw | {"prompt": {"source": "messages"}}))
+    raw["input"]["columns"] = {"query": "question"}
+    assert generate(build_config(raw)).records == 3
+
+
+def test_a_mapped_field_that_some_records_lack_is_no_error(tmp_path):
+    records = [{"q": "Why?"}, {"q": "Who?", "docs": []}, {"q": "How?", "docs": [{"body": "one"}], "key": 7}]
+    write_jsonl(tmp_path / "a.jsonl", records)
+    mapping = {"query": "q", "id": "key", "contexts": {"path": "docs", "text": "body"}}
+    found = [parse_record(row.value, row.number) for row in rows(tmp_path / "a.jsonl", columns=mapping)]
+    assert [record.id for record in found] == ["1", "2", "7"]
+    assert [[passage.text for passage in record.contexts] for record in found] == [[], [], ["one"]]

@@ -19,7 +19,7 @@ from ragspec.config.places import OutputConfig
 from ragspec.errors import ConfigError
 from ragspec.outputs.codecs import codec_of
 from ragspec.outputs.journal import Journal
-from ragspec.outputs.target import target_of
+from ragspec.outputs.target import check_name, target_of
 from ragspec.run.generate import generate
 from tests.conftest import ROOT, write_jsonl
 from tests.outputs.test_journal import IDENTITY, answer
@@ -294,6 +294,9 @@ def test_an_upload_that_breaks_is_sent_again_and_nothing_is_doubled(s3, tmp_path
         ("s3://b/a", "auto", ".jsonl.zst"),
         ("a/", "parquet", ".parquet"),
         ("a.parquet", "auto", ".parquet"),
+        ("A.JSONL.GZ", "auto", ".jsonl.gz"),
+        ("s3://b/A.NDJSON", "auto", ".jsonl"),
+        ("a.Parquet/", "auto", ".parquet"),
     ],
 )
 def test_a_name_says_how_parts_are_written(path, format, ending):
@@ -303,6 +306,60 @@ def test_a_name_says_how_parts_are_written(path, format, ending):
 def test_a_format_that_the_name_denies_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"output.format: openai, but .*a.parquet ends in .parquet"):
         target_of(OutputConfig(path=str(tmp_path / "a.parquet"), format="openai"))
+
+
+REFUSED = [
+    *("a.csv", "A.CSV", "a.tsv", "a.json", "a.xlsx", "a.arrow", "a.feather", "a.bz2", "a.jsonl.xz", "a.jsonl.ZIP"),
+    *(
+        "a.csv.gz",
+        "a.json.zst",
+        "a.parquet.gz",
+        "a.tar.gz",
+        "a.csv/",
+        "s3://bucket/a.csv",
+        "a.sqlite",
+        "a.html",
+        "a.yaml",
+    ),
+]
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_a_name_that_promises_another_format_is_refused_before_anything_is_read(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        generate(build_config({"runner": "fake", "input": "nowhere.jsonl", "output": path}))
+    assert str(caught.value).startswith(f"{path}: .")
+    assert "is not written; possible are NAME.jsonl, NAME.jsonl.gz" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "path", ["a.jsonl", "a.JSONL", "a.ndjson", "a", "a.txt", "a.v2", "OUT #1.jsonl", "a.out", "a.csv.jsonl"]
+)
+def test_a_name_that_promises_nothing_else_is_a_file_of_lines(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text('{"id": "a", "query": "Why?"}')
+    generate(build_config({"runner": "fake", "input": "in.jsonl", "output": path}))
+    assert orjson.loads((tmp_path / path).read_bytes())["id"] == "a"
+
+
+@pytest.mark.parametrize("format", ["jsonl", "openai"])
+def test_lines_may_be_called_json_where_the_config_asks_for_them(tmp_path, format):
+    check_name(OutputConfig(path=str(tmp_path / "a.json"), format=format))
+
+
+def test_parquet_under_the_name_of_lines_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"output\.format: parquet, but .*a\.jsonl ends in \.jsonl"):
+        check_name(OutputConfig(path=str(tmp_path / "a.jsonl"), format="parquet"))
+
+
+def test_an_output_of_another_name_that_was_begun_goes_on(tmp_path):
+    (tmp_path / "a.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"\.json is not written"):
+        check_name(OutputConfig(path=str(tmp_path / "a.json")))
+    (tmp_path / "a.json.run.json").write_text("{}")
+    check_name(OutputConfig(path=str(tmp_path / "a.json")))
 
 
 RECORDS = [

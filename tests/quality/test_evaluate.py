@@ -1,14 +1,18 @@
 """`ragspec evaluate` on files: references here and there, two runs, and what cannot be scored."""
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
 
 from ragspec.cli import app
+from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from ragspec.quality.evaluate import evaluate
-from tests.conftest import write_jsonl
+from ragspec.run.generate import generate
+from tests.conftest import read_jsonl, write_jsonl
+from tests.inputs.test_tables import as_parquet
 
 REFERENCES = ["Ann Smith", ["1911", "in 1911"], "salt", "nobody"]
 
@@ -124,3 +128,76 @@ def test_the_command_prints_one_object(tmp_path):
     assert found["scores"]["refusals"]["mean"] == 25.0
     assert found["against"]["differences"]["f1"] == {"mean": 0.0, "low": 0.0, "high": 0.0, "count": 4}
     assert CliRunner().invoke(app, ["evaluate", answers, "--refusal", "("]).exit_code != 0
+
+
+IDS = ["1", 1, 1.0]
+
+
+@pytest.mark.parametrize("answered", IDS)
+@pytest.mark.parametrize("given", IDS)
+@pytest.mark.parametrize("name", ["ref.jsonl", "ref.parquet", "ref.json"])
+def test_ids_match_however_they_are_written(tmp_path, answered, given, name):
+    out = write_jsonl(tmp_path / "out.jsonl", [{"id": answered, "output": "salt", "metadata": {}}])
+    records = [{"id": given, "reference": "salt"}, {"id": None, "reference": "pepper"}]
+    if name.endswith("parquet"):
+        as_parquet(tmp_path / name, records)
+    elif name.endswith("json"):
+        (tmp_path / name).write_text(json.dumps(records))
+    else:
+        write_jsonl(tmp_path / name, records)
+    assert evaluate(out, references=str(tmp_path / name)).scores["exact_match"].mean == 100.0
+
+
+def test_records_without_ids_match_by_the_ids_that_a_run_makes(tmp_path):
+    records = [{"query": "a", "reference": "one"}, {}, {"id": "1", "query": "b", "reference": "two"}, {"query": "c"}]
+    text = "\n".join(json.dumps(record) if record else "" for record in records)  # an empty line counts, too
+    (tmp_path / "in.jsonl").write_text(text)
+    raw = {"runner": "fake", "input": str(tmp_path / "in.jsonl"), "output": str(tmp_path / "out.jsonl")}
+    generate(build_config(raw))
+    lines = read_jsonl(tmp_path / "out.jsonl")
+    assert [line["id"] for line in lines] == ["line-1", "1", "4"]
+    write_jsonl(
+        tmp_path / "out.jsonl",
+        [{**line, "output": text} for line, text in zip(lines, ["one", "two", "x"], strict=True)],
+    )
+    found = evaluate(str(tmp_path / "out.jsonl"), references=str(tmp_path / "in.jsonl"))
+    assert found.scores["exact_match"].mean == 100.0
+    assert found.scores["exact_match"].count == 2
+
+
+def evaluated(*args):
+    return CliRunner().invoke(app, ["evaluate", *map(str, args)])
+
+
+def test_references_of_other_columns_are_mapped(tmp_path):
+    out = write_jsonl(tmp_path / "out.jsonl", [{"id": "a", "output": "salt", "metadata": {}}])
+    given = write_jsonl(tmp_path / "ref.jsonl", [{"qid": "a", "meta": {"gold": ["salt", "NaCl"]}}])
+    done = evaluated(out, "--references", given, "--columns", "id=qid", "--columns", "reference=meta.gold")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["scores"]["exact_match"]["mean"] == 100.0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "none of its ids is one of"),
+        (["--columns", "id=quid"], 'input.columns.id: .* none of the first 1 records has "quid"; did you mean "qid"'),
+        (["--columns", "idd=qid"], '"columns.idd" is not a known key; did you mean "id"'),
+        (["--columns", "id"], '"id" is not FIELD=NAME'),
+    ],
+)
+def test_references_of_other_records_are_one_line(tmp_path, more, message):
+    out = write_jsonl(tmp_path / "out.jsonl", [{"id": "a", "output": "salt", "metadata": {}}])
+    given = write_jsonl(tmp_path / "ref.jsonl", [{"qid": "a", "reference": "salt"}])
+    done = evaluated(out, "--references", given, *more)
+    assert isinstance(done.exception, ConfigError)
+    assert re.search(message, str(done.exception))
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [{"text": ["salt", "NaCl"], "answer_start": [3, 4]}, [{"text": "salt", "answer_start": 3}], {"text": "salt"}],
+)
+def test_squads_answers_are_references(tmp_path, answers):
+    line = {"id": "a", "output": "salt", "metadata": {"answers": answers}}
+    assert evaluate(write_jsonl(tmp_path / "out.jsonl", [line])).scores["exact_match"].mean == 100.0

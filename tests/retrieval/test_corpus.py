@@ -1,13 +1,16 @@
+import bz2
 import gzip
 import io
 import json
+import lzma
+import zipfile
 
 import pytest
 
 from ragspec.errors import ConfigError
 from ragspec.retrieval.chunks import Chunker, word_tokens
-from ragspec.retrieval.corpus import Skipped, documents
-from ragspec.retrieval.readers import Text, Unreadable, read_html, read_markdown, read_pdf, read_text
+from ragspec.retrieval.corpus import NonDocument, Skipped, documents
+from ragspec.retrieval.readers import Text, Unreadable, read_docx, read_html, read_markdown, read_pdf, read_text
 
 
 def pdf_bytes(*pages, title=None, password=None):
@@ -38,6 +41,35 @@ def pdf_bytes(*pages, title=None, password=None):
     out = io.BytesIO()
     writer.write(out)
     return out.getvalue()
+
+
+def docx_bytes(*body):
+    """Return a Word document of these paragraphs and tables, in WordprocessingML."""
+    space = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+    styles = "".join(
+        f'<w:style w:type="paragraph" w:styleId="{name.replace(" ", "")}"><w:name w:val="{name}"/></w:style>'
+        for name in ("Title", "heading 1", "heading 2")
+    )
+    files = {
+        "[Content_Types].xml": '<Types xmlns="http://schemas.openxmlformats.org/package/2006/content-types"/>',
+        "word/styles.xml": f'<w:styles xmlns:w="{space}">{styles}</w:styles>',
+        "word/document.xml": f'<w:document xmlns:w="{space}"><w:body>{"".join(body)}</w:body></w:document>',
+    }
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return out.getvalue()
+
+
+def paragraph(text, style=""):
+    about = f'<w:pPr><w:pStyle w:val="{style}"/></w:pPr>' if style else ""
+    return f"<w:p>{about}<w:r><w:t>{text}</w:t></w:r></w:p>"
+
+
+def table(*rows):
+    cells = ("".join(f"<w:tc>{paragraph(cell)}</w:tc>" for cell in row) for row in rows)
+    return f"<w:tbl>{''.join(f'<w:tr>{row}</w:tr>' for row in cells)}</w:tbl>"
 
 
 def of(*paths, **more):
@@ -171,3 +203,126 @@ def test_passages_hold_no_more_tokens_than_asked_and_overlap():
     assert max(map(count, titled)) <= 32 - 10
     assert Chunker(tokens, 32, 0).split(Text(" \n ")) == []
     assert len(Chunker(tokens, 16, 0).split(Text("中国的首都是北京。" * 10))) > 4  # no spaces, and yet words
+
+
+MANUAL = docx_bytes(
+    paragraph("The pump", "Title"),
+    paragraph("Care", "heading1"),
+    paragraph("Before the table."),
+    table(("part", "oil"), ("valve", "twice &amp; more")),
+    paragraph("After it."),
+    '<w:p><w:ins w:author="x"><w:r><w:t>added</w:t></w:r></w:ins>'
+    '<w:del w:author="x"><w:r><w:delText>deleted</w:delText></w:r></w:del></w:p>',
+)
+
+
+def test_a_word_document_is_read_in_order_with_headings_and_tables():
+    pytest.importorskip("mammoth")
+    text = read_docx(MANUAL)
+    assert text.title == "The pump"
+    assert text.markdown
+    places = [
+        text.text.index(part)
+        for part in (
+            "# The pump",
+            "# Care",
+            "Before",
+            "| part | oil |",
+            "| valve | twice & more |",
+            "After it.",
+            "added",
+        )
+    ]
+    assert places == sorted(places)
+    assert "deleted" not in text.text
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04junk", b"\xd0\xcf\x11\xe0" + bytes(600)])
+def test_a_word_document_that_is_none_says_so(content):
+    pytest.importorskip("mammoth")
+    with pytest.raises(Unreadable, match="damaged, not a"):
+        read_docx(content)
+
+
+PACKINGS = {".gz": gzip.compress, ".BZ2": bz2.compress, ".xz": lzma.compress, "": bytes}
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32"])
+def test_documents_are_read_in_every_packing_and_encoding(tmp_path, packing, encoding):
+    files = {
+        "a.txt": "plain text: 日本",
+        "b.md": "# The pump\n\nBody",
+        "c.html": "<title>Page</title><p>One word.</p>",
+        "d.JSONL": '{"_id": 7, "title": "", "text": "from a line: é"}\n{"id": 8.0, "text": "x"}\n',
+    }
+    for name, text in files.items():
+        (tmp_path / f"{name}{packing}").write_bytes(PACKINGS[packing](text.encode(encoding)))
+    found = {item.id: item.read() for item in of(tmp_path)}
+    assert found[f"a.txt{packing}"].text == files["a.txt"]
+    assert found[f"b.md{packing}"].title == "The pump"
+    assert found[f"c.html{packing}"].title == "Page"
+    assert found["7"] == Text("from a line: é")
+    assert found["8"] == Text("x")
+
+
+def test_a_documents_content_counts_where_its_name_says_something_else(tmp_path):
+    pytest.importorskip("mammoth")
+    (tmp_path / "manual").write_bytes(MANUAL)
+    (tmp_path / "paper.txt").write_bytes(pdf_bytes("Page one text"))
+    (tmp_path / "notes.md").write_bytes(gzip.compress(b"# Notes"))
+    found = {item.id: item.read() for item in of(tmp_path)}
+    assert found["manual"].title == "The pump"
+    assert "Page one text" in found["paper.txt"].text
+    assert found["notes.md"].title == "Notes"
+
+
+OTHERS = {
+    "photo.jpg": b"\xff\xd8\xff\xe0\x00\x10JFIF\x00" + bytes(range(256)),
+    "sheet.XLSX": b"PK\x03\x04\x14\x00\x06\x00xl/workbook.xml",
+    "program": b"\x7fELF\x02\x01\x01\x00",
+    "old.doc": b"\xd0\xcf\x11\xe0" + bytes(600),
+    "photos.zip": b"PK\x03\x04\x00\x00",
+}
+
+
+def test_files_of_a_folder_that_are_no_documents_are_counted_and_nothing_else(tmp_path):
+    for name, content in OTHERS.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.log").write_text("read as text, as before")
+    found = of(tmp_path)
+    assert sorted(item.ending for item in found if isinstance(item, NonDocument)) == [
+        "",
+        ".doc",
+        ".jpg",
+        ".xlsx",
+        ".zip",
+    ]
+    assert sorted(item.id for item in found if not isinstance(item, NonDocument)) == ["a.txt", "b.log"]
+
+
+@pytest.mark.parametrize("name", [name for name in OTHERS if "." in name])
+def test_a_file_that_is_named_is_no_document_with_a_reason(tmp_path, name):
+    (tmp_path / name).write_bytes(OTHERS[name])
+    (item,) = of(tmp_path / name)
+    with pytest.raises(Unreadable, match="binary"):
+        item.read()
+    (item,) = of(tmp_path, file_types=[name.rpartition(".")[2]])  # a type that is asked for
+    with pytest.raises(Unreadable, match="binary"):
+        item.read()
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.html", "a.pdf", "a.docx", "latin.log"])
+def test_a_file_of_a_known_type_that_cannot_be_read_is_an_error_in_a_folder_too(tmp_path, name):
+    (tmp_path / name).write_bytes(b"caf\xe9 au lait" if name == "latin.log" else b"\x00\x01\x02")
+    (item,) = of(tmp_path)
+    with pytest.raises(Unreadable):
+        item.read()
+
+
+def test_a_damaged_file_is_left_out_with_a_reason(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"text" * 1000)[:-20])
+    (item,) = of(tmp_path)
+    assert isinstance(item, Skipped)
+    assert "the compressed data is damaged" in item.why

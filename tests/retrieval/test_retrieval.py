@@ -1,3 +1,4 @@
+import gzip
 import json
 import os
 import signal
@@ -129,6 +130,7 @@ def test_bad_documents_are_named_and_left_out(tmp_path):
     (folder / "a.txt").write_text("good text here")
     (folder / "b.pdf").write_bytes(b"%PDF-1.4 no")
     (folder / "c.pdf").write_bytes(pdf_bytes("x", password="p"))
+    (folder / "d.txt").write_bytes(b"\0\1\2")
     (folder / "d.bin").write_bytes(b"\0\1\2")
     (folder / "e.md").write_text("  \n")
     write_jsonl(folder / "f.jsonl", [{"id": "a.txt", "text": "another of that name"}, {"id": "ok", "text": "fine"}])
@@ -136,7 +138,8 @@ def test_bad_documents_are_named_and_left_out(tmp_path):
     summary = build(RetrievalConfig(index=str(tmp_path / "idx"), corpus=[str(folder)]), complain=said.append)
     assert (summary.added, summary.skipped) == (2, 5)
     reasons = {os.path.relpath(item.where, folder): item.why for item in said}
-    assert list(reasons) == ["b.pdf", "c.pdf", "d.bin", "e.md", "f.jsonl:1"]
+    assert list(reasons) == ["b.pdf", "c.pdf", "d.txt", "e.md", "f.jsonl:1"]
+    assert summary.non_documents == {".bin": 1}
     for word, why in zip(("damaged", "encrypted", "binary", "empty", "appears twice"), reasons.values(), strict=True):
         assert word in why
         assert "\n" not in why
@@ -554,6 +557,46 @@ def test_the_commands_make_a_pipeline(tmp_path):
     assert one["contexts"] == ["a.md"]
     assert "failed in an earlier step" in two["error"]["message"]
     assert three["output"]
+
+
+def test_beirs_corpus_and_queries_are_read(tmp_path):
+    write_jsonl(tmp_path / "corpus.jsonl", [{"_id": "d1", "title": "", "text": "A pump that runs dry is damaged."}])
+    write_jsonl(tmp_path / "queries.jsonl", [{"_id": "q1", "text": "What damages a pump?", "metadata": {}}])
+    assert command("index", tmp_path / "corpus.jsonl", "-o", tmp_path / "idx").returncode == 0
+    columns = ["--columns", "query=text", "--columns", "id=_id"]
+    found = command("retrieve", "--index", tmp_path / "idx", tmp_path / "queries.jsonl", *columns)
+    assert found.returncode == 0, found.stderr
+    line = json.loads(found.stdout)
+    assert (line["_id"], line["text"]) == ("q1", "What damages a pump?")
+    assert [context["id"] for context in line["contexts"]] == ["d1"]
+
+
+@pytest.mark.parametrize("name", ["q.csv", "q.json", "q.jsonl.gz"])
+def test_the_filter_reads_queries_in_any_format(tmp_path, name):
+    built(tmp_path)
+    data = {
+        "q.csv": b"id,query\na,owls\n",
+        "q.json": b'[{"id": "a",\n "query": "owls"}]',
+        "q.jsonl.gz": gzip.compress(b'{"id": "a", "query": "owls"}'),
+    }[name]
+    (tmp_path / name).write_bytes(data)
+    found = command("retrieve", "--index", tmp_path / "idx", tmp_path / name, "-k", 1)
+    assert found.returncode == 0, found.stderr
+    line = json.loads(found.stdout)
+    assert (line["id"], line["query"], line["contexts"][0]["id"]) == ("a", "owls", "owl")
+
+
+def test_a_photo_in_a_folder_of_notes_is_told_and_no_error(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.md").write_text("# Pumps\n\nA pump that runs dry is damaged.")
+    (tmp_path / "notes" / "photo.jpg").write_bytes(b"\xff\xd8\xff\xe0\x00\x10JFIF\x00")
+    done = command("index", tmp_path / "notes", "--output", tmp_path / "idx")
+    assert done.returncode == 0, done.stderr
+    assert "1 files are not documents and were left out (1 .jpg)" in done.stderr
+    assert "0 skipped" in done.stderr
+    named = command("index", tmp_path / "notes", tmp_path / "notes" / "photo.jpg", "--output", tmp_path / "idx")
+    assert named.returncode == 1
+    assert "photo.jpg: a binary file, not text" in named.stderr
 
 
 def test_the_filter_keeps_what_json_libraries_lose(tmp_path):

@@ -48,7 +48,7 @@ class RayPass:
         self._crew = crew
         shape = Native() if crew.details else shape_of(session.config)
         self._desk = Desk(session, source, journal, shape, total, report)
-        self._intake = Intake(session.config, self._desk)
+        self._intake = Intake(session.config, self._desk, source)
         self._ordering = ordering_of(session, source, self._intake, limit, say)
         self._asked = self._ordering.asked()
         self._leases = Leases()
@@ -74,7 +74,7 @@ class RayPass:
             self._conclude()
         if not (summary.records or summary.failed or summary.skipped):
             summary.notes.append(self._none)
-        summary.notes += self._intake.notes() + self._ordering.notes()
+        summary.notes += self._intake.notes() + self._desk.notes() + self._ordering.notes()
 
     def stream(self) -> None:
         """Answer the input with workers that are loaded, and time it; another pass may follow."""

@@ -51,6 +51,24 @@ def test_the_file_is_the_one_that_a_single_process_writes(tmp_path, address):
     assert sum(part["failed"] for part in parts) == 3  # the others never reached a worker
 
 
+def test_ids_and_notes_are_those_of_a_single_process(tmp_path, address):
+    given = [
+        {"query": "a"},
+        {"id": "1", "query": "b", "contexts": ["x" * 500]},
+        {"id": 4, "query": "c"},
+        {"query": "d"},
+    ]
+    source = write_jsonl(tmp_path / "in.jsonl", given)
+    more = {"prompt": {"template": "citations", "max_prompt_tokens": 200}}
+    alone, expected = answered(tmp_path, "alone", source, **more)
+    together, found = answered(tmp_path, "together", source, **more, **scaled(address))
+    assert found == expected
+    assert [json.loads(line)["id"] for line in found.splitlines()] == ["line-1", "1", "4", "line-4"]
+    notes = [note for note in alone.notes if "passages" in note]
+    assert [note[:16] for note in notes] == ["3 of 4 records h", "1 of 4 records w"]
+    assert [note for note in together.notes if "passages" in note] == notes
+
+
 def test_records_that_share_passages_stay_together(tmp_path, address):
     source = write_jsonl(tmp_path / "in.jsonl", records(140))
     slow = {"runner_args": {"delay_s": 0.05, "batch_size": 4}}

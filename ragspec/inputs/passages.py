@@ -1,0 +1,227 @@
+"""Passages of a record, in any of their shapes, and the usual names of their fields.
+
+>>> [passage.text for passage in passages_of({"title": ["A", "B"], "sentences": [["One.", " Two."], ["Three."]]})]
+['One. Two.', 'Three.']
+
+The shapes: a text, an object, or a list of them; parallel lists, as in Hugging Face datasets; HotpotQA's `[title,
+[sentence, ...]]`. Limit: a text that looks like a list is refused, as it would become one odd passage.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ragspec.errors import RecordError
+from ragspec.inputs.values import id_text, is_text, kind, names
+from ragspec.records import Passage
+
+FIELDS = ("id", "title", "text", "score")
+# common names, the likeliest first; they are also looked for one level down (LangChain's metadata, LlamaIndex's node)
+NAMES = {
+    "text": (
+        *("text", "body", "content", "page_content", "passage", "passage_text", "chunk", "chunk_text", "document"),
+        *("document_text", "paragraph", "paragraph_text", "contents", "snippet", "sentences"),
+    ),
+    "title": ("title", "heading", "name", "document_title", "section", "source", "file_name", "file"),
+    "id": (
+        *("id", "doc_id", "_id", "docid", "document_id", "passage_id", "pid", "chunk_id", "id_", "node_id", "uuid"),
+        *("idx", "source"),
+    ),
+    "score": ("score", "similarity", "relevance", "relevance_score", "similarity_score", "_score", "rank_score"),
+}
+SENTENCE = 20  # characters
+LISTED = re.compile(r"""\s*(\[\s*['"\[{]|\{\s*['"]).*[\]}]\s*""", re.DOTALL)  # JSON, or a printed Python list
+
+
+def passages_of(value: Any) -> tuple[Passage, ...]:
+    """Return the passages of a record's `contexts`. Raises RecordError."""
+    items = listed(value)
+    return tuple(
+        _passage(item, position, name)
+        for position, (item, name) in enumerate(zip(items, passage_ids(items), strict=True), 1)
+    )
+
+
+def listed(value: Any) -> list[Any]:
+    """Return passages of any shape as a list of texts and objects. Raises RecordError."""
+    if value is None:
+        return []
+    if is_text(value):
+        if LISTED.fullmatch(value):
+            raise RecordError(
+                f'"contexts" is a text that looks like a list ({value.strip()[:20]}...); write it as JSON'
+            )
+        return [value] if value.strip() else []
+    if isinstance(value, dict):
+        return _transposed(value) if _are_columns(value) else [value]
+    if not isinstance(value, list):
+        raise RecordError(f'"contexts" must be a list of strings or objects, got {kind(value)}')
+    return [_titled(item) if _is_titled(item) else item for item in value]
+
+
+def passage_ids(items: Sequence[Any]) -> list[str]:
+    """Return the ids of passages: the given ones, else positions, in a form that equals no given one."""
+    own = [_given_id(item, position) for position, item in enumerate(items, 1)]
+    taken = {name for name in own if name is not None}
+    found = []
+    for position, name in enumerate(own, 1):
+        if name is None:
+            name = str(position)
+            while name in taken:
+                name = f"passage-{name}"
+            taken.add(name)
+        found.append(name)
+    return found
+
+
+def renamed(items: list[Any], fields: Mapping[str, Any]) -> list[Any]:
+    """Return passages with ragspec's field names. fields: name -> function that looks the value up in a passage."""
+    return [
+        {**item, **{ours: look_up(item) for ours, look_up in fields.items()}} if isinstance(item, dict) else item
+        for item in items
+    ]
+
+
+def guessed_fields(values: Sequence[Any]) -> dict[str, str]:
+    """Return a mapping of the passages' fields, {ragspec's name: path}, without those that need none.
+
+    values: the passages of some records. Raises RecordError if they are not passages.
+    """
+    records = [[item for item in listed(value) if isinstance(item, dict)] for value in values]
+    found: dict[str, str] = {}
+    for ours in ("text", "id", "title", "score"):
+        paths = [path for path in _paths(ours, records) if path not in found.values()]
+        fitting = next((path for path in paths if _fits(ours, path, records)), None)
+        if fitting is None and ours == "text":
+            fitting = _longest(records)
+        if fitting is not None:
+            found[ours] = fitting
+    return {ours: found[ours] for ours in FIELDS if found.get(ours, ours) not in (ours, "sentences")}
+
+
+def _paths(ours: str, records: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
+    """Return the candidate paths of a field: top-level names first, then those one level down."""
+    inside = {name for items in records for item in items for name, value in item.items() if isinstance(value, dict)}
+    return [*NAMES[ours], *(f"{outer}.{name}" for name in NAMES[ours] for outer in sorted(inside))]
+
+
+def _fits(ours: str, path: str, records: Sequence[Sequence[dict[str, Any]]]) -> bool:
+    """Return whether the values at a path have the type of the field; ids must also be unique in each record."""
+    columns = [[value for item in items if (value := _at(item, path)) is not None] for items in records]
+    values = [value for column in columns for value in column]
+    if ours == "id":
+        try:
+            return bool(values) and all(len(set(map(id_text, column))) == len(column) for column in columns)
+        except RecordError:
+            return False
+    if ours == "score":
+        return bool(values) and all(map(_is_number, values))
+    return bool(values) and all(is_text(value) or (ours == "text" and _are_sentences(value)) for value in values)
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return _score(value, "") is not None
+    except RecordError:
+        return False
+
+
+def _at(item: dict[str, Any], path: str) -> Any:
+    outer, dot, name = path.rpartition(".")
+    inner = item.get(outer) if dot else item
+    return inner.get(name) if isinstance(inner, dict) else None
+
+
+def _longest(records: Sequence[Sequence[dict[str, Any]]]) -> str | None:
+    """Return the field with the longest texts, if they are longer than names."""
+    lengths: dict[str, list[int]] = {}
+    for item in (item for items in records for item in items):
+        for name, value in item.items():
+            if is_text(value):
+                lengths.setdefault(name, []).append(len(value))
+    means = {name: sum(each) / len(each) for name, each in lengths.items()}
+    longest = max(means, key=means.__getitem__, default=None)
+    return longest if longest is not None and means[longest] >= SENTENCE else None
+
+
+def _are_columns(value: dict[str, Any]) -> bool:
+    """Return whether an object is parallel lists, one per field, rather than a passage."""
+    sentences = value.get("sentences")
+    one = isinstance(sentences, list) and all(map(is_text, sentences)) and not isinstance(value.get("title"), list)
+    return bool(value) and all(isinstance(column, list) for column in value.values()) and not one
+
+
+def _transposed(columns: dict[str, list[Any]]) -> list[Any]:
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        text = ", ".join(f'"{name}" {length}' for name, length in list(lengths.items())[:4])
+        raise RecordError(
+            f'"contexts" has lists of different lengths ({text}); name the one that holds the passages, like '
+            "input.columns.contexts: contexts.NAME"
+        )
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _is_titled(item: Any) -> bool:
+    return isinstance(item, list) and len(item) == 2 and is_text(item[0]) and _are_sentences(item[1])
+
+
+def _titled(item: list[Any]) -> dict[str, Any]:
+    return {"title": item[0], "sentences": item[1]}
+
+
+def _are_sentences(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_text, value))
+
+
+def _given_id(item: Any, position: int) -> str | None:
+    given = item.get("id") if isinstance(item, dict) else None
+    if given == "":
+        return None
+    try:
+        return id_text(given)
+    except RecordError:
+        raise RecordError(
+            f'"contexts" item {position}: "id" must be a string or a whole number, got {kind(given)}'
+        ) from None
+
+
+def _passage(item: Any, position: int, name: str) -> Passage:
+    where = f'"contexts" item {position}'
+    if is_text(item):
+        return Passage(id=name, text=item)
+    if not isinstance(item, dict):
+        raise RecordError(f'{where} must be a string or an object {{"id", "title", "text", "score"}}, got {kind(item)}')
+    text: Any = item.get("sentences") if item.get("text") is None else item["text"]
+    title, score = item.get("title"), item.get("score")
+    if _are_sentences(text):
+        text = _joined(text)
+    if not is_text(text):
+        hint = "" if "text" in item else f"; it has {names(item)}: input.columns.contexts.text says which is the text"
+        raise RecordError(f'{where}: "text" must be a string, got {kind(text)}{hint}')
+    if title is not None and not is_text(title):
+        raise RecordError(f'{where}: "title" must be a string, got {kind(title)}')
+    return Passage(id=name, text=text, title=title, score=_score(score, where))
+
+
+def _score(given: Any, where: str) -> float | None:
+    """Return a passage's score, which some retrievers write as text."""
+    try:
+        if given is not None and not isinstance(given, bool):
+            return float(given)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    if given is not None:
+        raise RecordError(f'{where}: "score" must be a number, got {kind(given)}')
+    return None
+
+
+def _joined(sentences: list[str]) -> str:
+    """Return sentences joined by single spaces; in some datasets they already begin with one."""
+    text = ""
+    for sentence in sentences:
+        apart = text and not text[-1:].isspace() and not sentence[:1].isspace()
+        text += f" {sentence}" if apart else sentence
+    return text
