@@ -21,7 +21,7 @@ from rich.console import Console
 
 from ragspec.benchmark.frontier import TRIES, allowed, frontier, points, variants
 from ragspec.benchmark.grading import graded
-from ragspec.benchmark.plan import Candidate, make_plan
+from ragspec.benchmark.plan import Candidate, check_input, make_plan
 from ragspec.benchmark.process import Worker, open_worker
 from ragspec.benchmark.ratios import paired
 from ragspec.benchmark.results import Pass
@@ -87,6 +87,7 @@ def _lossless(config: RunConfig, folder: Path, *, budget_s: float, limit: int, c
         raise ConfigError(
             f'runner: "{config.runner}" has no method to try without further settings; set speculation.method'
         )
+    check_input(config)
     speeds: Speeds = {candidate.name: [] for candidate in plan}
     with ExitStack() as stack:
         alive: list[Worker] = []

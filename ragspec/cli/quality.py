@@ -50,8 +50,10 @@ def evaluate(
     config = None
     if judge is not None:
         from ragspec.config.load import load_config
+        from ragspec.inputs.storage import advising
 
-        config, _ = load_config(judge, overrides(override))
+        with advising("--judge takes the path of a YAML file"):
+            config, _ = load_config(judge, overrides(override))
     found = score(answers, references=references, against=against, refusal=refusal or REFUSAL, judge=config)
     console = stderr()
     print_notes(console, found.notes)

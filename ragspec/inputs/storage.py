@@ -10,11 +10,12 @@ What goes wrong comes out as an OSError with one line and the address, whatever 
 from __future__ import annotations
 
 import errno
+import glob
 import io
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -158,6 +159,29 @@ def missing(error: FileNotFoundError) -> str:
     """Return how a message says that a file, here or elsewhere, is not there."""
     told_more = isinstance(error.filename, str) and is_url(error.filename)
     return str(error.strerror) if told_more else "no such file"
+
+
+@contextmanager
+def advising(advice: str, paths: Iterable[str] = ()) -> Iterator[None]:
+    """Let the message about a missing file end with `advice`: what to do depends on the command that reads it.
+
+    paths: to be read inside; a pattern among them that matches nothing is such a message too.
+    """
+    for path in paths:
+        if (
+            glob.has_magic(path)
+            and not is_url(path)
+            and not Path(path).exists()
+            and not glob.glob(path, recursive=True)
+        ):
+            raise ConfigError(f"{path}: no file matches; {advice}")
+    try:
+        yield
+    except ConfigError as error:
+        cause = error.__context__  # what the source that says so has caught
+        if isinstance(cause, FileNotFoundError) and cause.filename is not None:
+            raise ConfigError(f"{cause.filename}: {missing(cause)}; {advice}") from None
+        raise
 
 
 def reason(error: Exception) -> str:

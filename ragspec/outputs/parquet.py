@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import io
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -61,6 +62,15 @@ class Parquet:
         file = io.BytesIO()
         self._parquet.write_table(table, file, compression="zstd")
         return file.getvalue()
+
+
+def line_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the output line that a row says: what is a JSON text there is its value again."""
+    line = {key: value for key, value in row.items() if value is not None}
+    for key in AS_JSON:
+        with suppress(KeyError, orjson.JSONDecodeError):  # a text that another program wrote stays one
+            line[key] = orjson.loads(line[key]) if isinstance(line[key], str) else line[key]
+    return line
 
 
 def _row(line: dict[str, Any]) -> dict[str, Any]:

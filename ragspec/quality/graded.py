@@ -10,6 +10,8 @@ from typing import Any
 from ragspec.config.places import InputConfig
 from ragspec.errors import ConfigError
 from ragspec.inputs.opening import open_source
+from ragspec.inputs.storage import advising
+from ragspec.outputs.parquet import line_of
 from ragspec.quality.citations import cited, numbered
 
 REFERENCES = ("reference", "references", "answers")
@@ -51,7 +53,8 @@ def read_graded(path: str, references: str | None = None, refusal: str = REFUSAL
 
     refusal: a regular expression. Raises ConfigError for a file that cannot be read, or is no output.
     """
-    given = dict(_references(references)) if references else None
+    with advising("--references takes a file of records that have a reference", [references] if references else []):
+        given = dict(_references(references)) if references else None
     try:
         pattern = re.compile(refusal, re.IGNORECASE)
     except re.error as error:
@@ -64,7 +67,7 @@ def read_graded(path: str, references: str | None = None, refusal: str = REFUSAL
         if text is None:
             answers.failed.append(name)
             continue
-        source = (line.get("metadata") or {}) if given is None else given.get(name, {})
+        source = _metadata(line) if given is None else given.get(name, {})
         found, problem = references_of(source)
         if problem:
             answers.unusable.append(f"{name}: {problem}")
@@ -129,8 +132,12 @@ def _by_rank(source: Mapping[str, Any], contexts: list[str]) -> list[str]:
 
 def _references(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, row in enumerate(_lines(path), 1):
-        metadata = row.get("metadata")
-        yield _named(row) or str(number), {**(metadata if isinstance(metadata, dict) else {}), **row}
+        yield _named(row) or str(number), {**_metadata(row), **row}
+
+
+def _metadata(line: Mapping[str, Any]) -> dict[str, Any]:
+    found = line.get("metadata")
+    return found if isinstance(found, dict) else {}
 
 
 def _lines(path: str) -> Iterator[dict[str, Any]]:
@@ -138,7 +145,8 @@ def _lines(path: str) -> Iterator[dict[str, Any]]:
         for row in source:
             if not isinstance(row.value, dict):
                 raise ConfigError(f"{source.where(row.number)}: not a JSON object")
-            yield row.value
+            in_table = isinstance(row.value.get("metadata"), str)
+            yield line_of(row.value) if in_table else row.value
 
 
 def _named(line: Mapping[str, Any]) -> str | None:

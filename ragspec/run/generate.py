@@ -13,7 +13,7 @@ from ragspec.errors import ConfigError
 from ragspec.inputs.base import Source, within
 from ragspec.inputs.files import files_of
 from ragspec.inputs.opening import open_source
-from ragspec.inputs.storage import is_url
+from ragspec.inputs.storage import advising, is_url
 from ragspec.outputs.base import Document
 from ragspec.outputs.documents import LocalDocument
 from ragspec.outputs.journal import Journal
@@ -62,8 +62,9 @@ def generate(
         raise ConfigError("--retry-failed drops all error lines: it cannot be combined with --limit")
     with config.veil().over_errors(), ExitStack() as stack:
         target = target_of(config.output)
-        _check_paths(target, config.input, stats_path)
-        source = stack.enter_context(open_source(config.input))
+        with advising("--input takes a file of records, or - for stdin", revealed(config.input.path)):
+            _check_paths(target, config.input, stats_path)
+            source = stack.enter_context(open_source(config.input))
         count = source.count()
         began = target.state.began_by() if target and resume and target.begun() else None
         session = prepare(config, choose(config, count, began, limit=limit))

@@ -15,6 +15,7 @@ from ragspec.errors import RecordError
 from ragspec.inputs.columns import Columns
 from ragspec.inputs.opening import open_source
 from ragspec.inputs.record import SOURCES, parse_record
+from ragspec.inputs.storage import advising
 from ragspec.records import Record
 
 LOOKED_AT = 20  # rows
@@ -44,7 +45,7 @@ class Inspection:
 
 def inspect(given: InputConfig) -> Inspection:
     """Return what the input holds. Raises ConfigError for one that cannot be opened."""
-    with open_source(given) as source:
+    with advising("INPUT takes files, folders, patterns or a dataset", given.path), open_source(given) as source:
         rows = list(islice(source, LOOKED_AT))
         count = source.count()
     columns: dict[str, str] = {}

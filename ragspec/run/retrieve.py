@@ -11,10 +11,11 @@ import orjson
 
 from ragspec.config.sections import RetrievalConfig
 from ragspec.errors import ConfigError, RecordError
-from ragspec.inputs.base import Row
+from ragspec.inputs.base import Row, Source
 from ragspec.inputs.feed import Feed
 from ragspec.inputs.opening import open_source
 from ragspec.inputs.record import lacks_contexts
+from ragspec.inputs.storage import advising
 from ragspec.outputs.codecs import codec_of
 from ragspec.outputs.journal import Journal
 from ragspec.records import Passage
@@ -37,7 +38,7 @@ def stream(config: RetrievalConfig, source: str, output: str, limit: int | None 
     passed = Passed()
     if codec_of(output).ending == ".parquet":
         raise ConfigError(f"{output}: records with contexts are written as JSONL; choose another name")
-    with open_source(source) as lines:
+    with _opened(source) as lines:
         stage = Stage(Retriever(config), query_of, with_hits)
         with Journal(output, resume=False) as journal, closing(stage.fill(Feed(lines, limit))) as filled:
             for index, line in enumerate(filled):
@@ -52,6 +53,11 @@ def stream(config: RetrievalConfig, source: str, output: str, limit: int | None 
                     passed.untouched += 1
                     journal.put(index, line.text)
     return passed
+
+
+def _opened(source: str) -> Source:
+    with advising("--input takes a file of records with queries, or - for stdin", [source]):
+        return open_source(source)
 
 
 def query_of(row: Row) -> str | None:
@@ -83,7 +89,7 @@ def _with_contexts(row: Row) -> bytes | None:
 
 def measure(config: RetrievalConfig, source: str, output: str, limit: int | None = None) -> None:
     """Write one object: how well the index answers the lines of `source`, whose documents are known."""
-    with open_source(source) as lines:
+    with _opened(source) as lines:
         result = evaluate(islice(lines, limit), Retriever(config))
     with Journal(output, resume=False) as journal:
         journal.put(0, result)

@@ -29,7 +29,7 @@ from ragspec.runners.huggingface.args import Args
 from ragspec.runners.huggingface.checkpoint import Checkpoint
 from ragspec.training.distil import Learner, Progress, teach
 from ragspec.training.heads import Head, check_head
-from ragspec.training.lessons import Lessons, answer, without_draft, write_held_out
+from ragspec.training.lessons import Lessons, answer, check_records, without_draft, write_held_out
 from ragspec.training.pupil import Pupil, check_layers, cut_from
 
 DRAFT_MODEL = "draft_model"
@@ -101,6 +101,7 @@ def train_draft(
     """
     plain = without_draft(config)
     target = _target(plain, method, layers)
+    check_records(plain)
     console.print("the target answers the records ...")
     lessons = answer(plain, folder, limit)
     started = time.monotonic()

@@ -9,8 +9,10 @@ import time
 
 import pytest
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from ragspec.cli import app
+from ragspec.errors import ConfigError
 from ragspec.speculation.methods import METHODS
 from tests.conftest import ROOT, read_jsonl, write_jsonl
 from tests.processes import start_interruptible
@@ -143,6 +145,43 @@ def test_what_cannot_start_is_one_line_and_exit_code_2(tmp_path, questions, text
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
     assert not (tmp_path / "out.jsonl").exists()
+
+
+MODEL = "--set model=demo --set speculation.method=context --set runner=huggingface"
+RECORDS = "--input takes a file of records"
+ANSWERS = "takes the output of a run: a file, a folder of parts, or a URL"
+
+
+@pytest.mark.parametrize("name", ["nowhere.jsonl", "nowhere.csv", "nowhere.parquet", "nowhere*.jsonl"])
+@pytest.mark.parametrize(
+    ("command", "advice"),
+    [
+        ("generate -c {config} -i", f"{RECORDS}, or - for stdin"),
+        ("run-batch --model demo --runner huggingface -o out.jsonl -i", f"{RECORDS}, or - for stdin"),
+        ("retrieve --index idx", f"{RECORDS} with queries, or - for stdin"),
+        ("inspect", "INPUT takes files, folders, patterns or a dataset"),
+        (f"verify -c {{config}} {MODEL} -i", RECORDS),
+        ("benchmark -c {config} -i", RECORDS),
+        (f"tune -c {{config}} {MODEL} -i", RECORDS),
+        (f"train-draft -c {{config}} {MODEL} -i", RECORDS),
+        ("evaluate", f"ANSWERS {ANSWERS}"),
+        ("evaluate {answers} --against", f"--against {ANSWERS}"),
+        ("evaluate {answers} --references", "--references takes a file of records that have a reference"),
+    ],
+)
+def test_what_to_do_about_a_missing_file_fits_the_command(config, tmp_path, monkeypatch, command, name, advice):
+    monkeypatch.chdir(tmp_path)
+    answers = write_jsonl(tmp_path / "answers.jsonl", [{"id": "q", "output": "x", "metadata": {}}])
+    done = CliRunner().invoke(app, [*command.format(config=config, answers=answers).split(), name])
+    what = "no file matches" if "*" in name else "no such file"
+    assert isinstance(done.exception, ConfigError)
+    assert str(done.exception) == f"{name}: {what}; {advice}"
+
+
+def test_a_missing_config_of_a_judge_is_not_called_a_config_of_the_run(tmp_path):
+    answers = write_jsonl(tmp_path / "answers.jsonl", [{"id": "q", "output": "x", "metadata": {}}])
+    done = CliRunner().invoke(app, ["evaluate", answers, "--references", answers, "--judge", "nowhere.yaml"])
+    assert str(done.exception) == "nowhere.yaml: no such file; --judge takes the path of a YAML file"
 
 
 def test_a_named_pipe_is_read_once(config, questions, tmp_path):
