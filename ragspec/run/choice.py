@@ -22,6 +22,7 @@ from ragspec.speculation.methods import AUTO, HF, VLLM
 
 LOADING_S = {HF: 5.0, VLLM: 80.0}
 TOKEN_S = {"CPU": {HF: 2e-3, VLLM: 2e-3}, "GPU": {HF: 1e-4, VLLM: 3e-5}}  # of prompts and answers together
+PRIOR_TOKENS = 1000  # that those count for, beside the tokens of earlier runs
 TOKEN_BYTES = 4  # of an input, roughly
 
 
@@ -86,12 +87,17 @@ def expected(known: Mapping[str, Speed], device: str, tokens: int) -> dict[str, 
     as the priors say.
     """
     prior = TOKEN_S[device]
-    ratios = [speed.token_s / prior[word] for word, speed in known.items() if word in prior]
-    scale = sum(ratios) / len(ratios) if ratios else 1.0
+    shown = {word: speed for word, speed in known.items() if word in prior}
+    ratios = [(speed.tokens, speed.token_s / prior[word]) for word, speed in shown.items() if speed.token_s is not None]
+    scale = (PRIOR_TOKENS + sum(count * ratio for count, ratio in ratios)) / (
+        PRIOR_TOKENS + sum(count for count, _ in ratios)
+    )
     found = {}
-    for word, token_s in prior.items():
-        speed = known.get(word) or Speed(LOADING_S[word], token_s * scale)
-        found[word] = speed.load_s + tokens * speed.token_s
+    for word, prior_s in prior.items():
+        speed = shown.get(word, Speed(None, None, 0, 0))
+        spent_s = PRIOR_TOKENS * prior_s * scale + speed.tokens * (speed.token_s or 0.0)
+        load_s = LOADING_S[word] if speed.load_s is None else speed.load_s
+        found[word] = load_s + tokens * spent_s / (PRIOR_TOKENS + speed.tokens)
     return found
 
 

@@ -21,7 +21,7 @@ from ragspec.outputs.runstate import check_writable
 from ragspec.outputs.target import Target, target_of
 from ragspec.run.choice import choose
 from ragspec.run.desk import Report
-from ragspec.run.experience import remember
+from ragspec.run.experience import downloads, remember
 from ragspec.run.local import LocalPass
 from ragspec.run.ordering import Say, unheard
 from ragspec.run.session import Session, prepare
@@ -83,12 +83,13 @@ def generate(
         executor = _executor(session, source, journal, limit=limit, total=within(limit, count), report=report, say=say)
         summary = executor.summary
         summary.notes += notes or []
+        downloaded = downloads(session.config)
         try:
             executor.answer()
         finally:
             summary.notes += [note for note in session.notes() if note not in summary.notes]
             summary.about = executor.about()
-            remember(session.config, summary)
+            remember(session.config, summary, downloaded=downloaded)
             _write_stats(summary, Path(stats_path) if stats_path else None, journal)
     return summary
 
