@@ -64,7 +64,7 @@ def _load(kind: str, name: str, key: str) -> Any:
 
     quiet()
     path = _demo_folder(key) if name == DEMO and kind == "SentenceTransformer" else name
-    path = str(Path(path).expanduser())
+    path = str(Path(path).expanduser()) if path.startswith("~") else path
     path = path if Path(path).is_dir() else _on_hub(path, key)
     try:
         return getattr(sentence_transformers, kind)(
