@@ -47,7 +47,7 @@ def _table(results: Results) -> Table:
         table.add_row(
             Text(name),
             _speed(run.tokens_per_s),
-            _shown(to_plain[name]) if name in to_plain else "-",
+            to_plain[name].told() if name in to_plain else "-",
             _speed(run.decode_tokens_per_s),
             "-" if run.acceptance_rate is None else f"{run.acceptance_rate:.1%}",
             f"{run.tokens_per_step or 0:.2f}",
@@ -97,9 +97,4 @@ def _speed(speed: float | None) -> str:
 
 
 def _compared(ratio: Ratio) -> str:
-    return f"{ratio.name} runs at {_shown(ratio)} the speed of {ratio.baseline}"
-
-
-def _shown(ratio: Ratio) -> str:
-    interval = "" if ratio.interval is None else " ({:.2f} to {:.2f})".format(*ratio.interval)
-    return f"{ratio.median:.2f}x{interval}"
+    return f"{ratio.name} runs at {ratio.told()} the speed of {ratio.baseline}"

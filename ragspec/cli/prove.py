@@ -89,7 +89,7 @@ def tune(
     tuning.write_config(tuned, output, f"the first {limit} records of {run_config.input}")
     for line in tuned.evidence:
         console.print(line, markup=False)
-    console.print(f"{tuned.winner.name} wins; its config is in {output}", markup=False)
+    console.print(f"{tuned.verdict}; its config is in {output}", markup=False)
 
 
 def doctor(

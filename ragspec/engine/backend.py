@@ -254,7 +254,7 @@ class EngineBackend:
             off = 1 - drafted / steps
             if off >= 0.5:
                 self.notes.add(
-                    f"speculation was off in {off:.0%} of steps: drafts would have cost more than they saved"
+                    f"speculation was off in {off:.0%} of steps: drafts were expected to cost more than they save"
                 )
         outgrown = sum(getattr(proposer, "outgrown", 0) for proposer in self._proposers.values())
         if outgrown:

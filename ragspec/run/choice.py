@@ -65,19 +65,23 @@ def choose(config: RunConfig, rows: int | None, began: str | None = None, *, lim
         return _chosen(config, HF, "the number of records is not known, and vLLM takes long to load")
     tokens = _tokens(config, rows, limit)
     device = "GPU" if has_gpu() else "CPU"
-    seconds = expected(speeds(config), device, tokens)
+    known = speeds(config)
+    seconds = expected(known, device, tokens)
+    basis = (
+        f"by earlier runs of {' and '.join(sorted(known))}" if known else "by what is usual: neither has run here yet"
+    )
     gain = seconds[HF] - seconds[VLLM]
     if gain <= 0:
-        return _chosen(config, HF, f"about {-gain:,.0f} s faster than vLLM, which takes longer to load")
+        return _chosen(config, HF, f"expected to be done some {-gain:,.0f} s before vLLM, {basis}")
     try:
         runners.module(VLLM).Runner(config.model_copy(update={"runner": VLLM})).check()
     except ConfigError as error:
-        return _chosen(config, HF, f"vLLM would be faster, but {error}")
+        return _chosen(config, HF, f"vLLM is expected to be faster, but {error}")
     except Exception as error:  # a vLLM that is broken raises what it likes as it is imported
         return _chosen(
-            config, HF, f"vLLM would be faster, but it fails here ({type(error).__name__}: {flat(error, 120)})"
+            config, HF, f"vLLM is expected to be faster, but fails here ({type(error).__name__}: {flat(error, 120)})"
         )
-    return _chosen(config, VLLM, f"about {gain:,.0f} s faster than huggingface, loading included")
+    return _chosen(config, VLLM, f"expected to be done some {gain:,.0f} s before huggingface, {basis}")
 
 
 def expected(known: Mapping[str, Speed], device: str, tokens: int) -> dict[str, float]:

@@ -66,7 +66,7 @@ def test_the_size_of_the_input_decides(monkeypatch):
     assert choose(config(), None).config.runner == "huggingface"
     chosen = choose(config(), 10**6)
     assert chosen.config.runner == "vllm"
-    assert "faster than huggingface, loading included" in chosen.why
+    assert "s before huggingface, by what is usual: neither has run here yet" in chosen.why
 
 
 def test_prompts_count_as_much_as_answers(tmp_path, monkeypatch):
@@ -87,7 +87,7 @@ def test_what_vllm_refuses_is_answered_by_ours(monkeypatch):
     monkeypatch.setattr(Runner, "check", refuse)
     chosen = choose(config(), 10**6)
     assert chosen.config.runner == "huggingface"
-    assert chosen.why.endswith("vLLM would be faster, but it does not know this architecture")
+    assert chosen.why.endswith("vLLM is expected to be faster, but it does not know this architecture")
 
 
 def test_experience_takes_the_place_of_the_priors():
@@ -101,6 +101,7 @@ def test_experience_takes_the_place_of_the_priors():
     }
     assert choose(config(), 100).config.runner == "huggingface"
     assert choose(config(), 1000).config.runner == "vllm"
+    assert choose(config(), 1000).why.endswith("by earlier runs of huggingface and vllm")
     assert speeds(build_config({"model": "another"})) == {}
 
 
@@ -245,7 +246,7 @@ def test_a_vllm_that_is_broken_ends_no_run(monkeypatch):
 
     monkeypatch.setattr(choice, "has_gpu", lambda: True)
     monkeypatch.setattr(Runner, "check", fail)
-    assert choose(config(), 10**6).why.endswith("but it fails here (ImportError: undefined symbol)")
+    assert choose(config(), 10**6).why.endswith("but fails here (ImportError: undefined symbol)")
 
 
 def test_runners_that_are_no_choice_are_not_remembered():
