@@ -126,7 +126,7 @@ class Reservoir:
 class Cost(NamedTuple):
     """What an answer took. undrafted: why nothing was drafted for it, where its own settings forbid it.
 
-    valid: whether it has the form that was asked for, None where it may have any. whole: whether it was not cut off.
+    valid: whether it has the form that was asked for, None where it may have any. whole: whether it came to its end.
     """
 
     output_tokens: int
@@ -150,7 +150,7 @@ class Totals:
     output_tokens: int = 0
     shaped: int = 0  # answers that were to have a form
     valid: int = 0  # of them, those that have it
-    truncated: int = 0  # of them, those that were cut off
+    truncated: int = 0  # of them, those that were cut off before they were complete
     load_s: float = 0.0
     warmup_s: float = 0.0
     prefill_s: float | None = None
@@ -170,7 +170,7 @@ class Totals:
             if cost.valid is not None:
                 self.shaped += 1
                 self.valid += cost.valid
-                self.truncated += not cost.whole
+                self.truncated += not (cost.whole or cost.valid)
 
     @property
     def decode_tokens_per_s(self) -> float | None:

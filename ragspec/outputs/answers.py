@@ -13,6 +13,7 @@ from ragspec.prompts.builder import Prompt
 from ragspec.records import Generation, Passage, Record, Sampling, Tokenizer
 from ragspec.runners.base import Runner
 from ragspec.stats import SpecStats
+from ragspec.structured.complete import is_complete, spaced
 from ragspec.structured.form import Form
 
 
@@ -74,7 +75,7 @@ class Native:
         if len(answers) > 1:
             line |= {"outputs": texts, "finish_reasons": [each.finish_reason for each in answers]}
         if flight.form is not None:
-            line |= _structured(flight.form, answers, texts)
+            line |= _structured(flight, flight.form, answers, texts)
         line |= _costs(flight, answers, runner)
         line["contexts"] = [passage.id for passage in kept]
         if any(passage.score is not None for passage in kept):
@@ -96,9 +97,9 @@ class Native:
         return {"id": failed.name, **place, "error": error, "fingerprint": failed.fingerprint}
 
 
-def _structured(form: Form, answers: Sequence[Generation], texts: Sequence[str]) -> dict[str, Any]:
+def _structured(flight: Flight, form: Form, answers: Sequence[Generation], texts: Sequence[str]) -> dict[str, Any]:
     """Return whether all answers have the form that was asked for, and what they say where that is JSON."""
-    valid = [is_valid(form, answer, text) for answer, text in zip(answers, texts, strict=True)]
+    valid = [is_valid(flight, form, answer, text) for answer, text in zip(answers, texts, strict=True)]
     found: dict[str, Any] = {"valid": all(valid)}
     if form.is_json:
         parsed = [orjson.loads(text) if good else None for text, good in zip(texts, valid, strict=True)]
@@ -106,17 +107,16 @@ def _structured(form: Form, answers: Sequence[Generation], texts: Sequence[str])
     return found
 
 
-def is_valid(form: Form, answer: Generation, text: str) -> bool:
-    """Return whether an answer came to its end; a JSON text must be one that can be read, too."""
-    if answer.finish_reason != "stop":
-        return False
+def is_valid(flight: Flight, form: Form, answer: Generation, text: str) -> bool:
+    """Return whether an answer has its form; one that was cut off may have, if nothing of it is missing."""
+    ended = answer.finish_reason == "stop" and not flight.sampling.stop  # a stop string may come anywhere
     if not form.is_json:
-        return True
+        return ended or is_complete(flight.grammar, text)
     try:
-        orjson.loads(text)
+        value = orjson.loads(text)
     except orjson.JSONDecodeError:
         return False
-    return True
+    return ended or is_complete(flight.grammar, text) or is_complete(flight.grammar, spaced(value))
 
 
 def _costs(flight: Flight, answers: Sequence[Generation], runner: Runner) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class Answering:
     def _cost(self, flight: Flight, answer: Generation) -> Cost:
         valid = None
         if flight.form is not None:
-            valid = is_valid(flight.form, answer, texts_of(flight, [answer], self._runner.tokenizer)[0])
+            valid = is_valid(flight, flight.form, answer, texts_of(flight, [answer], self._runner.tokenizer)[0])
         return Cost(
             len(answer.token_ids),
             answer.cached_prompt_tokens,
