@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ragspec.stats import RunSummary
+from ragspec.stats import OTHERS, OutputTotals, RunSummary
 
 if TYPE_CHECKING:
     from ragspec.retrieval.build import BuildSummary
@@ -43,6 +43,8 @@ def print_summary(console: Console, summary: RunSummary, output: str) -> None:
             ("acceptance", f"{spec.acceptance_rate:.1%} ({spec.accepted:,} of {spec.drafted:,} drafted tokens)"),
             ("tokens per step", f"{summary.tokens_per_step:.2f} ({spec.mean_acceptance_length:.2f} where it drafted)"),
         ]
+    if reasons := _reasons(summary):
+        rows.append(("failed", reasons))
     if summary.shaped:
         cut = f", {summary.truncated:,} cut off at max_new_tokens" if summary.truncated else ""
         rows.append(("structured", f"{summary.valid:,} of {summary.shaped:,} answers valid{cut}"))
@@ -50,6 +52,8 @@ def print_summary(console: Console, summary: RunSummary, output: str) -> None:
         rows.append(("retrieval", _retrieval(summary.retrieval)))
     if summary.workers:
         rows.append(("workers", _workers(summary)))
+    if summary.totals is not None and summary.totals.spent.runs > 1:
+        rows.append(("all runs", _all_runs(summary.totals)))
     rows.append(("output", "stdout" if output == "-" else output))
     for name, value in rows:
         table.add_row(name, Text(value))
@@ -85,6 +89,33 @@ def _records(summary: RunSummary) -> str:
     if summary.failed_before:
         parts.append(f"{summary.failed_before:,} of them error lines (--retry-failed tries them again)")
     return ", ".join(parts)
+
+
+def _reasons(summary: RunSummary) -> str:
+    """Return why records failed, a line per cause; of an earlier run's failures, where this one had none."""
+    failures = summary.failures
+    if not summary.failed and summary.failed_before and summary.totals is not None:
+        failures = summary.totals.failures
+    if not failures.records:
+        return ""
+    ranked = failures.ranked()
+    if len(ranked) == 1 and not failures.others and failures.records > 1:
+        every = (
+            "every record" if not summary.records and failures is summary.failures else f"{failures.records:,} records"
+        )
+        return f"{every}: {ranked[0][0]}"
+    lines = [f"{count:,} x {message}" for message, count in ranked]
+    return "\n".join(lines + ([f"{failures.others:,} x {OTHERS}"] if failures.others else []))
+
+
+def _all_runs(totals: OutputTotals) -> str:
+    spent = totals.spent
+    failed = f", {totals.failed:,} failed" if totals.failed else ""
+    return (
+        f"{spent.runs:,}: {totals.records:,} answered{failed}, {totals.prompt_tokens:,} prompt and "
+        f"{totals.output_tokens:,} output tokens, {spent.load_s:.1f} s load, {spent.warmup_s:.1f} s warm-up, "
+        f"{spent.generate_s:.1f} s answering"
+    )
 
 
 def _speed(summary: RunSummary) -> str:

@@ -64,6 +64,9 @@ class Shape(Protocol):
     def error(self, failed: Failed) -> dict[str, Any]:
         """Return the line of a record without an answer."""
 
+    def signed(self, line: bytes, config: str) -> bytes:
+        """Return an answer's line that names the config which wrote it, as run.json does."""
+
 
 class Native:
     """ragspec's own form: docs/output.md."""
@@ -95,6 +98,9 @@ class Native:
         place = {} if failed.line is None else {"line": failed.line}
         error = {"type": failed.kind, "message": failed.message}
         return {"id": failed.name, **place, "error": error, "fingerprint": failed.fingerprint}
+
+    def signed(self, line: bytes, config: str) -> bytes:
+        return orjson.dumps({**orjson.loads(line), "config": config})
 
 
 def _structured(flight: Flight, form: Form, answers: Sequence[Generation], texts: Sequence[str]) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import orjson
+
 from ragspec.outputs.answers import Failed, Flight, cached_tokens, texts_of
 from ragspec.outputs.ledger import LINE
 from ragspec.outputs.likelihood import told, told_of_completion
@@ -55,6 +57,11 @@ class OpenAIBatch:
         code = "invalid_request" if status == BAD_REQUEST else "server_error"
         body = {"error": {"message": failed.message, "type": f"{code}_error", "param": None, "code": failed.kind}}
         return _line(failed.name, failed.fingerprint, status, body, {"code": code, "message": failed.message})
+
+    def signed(self, line: bytes, config: str) -> bytes:
+        value = orjson.loads(line)
+        value["response"]["body"]["system_fingerprint"] = config  # OpenAI's name for what a model ran with
+        return orjson.dumps(value)
 
 
 def _line(

@@ -14,9 +14,10 @@ from typing import Any
 import orjson
 
 from ragspec.errors import ConfigError, flat
-from ragspec.outputs.ledger import Finished
+from ragspec.outputs.ledger import Drop, Finished
 
 AS_JSON = ("metadata", "logprobs", "parsed")
+FINISHED = ["id", "fingerprint", "error", "prompt_tokens", "output_tokens"]  # what tells what a row finishes
 
 
 class Parquet:
@@ -44,13 +45,12 @@ class Parquet:
 
     def finished(self, data: bytes) -> list[Finished]:
         """Return what its rows finish."""
-        rows = self._read(data, ["id", "fingerprint", "error"]).to_pylist()
-        return [Finished(row["fingerprint"], row["id"], row["error"] is not None) for row in rows]
+        return [_finished(row) for row in self._read(data, FINISHED).to_pylist()]
 
-    def without_failed(self, data: bytes) -> bytes:
-        """Return the content without the rows of records that failed."""
+    def without(self, data: bytes, drop: Drop) -> bytes:
+        """Return the content without the rows to drop."""
         table = self._read(data)
-        return self._written(table.filter(table["error"].is_null()))
+        return self._written(table.filter(self._arrow.array([not drop(each) for each in self.finished(data)])))
 
     def _read(self, data: bytes, columns: list[str] | None = None) -> Any:
         try:
@@ -62,6 +62,12 @@ class Parquet:
         file = io.BytesIO()
         self._parquet.write_table(table, file, compression="zstd")
         return file.getvalue()
+
+
+def _finished(row: dict[str, Any]) -> Finished:
+    if row["error"] is not None:
+        return Finished(row["fingerprint"], row["id"], True, message=row["error"]["message"] or "")
+    return Finished(row["fingerprint"], row["id"], False, row["prompt_tokens"] or 0, row["output_tokens"] or 0)
 
 
 def line_of(row: dict[str, Any]) -> dict[str, Any]:
@@ -106,5 +112,6 @@ def _schema(arrow: Any) -> Any:
         "error": arrow.struct([("type", text), ("message", text)]),
         "line": whole,
         "fingerprint": text,
+        "config": text,
     }
     return arrow.schema(list(columns.items()))

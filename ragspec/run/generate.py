@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,7 +12,7 @@ from ragspec.config.run import RunConfig
 from ragspec.config.secret import revealed
 from ragspec.errors import ConfigError
 from ragspec.inputs.base import Source, within
-from ragspec.inputs.files import files_of
+from ragspec.inputs.files import files_of, size_of
 from ragspec.inputs.opening import open_source
 from ragspec.inputs.storage import advising, is_url
 from ragspec.outputs.base import Document
@@ -22,6 +23,7 @@ from ragspec.outputs.target import Target, target_of
 from ragspec.run.choice import choose
 from ragspec.run.desk import Report
 from ragspec.run.experience import downloads, remember
+from ragspec.run.intake import keys_of
 from ragspec.run.local import LocalPass
 from ragspec.run.ordering import Say, unheard
 from ragspec.run.session import Session, prepare
@@ -53,13 +55,11 @@ def generate(
 ) -> RunSummary:
     """Answer every record of `config.input` into `config.output` and return the totals.
 
-    limit: read only this many lines. report: called as records finish. say: is told what
-    `prompt.order` saves, before anything is answered. Raises ConfigError and ModelError.
+    limit: read only this many lines; with `retry_failed`, only their records are tried again. report: called as records
+    finish. say: is told what `prompt.order` saves, before anything is answered. Raises ConfigError and ModelError.
     """
     if config.input is None:
         raise ConfigError("input: missing; set it in the config, or give --input FILE (- for stdin)")
-    if retry_failed and limit is not None:
-        raise ConfigError("--retry-failed drops all error lines: it cannot be combined with --limit")
     with config.veil().over_errors(), ExitStack() as stack:
         target = target_of(config.output)
         with advising("--input takes a file of records, or - for stdin", revealed(config.input.path)):
@@ -78,6 +78,7 @@ def generate(
                 resume=resume,
                 retry_failed=retry_failed,
                 partial=limit is not None,
+                among=_keys(config, limit) if retry_failed and limit is not None else None,
             )
         )
         executor = _executor(session, source, journal, limit=limit, total=within(limit, count), report=report, say=say)
@@ -90,8 +91,19 @@ def generate(
             summary.notes += [note for note in session.notes() if note not in summary.notes]
             summary.about = executor.about()
             remember(session.config, summary, downloaded=downloaded)
+            summary.totals = journal.totals(summary)
             _write_stats(summary, Path(stats_path) if stats_path else None, journal)
     return summary
+
+
+def _keys(config: RunConfig, limit: int) -> set[str]:
+    """Return the keys of the first `limit` rows, whose error lines are dropped to try them again."""
+    assert config.input is not None
+    again = config.input.format == "dataset" or any(map(is_url, config.input.path))
+    if size_of(config.input) is None and not again:
+        raise ConfigError("--retry-failed with --limit reads its input twice; give a file with --input")
+    with open_source(config.input) as source:
+        return keys_of(config, islice(source, limit))
 
 
 def _executor(session: Session, source: Source, journal: Journal, **rest: Any) -> Executor:

@@ -238,7 +238,7 @@ def test_a_written_config_names_an_environment_variable_in_the_place_of_a_secret
         {"model": "m", "input": "x", "runner_args": {"model_args": {"token": WORD, "other": SHAPED}, "batch_size": 2}}
     )
     path = tmp_path / "tuned.yaml"
-    write_config(Tuned(Candidate("none", config), ["none: 1"]), path, "a sample")
+    write_config(Tuned(Candidate("none", config), ["none: 1"], "none is chosen"), path, "a sample")
     text = path.read_text()
     assert WORD not in text
     assert SHAPED not in text
