@@ -12,7 +12,8 @@ import csv
 import io
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import orjson
 
@@ -20,9 +21,10 @@ from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.base import Row
 from ragspec.inputs.columns import Columns
 from ragspec.inputs.rows import NumberedRows
-from ragspec.inputs.storage import missing, open_binary
+from ragspec.inputs.storage import is_url, local_path, missing, open_binary
 
 WIDEST = 256 << 20  # characters of a cell
+COUNTED = 1 << 30  # bytes of a file whose rows are counted: it takes some ten seconds
 
 
 class DelimitedSource(NumberedRows):
@@ -33,6 +35,7 @@ class DelimitedSource(NumberedRows):
     ) -> None:
         super().__init__(path, columns, options)
         csv.field_size_limit(WIDEST)
+        self._delimiter = delimiter
         with ExitStack() as stack:
             self._open(delimiter, stack)
             self._check()
@@ -41,9 +44,8 @@ class DelimitedSource(NumberedRows):
     def _open(self, delimiter: str, stack: ExitStack) -> None:
         try:
             file = stack.enter_context(open_binary(self._path, self._options))
-            text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-            self._reader = csv.reader(text, delimiter=delimiter, strict=True)
-            self._names = next(self._reader, [])
+            self._reader = _reader(file, delimiter)
+            self._names: list[str] = next(self._reader, [])
         except FileNotFoundError as error:
             raise ConfigError(f"{self._path}: {missing(error)}") from None
         except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -74,6 +76,23 @@ class DelimitedSource(NumberedRows):
             else:
                 value = {name: _cell(cell) for name, cell in zip(self._names, cells, strict=True)}
                 yield self._row(number, value)
+
+    def count(self) -> int | None:
+        """Return how many rows a file here has; None for one elsewhere, and where counting would take long."""
+        path = Path(local_path(self._path))
+        if is_url(self._path) or not path.is_file() or path.stat().st_size > COUNTED:
+            return None
+        try:
+            with path.open("rb") as file:
+                rows = _reader(file, self._delimiter)
+                next(rows, None)
+                return sum(1 for cells in rows if cells)
+        except (OSError, UnicodeDecodeError, csv.Error):  # it breaks off there, which whoever reads it says
+            return None
+
+
+def _reader(file: IO[bytes], delimiter: str) -> Any:
+    return csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), delimiter=delimiter, strict=True)
 
 
 def _cell(text: str) -> Any:

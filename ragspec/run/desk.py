@@ -31,6 +31,10 @@ class Desk:
         self._veil = session.config.veil()
         self._report = report
 
+    def to_come(self) -> int | None:
+        """Return how many rows want an answer, about; None if it is not known how many there are."""
+        return None if self.total is None else max(0, self.total - self._ledger.resumed)
+
     def has(self, index: int, key: str) -> bool:
         """Return whether an earlier run finished a row; if so, its line is passed over."""
         if key not in self._ledger:

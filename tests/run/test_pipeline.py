@@ -1,8 +1,10 @@
+import gzip
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -12,6 +14,7 @@ from ragspec.config.places import OutputConfig
 from ragspec.errors import ConfigError
 from ragspec.outputs.answers import cut_at_stop
 from ragspec.run.generate import generate as run
+from ragspec.runners.fake import Runner
 from tests.conftest import read_jsonl, write_jsonl
 
 
@@ -308,6 +311,72 @@ def test_why_records_of_an_earlier_run_failed_is_told_again(tmp_path):
     first, again = run(config), run(config)
     assert again.failures.records == 0
     assert again.totals.failures.ranked() == first.failures.ranked() == [("the fake runner was told to fail here", 3)]
+
+
+@pytest.fixture
+def warmed(monkeypatch):
+    """What the fake runner was told would come, each time that it warmed up."""
+    told = []
+    monkeypatch.setattr(Runner, "warm_up", lambda self, records=None: told.append(records))
+    return told
+
+
+def test_a_warm_up_knows_how_many_records_come(tmp_path, warmed):
+    fake(tmp_path, questions(300))
+    lines = (tmp_path / "in.jsonl").read_bytes()
+    (tmp_path / "in.csv").write_text("query\nwho?\nwhat?\n")
+    (tmp_path / "few.jsonl.gz").write_bytes(gzip.compress(b"".join(lines.splitlines(keepends=True)[:3])))
+    (tmp_path / "many.jsonl.gz").write_bytes(gzip.compress(lines))
+    names = ["in.jsonl", "in.csv", "few.jsonl.gz", "many.jsonl.gz"]
+    for name in names:
+        run(fake(tmp_path, questions(300), input=str(tmp_path / name), output="-"))
+    assert warmed == [300, 2, 3, None]
+
+
+def test_a_warm_up_counts_only_what_is_left(tmp_path, warmed):
+    config = fake(tmp_path, [*questions(5), {"id": "bad"}])
+    for limit in (3, 4, None, None):
+        run(config, limit=limit)
+    assert warmed == [3, 1, 1]  # and none where nothing is left
+    run(fake(tmp_path, questions(2), sampling={"n": 3, "temperature": 1.0}, output="-"))
+    assert warmed[-1] == 6
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_warm_up_for_a_pipe_knows_only_what_it_brought(tmp_path, warmed, closed):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    written = threading.Event()
+
+    def write():
+        with pipe.open("w") as lines:
+            lines.write('{"query": "a"}\n')
+            lines.flush()
+            if not closed:
+                written.wait(60)
+
+    def load(self):
+        time.sleep(0.2)  # loading takes long enough for a pipe to end
+        return self
+
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr(Runner, "__enter__", load)
+    writer = threading.Thread(target=write)
+    writer.start()
+    warmed_up = Runner.warm_up
+    monkey.setattr(Runner, "warm_up", lambda self, records=None: (warmed_up(self, records), written.set()))
+    run(fake(tmp_path, [], input=str(pipe), output="-"))
+    writer.join()
+    monkey.undo()
+    assert warmed == [1 if closed else None]
+
+
+def test_a_batch_is_no_larger_than_the_input(tmp_path, tiny):
+    (tmp_path / "in.csv").write_text("query\nwho?\nwhat?\n")
+    given = {"model": tiny, "runner": "huggingface", "sampling": {"max_new_tokens": 2}}
+    summary = run(fake(tmp_path, [], input=str(tmp_path / "in.csv"), speculation={"method": "context"}, **given))
+    assert summary.about["runner"]["batch_size"] == 2
+    assert any("batch_size: auto chose 2: there are no more records" in note for note in summary.notes)
 
 
 def test_the_totals_are_those_of_all_runs(tmp_path):
