@@ -136,6 +136,6 @@ def _retrieval(found: dict[str, Any]) -> str:
 
 def _table() -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column()
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
     return table
