@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 from rich.console import Console
@@ -13,7 +12,6 @@ PIPED_WIDTH = 120
 def stderr() -> Console:
     """Return a console on stderr: a terminal gets lines broken at words; a file gets them whole, without colour."""
     terminal = sys.stderr is not None and sys.stderr.isatty()
-    columns = os.environ.get("COLUMNS", "")
-    width = None if terminal else int(columns) if columns.isdecimal() and int(columns) else PIPED_WIDTH
+    width = None if terminal else PIPED_WIDTH
     # without emoji: line 100 of a file is no :100:
     return Console(stderr=True, soft_wrap=not terminal, highlight=False, emoji=False, width=width)

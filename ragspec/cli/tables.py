@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -26,7 +26,6 @@ def print_notes(console: Console, notes: Iterable[str]) -> None:
 def print_summary(console: Console, summary: RunSummary, output: str) -> None:
     """Print the table of a finished run, and its notes."""
     print_notes(console, summary.notes)
-    table = _table()
     spec = summary.spec
     rows = [
         ("records", _records(summary)),
@@ -55,9 +54,7 @@ def print_summary(console: Console, summary: RunSummary, output: str) -> None:
     if summary.totals is not None and summary.totals.spent.runs > 1:
         rows.append(("all runs", _all_runs(summary.totals)))
     rows.append(("output", "stdout" if output == "-" else output))
-    for name, value in rows:
-        table.add_row(name, Text(value))
-    console.print(table)
+    _print_rows(console, rows)
 
 
 def print_build(console: Console, summary: BuildSummary, index: str) -> None:
@@ -65,12 +62,13 @@ def print_build(console: Console, summary: BuildSummary, index: str) -> None:
     print_notes(console, summary.notes)
     documents = f"{summary.added:,} added, {summary.changed:,} changed, {summary.unchanged:,} unchanged"
     documents += f", {summary.removed:,} removed, {summary.skipped:,} skipped"
-    table = _table()
-    table.add_row("documents", documents)
-    table.add_row("passages", f"{summary.chunks:,} in the index, {summary.chunks_written:,} written now")
-    table.add_row("time", f"{summary.seconds:.1f} s")
-    table.add_row("index", Text(index))
-    console.print(table)
+    rows = [
+        ("documents", documents),
+        ("passages", f"{summary.chunks:,} in the index, {summary.chunks_written:,} written now"),
+        ("time", f"{summary.seconds:.1f} s"),
+        ("index", index),
+    ]
+    _print_rows(console, rows)
 
 
 def _workers(summary: RunSummary) -> str:
@@ -134,8 +132,19 @@ def _retrieval(found: dict[str, Any]) -> str:
     )
 
 
-def _table() -> Table:
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    return table
+def _print_rows(console: Console, rows: Sequence[tuple[str, str]]) -> None:
+    """Print names and what there is to say about them: in columns on a terminal, on whole lines in a file."""
+    if not console.soft_wrap:
+        table = Table(show_header=False, box=None, pad_edge=False)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in rows:
+            table.add_row(name, Text(value))
+        console.print(table)
+        return
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        first, *others = value.split("\n")
+        console.print(f"{name:{width}}  {first}", markup=False)
+        for line in others:
+            console.print(f"{'':{width}}  {line}", markup=False)

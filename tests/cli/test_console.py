@@ -15,10 +15,7 @@ from ragspec.stats import RunSummary
 from tests.report.test_report import ratio, run
 
 NAMES = ("none-b64", "context-b64-k4-shared", "huggingface-draft_model-b64-k8-canonical", "prompt_lookup")
-NOTE = (
-    "in.jsonl:100: runner: huggingface, as chosen by auto: expected to be done some 12 s before vLLM, by what is usual. "
-    * 3
-)
+NOTE = "in.jsonl:100: " + "huggingface, as chosen by auto: expected to be done some 12 s before vLLM; " * 3
 
 
 class Terminal(io.StringIO):
@@ -54,11 +51,16 @@ def test_a_note_breaks_between_words(width, monkeypatch):
     assert words(lines(width, monkeypatch, lambda console: print_notes(console, [NOTE]))) == f"note: {NOTE}".strip()
 
 
-def test_a_file_gets_a_note_on_one_line(monkeypatch):
+def test_a_file_gets_whole_lines_however_long_they_are(monkeypatch):
     shown = io.StringIO()
     monkeypatch.setattr(sys, "stderr", shown)
-    print_notes(stderr(), [NOTE])
-    assert shown.getvalue() == f"note: {NOTE}\n"
+    summary = RunSummary(failed=1, notes=[NOTE])
+    summary.failures.add("a", NOTE)
+    print_summary(stderr(), summary, f"out/{'x' * 200}")
+    found = shown.getvalue().splitlines()
+    assert found[0] == f"note: {NOTE}"
+    assert f"failed       1 x {NOTE}" in found
+    assert found[-1] == f"output       out/{'x' * 200}"
 
 
 def test_a_benchmarks_names_and_figures_are_whole(width, monkeypatch):
