@@ -28,6 +28,7 @@ NEEDED = {
     "early_exit_layer": "the layer to draft from, for instance 4",
     "speculative_config": "what vLLM is to be told",
 }
+SHOWN = {"prompt", "sampling", "structured"}  # sections that hold no secrets, whatever their keys are called
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 
 
@@ -108,8 +109,9 @@ def _without_empty(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _veil(raw: dict[str, Any], source: str) -> Veil:
+    """Return what hides the secrets of a config that is not checked yet; texts and schemas are the user's own words."""
     try:
-        return Veil(concealed(raw))
+        return Veil(concealed({key: value for key, value in raw.items() if key not in SHOWN}))
     except RecursionError:
         raise ConfigError(f"{source}: nested too deeply, or contains itself") from None
 

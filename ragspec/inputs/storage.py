@@ -38,6 +38,16 @@ ERRORS = (
     ("httpx2", "HTTPError"),
     ("huggingface_hub.errors", "HfHubHTTPError"),
 )
+# what they raise where they find no credentials
+UNKNOWN = (
+    ("botocore.exceptions", "NoCredentialsError"),
+    ("botocore.exceptions", "PartialCredentialsError"),
+    ("google.auth.exceptions", "DefaultCredentialsError"),
+)
+NO_CREDENTIALS = (
+    "no credentials were found; set them in the environment, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+    "storage_options: {anon: true} for what is public"
+)
 # by which Python makes the right OSError again
 NUMBERS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, FileExistsError: errno.EEXIST}
 SHOWN = 200  # characters of what a library says
@@ -151,7 +161,12 @@ def refusals() -> tuple[type[Exception], ...]:
 
 def network_errors() -> tuple[type[Exception], ...]:
     """Return what the libraries that were imported raise when an address does not answer as it should."""
-    found = (getattr(sys.modules.get(module), name, None) for module, name in ERRORS)
+    return _imported(ERRORS)
+
+
+def _imported(names: Iterable[tuple[str, str]]) -> tuple[type[Exception], ...]:
+    """Return the classes of modules that were imported."""
+    found = (getattr(sys.modules.get(module), name, None) for module, name in names)
     return tuple(error for error in found if error is not None)
 
 
@@ -186,6 +201,10 @@ def advising(advice: str, paths: Iterable[str] = ()) -> Iterator[None]:
 
 def reason(error: Exception) -> str:
     """Return what an error says, on one line."""
+    if isinstance(error, OSError) and isinstance(error.filename, str) and is_url(error.filename):
+        return str(error.strerror)  # told() said it
+    if isinstance(error, _imported(UNKNOWN)):
+        return NO_CREDENTIALS
     said = flat(error, SHOWN)
     if isinstance(error, FileNotFoundError):
         cause = error.__cause__  # fsspec says so of a host that does not answer, too
