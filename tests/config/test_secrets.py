@@ -89,6 +89,7 @@ HARMLESS = [
     # addresses, patterns and paths
     "s3://bucket/a.jsonl: cannot be listed (Unable to locate credentials: 's3://bucket/a.jsonl')",
     "gs://bucket/dir/*.parquet: no file matches",
+    "credentials: 's3://bucket/part2024', open(token='https://host/b')",
     "https://host/a.csv?key=1&page=3: no such file",
     "az://container@account.blob.core.windows.net/a.jsonl",
     "ssh://user@host:22/path, git+ssh://git@github.com/x/y.git",
