@@ -10,7 +10,17 @@ Every message is one line: what is wrong, where, what is allowed, what to do.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+
+WHERE = re.compile(r"^.{1,300}?(?::| row )\d+: ")  # the file and the line or row, before what is wrong there
+# what differs from record to record in messages of one cause
+VARYING = re.compile(
+    r"(?:\w+://|~/|\.{1,2}/|(?<![\w)])/)[^\s\"')\]]+"  # addresses and paths
+    r"|\b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b"
+    r"|\b0x[0-9a-fA-F]+|\b(?=[a-fA-F]*\d)[0-9a-fA-F]{8,}\b"
+    r"|\d[\d,.]*\d|\d"
+)
 
 
 def did_you_mean(word: str, known: Iterable[str], listed: Iterable[str] | None = None) -> str:
@@ -28,6 +38,12 @@ def did_you_mean(word: str, known: Iterable[str], listed: Iterable[str] | None =
 def flat(error: Exception, most: int | None = None) -> str:
     """Return an error's text on one line, its first `most` characters."""
     return " ".join(str(error).split())[:most]
+
+
+def cause_of(message: str, name: str = "") -> str:
+    """Return a message without what differs from record to record: where it is, its `name`, numbers, paths, hashes."""
+    said = WHERE.sub("", message)
+    return VARYING.sub("\u2026", said.replace(name, "\u2026") if name else said)
 
 
 class RagspecError(Exception):

@@ -123,10 +123,96 @@ class Reservoir:
         return {f"p{p}": round(ranked[min(len(ranked) - 1, len(ranked) * p // 100)], 6) for p in (50, 95, 99)}
 
 
+OTHERS = "other causes"
+
+
+class Causes:
+    """Why records failed: the first message of each cause, and how many records it cost. Memory is bounded."""
+
+    MOST = 1000  # causes that are told apart
+    TOLD = 5
+
+    def __init__(self) -> None:
+        self.records = 0
+        self._counts: dict[str, int] = {}
+        self._first: dict[str, str] = {}
+
+    def add(self, cause: str, message: str, records: int = 1) -> None:
+        """Count records that failed with `message`."""
+        self.records += records
+        if cause in self._counts or len(self._counts) < self.MOST:
+            self._counts[cause] = self._counts.get(cause, 0) + records
+            self._first.setdefault(cause, message)
+
+    def merge(self, other: Causes) -> None:
+        """Count another's too."""
+        for cause, count in other._counts.items():
+            self.add(cause, other._first[cause], count)
+        self.records += other.records - sum(other._counts.values())
+
+    def ranked(self) -> list[tuple[str, int]]:
+        """Return the most frequent causes, each by its first message, with their records."""
+        found = sorted(self._counts.items(), key=lambda item: -item[1])[: self.TOLD]
+        return [(self._first[cause], count) for cause, count in found]
+
+    @property
+    def others(self) -> int:
+        """Records of causes that are not among the ranked ones."""
+        return self.records - sum(count for _, count in self.ranked())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the `failures` of the stats file; nothing where there were none."""
+        found: list[dict[str, Any]] = [{"records": count, "message": message} for message, count in self.ranked()]
+        if self.others:
+            found.append({"records": self.others, "message": OTHERS})
+        return {"failures": found} if found else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What the runs that wrote an output took, in seconds, all of them together."""
+
+    runs: int = 0
+    load_s: float = 0.0
+    warmup_s: float = 0.0
+    generate_s: float = 0.0
+
+    @classmethod
+    def of(cls, value: Any, runs: int = 0) -> Spent:
+        """Return what a JSON value says; nothing where it is none. runs: where it does not say how many."""
+        try:
+            seconds = (float(value[key]) for key in ("load_s", "warmup_s", "generate_s"))
+            return cls(int(value.get("runs", runs)), *seconds)
+        except (KeyError, TypeError, AttributeError, ValueError):
+            return cls()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as run.json and the stats file have it."""
+        seconds = {"load_s": self.load_s, "warmup_s": self.warmup_s, "generate_s": self.generate_s}
+        return {"runs": self.runs, **{name: _round(value) for name, value in seconds.items()}}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTotals:
+    """What an output holds, whichever run wrote it, and what those runs took."""
+
+    records: int  # answered
+    failed: int  # error lines
+    prompt_tokens: int
+    output_tokens: int
+    spent: Spent
+    failures: Causes
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the `totals` of the stats file."""
+        counts = {name: getattr(self, name) for name in ("records", "failed", "prompt_tokens", "output_tokens")}
+        return {**counts, **self.spent.to_json(), **self.failures.to_json()}
+
+
 class Cost(NamedTuple):
     """What an answer took. undrafted: why nothing was drafted for it, where its own settings forbid it.
 
-    valid: whether it has the form that was asked for, None where it may have any. whole: whether it was not cut off.
+    valid: whether it has the form that was asked for, None where it may have any. whole: whether it came to its end.
     """
 
     output_tokens: int
@@ -150,7 +236,7 @@ class Totals:
     output_tokens: int = 0
     shaped: int = 0  # answers that were to have a form
     valid: int = 0  # of them, those that have it
-    truncated: int = 0  # of them, those that were cut off
+    truncated: int = 0  # of them, those that were cut off before they were complete
     load_s: float = 0.0
     warmup_s: float = 0.0
     prefill_s: float | None = None
@@ -170,7 +256,7 @@ class Totals:
             if cost.valid is not None:
                 self.shaped += 1
                 self.valid += cost.valid
-                self.truncated += not cost.whole
+                self.truncated += not (cost.whole or cost.valid)
 
     @property
     def decode_tokens_per_s(self) -> float | None:
@@ -222,7 +308,18 @@ class RunSummary(Totals):
     retrieval: dict[str, Any] | None = None  # what the searches took; waited_s: seconds that answering waited for them
     about: dict[str, Any] = field(default_factory=dict)  # config, versions, hashes: whatever names the run
     notes: list[str] = field(default_factory=list)
+    failures: Causes = field(default_factory=Causes)  # of `failed`
+    totals: OutputTotals | None = None  # of an output that can be resumed
     workers: list[WorkerSummary] = field(default_factory=list)  # of a run on several
+
+    def add_to(self, spent: Spent) -> Spent:
+        """Return what earlier runs and this one took."""
+        return Spent(
+            spent.runs + 1,
+            spent.load_s + self.load_s,
+            spent.warmup_s + self.warmup_s,
+            spent.generate_s + self.generate_s,
+        )
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -252,6 +349,7 @@ class RunSummary(Totals):
             "failed": self.failed,
             "skipped": self.skipped,
             "failed_before": self.failed_before,
+            **self.failures.to_json(),
             "prompt_tokens": self.prompt_tokens,
             "cached_prompt_tokens": self.cached_prompt_tokens,
             "output_tokens": self.output_tokens,
@@ -270,6 +368,7 @@ class RunSummary(Totals):
             **({"structured": self._structured()} if self.shaped else {}),
             **({"retrieval": self.retrieval} if self.retrieval else {}),
             **({"workers": [worker.to_json() for worker in self.workers]} if self.workers else {}),
+            **({"totals": self.totals.to_json()} if self.totals else {}),
             "notes": self.notes,
             **self.about,
         }

@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragspec.stats import Reservoir, RunSummary, SpecStats
+from ragspec.errors import cause_of
+from ragspec.stats import Causes, Reservoir, RunSummary, SpecStats, Spent
 
 STEPS = st.lists(st.integers(0, 9).flatmap(lambda d: st.tuples(st.just(d), st.integers(0, d))))
 
@@ -63,3 +64,48 @@ def test_reservoir_is_exact_while_small_and_bounded_when_large():
 def test_tokens_per_s_is_total_tokens_over_total_time():
     summary = RunSummary(output_tokens=300, generate_s=2.0, records=3, spec=SpecStats(steps=100))
     assert (summary.tokens_per_s, summary.requests_per_s, summary.tokens_per_step) == (150.0, 1.5, 3.0)
+
+
+def test_causes_are_bounded_and_none_is_lost_in_the_count():
+    causes = Causes()
+    for i in range(3 * Causes.MOST):
+        causes.add(f"cause {i}", f"message {i}", 1 + (i == 7))
+    assert causes.records == 3 * Causes.MOST + 1
+    assert causes.ranked()[0] == ("message 7", 2)
+    assert len(causes.ranked()) == Causes.TOLD
+    assert causes.others == causes.records - sum(count for _, count in causes.ranked())
+    both = Causes()
+    both.merge(causes)
+    both.merge(causes)
+    assert (both.records, both.ranked()[0]) == (2 * causes.records, ("message 7", 4))
+    told = causes.to_json()["failures"]
+    assert (told[-1]["message"], sum(each["records"] for each in told)) == ("other causes", causes.records)
+    assert Causes().to_json() == {}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        ("in.jsonl:3: the prompt has 5,213 tokens", "dir/other.jsonl:17: the prompt has 612 tokens", True),
+        ("q.csv: row 3: bad", "q.csv: row 4: bad", True),
+        ("/a/b.txt cannot be read", "/c/d/e.txt cannot be read", True),
+        ("s3://a/b cannot be read", "https://c/d?e=f cannot be read", True),
+        ("token 0x7fab is wrong", "token 0x12 is wrong", True),
+        ("request 3f2a9c1d failed", "request 77deadbeef01 failed", True),
+        ("6ba7b810-9dad-11d1-80b4-00c04fd430c8 failed", "6ba7b811-9dad-11d1-80b4-00c04fd430c9 failed", True),
+        ('"temperature": too low', '"top_p": too low', False),
+        ("out of memory", "the grammar admits no answer at all", False),
+        ("facade of tokens/s", "decade of tokens/s", False),
+    ],
+)
+def test_messages_have_one_cause_where_only_numbers_paths_and_hashes_differ(one, other, alike):
+    assert (cause_of(one) == cause_of(other)) is alike
+
+
+def test_a_records_name_is_no_part_of_a_cause():
+    assert cause_of('id "alpha" appears twice', "alpha") == cause_of('id "beta" appears twice', "beta")
+
+
+@pytest.mark.parametrize("value", [None, 3, [], {}, {"load_s": 1}, {"load_s": "x", "warmup_s": 1, "generate_s": 1}])
+def test_what_does_not_say_what_runs_took_counts_for_none(value):
+    assert Spent.of(value) == Spent()

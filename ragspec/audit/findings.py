@@ -64,9 +64,8 @@ def print_findings(console: Console, found: Findings, folder: Path) -> None:
     """Print what was compared with what, and a line for each difference."""
     for comparison in found.comparisons:
         audit, what = comparison.audit, f"{comparison.run} against {comparison.against}"
-        console.print(
-            f"{what}: {audit.identical} of {audit.records} answers are identical, token for token", markup=False
-        )
+        same = f"{audit.identical} of {audit.records} answers are identical, token for token"
+        console.print(f"{what}: {same if audit.records else 'no answer could be compared'}", markup=False)
         for line, style in _differences(audit):
             console.print(line, markup=False, style=style)
     for line in told(found.quality):

@@ -13,7 +13,7 @@ from ragspec.audit.findings import Comparison, Findings
 from ragspec.audit.lossless import Audit, Parting, Verdict, judge, partings
 from ragspec.benchmark.answers import Answer, Answers, read_answers
 from ragspec.benchmark.grading import graded
-from ragspec.benchmark.plan import Candidate, make_plan
+from ragspec.benchmark.plan import Candidate, check_input, make_plan
 from ragspec.benchmark.process import open_worker
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError, ModelError
@@ -53,6 +53,7 @@ class _Verification:
         self._folder = folder
         self._console = console
         self._plan = make_plan(config)
+        check_input(config)
         self._ran: dict[str, Any] = {}  # what the plain run said of itself
         self._drafted: dict[str, Any] = {}  # what the other did
         self._outputs: dict[str, Path] = {}

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from ragspec.benchmark.plan import Candidate
-from ragspec.benchmark.ratios import paired
+from ragspec.benchmark.ratios import paired, sides, told
 from ragspec.benchmark.results import Quality
 from ragspec.config.load import build_config
 from ragspec.config.run import RunConfig
@@ -23,12 +23,17 @@ SCORE = "f1"
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A candidate on the plane of speed and quality. ratio: of its speed to the lossless one's."""
+    """A candidate on the plane of speed and quality. ratio: of its speed to the lossless one's; at least `low`.
+
+    speed: the same, with its interval, for a reader.
+    """
 
     candidate: Candidate
     ratio: float
     quality: Quality | None
     lossless: bool = False
+    low: float = 0.0
+    speed: str = "1.00x"
 
     @property
     def loss(self) -> float | None:
@@ -45,7 +50,7 @@ class Point:
         apart = quality.differences.get(SCORE) if quality is not None else None
         against = "" if apart is None else f", {apart.told(sign=True)} against the lossless one"
         kind = "lossless" if self.lossless else "changes answers"
-        return f"{self.candidate.name}: {self.ratio:.2f}x{score}{against}; {kind}{', on the frontier' * best}"
+        return f"{self.candidate.name}: {self.speed}{score}{against}; {kind}{', on the frontier' * best}"
 
 
 def variants(winner: Candidate, tries: Sequence[str], passages: int, *, on_gpu: bool) -> list[Candidate]:
@@ -84,7 +89,8 @@ def points(
     for candidate in others:
         ratios = paired(speeds[candidate.name], speeds[winner.name])
         if ratios:
-            found.append(Point(candidate, median(ratios), quality.get(candidate.name)))
+            low, _ = sides(ratios)
+            found.append(Point(candidate, median(ratios), quality.get(candidate.name), low=low, speed=told(ratios)))
     return found
 
 
@@ -110,10 +116,13 @@ def frontier(given: Sequence[Point]) -> list[Point]:
 
 
 def allowed(given: Sequence[Point], max_loss: float | None) -> Point:
-    """Return the fastest point that may lose no more than `max_loss` points of F1; the lossless one without it."""
+    """Return the fastest point that may lose no more than `max_loss` points of F1; the lossless one without it.
+
+    What is not surely faster is not worth any loss.
+    """
     fit = [point for point in given if point.lossless or (max_loss is not None and _within(point, max_loss))]
     return max(fit, key=lambda point: point.ratio)
 
 
 def _within(point: Point, max_loss: float) -> bool:
-    return point.loss is not None and point.loss <= max_loss
+    return point.loss is not None and point.loss <= max_loss and point.low > 1

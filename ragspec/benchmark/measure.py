@@ -12,12 +12,11 @@ from rich.console import Console
 
 from ragspec.benchmark.answers import fingerprints
 from ragspec.benchmark.passes import Entry, Passes
-from ragspec.benchmark.plan import Candidate
+from ragspec.benchmark.plan import Candidate, check_input
 from ragspec.benchmark.process import Worker, open_worker
 from ragspec.benchmark.results import NAME, Results
 from ragspec.benchmark.summary import summarise
 from ragspec.errors import ConfigError
-from ragspec.inputs.opening import open_source
 from ragspec.outputs.documents import write_json
 
 
@@ -38,9 +37,7 @@ def run_benchmark(
     resume: keep the passes that an interrupted run of the same plan left in `folder`. profile: watch one more pass of
     each candidate, and say where its time goes. restart: have each pass in a new process.
     """
-    assert plan[0].config.input is not None
-    with open_source(plan[0].config.input):
-        pass  # a missing input is known before anything loads
+    check_input(plan[0].config)
     benchmark = _Benchmark(plan, folder, repeat, limit, console, resume, profile, restart)
     if sequential:
         benchmark.run_one_by_one()

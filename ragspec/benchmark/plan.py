@@ -15,8 +15,11 @@ from ragspec import runners
 from ragspec.benchmark.baseline import Setting, plain_of
 from ragspec.config.load import build_config
 from ragspec.config.run import RunConfig
+from ragspec.config.secret import revealed
 from ragspec.config.sections import PromptConfig
 from ragspec.errors import ConfigError, did_you_mean
+from ragspec.inputs.opening import open_source
+from ragspec.inputs.storage import advising
 from ragspec.run.choice import settle
 from ragspec.speculation.methods import PLAIN, check_method, known_methods, method_named, methods_of
 
@@ -85,6 +88,13 @@ def make_plan(
         for tokens in lengths if method != PLAIN else [None]:
             candidates.append(_candidate(config, prefix, runner, method, batch_size, tokens, crew, order))
     return candidates + [_peer(config, name, sizes[0]) for name in dict.fromkeys(peers)]
+
+
+def check_input(config: RunConfig) -> None:
+    """Raise ConfigError if the input of a plan cannot be opened: that is known before anything loads."""
+    assert config.input is not None
+    with advising("--input takes a file of records", revealed(config.input.path)), open_source(config.input):
+        pass
 
 
 def baseline_of(

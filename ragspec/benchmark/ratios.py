@@ -7,7 +7,7 @@ many causes, so the interval is Student's t on logarithms. Limit: a few pairs sa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import exp, log, sqrt
+from math import exp, inf, log, sqrt
 from statistics import mean, median, stdev
 
 # two-sided 95% quantiles of Student's t for 1, 2, ... degrees of freedom
@@ -32,6 +32,18 @@ def interval(ratios: Sequence[float]) -> tuple[float, float | None, float | None
     freedom = len(logs) - 1
     half = _quantile(freedom) * stdev(logs) / sqrt(len(logs))
     return middle, min(middle, exp(mean(logs) - half)), max(middle, exp(mean(logs) + half))
+
+
+def sides(ratios: Sequence[float]) -> tuple[float, float]:
+    """Return what the ratio is at least and at most: anything, where one pair alone tells."""
+    _, low, high = interval(ratios)
+    return (0.0, inf) if low is None or high is None else (low, high)
+
+
+def told(ratios: Sequence[float]) -> str:
+    """Return the median for a reader, with its interval: 1.50x (1.40 to 1.60)."""
+    middle, low, high = interval(ratios)
+    return f"{middle:.2f}x ({'one pass' if low is None or high is None else f'{low:.2f} to {high:.2f}'})"
 
 
 def _quantile(freedom: int) -> float:

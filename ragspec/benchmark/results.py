@@ -110,6 +110,21 @@ class Ratio:
         """Its 95% interval; None for one pair alone."""
         return None if self.low is None or self.high is None else (self.low, self.high)
 
+    def told(self) -> str:
+        """Return it for a reader: 1.50x (1.40 to 1.60)."""
+        span = "one pass" if self.low is None or self.high is None else f"{self.low:.2f} to {self.high:.2f}"
+        return f"{self.median:.2f}x ({span})"
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether all of its interval is a gain."""
+        return self.low is not None and self.low > 1
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether all of its interval is a loss."""
+        return self.high is not None and self.high < 1
+
 
 @dataclass(frozen=True, slots=True)
 class Quality:

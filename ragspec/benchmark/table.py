@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -12,16 +14,18 @@ from ragspec.benchmark.baseline import baselines, ratios_to_fewer, ratios_to_pee
 from ragspec.benchmark.grading import told
 from ragspec.benchmark.results import NAME, RECORD_SPEED, SPEED, Profile, Ratio, Results
 
+WIDEST = 1000  # columns of a console for which a table is measured
 COLUMNS = ("method", "tokens/s", "vs plain", "decode tokens/s", "acceptance", "tokens/step", "output", "identical")
 
 
 def print_results(console: Console, results: Results, folder: Path) -> None:
     """Print one row per candidate, its passes as one, and the paired ratio to its plain decoding."""
     machine = results.machine
-    console.print(f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB", *machine["gpus"])
+    about = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
+    console.print(about, *machine["gpus"], markup=False)
     for note in results.notes:
         console.print(f"note: {note}", markup=False, style="yellow")
-    console.print(_table(results))
+    _print_figures(console, results)
     for ratio in ratios_to_peers(results):
         console.print(f"{_compared(ratio)}{_unit(ratio)}", markup=False)
     for ratio in ratios_to_rank(results):
@@ -36,32 +40,46 @@ def print_results(console: Console, results: Results, folder: Path) -> None:
     console.print(f"results in {folder / NAME}, answers in {folder / 'outputs'}", markup=False)
 
 
-def _table(results: Results) -> Table:
+def _print_figures(console: Console, results: Results) -> None:
+    """Print a table, or, where that is too wide for the console, the figures of each candidate below its name."""
+    rows = list(_rows(results))
     table = Table(box=None, pad_edge=False)
     for title in COLUMNS:
-        table.add_column(title, justify="left" if title == "method" else "right")
+        table.add_column(title, justify="left" if title == "method" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    if console.measure(table, options=console.options.update(max_width=WIDEST)).maximum <= console.width:
+        console.print(table)
+        return
+    for name, *figures in rows:
+        told = (f"{title} {figure}" for title, figure in zip(COLUMNS[1:], figures, strict=True) if figure != "-")
+        console.print(name, markup=False, style="bold")
+        console.print(Padding(Text(", ".join(told)), (0, 0, 0, 2)), soft_wrap=False)
+
+
+def _rows(results: Results) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of each candidate, by COLUMNS."""
     plain = baselines(results.runs)
     to_plain = {ratio.name: ratio for ratio in ratios_to_plain(results, SPEED)}
     for name in results.names:
         run = results.typical(name)
-        table.add_row(
-            Text(name),
+        yield (
+            name,
             _speed(run.tokens_per_s),
-            _shown(to_plain[name]) if name in to_plain else "-",
+            to_plain[name].told() if name in to_plain else "-",
             _speed(run.decode_tokens_per_s),
             "-" if run.acceptance_rate is None else f"{run.acceptance_rate:.1%}",
             f"{run.tokens_per_step or 0:.2f}",
             f"{run.output_tokens:,}",
             "-" if plain[name] is None else f"{run.identical} of {run.records}",
         )
-    return table
 
 
 def _profile(name: str, profile: Profile) -> Table:
     """Return where the time of a pass went, a row per part."""
     table = Table(box=None, pad_edge=False, title=f"{name}: where {profile.seconds:.1f} s went", title_justify="left")
     for title in ("step", "part", "seconds", "share", "of its bound"):
-        table.add_column(title, justify="left" if title in ("step", "part") else "right")
+        table.add_column(title, justify="left" if title in ("step", "part") else "right", overflow="fold")
     rows = [
         (f"{phase} ({each.steps:,} steps)", part, value.seconds, value.bound_s)
         for phase, each in profile.phases.items()
@@ -97,9 +115,4 @@ def _speed(speed: float | None) -> str:
 
 
 def _compared(ratio: Ratio) -> str:
-    return f"{ratio.name} runs at {_shown(ratio)} the speed of {ratio.baseline}"
-
-
-def _shown(ratio: Ratio) -> str:
-    interval = "" if ratio.interval is None else " ({:.2f} to {:.2f})".format(*ratio.interval)
-    return f"{ratio.median:.2f}x{interval}"
+    return f"{ratio.name} runs at {ratio.told()} the speed of {ratio.baseline}"

@@ -1,8 +1,9 @@
 """`ragspec tune`: times candidates on a sample of the user's own input, and writes the config of the winner.
 
 Passes alternate until the budget is spent; what is clearly behind after a round is not timed again. Speculation has to
-beat plain decoding in every pair of passes, and by a margin, or plain decoding wins. What may change answers is tried
-beside the winner where that is asked for (frontier.py). Limit: only the config's own batch size is tried.
+beat plain decoding in every pair of passes, and by a margin, or plain decoding wins; the verdict says how sure that is.
+What may change answers is tried beside the winner where that is asked for (frontier.py). Limit: only the config's own
+batch size is tried.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,9 +22,9 @@ from rich.console import Console
 
 from ragspec.benchmark.frontier import TRIES, allowed, frontier, points, variants
 from ragspec.benchmark.grading import graded
-from ragspec.benchmark.plan import Candidate, make_plan
+from ragspec.benchmark.plan import Candidate, check_input, make_plan
 from ragspec.benchmark.process import Worker, open_worker
-from ragspec.benchmark.ratios import paired
+from ragspec.benchmark.ratios import paired, sides, told
 from ragspec.benchmark.results import Pass
 from ragspec.config.run import RunConfig
 from ragspec.config.secret import by_name
@@ -44,10 +45,11 @@ LENGTHS = {"vllm": {"prompt_lookup": (4, 8)}}  # to try, where no engine chooses
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What was chosen, and the evidence: a line per candidate."""
+    """What was chosen, and the evidence: a line per candidate. verdict: how sure the choice is, in a sentence."""
 
     winner: Candidate
     evidence: list[str]
+    verdict: str
 
 
 def tune(
@@ -76,7 +78,7 @@ def tune(
     passages = max([config.retrieval.top_k if config.retrieval else 0, *(len(each.contexts) for each in records)])
     plan = [tuned.winner, *variants(tuned.winner, tries, passages, on_gpu=bool(machine()["gpus"]))]
     if len(plan) == 1:
-        return Tuned(tuned.winner, [*tuned.evidence, f"nothing to try for {', '.join(tries)}"])
+        return replace(tuned, evidence=[*tuned.evidence, f"nothing to try for {', '.join(tries)}"])
     return _beside(tuned, plan, max_loss, folder, budget_s=budget_s, limit=limit, console=console)
 
 
@@ -87,6 +89,7 @@ def _lossless(config: RunConfig, folder: Path, *, budget_s: float, limit: int, c
         raise ConfigError(
             f'runner: "{config.runner}" has no method to try without further settings; set speculation.method'
         )
+    check_input(config)
     speeds: Speeds = {candidate.name: [] for candidate in plan}
     with ExitStack() as stack:
         alive: list[Worker] = []
@@ -146,7 +149,9 @@ def _beside(
     best = frontier(found)
     evidence = [point.told(best=point in best) for point in found]
     evidence += [f"{name}: ruled out: {why}" for name, why in refused.items()]
-    return Tuned(allowed(found, max_loss).candidate, [*tuned.evidence, *evidence])
+    chosen = allowed(found, max_loss)
+    verdict = tuned.verdict if chosen.lossless else f"{chosen.candidate.name} is chosen: {chosen.speed}"
+    return Tuned(chosen.candidate, [*tuned.evidence, *evidence], verdict)
 
 
 def _tokens_per_s(figures: Pass) -> float | None:
@@ -230,12 +235,30 @@ def choose(plan: list[Candidate], speeds: Speeds) -> Tuned:
     for candidate in plan:
         mine = speeds[candidate.name]
         ratios = paired(mine, plain)
-        middle = median(ratios) if ratios else 0.0
         rate = median([speed for speed in mine if speed] or [0.0])
-        evidence.append(f"{candidate.name}: {rate:.1f} tokens/s, {middle:.2f}x {plan[0].name}, {len(mine)} passes")
-        if ratios and min(ratios) > 1.0 and middle > best:
-            winner, best = candidate, middle
-    return Tuned(winner, evidence)
+        beside = f", {told(ratios)} {plan[0].name}" if candidate is not plan[0] and ratios else ""
+        evidence.append(f"{candidate.name}: {rate:.1f} tokens/s{beside}, {len(mine)} passes")
+        if ratios and min(ratios) > 1.0 and median(ratios) > best:
+            winner, best = candidate, median(ratios)
+    return Tuned(winner, evidence, _verdict(winner, plan, speeds))
+
+
+def _verdict(winner: Candidate, plan: Sequence[Candidate], speeds: Speeds) -> str:
+    """Return why `winner` is chosen, how sure that is, and what may be as fast."""
+    plain = plan[0]
+    if winner is plain:
+        return f"{plain.name} is chosen: nothing else was faster in every pass, by {MARGIN - 1:.0%} or more"
+    ratios = paired(speeds[winner.name], speeds[plain.name])
+    sure = sides(ratios)[0] > 1
+    open_ = "" if sure else f", but {len(ratios)} passes may show that by chance; a larger --budget would tell"
+    found = f"{winner.name} is chosen: {told(ratios)} {plain.name}{open_}"
+    rivals = [other.name for other in plan if other not in (winner, plain) and _may_be_as_fast(other, winner, speeds)]
+    return f"{found}; not clearly slower: {', '.join(rivals)}" if rivals else found
+
+
+def _may_be_as_fast(other: Candidate, winner: Candidate, speeds: Speeds) -> bool:
+    ratios = paired(speeds[other.name], speeds[winner.name])
+    return bool(ratios) and sides(ratios)[1] >= 1
 
 
 def write_config(tuned: Tuned, path: Path, sample: str) -> None:
@@ -244,7 +267,7 @@ def write_config(tuned: Tuned, path: Path, sample: str) -> None:
     comments = [
         f"Chosen by `ragspec tune`: {tuned.winner.name}. Timed on {sample},",
         f"on {about['processor']}, {about['cores']} cores{''.join(', ' + gpu for gpu in about['gpus'])}:",
-        *(f"  {line}" for line in tuned.evidence),
+        *(f"  {line}" for line in [*tuned.evidence, tuned.verdict]),
     ]
     named: dict[str, str] = {}
     values: dict[str, Any] = by_name(tuned.winner.config.model_dump(exclude_defaults=True), "", named)

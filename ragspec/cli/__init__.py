@@ -82,6 +82,7 @@ def main() -> None:
 
 
 def _say(message: str) -> None:
+    from ragspec.cli.console import stderr
     from ragspec.config.veil import Veil
 
-    print(f"error: {Veil()(message)}", file=sys.stderr)
+    stderr().print(f"error: {Veil()(message)}", markup=False)

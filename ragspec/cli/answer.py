@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +13,7 @@ from ragspec.cli.options import (
     Debug,
     InputOrStdin,
     Limit,
+    MaxFailures,
     MaxNewTokens,
     RayAddress,
     Resume,
@@ -19,6 +21,7 @@ from ragspec.cli.options import (
     Set,
     Stats,
     Workers,
+    failures_allowed,
     overrides,
     quiet_pipe,
     scaled,
@@ -48,6 +51,7 @@ def generate(
     ] = None,
     resume: Resume = True,
     retry_failed: RetryFailed = False,
+    max_failures: MaxFailures = None,
     stats: Stats = None,
     isolate: Annotated[
         bool, typer.Option("--isolate", help="Draft from a record's own text only, not from other records.")
@@ -64,19 +68,24 @@ def generate(
     settings = [*overrides(override, max_new_tokens), *(["speculation.isolate=true"] if isolate else [])]
     settings += scaled(workers, ray_address)
     run_config, notes = load_config(config, settings, input=input, output=output, order=order)
-    run(run_config, notes, limit=limit, resume=resume, retry_failed=retry_failed, stats_path=stats)
+    allowed = failures_allowed(max_failures)
+    run(run_config, notes, allowed, limit=limit, resume=resume, retry_failed=retry_failed, stats_path=stats)
 
 
 def run(
     config: RunConfig,
     notes: list[str],
+    allowed: Callable[[int], float],
     *,
     limit: int | None,
     resume: bool,
     retry_failed: bool,
     stats_path: str | None,
 ) -> None:
-    """Answer a config's input, with a progress bar and the totals on stderr. Exits with 1 if records failed."""
+    """Answer a config's input, with a progress bar and the totals on stderr.
+
+    allowed: returns how many of so many records may fail; exits with 1 if more did.
+    """
     from ragspec.cli.console import stderr
     from ragspec.cli.progress import progress
     from ragspec.cli.tables import print_summary
@@ -101,5 +110,5 @@ def run(
         console.print(f"interrupted: {whereabouts(target_of(config.output))}", markup=False)
         raise typer.Exit(INTERRUPTED) from None
     print_summary(console, summary, str(config.output))
-    if summary.failed or summary.failed_before:
+    if summary.failed + summary.failed_before > allowed(summary.records + summary.failed + summary.skipped):
         raise typer.Exit(1)

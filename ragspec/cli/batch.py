@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ragspec.cli.answer import run
-from ragspec.cli.options import Debug, Limit, Resume, RetryFailed, Set, Stats, set_debug
+from ragspec.cli.options import Debug, Limit, MaxFailures, Resume, RetryFailed, Set, Stats, failures_allowed, set_debug
 
 # what a body means that does not say: OpenAI's temperature, and room for a long answer
 SAMPLING = {"temperature": 1.0, "default_new_tokens": 1024}
@@ -51,6 +51,7 @@ def run_batch(
     limit: Limit = None,
     resume: Resume = True,
     retry_failed: RetryFailed = False,
+    max_failures: MaxFailures = None,
     stats: Stats = None,
     override: Set = None,
     debug: Debug = False,
@@ -81,4 +82,5 @@ def run_batch(
     run_config, notes = config_of(
         raw, config or "run-batch", [*settings, *(override or ())], input=input, output=output
     )
-    run(run_config, said + notes, limit=limit, resume=resume, retry_failed=retry_failed, stats_path=stats)
+    allowed = failures_allowed(max_failures)
+    run(run_config, said + notes, allowed, limit=limit, resume=resume, retry_failed=retry_failed, stats_path=stats)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,6 +36,10 @@ MaxNewTokens = Annotated[
 ]
 Resume = Annotated[bool, typer.Option(help="Continue an existing output, or start over and keep a copy of it.")]
 RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Retry the records that failed in an earlier run.")]
+MaxFailures = Annotated[
+    str | None,
+    typer.Option("--max-failures", metavar="N|P%", help="Failed records, or their share, that exit code 0 allows."),
+]
 Stats = Annotated[str | None, typer.Option(metavar="FILE", help="Where statistics go. By default next to the output.")]
 Workers = Annotated[
     int | None,
@@ -88,6 +92,21 @@ def input_of(path: str, columns: list[str] | None) -> InputConfig:
     found = validate(InputConfig, {"path": path, "columns": mapping}, "command line")
     assert isinstance(found, InputConfig)
     return found
+
+
+def failures_allowed(given: str | None) -> Callable[[int], float]:
+    """Return how many of so many records may fail, by what `--max-failures` was given. Raises ConfigError."""
+    from ragspec.errors import ConfigError
+
+    text = "0" if given is None else given.strip()
+    share = text.endswith("%")
+    try:
+        most = float(text.removesuffix("%")) / 100 if share else int(text)
+    except ValueError:
+        most = -1
+    if not (0 <= most <= 1 if share else most >= 0):
+        raise ConfigError(f'--max-failures: "{given}" must be a number of records, or a share of them such as 2%')
+    return lambda records: most * records if share else most
 
 
 def scaled(workers: int | None, address: str | None) -> list[str]:

@@ -89,7 +89,7 @@ def tune(
     tuning.write_config(tuned, output, f"the first {limit} records of {run_config.input}")
     for line in tuned.evidence:
         console.print(line, markup=False)
-    console.print(f"{tuned.winner.name} wins; its config is in {output}", markup=False)
+    console.print(f"{tuned.verdict}; its config is in {output}", markup=False)
 
 
 def doctor(
@@ -97,6 +97,9 @@ def doctor(
         str | None, typer.Option("--config", "-c", metavar="FILE", help="Config to examine on this machine.")
     ] = None,
     input: InputOrStdin = None,
+    clear_speeds: Annotated[
+        bool, typer.Option("--clear-speeds", help="Forget the speeds of earlier runs, which runner: auto goes by.")
+    ] = False,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
@@ -104,11 +107,15 @@ def doctor(
     from ragspec.cli.console import stderr
     from ragspec.config.places import InputConfig
     from ragspec.config.veil import Veil
-    from ragspec.run.doctor import examine_config, examine_machine
+    from ragspec.run.doctor import Finding, examine_config, examine_machine
+    from ragspec.run.experience import folder, forget
     from ragspec.run.input_check import examine_input, examine_passages
 
     set_debug(debug)
-    findings = list(examine_machine())
+    findings = []
+    if clear_speeds:
+        findings.append(Finding("ok", f"cleared the speeds of {forget()} models in {folder()}"))
+    findings += examine_machine()
     given: InputConfig | None = None
     if config is not None:
         from ragspec.config.load import load_config

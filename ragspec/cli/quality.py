@@ -52,8 +52,10 @@ def evaluate(
     config = None
     if judge is not None:
         from ragspec.config.load import load_config
+        from ragspec.inputs.storage import advising
 
-        config, _ = load_config(judge, overrides(override))
+        with advising("--judge takes the path of a YAML file"):
+            config, _ = load_config(judge, overrides(override))
     if columns and references is None:
         raise ConfigError("--columns names the columns of --references; give that file too")
     given = None if references is None else input_of(references, columns)
@@ -71,7 +73,7 @@ def _print(console: Console, found: Evaluation) -> None:
 
     table = Table(box=None, pad_edge=False)
     for column in ("score", "mean (95%)", "records", *(["difference (95%)"] if found.other else [])):
-        table.add_column(column, justify="left" if column == "score" else "right")
+        table.add_column(column, justify="left" if column == "score" else "right", overflow="fold")
     for name, one in found.scores.items():
         cells = [name, one.told(), f"{one.count:,}"]
         if found.other and name in found.differences:

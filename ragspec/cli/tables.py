@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ragspec.stats import RunSummary
+from ragspec.stats import OTHERS, OutputTotals, RunSummary
 
 if TYPE_CHECKING:
     from ragspec.retrieval.build import BuildSummary
@@ -26,7 +26,6 @@ def print_notes(console: Console, notes: Iterable[str]) -> None:
 def print_summary(console: Console, summary: RunSummary, output: str) -> None:
     """Print the table of a finished run, and its notes."""
     print_notes(console, summary.notes)
-    table = _table()
     spec = summary.spec
     rows = [
         ("records", _records(summary)),
@@ -43,6 +42,8 @@ def print_summary(console: Console, summary: RunSummary, output: str) -> None:
             ("acceptance", f"{spec.acceptance_rate:.1%} ({spec.accepted:,} of {spec.drafted:,} drafted tokens)"),
             ("tokens per step", f"{summary.tokens_per_step:.2f} ({spec.mean_acceptance_length:.2f} where it drafted)"),
         ]
+    if reasons := _reasons(summary):
+        rows.append(("failed", reasons))
     if summary.shaped:
         cut = f", {summary.truncated:,} cut off at max_new_tokens" if summary.truncated else ""
         rows.append(("structured", f"{summary.valid:,} of {summary.shaped:,} answers valid{cut}"))
@@ -50,10 +51,10 @@ def print_summary(console: Console, summary: RunSummary, output: str) -> None:
         rows.append(("retrieval", _retrieval(summary.retrieval)))
     if summary.workers:
         rows.append(("workers", _workers(summary)))
+    if summary.totals is not None and summary.totals.spent.runs > 1:
+        rows.append(("all runs", _all_runs(summary.totals)))
     rows.append(("output", "stdout" if output == "-" else output))
-    for name, value in rows:
-        table.add_row(name, Text(value))
-    console.print(table)
+    _print_rows(console, rows)
 
 
 def print_build(console: Console, summary: BuildSummary, index: str) -> None:
@@ -61,12 +62,13 @@ def print_build(console: Console, summary: BuildSummary, index: str) -> None:
     print_notes(console, summary.notes)
     documents = f"{summary.added:,} added, {summary.changed:,} changed, {summary.unchanged:,} unchanged"
     documents += f", {summary.removed:,} removed, {summary.skipped:,} skipped"
-    table = _table()
-    table.add_row("documents", documents)
-    table.add_row("passages", f"{summary.chunks:,} in the index, {summary.chunks_written:,} written now")
-    table.add_row("time", f"{summary.seconds:.1f} s")
-    table.add_row("index", Text(index))
-    console.print(table)
+    rows = [
+        ("documents", documents),
+        ("passages", f"{summary.chunks:,} in the index, {summary.chunks_written:,} written now"),
+        ("time", f"{summary.seconds:.1f} s"),
+        ("index", index),
+    ]
+    _print_rows(console, rows)
 
 
 def _workers(summary: RunSummary) -> str:
@@ -87,6 +89,33 @@ def _records(summary: RunSummary) -> str:
     return ", ".join(parts)
 
 
+def _reasons(summary: RunSummary) -> str:
+    """Return why records failed, a line per cause; of an earlier run's failures, where this one had none."""
+    failures = summary.failures
+    if not summary.failed and summary.failed_before and summary.totals is not None:
+        failures = summary.totals.failures
+    if not failures.records:
+        return ""
+    ranked = failures.ranked()
+    if len(ranked) == 1 and not failures.others and failures.records > 1:
+        every = (
+            "every record" if not summary.records and failures is summary.failures else f"{failures.records:,} records"
+        )
+        return f"{every}: {ranked[0][0]}"
+    lines = [f"{count:,} x {message}" for message, count in ranked]
+    return "\n".join(lines + ([f"{failures.others:,} x {OTHERS}"] if failures.others else []))
+
+
+def _all_runs(totals: OutputTotals) -> str:
+    spent = totals.spent
+    failed = f", {totals.failed:,} failed" if totals.failed else ""
+    return (
+        f"{spent.runs:,}: {totals.records:,} answered{failed}, {totals.prompt_tokens:,} prompt and "
+        f"{totals.output_tokens:,} output tokens, {spent.load_s:.1f} s load, {spent.warmup_s:.1f} s warm-up, "
+        f"{spent.generate_s:.1f} s answering"
+    )
+
+
 def _speed(summary: RunSummary) -> str:
     if summary.tokens_per_s is None:
         return "-"
@@ -103,8 +132,19 @@ def _retrieval(found: dict[str, Any]) -> str:
     )
 
 
-def _table() -> Table:
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column()
-    return table
+def _print_rows(console: Console, rows: Sequence[tuple[str, str]]) -> None:
+    """Print names and what there is to say about them: in columns on a terminal, on whole lines in a file."""
+    if not console.soft_wrap:
+        table = Table(show_header=False, box=None, pad_edge=False)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in rows:
+            table.add_row(name, Text(value))
+        console.print(table)
+        return
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        first, *others = value.split("\n")
+        console.print(f"{name:{width}}  {first}", markup=False)
+        for line in others:
+            console.print(f"{'':{width}}  {line}", markup=False)

@@ -53,5 +53,5 @@ def train_draft(
         markup=False,
     )
     console.print(trained.verdict(), markup=False)
-    if trained.pays:
+    if trained.pays is not False:
         console.print(f"speculation: {{method: {trained.method}, draft_model: {trained.draft}}}", markup=False)

@@ -30,6 +30,7 @@ NEEDED = {
     "speculative_config": "what vLLM is to be told",
 }
 INDEXED = ("corpus", "embedding_model")  # what an index that exists was built with
+SHOWN = {"prompt", "sampling", "structured"}  # sections that hold no secrets, whatever their keys are called
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 
 
@@ -132,8 +133,9 @@ def _without_empty(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _veil(raw: dict[str, Any], source: str) -> Veil:
+    """Return what hides the secrets of a config that is not checked yet; texts and schemas are the user's own words."""
     try:
-        return Veil(concealed(raw))
+        return Veil(concealed({key: value for key, value in raw.items() if key not in SHOWN}))
     except RecursionError:
         raise ConfigError(f"{source}: nested too deeply, or contains itself") from None
 

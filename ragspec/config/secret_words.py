@@ -33,24 +33,30 @@ WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 # what signs an address
 SIGNED = (
     r"(?<=[?&])(?i:(?:X-(?:Amz|Goog)-)?(?:Signature|Security-Token|Credential)|sig|token|api_key|apikey|access_token)"
-    r"=[^&\s\"':]{4,}"
+    r"=(?![^&\s\"':]*[*?\[\]])[^&\s\"':]{4,}"  # nothing signed is a pattern of file names
 )
 SHAPES = re.compile(
-    r"\bhf_(?:(?=\w*[0-9A-Z])\w{8,}|[a-z]{16,})"  # Hugging Face
+    r"\bhf_(?:(?=[a-z]*[0-9A-Z])[A-Za-z0-9]{8,}|[a-z]{16,})(?!\w)"  # Hugging Face
     r"|\bapi_org_\w{16,}"
-    r"|\bsk-[\w-]{8,}"  # OpenAI, Anthropic and those that copy them
+    # OpenAI, Anthropic and those that copy them: letters and digits, after words
+    r"|\bsk-(?:[a-z0-9]+-)*(?=[A-Za-z_]*\d)(?=[\d_]*[A-Za-z])\w{8,}[\w-]*"
     r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"  # AWS
     r"|\bgh[opsru]_\w{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}"
     r"|\bxox[abprs]-[\w-]{10,}"  # Slack
     r"|\bAIza[\w-]{30,}"  # Google
     r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"  # a JSON web token
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*"
-    r"|\b[Bb]earer\s+[\w.~+/-]{8,}=*"
+    r"|\b[Bb]earer\s+(?:(?=[A-Za-z_.~+/-]*\d)[\w.~+/-]{8,}|[\w.~+/-]{16,})=*"
     r"|\b(?:AccountKey|SharedAccessSignature|Password|Pwd)=[^;\s\"']{4,}"  # connection strings
     rf"|{SIGNED}"
 )
 LOGIN = re.compile(r"(?<=://)[^\s/@:\"']*:[^\s/@\"']+(?=@)")  # user:password of an address
-NAMED = re.compile(r"""(["']?)(\b[A-Za-z_][\w.-]*)\1\s*[:=]\s*(["'])((?:(?!\3).)+)\3""")  # key: "value", key='value'
+# key: "value", 'key': "value", key='value'
+NAMED = re.compile(r"""(["']?)(\b[A-Za-z_][\w.-]*)\1\s*([:=])\s*(["'])((?:(?!\4).)+)\4""")
+ADDRESS = re.compile(r"[A-Za-z][\w+.-]*://\S*")
+PATH = re.compile(r"(?:~|\.{0,2})/\S*|\S*\.[A-Za-z]\w{1,7}")
+PATTERN = re.compile(r"[*?()\[\]{}|\\^<>]")  # of a regular expression, of file names, of a template
+RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])\S{8,}|[\w+/=~.-]{24,}")  # what is written by no one
 
 
 def names_secret(key: str) -> bool:
@@ -78,5 +84,28 @@ def is_secret(value: Any, key: str) -> bool:
 
 def secret_parts(text: str) -> list[str]:
     """Return the pieces of `text` that look like secrets, or that it names as one (a dictionary in a string)."""
-    named = [found[4] for found in NAMED.finditer(text) if is_secret(found[4], found[2])]
+    named = [found[5] for found in NAMED.finditer(text) if is_secret(found[5], found[2])]
     return [*LOGIN.findall(text), *SHAPES.findall(text), *named]
+
+
+def parts_of_message(text: str) -> list[str]:
+    """Return the same of a message, which speaks of tokens and keys that are no secrets, too.
+
+    What a config holds is known by other means. So an address without a login stays, and after a word and a colon
+    ("unknown key: 'x'") so does what looks like a pattern, a path or a word.
+    """
+    named = [found[5] for found in NAMED.finditer(text) if is_secret(found[5], found[2]) and _is_told(found)]
+    return [*LOGIN.findall(text), *SHAPES.findall(text), *named]
+
+
+def _is_told(found: re.Match[str]) -> bool:
+    """Return whether a message tells a secret by name, rather than speaking of something of that name."""
+    quoted, key, separator, value = bool(found[1]), found[2], found[3], found[5]
+    if ADDRESS.fullmatch(value):
+        return False  # a login in it, or what signs it, is hidden by itself
+    if quoted or separator == "=":
+        return True  # a dictionary, or an argument
+    if PATTERN.search(value) or PATH.fullmatch(value):
+        return False
+    words = [word.lower() for word in WORD.findall(key)]
+    return words[-1] in ALWAYS - {"secret", "secrets", "credential", "credentials"} or bool(RANDOM.fullmatch(value))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ragspec.config.secret import secrets_in
-from ragspec.config.secret_words import secret_parts
+from ragspec.config.secret_words import parts_of_message
 from ragspec.errors import ModelError, RagspecError, flat
 
 INSTEAD = "[secret]"
@@ -30,7 +30,9 @@ class Veil:
 
     def __call__(self, text: str) -> str:
         """Return `text` with each secret in it replaced."""
-        for part in [*self._whole, *sorted(secret_parts(text), key=len, reverse=True)]:
+        for part in self._whole:
+            text = _hidden(part).sub(INSTEAD, text)
+        for part in sorted(parts_of_message(text), key=len, reverse=True):
             text = text.replace(part, INSTEAD)
         return self._without_pieces(text) if self._pieces else text
 
@@ -63,3 +65,9 @@ def _said(error: BaseException | None) -> Iterator[str]:
     while error is not None:
         yield str(error)
         error = error.__cause__ or error.__context__
+
+
+def _hidden(part: str) -> re.Pattern[str]:
+    """Return where a secret is in a text: a short one that is a word ("test") is no part of another ("latest")."""
+    edge = r"\b" if len(part) < PIECE and part.isalnum() else ""
+    return re.compile(f"{edge}{re.escape(part)}{edge}")

@@ -94,6 +94,7 @@ class EngineBackend:
         self._translation = speculation.translation
         self._rows = rows
         self._most = untimed_rows(inner.device)  # rows, where their number is chosen
+        self._all_at_once = False  # whether there are no more records than that
         self._lookahead = lookahead
         self._rules = rules
         self._grammars = grammars
@@ -151,11 +152,13 @@ class EngineBackend:
         told.
         """
         rows, tokens = self._rows or self._most, None if records is None else records * each
+        rows = rows if records is None else max(1, min(rows, records))
         compile_layers(self._model, rows, tokens, self._compile, self.notes)
         if self._draft is not None:
             compile_layers(self._draft, rows, tokens, self._compile, self.notes, "the draft model's")
         if self._rows is None:
             rows = self._most = self._measured(records)
+            self._all_at_once = records is not None and records <= rows
         if not self._judged:
             ids = [1, 2, 3, 4]
             for _ in self._engine(1, Room()).run([Request(0, "warm-up", ids, Sampling(max_new_tokens=4))]):
@@ -168,7 +171,8 @@ class EngineBackend:
         """Return the rows beyond which more would add little speed, or there are no records or no memory for them."""
         memory = budget_of(self._model.device) // (self._bytes_per_token * REACHES[0])
         limit = memory if records is None else min(records, memory)
-        return most_rows(self._model.device, limit, partial(seconds_of, self._model))
+        rows = most_rows(self._model.device, limit, partial(seconds_of, self._model))
+        return rows if records is None else max(1, min(rows, records))
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield outcomes as they finish."""
@@ -182,7 +186,7 @@ class EngineBackend:
         room = Room(self._bytes_per_token, budget_of(self._model.device, kept))
         rows = self._rows
         if rows is None:
-            rows, why = choose_rows(head, room, self._model.device, self._most)
+            rows, why = choose_rows(head, room, self._model.device, self._most, all_at_once=self._all_at_once)
             self.notes.add(why)
         self.batch_size = rows
         engine = self._engine(rows, room)
@@ -254,7 +258,7 @@ class EngineBackend:
             off = 1 - drafted / steps
             if off >= 0.5:
                 self.notes.add(
-                    f"speculation was off in {off:.0%} of steps: drafts would have cost more than they saved"
+                    f"speculation was off in {off:.0%} of steps: drafts were expected to cost more than they save"
                 )
         outgrown = sum(getattr(proposer, "outgrown", 0) for proposer in self._proposers.values())
         if outgrown:

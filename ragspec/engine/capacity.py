@@ -53,10 +53,12 @@ def keepable(device: torch.device) -> int:
     return memory_bytes() // KEPT if device.type == "cpu" else 0
 
 
-def choose_rows(requests: Sequence[Request], room: Room, device: torch.device, most: int) -> tuple[int, str]:
+def choose_rows(
+    requests: Sequence[Request], room: Room, device: torch.device, most: int, *, all_at_once: bool = False
+) -> tuple[int, str]:
     """Return the number of rows for requests like these, and why. A few long ones do not count.
 
-    most: rows beyond which more would add little speed.
+    most: rows beyond which more would add little speed. all_at_once: because there are no more records.
     """
     needs = sorted(len(request.token_ids) + request.sampling.max_new_tokens for request in requests)
     slots = needs[int(TYPICAL * (len(needs) - 1))]
@@ -65,7 +67,8 @@ def choose_rows(requests: Sequence[Request], room: Room, device: torch.device, m
     if fit < most:
         free = (room.budget or 0) / SHARE / (1 << 30)
         return fit, f"batch_size: auto chose {fit}, which fill half of the {free:.1f} GiB that are free ({need})"
-    return most, f"batch_size: auto chose {most}: more would add little speed here ({need})"
+    why = "there are no more records" if all_at_once else "more would add little speed here"
+    return most, f"batch_size: auto chose {most}: {why} ({need})"
 
 
 def free_on(device: torch.device) -> int:

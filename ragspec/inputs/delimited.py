@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any
 
 import orjson
@@ -21,6 +22,7 @@ from ragspec.inputs.columns import Columns
 from ragspec.inputs.content import DAMAGES, failure_reason
 from ragspec.inputs.rows import row_of
 
+COUNTED = 1 << 30  # bytes of a file whose rows are counted: it takes some ten seconds
 WIDEST = 64 << 20  # bytes of a line, characters of a cell; csv takes four bytes for one
 
 
@@ -71,6 +73,19 @@ class DelimitedReader:
             else:
                 value = {name: cell or None for name, cell in zip(self.names, cells, strict=True)}
                 yield row_of(number, value, self._columns, typed=False)
+
+
+def rows_in(path: Path, delimiter: str) -> int | None:
+    """Return how many rows an uncompressed file in UTF-8 has; None where counting would take long, or fails."""
+    if path.stat().st_size > COUNTED:
+        return None
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = csv.reader(file, delimiter=delimiter, strict=True)
+            next(rows, None)
+            return sum(1 for cells in rows if cells)
+    except (OSError, UnicodeDecodeError, csv.Error):  # it breaks off there, which whoever reads it says
+        return None
 
 
 class _Bounded(io.RawIOBase):

@@ -10,11 +10,12 @@ What goes wrong comes out as an OSError with one line and the address, whatever 
 from __future__ import annotations
 
 import errno
+import glob
 import io
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -36,6 +37,16 @@ ERRORS = (
     ("httpx", "HTTPError"),
     ("httpx2", "HTTPError"),
     ("huggingface_hub.errors", "HfHubHTTPError"),
+)
+# what they raise where they find no credentials
+UNKNOWN = (
+    ("botocore.exceptions", "NoCredentialsError"),
+    ("botocore.exceptions", "PartialCredentialsError"),
+    ("google.auth.exceptions", "DefaultCredentialsError"),
+)
+NO_CREDENTIALS = (
+    "no credentials were found; set them in the environment, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+    "storage_options: {anon: true} for what is public"
 )
 # by which Python makes the right OSError again
 NUMBERS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, FileExistsError: errno.EEXIST}
@@ -150,7 +161,12 @@ def refusals() -> tuple[type[Exception], ...]:
 
 def network_errors() -> tuple[type[Exception], ...]:
     """Return what the libraries that were imported raise when an address does not answer as it should."""
-    found = (getattr(sys.modules.get(module), name, None) for module, name in ERRORS)
+    return _imported(ERRORS)
+
+
+def _imported(names: Iterable[tuple[str, str]]) -> tuple[type[Exception], ...]:
+    """Return the classes of modules that were imported."""
+    found = (getattr(sys.modules.get(module), name, None) for module, name in names)
     return tuple(error for error in found if error is not None)
 
 
@@ -160,8 +176,35 @@ def missing(error: FileNotFoundError) -> str:
     return str(error.strerror) if told_more else "no such file"
 
 
+@contextmanager
+def advising(advice: str, paths: Iterable[str] = ()) -> Iterator[None]:
+    """Let the message about a missing file end with `advice`: what to do depends on the command that reads it.
+
+    paths: to be read inside; a pattern among them that matches nothing is such a message too.
+    """
+    for path in paths:
+        if (
+            glob.has_magic(path)
+            and not is_url(path)
+            and not Path(path).exists()
+            and not glob.glob(path, recursive=True)
+        ):
+            raise ConfigError(f"{path}: no file matches; {advice}")
+    try:
+        yield
+    except ConfigError as error:
+        cause = error.__context__  # what the source that says so has caught
+        if isinstance(cause, FileNotFoundError) and cause.filename is not None:
+            raise ConfigError(f"{cause.filename}: {missing(cause)}; {advice}") from None
+        raise
+
+
 def reason(error: Exception) -> str:
     """Return what an error says, on one line."""
+    if isinstance(error, OSError) and isinstance(error.filename, str) and is_url(error.filename):
+        return str(error.strerror)  # told() said it
+    if isinstance(error, _imported(UNKNOWN)):
+        return NO_CREDENTIALS
     said = flat(error, SHOWN)
     if isinstance(error, FileNotFoundError):
         cause = error.__cause__  # fsspec says so of a host that does not answer, too

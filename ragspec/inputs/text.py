@@ -63,6 +63,7 @@ class TextSource:
         self._stack = ExitStack()
         self._stream = self._stack.enter_context(stream or Stream(path, options))
         self._reader: Reader | None = None
+        self._delimiter = ","
         if self._stream.pipe is None:
             try:
                 self._open()
@@ -92,6 +93,7 @@ class TextSource:
         if format in DELIMITERS:
             from ragspec.inputs.delimited import DelimitedReader
 
+            self._delimiter = delimiter
             self._reader = DelimitedReader(stream.file, self.path, self._columns, delimiter)
         elif format == "json":
             from ragspec.inputs.document import DocumentReader
@@ -134,10 +136,16 @@ class TextSource:
         return type(self)(self.path, columns, options, format=format, name=name)
 
     def count(self) -> int | None:
-        """Return how many lines a local, uncompressed JSON Lines file has, for a progress bar; else None."""
-        plain = self._format == "jsonl" and not self._stream.packed and self._stream.encoding is None
+        """Return how many lines or rows a local, uncompressed JSON Lines, CSV or TSV file has; else None."""
+        plain = not self._stream.packed and not self._stream.is_member and self._stream.encoding is None
         path = Path(self.path)
         if not plain or self.path == "-" or is_url(self.path) or not path.is_file():
+            return None
+        if self._format in DELIMITERS:
+            from ragspec.inputs.delimited import rows_in
+
+            return rows_in(path, self._delimiter)
+        if self._format != "jsonl":
             return None
         with path.open("rb") as file:
             return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))

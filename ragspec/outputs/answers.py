@@ -15,6 +15,7 @@ from ragspec.prompts.builder import Prompt
 from ragspec.records import Generation, Passage, Record, Sampling, Tokenizer
 from ragspec.runners.base import Runner
 from ragspec.stats import SpecStats
+from ragspec.structured.complete import is_complete, spaced
 from ragspec.structured.form import Form
 
 
@@ -65,6 +66,9 @@ class Shape(Protocol):
     def error(self, failed: Failed) -> dict[str, Any]:
         """Return the line of a record without an answer."""
 
+    def signed(self, line: bytes, config: str) -> bytes:
+        """Return an answer's line that names the config which wrote it, as run.json does."""
+
 
 class Native:
     """ragspec's own form: docs/output.md."""
@@ -78,7 +82,7 @@ class Native:
             line["outputs"] = [part.shown for part in parts]
             line["finish_reasons"] = [each.finish_reason for each in answers]
         if flight.form is not None:
-            line |= _structured(flight.form, answers, [part.text for part in parts])
+            line |= _structured(flight, flight.form, answers, [part.text for part in parts])
         line |= _costs(flight, answers, runner)
         line["contexts"] = [passage.id for passage in kept]
         if any(passage.score is not None for passage in kept):
@@ -98,6 +102,9 @@ class Native:
         place = {} if failed.line is None else {"line": failed.line}
         error = {"type": failed.kind, "message": failed.message}
         return {"id": failed.name, **place, "error": error, "fingerprint": failed.fingerprint}
+
+    def signed(self, line: bytes, config: str) -> bytes:
+        return orjson.dumps({**orjson.loads(line), "config": config})
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +161,9 @@ def _reasoning(flight: Flight, parts: Sequence[Part]) -> dict[str, Any]:
     return found | {"reasoning_tokens": sum(part.start for part in parts)}
 
 
-def _structured(form: Form, answers: Sequence[Generation], texts: Sequence[str]) -> dict[str, Any]:
+def _structured(flight: Flight, form: Form, answers: Sequence[Generation], texts: Sequence[str]) -> dict[str, Any]:
     """Return whether all answers have the form that was asked for, and what they say where that is JSON."""
-    valid = [is_valid(form, answer, text) for answer, text in zip(answers, texts, strict=True)]
+    valid = [is_valid(flight, form, answer, text) for answer, text in zip(answers, texts, strict=True)]
     found: dict[str, Any] = {"valid": all(valid)}
     if form.is_json:
         parsed = [orjson.loads(text) if good else None for text, good in zip(texts, valid, strict=True)]
@@ -164,17 +171,16 @@ def _structured(form: Form, answers: Sequence[Generation], texts: Sequence[str])
     return found
 
 
-def is_valid(form: Form, answer: Generation, text: str) -> bool:
-    """Return whether an answer came to its end; a JSON text must be one that can be read, too."""
-    if answer.finish_reason != "stop":
-        return False
+def is_valid(flight: Flight, form: Form, answer: Generation, text: str) -> bool:
+    """Return whether an answer has its form; one that was cut off may have, if nothing of it is missing."""
+    ended = answer.finish_reason == "stop" and not flight.sampling.stop  # a stop string may come anywhere
     if not form.is_json:
-        return True
+        return ended or is_complete(flight.grammar, text)
     try:
-        orjson.loads(text)
+        value = orjson.loads(text)
     except orjson.JSONDecodeError:
         return False
-    return True
+    return ended or is_complete(flight.grammar, text) or is_complete(flight.grammar, spaced(value))
 
 
 def _costs(flight: Flight, answers: Sequence[Generation], runner: Runner) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-from ragspec.outputs.ledger import Finished
+from ragspec.outputs.ledger import Drop, Finished
 from ragspec.outputs.linefile import LineFile
 from ragspec.outputs.spill import Spill
 
@@ -22,11 +22,11 @@ class Appended(LineFile):
         """Whether it has lines."""
         return self.size > 0
 
-    def finished(self, *, retry_failed: bool) -> Iterator[Finished]:
-        """Cut off what is torn, and yield what the lines finish. retry_failed: without those that failed."""
+    def finished(self, drop: Drop | None = None) -> Iterator[Finished]:
+        """Cut off what is torn, leave out the lines to `drop`, and yield what the others finish."""
         self.cut_torn_line()
-        if retry_failed:
-            self.replace(line for _, line in self if not Finished.of(line).failed)
+        if drop is not None:
+            self.replace(line for _, line in self if not drop(Finished.of(line)))
         return (Finished.of(line) for _, line in self)
 
     def set_aside(self, spill: Spill | None) -> None:

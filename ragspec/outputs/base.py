@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ragspec.outputs.ledger import Finished
+from ragspec.outputs.ledger import Drop, Finished
 
 if TYPE_CHECKING:
     from ragspec.outputs.spill import Spill
@@ -34,11 +34,8 @@ class Store(Sink, Protocol):
     def begun(self) -> bool:
         """Whether it has lines."""
 
-    def finished(self, *, retry_failed: bool) -> Iterator[Finished]:
-        """Make it whole after a run that was killed, and yield what its lines finish.
-
-        retry_failed: after leaving out the lines of records that failed.
-        """
+    def finished(self, drop: Drop | None = None) -> Iterator[Finished]:
+        """Make it whole after a run that was killed, and yield what its lines finish, those to `drop` left out."""
 
     def set_aside(self, spill: Spill | None) -> None:
         """Move all lines, and those that wait for their turn in `spill`, to another name, and begin anew."""

@@ -15,7 +15,7 @@ from typing import Protocol
 import zstandard
 
 from ragspec.errors import ConfigError
-from ragspec.outputs.ledger import Finished
+from ragspec.outputs.ledger import Drop, Finished
 
 LINES = (".jsonl", ".ndjson")
 PACKINGS = (".gz", ".zst")
@@ -41,8 +41,8 @@ class Codec(Protocol):
     def finished(self, data: bytes) -> list[Finished]:
         """Return what a part's lines finish. Raises ValueError if it cannot be read."""
 
-    def without_failed(self, data: bytes) -> bytes:
-        """Return a part's content without the lines of records that failed."""
+    def without(self, data: bytes, drop: Drop) -> bytes:
+        """Return a part's content without the lines to drop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class Lines:
     def finished(self, data: bytes) -> list[Finished]:
         return [Finished.of(line) for line in self._lines(data)]
 
-    def without_failed(self, data: bytes) -> bytes:
-        return self.encode([line for line in self._lines(data) if not Finished.of(line).failed])
+    def without(self, data: bytes, drop: Drop) -> bytes:
+        return self.encode([line for line in self._lines(data) if not drop(Finished.of(line))])
 
     def _lines(self, data: bytes) -> list[bytes]:
         try:

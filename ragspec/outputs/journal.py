@@ -9,8 +9,9 @@ lock sees to that).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from itertools import chain
 from typing import Any, Self
 
 import orjson
@@ -20,10 +21,13 @@ from ragspec.errors import ConfigError
 from ragspec.outputs.appended import free_number
 from ragspec.outputs.base import Sink, Store
 from ragspec.outputs.interrupt import Interruptions
-from ragspec.outputs.ledger import Finished, Ledger
+from ragspec.outputs.ledger import Drop, Finished, Ledger
 from ragspec.outputs.outstream import OutStream
 from ragspec.outputs.spill import Place, Shelf, Spill
 from ragspec.outputs.target import Target, target_of
+from ragspec.stats import Causes, OutputTotals, RunSummary, Spent
+
+LOST_S, LOST = 1.0, 0.05  # seconds, or the share of them, that a run which is killed may lose of what it took
 
 
 def whereabouts(target: Target | None) -> str:
@@ -43,7 +47,8 @@ class Journal:
 
     output: what a config says (or a path, or - for stdout), or a sink (nothing to resume there). identity: what a
     resumed run must agree on; None for an output that is never resumed. partial: whether only a part of the input is
-    read, so that what an earlier run left may belong to the rest of it.
+    read, so that what an earlier run left may belong to the rest of it. among: keys of the rows that `retry_failed`
+    means, None for all.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class Journal:
         resume: bool = True,
         retry_failed: bool = False,
         partial: bool = False,
+        among: Container[str] | None = None,
     ) -> None:
         config = OutputConfig(path=output) if isinstance(output, str) else output
         self.target = target_of(config) if isinstance(config, OutputConfig) else None
@@ -62,6 +68,11 @@ class Journal:
         self.output = str(config.path) if isinstance(config, OutputConfig) else "memory"
         self._in_order = order == "input"
         self._partial = partial
+        self._drop: Drop | None = None
+        if retry_failed:
+            self._drop = lambda found: found.failed and (among is None or found.key in among)
+        self._resumable = identity is not None
+        self._next_spent = 0.0  # seconds of this run, at which they are written again
         self._interruptions = Interruptions()
         self._next = 0
         # runs of lines that have nothing to write and whose turn has not come
@@ -72,7 +83,7 @@ class Journal:
         if not isinstance(config, OutputConfig):
             self._file = config
         elif self.target is not None:
-            self._file = self._store = self._open(self.target, identity, resume, retry_failed)
+            self._file = self._store = self._open(self.target, identity, resume)
         else:
             with _opening(self.output):
                 self._file = OutStream(self.output)
@@ -165,10 +176,12 @@ class Journal:
 
     # -- an output that keeps its lines ---------------------------------------------------------------------------
 
-    def _open(self, target: Target, identity: dict[str, Any] | None, resume: bool, retry_failed: bool) -> Store:
+    def _open(self, target: Target, identity: dict[str, Any] | None, resume: bool) -> Store:
         if identity is not None:
             target.state.check_names()
         spill = None
+        spent = Spent()
+        kept = False
         with ExitStack() as opened, _opening(target.name):
             store = target.open()
             opened.callback(store.close)
@@ -179,15 +192,29 @@ class Journal:
             if began and (identity is None or not resume):
                 store.set_aside(spill)
             elif began and identity is not None and spill is not None:
-                target.state.check_config(identity)
-                self._resume(store, spill, retry_failed)
+                kept = self._agrees(target, identity, store, spill)
+                spent = _spent(target)
+                self._resume(store, spill)
             if identity is not None:
-                target.state.write(identity)
+                target.state.begin(identity, spent, kept=kept)
             opened.pop_all()
         return store
 
-    def _resume(self, store: Store, spill: Spill, retry_failed: bool) -> None:
-        for found in store.finished(retry_failed=retry_failed):
+    def _agrees(self, target: Target, identity: dict[str, Any], store: Store, spill: Spill) -> bool:
+        """Return whether answers that are there stay; False where all is tried again, so that any config may do it.
+
+        Raises ConfigError if they would stay beside those of a config that they do not go with.
+        """
+        try:
+            target.state.check_config(identity, retrying=self._drop is not None)
+        except ConfigError:
+            if self._drop is None or not _all_dropped(store, spill, self._drop):
+                raise
+            return False
+        return True
+
+    def _resume(self, store: Store, spill: Spill) -> None:
+        for found in store.finished(self._drop):
             self.ledger.note(found)
         waiting: dict[str, Place] = {}
         foreign = False
@@ -195,7 +222,8 @@ class Journal:
             found = Finished.of(line)
             foreign |= found.key is None
             # what is in the output too was moved there when the run was killed
-            if found.key is not None and found.key not in self.ledger and not (found.failed and retry_failed):
+            dropped = self._drop is not None and self._drop(found)
+            if found.key is not None and found.key not in self.ledger and not dropped:
                 waiting[found.key] = place
                 self.ledger.note(found)
         if foreign:
@@ -206,6 +234,52 @@ class Journal:
                 store.append(line)
             store.sync()
             spill.remove()
+
+    @property
+    def signature(self) -> str:
+        """What lines say of the config that answers them: "" where it is the one that began the output."""
+        return self.target.state.signature if self.target is not None else ""
+
+    def keep_spent(self, summary: RunSummary) -> None:
+        """Write now and then what the runs of this output took: a run that is killed loses little of it."""
+        spent = summary.load_s + summary.warmup_s + summary.generate_s
+        if self.target is None or not self._resumable or spent < self._next_spent:
+            return
+        self._next_spent = spent + max(LOST_S, LOST * spent)
+        with suppress(OSError):  # a full disk is told of by the next line
+            self.target.state.keep_spent(summary)
+
+    def totals(self, summary: RunSummary) -> OutputTotals | None:
+        """Return what the output holds after this run, and what all its runs took; None of one that is not resumed."""
+        if self.target is None or not self._resumable:
+            return None
+        ledger, state = self.ledger, self.target.state
+        worked = bool(summary.records or summary.failed)
+        if worked:
+            with suppress(OSError):
+                state.keep_spent(summary)
+        failures = Causes()
+        failures.merge(ledger.failures)
+        failures.merge(summary.failures)
+        return OutputTotals(
+            records=ledger.answers + summary.records,
+            failed=failures.records,
+            prompt_tokens=ledger.prompt_tokens + summary.prompt_tokens,
+            output_tokens=ledger.output_tokens + summary.output_tokens,
+            spent=state.spent_with(summary) if worked else state.spent,
+            failures=failures,
+        )
+
+
+def _all_dropped(store: Store, spill: Spill, drop: Drop) -> bool:
+    waiting = (Finished.of(line) for _, line in spill.lines())
+    return all(drop(found) for found in chain(store.finished(), waiting))
+
+
+def _spent(target: Target) -> Spent:
+    """Return what earlier runs took; of an output from before that was kept, what its statistics say of the latest."""
+    found = Spent.of(target.state.read().get("spent"))
+    return found if found.runs else Spent.of(target.statistics.read(), runs=1)
 
 
 @contextmanager

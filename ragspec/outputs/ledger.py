@@ -7,12 +7,15 @@ True
 from __future__ import annotations
 
 import hashlib
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import orjson
 
+from ragspec.errors import cause_of
 from ragspec.inputs.base import Row
 from ragspec.inputs.keyset import KeySet
+from ragspec.stats import Causes
 
 LINE = "batch_req_"  # before the fingerprint, in the id of a line of OpenAI's Batch API
 
@@ -24,11 +27,14 @@ def fingerprint(row: Row, record_id: str | None) -> str:
 
 
 class Finished(NamedTuple):
-    """What an output line finishes. key: the fingerprint; None if the line is not one of ours."""
+    """What an output line finishes. key: the fingerprint; None if it is not one of ours. message: why it failed."""
 
     key: str | None = None
     id: str = ""
     failed: bool = False
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    message: str = ""
 
     @classmethod
     def of(cls, raw: bytes) -> Finished:
@@ -42,14 +48,37 @@ class Finished(NamedTuple):
             return cls()
         if not isinstance(key, str) or not isinstance(name, str) or (batch and key == line["id"]):
             return cls()
-        return cls(key, name, line.get("error") is not None)
+        error = line.get("error")
+        if error is not None:
+            return cls(key, name, True, message=str(error.get("message", "")) if isinstance(error, dict) else "")
+        return cls(key, name, False, *_tokens(line, batch))
+
+
+def _tokens(line: dict[str, Any], batch: bool) -> tuple[int, int]:
+    """Return the tokens of an answer's prompt and of the answer, as far as its line says."""
+    try:
+        counts = line["response"]["body"]["usage"] if batch else line
+        found = counts["prompt_tokens"], counts["completion_tokens" if batch else "output_tokens"]
+    except (KeyError, TypeError):
+        return 0, 0
+    return found if all(isinstance(count, int) for count in found) else (0, 0)
+
+
+Drop = Callable[[Finished], bool]  # whether a line is left out, because its record is tried again
 
 
 class Ledger:
-    """The finished rows of earlier runs. resumed: how many lines there were."""
+    """The finished rows of earlier runs. resumed: how many lines there were; failures: why some failed.
+
+    answers, prompt_tokens, output_tokens: of the lines that are answers.
+    """
 
     def __init__(self) -> None:
         self.resumed = 0
+        self.answers = 0
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+        self.failures = Causes()
         self._finished = KeySet()
         self._answered_ids = KeySet()
         self._failed = KeySet()
@@ -64,8 +93,12 @@ class Ledger:
         self._finished.add(found.key)
         if found.failed:
             self._failed.add(found.key)
+            self.failures.add(cause_of(found.message, found.id), found.message)
         else:
             self._answered_ids.add(found.id)
+            self.answers += 1
+            self.prompt_tokens += found.prompt_tokens
+            self.output_tokens += found.output_tokens
         self.resumed += 1
 
     def failed(self, key: str) -> bool:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import orjson
+
 from ragspec.outputs.answers import Failed, Flight, Part, cached_tokens, parts_of
 from ragspec.outputs.ledger import LINE
 from ragspec.outputs.likelihood import told, told_of_completion
@@ -56,6 +58,11 @@ class OpenAIBatch:
         code = "invalid_request" if status == BAD_REQUEST else "server_error"
         body = {"error": {"message": failed.message, "type": f"{code}_error", "param": None, "code": failed.kind}}
         return _line(failed.name, failed.fingerprint, status, body, {"code": code, "message": failed.message})
+
+    def signed(self, line: bytes, config: str) -> bytes:
+        value = orjson.loads(line)
+        value["response"]["body"]["system_fingerprint"] = config  # OpenAI's name for what a model ran with
+        return orjson.dumps(value)
 
 
 def _line(

@@ -8,14 +8,16 @@ from __future__ import annotations
 import errno
 import io
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import orjson
 
 from ragspec.errors import ConfigError, flat
-from ragspec.outputs.ledger import Finished
+from ragspec.outputs.ledger import Drop, Finished
 
 AS_JSON = ("metadata", "logprobs", "parsed")
+FINISHED = ["id", "fingerprint", "error", "prompt_tokens", "output_tokens"]  # what tells what a row finishes
 
 
 class Parquet:
@@ -43,13 +45,12 @@ class Parquet:
 
     def finished(self, data: bytes) -> list[Finished]:
         """Return what its rows finish."""
-        rows = self._read(data, ["id", "fingerprint", "error"]).to_pylist()
-        return [Finished(row["fingerprint"], row["id"], row["error"] is not None) for row in rows]
+        return [_finished(row) for row in self._read(data, FINISHED).to_pylist()]
 
-    def without_failed(self, data: bytes) -> bytes:
-        """Return the content without the rows of records that failed."""
+    def without(self, data: bytes, drop: Drop) -> bytes:
+        """Return the content without the rows to drop."""
         table = self._read(data)
-        return self._written(table.filter(table["error"].is_null()))
+        return self._written(table.filter(self._arrow.array([not drop(each) for each in self.finished(data)])))
 
     def _read(self, data: bytes, columns: list[str] | None = None) -> Any:
         try:
@@ -61,6 +62,21 @@ class Parquet:
         file = io.BytesIO()
         self._parquet.write_table(table, file, compression="zstd")
         return file.getvalue()
+
+
+def _finished(row: dict[str, Any]) -> Finished:
+    if row["error"] is not None:
+        return Finished(row["fingerprint"], row["id"], True, message=row["error"]["message"] or "")
+    return Finished(row["fingerprint"], row["id"], False, row["prompt_tokens"] or 0, row["output_tokens"] or 0)
+
+
+def line_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the output line that a row says: what is a JSON text there is its value again."""
+    line = {key: value for key, value in row.items() if value is not None}
+    for key in AS_JSON:
+        with suppress(KeyError, orjson.JSONDecodeError):  # a text that another program wrote stays one
+            line[key] = orjson.loads(line[key]) if isinstance(line[key], str) else line[key]
+    return line
 
 
 def _row(line: dict[str, Any]) -> dict[str, Any]:
@@ -96,5 +112,6 @@ def _schema(arrow: Any) -> Any:
         "error": arrow.struct([("type", text), ("message", text)]),
         "line": whole,
         "fingerprint": text,
+        "config": text,
     }
     return arrow.schema(list(columns.items()))

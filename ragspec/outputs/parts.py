@@ -21,7 +21,7 @@ from ragspec.inputs.keyset import KeySet
 from ragspec.outputs.codecs import Codec
 from ragspec.outputs.documents import encoded
 from ragspec.outputs.folder import Folder
-from ragspec.outputs.ledger import Finished
+from ragspec.outputs.ledger import Drop, Finished
 from ragspec.outputs.linefile import LineFile
 from ragspec.outputs.spill import Spill
 
@@ -76,11 +76,11 @@ class Parts:
         """Whether it has lines."""
         return bool(self._names or self._spool.size)
 
-    def finished(self, *, retry_failed: bool) -> Iterator[Finished]:
+    def finished(self, drop: Drop | None = None) -> Iterator[Finished]:
         """Yield what is finished: in the parts, then in the spool, which loses what a part has already."""
         sealed = KeySet()
         for name in list(self._names):
-            for found in self._read(name, retry_failed):
+            for found in self._read(name, drop):
                 if found.key is not None:
                     sealed.add(found.key)
                 yield found
@@ -90,7 +90,7 @@ class Parts:
         def unsealed() -> Iterator[bytes]:
             for _, line in self._spool:
                 found = Finished.of(line)
-                if found.key not in sealed and not (found.failed and retry_failed):
+                if found.key not in sealed and not (drop is not None and drop(found)):
                     kept.append(found)
                     yield line
 
@@ -98,14 +98,14 @@ class Parts:
         self._waiting = len(kept)
         yield from kept
 
-    def _read(self, name: str, retry_failed: bool) -> list[Finished]:
+    def _read(self, name: str, drop: Drop | None) -> list[Finished]:
         data = self._folder.read(name)
         try:
             found = self._codec.finished(data)
-            if retry_failed and any(each.failed for each in found):
+            if drop is not None and any(map(drop, found)):
                 self._change()
-                data = self._codec.without_failed(data)
-                found = [each for each in found if not each.failed]
+                data = self._codec.without(data, drop)
+                found = [each for each in found if not drop(each)]
                 if not found:
                     self._folder.delete(name)
                     self._names.remove(name)

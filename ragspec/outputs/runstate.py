@@ -1,22 +1,36 @@
 """The files beside an output: `answers.run.json`, which says which config started it, and the names of the others.
 
+    {"config": {...}, "output": "answers.jsonl", "spent": {"runs": 2, "load_s": 4.1, ...}, "configs": {"3f2a": {...}}}
+
+`config` is the latest. `configs`, where failed records were tried again under another one, are all that answered
+records, the first one first; a line names its config where that is a later one. `spent` is what all runs took.
+
 >>> sibling("out/answers.jsonl", ".stats.json")
 PosixPath('out/answers.stats.json')
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from ragspec.errors import ConfigError
 from ragspec.outputs.base import Document
 from ragspec.outputs.documents import LocalDocument
+from ragspec.stats import RunSummary, Spent
 
 STATE, STATISTICS, PENDING = ".run.json", ".stats.json", ".pending.jsonl"
+# what may be another when failed records are tried again: prompts and limits, which answers that are there do not need
+RETRIED = (
+    *("prompt", "sampling.max_new_tokens", "retrieval", "index"),
+    *(f"runner_args.{key}" for key in ("max_model_len", "max_num_batched_tokens", "context_length", "fail_ids")),
+)
+RETRY = "; to try only the failed records under the new one, add --retry-failed"
 WAY_OUT = "; use the config it was started with, choose another --output, or use --no-resume (which keeps it as a copy)"
 
 
@@ -42,6 +56,9 @@ class RunState:
     def __init__(self, output: str, document: Document) -> None:
         self._name = output
         self._document = document
+        self._content: dict[str, Any] = {}
+        self._spent = Spent()
+        self.signature = ""  # of the config that answers, if another one began the output
 
     def check_names(self) -> None:
         """Raise ConfigError if what belongs to the output belongs to another one too."""
@@ -56,23 +73,51 @@ class RunState:
         runner = config.get("runner") if isinstance(config, dict) else None
         return runner if isinstance(runner, str) else None
 
-    def check_config(self, identity: dict[str, Any]) -> None:
-        """Raise ConfigError, naming the key, if another config started the output."""
-        began = self.read().get("config")
+    def check_config(self, identity: dict[str, Any], *, retrying: bool = False) -> None:
+        """Raise ConfigError, naming the key, if another config started the output.
+
+        retrying: only records that failed are answered, so that prompts and limits may be others.
+        """
+        content = self.read()
+        began = content.get("config")
+        if _digest(identity) in (content.get("configs") or {}):
+            return
         if not isinstance(began, dict):
             name = self._document.name.rpartition("/")[2]
             raise ConfigError(f"{self._name}: contains lines, but {name} does not say which config wrote them{WAY_OUT}")
-        changed = _difference(began, orjson.loads(orjson.dumps(identity)))
-        if changed:
-            raise ConfigError(f"{self._name}: was started with a different config: {changed}{WAY_OUT}")
+        changed = list(_differences(began, _plain(identity)))
+        kept = [each for each in changed if not each.path.startswith(RETRIED)]
+        if kept or (changed and not retrying):
+            told, retry = (kept or changed)[0], "" if kept or retrying else RETRY
+            raise ConfigError(f"{self._name}: was started with a different config: {told}{retry}{WAY_OUT}")
 
-    def write(self, identity: dict[str, Any]) -> None:
-        """Record which config starts the output. Raises ConfigError."""
+    def begin(self, identity: dict[str, Any], spent: Spent, *, kept: bool) -> None:
+        """Record which config answers from now on. kept: the answers of earlier ones stay. Raises ConfigError."""
+        before = self.read() if kept else {}
+        self._spent = spent
+        configs = before.get("configs") or {_digest(old): old for old in [before.get("config")] if old}
+        configs = {**configs, _digest(identity): identity}
+        self.signature = "" if next(iter(configs)) == _digest(identity) else _digest(identity)
+        self._content = {"config": identity, "output": self._name.rstrip("/").rpartition("/")[2]}
+        self._content |= {"spent": spent.to_json(), **({"configs": configs} if len(configs) > 1 else {})}
         try:
-            self._document.write({"config": identity, "output": self._name.rstrip("/").rpartition("/")[2]})
+            self._document.write(self._content)
         except OSError as error:
             where = error.filename or self._document.name
             raise ConfigError(f"{where}: cannot be written ({error.strerror}); choose another --output") from None
+
+    @property
+    def spent(self) -> Spent:
+        """What the earlier runs took."""
+        return self._spent
+
+    def spent_with(self, summary: RunSummary) -> Spent:
+        """Return what the earlier runs and this one took."""
+        return summary.add_to(self._spent)
+
+    def keep_spent(self, summary: RunSummary) -> None:
+        """Write what the runs took so far. Raises OSError."""
+        self._document.write(self._content | {"spent": self.spent_with(summary).to_json()})
 
     def read(self) -> dict[str, Any]:
         """Return what the file says; nothing where there is none. Raises ConfigError where nobody can tell."""
@@ -126,15 +171,31 @@ def _has_lines(path: Path) -> bool:
     return path.is_file() and path.stat().st_size > 0
 
 
-def _difference(old: Any, new: Any, path: str = "") -> str:
-    """Return "key: was A, is now B" for the first difference, or "" if there is none."""
+class _Difference(NamedTuple):
+    path: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.path}: was {_shown(self.old)}, is now {_shown(self.new)}"
+
+
+def _differences(old: Any, new: Any, path: str = "") -> Iterator[_Difference]:
+    """Yield what differs, by the path of its keys."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
-            inner = _difference(old.get(key), new.get(key), f"{path}.{key}" if path else key)
-            if inner:
-                return inner
-        return ""
-    return "" if old == new else f"{path}: was {_shown(old)}, is now {_shown(new)}"
+            yield from _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+    elif old != new:
+        yield _Difference(path, old, new)
+
+
+def _plain(identity: dict[str, Any]) -> Any:
+    return orjson.loads(orjson.dumps(identity))
+
+
+def _digest(identity: dict[str, Any]) -> str:
+    """Return the name of a config, by which lines that it answered are known."""
+    return hashlib.blake2b(orjson.dumps(identity, option=orjson.OPT_SORT_KEYS), digest_size=6).hexdigest()
 
 
 def _shown(value: Any) -> str:

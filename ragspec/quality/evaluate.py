@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from ragspec.config.places import InputConfig
+from ragspec.config.places import InputConfig, OutputConfig
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError
-from ragspec.outputs.target import FileTarget
+from ragspec.inputs.storage import advising
+from ragspec.outputs.target import target_of
 from ragspec.quality import citations
 from ragspec.quality.bootstrap import Estimate, estimate
 from ragspec.quality.graded import NAMED, REFUSAL, Answers, Graded, read_graded, read_questions
@@ -45,6 +45,7 @@ SCORES: dict[str, Score] = {
     "citation_precision": _cited(citations.precision),
     "citation_recall": _cited(citations.recall),
 }
+OUTPUT = "takes the output of a run: a file, a folder of parts, or a URL"
 JUDGED = "judged_right"  # per cent, where there is a judge
 CITING = ("citation_precision", "citation_recall")
 
@@ -101,8 +102,10 @@ def evaluate(
     """
     if judge is not None and references is None:
         raise ConfigError("--judge needs the questions: give the records with --references")
-    own = read_graded(answers, references, refusal)
-    other = None if against is None else read_graded(against, references, refusal)
+    with advising(f"ANSWERS {OUTPUT}", [answers]):
+        own = read_graded(answers, references, refusal)
+    with advising(f"--against {OUTPUT}", [against] if against else []):
+        other = None if against is None else read_graded(against, references, refusal)
     citing = cites(own) if other is None else cites(own, other)
     scores = scores_of(own, citing=citing)
     questions = read_questions(references) if judge is not None and references is not None else {}
@@ -164,7 +167,11 @@ def _some(names: list[str]) -> str:
 
 def _speed(path: str) -> float | None:
     """Return the tokens per second that the statistics beside an output tell."""
-    value = FileTarget(path).statistics.read().get("tokens_per_s") if Path(path).is_file() else None
+    target = target_of(OutputConfig(path=path))
+    try:
+        value = target.statistics.read().get("tokens_per_s") if target is not None else None
+    except OSError:  # a place that shows its answers, and nothing beside them
+        return None
     return value if isinstance(value, float) else None
 
 

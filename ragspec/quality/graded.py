@@ -13,7 +13,9 @@ from ragspec.inputs.keyset import RecordIds
 from ragspec.inputs.opening import open_source
 from ragspec.inputs.passages import listed, passage_ids
 from ragspec.inputs.record import REFERENCES, reference_texts
+from ragspec.inputs.storage import advising
 from ragspec.inputs.values import id_text
+from ragspec.outputs.parquet import line_of
 from ragspec.quality.citations import cited, numbered
 
 GOLD = ("gold_ids", "gold_doc_ids")
@@ -55,7 +57,9 @@ def read_graded(path: str, references: InputConfig | str | None = None, refusal:
     refusal: a regular expression. Raises ConfigError for a file that cannot be read, or is no output, and for
     references that are not of these records.
     """
-    given = dict(_references(references)) if references else None
+    paths = references.path if isinstance(references, InputConfig) else [references] if references else []
+    with advising("--references takes a file of records that have a reference", paths):
+        given = dict(_references(references)) if references else None
     try:
         pattern = re.compile(refusal, re.IGNORECASE)
     except re.error as error:
@@ -68,7 +72,7 @@ def read_graded(path: str, references: InputConfig | str | None = None, refusal:
         if text is None:
             answers.failed.append(name)
             continue
-        source = (line.get("metadata") or {}) if given is None else given.get(name, {})
+        source = _metadata(line) if given is None else given.get(name, {})
         found, problem = references_of(source)
         if problem:
             answers.unusable.append(f"{name}: {problem}")
@@ -140,14 +144,20 @@ def _references(given: InputConfig | str) -> Iterator[tuple[str, dict[str, Any]]
         ids = RecordIds(source)
         for row in source:
             value = _checked(row.value, source.where(row.number))
-            metadata = value.get("metadata")
-            yield ids.of(row), {**(metadata if isinstance(metadata, dict) else {}), **value}
+            yield ids.of(row), {**_metadata(value), **value}
+
+
+def _metadata(line: Mapping[str, Any]) -> dict[str, Any]:
+    found = line.get("metadata")
+    return found if isinstance(found, dict) else {}
 
 
 def _lines(path: str) -> Iterator[dict[str, Any]]:
     with open_source(InputConfig(path=[path])) as source:
         for row in source:
-            yield _checked(row.value, source.where(row.number))
+            value = _checked(row.value, source.where(row.number))
+            in_table = isinstance(value.get("metadata"), str)
+            yield line_of(value) if in_table else value
 
 
 def _checked(value: Any, where: str) -> dict[str, Any]:

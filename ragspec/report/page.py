@@ -12,7 +12,7 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
-from ragspec.benchmark.results import Results
+from ragspec.benchmark.results import Ratio, Results
 from ragspec.outputs.private import write_private
 from ragspec.report import charts
 from ragspec.report.answers import shown_answers
@@ -47,6 +47,7 @@ def render(results: Results, *, quote: bool = True) -> str:
             for figure in figures(results)
         ],
         rows=rows(results),
+        times=Ratio.told,
         scores=list(dict.fromkeys(name for quality in results.quality.values() for name in quality.scores)),
         answers=shown_answers(results) if quote else [],
     )

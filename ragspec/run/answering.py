@@ -118,7 +118,8 @@ class Answering:
     def _cost(self, flight: Flight, answer: Generation) -> Cost:
         valid = None
         if flight.form is not None:
-            valid = is_valid(flight.form, answer, parts_of(flight, [answer], self._runner.tokenizer)[0].text)
+            text = parts_of(flight, [answer], self._runner.tokenizer)[0].text
+            valid = is_valid(flight, flight.form, answer, text)
         return Cost(
             len(answer.token_ids),
             answer.cached_prompt_tokens,

@@ -22,6 +22,7 @@ from ragspec.speculation.methods import AUTO, HF, VLLM
 
 LOADING_S = {HF: 5.0, VLLM: 80.0}
 TOKEN_S = {"CPU": {HF: 2e-3, VLLM: 2e-3}, "GPU": {HF: 1e-4, VLLM: 3e-5}}  # of prompts and answers together
+PRIOR_TOKENS = 1000  # that those count for, beside the tokens of earlier runs
 TOKEN_BYTES = 4  # of an input, roughly
 
 
@@ -64,19 +65,23 @@ def choose(config: RunConfig, rows: int | None, began: str | None = None, *, lim
         return _chosen(config, HF, "the number of records is not known, and vLLM takes long to load")
     tokens = _tokens(config, rows, limit)
     device = "GPU" if has_gpu() else "CPU"
-    seconds = expected(speeds(config), device, tokens)
+    known = speeds(config)
+    seconds = expected(known, device, tokens)
+    basis = (
+        f"by earlier runs of {' and '.join(sorted(known))}" if known else "by what is usual: neither has run here yet"
+    )
     gain = seconds[HF] - seconds[VLLM]
     if gain <= 0:
-        return _chosen(config, HF, f"about {-gain:,.0f} s faster than vLLM, which takes longer to load")
+        return _chosen(config, HF, f"expected to be done some {-gain:,.0f} s before vLLM, {basis}")
     try:
         runners.module(VLLM).Runner(config.model_copy(update={"runner": VLLM})).check()
     except ConfigError as error:
-        return _chosen(config, HF, f"vLLM would be faster, but {error}")
+        return _chosen(config, HF, f"vLLM is expected to be faster, but {error}")
     except Exception as error:  # a vLLM that is broken raises what it likes as it is imported
         return _chosen(
-            config, HF, f"vLLM would be faster, but it fails here ({type(error).__name__}: {flat(error, 120)})"
+            config, HF, f"vLLM is expected to be faster, but fails here ({type(error).__name__}: {flat(error, 120)})"
         )
-    return _chosen(config, VLLM, f"about {gain:,.0f} s faster than huggingface, loading included")
+    return _chosen(config, VLLM, f"expected to be done some {gain:,.0f} s before huggingface, {basis}")
 
 
 def expected(known: Mapping[str, Speed], device: str, tokens: int) -> dict[str, float]:
@@ -86,12 +91,17 @@ def expected(known: Mapping[str, Speed], device: str, tokens: int) -> dict[str, 
     as the priors say.
     """
     prior = TOKEN_S[device]
-    ratios = [speed.token_s / prior[word] for word, speed in known.items() if word in prior]
-    scale = sum(ratios) / len(ratios) if ratios else 1.0
+    shown = {word: speed for word, speed in known.items() if word in prior}
+    ratios = [(speed.tokens, speed.token_s / prior[word]) for word, speed in shown.items() if speed.token_s is not None]
+    scale = (PRIOR_TOKENS + sum(count * ratio for count, ratio in ratios)) / (
+        PRIOR_TOKENS + sum(count for count, _ in ratios)
+    )
     found = {}
-    for word, token_s in prior.items():
-        speed = known.get(word) or Speed(LOADING_S[word], token_s * scale)
-        found[word] = speed.load_s + tokens * speed.token_s
+    for word, prior_s in prior.items():
+        speed = shown.get(word, Speed(None, None, 0, 0))
+        spent_s = PRIOR_TOKENS * prior_s * scale + speed.tokens * (speed.token_s or 0.0)
+        load_s = LOADING_S[word] if speed.load_s is None else speed.load_s
+        found[word] = load_s + tokens * spent_s / (PRIOR_TOKENS + speed.tokens)
     return found
 
 

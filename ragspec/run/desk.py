@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ragspec.config.run import RunConfig
+from ragspec.errors import cause_of
 from ragspec.inputs.base import Source
 from ragspec.outputs.answers import Failed, Shape
 from ragspec.outputs.journal import Journal
@@ -63,7 +64,7 @@ class PassageCount:
 
 
 class Desk:
-    """Keeps the books of one pass. total: rows to come, None if nobody knows. shape: of the lines of failures."""
+    """Keeps the books of one pass. total: rows to come, None if nobody knows. shape: of the lines."""
 
     def __init__(
         self, session: Session, source: Source, journal: Journal, shape: Shape, total: int | None, report: Report | None
@@ -78,6 +79,10 @@ class Desk:
         self._report = report
         self._config = session.config
         self._passages = PassageCount()
+
+    def to_come(self) -> int | None:
+        """Return how many rows want an answer, about; None if it is not known how many there are."""
+        return None if self.total is None else max(0, self.total - self._ledger.resumed)
 
     def has(self, index: int, key: str) -> bool:
         """Return whether an earlier run finished a row; if so, its line is passed over."""
@@ -95,14 +100,17 @@ class Desk:
 
     def put(self, answered: Answered) -> None:
         """Write an answer's line, and count it."""
-        self._journal.put(answered.index, answered.line, counted=lambda: self._count(answered))
+        line, config = answered.line, self._journal.signature
+        if config:
+            line = self._shape.signed(line, config)
+        self._journal.put(answered.index, line, counted=lambda: self._count(answered))
         self._tell()
 
     def fail(self, index: int, failed: Failed) -> None:
         """Write the line of a record that has no answer, and count it."""
         message = failed.message if failed.line is None else f"{self._source.where(failed.line)}: {failed.message}"
-        line = self._shape.error(replace(failed, message=self._veil(message)))
-        self._journal.put(index, line, counted=self._count_failure)
+        failed = replace(failed, message=self._veil(message))
+        self._journal.put(index, self._shape.error(failed), counted=lambda: self._count_failure(failed))
         self._tell()
 
     def notes(self) -> list[str]:
@@ -121,13 +129,16 @@ class Desk:
             if cost.undrafted:
                 self._note_once(f"some records are answered without drafts: {cost.undrafted}")
 
-    def _count_failure(self) -> None:
+    def _count_failure(self, failed: Failed) -> None:
         self.summary.failed += 1
+        self.summary.failures.add(cause_of(failed.message, failed.name), failed.message)
 
     def _note_once(self, note: str) -> None:
         if note not in self.summary.notes:
             self.summary.notes.append(note)
 
     def _tell(self) -> None:
+        if self.summary.records or self.summary.failed:
+            self._journal.keep_spent(self.summary)
         if self._report:
             self._report(self.summary, self.total)

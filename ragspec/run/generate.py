@@ -12,9 +12,9 @@ from ragspec.config.secret import revealed
 from ragspec.errors import ConfigError
 from ragspec.inputs.base import Source, within
 from ragspec.inputs.columns import Columns
-from ragspec.inputs.files import files_of
+from ragspec.inputs.files import files_of, size_of
 from ragspec.inputs.opening import open_source
-from ragspec.inputs.storage import is_url
+from ragspec.inputs.storage import advising, is_url
 from ragspec.outputs.base import Document
 from ragspec.outputs.documents import LocalDocument
 from ragspec.outputs.journal import Journal
@@ -22,7 +22,8 @@ from ragspec.outputs.runstate import check_writable
 from ragspec.outputs.target import Target, check_name, target_of
 from ragspec.run.choice import choose
 from ragspec.run.desk import Report
-from ragspec.run.experience import remember
+from ragspec.run.experience import downloads, remember
+from ragspec.run.intake import keys_of
 from ragspec.run.local import LocalPass
 from ragspec.run.ordering import Say, unheard
 from ragspec.run.session import Session, prepare
@@ -54,18 +55,17 @@ def generate(
 ) -> RunSummary:
     """Answer every record of `config.input` into `config.output` and return the totals.
 
-    limit: read only this many lines. report: called as records finish. say: is told what
-    `prompt.order` saves, before anything is answered. Raises ConfigError and ModelError.
+    limit: read only this many lines; with `retry_failed`, only their records are tried again. report: called as records
+    finish. say: is told what `prompt.order` saves, before anything is answered. Raises ConfigError and ModelError.
     """
     if config.input is None:
         raise ConfigError("input: missing; set it in the config, or give --input FILE (- for stdin)")
-    if retry_failed and limit is not None:
-        raise ConfigError("--retry-failed drops all error lines: it cannot be combined with --limit")
     with config.veil().over_errors(), ExitStack() as stack:
         check_name(config.output)
         target = target_of(config.output)
-        _check_paths(target, config.input, stats_path)
-        source = stack.enter_context(open_source(config.input))
+        with advising("--input takes a file of records, or - for stdin", revealed(config.input.path)):
+            _check_paths(target, config.input, stats_path)
+            source = stack.enter_context(open_source(config.input))
         if names := getattr(source, "names", []):  # of a table, and so of every row
             Columns(config.input.columns.given).check_prompts(names, str(config.input), config.prompt.source)
         count = source.count()
@@ -81,19 +81,32 @@ def generate(
                 resume=resume,
                 retry_failed=retry_failed,
                 partial=limit is not None,
+                among=_keys(config, limit) if retry_failed and limit is not None else None,
             )
         )
         executor = _executor(session, source, journal, limit=limit, total=within(limit, count), report=report, say=say)
         summary = executor.summary
         summary.notes += notes or []
+        downloaded = downloads(session.config)
         try:
             executor.answer()
         finally:
             summary.notes += [note for note in session.notes() if note not in summary.notes]
             summary.about = executor.about()
-            remember(session.config, summary)
+            remember(session.config, summary, downloaded=downloaded)
+            summary.totals = journal.totals(summary)
             _write_stats(summary, Path(stats_path) if stats_path else None, journal)
     return summary
+
+
+def _keys(config: RunConfig, limit: int) -> set[str]:
+    """Return the keys of the first `limit` rows, whose error lines are dropped to try them again."""
+    assert config.input is not None
+    again = config.input.format == "dataset" or any(map(is_url, config.input.path))
+    if size_of(config.input) is None and not again:
+        raise ConfigError("--retry-failed with --limit reads its input twice; give a file with --input")
+    with open_source(config.input) as source:
+        return keys_of(config, source, limit)
 
 
 def _executor(session: Session, source: Source, journal: Journal, **rest: Any) -> Executor:

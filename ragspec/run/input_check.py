@@ -7,11 +7,12 @@ from pathlib import Path
 
 from ragspec.config.places import InputConfig
 from ragspec.config.run import RunConfig
+from ragspec.config.secret import revealed
 from ragspec.errors import ConfigError
 from ragspec.inputs.files import size_of
 from ragspec.inputs.head import first_records
 from ragspec.inputs.opening import open_source
-from ragspec.inputs.storage import is_url
+from ragspec.inputs.storage import advising, is_url
 from ragspec.prompts.builder import canonical
 from ragspec.prompts.numbered import Numbered, kept_places
 from ragspec.prompts.sharing import computed, shared_order
@@ -26,7 +27,7 @@ def examine_input(given: InputConfig) -> Finding:
     if any(map(_is_pipe, given.path)):
         return Finding("ok", f"input {given}: a pipe or device")
     try:
-        with open_source(given):
+        with advising("--input takes a file of records, or - for stdin", revealed(given.path)), open_source(given):
             size = size_of(given)
     except ConfigError as error:
         return Finding("error", f"input: {error}")

@@ -17,6 +17,7 @@ from ragspec.inputs.columns import GUESSES, Columns, look_up
 from ragspec.inputs.opening import open_source
 from ragspec.inputs.passages import guessed_fields
 from ragspec.inputs.record import REFERENCES, SOURCES, parse_record, reference_texts
+from ragspec.inputs.storage import advising
 from ragspec.records import Record
 
 LOOKED_AT = 20  # rows
@@ -39,7 +40,7 @@ class Inspection:
 
 def inspect(given: InputConfig) -> Inspection:
     """Return what the input holds. Raises ConfigError for one that cannot be opened."""
-    with open_source(given) as source:
+    with advising("INPUT takes files, folders, patterns or a dataset", given.path), open_source(given) as source:
         rows = list(islice(source, LOOKED_AT))
         count = source.count()
     columns: dict[str, str] = {}

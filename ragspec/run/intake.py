@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, islice
+from typing import Protocol
 
 from ragspec.config.run import RunConfig
 from ragspec.errors import RecordError
@@ -14,7 +15,6 @@ from ragspec.outputs.answers import Failed
 from ragspec.outputs.ledger import fingerprint
 from ragspec.records import Record
 from ragspec.run.answering import Asked
-from ragspec.run.desk import Desk
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,46 @@ class Noted:
     wanted: bool
 
 
+class Books(Protocol):
+    """Who knows which rows are finished: the desk."""
+
+    def has(self, index: int, key: str) -> bool: ...
+
+    def has_another(self, record_id: str) -> bool: ...
+
+    def fail(self, index: int, failed: Failed) -> None: ...
+
+
+class _Keys:
+    """Books in which all is finished; they only say which rows were asked for."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+
+    def has(self, index: int, key: str) -> bool:
+        self.found.add(key)
+        return True
+
+    def has_another(self, record_id: str) -> bool:
+        return False
+
+    def fail(self, index: int, failed: Failed) -> None:
+        self.found.add(failed.fingerprint)
+
+
+def keys_of(config: RunConfig, source: Source, limit: int | None) -> set[str]:
+    """Return what the first `limit` rows of an input are recognised by in its output."""
+    keys = _Keys()
+    intake = Intake(config, keys, source)
+    for row in islice(source, limit):
+        intake.noted(row)
+    return keys.found
+
+
 class Intake:
     """Reads the rows of one pass over `source`, in order."""
 
-    def __init__(self, config: RunConfig, desk: Desk, source: Source) -> None:
+    def __init__(self, config: RunConfig, desk: Books, source: Source) -> None:
         self._form = config.prompt.source
         self._searches = config.retrieval is not None
         self._desk = desk

@@ -20,6 +20,8 @@ from ragspec.run.ordering import Say, ordering_of, unheard
 from ragspec.run.provenance import peak_memory_gib
 from ragspec.run.session import Session
 
+AHEAD = 256  # requests that are looked at before the first: more than any batch
+
 
 class LocalPass:
     """One pass of a session over a source, in this process. limit: read only this many rows. total: how many will come.
@@ -73,10 +75,20 @@ class LocalPass:
         with runner:
             summary.load_s = time.perf_counter() - started
             started = time.perf_counter()
-            runner.warm_up(self._desk.total)
+            runner.warm_up(self._to_come(requests))
             summary.warmup_s = time.perf_counter() - started
             for _ in self._outcomes(requests):
                 pass
+
+    def _to_come(self, requests: Feed[Request]) -> int | None:
+        """Return how many requests will come, None if nobody knows: a warm-up must not take longer than they do."""
+        known = self._desk.to_come()
+        if known is not None and known > AHEAD:
+            return known
+        head = requests.take(AHEAD, wait=False)
+        all_there = requests.over
+        requests.put_back(head)
+        return len(head) if all_there else known
 
     def stream(self) -> Iterator[None]:
         """Answer the input with a runner that is loaded, and time it; yield after each record that it answered."""

@@ -12,12 +12,13 @@ import orjson
 from ragspec.config.places import InputConfig, OutputConfig
 from ragspec.config.sections import RetrievalConfig
 from ragspec.errors import ConfigError, RecordError
-from ragspec.inputs.base import Row
+from ragspec.inputs.base import Row, Source
 from ragspec.inputs.columns import ALL, Columns
 from ragspec.inputs.feed import Feed
 from ragspec.inputs.keyset import RecordIds
 from ragspec.inputs.opening import open_source
 from ragspec.inputs.record import lacks_contexts
+from ragspec.inputs.storage import advising
 from ragspec.outputs.codecs import codec_of
 from ragspec.outputs.journal import Journal
 from ragspec.outputs.target import check_name
@@ -43,7 +44,7 @@ def stream(config: RetrievalConfig, source: InputConfig | str, output: str, limi
         raise ConfigError(f"{output}: records with contexts are written as JSONL; choose another name")
     check_name(OutputConfig(path=output))
     columns = Columns(source.columns.given) if isinstance(source, InputConfig) else ALL
-    with open_source(source) as lines:
+    with _opened(source) as lines:
         ids = RecordIds(lines)
         stage = Stage(Retriever(config), query_of, with_hits)
         with Journal(output, resume=False) as journal, closing(stage.fill(Feed(lines, limit))) as filled:
@@ -59,6 +60,12 @@ def stream(config: RetrievalConfig, source: InputConfig | str, output: str, limi
                     passed.untouched += 1
                     journal.put(index, line.text)
     return passed
+
+
+def _opened(source: InputConfig | str) -> Source:
+    given = source.path if isinstance(source, InputConfig) else [source]
+    with advising("--input takes a file of records with queries, or - for stdin", given):
+        return open_source(source)
 
 
 def query_of(row: Row) -> str | None:
@@ -90,7 +97,7 @@ def _with_contexts(row: Row, columns: Columns) -> bytes | None:
 
 def measure(config: RetrievalConfig, source: InputConfig | str, output: str, limit: int | None = None) -> None:
     """Write one object: how well the index answers the lines of `source`, whose documents are known."""
-    with open_source(source) as lines:
+    with _opened(source) as lines:
         result = evaluate(islice(lines, limit), Retriever(config))
     with Journal(output, resume=False) as journal:
         journal.put(0, result)

@@ -173,9 +173,14 @@ class Trial:
         return {"method": self.chosen, "trial": ratios, "guard": self._methods[self.chosen].guard.about()}
 
     def note(self) -> str:
-        """Return who drafts, and by which figures."""
-        shown = [f"{name} {ratio:.2f}x in {self._methods[name].steps} steps" for name, ratio in self._ratios().items()]
+        """Return who drafts, and by which figures, with their intervals."""
+        shown = [f"{name} {self._told(name)}" for name in self._ratios()]
         if not shown:
             return f"method auto: {self.chosen}; too few steps to compare it with others"
         before = f"; at first {self._first}" if self.chosen != self._first else ""
         return f"method auto: {self.chosen} (compared with plain decoding: {', '.join(shown)}{before})"
+
+    def _told(self, name: str) -> str:
+        method = self._methods[name]
+        low, high = method.savings.interval
+        return f"{method.savings.ratio or 0.0:.2f}x ({max(0.0, low):.2f} to {high:.2f}) in {method.steps} steps"

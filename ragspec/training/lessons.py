@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from ragspec.benchmark.plan import check_input
 from ragspec.config.load import build_config
 from ragspec.config.places import OutputConfig
 from ragspec.config.run import RunConfig
@@ -62,10 +63,16 @@ def without_draft(config: RunConfig) -> RunConfig:
     return build_config(config.model_dump() | {"speculation": spec, "scale": None}, "train-draft")
 
 
-def answer(config: RunConfig, folder: Path, limit: int | None) -> Lessons:
-    """Let the target answer what it has not answered yet, and return its answers. Raises ConfigError and ModelError."""
+def check_records(config: RunConfig) -> None:
+    """Raise ConfigError if the input cannot be read again and again."""
     if config.input is None or config.input.is_stdin:
         raise ConfigError("input: a draft is measured on records that are read again; give a file with --input")
+    check_input(config)
+
+
+def answer(config: RunConfig, folder: Path, limit: int | None) -> Lessons:
+    """Let the target answer what it has not answered yet, and return its answers. Raises ConfigError and ModelError."""
+    assert config.input is not None
     with open_source(config.input) as source:
         records = sum(1 for _ in islice(source, min(LEAST, limit or LEAST)))
     _check_enough(config, records, "records" if records != limit else "records (--limit)")

@@ -29,7 +29,7 @@ from ragspec.runners.huggingface.args import Args
 from ragspec.runners.huggingface.checkpoint import Checkpoint
 from ragspec.training.distil import Learner, Progress, teach
 from ragspec.training.heads import Head, check_head
-from ragspec.training.lessons import Lessons, answer, without_draft, write_held_out
+from ragspec.training.lessons import Lessons, answer, check_records, without_draft, write_held_out
 from ragspec.training.pupil import Pupil, check_layers, cut_from
 
 DRAFT_MODEL = "draft_model"
@@ -67,20 +67,26 @@ class Trained:
     untimed: str = ""
 
     @property
-    def pays(self) -> bool:
-        """Whether runs with the draft are faster here, beyond doubt."""
-        return self.ratio is not None and self.ratio > 1 and (self.low is None or self.low > 1)
+    def pays(self) -> bool | None:
+        """Whether runs with the draft are faster here; None where the runs do not tell."""
+        if self.low is None or self.high is None or self.low <= 1 <= self.high:
+            return None
+        return self.low > 1
 
     def verdict(self) -> str:
         """Return what to do with it, in a sentence."""
         if self.ratio is None:
             return f"it was not timed: {self.untimed or 'no run came to its end'}"
-        span = "" if self.low is None else f" ({self.low:.2f} to {self.high:.2f})"
+        span = "one pass" if self.low is None else f"{self.low:.2f} to {self.high:.2f}"
+        speed = f"{self.ratio:.2f}x ({span}) the speed without drafts"
+        if self.pays is None:
+            return (
+                f"whether it pays cannot be told: {speed}, which may be chance; compare on more records: ragspec "
+                f"benchmark --method none --method {self.method} --repeat 9"
+            )
         if self.pays:
-            return f"it pays on this machine: {self.ratio:.2f}x{span} the speed without drafts, end to end"
-        return (
-            f"it does not pay on this machine: {self.ratio:.2f}x{span} the speed without drafts; leave method as it was"
-        )
+            return f"it pays on this machine: {speed}, end to end"
+        return f"it does not pay on this machine: {speed}; leave method as it was"
 
 
 def train_draft(
@@ -101,6 +107,7 @@ def train_draft(
     """
     plain = without_draft(config)
     target = _target(plain, method, layers)
+    check_records(plain)
     console.print("the target answers the records ...")
     lessons = answer(plain, folder, limit)
     started = time.monotonic()

@@ -44,6 +44,8 @@ def test_variants_change_what_they_say_and_nothing_else():
 def test_points_are_ratios_of_passes_in_turn():
     speeds = {"context": [10.0, 20.0, 10.0], "a": [15.0, 30.0, 14.0], "b": [None]}
     found = points(WINNER, [named("a"), named("b")], speeds, {"context": quality(40.0)})
+    assert found[1].speed == "1.50x (1.33 to 1.62)"
+    assert found[1].low == pytest.approx(1.33, abs=0.01)
     assert [(point.candidate.name, point.ratio, point.lossless) for point in found] == [
         ("context", 1.0, True),
         ("a", 1.5, False),
@@ -52,10 +54,11 @@ def test_points_are_ratios_of_passes_in_turn():
 
 GIVEN = [
     Point(named("lossless"), 1.0, quality(40.0), lossless=True),
-    Point(named("sure"), 1.3, quality(39.9, -0.8, 0.6)),
-    Point(named("unsure"), 1.6, quality(39.0, -3.0, 1.0)),
-    Point(named("worse"), 1.2, quality(39.0, -1.5, -0.5)),
-    Point(named("unknown"), 9.0, None),
+    Point(named("sure"), 1.3, quality(39.9, -0.8, 0.6), low=1.2, speed="1.30x (1.20 to 1.40)"),
+    Point(named("unsure"), 1.6, quality(39.0, -3.0, 1.0), low=1.5),
+    Point(named("worse"), 1.2, quality(39.0, -1.5, -0.5), low=1.1),
+    Point(named("unknown"), 9.0, None, low=8.0),
+    Point(named("chance"), 1.5, quality(38.0, -0.1, 0.2), low=0.9),
 ]
 
 
@@ -68,8 +71,8 @@ def test_nothing_lossy_is_chosen_unasked_nor_beyond_its_loss(max_loss, chosen):
 
 def test_the_frontier_is_what_nothing_else_beats_in_both():
     assert [point.candidate.name for point in frontier(GIVEN)] == ["lossless", "sure", "unsure", "unknown"]
-    told = "sure: 1.30x, F1 39.9 (37.9 to 41.9), -0.1 (-0.8 to +0.6) against the lossless one; changes answers"
-    assert GIVEN[1].told(best=True) == f"{told}, on the frontier"
+    told = "sure: 1.30x (1.20 to 1.40), F1 39.9 (37.9 to 41.9), -0.1 (-0.8 to +0.6) against the lossless one"
+    assert GIVEN[1].told(best=True) == f"{told}; changes answers, on the frontier"
     assert GIVEN[0].told(best=False).endswith("; lossless")
 
 

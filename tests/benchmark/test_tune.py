@@ -28,6 +28,25 @@ def test_off_wins_where_the_gain_is_small_or_not_sure():
     assert winner(none=[10.0], context=[None]) == "none"
 
 
+def test_the_verdict_says_how_sure_it_is_and_what_may_be_as_fast():
+    def verdict(**speeds):
+        return choose(plan(*speeds), speeds).verdict
+
+    sure = verdict(none=[10.0, 10.1, 10.0], context=[15.0, 15.1, 15.0], prompt_lookup=[12.0, 12.1, 12.0])
+    assert sure == "context is chosen: 1.50x (1.49 to 1.51) none"
+    chance = verdict(none=[10.0, 10.0], context=[15.0, 11.0], prompt_lookup=[13.0, 11.0])
+    assert chance == (
+        "context is chosen: 1.30x (0.18 to 9.21) none, but 2 passes may show that by chance; a larger --budget would "
+        "tell; not clearly slower: prompt_lookup"
+    )
+    assert "context is chosen: 1.50x (one pass) none, but 1 passes may" in verdict(none=[10.0], context=[15.0])
+    assert verdict(none=[10.0], context=[9.0]).startswith("none is chosen: nothing else was faster in every pass")
+    assert (
+        "context: 15.0 tokens/s, 1.50x (one pass) none, 1 passes"
+        in choose(plan("none", "context"), {"none": [10.0], "context": [15.0]}).evidence
+    )
+
+
 def test_candidates_are_what_the_runner_can_do():
     config = build_config({"model": "m", "input": "x", "speculation": {"method": "prompt_lookup", "num_tokens": 3}})
     assert [c.name for c in candidates(config)] == ["none", "prompt_lookup", "context"]

@@ -9,8 +9,10 @@ import time
 
 import pytest
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from ragspec.cli import app
+from ragspec.errors import ConfigError
 from ragspec.speculation.methods import METHODS
 from tests.conftest import ROOT, read_jsonl, write_jsonl
 from tests.processes import start_interruptible
@@ -145,6 +147,43 @@ def test_what_cannot_start_is_one_line_and_exit_code_2(tmp_path, questions, text
     assert not (tmp_path / "out.jsonl").exists()
 
 
+MODEL = "--set model=demo --set speculation.method=context --set runner=huggingface"
+RECORDS = "--input takes a file of records"
+ANSWERS = "takes the output of a run: a file, a folder of parts, or a URL"
+
+
+@pytest.mark.parametrize("name", ["nowhere.jsonl", "nowhere.csv", "nowhere.parquet", "nowhere*.jsonl"])
+@pytest.mark.parametrize(
+    ("command", "advice"),
+    [
+        ("generate -c {config} -i", f"{RECORDS}, or - for stdin"),
+        ("run-batch --model demo --runner huggingface -o out.jsonl -i", f"{RECORDS}, or - for stdin"),
+        ("retrieve --index idx", f"{RECORDS} with queries, or - for stdin"),
+        ("inspect", "INPUT takes files, folders, patterns or a dataset"),
+        (f"verify -c {{config}} {MODEL} -i", RECORDS),
+        ("benchmark -c {config} -i", RECORDS),
+        (f"tune -c {{config}} {MODEL} -i", RECORDS),
+        (f"train-draft -c {{config}} {MODEL} -i", RECORDS),
+        ("evaluate", f"ANSWERS {ANSWERS}"),
+        ("evaluate {answers} --against", f"--against {ANSWERS}"),
+        ("evaluate {answers} --references", "--references takes a file of records that have a reference"),
+    ],
+)
+def test_what_to_do_about_a_missing_file_fits_the_command(config, tmp_path, monkeypatch, command, name, advice):
+    monkeypatch.chdir(tmp_path)
+    answers = write_jsonl(tmp_path / "answers.jsonl", [{"id": "q", "output": "x", "metadata": {}}])
+    done = CliRunner().invoke(app, [*command.format(config=config, answers=answers).split(), name])
+    what = "no file matches" if "*" in name else "no such file"
+    assert isinstance(done.exception, ConfigError)
+    assert str(done.exception) == f"{name}: {what}; {advice}"
+
+
+def test_a_missing_config_of_a_judge_is_not_called_a_config_of_the_run(tmp_path):
+    answers = write_jsonl(tmp_path / "answers.jsonl", [{"id": "q", "output": "x", "metadata": {}}])
+    done = CliRunner().invoke(app, ["evaluate", answers, "--references", answers, "--judge", "nowhere.yaml"])
+    assert str(done.exception) == "nowhere.yaml: no such file; --judge takes the path of a YAML file"
+
+
 def test_a_named_pipe_is_read_once(config, questions, tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -169,7 +208,7 @@ def answers_on_disk(out):
 
 
 @pytest.mark.parametrize("order", ["input", "finish"])
-@pytest.mark.parametrize("full", [1000, 8000, 20_000])  # amid the first to wait, their moving, and the later ones
+@pytest.mark.parametrize("full", [1500, 8000, 20_000])  # amid the first to wait, their moving, and the later ones
 def test_a_disk_that_fills_up_leaves_whole_lines_and_totals_that_add_up(config, tmp_path, order, full):
     out = tmp_path / "out.jsonl"
     records = [{"id": f"q{i}", "query": f"question {i}"} if i % 3 else {"id": f"q{i}"} for i in range(200)]
@@ -227,6 +266,44 @@ def test_failed_records_are_exit_code_1(config, tmp_path):
     done = ragspec("generate", "-c", config, "-i", path, "-o", tmp_path / "out.jsonl")
     assert done.returncode == 1
     assert "1 answered, 1 failed" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [("0", 1), ("1", 1), ("2", 0), ("9", 0), ("4%", 1), ("5%", 0), ("4.9%", 1), ("100%", 0), ("0%", 1)],
+)
+@pytest.mark.parametrize("command", ["generate", "run-batch"])
+def test_so_many_records_may_fail(config, tmp_path, given, code, command):
+    """2 of 40, when they fail and when they have failed."""
+    bodies = [{"custom_id": f"q{i}", "body": {"prompt": "p"}} for i in range(38)]
+    source = write_jsonl(tmp_path / "in.jsonl", [*bodies, {"custom_id": "a"}, {"custom_id": "b"}])
+    config.write_text("runner: fake\nspeculation: {method: none}")
+    args = [command, "-c", str(config), "-i", source, "-o", str(tmp_path / "out.jsonl"), "--max-failures", given]
+    for _ in range(2):
+        done = CliRunner().invoke(app, args)
+        assert done.exit_code == code, done.stderr
+    assert "2 finished before" not in done.stderr
+
+
+@pytest.mark.parametrize("given", ["-1", "x", "1.5", "101%", "%", "", "-3%", "1 %x"])
+def test_what_is_no_number_of_failures_is_refused_before_anything_runs(config, questions, tmp_path, given):
+    out = tmp_path / "out.jsonl"
+    done = CliRunner().invoke(
+        app, ["generate", "-c", str(config), "-i", questions, "-o", str(out), f"--max-failures={given}"]
+    )
+    assert "must be a number of records, or a share of them such as 2%" in str(done.exception)
+    assert not out.exists()
+
+
+LIMIT = ["--set", "runner_args.context_length=20"]
+
+
+def test_one_cause_of_all_failures_is_told_once(config, tmp_path):
+    source = write_jsonl(tmp_path / "in.jsonl", [{"id": f"q{i}", "query": "x" * (30 + i)} for i in range(20)])
+    done = ragspec("generate", "-c", config, "-i", source, "-o", "-", "--max-new-tokens", 5, *LIMIT)
+    assert done.returncode == 1
+    assert f"failed       every record: {source}:1: " in done.stderr
+    assert done.stderr.count("the prompt has") == 1
 
 
 def test_an_empty_input_is_exit_code_0_with_a_warning(config, tmp_path):

@@ -85,6 +85,87 @@ def test_a_secret_is_known_by_its_looks(text, part):
     assert revealed(value) == text
 
 
+HARMLESS = [
+    # addresses, patterns and paths
+    "s3://bucket/a.jsonl: cannot be listed (Unable to locate credentials: 's3://bucket/a.jsonl')",
+    "gs://bucket/dir/*.parquet: no file matches",
+    "credentials: 's3://bucket/part2024', open(token='https://host/b')",
+    "https://host/a.csv?key=1&page=3: no such file",
+    "az://container@account.blob.core.windows.net/a.jsonl",
+    "ssh://user@host:22/path, git+ssh://git@github.com/x/y.git",
+    "s3://my-secret-bucket/token=abcdefgh/part-0.parquet: no such file",
+    "data/part?token=abcd*.jsonl: no file matches",
+    "input: no file matches data/[a-z]*_key=*.jsonl",
+    "/home/me/api_key=abcdefgh/part.jsonl: no such file",
+    # regular expressions and templates
+    "--refusal: not a regular expression: missing ) in 'token: \"([a-z]+)\"'",
+    "not a regular expression: password: '(\\w+)' unterminated",
+    "structured.regex: 'key=[0-9]+' cannot be compiled",
+    "prompt.template: 'password: \"{{ query }}\"'",
+    # a tokenizer's words, and those of parsers
+    'eos_token: "<|endoftext|>" is not known, bos_token: \'<s>\', pad_token="[PAD]"',
+    "jinja: expected token ':', got '}'; unexpected token: 'else'",
+    "no terminal matches token: 'abcdef' at line 1",
+    # YAML, keys, and English
+    'c.yaml:3: not valid YAML: token: "abcdefgh"',
+    'unknown key: "speculation.method"; duplicate key: "runner"',
+    "JSON key: \"contexts\" must be a list; primary key: 'record_id'",
+    'basic_auth: "required", auth: "none", cookie: "chocolate chip"',
+    "Bearer authentication is needed by the bearer of good news",
+    "sk-learn is not installed; sk-SNAPSHOT-model is not known",
+    "hf_transfer is not installed; hf_hub_download_v2 failed; HF_HUB_OFFLINE is set",
+    "Unable to locate credentials",
+]
+
+
+@pytest.mark.parametrize("message", HARMLESS)
+def test_a_message_that_tells_no_secret_stays_as_it_is(message):
+    assert Veil()(message) == message
+
+
+@pytest.mark.parametrize(
+    ("message", "secret"),
+    [
+        ("401 for hf_abcDEFghijklmnopqrst", "abcDEF"),
+        ("s3://key:secretvalue@host/a: no such file", "secretvalue"),
+        ("Unable to use credentials: 's3://user:pw12345@host/x'", "pw12345"),
+        ("https://b.s3.amazonaws.com/a?X-Amz-Signature=abcdef123456", "abcdef123456"),
+        ("url: /a?X-Amz-Credential=AKIA/2024&Signature=abc~DEF%2F", "abc~DEF"),
+        ("request('GET', api_key=\"correct horse\")", "correct"),
+        ("{'password': '(hunter|2)'}", "hunter"),
+        ('{"hf_token": "plain words"}', "plain"),
+        ("password: 'hunter'", "hunter"),
+        ("storage_options.token: 'abc123def456'", "abc123def456"),
+        ("aws_secret_access_key: 'wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY'", "MDENG"),
+        ("Authorization: Bearer abcdefghijklmnop", "abcdefghijklmnop"),
+        ("sk-proj-abcdefgh12345678 and sk-ant-api03-AbCdEf_12345", "AbCdEf"),
+        ("AccountKey=abcdEFGH1234==;", "abcdEFGH"),
+    ],
+)
+def test_a_message_that_tells_one_does_not_any_more(message, secret):
+    assert secret not in Veil()(message)
+
+
+def test_an_address_and_what_is_in_it_are_shown_but_for_the_login():
+    told = Veil({"path": "s3://bucket/a"})("s3://who:pass-word@bucket/x/*.jsonl: cannot be listed")
+    assert told == "s3://[secret]@bucket/x/*.jsonl: cannot be listed"
+
+
+def test_a_short_secret_hides_no_part_of_a_word():
+    veil = Veil(concealed({"secret": "test"}))
+    assert veil("the latest tests: test, 'test'") == "the latest tests: [secret], '[secret]'"
+
+
+def test_words_of_a_schema_or_a_template_are_no_secrets(tmp_path):
+    """A property called password has a type, which is no secret."""
+    properties = {"password": {"type": "string"}, "api_key": {"type": "strin"}}
+    raw = {"runner": "fake", "structured": {"json_schema": {"type": "object", "properties": properties}}}
+    (tmp_path / "c.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError) as error:
+        load_config(str(tmp_path / "c.json"))
+    assert "[secret]" not in str(error.value)
+
+
 def vllm_config(**change):
     """Return a config with a secret in every place that takes what a library calls whatever it likes."""
     raw = {
@@ -238,7 +319,7 @@ def test_a_written_config_names_an_environment_variable_in_the_place_of_a_secret
         {"model": "m", "input": "x", "runner_args": {"model_args": {"token": WORD, "other": SHAPED}, "batch_size": 2}}
     )
     path = tmp_path / "tuned.yaml"
-    write_config(Tuned(Candidate("none", config), ["none: 1"]), path, "a sample")
+    write_config(Tuned(Candidate("none", config), ["none: 1"], "none is chosen"), path, "a sample")
     text = path.read_text()
     assert WORD not in text
     assert SHAPED not in text

@@ -30,7 +30,7 @@ def test_twice_the_rows_are_to_bring_a_quarter_more(grow, rows):
     assert asked(CPU, 1000, lambda rows: (2 / grow) ** (rows.bit_length() - 1))[0] == rows
 
 
-def test_no_more_rows_than_there_are_records():
+def test_nothing_is_timed_beyond_what_there_are_records_for():
     assert asked(CPU, 10, lambda rows: 1.0) == (16, [])
     assert asked(CPU, 33, lambda rows: 1.0) == (64, [16, 32, 64])
 

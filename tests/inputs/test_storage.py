@@ -4,6 +4,7 @@ import functools
 import gzip
 import http.server
 import json
+import os
 import threading
 
 import pyarrow
@@ -14,6 +15,7 @@ from ragspec.config.places import InputConfig
 from ragspec.errors import ConfigError
 from ragspec.inputs.files import files_of
 from ragspec.inputs.opening import open_source
+from tests.cli.test_cli import ragspec
 from tests.conftest import write_jsonl
 from tests.stores import Breaking, environment
 
@@ -167,3 +169,15 @@ class Expired(Silent):
             self.wfile.write(body)
 
     do_HEAD = do_GET
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "*.jsonl", "folder/"])
+def test_an_address_without_credentials_is_named_and_so_is_what_is_missing(tmp_path, name):
+    nobody = {key: str(tmp_path / "none") for key in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE")}
+    env = {**{key: value for key, value in os.environ.items() if not key.startswith("AWS_")}, **nobody}
+    (tmp_path / "c.yaml").write_text("runner: fake")
+    url = f"s3://bucket/{name}"
+    done = ragspec("generate", "-c", tmp_path / "c.yaml", "-i", url, env={**env, "AWS_EC2_METADATA_DISABLED": "true"})
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {url}: cannot be listed (no credentials were found; set them")
+    assert "AWS_ACCESS_KEY_ID" in done.stderr

@@ -109,6 +109,21 @@ def test_rows_are_numbered_and_counted(tmp_path):
         assert source.where(3) == f"{tmp_path / 'a.parquet'}: row 3"
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_rows_of_delimited_files_are_counted_as_they_are_read(tmp_path, end):
+    lines = ["id,query", "a,plain", "", 'b,"two', 'lines, ""quoted"""', "c,it's 5\" wide", "d,a,b", "e,last"]
+    path = tmp_path / "in.csv"
+    path.write_bytes(end.join(lines).encode())
+    with open_source(str(path)) as source:
+        assert source.count() == len(list(source)) == source.count() == 5
+    (tmp_path / "in.tsv").write_text("query\nwho?\nwhat?\n")
+    with open_source(str(tmp_path / "in.tsv")) as source:
+        assert source.count() == 2
+    path.write_bytes(b"query\n" + b"a\n" * 10_000 + b"\xff\n")
+    with open_source(str(path)) as source:
+        assert source.count() is None
+
+
 def test_several_files_are_one_input(tmp_path):
     (tmp_path / "in" / "deep").mkdir(parents=True)
     as_parquet(tmp_path / "in" / "b.parquet", RECORDS[2:4])
@@ -122,7 +137,7 @@ def test_several_files_are_one_input(tmp_path):
         assert [row.value["id"] for row in found] == [record["id"] for record in RECORDS[:5]]
     assert files_of([str(tmp_path / "in" / "*.parquet")]) == [names[1]]
     with open_source(InputConfig(path=names)) as source:
-        assert source.count() is None
+        assert source.count() == 5
         list(source)
         assert [source.where(number) for number in (1, 2, 3, 5)] == [
             *(f"{names[0]}:1", f"{names[0]}:2", f"{names[1]}: row 1", f"{names[2]}: row 1"),

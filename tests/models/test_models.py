@@ -1,5 +1,8 @@
 import importlib.util
+import threading
 
+import httpx2
+import huggingface_hub
 import pytest
 
 from ragspec.errors import ConfigError
@@ -9,7 +12,108 @@ from ragspec.models.vocabulary import compare, fits
 from tests.conftest import train_tokenizer
 
 
-def test_hub_ids_pass_through_and_folders_are_checked(tiny, tmp_path):
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub that answers, and has every model; an empty cache. `asked` are the models that it was asked for."""
+    from huggingface_hub import constants
+
+    class Hub:
+        def __init__(self):
+            self.asked, self.error, self.down, self.heads = [], None, False, 0
+
+        def head(self, url, timeout):
+            self.heads += 1
+            if self.down:
+                raise OSError("Name or service not known")
+
+        def metadata(self, url, timeout):
+            self.asked.append(url)
+            if self.error:
+                raise self.error
+
+        def download(self, name, revision="main"):
+            folder = tmp_path / f"models--{name.replace('/', '--')}"
+            (folder / "refs").mkdir(parents=True)
+            (folder / "refs" / revision).write_text("abc")
+            (folder / "snapshots" / "abc").mkdir(parents=True)
+            (folder / "snapshots" / "abc" / "config.json").write_text("{}")
+            (folder / "snapshots" / "abc" / "model.safetensors").write_bytes(b"12345")
+            return str(folder / "snapshots" / "abc")
+
+    found = Hub()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "get_session", lambda: found)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", found.metadata)
+    for asked in (models._hub_problem, models._hub_answers):
+        asked.cache_clear()
+    yield found
+    for asked in (models._hub_problem, models._hub_answers):
+        asked.cache_clear()
+
+
+def test_a_hub_that_does_not_answer_is_asked_once_whatever_is_looked_for(hub):
+    hub.down = True
+    for name, key in [("a/b", "model"), ("a/b", "model"), ("a/c", "speculation.draft_model")]:
+        with pytest.raises(ConfigError) as error:
+            resolve(name, key=key)
+        assert str(error.value) == (
+            f'{key}: "{name}": is not a local folder and not in the cache, and https://huggingface.co does not answer; '
+            "check the name and the connection, or give a folder"
+        )
+    assert (hub.heads, hub.asked) == (1, [])
+
+
+def test_a_lookup_that_hangs_is_not_waited_for(hub, monkeypatch):
+    answered = threading.Event()
+    monkeypatch.setattr(models, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(hub, "head", lambda url, timeout: answered.wait(60))
+    with pytest.raises(ConfigError, match="does not answer"):
+        resolve("a/b")
+    answered.set()
+
+
+@pytest.mark.parametrize("down", [True, False])
+def test_a_model_in_the_cache_loads_without_the_hub(hub, monkeypatch, down):
+    folder = hub.download("a/b")
+    hub.down = down
+    hub.error = None if down else OSError("reset")
+    assert resolve("a/b") == ModelSource("a/b", folder)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert resolve("a/b") == ModelSource("a/b", "a/b")  # transformers asks nobody then
+    with pytest.raises(ConfigError, match=r'"a/c": is not a local folder and not in the cache, and HF_HUB_OFFLINE'):
+        resolve("a/c")
+    assert models.weights_bytes("a/b") == 5
+    assert models.weights_bytes("a/c") is None
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("RepositoryNotFoundError", "is not a local folder, and the hub has no model of that name; check the name"),
+        ("GatedRepoError", "is a gated model; accept its terms on the hub and log in with `hf auth login`"),
+        ("RevisionNotFoundError", 'the hub has no revision "v2" of it; check runner_args.revision'),
+        ("HfHubHTTPError", "the hub does not give it: 503 " + "busy " * 60),
+    ],
+)
+def test_what_the_hub_says_of_a_model_is_told_whole_and_asked_once(hub, error, said):
+    request = httpx2.Request("HEAD", "https://huggingface.co")
+    response = httpx2.Response(503, request=request)
+    hub.error = getattr(huggingface_hub.errors, error)("503 " + "busy " * 60, response=response)
+    for _ in range(2):
+        with pytest.raises(ConfigError) as raised:
+            resolve("a/b", "v2")
+        assert said.strip() in str(raised.value)
+    assert len(hub.asked) == 1
+
+
+def test_a_name_that_no_model_can_have_is_told_of_without_asking(hub):
+    with pytest.raises(ConfigError, match="cannot be the id of a model on the hub"):
+        resolve("two words/model")
+    assert hub.asked == []
+
+
+def test_hub_ids_pass_through_and_folders_are_checked(hub, tiny, tmp_path):
     assert resolve("meta-llama/Llama-3.1-8B", "abc") == ModelSource(
         "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B", "abc"
     )

@@ -201,3 +201,28 @@ def test_references_of_other_records_are_one_line(tmp_path, more, message):
 def test_squads_answers_are_references(tmp_path, answers):
     line = {"id": "a", "output": "salt", "metadata": {"answers": answers}}
     assert evaluate(write_jsonl(tmp_path / "out.jsonl", [line])).scores["exact_match"].mean == 100.0
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz", "a.jsonl.zst", "parts/"])
+def test_answers_score_the_same_in_every_form_of_output(tmp_path, name):
+    records = [{"id": f"q{i}", "query": f"who {i}?", "reference": f"who {i}?", "topic": {"a": [i]}} for i in range(3)]
+    given = {"runner": "fake", "input": write_jsonl(tmp_path / "in.jsonl", [*records, {"id": "bad"}])}
+    given |= {"structured": {"json_object": True}, "sampling": {"max_new_tokens": 60}}
+    line, other = str(tmp_path / "lines.jsonl"), f"{tmp_path}/{name}"
+    for output in (line, other):
+        generate(build_config(given | {"output": output}))
+    plain, found = evaluate(line), evaluate(other, against=line)
+    assert (found.records, found.failed, found.notes) == (3, 1, plain.notes)
+    assert found.scores == plain.scores
+    assert found.scores["f1"].mean > 0
+    assert found.pairs == 3
+    assert found.speed is not None
+    parts = sorted((tmp_path / name).glob("part-*"))
+    assert evaluate(str(parts[0])).scores == plain.scores
+
+
+@pytest.mark.parametrize("metadata", ["a text", '{"reference": "x"', ["reference"], 5, None])
+def test_metadata_of_another_kind_holds_no_reference(tmp_path, metadata):
+    found = evaluate(write_jsonl(tmp_path / "out.jsonl", [{"id": "q0", "output": "x", "metadata": metadata}]))
+    assert "f1" not in found.scores
+    assert any("1 of 1 answers have no reference" in note for note in found.notes)

@@ -144,8 +144,45 @@ def test_the_summary_says_no_clear_winner_where_chance_would_do(results):
 
     assert verdict(ratio("context", "none", 1.1, 0.9, 1.3)).startswith("No clear winner")
     assert verdict(ratio("context", "none", 0.8, 0.75, 0.85)).startswith("Speculation does not pay here")
-    assert "1.40 times (one pass)" in verdict(ratio("context", "none", 1.4, None, None))
+    one = verdict(ratio("context", "none", 1.4, None, None))
+    assert one.startswith("No clear winner: context came to 1.40 times (one pass) the speed of none")
     assert "nothing to compare" in verdict()
+
+
+def several(results, *ratios):
+    """Return the summary's first sentences, for candidates of these names, medians and intervals."""
+    runs = (results.runs[0], *(run(name, "context", 20.0) for name, *_ in ratios))
+    details = dict.fromkeys([each.name for each in runs])
+    given = tuple(ratio(name, "none", *numbers) for name, *numbers in ratios)
+    return summary(replace(results, runs=runs, ratios=given, details=details))
+
+
+def test_the_lead_names_every_sure_loss_and_calls_nothing_a_win_that_may_be_chance(results):
+    gain, loss, open_ = ("auto", 1.5, 1.4, 1.6), ("lookup", 0.56, 0.24, 0.97), ("suffix", 1.9, 0.8, 4.0)
+    lead, chance, *_ = several(results, open_, gain, loss)
+    assert lead == (
+        "auto is 1.50 times (1.40 to 1.60) as fast as none, end to end. "
+        "Slower than plain decoding: lookup at 0.56 times (0.24 to 0.97)."
+    )
+    assert chance == "May be chance: suffix at 1.90 times (0.80 to 4.00); more passes (--repeat) would tell."
+    assert "Slower than plain decoding: lookup" in several(results, loss, open_)[0]
+    assert several(results, loss, open_)[0].startswith("No clear winner: suffix came to")
+    assert several(results, loss)[0].startswith("Speculation does not pay here: the best, lookup is 0.56")
+    assert several(results, ("auto", 1.01, 1.005, 1.015))[0].endswith("end to end, which is little.")
+
+
+def test_a_peer_is_beaten_only_where_the_interval_says_so(results):
+    peer = run("peer-hf", "none", 20.0, peer=True)
+    for numbers, said in [
+        ((1.2, 1.1, 1.3), "context is 1.20 times (1.10 to 1.30) as fast as hf."),
+        ((1.2, 0.9, 1.6), "context came to 1.20 times (0.90 to 1.60) the speed of hf, which may be chance."),
+    ]:
+        given = replace(results, runs=(*results.runs, peer), ratios=(ratio("context", "peer-hf", *numbers),))
+        assert summary(given)[-1] == said
+
+
+def test_a_ratio_in_the_table_has_its_interval(results):
+    assert "<td>1.50x (1.40 to 1.60)</td>" in render(results)
 
 
 def test_the_summary_says_when_answers_changed(results):
@@ -170,7 +207,7 @@ def test_a_speed_that_is_not_known_is_no_figure(results):
     )
     page = re.sub(r">\s+<", "><", render(replace(results, runs=(unknown, results.runs[1]))))
     assert "<td>none</td><td>1</td><td>\u2013</td>" in page
-    assert "<td>context</td><td>1</td><td>30.0</td><td>1.50x</td><td>60.0</td><td>60%</td>" in page
+    assert "<td>context</td><td>1</td><td>30.0</td><td>1.50x (1.40 to 1.60)</td><td>60.0</td><td>60%</td>" in page
 
 
 def test_answers_come_from_who_knows_where_tokens_came_from(results):

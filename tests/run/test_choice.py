@@ -3,11 +3,13 @@
 import json
 
 import pytest
+from typer.testing import CliRunner
 
+from ragspec.cli import app
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from ragspec.models.resolve import cache_dir
-from ragspec.run import choice
+from ragspec.run import choice, experience
 from ragspec.run.choice import choose, expected, settle
 from ragspec.run.experience import Speed, remember, speeds
 from ragspec.run.generate import generate
@@ -64,7 +66,7 @@ def test_the_size_of_the_input_decides(monkeypatch):
     assert choose(config(), None).config.runner == "huggingface"
     chosen = choose(config(), 10**6)
     assert chosen.config.runner == "vllm"
-    assert "faster than huggingface, loading included" in chosen.why
+    assert "s before huggingface, by what is usual: neither has run here yet" in chosen.why
 
 
 def test_prompts_count_as_much_as_answers(tmp_path, monkeypatch):
@@ -85,7 +87,7 @@ def test_what_vllm_refuses_is_answered_by_ours(monkeypatch):
     monkeypatch.setattr(Runner, "check", refuse)
     chosen = choose(config(), 10**6)
     assert chosen.config.runner == "huggingface"
-    assert chosen.why.endswith("vLLM would be faster, but it does not know this architecture")
+    assert chosen.why.endswith("vLLM is expected to be faster, but it does not know this architecture")
 
 
 def test_experience_takes_the_place_of_the_priors():
@@ -93,34 +95,121 @@ def test_experience_takes_the_place_of_the_priors():
     assert choose(config(), 10**6).config.runner == "huggingface"  # as fast, and sooner loaded
     remember(ours, summary(10_000, 40))
     remember(other, summary(10_000, 20, load=60))
-    assert speeds(config()) == {"huggingface": Speed(1.0, 4e-3), "vllm": Speed(60.0, 2e-3)}
+    assert speeds(config()) == {
+        "huggingface": Speed(1.0, 4e-3, 10_000, 1),
+        "vllm": Speed(60.0, 2e-3, 10_000, 1),
+    }
     assert choose(config(), 100).config.runner == "huggingface"
     assert choose(config(), 1000).config.runner == "vllm"
+    assert choose(config(), 1000).why.endswith("by earlier runs of huggingface and vllm")
     assert speeds(build_config({"model": "another"})) == {}
 
 
 def test_a_run_that_was_slowed_down_does_not_count_for_long():
     ours = config(runner="huggingface")
     remember(ours, summary(10_000, 640, load=300))
-    remember(ours, summary(10_000, 40, load=2))
-    assert speeds(config()) == {"huggingface": Speed(2.0, pytest.approx(16e-3))}
+    for _ in range(2):
+        remember(ours, summary(10_000, 40, load=2))
+    assert speeds(config()) == {"huggingface": Speed(2.0, 4e-3, 30_000, 3)}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"runner_args": {"enforce_eager": True}},
+        {"runner_args": {"dtype": "bfloat16"}},
+        {"runner_args": {"tensor_parallel_size": 2}},
+        {"runner_args": {"quantization": "fp8"}},
+        {"runner_args": {"compilation_config": {"level": 0}}},
+        {"speculation": {"method": "eagle3", "draft_model": "a/head"}},
+    ],
+)
+def test_what_loads_otherwise_says_nothing_of_this(other):
+    remember(config(runner="vllm", **other), summary(10_000, 40, load=4))
+    assert speeds(config(runner="vllm")) == {}
+    remember(config(runner="vllm"), summary(10_000, 40, load=50))
+    assert speeds(config())["vllm"].load_s == 50
+    assert speeds(config(runner="vllm", **other))["vllm"].load_s == 4
+
+
+def test_another_version_of_a_runner_is_measured_anew(monkeypatch):
+    remember(config(runner="vllm"), summary(10_000, 40))
+    monkeypatch.setattr(experience, "installed", lambda names: dict.fromkeys(names, "99"))
+    assert speeds(config()) == {}
+
+
+def test_a_load_time_that_was_wrong_once_is_put_right_by_the_next_runs():
+    """However short they are, and whichever way it was wrong."""
+    for wrong in (4, 400):
+        for load in (wrong, 41, 55, 47):
+            remember(config(runner="vllm"), summary(20, 0.5, load=load))
+        assert 41 <= speeds(config())["vllm"].load_s <= 55
+    for _ in range(experience.RECENT):
+        remember(config(runner="vllm"), summary(20, 0.5, load=90))
+    assert speeds(config())["vllm"].load_s == 90
+
+
+def test_a_token_counts_once_whichever_run_it_was_in():
+    ours = config(runner="huggingface")
+    remember(ours, summary(10_000, 40))
+    for _ in range(3):
+        remember(ours, summary(20, 4))
+    assert speeds(config())["huggingface"].token_s == 4e-3
+    few = expected({"huggingface": Speed(5.0, 0.2, 20, 3)}, "CPU", 1000)
+    assert few["huggingface"] < 15  # a few tokens do not outweigh the priors
+
+
+def test_downloading_is_no_loading():
+    ours = config(runner="vllm")
+    remember(ours, summary(10_000, 40, load=900), downloaded=True)
+    assert speeds(config()) == {"vllm": Speed(None, 4e-3, 10_000, 1)}
+    assert expected(speeds(config()), "CPU", 0)["vllm"] == choice.LOADING_S["vllm"]
+
+
+def test_a_run_that_loaded_nothing_teaches_nothing():
+    remember(config(runner="vllm"), summary(0, 0, load=0))
+    assert speeds(config()) == {}
+    remember(config(runner="vllm"), summary(0, 0, load=30))
+    assert speeds(config()) == {"vllm": Speed(30.0, None, 0, 1)}
+
+
+def test_the_settings_of_a_model_that_are_kept_are_the_latest():
+    for size in range(experience.SETTINGS + 1):
+        remember(config(runner="vllm", runner_args={"batch_size": size + 1}), summary(10, 1))
+    assert speeds(config(runner="vllm", runner_args={"batch_size": 1})) == {}
+    assert speeds(config(runner="vllm", runner_args={"batch_size": 2}))
+
+
+def test_the_doctor_says_what_is_known_and_clears_it(tmp_path):
+    remember(config(runner="vllm"), summary(10_000, 40, load=50))
+    path = tmp_path / "c.yaml"
+    path.write_text("model: demo\nspeculation: {method: none}")
+    remember(config(runner="huggingface", speculation={"method": "none"}), summary(10_000, 20, load=3))
+    told = CliRunner().invoke(app, ["doctor", "-c", str(path)]).stderr
+    assert f"speeds of earlier runs, of 1 models, for `runner: auto`: {cache_dir() / 'speeds'}" in told
+    assert "huggingface in the latest 1 runs with these settings, loads in 3.0 s, 2.00 ms per token" in told
+    cleared = CliRunner().invoke(app, ["doctor", "--clear-speeds"])
+    assert (cleared.exit_code, "cleared the speeds of 1 models" in cleared.stderr) == (0, True)
+    assert speeds(config()) == {}
+    assert "speeds of earlier runs" not in CliRunner().invoke(app, ["doctor"]).stderr
 
 
 def test_one_runner_tells_of_the_other():
-    seconds = expected({"huggingface": Speed(2.0, 8e-3)}, "CPU", 1000)
-    assert seconds == {"huggingface": 10.0, "vllm": pytest.approx(88.0)}
+    seconds = expected({"huggingface": Speed(2.0, 8e-3, 10**9, 5)}, "CPU", 1000)
+    assert seconds == {"huggingface": pytest.approx(10.0), "vllm": pytest.approx(88.0)}
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"vllm": 3}', '{"vllm": {"load_s": 1}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *["", "[]", '{"vllm": 3}', '{"vllm": {"load_s": 1.0, "token_s": 0.1}}', '{"settings": []}'],
+        *['{"settings": {"a": 3}}', '{"settings": {"a": [{"load_s": "x"}]}}'],
+    ],
+)
 def test_a_broken_memory_is_none(text):
     remember(config(runner="vllm"), summary(1000, 20))
     (path,) = cache_dir().rglob("*.json")
     path.write_text(text)
-    assert speeds(config()) == {}
-
-
-def test_short_runs_teach_nothing():
-    remember(config(runner="vllm"), summary(1000, 2))
     assert speeds(config()) == {}
 
 
@@ -157,10 +246,10 @@ def test_a_vllm_that_is_broken_ends_no_run(monkeypatch):
 
     monkeypatch.setattr(choice, "has_gpu", lambda: True)
     monkeypatch.setattr(Runner, "check", fail)
-    assert choose(config(), 10**6).why.endswith("but it fails here (ImportError: undefined symbol)")
+    assert choose(config(), 10**6).why.endswith("but fails here (ImportError: undefined symbol)")
 
 
 def test_runners_that_are_no_choice_are_not_remembered():
     remember(build_config({"model": "demo", "runner": "fake"}), summary(1000, 20))
     assert speeds(config()) == {}
-    assert expected({"fake": Speed(0.0, 1.0)}, "CPU", 10)["huggingface"] < 10
+    assert expected({"fake": Speed(0.0, 1.0, 10**6, 1)}, "CPU", 10)["huggingface"] < 10

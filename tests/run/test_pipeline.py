@@ -1,5 +1,11 @@
+import gzip
 import json
 import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 
@@ -7,6 +13,7 @@ from ragspec.config.load import build_config
 from ragspec.config.places import OutputConfig
 from ragspec.errors import ConfigError
 from ragspec.run.generate import generate as run
+from ragspec.runners.fake import Runner
 from tests.conftest import read_jsonl, write_jsonl
 
 
@@ -187,9 +194,237 @@ def test_contexts_without_a_query_come_back_under_metadata(tmp_path):
     assert output(tmp_path)[0]["metadata"] == {"contexts": ["c"], "body": "an email", "custom_id": 7}
 
 
-def test_retry_failed_needs_all_of_the_input(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be combined with --limit"):
-        run(fake(tmp_path, questions(1)), retry_failed=True, limit=1)
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.zst", "out.parquet"])
+def test_a_limited_retry_tries_those_records_and_keeps_the_other_error_lines(tmp_path, name):
+    records = [*questions(2), {"id": "bad"}, *questions(9)[2:6], {"id": "worse"}]
+    config = fake(tmp_path, records, runner_args={"fail_ids": ["q1", "q4"]}, output=str(tmp_path / name))
+    assert run(config).failed == 4
+    retried = config.model_copy(update={"runner_args": {}})
+    summary = run(retried, retry_failed=True, limit=3)
+    assert (summary.records, summary.failed, summary.skipped) == (1, 1, 1)  # q1, bad, and q0 that was finished
+    assert (summary.totals.records, summary.totals.failed) == (5, 3)
+    summary = run(retried, retry_failed=True)
+    assert (summary.records, summary.failed, summary.skipped) == (1, 2, 5)
+    assert (summary.totals.records, summary.totals.failed) == (6, 2)
+
+
+def test_a_limited_retry_of_a_pipe_is_refused():
+    config = build_config({"runner": "fake", "input": "-", "output": "-"})
+    with pytest.raises(ConfigError, match="reads its input twice; give a file"):
+        run(config, retry_failed=True, limit=1)
+
+
+def long_and_short(tmp_path, **more):
+    """Return the config of a run in which the first of two records is too long."""
+    records = [{"id": "long", "query": "x" * 50}, {"id": "short", "query": "x"}]
+    given = {"runner_args": {"context_length": 40}, "sampling": {"max_new_tokens": 5}}
+    return fake(tmp_path, records, **given | more)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"runner_args": {"context_length": 99}},
+        {"prompt": {"template": "{{ query[:5] }}"}},
+        {"prompt": {"system": "x", "template": "{{ query[:5] }}"}, "sampling": {"max_new_tokens": 3}},
+    ],
+)
+def test_failed_records_may_be_tried_again_under_another_prompt_or_limit(tmp_path, change):
+    config = long_and_short(tmp_path)
+    assert run(config).failed == 1
+    (before,) = [line for line in output(tmp_path) if line["id"] == "short"]
+    other = long_and_short(tmp_path, **change)
+    with pytest.raises(ConfigError, match="to try only the failed records under the new one, add --retry-failed"):
+        run(other)
+    summary = run(other, retry_failed=True)
+    assert (summary.records, summary.failed, summary.skipped) == (1, 0, 1)
+    lines = {line["id"]: line for line in output(tmp_path)}
+    assert lines["short"] == before
+    configs = json.loads((tmp_path / "out.run.json").read_text())["configs"]
+    first, second = configs.items()
+    assert lines["long"]["config"] == second[0]
+    assert (first[1]["runner_args"], second[1]) == ({"context_length": 40}, other.identity())
+    assert run(config).skipped == run(other).skipped == 2  # both go on with what they answered
+
+
+def test_a_line_of_openais_form_names_the_config_that_answered_it_as_openai_does(tmp_path):
+    openai = {"path": str(tmp_path / "out.jsonl"), "format": "openai"}
+    assert run(long_and_short(tmp_path, output=openai)).failed == 1
+    run(long_and_short(tmp_path, output=openai, runner_args={"context_length": 99}), retry_failed=True)
+    bodies = {line["custom_id"]: line["response"]["body"] for line in output(tmp_path)}
+    assert "system_fingerprint" not in bodies["short"]
+    assert bodies["long"]["system_fingerprint"] in json.loads((tmp_path / "out.run.json").read_text())["configs"]
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"sampling": {"max_new_tokens": 5, "temperature": 0.5}}, "sampling.temperature"),
+        ({"model": "another"}, "model"),
+        ({"speculation": {"method": "prompt_lookup"}}, "speculation.method"),
+        ({"structured": {"choice": ["a"]}}, "structured"),
+    ],
+)
+def test_another_model_or_way_of_sampling_stays_refused_unless_all_failed(tmp_path, change, key):
+    run(long_and_short(tmp_path))
+    with pytest.raises(ConfigError, match=f"different config: {key}") as error:
+        run(long_and_short(tmp_path, **change), retry_failed=True)
+    assert "add --retry-failed" not in str(error.value)
+    assert len(output(tmp_path)) == 2
+    failing = fake(tmp_path, questions(2), output=str(tmp_path / "all.jsonl"), runner_args={"fail_ids": ["q0", "q1"]})
+    assert run(failing).failed == 2
+    other = fake(tmp_path, questions(2), output=str(tmp_path / "all.jsonl"), **change)
+    assert run(other, retry_failed=True).records == 2
+    assert "configs" not in json.loads((tmp_path / "all.run.json").read_text())
+
+
+def test_failures_are_told_by_cause_the_most_frequent_first(tmp_path):
+    records = [*questions(9), *({"id": f"n{i}", "query": "x" * (50 + i)} for i in range(3)), {"id": "n"}, {"id": "q0"}]
+    args = {"context_length": 40, "fail_ids": ["q3"]}
+    summary = run(fake(tmp_path, records, runner_args=args, sampling={"max_new_tokens": 5}))
+    stats = json.loads((tmp_path / "out.stats.json").read_text())
+    told = [(each["records"], each["message"]) for each in stats["failures"]]
+    assert told[0][0] == 3
+    assert "the prompt has 58 tokens" in told[0][1]  # the first of them, as an example
+    assert sorted(count for count, _ in told) == [1, 1, 1, 3]
+    assert sum(count for count, _ in told) == summary.failed == 6
+    assert stats["totals"]["failures"] == stats["failures"]
+
+
+def test_causes_are_the_same_in_whichever_file_and_form_they_were(tmp_path):
+    for name in ("a.jsonl", "b c.jsonl"):
+        write_jsonl(tmp_path / name, [{"id": f"{name}{i}", "query": "x" * (50 + i)} for i in range(3)])
+    (tmp_path / "c.csv").write_text("query\n" + "x" * 60)
+    files = [str(tmp_path / name) for name in ("a.jsonl", "b c.jsonl", "c.csv")]
+    args = {"runner_args": {"context_length": 40}, "sampling": {"max_new_tokens": 5}, "input": files}
+    for shape in ("jsonl", "openai"):
+        config = fake(tmp_path, [], **args, output={"path": str(tmp_path / f"{shape}.jsonl"), "format": shape})
+        for summary in (run(config), run(config)):
+            ((message, count),) = summary.totals.failures.ranked()
+            assert count == 7
+            assert message.startswith(f"{files[0]}:1: the prompt has 58 tokens")
+
+
+def test_why_records_of_an_earlier_run_failed_is_told_again(tmp_path):
+    config = fake(tmp_path, questions(3), runner_args={"fail_ids": ["q0", "q1", "q2"]})
+    first, again = run(config), run(config)
+    assert again.failures.records == 0
+    assert again.totals.failures.ranked() == first.failures.ranked() == [("the fake runner was told to fail here", 3)]
+
+
+@pytest.fixture
+def warmed(monkeypatch):
+    """What the fake runner was told would come, each time that it warmed up."""
+    told = []
+    monkeypatch.setattr(Runner, "warm_up", lambda self, records=None: told.append(records))
+    return told
+
+
+def test_a_warm_up_knows_how_many_records_come(tmp_path, warmed):
+    fake(tmp_path, questions(300))
+    lines = (tmp_path / "in.jsonl").read_bytes()
+    (tmp_path / "in.csv").write_text("query\nwho?\nwhat?\n")
+    (tmp_path / "few.jsonl.gz").write_bytes(gzip.compress(b"".join(lines.splitlines(keepends=True)[:3])))
+    (tmp_path / "many.jsonl.gz").write_bytes(gzip.compress(lines))
+    names = ["in.jsonl", "in.csv", "few.jsonl.gz", "many.jsonl.gz"]
+    for name in names:
+        run(fake(tmp_path, questions(300), input=str(tmp_path / name), output="-"))
+    assert warmed == [300, 2, 3, None]
+
+
+def test_a_warm_up_counts_only_what_is_left(tmp_path, warmed):
+    config = fake(tmp_path, [*questions(5), {"id": "bad"}])
+    for limit in (3, 4, None, None):
+        run(config, limit=limit)
+    assert warmed == [3, 1, 1]  # and none where nothing is left
+    run(fake(tmp_path, questions(2), sampling={"n": 3, "temperature": 1.0}, output="-"))
+    assert warmed[-1] == 6
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_warm_up_for_a_pipe_knows_only_what_it_brought(tmp_path, warmed, closed):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    written = threading.Event()
+
+    def write():
+        with pipe.open("w") as lines:
+            lines.write('{"query": "a"}\n')
+            lines.flush()
+            if not closed:
+                written.wait(60)
+
+    def load(self):
+        time.sleep(0.2)  # loading takes long enough for a pipe to end
+        return self
+
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr(Runner, "__enter__", load)
+    writer = threading.Thread(target=write)
+    writer.start()
+    warmed_up = Runner.warm_up
+    monkey.setattr(Runner, "warm_up", lambda self, records=None: (warmed_up(self, records), written.set()))
+    run(fake(tmp_path, [], input=str(pipe), output="-"))
+    writer.join()
+    monkey.undo()
+    assert warmed == [1 if closed else None]
+
+
+def test_a_batch_is_no_larger_than_the_input(tmp_path, tiny):
+    (tmp_path / "in.csv").write_text("query\nwho?\nwhat?\n")
+    given = {"model": tiny, "runner": "huggingface", "sampling": {"max_new_tokens": 2}}
+    summary = run(fake(tmp_path, [], input=str(tmp_path / "in.csv"), speculation={"method": "context"}, **given))
+    assert summary.about["runner"]["batch_size"] == 2
+    assert any("batch_size: auto chose 2: there are no more records" in note for note in summary.notes)
+
+
+def test_the_totals_are_those_of_all_runs(tmp_path):
+    config = fake(tmp_path, [*questions(10), {"id": "bad"}], runner_args={"delay_s": 0.01})
+    runs = [run(config, limit=4), run(config, limit=7), run(config), run(config)]
+    totals = runs[2].totals
+    assert (totals.records, totals.failed, totals.spent.runs) == (10, 1, 3)
+    assert totals.output_tokens == sum(summary.output_tokens for summary in runs)
+    assert totals.prompt_tokens == sum(summary.prompt_tokens for summary in runs)
+    assert totals.spent.generate_s == pytest.approx(sum(summary.generate_s for summary in runs[:3]), abs=1e-3)
+    assert runs[3].totals.to_json() == totals.to_json()  # a run that found all finished adds nothing
+    stats = json.loads((tmp_path / "out.stats.json").read_text())
+    assert stats["totals"] == totals.to_json()
+    assert stats["records"] == runs[2].records == 3
+    anew = run(config, resume=False)
+    assert (anew.totals.records, anew.totals.spent.runs) == (10, 1)
+
+
+def test_an_output_from_before_there_were_totals_counts_what_its_statistics_say(tmp_path):
+    config = fake(tmp_path, questions(6))
+    run(config, limit=2)
+    state, stats = tmp_path / "out.run.json", tmp_path / "out.stats.json"
+    state.write_text(json.dumps({key: json.loads(state.read_text())[key] for key in ("config", "output")}))
+    old = {key: value for key, value in json.loads(stats.read_text()).items() if key != "totals"}
+    stats.write_text(json.dumps(old | {"load_s": 3.0, "warmup_s": 2.0, "generate_s": 7.0}))
+    totals = run(config).totals
+    assert (totals.records, totals.spent.runs) == (6, 2)
+    assert totals.spent.load_s == pytest.approx(3.0, abs=0.1)
+    assert totals.spent.generate_s > 7
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.zst"])
+def test_the_time_of_a_run_that_was_killed_counts(tmp_path, name):
+    config = fake(tmp_path, questions(60), output=str(tmp_path / name))
+    path = tmp_path / "c.yaml"
+    slow = config.model_copy(update={"runner_args": {"delay_s": 0.1, "batch_size": 1}})
+    path.write_text(json.dumps(slow.model_dump(mode="json", exclude={"retrieval", "structured", "scale"})))
+    lines = tmp_path / "out.jsonl" if name == "out.jsonl" else tmp_path / name / "_unsealed" / "lines.jsonl"
+    command = [sys.executable, "-m", "ragspec", "generate", "-c", str(path)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        while process.poll() is None and (not lines.exists() or lines.read_bytes().count(b"\n") < 15):
+            time.sleep(0.02)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    summary = run(config)
+    assert summary.skipped >= 15
+    assert (summary.totals.records, summary.totals.spent.runs) == (60, 2)
+    assert summary.totals.output_tokens > summary.output_tokens
+    assert summary.totals.spent.generate_s > summary.generate_s + 1  # of the 1.5 s that the other took at least
 
 
 def test_missing_input_is_explained():

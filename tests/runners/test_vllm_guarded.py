@@ -74,7 +74,7 @@ def test_drafts_that_lose_are_paused_and_their_model_rests(monkeypatch):
     found = engine.guarded.about()["guard"]
     assert found["ratio"] == pytest.approx(PLAIN / (PLAIN + 12 * VERIFIED + 0.5), abs=0.02)
     assert found["paused_steps"] > 500
-    assert "draft_model: steps with drafts are 0.37x as fast as plain ones" in engine.guarded.note("draft_model")
+    assert "draft_model: steps with drafts were clearly slower than plain ones" in engine.guarded.note("draft_model")
 
 
 def test_drafts_that_win_go_on_and_their_model_misses_nothing(monkeypatch):

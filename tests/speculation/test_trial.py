@@ -1,6 +1,7 @@
 """Method auto: one method drafts, others have turns that a small share of the time pays for, the fastest takes over."""
 
 import random
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -129,6 +130,7 @@ def test_one_method_is_judged_as_any():
     assert trial.chosen == "context"
     assert Run(trial, {"context": 0.6}).steps(1500).ratio > 0.94
     assert "method auto: context (compared with plain decoding: context 0." in trial.note()
+    assert re.search(r"context 0\.\d\dx \(\d\.\d\d to \d\.\d\d\) in \d+ steps", trial.note())
 
 
 class Clock:

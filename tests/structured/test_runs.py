@@ -48,8 +48,8 @@ def texts(lines):
 def check(line, records=RECORDS):
     """Assert that an answer has its form, or says that it has not."""
     contexts = next(record["contexts"] for record in records if record["id"] == line["id"])
-    assert line["valid"] == (line["finish_reason"] == "stop")
     if not line["valid"]:
+        assert line["finish_reason"] == "length"
         assert line["parsed"] is None
         return 0
     assert line["parsed"] == json.loads(line["output"])
@@ -157,6 +157,27 @@ def test_an_answer_that_is_cut_off_is_marked(tiny, tmp_path):
     assert all(not line["valid"] and line["parsed"] is None for line in lines.values())
     assert all(line["finish_reason"] == "length" for line in lines.values())
     assert (summary.valid, summary.truncated) == (0, 6)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{"json_schema": {"enum": [1, 2]}}, {"choice": ["x", "y"]}, {"regex": "[0-9]"}, {"grammar": 'start: "a" | "b"'}],
+)
+def test_an_answer_that_is_complete_as_its_tokens_are_used_up_is_valid(tiny, tmp_path, form):
+    lines, summary = answered(tmp_path, tiny, structured=form, sampling={"max_new_tokens": 1})
+    assert {line["finish_reason"] for line in lines.values()} == {"length"}
+    assert all(line["valid"] for line in lines.values())
+    if "json_schema" in form:
+        assert {line["parsed"] for line in lines.values()} <= {1, 2}
+    assert (summary.valid, summary.truncated) == (summary.shaped, 0)
+
+
+def test_what_a_stop_string_cuts_off_is_not_valid(tiny, tmp_path):
+    form, stop = {"regex": "[0-9]{3}"}, [str(digit) for digit in range(10)]
+    lines, summary = answered(tmp_path, tiny, structured=form, sampling={"stop": stop})
+    assert {line["finish_reason"] for line in lines.values()} == {"stop"}
+    assert not any(line["valid"] for line in lines.values())
+    assert (summary.valid, summary.truncated) == (0, 0)
 
 
 def test_several_answers_are_told_one_by_one(tiny, tmp_path):

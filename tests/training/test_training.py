@@ -11,7 +11,7 @@ from ragspec.errors import ConfigError
 from ragspec.training.distil import teach
 from ragspec.training.lessons import LEAST, Lesson
 from ragspec.training.pupil import Pupil, cut_from, spread
-from ragspec.training.train import train_draft
+from ragspec.training.train import Trained, train_draft
 from tests.conftest import save_llama, train_tokenizer, write_jsonl
 
 
@@ -208,3 +208,20 @@ def test_a_run_that_fails_costs_the_figures_and_not_the_draft(target, tmp_path, 
     assert (tmp_path / "out" / "draft" / "config.json").exists()
     with pytest.raises(ConfigError, match="belongs to another draft"):
         train_draft(config, tmp_path / "out", layers=2, epochs=1, limit=None, console=Console(quiet=True))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "pays", "said"),
+    [
+        ((0.93, 0.21, 9.92), None, "whether it pays cannot be told: 0.93x (0.21 to 9.92) the speed without drafts"),
+        ((1.3, 0.9, 1.9), None, "whether it pays cannot be told"),
+        ((1.3, None, None), None, "1.30x (one pass) the speed without drafts, which may be chance"),
+        ((1.3, 1.1, 1.5), True, "it pays on this machine: 1.30x (1.10 to 1.50) the speed without drafts, end to end"),
+        ((0.8, 0.7, 0.9), False, "it does not pay on this machine: 0.80x (0.70 to 0.90) the speed without drafts"),
+        ((None, None, None), None, "it was not timed: no run came to its end"),
+    ],
+)
+def test_a_draft_pays_or_does_not_only_where_the_interval_says_so(ratio, pays, said):
+    trained = Trained("draft_model", "d", 1, 1, 0.0, 0.5, 1.0, 0.5, *ratio)
+    assert trained.pays is pays
+    assert said in trained.verdict()

@@ -96,7 +96,7 @@ class RayPass:
         self.summary.workers = [hand.summary for hand in crew.hands]
         while self._leases.waiting or self._leases.out or self._read_ahead():
             self._read_ahead()
-            crew.load(self._desk.total)
+            crew.load(self._to_come())
             if self._loaded_at is None and any(hand.summary.alive for hand in crew.hands):
                 self._loaded_at = time.perf_counter()
                 self.summary.load_s = self._loaded_at - self._started
@@ -106,6 +106,11 @@ class RayPass:
                     self._bury(event)
                 else:
                     self._hear(event.hand, event.word)
+
+    def _to_come(self) -> int | None:
+        """Return how many records will come, about; None if nobody knows."""
+        known = self._desk.to_come()
+        return None if known is None else max(known, self._leases.waiting + self._leases.out)
 
     # -- what is read -------------------------------------------------------------------------------------------------
 

@@ -60,11 +60,9 @@ class Guarded:
         found = self._guard.about()
         if not found["pauses"]:
             return ""
-        drafted, asked = found["ratio"], found["ratio_asked"]
-        how = f"with drafts are {drafted:.2f}x" if drafted and drafted < 1 else f"that ask for drafts are {asked:.2f}x"
-        slower = f"method {method}: steps {how} as fast as plain ones"
+        slower = f"method {method}: steps with drafts were clearly slower than plain ones, {found['pauses']} times"
         if self._pauses:
-            return f"{slower}; {found['paused_steps']} steps did without"
+            return f"{slower}; {found['paused_steps']} steps did without them"
         return f"{slower}; leave out num_tokens to have them paused, or use method: none or context"
 
     def _watch(self, model_runner: Any) -> None:

@@ -109,12 +109,20 @@ def test_passages_are_ordered_as_in_one_process(tmp_path, address):
 
 def test_a_resumed_run_may_have_another_number_of_workers(tmp_path, address):
     source = write_jsonl(tmp_path / "in.jsonl", MIXED)
-    _, expected = answered(tmp_path, "alone", source, **HARD)
-    generate(build_config(settings(tmp_path, "out", source, **HARD, **scaled(address))), limit=60)
-    generate(build_config(settings(tmp_path, "out", source, **HARD, **scaled(address, workers=1))), limit=120)
-    summary = generate(build_config(settings(tmp_path, "out", source, **HARD)))
-    assert summary.skipped == 120
+    alone, expected = answered(tmp_path, "alone", source, **HARD)
+    runs = [
+        generate(build_config(settings(tmp_path, "out", source, **HARD, **scaled(address))), limit=60),
+        generate(build_config(settings(tmp_path, "out", source, **HARD, **scaled(address, workers=1))), limit=120),
+        generate(build_config(settings(tmp_path, "out", source, **HARD))),
+    ]
+    assert runs[-1].skipped == 120
     assert (tmp_path / "out.jsonl").read_bytes() == expected
+    totals = runs[-1].totals
+    assert (totals.records, totals.failed, totals.spent.runs) == (alone.records, alone.failed, 3)
+    assert totals.output_tokens == alone.output_tokens
+    assert totals.spent.load_s == pytest.approx(sum(summary.load_s for summary in runs), abs=1e-3)
+    counts = [sorted(count for _, count in each.failures.ranked()) for each in (totals, alone)]
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.demo
