@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import count
 from typing import Any
 
 from ragspec.errors import ConfigError, flat
 from ragspec.inputs.base import Row
 from ragspec.inputs.columns import Columns, listed
 from ragspec.inputs.rows import NumberedRows
+from ragspec.inputs.table import BATCH, values_of
 
 
 class DatasetSource(NumberedRows):
@@ -62,16 +62,19 @@ class DatasetSource(NumberedRows):
         return found[split]
 
     def __iter__(self) -> Iterator[Row]:
-        rows = iter(self._data)
-        for number in count(1):
+        number = 0
+        batches = self._data.with_format("arrow").iter(batch_size=BATCH)
+        while True:
             try:
-                value = next(rows, None)
+                batch = next(batches, None)
             except Exception as error:  # as above, in the middle
                 said = f"{type(error).__name__}: {flat(error, 200)}"
-                raise ConfigError(f"{self.where(number)}: cannot be read ({said})") from None
-            if value is None:
+                raise ConfigError(f"{self.where(number + 1)}: cannot be read ({said})") from None
+            if batch is None:
                 return
-            yield self._row(number, value)
+            for value in values_of(batch):
+                number += 1
+                yield self._row(number, value)
 
     def reopen(self) -> DatasetSource | None:
         """Return the same source, to be read once more; None for one on the hub, which would be sent again."""

@@ -106,20 +106,9 @@ class TableSource(NumberedRows):
             if batch is None:
                 return
             for at in range(0, batch.num_rows, BATCH):
-                for value in self._values(batch.slice(at, BATCH)):
+                for value in values_of(batch.slice(at, BATCH)):
                     number += 1
                     yield self._row(number, value)
-
-    def _values(self, batch: Any) -> Iterator[Any]:
-        """Yield the batch's rows; one that Python cannot hold (text that is not UTF-8, say) is its own error."""
-        try:
-            yield from _to_rows(batch)
-        except (ValueError, OverflowError, self._arrow.ArrowException):
-            for at in range(batch.num_rows):
-                try:
-                    yield from _to_rows(batch.slice(at, 1))
-                except (ValueError, OverflowError, self._arrow.ArrowException) as error:
-                    yield RecordError(f"cannot be read ({flat(error, 160)})")
 
     def count(self) -> int | None:
         """Return how many rows a Parquet file says it has; None for Arrow files, which would have to be read."""
@@ -133,6 +122,20 @@ def arrow(path: str) -> Any:
     except ImportError:
         raise ConfigError(f'{path}: reading it needs pyarrow: pip install "ragspec[tables]"') from None
     return pyarrow
+
+
+def values_of(batch: Any) -> Iterator[Any]:
+    """Yield the rows of a record batch or a table; one that Python cannot hold (invalid UTF-8) is a RecordError."""
+    from pyarrow import ArrowException
+
+    try:
+        yield from _to_rows(batch)
+    except (ValueError, OverflowError, ArrowException):
+        for at in range(batch.num_rows):
+            try:
+                yield from _to_rows(batch.slice(at, 1))
+            except (ValueError, OverflowError, ArrowException) as error:
+                yield RecordError(f"cannot be read ({flat(error, 160)})")
 
 
 def repeated_name(schema: Any) -> str | None:

@@ -266,6 +266,26 @@ def test_a_dataset_of_files_is_streamed(tmp_path):
         rows(tmp_path / "nowhere", format="dataset")
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_datasets_times_and_binary_data_are_those_of_its_files(tmp_path, saved):
+    datasets = pytest.importorskip("datasets")
+    import pyarrow.parquet
+
+    times = pa.array([1, None], pa.time64("ns"))
+    table = pa.table({"query": [b"Why?", b"\xff"], "at": pa.array([NS, 0], pa.timestamp("ns", "UTC")), "t": times})
+    (tmp_path / "data").mkdir()
+    pyarrow.parquet.write_table(table, tmp_path / "data" / "a.parquet")
+    expected = [row.value for row in rows(tmp_path / "data" / "a.parquet")]
+    assert expected[0] == {"query": "Why?", "at": "2024-05-01T12:00:00.123456789+00:00", "t": "00:00:00.000000001"}
+    if saved:
+        datasets.Dataset(table).save_to_disk(str(tmp_path / "saved"))
+        found = rows(tmp_path / "saved")
+    else:
+        found = rows(tmp_path / "data", format="dataset", split="train")
+    assert [row.value for row in found] == expected
+    assert [row.number for row in found] == [1, 2]
+
+
 def test_a_flag_or_an_override_changes_a_part_of_the_section(tmp_path):
     config = tmp_path / "c.yaml"
     config.write_text("runner: fake\ninput: {path: a.parquet, columns: {query: question}}")
