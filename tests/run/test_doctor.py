@@ -2,10 +2,13 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
+from ragspec.config.load import build_config
 from ragspec.config.places import InputConfig
+from ragspec.run import doctor
 from ragspec.run.input_check import examine_input
 from tests.cli.test_cli import ragspec
 from tests.conftest import SAMPLE, write_jsonl
@@ -96,3 +99,13 @@ def test_the_compiler_is_named_or_missed(monkeypatch):
     monkeypatch.undo()
     if native.shutil.which("g++"):
         assert any(finding.text.startswith("compiler: g++") for finding in examine_machine())
+
+
+@pytest.mark.parametrize(("free", "level"), [(1 << 40, "ok"), (0, "error"), (None, "note")])
+def test_memory_is_an_error_only_where_the_weights_do_not_fit(tiny, monkeypatch, free, level):
+    """Room for no record of 2,048 tokens says nothing of shorter ones."""
+    size = sum(path.stat().st_size for path in Path(tiny).glob("*.safetensors"))
+    monkeypatch.setattr(doctor, "_free", lambda: size + 1000 if free is None else free)
+    config = build_config({"model": tiny, "runner": "huggingface", "speculation": {"method": "none"}})
+    (found,) = [each for each in doctor.examine_config(config, []) if "keys and values" in each.text]
+    assert found.level == level
