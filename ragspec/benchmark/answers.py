@@ -7,9 +7,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from ragspec.benchmark.results import Quote, parse
+from ragspec.json_text import dumps, loads
 from ragspec.records import Sampling
 
 
@@ -44,11 +43,11 @@ class Answers:
 def fingerprints(path: Path) -> dict[str, str]:
     """Return a hash of each answer's tokens, by record, of an output that was written with details."""
     answers = read_answers(path).answered
-    return {name: sha256(orjson.dumps(answer.token_ids)).hexdigest()[:16] for name, answer in answers.items()}
+    return {name: sha256(dumps(answer.token_ids)).hexdigest()[:16] for name, answer in answers.items()}
 
 
 def read_answers(path: Path) -> Answers:
     """Return the answers of an output that was written with details."""
-    lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    lines = [loads(line) for line in path.read_bytes().splitlines()]
     answered = {line["id"]: parse(Answer, line) for line in lines if "error" not in line}
     return Answers(answered, tuple(line["id"] for line in lines if "error" in line))

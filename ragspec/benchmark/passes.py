@@ -7,13 +7,13 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import orjson
 from pydantic import ValidationError
 
 from ragspec.benchmark.messages import Ready
 from ragspec.benchmark.plan import Candidate
 from ragspec.benchmark.results import Details, Pass, parse
 from ragspec.inputs.files import digest
+from ragspec.json_text import dumps, loads
 from ragspec.outputs.documents import write_json
 
 
@@ -63,7 +63,7 @@ class Passes:
     def _identity(self, candidate: Candidate) -> str:
         """Return a hash of what a pass depends on: config, limit, and the input's bytes."""
         what = [digest(candidate.config.input), candidate.config.model_dump(mode="json"), self._limit]
-        return hashlib.sha256(orjson.dumps(what)).hexdigest()
+        return hashlib.sha256(dumps(what)).hexdigest()
 
 
 def _read(path: Path) -> Entry | None:
@@ -71,6 +71,6 @@ def _read(path: Path) -> Entry | None:
     if not path.is_file():
         return None
     try:
-        return parse(Entry, orjson.loads(path.read_bytes()))
+        return parse(Entry, loads(path.read_bytes()))
     except ValidationError:
         return None

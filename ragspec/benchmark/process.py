@@ -10,7 +10,6 @@ from pathlib import Path
 from threading import Thread
 from typing import IO, TypeVar
 
-import orjson
 from rich.console import Console
 
 from ragspec.benchmark.messages import DETAILS, GO, PROFILE, Ready, Task
@@ -18,6 +17,7 @@ from ragspec.benchmark.plan import Candidate
 from ragspec.benchmark.results import Details, Pass, parse
 from ragspec.config.veil import Veil
 from ragspec.errors import ConfigError, ModelError
+from ragspec.json_text import dumps, loads
 from ragspec.outputs.private import open_private
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class Worker:
         )
         self._copying.start()
         config = self.candidate.config.as_given()  # goes to its stdin: no file holds it
-        self._send(orjson.dumps(Task(self.candidate.name, config, self._limit, str(self.answers))))
+        self._send(dumps(Task(self.candidate.name, config, self._limit, str(self.answers))))
         self.ready = self._receive(Ready)
 
     def measure(self, restart: bool = False) -> Pass:
@@ -97,7 +97,7 @@ class Worker:
         line = self._process.stdout.readline()
         if not line:
             raise self._died()
-        message = orjson.loads(line)
+        message = loads(line)
         if "error" in message:
             refused = ConfigError if message["exit_code"] == ConfigError.exit_code else ModelError
             raise refused(f"{self.candidate.name}: {message['error']}")

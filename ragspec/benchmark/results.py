@@ -13,10 +13,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, TypeVar
 
-import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from ragspec.errors import ConfigError
+from ragspec.json_text import JSONDecodeError, loads
 from ragspec.quality.bootstrap import Estimate
 
 NAME = "results.json"
@@ -273,10 +273,10 @@ def read_results(folder: Path) -> Results:
     """Return what `folder`/results.json holds. Raises ConfigError."""
     path = folder / NAME
     try:
-        return parse(Results, orjson.loads(path.read_bytes()))
+        return parse(Results, loads(path.read_bytes()))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; give the folder of a finished benchmark") from None
-    except orjson.JSONDecodeError as error:
+    except JSONDecodeError as error:
         raise ConfigError(f"{path}: not JSON ({error})") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]

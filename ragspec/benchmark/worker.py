@@ -14,8 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-import orjson
-
 from ragspec.benchmark.answers import read_answers
 from ragspec.benchmark.details import acceptance_by_record, roofline, samples
 from ragspec.benchmark.messages import DETAILS, PROFILE, Ready, Task
@@ -26,6 +24,7 @@ from ragspec.config.sections import ScaleConfig
 from ragspec.errors import RagspecError
 from ragspec.inputs.base import Source, count_of
 from ragspec.inputs.opening import open_source
+from ragspec.json_text import dumps, loads
 from ragspec.outputs.journal import Journal
 from ragspec.run.local import LocalPass
 from ragspec.run.session import Session, prepare
@@ -42,11 +41,11 @@ def serve(source: IO[bytes], sink: IO[bytes]) -> None:
     """Do one task: load, say that it is ready, then do what `source` says until it ends."""
 
     def send(message: dict[str, Any]) -> None:
-        sink.write(orjson.dumps(message) + b"\n")
+        sink.write(dumps(message) + b"\n")
         sink.flush()
 
     try:
-        task = parse(Task, orjson.loads(source.readline()))
+        task = parse(Task, loads(source.readline()))
         config = build_config(task.config, task.name)
         with config.veil().over_errors():
             _answer(config, task, source, lambda value: send({"value": value}))

@@ -45,6 +45,7 @@ def evaluate(
     from ragspec.cli.options import quiet_pipe
     from ragspec.cli.tables import print_notes
     from ragspec.errors import ConfigError
+    from ragspec.json_text import dumps
     from ragspec.quality.evaluate import evaluate as score
     from ragspec.quality.graded import REFUSAL
 
@@ -64,7 +65,7 @@ def evaluate(
     print_notes(console, found.notes)
     _print(console, found)
     with quiet_pipe():
-        sys.stdout.write(orjson.dumps(found.to_json(), option=orjson.OPT_INDENT_2).decode() + "\n")
+        sys.stdout.write(dumps(found.to_json(), option=orjson.OPT_INDENT_2).decode() + "\n")
 
 
 def _print(console: Console, found: Evaluation) -> None:

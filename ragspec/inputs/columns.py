@@ -12,13 +12,12 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-import orjson
-
 from ragspec.errors import ConfigError, RecordError, did_you_mean
 from ragspec.inputs.passages import listed as listed_passages
 from ragspec.inputs.passages import renamed
 from ragspec.inputs.record import REFERENCES, SOURCES, STRUCTURED
 from ragspec.inputs.values import is_text
+from ragspec.json_text import JSONDecodeError, loads
 
 Mapped = Mapping[str, str | Mapping[str, str]]
 OPTIONAL = {"id", "contexts", "reference", "metadata"}
@@ -215,8 +214,8 @@ def _parsed(cell: Any, name: str) -> Any:
     if not isinstance(cell, str) or cell[:1] not in ("[", "{"):
         return cell
     try:
-        found = orjson.loads(cell)
-    except orjson.JSONDecodeError:
+        found = loads(cell)
+    except JSONDecodeError:
         return cell
     return found if name not in REFERENCES or _are_texts(found) else cell
 

@@ -14,13 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-import orjson
-
 from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.base import Row
 from ragspec.inputs.columns import Columns
 from ragspec.inputs.content import DAMAGES, failure_reason
 from ragspec.inputs.rows import row_of
+from ragspec.json_text import dumps
 
 COUNTED = 1 << 30  # bytes of a file whose rows are counted: it takes some ten seconds
 WIDEST = 64 << 20  # bytes of a line, characters of a cell; csv takes four bytes for one
@@ -68,7 +67,7 @@ class DelimitedReader:
             if not cells:  # an empty line
                 number -= 1
             elif len(cells) != len(self.names):
-                raw = orjson.dumps(cells)
+                raw = dumps(cells)
                 yield Row(number, raw, RecordError(f"has {len(cells)} cells, the header has {len(self.names)}"))
             else:
                 value = {name: cell or None for name, cell in zip(self.names, cells, strict=True)}

@@ -15,14 +15,13 @@ import re
 from collections.abc import Iterator
 from typing import IO, Any
 
-import orjson
-
 from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.base import Row
 from ragspec.inputs.columns import GUESSES, Columns
 from ragspec.inputs.content import DAMAGES, failure_reason
 from ragspec.inputs.record import OWN_FIELDS, REFERENCES, SOURCES
 from ragspec.inputs.rows import row_of
+from ragspec.json_text import JSONDecodeError, loads
 
 LONGEST = 256 << 20  # bytes of a record
 CHUNK = 64 << 10  # bytes of a read
@@ -118,8 +117,8 @@ def _of_object(scanner: _Scanner) -> Iterator[bytes]:
 def _values(raw: bytes) -> Iterator[Any]:
     """Yield the value of a record, or a RecordError; for an article of SQuAD, one value per question."""
     try:
-        value = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
+        value = loads(raw)
+    except JSONDecodeError as error:
         yield RecordError(f"not valid JSON ({error})")
         return
     paragraphs = value.get("paragraphs") if isinstance(value, dict) else None
@@ -208,8 +207,8 @@ class _Scanner:
         begin = self._at - 1
         self._end_string()
         try:
-            key: str = orjson.loads(self._data[begin : self._at])
-        except orjson.JSONDecodeError as error:
+            key: str = loads(bytes(self._data[begin : self._at]))
+        except JSONDecodeError as error:
             raise _Broken(f"not valid JSON ({error})") from None
         if (byte := self.take()) != b":":
             raise _Broken("not valid JSON (a colon is missing)" if byte else CUT)

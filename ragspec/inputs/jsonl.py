@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 import jsonlines
-import orjson
 
 from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.base import Row
 from ragspec.inputs.columns import Columns
 from ragspec.inputs.content import DAMAGES, failure_reason
 from ragspec.inputs.text import TextSource
+from ragspec.json_text import loads
 
 LONGEST = 256 << 20  # bytes of a line
 PIECE = 1 << 20  # a line is read in pieces, so that one without an end is noticed before it fills the memory
@@ -46,7 +46,7 @@ class LineReader:
                 number += 1
                 yield raw
 
-        reader = jsonlines.Reader(keep(), loads=orjson.loads)
+        reader = jsonlines.Reader(keep(), loads=loads)
         while True:
             value: Any
             try:

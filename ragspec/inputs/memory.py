@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
 
-import orjson
-
 from ragspec.inputs.base import Row
 from ragspec.inputs.columns import ALL
 from ragspec.inputs.rows import row_of
+from ragspec.json_text import dumps, loads
 
 
 class MemorySource:
@@ -32,8 +31,8 @@ class MemorySource:
         for number, record in enumerate(self._records, 1):
             value: Any
             try:
-                raw = orjson.dumps(record)
-                value = orjson.loads(raw)  # tuples become lists, as in a file
+                raw = dumps(record)
+                value = loads(raw)  # tuples become lists, as in a file
             except TypeError:  # what a data frame holds, say
                 yield row_of(number, record, ALL)
             else:

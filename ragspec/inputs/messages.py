@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
-
 from ragspec.errors import RecordError
 from ragspec.inputs.values import kind
+from ragspec.json_text import JSONDecodeError, loads
 
 CARRIED = ("name", "tool_call_id", "reasoning", "reasoning_content")  # to the template, as they are
 
@@ -78,8 +77,8 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = orjson.loads(arguments)
-        except orjson.JSONDecodeError as error:
+            arguments = loads(arguments)
+        except JSONDecodeError as error:
             raise RecordError(f'{where}: the "arguments" of a tool call are not JSON ({error})') from None
     if not isinstance(arguments, dict):
         raise RecordError(f'{where}: the "arguments" of a tool call must be an object, got {kind(arguments)}')

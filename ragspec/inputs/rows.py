@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, Self
 
-import orjson
-
 from ragspec.errors import RecordError
 from ragspec.inputs.base import Row
 from ragspec.inputs.columns import Columns
 from ragspec.inputs.plain import plain
+from ragspec.json_text import dumps
 
 
 class NumberedRows:
@@ -53,7 +52,7 @@ def row_of(number: int, value: Any, columns: Columns, *, typed: bool | None = No
         found = plain(value)
         if typed is not None and isinstance(found, dict):
             found = columns.with_json(found, typed=typed)
-        raw = orjson.dumps(found)
+        raw = dumps(found)
     except (TypeError, ValueError, RecursionError) as error:
         return Row(number, b"", RecordError(f"cannot be written as JSON ({error})"))
     try:

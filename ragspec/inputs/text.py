@@ -15,8 +15,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-import orjson
-
 from ragspec.errors import ConfigError
 from ragspec.inputs.base import Row
 from ragspec.inputs.columns import ALL, Columns
@@ -24,6 +22,7 @@ from ragspec.inputs.content import Stream, is_text
 from ragspec.inputs.document import QUESTIONS, listed_under
 from ragspec.inputs.live import Live
 from ragspec.inputs.storage import is_url
+from ragspec.json_text import JSONDecodeError, loads
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 OPEN = (b"{", b"[", b",", b":")  # ends of a line of JSON that continues on the next one
@@ -216,8 +215,8 @@ def _has_line(rest: bytes) -> bool:
 def _value(line: bytes) -> Any:
     """Return the JSON value of a line, None if it is invalid."""
     try:
-        return orjson.loads(line)
-    except orjson.JSONDecodeError:
+        return loads(line)
+    except JSONDecodeError:
         return None
 
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-import orjson
-
+from ragspec.json_text import JSONDecodeError, dumps, loads
 from ragspec.models.reasoning import parted
 from ragspec.models.stopping import find_stop
 from ragspec.outputs.likelihood import told
@@ -16,7 +15,7 @@ from ragspec.records import Generation, Passage, Record, Sampling, Tokenizer
 from ragspec.runners.base import Runner
 from ragspec.stats import SpecStats
 from ragspec.structured.complete import is_complete, spaced
-from ragspec.structured.form import Form
+from ragspec.structured.form import Form, after_thinking
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +38,11 @@ class Flight:
     def prompt(self) -> Prompt:
         """The first, which is the only one of a record with passages."""
         return self.prompts[0]
+
+    def whole_grammar(self, prompt: Prompt) -> str:
+        """Return the grammar of what a prompt's answer may be with a thought before it."""
+        thinking = prompt.thinking
+        return after_thinking(self.grammar, thinking) if self.grammar and thinking is not None else self.grammar
 
     @property
     def prompt_tokens(self) -> int:
@@ -104,7 +108,7 @@ class Native:
         return {"id": failed.name, **place, "error": error, "fingerprint": failed.fingerprint}
 
     def signed(self, line: bytes, config: str) -> bytes:
-        return orjson.dumps({**orjson.loads(line), "config": config})
+        return dumps({**loads(line), "config": config})
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +170,7 @@ def _structured(flight: Flight, form: Form, answers: Sequence[Generation], texts
     valid = [is_valid(flight, form, answer, text) for answer, text in zip(answers, texts, strict=True)]
     found: dict[str, Any] = {"valid": all(valid)}
     if form.is_json:
-        parsed = [orjson.loads(text) if good else None for text, good in zip(texts, valid, strict=True)]
+        parsed = [loads(text) if good else None for text, good in zip(texts, valid, strict=True)]
         found["parsed"] = parsed if len(parsed) > 1 else parsed[0]
     return found
 
@@ -177,8 +181,8 @@ def is_valid(flight: Flight, form: Form, answer: Generation, text: str) -> bool:
     if not form.is_json:
         return ended or is_complete(flight.grammar, text)
     try:
-        value = orjson.loads(text)
-    except orjson.JSONDecodeError:
+        value = loads(text)
+    except JSONDecodeError:
         return False
     return ended or is_complete(flight.grammar, text) or is_complete(flight.grammar, spaced(value))
 
@@ -219,7 +223,7 @@ def token_details(flight: Flight, outcome: Generation) -> dict[str, Any]:
         "copied_tokens": [[run.start, run.end, kept[run.passage].id] for run in outcome.copied],
         "prompt_token_ids": flight.prompt.token_ids,
         "sampling": asdict(flight.sampling),
-        "grammar": flight.grammar,
+        "grammar": flight.whole_grammar(flight.prompt),
         "question": flight.record.query,
         "passages": [{"id": passage.id, "text": passage.text} for passage in kept],
     }

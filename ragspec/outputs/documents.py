@@ -10,19 +10,20 @@ from typing import Any
 
 import orjson
 
+from ragspec.json_text import dumps, loads
 from ragspec.outputs.folder import Folder
 from ragspec.outputs.private import write_private
 
 
 def encoded(value: Any) -> bytes:
     """Return a document's content: JSON for people to read."""
-    return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE)
+    return dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE)
 
 
 def decoded(data: bytes) -> dict[str, Any]:
     """Return what a document says; nothing where it is not one."""
     try:
-        value = orjson.loads(data)
+        value = loads(data)
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

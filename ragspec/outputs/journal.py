@@ -18,6 +18,7 @@ import orjson
 
 from ragspec.config.places import OutputConfig
 from ragspec.errors import ConfigError
+from ragspec.json_text import dumps
 from ragspec.outputs.appended import free_number
 from ragspec.outputs.base import Sink, Store
 from ragspec.outputs.interrupt import Interruptions
@@ -111,7 +112,7 @@ class Journal:
         counted: called when the line is on disk, and never otherwise. Raises TypeError, nothing written, if `line`
         cannot be JSON (nested too deeply, say); ConfigError on a full disk.
         """
-        encoded = line + b"\n" if isinstance(line, bytes) else orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
+        encoded = line + b"\n" if isinstance(line, bytes) else dumps(line, option=orjson.OPT_APPEND_NEWLINE)
         with self._writing():
             if self._in_order and index != self._next:
                 self._ahead.add(index, encoded)

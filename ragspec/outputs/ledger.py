@@ -10,11 +10,10 @@ import hashlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import orjson
-
 from ragspec.errors import cause_of
 from ragspec.inputs.base import Row
 from ragspec.inputs.keyset import KeySet
+from ragspec.json_text import loads
 from ragspec.stats import Causes
 
 LINE = "batch_req_"  # before the fingerprint, in the id of a line of OpenAI's Batch API
@@ -40,7 +39,7 @@ class Finished(NamedTuple):
     def of(cls, raw: bytes) -> Finished:
         """Return what the line `raw` finishes."""
         try:
-            line = orjson.loads(raw)
+            line = loads(raw)
             batch = "fingerprint" not in line
             key = line["id"].removeprefix(LINE) if batch else line["fingerprint"]
             name = line["custom_id"] if batch else line["id"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-import orjson
+from ragspec.json_text import loads
 
 
 class MemorySink:
@@ -20,7 +20,7 @@ class MemorySink:
 
     def take(self) -> list[dict[str, Any]]:
         """Return the lines since the last call, as what they say."""
-        taken = [orjson.loads(line) for line in self._lines]
+        taken = [loads(line) for line in self._lines]
         self._lines.clear()
         return taken
 

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import orjson
-
+from ragspec.json_text import dumps, loads
 from ragspec.outputs.answers import Failed, Flight, Part, cached_tokens, parts_of
 from ragspec.outputs.ledger import LINE
 from ragspec.outputs.likelihood import told, told_of_completion
@@ -60,9 +59,9 @@ class OpenAIBatch:
         return _line(failed.name, failed.fingerprint, status, body, {"code": code, "message": failed.message})
 
     def signed(self, line: bytes, config: str) -> bytes:
-        value = orjson.loads(line)
+        value = loads(line)
         value["response"]["body"]["system_fingerprint"] = config  # OpenAI's name for what a model ran with
-        return orjson.dumps(value)
+        return dumps(value)
 
 
 def _line(

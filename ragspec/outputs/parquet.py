@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-import orjson
-
 from ragspec.errors import ConfigError, flat
+from ragspec.json_text import JSONDecodeError, dumps, loads
 from ragspec.outputs.ledger import Drop, Finished
 
 AS_JSON = ("metadata", "logprobs", "parsed")
@@ -37,7 +36,7 @@ class Parquet:
 
     def encode(self, lines: Sequence[bytes]) -> bytes:
         """Return the file's content."""
-        rows = [_row(orjson.loads(line)) for line in lines]
+        rows = [_row(loads(line)) for line in lines]
         try:
             return self._written(self._arrow.Table.from_pylist(rows, schema=self.schema))
         except self._arrow.ArrowException as error:
@@ -74,13 +73,13 @@ def line_of(row: dict[str, Any]) -> dict[str, Any]:
     """Return the output line that a row says: what is a JSON text there is its value again."""
     line = {key: value for key, value in row.items() if value is not None}
     for key in AS_JSON:
-        with suppress(KeyError, orjson.JSONDecodeError):  # a text that another program wrote stays one
-            line[key] = orjson.loads(line[key]) if isinstance(line[key], str) else line[key]
+        with suppress(KeyError, JSONDecodeError):  # a text that another program wrote stays one
+            line[key] = loads(line[key]) if isinstance(line[key], str) else line[key]
     return line
 
 
 def _row(line: dict[str, Any]) -> dict[str, Any]:
-    return line | {key: orjson.dumps(line[key]).decode() for key in AS_JSON if line.get(key) is not None}
+    return line | {key: dumps(line[key]).decode() for key in AS_JSON if line.get(key) is not None}
 
 
 def _schema(arrow: Any) -> Any:

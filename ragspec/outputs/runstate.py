@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from ragspec.errors import ConfigError
+from ragspec.json_text import dumps, loads
 from ragspec.outputs.base import Document
 from ragspec.outputs.documents import LocalDocument
 from ragspec.stats import RunSummary, Spent
@@ -190,14 +191,14 @@ def _differences(old: Any, new: Any, path: str = "") -> Iterator[_Difference]:
 
 
 def _plain(identity: dict[str, Any]) -> Any:
-    return orjson.loads(orjson.dumps(identity))
+    return loads(dumps(identity))
 
 
 def _digest(identity: dict[str, Any]) -> str:
     """Return the name of a config, by which lines that it answered are known."""
-    return hashlib.blake2b(orjson.dumps(identity, option=orjson.OPT_SORT_KEYS), digest_size=6).hexdigest()
+    return hashlib.blake2b(dumps(identity, option=orjson.OPT_SORT_KEYS), digest_size=6).hexdigest()
 
 
 def _shown(value: Any) -> str:
-    text = orjson.dumps(value).decode()
+    text = dumps(value).decode()
     return text if len(text) <= 40 else text[:37] + "..."

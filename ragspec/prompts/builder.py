@@ -49,6 +49,8 @@ class PromptBuilder:
         self._chat = tokenizer.has_chat_template if config.chat == "auto" else config.chat
         self._template_of_chat = Chat(tokenizer, revealed(config.chat_template_kwargs)) if self._chat else None
         self._thinking = tokenizer.thinking if config.split_reasoning else None
+        # the fake runner's tokenizer, which has no control words, is not missed one
+        self._lacks_template = config.chat == "auto" and not self._chat and tokenizer.controls is not None
         self._unformatted = 0  # messages and queries of a model without a chat template
         self._headless = 0  # prompts of token ids without a begin-of-sequence token
         self._own_words = lru_cache(maxsize=256)(self._find_own_words)
@@ -71,7 +73,7 @@ class PromptBuilder:
                 f"0 to {width - 1}: they do not belong together"
             )
         self._held += self._controlled
-        self._unformatted += not self._chat and (record.query is not None or record.messages is not None)
+        self._unformatted += self._lacks_template and (record.query is not None or record.messages is not None)
         return replace(prompt, places=self._places(record, prompt)) if locate and prompt.kept else prompt
 
     def room(self, prompt_tokens: int, max_new_tokens: int) -> int:
@@ -223,12 +225,11 @@ class PromptBuilder:
         counted = {
             "records contain control words of the model (such as <|im_end|>); they are encoded as text unless "
             "prompt.allow_special_tokens is true": self._held,
-            "records are queries or messages, and the model has no chat template: they are written as plain text"
-            if not self._tokenizer.has_chat_template
-            else "": self._unformatted,
+            "records are queries or messages, and the model has no chat template: they are written as plain "
+            "text": self._unformatted,
             "prompts of token ids do not begin with the model's begin-of-sequence token": self._headless,
         }
-        notes = [f"{count} {what}" for what, count in counted.items() if what and count]
+        notes = [f"{count} {what}" for what, count in counted.items() if count]
         if self._template_of_chat is not None and self._template_of_chat.folded:
             notes.append("the chat template has no system role: system prompts are put before the first user message")
         return notes

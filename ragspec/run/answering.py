@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import orjson
-
 from ragspec.errors import RecordError
 from ragspec.inputs.columns import GUESSES
 from ragspec.inputs.feed import Feed, Spread
+from ragspec.json_text import dumps
 from ragspec.outputs.answers import Failed, Flight, Shape, distinct, is_valid, parts_of
 from ragspec.records import Failure, Generation, Passage, Record, Request
 from ragspec.retrieval.search import Hit
@@ -108,7 +107,7 @@ class Answering:
             return
         line = self._shape.answer(flight, answers, self._runner, details=self._details)
         try:
-            encoded = orjson.dumps(line)
+            encoded = dumps(line)
         except TypeError as error:  # metadata that can be read but not written back
             self._fail(flight, "RecordError", f"its metadata cannot be written ({error})")
             return

@@ -44,7 +44,13 @@ class Gathering:
             index = next(self._numbers)
             self._waiting[index] = place, waiting
             request = Request(
-                index, name, prompt.token_ids, flight.sampling, prompt.places, flight.grammar, prompt.thinking
+                index,
+                name,
+                prompt.token_ids,
+                flight.sampling,
+                prompt.places,
+                flight.whole_grammar(prompt),
+                prompt.thinking,
             )
             requests.append(request)
         return requests

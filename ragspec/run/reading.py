@@ -13,7 +13,7 @@ from ragspec.errors import RecordError
 from ragspec.outputs.answers import Flight
 from ragspec.records import Record, Sampling
 from ragspec.run.session import Session
-from ragspec.structured.form import Form, after_thinking
+from ragspec.structured.form import Form
 from ragspec.structured.grammars import problem_of
 from ragspec.structured.schema import SOME
 
@@ -50,8 +50,6 @@ class Reader:
         if grammar and (sampling.ignore_eos or sampling.min_new_tokens):
             key = "ignore_eos" if sampling.ignore_eos else "min_new_tokens"
             raise RecordError(f"sampling.{key}: a structured answer ends where its form does; remove one of the two")
-        if grammar and prompts[0].thinking is not None:
-            grammar = after_thinking(grammar, prompts[0].thinking)
         return Flight(index, record, tuple(prompts), sampling, n, fingerprint, form, grammar)
 
     def _form(self, record: Record) -> Form | None:

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-import orjson
-
 from ragspec.config.places import InputConfig, OutputConfig
 from ragspec.config.sections import RetrievalConfig
 from ragspec.errors import ConfigError, RecordError
@@ -19,6 +17,7 @@ from ragspec.inputs.keyset import RecordIds
 from ragspec.inputs.opening import open_source
 from ragspec.inputs.record import lacks_contexts
 from ragspec.inputs.storage import advising
+from ragspec.json_text import dumps, loads
 from ragspec.outputs.codecs import codec_of
 from ragspec.outputs.journal import Journal
 from ragspec.outputs.target import check_name
@@ -86,12 +85,12 @@ def _context(passage: Passage) -> dict[str, Any]:
 def _with_contexts(row: Row, columns: Columns) -> bytes | None:
     """Return a row with the contexts that were found, everything else byte for byte; None if none were looked for."""
     raw = row.text.strip()
-    before: Any = orjson.loads(raw)
+    before: Any = loads(raw)
     if not lacks_contexts(columns.of(before)):
         return None
-    contexts = orjson.dumps(row.value["contexts"])
+    contexts = dumps(row.value["contexts"])
     if "contexts" in before:  # null: replaced
-        return orjson.dumps({**before, "contexts": row.value["contexts"]})
+        return dumps({**before, "contexts": row.value["contexts"]})
     return raw.removesuffix(b"}").rstrip() + b',"contexts":' + contexts + b"}"
 
 

@@ -10,8 +10,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from ragspec.benchmark.plan import check_input
 from ragspec.config.load import build_config
 from ragspec.config.places import OutputConfig
@@ -20,6 +18,7 @@ from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.keyset import RecordIds
 from ragspec.inputs.opening import open_source
 from ragspec.inputs.record import parse_record
+from ragspec.json_text import loads
 from ragspec.outputs.journal import Journal
 from ragspec.outputs.private import write_private
 from ragspec.run.local import LocalPass
@@ -83,7 +82,7 @@ def answer(config: RunConfig, folder: Path, limit: int | None) -> Lessons:
     with open_source(config.input) as source, Journal(output, session.identity(), partial=True) as journal:
         LocalPass(session, source, journal, limit=limit, keep_details=True).answer()
     with path.open("rb") as lines:
-        lessons = [lesson for line in lines if (lesson := _lesson(orjson.loads(line))) is not None]
+        lessons = [lesson for line in lines if (lesson := _lesson(loads(line))) is not None]
     _check_enough(config, len(lessons), f"answers (in {path})")
     return parted(lessons)
 

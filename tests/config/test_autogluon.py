@@ -839,7 +839,7 @@ def test_file_types_are_passed_on_whatever_they_are():
         assert config_of(raw, "c", ["model=demo"])[0].retrieval.file_types == ["pdf", ".docx"]
 
 
-SECRETS = ("AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "sk-abcdefghijklmnop", "letmein9")
+SECRETS = ("AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "sk-abcdEFGH1234mnop", "letmein9")
 
 
 @pytest.mark.parametrize(
