@@ -15,9 +15,11 @@ from typing import Any
 
 from ragspec.errors import RecordError
 from ragspec.inputs.values import id_text, is_text, kind, names
+from ragspec.json_text import ExactFloat, loads
 from ragspec.records import Passage
 
 FIELDS = ("id", "title", "text", "score")
+NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")  # as JSON writes one
 # common names, the likeliest first; they are also looked for one level down (LangChain's metadata, LlamaIndex's node)
 NAMES = {
     "text": (
@@ -207,10 +209,12 @@ def _passage(item: Any, position: int, name: str) -> Passage:
 
 
 def _score(given: Any, where: str) -> float | None:
-    """Return a passage's score, which some retrievers write as text."""
+    """Return a passage's score, which some retrievers write as text, with all its digits."""
     try:
         if given is not None and not isinstance(given, bool):
-            return float(given)
+            value = float(given)
+            exact = loads(given) if isinstance(given, str) and NUMBER.fullmatch(given) else given
+            return exact if isinstance(exact, ExactFloat) or (isinstance(exact, int) and exact != value) else value
     except (TypeError, ValueError, OverflowError):
         pass
     if given is not None:

@@ -79,6 +79,8 @@ def line_of(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _row(line: dict[str, Any]) -> dict[str, Any]:
+    if scores := line.get("context_scores"):
+        line["context_scores"] = [None if score is None else float(score) for score in scores]
     return line | {key: dumps(line[key]).decode() for key in AS_JSON if line.get(key) is not None}
 
 
@@ -92,6 +94,9 @@ def _schema(arrow: Any) -> Any:
         "id": text,
         "output": text,
         "outputs": arrow.list_(text),
+        "reasoning": text,
+        "reasonings": arrow.list_(text),
+        "reasoning_tokens": whole,
         "finish_reason": text,
         "finish_reasons": arrow.list_(text),
         "valid": arrow.bool_(),

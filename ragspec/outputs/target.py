@@ -143,7 +143,7 @@ class PartsTarget:
             state: Document = FolderDocument(self._folder, parts.STATE)
             self.statistics: Document = FolderDocument(self._folder, parts.STATISTICS)
         else:
-            here = Path(path).resolve()
+            here = Path(os.path.realpath(path))
             self._folder = LocalFolder(here)
             self._local = here / "_unsealed"
             self._own = {"output": here}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -135,7 +136,7 @@ def _check_paths(target: Target | None, given: InputConfig, stats_path: str | No
     for use, path in [*uses, *written.items()]:
         if str(path).startswith("/dev/"):
             continue
-        other = taken.setdefault(path.resolve(), use)
+        other = taken.setdefault(Path(os.path.realpath(path)), use)
         if other != use:
             raise ConfigError(f"{path} would be both {other} and {use}; choose another --output")
 
@@ -160,7 +161,7 @@ def _check_places(target: Target, given: InputConfig, read: list[str]) -> None:
 
 
 def _place(path: str) -> str:
-    return path.rstrip("/") if is_url(path) else str(Path(path).resolve())
+    return path.rstrip("/") if is_url(path) else os.path.realpath(path)
 
 
 def _is_in(inner: str, outer: str) -> bool:
