@@ -11,6 +11,7 @@ PosixPath('out/answers.stats.json')
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Iterator
@@ -45,6 +46,8 @@ def check_writable(path: Path, key: str) -> None:
     """Raise ConfigError, beginning with `key`, if no file can be written at `path`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if Path(os.path.realpath(path)).is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
             raise PermissionError
     except OSError:

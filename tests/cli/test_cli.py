@@ -194,6 +194,18 @@ def test_a_named_pipe_is_read_once(config, questions, tmp_path):
     assert len(read_jsonl(tmp_path / "out.jsonl")) == 200
 
 
+@pytest.mark.parametrize("place", ["--config", "--input", "--output", "--stats"])
+def test_a_link_to_itself_is_one_line_that_names_it(config, questions, tmp_path, place):
+    loop = tmp_path / "loop.jsonl"
+    loop.symlink_to(loop)
+    given = {"--config": config, "--input": questions, "--output": tmp_path / "out.jsonl", place: loop}
+    done = ragspec("generate", *(word for option in given.items() for word in option))
+    assert done.returncode == 2
+    assert "loop.jsonl" in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert loop.is_symlink()
+
+
 def test_a_full_disk_is_one_line(config, questions):
     done = ragspec("generate", "-c", config, "-i", questions, "-o", "/dev/full")
     assert done.returncode == 2
