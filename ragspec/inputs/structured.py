@@ -76,7 +76,7 @@ def structured_of(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any] 
 
 def _response_format(value: dict[str, Any], name: str) -> dict[str, Any]:
     form = value.get("type")
-    if form not in FORMS:
+    if not isinstance(form, str) or form not in FORMS:
         raise RecordError(f'"{name}.type": {form!r} is not supported; known: {", ".join(FORMS)}')
     if unknown := sorted(key for key in value if key not in ("type", *FORMS[form]) and value[key] is not None):
         raise RecordError(f'"{name}.{unknown[0]}" is not known beside "type": "{form}"')

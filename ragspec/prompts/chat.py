@@ -82,14 +82,16 @@ class Chat:
     @cached_property
     def _system(self) -> bool:
         """Whether a system prompt is written. Where not even a user message is, that is not why."""
-        return self._writes_first("system") or not self._writes(self._tries([{"role": "user", "content": PROBE}]))
+        return self._writes_first("system") or not self._writes_first("user")
 
     @cached_property
     def _developer(self) -> bool:
         return self._writes_first("developer")
 
     def _writes_first(self, role: str) -> bool:
-        messages = [{"role": role, "content": PROBE}, {"role": "user", "content": "x"}]
+        messages = [{"role": role, "content": PROBE}]
+        if role != "user":
+            messages.append({"role": "user", "content": "x"})
         return self._writes(
             self._tries([_in_parts(message) for message in messages] if self._wants_parts else messages)
         )

@@ -17,7 +17,7 @@ from typing import Any
 from ragspec.errors import RecordError
 from ragspec.records import Passage, Thinking
 from ragspec.structured.quotes import quoting
-from ragspec.structured.schema import completed, inline, quotes
+from ragspec.structured.schema import check_schemas_in, completed, inline, quotes
 from ragspec.structured.wrapping import unwrapped
 
 LARGEST = 1 << 20  # characters of a grammar
@@ -79,6 +79,7 @@ def _choice(texts: Sequence[str], passages: Sequence[Passage]) -> str:
 def _grammar(text: str, passages: Sequence[Passage]) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
+    check_schemas_in(text)
     try:
         return str(any_to_lark(text))
     except Exception as error:  # its own parser raises Exception itself

@@ -22,6 +22,7 @@ from ragspec.errors import ConfigError, RecordError, flat
 KEPT = 256  # compiled grammars
 SHOWN = 300  # characters of a message
 WHERE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")  # a place in what we wrote ourselves
+RANGE = re.compile(r"Failed to generate regex for \w+ range")
 
 
 @lru_cache(maxsize=KEPT)
@@ -200,7 +201,9 @@ class Matcher:
 
 
 def _told(error: str) -> str:
-    """Return the first line of llguidance's message that says something."""
-    lines = (line.strip() for line in error.splitlines())
-    first = next((line for line in lines if line), "")
+    """Return the first line of llguidance's message that says something, and the cause where it has one of its own."""
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    first = " ".join(lines[:1] + [line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")])
+    if RANGE.search(first):
+        return "$.minimum or $.maximum: has more digits than a grammar can hold; leave it out"
     return WHERE.sub("", first)[:SHOWN]

@@ -7,13 +7,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
 from ragspec.errors import RecordError
-from ragspec.json_text import ExactFloat, dumps
+from ragspec.json_text import ExactFloat, dumps, number_of
 from ragspec.records import Passage
+from ragspec.structured.complete import is_complete
 from ragspec.structured.wrapping import check_words
 
 CONTEXTS, QUOTE = "$contexts", "$quote"
@@ -29,7 +33,11 @@ FORMATS = {
     "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer", "regex",
 }  # fmt: skip
 EXACT = 1 << 53  # integers up to here are doubles, and llguidance's numbers are
+FARTHEST = 400  # decimal places that a double can have before its first digit or behind its last
 LARGEST = ((1 << 63) - 1, (1 << 64) - 1)  # llguidance stops at the first of them
+ENDLESS_RECURSION = range(-(1 << 63), -(1 << 63) + 1025)  # llguidance 1.7 ends the process at these
+MOST_ITEMS = 30_000  # llguidance writes a rule for each of them, and has room for 65,525
+ENDLESS = (1 << 31) - 1  # what generators of schemas write for "no limit", and all beyond it
 SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -38,11 +46,17 @@ def completed(schema: Any, passages: Sequence[Passage]) -> Any:
 
     Formats that only annotate are left out: llguidance refuses those that it does not know.
     """
+    _check(schema)
+    return _completed(schema, passages)
+
+
+def _check(schema: Any, *, endless: bool = True) -> None:
+    """Raise RecordError for what a grammar cannot hold. endless: whether some numbers mean no limit at all."""
     _check_depth(schema)
     for where, node in _schemas(schema, "$"):
         check_words(node, where)
         _check_numbers(node, where)
-    return _completed(schema, passages)
+        _check_counts(node, where, endless=endless)
 
 
 def _completed(schema: Any, passages: Sequence[Passage]) -> Any:
@@ -58,9 +72,16 @@ def _completed(schema: Any, passages: Sequence[Passage]) -> Any:
             found[key] = _values(value, passages)
         elif key in VALUES:
             found[key] = value
-        elif key != "format" or not isinstance(value, str) or value in FORMATS:
+        elif not _is_endless(key, value) and (key != "format" or not isinstance(value, str) or value in FORMATS):
             found[key] = _completed(value, passages)
     return found
+
+
+def check_schemas_in(grammar: str) -> None:
+    """Raise RecordError for a schema behind a Lark grammar's `%json` that llguidance cannot hold."""
+    for word in re.finditer(r"%json\s*", grammar):
+        with suppress(ValueError, RecursionError):  # llguidance says where
+            _check(json.JSONDecoder(parse_float=number_of).raw_decode(grammar, word.end())[0], endless=False)
 
 
 def quotes(schema: Any) -> bool:
@@ -118,6 +139,22 @@ def _check_numbers(schema: dict[str, Any], where: str) -> None:
                 )
 
 
+def _check_counts(schema: dict[str, Any], where: str, *, endless: bool) -> None:
+    """Raise RecordError for more items than a grammar can count. endless: whether some numbers mean no limit at all."""
+    for key in ("minItems", "maxItems"):
+        count = schema.get(key)
+        if isinstance(count, int) and count > MOST_ITEMS and not (endless and _is_endless(key, count)):
+            raise RecordError(
+                f"structured.json_schema: {where}.{key}: {count:,} is more than a grammar can count ({MOST_ITEMS:,}); "
+                "lower it, or leave it out"
+            )
+
+
+def _is_endless(key: str, value: Any) -> bool:
+    """Return whether a word is another way to say that there is no limit: no answer gets there."""
+    return key in ("maxItems", "maxLength", "maxProperties") and isinstance(value, int) and value >= ENDLESS
+
+
 def _numbers(value: Any) -> Iterator[int | float]:
     if isinstance(value, int | float) and not isinstance(value, bool):
         yield value
@@ -127,6 +164,8 @@ def _numbers(value: Any) -> Iterator[int | float]:
 
 def _is_exact(number: int | float) -> bool:
     """Return whether a limit is kept to: llguidance rounds it to a double."""
+    if number in ENDLESS_RECURSION:
+        return False
     if isinstance(number, float):
         return not isinstance(number, ExactFloat)
     return abs(number) <= EXACT or number in LARGEST or (abs(number) < 1 << 1000 and float(number) == number)
@@ -134,16 +173,17 @@ def _is_exact(number: int | float) -> bool:
 
 @lru_cache(maxsize=1024)
 def _is_written(number: bytes) -> bool:
-    """Return whether llguidance writes a number as it is: asked of it, as it rounds some of those beyond 53 bits."""
-    if len(number) < len(str(EXACT)):
+    """Return whether llguidance writes this number: asked of it, as it rounds some of those beyond 53 bits."""
+    written = number.decode()
+    if len(written) < len(str(EXACT)) and "e" not in written.lower():
         return True
-    from llguidance import LLMatcher, LLTokenizer
-
-    tokenizer = LLTokenizer("byte")
-    grammar = LLMatcher.grammar_from_lark(f'start: %json {{"const": {number.decode()}}}')
-    matcher = LLMatcher(tokenizer, grammar, log_level=0)
-    tokens = tokenizer.tokenize_bytes(number)
-    return not matcher.is_error() and matcher.consume_tokens(tokens) and matcher.is_accepting()
+    value, spellings = Decimal(written), {written}
+    if value in ENDLESS_RECURSION:
+        return False
+    if abs(value.adjusted()) < FARTHEST:
+        plain = f"{value:f}"
+        spellings |= {plain, plain.partition(".")[0] if value == value.to_integral_value() else plain.rstrip("0")}
+    return any(is_complete(f'start: %json {{"const": {written}}}', each) for each in spellings)
 
 
 def inline(schema: Any) -> str:

@@ -43,33 +43,39 @@ NEAR = 0.8  # likeness from which an unknown word is a misspelt one
 
 def unwrapped(value: Any) -> Any:
     """Return the schema that `value` wraps, or `value`, a schema itself. Raises RecordError."""
-    while isinstance(value, dict):
-        carriers = [key for key in CARRIERS if isinstance(value.get(key), dict | str) and key in value]
-        carriers = [key for key in carriers if isinstance(value[key], dict) or key not in ("format", "text", "value")]
-        if is_schema(value):
-            if wrong := [key for key in SAFE if isinstance(value.get(key), dict)]:
-                raise RecordError(
-                    f'structured.json_schema: has "{wrong[0]}" beside the words of a schema; which of them is meant?'
-                )
+    while isinstance(value, dict) and not is_schema(value):
+        key = _carrier(value)
+        if not key and value.get("type") != "json_object":
+            _check_annotations(value)
             return value
-        if not carriers:
-            if value.get("type") == "json_object":
-                return {"type": "object"}
-            if unknown := sorted(key for key in value if key not in WORDS and not key.startswith(("x-", "$"))):
-                raise RecordError(
-                    f'structured.json_schema: "{unknown[0]}" is no word of JSON Schema, and nothing else in it demands '
-                    "anything"
-                )
-            return value
-        key = carriers[0]
-        unknown = sorted(value.keys() - LABELS - {key, "type"})
-        if unknown or ("type" in value and str(value["type"]) not in WRAPPERS):
+        beside = sorted(each for each in value.keys() - LABELS - {key, "type"} if value[each] is not None)
+        if beside or str(value.get("type", "json")) not in WRAPPERS:
             raise RecordError(
-                f'structured.json_schema: "{(unknown or ["type"])[0]}" beside "{key}" is not known; json_schema takes '
-                "the schema alone"
+                f'structured.json_schema: "{(beside or ["type"])[0]}" beside "{key or "type"}" is not known; '
+                "json_schema takes the schema alone"
             )
+        if not key:
+            return {"type": "object"}
         value = _parsed(value[key]) if isinstance(value[key], str) else value[key]
+    if isinstance(value, dict) and (also := [key for key in SAFE if isinstance(value.get(key), dict)]):
+        raise RecordError(
+            f'structured.json_schema: has "{also[0]}" beside the words of a schema; which of them is meant?'
+        )
     return value
+
+
+def _carrier(value: dict[str, Any]) -> str:
+    """Return under which key the schema is, "" if under none. Some are also what a schema says about a text."""
+    kinds = {key: dict if key in ("format", "text", "value") else (dict, str) for key in CARRIERS}
+    return next((key for key, kind in kinds.items() if isinstance(value.get(key), kind)), "")
+
+
+def _check_annotations(value: dict[str, Any]) -> None:
+    """Raise RecordError if something in a schema that demands nothing was perhaps meant to."""
+    if unknown := sorted(key for key in value if key not in WORDS and not key.startswith(("x-", "$"))):
+        raise RecordError(
+            f'structured.json_schema: "{unknown[0]}" is no word of JSON Schema, and nothing else in it demands anything'
+        )
 
 
 def is_schema(value: dict[str, Any]) -> bool:

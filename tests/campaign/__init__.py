@@ -1,4 +1,4 @@
-"""Faults by the hundred, at random: kills and interruptions, mutated lines and configs, damaged archives.
+"""Faults by the hundred, at random: kills, mutated lines and configs, damaged archives, numbers, schemas, templates.
 
     python -m tests.campaign                             # all of it: about half an hour
     python -m tests.campaign --only lines --lines 300    # a part of it

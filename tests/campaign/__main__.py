@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from tests.campaign import __doc__ as about
-from tests.campaign import archives, configs, faults, lines, parts, workers
+from tests.campaign import archives, configs, faults, lines, numbers, parts, templates, workers, wrappers
 from tests.campaign.forked import preload
 
 # those that fork come before the one that brings torch and its threads into this process
@@ -14,9 +14,12 @@ PARTS = {
     "lines": (lines, 10_000),
     "configs": (configs, 1000),
     "archives": (archives, 200),
+    "numbers": (numbers, 10_000),
+    "wrappers": (wrappers, 10_000),
     "parts": (parts, 100),
     "workers": (workers, 100),
     "faults": (faults, 200),
+    "templates": (templates, 1000),
 }
 
 

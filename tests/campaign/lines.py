@@ -19,9 +19,31 @@ RECORDS = [
     {"id": "q4", "prompt": "Why?", "metadata": {"source": "s"}, "tag": [1, 2.5, None, True]},
     {"custom_id": "q5", "body": {"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 20, "top_p": 0.5}},
     {"custom_id": "q6", "body": {"prompt": "Why?", "temperature": 0.3, "stop": ["."], "seed": 4, "n": 1}},
+    {
+        "id": "q8",
+        "query": "Why?",
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "null"}}},
+    },
+    {"id": "q9", "query": "Why?", "structured": {"choice": ["yes", "no"]}, "chat_template_kwargs": {"thinking": False}},
+    {
+        "custom_id": "q10",
+        "body": {
+            "messages": [{"role": "developer", "content": "S."}, {"role": "user", "content": "Why?"}],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+            "tool_choice": "none",
+            "response_format": {"type": "json_object"},
+            "logit_bias": {"7": 1.5},
+            "stop_token_ids": [3],
+            "min_tokens": 1,
+            "chat_template_kwargs": {"enable_thinking": False},
+            "reasoning_effort": "low",
+            "logprobs": None,
+            "parallel_tool_calls": True,
+        },
+    },
     {"id": "q7", "error": {"type": "RecordError", "message": "of an earlier command"}},
 ]
-KEYS = ["id", "query", "body", "contexts", "prompt", "metadata", "max_tokens", "zz"]
+KEYS = ["id", "query", "body", "contexts", "prompt", "metadata", "max_tokens", "zz", "type", "schema", "tools", "stop"]
 VALUES = [
     *(None, True, False, 0, -1, 7, 2**53, 2**63, 2**64, -(2**63) - 1, 10**400, 0.5, -0.0, 1e308, 5e-324),
     *("", " ", "x", "\0", "\ud800", "\u2028\u0085", "é" * 3000, [], {}, [[]], [{}], {"": ""}, {"id": {"id": 1}}),

@@ -79,6 +79,7 @@ def test_a_template_that_wants_parts_gets_parts():
     chat = Record("q", messages=({"role": "system", "content": "S"}, {"role": "user", "content": "U"}))
     assert written(PARTS, chat)[0] == "<system> S | <user> U | <assistant> "
     assert written(PARTS, QUERY, system="S")[0] == "<system> S | <user> Why? | <assistant> "
+    assert written(NO_SYSTEM.replace(PLAIN, PARTS), chat)[0] == "<user> S\n\nU | <assistant> "
 
 
 def test_a_folded_prompt_is_still_guarded_against_control_words():

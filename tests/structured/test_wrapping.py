@@ -1,13 +1,17 @@
 """Schemas as other libraries wrap them, numbers that no grammar holds, formats that only annotate."""
 
 import json
+import re
 
 import pytest
 
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError, RecordError
+from ragspec.json_text import loads
 from ragspec.run.generate import generate as run
+from ragspec.structured.complete import is_complete
 from ragspec.structured.form import Form
+from ragspec.structured.grammars import problem_of
 from ragspec.structured.wrapping import unwrapped
 from tests.conftest import read_jsonl, write_jsonl
 
@@ -157,11 +161,45 @@ BIG = 12345678901234567890123
         ({"type": "integer", "maximum": (1 << 60) + 1}, r"\$\.maximum: 1152921504606846977"),
         ({"anyOf": [{"const": BIG}]}, r"\$\.anyOf\[0\]\.const"),
         ({"items": {"exclusiveMinimum": BIG}}, r"\$\.items\.exclusiveMinimum"),
+        ({"const": loads("1e-5000")}, r"\$\.const: 1e-5000"),
+        # those that would end the process: llguidance never comes back from them, or fills the memory
+        ({"const": -(1 << 63)}, r"\$\.const: -9223372036854775808"),
+        ({"enum": ["x", -(1 << 63) + 2]}, r"\$\.enum: -9223372036854775806"),
+        ({"type": "integer", "minimum": -(1 << 63), "maximum": -(1 << 63)}, r"\$\.minimum: -9223372036854775808"),
+        ({"type": "array", "maxItems": 10**9}, r"\$\.maxItems: 1,000,000,000 is more than"),
+        ({"items": {"type": "array", "minItems": (1 << 63) - 1}}, r"\$\.items\.minItems: 9,223,372,036,854,775,807 is"),
     ],
 )
 def test_a_number_that_the_grammar_would_round_is_refused_by_name(schema, where):
     with pytest.raises(RecordError, match=where):
         Form("json_schema", schema).grammar()
+
+
+@pytest.mark.parametrize("schema", ['{"const": -9223372036854775808}', '{"type": "array", "maxItems": 2147483647}'])
+def test_so_is_one_inside_a_grammar(schema):
+    with pytest.raises(RecordError, match=r"\$\.(const: -9223372036854775808|maxItems: 2,147,483,647)"):
+        Form("grammar", f"start: x\nx: %json {schema}").grammar()
+
+
+@pytest.mark.parametrize("endless", [(1 << 31) - 1, (1 << 32) - 1, (1 << 63) - 1, (1 << 64) - 1])
+def test_what_generators_write_for_no_limit_is_none(endless):
+    schema = {"type": "array", "maxItems": endless, "items": {"type": "string", "maxLength": endless}}
+    grammar = Form("json_schema", schema).grammar()
+    assert not problem_of(grammar)
+    assert is_complete(grammar, '["a", "b"]')
+    assert not is_complete(grammar, "[1]")
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"type": "integer", "minimum": 10**18}, r"\$.minimum or \$.maximum: has more digits"),
+        ({"type": "number", "maximum": 1e300}, r"\$.minimum or \$.maximum: has more digits"),
+        ({"type": "string", "pattern": "(a"}, "regex parse error: unclosed group"),
+    ],
+)
+def test_why_a_grammar_cannot_be_made_is_one_line(schema, said):
+    assert re.match(said, problem_of(Form("json_schema", schema).grammar()))
 
 
 def test_decimals_keep_their_digits_from_yaml_and_files(tmp_path):
