@@ -102,7 +102,7 @@ def test_a_bias_on_a_token_that_there_is_not_is_its_records_failure(tiny, engine
         requests = make_requests(runner, sampling)
         requests[1] = Request(1, "r1", requests[1].token_ids, wrong)
         outcomes = {outcome.index: outcome for outcome in runner.generate(requests)}
-    assert outcomes.pop(1) == Failure(1, f"logit_bias: the model has no token {token}, only 0 to 399")
+    assert outcomes.pop(1) == Failure(1, f"logit_bias: the model has no token {token}, only 0 to 399", "RecordError")
     assert len(outcomes) == 4
     assert not [one for one in outcomes.values() if isinstance(one, Failure)]
 
