@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError, RecordError
+from ragspec.inputs.structured import FIELDS as STRUCTURE
 from ragspec.inputs.structured import structured_of
 from ragspec.structured.schema import nodes
 from ragspec.structured.wrapping import unwrapped
@@ -90,5 +91,6 @@ def _check(given: dict, schema: dict, where: str, *, in_config: bool, damaged: b
     if understood == schema:
         return "understood"
     assert damaged, f"{where}: became {understood}"
-    assert section is None or schema not in list(nodes(given)), f"{where}: its schema was dropped for {understood}"
+    said = given if in_config else {name: given.get(name) for name in STRUCTURE}  # the rest is metadata
+    assert section is None or schema not in list(nodes(said)), f"{where}: its schema was dropped for {understood}"
     return "nothing" if not grammar else "something else"
