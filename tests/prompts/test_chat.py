@@ -288,6 +288,26 @@ def test_a_model_without_an_end_token_is_told(tiny, tmp_path):
     ]
 
 
+def test_a_turn_that_ends_with_no_end_token_is_told(tiny):
+    from tokenizers import AddedToken
+
+    tokenizer = HFTokenizer(load_tokenizer(resolve(tiny)))
+    tokenizer.inner.add_tokens([AddedToken("<|im_end|>", special=True)])
+    tokenizer.inner.chat_template = PLAIN.replace("{{ m.content }}", "{{ m.content }}<|im_end|>")
+    turn = tokenizer.inner.convert_tokens_to_ids("<|im_end|>")
+    tokenizer = HFTokenizer(tokenizer.inner)
+    source = resolve(tiny)
+    config = read_model_config(source)
+    assert caveats(source, config, tokenizer) == [
+        'the chat template ends an answer with "<|im_end|>", which is no end token of the model: answers may go on '
+        f"with another turn; sampling.stop_token_ids: [{turn}] ends them there"
+    ]
+    assert caveats(source, config, tokenizer, stops=[turn]) == []
+    assert caveats(source, config, tokenizer, {"eos_token_id": [0, turn]}) == []
+    tokenizer.inner.chat_template = PLAIN.replace("{{ m.content }}", "{{ m.content }}<|end|>")
+    assert caveats(source, config, tokenizer) == []
+
+
 def test_a_chat_without_a_begin_of_sequence_token_is_told(tiny):
     assert "no begin-of-sequence token" in notes_of(tiny, with_bos(PLAIN))[0]
     assert notes_of(tiny, with_bos("{{ bos_token }}" + PLAIN)) == []

@@ -74,7 +74,8 @@ class Plan:
             check_weights(self.source, self.hf_config, trust_remote_code=trust, by_transformers=False)
         tokenizer = load_tokenizer(self.source, trust_remote_code=trust)
         self.tokenizer = HFTokenizer(tokenizer, width=width_of(self.hf_config))
-        self.notes += caveats(self.source, self.hf_config, self.tokenizer)
+        stops = (*self._default_sampling.stop_token_ids, tokenizer.eos_token_id)  # vLLM stops at the tokenizer's too
+        self.notes += caveats(self.source, self.hf_config, self.tokenizer, stops=stops)
         if self._structured:
             Grammars(self.tokenizer.inner, len(self.tokenizer.inner), ())
         self.not_done = ", ".join(asked_beyond_sampling(self.source.path, revision))
