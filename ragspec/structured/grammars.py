@@ -203,4 +203,6 @@ def _told(error: str) -> str:
     """Return the first line of llguidance's message that says something."""
     lines = (line.strip() for line in error.splitlines())
     first = next((line for line in lines if line), "")
+    if first.startswith("panic:") or (first and " " not in first):  # written for its own authors
+        first = f"llguidance cannot compile it (most often, it is too large or refers to itself): {first}"
     return WHERE.sub("", first)[:SHOWN]

@@ -170,6 +170,12 @@ def test_what_cannot_be_a_form_is_a_config_error(name):
     assert time.monotonic() - started < 60  # never stuck
 
 
+def test_what_llguidance_says_to_its_authors_is_said_in_words(grammars):
+    loop = {"$ref": "#/$defs/A", "$defs": {"A": {"$ref": "#/$defs/A"}}}
+    with pytest.raises(RecordError, match=r"llguidance cannot compile it .* refers to itself\): NoExtensionBias"):
+        grammars.matcher(Form("json_schema", loop).grammar())
+
+
 def test_files_are_read_into_the_config(tmp_path):
     schema, grammar = tmp_path / "s.json", tmp_path / "g.lark"
     schema.write_text('{"type": "object"}')
