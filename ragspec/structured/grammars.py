@@ -18,18 +18,34 @@ from functools import lru_cache
 from typing import Any
 
 from ragspec.errors import ConfigError, RecordError, flat
+from ragspec.structured.complete import compiled
 
 KEPT = 256  # compiled grammars
 SHOWN = 300  # characters of a message
+ENDLESS = 20_000  # bytes that follow from a grammar, beyond its own length
 WHERE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")  # a place in what we wrote ourselves
 
 
 @lru_cache(maxsize=KEPT)
 def problem_of(grammar: str) -> str:
-    """Return why a grammar cannot be compiled, "" if it can, as far as can be told without a tokenizer."""
+    """Return why a grammar cannot shape answers, "" if it can, as far as can be told without the model's tokenizer."""
     from llguidance import LLMatcher
 
-    return _told(LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar)))
+    return _told(LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar))) or _problem_in_bytes(grammar)
+
+
+def _problem_in_bytes(grammar: str) -> str:
+    """Return why no answer in bytes could begin or end. A grammar that names tokens of a model's has none in bytes."""
+    matcher = compiled(grammar).deep_copy()
+    if matcher.is_error():
+        return ""
+    matcher.compute_bitmask()
+    if matcher.is_error():
+        return _told(matcher.get_error())
+    forced = len(matcher.compute_ff_tokens())
+    if forced > len(grammar) + ENDLESS:
+        return f"no answer would end: its first {forced:,} bytes follow from it (a schema that requires itself?)"
+    return ""
 
 
 class Grammars:
