@@ -8,12 +8,14 @@ orjson's own, and as fast. Limit: an integer has at most 4,300 digits (Python's 
 from __future__ import annotations
 
 import json
+import re
 from decimal import Decimal
 from typing import Any
 
 import orjson
 
 JSONDecodeError = orjson.JSONDecodeError
+NO_NUMBER = re.compile(r"-?(?:NaN|Infinity)")
 # where a number may need more than orjson has: 16 digits in a row, an exponent of three
 SHAPES = (b"0" * 16, b"0e000", b"0e-000")
 LOOK = bytes.maketrans(
@@ -57,7 +59,7 @@ def loads(data: bytes | str) -> Any:
     """Return the value of a JSON text. Raises JSONDecodeError, a ValueError."""
     shape = (data if isinstance(data, bytes) else data.encode(errors="surrogatepass")).translate(LOOK)
     if not any(each in shape for each in SHAPES):
-        return orjson.loads(data)
+        return _loads_by_orjson(data)
     text = ""
     try:
         text = data.decode() if isinstance(data, bytes) else data
@@ -68,6 +70,17 @@ def loads(data: bytes | str) -> Any:
     except (ValueError, RecursionError) as error:
         raise JSONDecodeError(str(error), text, 0) from None
     return value
+
+
+def _loads_by_orjson(data: bytes | str) -> Any:
+    try:
+        return orjson.loads(data)
+    except JSONDecodeError as error:
+        at = error.pos - (error.doc[error.pos - 1 : error.pos] == "-")  # orjson takes the sign for a number's
+        found = NO_NUMBER.match(error.doc, at)
+        if found is None:
+            raise
+        raise JSONDecodeError(_no_json(found[0]), error.doc, at) from None
 
 
 def dumps(value: Any, option: int = 0) -> bytes:
@@ -96,4 +109,8 @@ def _with_long_integers(value: Any) -> Any:
 
 
 def _refuse(word: str) -> Any:
-    raise ValueError(f"{word} is not JSON")
+    raise ValueError(_no_json(word))
+
+
+def _no_json(word: str) -> str:
+    return f"{word}, which Python's json writes, is not JSON: write null"

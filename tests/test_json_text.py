@@ -105,3 +105,18 @@ def test_what_is_no_json_is_an_error_of_its_own(text):
 def test_what_json_cannot_hold_is_a_type_error():
     with pytest.raises(TypeError):
         dumps({"a": object(), "n": 10**30})
+
+
+@pytest.mark.parametrize(
+    ("text", "word", "column"),
+    [
+        (b'{"a": NaN}', "NaN", 7),
+        ('{"\u00e9": [1, -Infinity]}', "-Infinity", 11),
+        (b'{"a": Infinity, "b": 12345678901234567890}', "Infinity", 1),
+    ],
+)
+def test_what_pythons_json_writes_beyond_json_is_named(text, word, column):
+    with pytest.raises(
+        JSONDecodeError, match=f"{word}, which Python's json writes, is not JSON: write null: line 1 column {column} "
+    ):
+        loads(text)

@@ -36,8 +36,14 @@ def _by_token_id(value: Any) -> Any:
     return {int(key) if isinstance(key, str) and key.isdecimal() else key: bias for key, bias in value.items()}
 
 
+def _greedy_if_tiny(temperature: float) -> float:
+    """Scores divided by less exceed what a number can hold. The limit is vLLM's, sampling_params.py."""
+    return 0.0 if temperature < LEAST_TEMPERATURE else temperature
+
+
 OneOrMore = Annotated[list[str], BeforeValidator(listed, json_schema_input_type=str | list[str])]
 LONG_ANSWER = 256  # tokens
+LEAST_TEMPERATURE = 1e-5
 Bias = Annotated[float, Field(ge=-100, le=100)]
 BatchSizeRange = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=3, max_length=3)]
 
@@ -101,8 +107,8 @@ class SamplingConfig(Section):
     """Go on after the model's end tokens, up to `max_new_tokens`."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
     """Further tokens that end an answer. They are not part of its text."""
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """0 is greedy decoding."""
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_greedy_if_tiny)] = 0.0
+    """0 is greedy decoding, and so is all below 0.00001."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the most likely tokens that together have this probability; 1 is off."""
     top_k: Annotated[int, Field(ge=0)] = 0

@@ -90,7 +90,7 @@ class Row:
     def outcome(self) -> Generation | Failure:
         """Return the finished answer."""
         if self.grammar is not None and self.grammar.problem:
-            return Failure(self.request.index, self.grammar.problem)
+            return Failure(self.request.index, self.grammar.problem, "RecordError")
         answer = self.tokens[self.prompt_tokens :]
         self.spec.end(len(answer))
         return Generation(

@@ -99,6 +99,7 @@ def _merge(path: Path, base: str, what: str, folder: Path) -> None:
             raise ConfigError(f"{what}: the adapter is not whole: {flat(Exception(lost), 200)}")
         if adapted.active_peft_config.is_prompt_learning:
             raise ConfigError(f"{what}: a {adapted.active_peft_config.peft_type} adapter cannot be merged into a model")
+        _refuse_unused(adapted.load_adapter(str(path), adapter_name="default").unexpected_keys, what)  # read once more
         adapted.merge_and_unload().save_pretrained(folder)
         here = (path / "tokenizer_config.json").is_file()
         AutoTokenizer.from_pretrained(str(path) if here else source.path).save_pretrained(folder)
@@ -108,6 +109,16 @@ def _merge(path: Path, base: str, what: str, folder: Path) -> None:
         raise ConfigError(
             f'{what}: the adapter cannot be merged into "{base}" ({type(error).__name__}: {flat(error, 300)})'
         ) from error
+
+
+def _refuse_unused(unused: list[str], what: str) -> None:
+    """Raise ConfigError for weights of an adapter that its own config leaves out: it would be merged in part."""
+    unused = [name for name in unused if ".modules_to_save." not in name]  # peft writes those twice
+    if unused:
+        raise ConfigError(
+            f"{what}: {len(unused)} tensors of the adapter ({unused[0]}, ...) are for layers that its {CONFIG} does "
+            "not name (target_modules, layers_to_transform); get the config that it was trained with"
+        )
 
 
 def _rows(path: Path) -> int | None:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,20 @@ from ragspec.models.resolve import ModelSource
 from ragspec.models.tokenizer import HFTokenizer
 
 GENERATION = "generation_config.json"
+PROBE = "ragspec answers"  # a text that no template has
 
 
 def caveats(
-    source: ModelSource, config: Any, tokenizer: HFTokenizer, generate_args: Mapping[str, Any] | None = None
+    source: ModelSource,
+    config: Any,
+    tokenizer: HFTokenizer,
+    generate_args: Mapping[str, Any] | None = None,
+    *,
+    stops: Collection[int | None] = (),
 ) -> list[str]:
     """Return notes, a line each; nothing loads. generate_args: what wins over the model's generation_config.
+
+    stops: tokens that end answers beside the model's own.
 
     Raises ConfigError for end tokens that are none.
     """
@@ -40,6 +48,11 @@ def caveats(
         notes.append("the model has no end token: answers end at max_new_tokens, or with a stop string")
     elif all(token >= width for token in ends):
         notes.append(f"the model cannot write its end token ({ends[0]}; it has {width}): answers end at max_new_tokens")
+    elif (turn := _turn_end(tokenizer)) is not None and turn not in {*ends, *stops}:
+        notes.append(
+            f'the chat template ends an answer with "{tokenizer.piece(turn)}", which is no end token of the model: '
+            f"answers may go on with another turn; sampling.stop_token_ids: [{turn}] ends them there"
+        )
     if tokenizer.has_chat_template and tokenizer.bos is not None and not _writes_bos(tokenizer):
         notes.append(
             "the chat template writes no begin-of-sequence token, though the tokenizer puts "
@@ -60,6 +73,19 @@ def _generation_config(source: ModelSource) -> tuple[dict[str, Any], str]:
     if not isinstance(found, dict):
         raise ConfigError(f'model: "{source.name}": {GENERATION} must be a JSON object; mend or delete it')
     return found, ""
+
+
+def _turn_end(tokenizer: HFTokenizer) -> int | None:
+    """Return the control token that the chat template writes right after an answer, None where it writes none."""
+    if not tokenizer.has_chat_template:
+        return None
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": PROBE}]
+    try:
+        _, answer, rest = tokenizer.render_chat(messages, add_generation_prompt=False).rpartition(PROBE)
+    except Exception:  # a program of the model's authors; prompts/chat.py says what is wrong with it
+        return None
+    first = tokenizer.controls.found(rest)[:1] if answer else []
+    return next((tokenizer.controls.ids.get(word) for word in first if rest.lstrip().startswith(word)), None)
 
 
 def _writes_bos(tokenizer: HFTokenizer) -> bool:

@@ -36,8 +36,8 @@ def check_weights(
     trust_remote_code: bool = False,
     extra: Mapping[str, Any] | None = None,
     by_transformers: bool = True,
-) -> None:
-    """Raise ConfigError for a checkpoint that is not whole, or is not a causal language model's.
+) -> list[str]:
+    """Return notes on a checkpoint. Raises ConfigError for one that is not whole, or not a causal language model's.
 
     key: what named the model, for the message. args_key: where its from_pretrained arguments are. extra: these
     arguments. by_transformers: whether transformers loads it; if not, it judges only what it has a class for. A model
@@ -47,12 +47,13 @@ def check_weights(
     try:
         check_task(config)
         if not by_transformers and not any((folder / name).is_file() for name in (ONE, INDEX)):
-            return  # vLLM reads other forms too
+            return []  # vLLM reads other forms too
         if folder.is_dir() and not any(word in extra for word in ELSEWHERE):
             check_files(folder, args_key, safetensors=extra.get("use_safetensors", True) is not False)
         judged = by_transformers or _has_class(config, trust_remote_code)
         if judged and getattr(config, "quantization_config", None) is None:
-            check_tensors(source, config, trust_remote_code=trust_remote_code, extra=extra)
+            return check_tensors(source, config, trust_remote_code=trust_remote_code, extra=extra)
+        return []
     except IncompleteError as error:
         raise ConfigError(f'{key}: "{source.name}": {error}') from None
 
@@ -131,8 +132,11 @@ def _check_header(file: Path) -> None:
         ) from None
 
 
-def check_tensors(source: ModelSource, config: Any, *, trust_remote_code: bool, extra: Mapping[str, Any]) -> None:
-    """Raise IncompleteError for tensors that transformers' class needs and the files lack. No tensor is read."""
+def check_tensors(source: ModelSource, config: Any, *, trust_remote_code: bool, extra: Mapping[str, Any]) -> list[str]:
+    """Return notes on what transformers' class does not use. No tensor is read.
+
+    Raises IncompleteError for tensors that it needs and the files lack.
+    """
     from transformers import AutoModelForCausalLM
 
     if not _has_class(config, trust_remote_code):
@@ -152,9 +156,16 @@ def check_tensors(source: ModelSource, config: Any, *, trust_remote_code: bool, 
         model, info = AutoModelForCausalLM.from_pretrained(source.path, **given)
     except Exception as error:  # whatever a model's own code raises while it is built
         if not here and isinstance(error, OSError):
-            return  # not in the cache yet: the loading looks again
+            return []  # not in the cache yet: the loading looks again
         raise IncompleteError(f"cannot be loaded ({type(error).__name__}: {flat(error, 300)})") from error
     refuse_incomplete(model, info)
+    unused = sorted(info.get("unexpected_keys") or ())  # without those that the class is known to leave out
+    if not unused:
+        return []
+    return [
+        f"{len(unused)} tensors of the model's files are not used ({_some(unused)}): {type(model).__name__} has no "
+        "place for them, by its config.json"
+    ]
 
 
 def refuse_incomplete(model: Any, info: Mapping[str, Any]) -> None:

@@ -3,14 +3,14 @@
     >>> Chat(tokenizer, {"enable_thinking": False}).render([{"role": "user", "content": "Why?"}])
 
 What a template takes is tried once, not looked up: one without a system role has the system prompt put before the first
-user message, one that reads content as parts gets parts.
+user message, one that reads content as parts gets parts. What it would leave out without a word is an error.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
@@ -21,6 +21,7 @@ from ragspec.records import Tokenizer
 log = logging.getLogger(__name__)
 SYSTEM = ("system", "developer")
 PROBE = "ragspec asks"  # a text that no template has
+CALL = "ragspec01"  # nine letters and digits
 Message = dict[str, Any]
 # arguments of apply_chat_template that are not the template's
 RESERVED = {
@@ -39,6 +40,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._args = dict(args)
         self.folded = False  # whether a system prompt was put into a user message
+        self._left_out = lru_cache(maxsize=256)(self._find_left_out)
         if bad := sorted(RESERVED & args.keys()):
             raise ConfigError(f"prompt.chat_template_kwargs.{bad[0]}: is ragspec's own; remove it")
         try:
@@ -53,15 +55,49 @@ class Chat:
         """Return the messages as a prompt. args: a record's own. Raises RecordError where the template refuses them."""
         if bad := sorted(RESERVED & args.keys()):
             raise RecordError(f'"chat_template_kwargs.{bad[0]}" is not a template\'s; remove it')
+        adapted, given = self._adapted(list(messages)), {**self._args, **args}
         try:
-            return self._tokenizer.render_chat(self._adapted(list(messages)), **{**self._args, **args})
+            written = self._tokenizer.render_chat(self._shaped(adapted), **given)
         except Exception as error:  # a program of the model's authors
             log.debug("the chat template failed", exc_info=error)
             raise RecordError(f"the model's chat template refuses these messages: {error}") from None
+        self._check_written(adapted)
+        if args.get("documents") and written == self._tries(self._shaped(adapted), **{**args, "documents": None}):
+            raise RecordError(
+                'the model\'s chat template does not write "documents"; put them into the messages, or give the record '
+                'a "query" and "contexts"'
+            )
+        return written
+
+    def _check_written(self, messages: Sequence[Message]) -> None:
+        """Raise RecordError for a message, or calls of tools, that the template leaves out."""
+        for at in self._left_out(tuple((message["role"], bool(message.get("tool_calls"))) for message in messages)):
+            what = '"tool_calls"' if messages[at].get("tool_calls") else f'the role "{messages[at]["role"]}"'
+            if messages[at].get("tool_calls") or messages[at]["content"].strip():
+                raise RecordError(
+                    f"the model's chat template leaves out message {at + 1} of {len(messages)}: it does not write "
+                    f"{what} there; put what it says into another message"
+                )
+
+    def _find_left_out(self, shape: tuple[tuple[str, bool], ...]) -> list[int]:
+        """Return which of the messages with these roles are not written. shape: each one's, and whether it calls tools.
+
+        A call is looked for by its name: what else such a message says, some templates leave out by design.
+        """
+        probes = [f"{PROBE} {at}." for at in range(len(shape))]
+        messages = [
+            {"role": role, "content": "" if calls else probe, **(_calls(probe) if calls else _answers(role))}
+            for (role, calls), probe in zip(shape, probes, strict=True)
+        ]
+        written = self._tries(self._shaped(messages))
+        return [] if written is None else [at for at, probe in enumerate(probes) if probe not in written]
 
     def _adapted(self, messages: list[Message]) -> list[Message]:
         if messages[0]["role"] in SYSTEM and not self._takes(messages[0]["role"]):
             messages = self._folded(messages)
+        return messages
+
+    def _shaped(self, messages: list[Message]) -> list[Message]:
         return [_in_parts(message) for message in messages] if self._wants_parts else messages
 
     def _folded(self, messages: list[Message]) -> list[Message]:
@@ -92,9 +128,7 @@ class Chat:
         messages = [{"role": role, "content": PROBE}]
         if role != "user":
             messages.append({"role": "user", "content": "x"})
-        return self._writes(
-            self._tries([_in_parts(message) for message in messages] if self._wants_parts else messages)
-        )
+        return self._writes(self._tries(self._shaped(messages)))
 
     @cached_property
     def _wants_parts(self) -> bool:
@@ -102,10 +136,10 @@ class Chat:
         message = {"role": "user", "content": PROBE}
         return not self._writes(self._tries([message])) and self._writes(self._tries([_in_parts(message)]))
 
-    def _tries(self, messages: list[Message]) -> str | None:
+    def _tries(self, messages: list[Message], **args: Any) -> str | None:
         """Return what the template writes, None where it fails. Raises TemplateSyntaxError."""
         try:
-            return self._tokenizer.render_chat(messages, **self._args)
+            return self._tokenizer.render_chat(messages, **{**self._args, **args})
         except TemplateSyntaxError:
             raise
         except Exception as error:  # a program of the model's authors
@@ -115,6 +149,16 @@ class Chat:
     @staticmethod
     def _writes(rendered: str | None) -> bool:
         return rendered is not None and PROBE in rendered
+
+
+def _calls(name: str) -> Message:
+    """Return a call of the tool `name`, with an id that Mistral's templates take."""
+    return {"tool_calls": [{"id": CALL, "type": "function", "function": {"name": name, "arguments": {}}}]}
+
+
+def _answers(role: str) -> Message:
+    """Return what a tool's message has besides."""
+    return {"tool_call_id": CALL, "name": "tool"} if role == "tool" else {}
 
 
 def _in_parts(message: Message) -> Message:

@@ -15,6 +15,7 @@ from ragspec.quality.graded import Graded
 from ragspec.run.pipeline import Pipeline
 
 RIGHT = 0.5  # the F1 from which an answer counts as right
+LEAST = 16  # tokens of a verdict; what a judge thinks before it comes on top
 VERDICTS = ("yes", "no")
 PROMPT = """\
 Question: {question}
@@ -30,10 +31,11 @@ nothing that contradicts them. Reply with yes or no."""
 
 
 def judge_config(config: RunConfig) -> RunConfig:
-    """Return a config as the judge's: the same model, held to its verdicts."""
+    """Return a config as the judge's: the same model, held to its verdicts. How it thinks, and how long, stays."""
     raw: dict[str, Any] = config.model_dump()
-    raw["prompt"] = {"source": "query", "system": raw["prompt"]["system"], "template": "{{ query }}"}
-    raw["sampling"] = {"max_new_tokens": 16}
+    kept = {key: raw["prompt"][key] for key in ("system", "chat", "chat_template_kwargs", "split_reasoning")}
+    raw["prompt"] = {"source": "query", "template": "{{ query }}", **kept}
+    raw["sampling"] = {"max_new_tokens": max(LEAST, config.sampling.longest)}
     raw |= {"structured": {"choice": list(VERDICTS)}, "retrieval": None, "scale": None, "input": None}
     return build_config(raw, "--judge")
 

@@ -18,7 +18,7 @@ KEPT = 256  # compiled grammars
 
 def is_complete(grammar: str, text: str) -> bool:
     """Return whether the grammar admits `text` with nothing after it."""
-    matcher = _compiled(grammar).deep_copy()
+    matcher = compiled(grammar).deep_copy()
     tokens = list(text.encode(errors="replace"))
     return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
@@ -29,7 +29,8 @@ def spaced(value: Any) -> str:
 
 
 @lru_cache(maxsize=KEPT)
-def _compiled(grammar: str) -> Any:
+def compiled(grammar: str) -> Any:
+    """Return a grammar's state before an answer; its tokens are bytes. Copy it, as it is kept."""
     from llguidance import LLMatcher
 
     return LLMatcher(_bytes(), LLMatcher.grammar_from_lark(grammar), log_level=0)

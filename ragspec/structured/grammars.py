@@ -18,19 +18,35 @@ from functools import lru_cache
 from typing import Any
 
 from ragspec.errors import ConfigError, RecordError, flat
+from ragspec.structured.complete import compiled
 
 KEPT = 256  # compiled grammars
 SHOWN = 300  # characters of a message
+ENDLESS = 20_000  # bytes that follow from a grammar, beyond its own length
 WHERE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")  # a place in what we wrote ourselves
 RANGE = re.compile(r"Failed to generate regex for \w+ range")
 
 
 @lru_cache(maxsize=KEPT)
 def problem_of(grammar: str) -> str:
-    """Return why a grammar cannot be compiled, "" if it can, as far as can be told without a tokenizer."""
+    """Return why a grammar cannot shape answers, "" if it can, as far as can be told without the model's tokenizer."""
     from llguidance import LLMatcher
 
-    return _told(LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar)))
+    return _told(LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar))) or _problem_in_bytes(grammar)
+
+
+def _problem_in_bytes(grammar: str) -> str:
+    """Return why no answer in bytes could begin or end. A grammar that names tokens of a model's has none in bytes."""
+    matcher = compiled(grammar).deep_copy()
+    if matcher.is_error():
+        return ""
+    matcher.compute_bitmask()
+    if matcher.is_error():
+        return _told(matcher.get_error())
+    forced = len(matcher.compute_ff_tokens())
+    if forced > len(grammar) + ENDLESS:
+        return f"no answer would end: its first {forced:,} bytes follow from it (a schema that requires itself?)"
+    return ""
 
 
 class Grammars:
@@ -206,4 +222,6 @@ def _told(error: str) -> str:
     first = " ".join(lines[:1] + [line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")])
     if RANGE.search(first):
         return "$.minimum or $.maximum: has more digits than a grammar can hold; leave it out"
+    if first.startswith("panic:") or (first and " " not in first):  # written for its own authors
+        first = f"llguidance cannot compile it (most often, it is too large or refers to itself): {first}"
     return WHERE.sub("", first)[:SHOWN]

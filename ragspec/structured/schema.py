@@ -26,7 +26,17 @@ FIELDS = ("id", "title")  # of a passage that an answer may name
 VALUES = ("const", "enum")  # what an answer may say
 LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
-WORDS = ("default", "examples", "description", "title", "$comment")  # what no answer is held to
+WORDS = (
+    "default",
+    "example",
+    "examples",
+    "description",
+    "title",
+    "$comment",
+    "discriminator",
+    "externalDocs",
+    "xml",
+)  # what no answer is held to
 # formats that JSON Schema defines; others, such as password or binary, say how a text is used, not what it is
 FORMATS = {
     "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri",
@@ -44,7 +54,8 @@ SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 def completed(schema: Any, passages: Sequence[Passage]) -> Any:
     """Return a schema with the record's values where it refers to its passages. Raises RecordError.
 
-    Formats that only annotate are left out: llguidance refuses those that it does not know.
+    Formats that only annotate are left out: llguidance refuses those that it does not know. OpenAPI 3.0's `nullable`
+    becomes the type that it stands for.
     """
     _check(schema)
     return _completed(schema, passages)
@@ -55,6 +66,8 @@ def _check(schema: Any, *, endless: bool = True) -> None:
     _check_depth(schema)
     for where, node in _schemas(schema, "$"):
         check_words(node, where)
+        _check_required(node, where)
+        _check_nullable(node, where)
         _check_numbers(node, where)
         _check_counts(node, where, endless=endless)
 
@@ -70,8 +83,10 @@ def _completed(schema: Any, passages: Sequence[Passage]) -> Any:
             found[key] = {name: _completed(inner, passages) for name, inner in value.items()}
         elif _refers(key, value):
             found[key] = _values(value, passages)
-        elif key in VALUES:
+        elif key in (*VALUES, *WORDS) or key.startswith("x-"):
             found[key] = value
+        elif key == "type" and schema.get("nullable") is True:
+            found[key] = list(dict.fromkeys([*_types(schema), "null"]))
         elif not _is_endless(key, value) and (key != "format" or not isinstance(value, str) or value in FORMATS):
             found[key] = _completed(value, passages)
     return found
@@ -124,8 +139,39 @@ def _schemas(schema: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
         if key in NAMED and isinstance(value, dict):
             for name, inner in value.items():
                 yield from _schemas(inner, f"{where}.{key}.{name}")
-        elif key not in (*VALUES, *LIMITS, *WORDS):
+        elif key not in (*VALUES, *LIMITS, *WORDS) and not key.startswith("x-"):
             yield from _schemas(value, f"{where}.{key}")
+
+
+def _check_required(schema: dict[str, Any], where: str) -> None:
+    """Raise RecordError for `required` as JSON Schema's third draft had it: it would demand nothing."""
+    names = schema.get("required", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise RecordError(
+            f'structured.json_schema: {where}: "required" must be a list of names, beside "properties", not '
+            f"{json.dumps(names)[:40]}"
+        )
+
+
+def _check_nullable(schema: dict[str, Any], where: str) -> None:
+    """Raise RecordError for a `nullable` that what stands beside it contradicts."""
+    if schema.get("nullable") is not True:
+        return
+    values = (
+        schema["enum"] if isinstance(schema.get("enum"), list) else [schema[key] for key in VALUES if key in schema]
+    )
+    if not _types(schema) or (values and None not in values):
+        meant = 'add null to the "enum"' if "enum" in schema else 'write "anyOf" with a null'
+        raise RecordError(
+            f'structured.json_schema: {where}: "nullable" adds null to a "type", and does not reach what is there; '
+            f"{meant}, or remove it"
+        )
+
+
+def _types(schema: dict[str, Any]) -> list[Any]:
+    """Return the types that a schema allows, as they are written; none if it names none."""
+    kinds = schema.get("type", [])
+    return kinds if isinstance(kinds, list) else [kinds]
 
 
 def _check_numbers(schema: dict[str, Any], where: str) -> None:

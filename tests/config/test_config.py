@@ -267,3 +267,8 @@ def test_identity_leaves_out_what_cannot_change_an_answer():
 def test_on_and_off_mean_what_they_say_though_yaml_reads_booleans(tmp_path, word, meant):
     config = load(tmp_path, f"model: demo\nrunner: huggingface\nrunner_args: {{compile: {word}}}")
     assert config.args().compile == meant
+
+
+@pytest.mark.parametrize(("given", "meant"), [(1e-5, 1e-5), (9e-6, 0.0), (5e-324, 0.0), (0, 0.0)])
+def test_a_temperature_that_scores_cannot_be_divided_by_is_greedy(given, meant):
+    assert build_config({"model": "demo", "sampling": {"temperature": given}}).sampling.temperature == meant

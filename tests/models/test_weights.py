@@ -243,6 +243,15 @@ def test_a_cut_gguf_is_refused_in_one_line(tmp_path, monkeypatch):
             resolve(str(file))
 
 
+def test_tensors_that_nothing_uses_are_told(tiny, tmp_path):
+    folder = copy(tiny, tmp_path / "model")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 1, "layer_types": None}))
+    (note,) = check_weights(resolve(str(folder)), read_model_config(resolve(str(folder))))
+    assert "tensors of the model's files are not used (model.layers.1." in note
+    assert check_weights(resolve(tiny), read_model_config(resolve(tiny))) == []
+
+
 # -- adapters ---------------------------------------------------------------------------------------------------------
 
 
@@ -277,6 +286,15 @@ def test_an_adapter_is_merged_into_its_base_model(adapter, tiny):
     found = AutoModelForCausalLM.from_pretrained(folder)(ids).logits
     assert torch.allclose(found, adapted, atol=1e-4)
     assert not torch.allclose(found, plain, atol=1e-2)
+
+
+@pytest.mark.parametrize("changes", [{"target_modules": ["q_proj"]}, {"layers_to_transform": [0]}])
+def test_an_adapter_is_not_merged_in_part(adapter, changes):
+    change_adapter(adapter, **changes)
+    with pytest.raises(
+        ConfigError, match=r"tensors of the adapter \(.*lora_A.*\) are for layers that its adapter_conf"
+    ):
+        resolve(str(adapter))
 
 
 def test_another_adapter_of_the_same_name_is_merged_anew(adapter):

@@ -131,6 +131,57 @@ def test_a_final_message_is_continued_and_a_prompt_may_have_no_begin_of_an_answe
     assert written(PLAIN, bare)[0] == "<user> U\n"
 
 
+# -- what a template would leave out ---------------------------------------------------------------------------------
+
+ROLES = (
+    "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant'] %}<{{ m.role }}> {{ m.content }}\n"
+    "{% endif %}{% endfor %}<assistant> "
+)
+TOOLS = PLAIN.replace(
+    "{{ m.content }}", "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% else %}{{ m.content }}{% endfor %}"
+)
+USER = {"role": "user", "content": "U"}
+CALL = {
+    "role": "assistant",
+    "content": "I look it up.",
+    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "find", "arguments": {}}}],
+}
+FOUND = {"role": "tool", "tool_call_id": "1", "content": "T"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "where"),
+    [
+        ([USER, {"role": "developer", "content": "D"}, USER], 'message 2 of 3: it does not write the role "developer"'),
+        ([{"role": "human", "content": "H"}], 'message 1 of 1: it does not write the role "human"'),
+        ([USER, {"role": "assistant", "content": "A"}, FOUND], 'message 3 of 3: it does not write the role "tool"'),
+        ([USER, CALL, USER], 'message 2 of 3: it does not write "tool_calls"'),
+    ],
+    ids=["developer", "human", "tool", "tool_calls"],
+)
+def test_a_message_that_the_template_leaves_out_is_an_error(messages, where):
+    with pytest.raises(RecordError, match=where):
+        written(ROLES, Record("q", messages=tuple(messages)))
+
+
+def test_what_says_nothing_and_what_a_template_rewrites_may_be_left_out():
+    empty = Record("q", messages=(USER, {"role": "developer", "content": " "}, USER))
+    assert written(ROLES, empty)[0] == "<user> U\n<user> U\n<assistant> "
+    thought = {"role": "assistant", "content": "<think>because</think>So."}
+    rewritten = PLAIN.replace("m.content", "m.content.split('</think>')[-1] | trim")
+    assert written(rewritten, Record("q", messages=(USER, thought, USER)))[0].count("because") == 0
+    called = Record("q", messages=(USER, CALL, FOUND))  # beside a call, many templates write no content
+    assert written(TOOLS, called)[0] == "<user> U<assistant> [find]<tool> T<assistant> "
+
+
+def test_documents_that_the_template_does_not_write_are_an_error():
+    documents = {"documents": [{"title": "A", "text": "B"}]}
+    with pytest.raises(RecordError, match='chat template does not write "documents"; put them into the messages'):
+        written(PLAIN, Record("q", messages=(USER,), template_args=documents))
+    reads = "{% for d in documents or [] %}[{{ d.text }}]{% endfor %}" + PLAIN
+    assert written(reads, Record("q", messages=(USER,), template_args=documents))[0].startswith("[B]<user>")
+
+
 # -- begin of sequence --------------------------------------------------------------------------------------------
 
 
@@ -236,6 +287,26 @@ def test_a_model_without_an_end_token_is_told(tiny, tmp_path):
     assert notes_of(tmp_path / "model", tokenizer) == [
         "the model has no end token: answers end at max_new_tokens, or with a stop string"
     ]
+
+
+def test_a_turn_that_ends_with_no_end_token_is_told(tiny):
+    from tokenizers import AddedToken
+
+    tokenizer = HFTokenizer(load_tokenizer(resolve(tiny)))
+    tokenizer.inner.add_tokens([AddedToken("<|im_end|>", special=True)])
+    tokenizer.inner.chat_template = PLAIN.replace("{{ m.content }}", "{{ m.content }}<|im_end|>")
+    turn = tokenizer.inner.convert_tokens_to_ids("<|im_end|>")
+    tokenizer = HFTokenizer(tokenizer.inner)
+    source = resolve(tiny)
+    config = read_model_config(source)
+    assert caveats(source, config, tokenizer) == [
+        'the chat template ends an answer with "<|im_end|>", which is no end token of the model: answers may go on '
+        f"with another turn; sampling.stop_token_ids: [{turn}] ends them there"
+    ]
+    assert caveats(source, config, tokenizer, stops=[turn]) == []
+    assert caveats(source, config, tokenizer, {"eos_token_id": [0, turn]}) == []
+    tokenizer.inner.chat_template = PLAIN.replace("{{ m.content }}", "{{ m.content }}<|end|>")
+    assert caveats(source, config, tokenizer) == []
 
 
 def test_a_chat_without_a_begin_of_sequence_token_is_told(tiny):

@@ -10,6 +10,18 @@ from ragspec.quality.judge import _asked, judge_config, verdicts
 from tests.conftest import write_jsonl
 
 
+def test_a_judge_that_thinks_may_do_so_as_its_config_says():
+    raw = {"model": "demo", "sampling": {"max_new_tokens": 900}, "prompt": {"split_reasoning": True}}
+    raw["prompt"]["chat_template_kwargs"] = {"enable_thinking": True}
+    judge = judge_config(build_config(raw))
+    assert judge.sampling.max_new_tokens == 900
+    assert judge.prompt.chat_template_kwargs == {"enable_thinking": True}
+    assert judge.structured.choice == ["yes", "no"]
+    assert (
+        judge_config(build_config({"model": "demo", "sampling": {"max_new_tokens": 2}})).sampling.max_new_tokens == 16
+    )
+
+
 def test_a_judge_sees_question_references_and_answer():
     answers = {"q1": Graded("q1", "It was Ann.", ("Ann", "Ann Smith"), False), "q2": Graded("q2", "x", (), False)}
     asked = list(_asked(answers, {"q1": "Who?", "q2": "Why?"}))

@@ -129,6 +129,7 @@ def test_a_refused_request_is_a_failure_and_the_others_are_answered(engine):
     outcomes = {outcome.index: outcome for outcome in engine.generate(asked)}
     assert [isinstance(outcomes[i], Failure) for i in range(3)] == [False, True, False]
     assert "vLLM refuses it" in outcomes[1].message
+    assert outcomes[1].kind == "RecordError"
 
 
 def test_requests_are_pulled_as_the_engine_has_room(engine):
@@ -281,6 +282,22 @@ def test_a_grammar_that_vllm_refuses_is_its_records_failure(engine):
     outcomes = {o.index: o for o in engine.generate([replace(asked[0], grammar="start: nothing"), asked[1]])}
     assert isinstance(outcomes[0], Failure)
     assert not isinstance(outcomes[1], Failure)
+
+
+def test_logprobs_under_a_grammar_are_told_to_be_so(engine):
+    asked = requests(engine, TEXTS[:1], logprobs=2)
+    list(engine.generate(asked))
+    assert not any("under their grammar" in note for note in engine.notes)
+    list(engine.generate([replace(asked[0], grammar='start: "yes" | "no"')]))
+    assert any("under their grammar (-9999: not allowed there)" in note for note in engine.notes)
+
+
+def test_settings_that_vllm_refuses_are_their_records_fault_and_a_short_answer_has_no_least_length(engine):
+    asked = settled(engine, TEXTS[:2], [{"temperature": 3.0}, {"min_new_tokens": 9, "max_new_tokens": 4}])
+    outcomes = {outcome.index: outcome for outcome in engine.generate(asked)}
+    assert outcomes[0].kind == "RecordError"
+    assert "temperature must be in [0, 2]" in outcomes[0].message
+    assert len(outcomes[1].token_ids) == 4
 
 
 def test_a_bias_on_a_token_that_there_is_not_is_its_records_failure(engine):

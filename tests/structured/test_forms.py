@@ -156,6 +156,14 @@ BAD = {
     "file": ({"json_schema": "no-such.json"}, 'structured.json_schema: cannot read "no-such.json"'),
     "reference": ({"json_schema": {"enum": {"$contexts": "url"}}}, "structured.json_schema: "),
     "quote": ({"json_schema": {"anyOf": [{"$quote": True}]}}, "structured.json_schema: "),
+    "refers to itself": (
+        {"json_schema": {"$ref": "#/$defs/A", "$defs": {"A": {"$ref": "#/$defs/A"}}}},
+        "structured.json_schema: llguidance cannot compile it (most often, it is too large or refers to itself)",
+    ),
+    "requires itself": (
+        {"json_schema": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}},
+        "structured.json_schema: no answer would end: its first 75,003 bytes follow from it (a schema that requires",
+    ),
 }
 
 
@@ -168,6 +176,18 @@ def test_what_cannot_be_a_form_is_a_config_error(name):
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
     assert time.monotonic() - started < 60  # never stuck
+
+
+def test_what_llguidance_says_to_its_authors_is_said_in_words(grammars):
+    loop = {"$ref": "#/$defs/A", "$defs": {"A": {"$ref": "#/$defs/A"}}}
+    with pytest.raises(RecordError, match=r"llguidance cannot compile it .* refers to itself\): NoExtensionBias"):
+        grammars.matcher(Form("json_schema", loop).grammar())
+
+
+def test_a_long_text_that_follows_from_its_grammar_is_an_answer_that_ends():
+    text = "tower " * 10_000
+    assert problem_of(Form("choice", [text]).grammar()) == ""
+    assert problem_of(Form("json_schema", {"const": text}).grammar()) == ""
 
 
 def test_files_are_read_into_the_config(tmp_path):

@@ -1,4 +1,4 @@
-"""Schemas as other libraries wrap them, numbers that no grammar holds, formats that only annotate."""
+"""Schemas as other libraries wrap and write them, numbers that no grammar holds, formats that only annotate."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from ragspec.config.load import build_config
 from ragspec.errors import ConfigError, RecordError
 from ragspec.json_text import loads
 from ragspec.run.generate import generate as run
-from ragspec.structured.complete import is_complete
+from ragspec.structured.complete import is_complete, spaced
 from ragspec.structured.form import Form
 from ragspec.structured.grammars import problem_of
 from ragspec.structured.wrapping import unwrapped
@@ -139,6 +139,74 @@ def test_a_format_that_only_annotates_demands_nothing(word, tiny, tmp_path):
 def test_a_format_inside_a_value_is_part_of_the_value():
     grammar = Form("json_schema", {"const": {"format": "path"}}).grammar()
     assert '"format":"path"' in grammar
+
+
+def admits(schema, value):
+    return is_complete(Form("json_schema", schema).grammar(), spaced(value))
+
+
+PET = {  # as pydantic writes a union with a discriminator
+    "$defs": {
+        "Cat": {
+            "properties": {"kind": {"const": "cat", "type": "string"}, "meows": {"type": "integer"}},
+            "required": ["kind", "meows"],
+            "type": "object",
+        },
+        "Dog": {
+            "properties": {"kind": {"const": "dog", "type": "string"}, "barks": {"type": "number"}},
+            "required": ["kind", "barks"],
+            "type": "object",
+        },
+    },
+    "discriminator": {"mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"}, "propertyName": "kind"},
+    "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+}
+
+
+def test_a_union_with_a_discriminator_is_the_union():
+    assert admits(PET, {"kind": "dog", "barks": 1.5})
+    assert not admits(PET, {"kind": "cat", "barks": 1.5})
+
+
+@pytest.mark.parametrize("word", ["example", "examples", "default", "externalDocs", "xml", "x-origin", "$comment"])
+def test_what_annotates_is_not_read_as_a_schema(word):
+    schema = {"type": "integer", word: {"propertie": 1, "enum": {"url": "u"}, "minimum": 2**80 + 1}}
+    assert admits(schema, 7)
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "string", "nullable": True, "maxLength": 2}, ["ab", None], ["abc", 1]),
+        ({"type": ["string", "null"], "nullable": True}, ["ab", None], [1]),
+        ({"type": "string", "nullable": True, "enum": ["a", None]}, ["a", None], ["b"]),
+        ({"type": "array", "items": {"type": "integer", "nullable": True}}, [[1, None]], [None, ["a"]]),
+        ({"type": "string", "nullable": False}, ["ab"], [None]),
+        (
+            {"type": "object", "properties": {"nullable": {"const": True}}, "required": ["nullable"]},
+            [{"nullable": True}],
+            [{}, None],
+        ),
+    ],
+)
+def test_nullable_allows_null(schema, good, bad):
+    assert [admits(schema, value) for value in (*good, *bad)] == [True] * len(good) + [False] * len(bad)
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"type": "string", "nullable": True, "enum": ["a"]}, r'\$: "nullable" adds null .*; add null to the "enum"'),
+        ({"items": {"$ref": "#/$defs/A", "nullable": True}, "$defs": {"A": {}}}, r'\$\.items: .* write "anyOf" with a'),
+        (
+            {"type": "object", "properties": {"a": {"type": "string", "required": True}}},
+            r'\$\.properties\.a: "required" must be a list of names, beside "properties", not true',
+        ),
+    ],
+)
+def test_a_word_that_would_demand_nothing_is_refused(schema, why):
+    with pytest.raises(RecordError, match=why):
+        Form("json_schema", schema).grammar()
 
 
 @pytest.mark.parametrize("word", ["uuid", "date", "email"])

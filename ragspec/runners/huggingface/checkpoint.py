@@ -5,6 +5,7 @@ The runner, the audit and the training of drafts load through here, so that they
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from ragspec.config.secret import revealed
@@ -43,19 +44,19 @@ class Checkpoint:
         self.ends: frozenset[int] = frozenset()
         self._grammars: Grammars | None = None
 
-    def check_weights(self) -> None:
-        """Raise ConfigError for weights that are not whole, or not a causal language model's."""
+    def check_weights(self) -> list[str]:
+        """Return notes on the weights. Raises ConfigError if they are not whole, or not a causal language model's."""
         from ragspec.models.weights import check_weights
 
         args = self._args
         extra = revealed(args.model_args)
-        check_weights(self.source, self.config, trust_remote_code=args.trust_remote_code, extra=extra)
+        return check_weights(self.source, self.config, trust_remote_code=args.trust_remote_code, extra=extra)
 
-    def caveats(self) -> list[str]:
-        """Return what the user should know of the model. Raises ConfigError."""
+    def caveats(self, stops: Collection[int] = ()) -> list[str]:
+        """Return what the user should know of the model. stops: further tokens that end answers. Raises ConfigError."""
         from ragspec.models.caveats import caveats
 
-        return caveats(self.source, self.config, self.tokenizer, revealed(self._args.generate_args))
+        return caveats(self.source, self.config, self.tokenizer, revealed(self._args.generate_args), stops=stops)
 
     def load(self) -> Any:
         """Return the model, ready to generate. Raises ModelError."""

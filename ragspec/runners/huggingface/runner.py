@@ -67,8 +67,8 @@ class Runner:
         from ragspec.runners.huggingface.checkpoint import Checkpoint
 
         self._take(Checkpoint(self._model_name, self._args))
-        self._checkpoint.check_weights()
-        self.notes += self._checkpoint.caveats()
+        self.notes += self._checkpoint.check_weights()
+        self.notes += self._checkpoint.caveats(self._sampling.stop_token_ids)
         if self._row.takes_draft and self._spec.draft_model:
             self._draft = find(self._spec, self._model_name, self._checkpoint, self.notes)
         if self.method == "early_exit":

@@ -71,10 +71,11 @@ class Plan:
         self.source = resolve(self.model_name, revision)
         self.hf_config = read_model_config(self.source, trust_remote_code=trust)
         if extra.get("load_format", "auto") in ("auto", "safetensors"):
-            check_weights(self.source, self.hf_config, trust_remote_code=trust, by_transformers=False)
+            self.notes += check_weights(self.source, self.hf_config, trust_remote_code=trust, by_transformers=False)
         tokenizer = load_tokenizer(self.source, trust_remote_code=trust)
         self.tokenizer = HFTokenizer(tokenizer, width=width_of(self.hf_config))
-        self.notes += caveats(self.source, self.hf_config, self.tokenizer)
+        stops = (*self._default_sampling.stop_token_ids, tokenizer.eos_token_id)  # vLLM stops at the tokenizer's too
+        self.notes += caveats(self.source, self.hf_config, self.tokenizer, stops=stops)
         if self._structured:
             Grammars(self.tokenizer.inner, len(self.tokenizer.inner), ())
         self.not_done = ", ".join(asked_beyond_sampling(self.source.path, revision))

@@ -15,7 +15,7 @@ def settings_of(sampling: Sampling, extra: Mapping[str, Any]) -> dict[str, Any]:
     greedy = sampling.temperature == 0
     ours = {
         "max_tokens": sampling.max_new_tokens,
-        "min_tokens": sampling.min_new_tokens,
+        "min_tokens": min(sampling.min_new_tokens, sampling.max_new_tokens),  # vLLM refuses more
         "ignore_eos": sampling.ignore_eos,
         "stop_token_ids": list(sampling.stop_token_ids) or None,
         "temperature": sampling.temperature,
@@ -50,6 +50,13 @@ def sampling_params(kind: Any, request: Request, settings: Mapping[str, Any]) ->
 
         settings = {**settings, "structured_outputs": StructuredOutputsParams(grammar=request.grammar)}
     return kind(**{"seed": seed, "output_kind": kept} | dict(settings))
+
+
+def is_requests_fault(error: Exception) -> bool:
+    """Return whether vLLM's own checks refused a request, rather than its engine failed."""
+    from vllm import exceptions
+
+    return isinstance(error, ValueError | getattr(exceptions, "VLLMClientError", ValueError))
 
 
 def logprobs_of(told: Sequence[Mapping[int, Any]], token_ids: Sequence[int], most: int) -> tuple[TokenLogprob, ...]:

@@ -116,7 +116,7 @@ class Runner:
     def warm_up(self, records: int | None = None) -> None:
         """Answer a few tokens, so that the first record does not pay for lazy initialisation."""
         ids = self.tokenizer.encode("one two three one two three one two", special_tokens=True)
-        for _ in self._answer([Request(-1, "warm-up", ids, Sampling(max_new_tokens=8))]):
+        for _ in self._stream().run([Request(-1, "warm-up", ids, Sampling(max_new_tokens=8))]):
             pass
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
@@ -124,7 +124,13 @@ class Runner:
         self._judgement = []
         if self._guarded is not None:
             self._guarded.reset()
-        yield from self._answer(requests)
+        stream = self._stream()
+        yield from stream.run(requests)
+        if stream.tells_masked:
+            self._judgement.append(
+                "logprobs of structured answers are those under their grammar (-9999: not allowed there), not the "
+                "model's own: vLLM masks before it tells them"
+            )
         if self._guarded is not None:
             self._drafting = self._guarded.about()
             self._judgement += filter(None, [self._guarded.note(self.method)])
@@ -139,9 +145,9 @@ class Runner:
         """What the user should know of the engine, and of the latest run's drafts."""
         return self._notes + self._judgement
 
-    def _answer(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
+    def _stream(self) -> Stream:
         plan = self._plan
-        stream = Stream(
+        return Stream(
             self._engine,
             self._proposer,
             self.tokenizer,
@@ -152,7 +158,6 @@ class Runner:
             undrafted=self._undrafted,
             method=self.method,
         )
-        return stream.run(requests)
 
     def outlook(self) -> str:
         """Return what will answer; needs check()."""

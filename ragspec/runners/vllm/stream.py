@@ -23,7 +23,14 @@ from ragspec.models.reasoning import unended
 from ragspec.models.stopping import trim
 from ragspec.records import Failure, Generation, Request, Tokenizer
 from ragspec.runners.vllm.environment import one_line
-from ragspec.runners.vllm.requests import is_watched, logprobs_of, sampling_params, settings_of, spec_stats
+from ragspec.runners.vllm.requests import (
+    is_requests_fault,
+    is_watched,
+    logprobs_of,
+    sampling_params,
+    settings_of,
+    spec_stats,
+)
 from ragspec.runners.vllm.undrafted import Undrafted
 from ragspec.speculation.methods import PLAIN
 
@@ -66,6 +73,7 @@ class Stream:
         self._sampling_args = dict(sampling_args)
         self._lost = lost
         self._undrafted = undrafted
+        self.tells_masked = False  # whether logprobs were told of structured answers
         self._method = method
         self._flying: dict[str, _Submitted] = {}
 
@@ -108,8 +116,11 @@ class Stream:
             self._engine.add_request(name, prompt, sampling_params(kind, request, settings))
         except Exception as error:  # whatever the engine refuses is this record's failure
             log.debug("vLLM refuses a record", exc_info=error)
-            kind_of_failure = "RecordError" if isinstance(error, ValueError) else "BackendError"  # its own checks
-            return Failure(request.index, f"vLLM refuses it: {one_line(error)}", kind_of_failure)
+            return Failure(
+                request.index,
+                f"vLLM refuses it: {one_line(error)}",
+                "RecordError" if is_requests_fault(error) else "BackendError",
+            )
         if self._proposer is not None:
             self._proposer.expect(
                 request.token_ids,
@@ -153,8 +164,11 @@ class Stream:
         reason = reason if reason == "stop" else answer.finish_reason
         known = self._proposer.finish(request.token_ids, written) if self._proposer is not None else None
         if reason not in ("stop", "length"):
+            if request.grammar:
+                return Failure(request.index, "structured: vLLM cannot go on with its grammar", "RecordError")
             return Failure(request.index, f"vLLM ended it with {reason!r}")
         metrics, most = output.metrics, request.sampling.logprobs
+        self.tells_masked |= most is not None and bool(request.grammar)
         return Generation(
             request.index,
             token_ids,
