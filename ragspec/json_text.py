@@ -8,7 +8,7 @@ orjson's own, and as fast. Limit: an integer has at most 4,300 digits (Python's 
 from __future__ import annotations
 
 import json
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import orjson
@@ -50,7 +50,14 @@ class ExactFloat(float):
 def number_of(text: str) -> float:
     """Return a decimal as a double if that has the same digits, else as an ExactFloat."""
     value = float(text)
-    return value if value - value == 0 and Decimal(text) == Decimal(repr(value)) else ExactFloat(text)
+    return value if value - value == 0 and _is_same(text, value) else ExactFloat(text)
+
+
+def _is_same(text: str, value: float) -> bool:
+    try:
+        return Decimal(text) == Decimal(repr(value))
+    except InvalidOperation:  # an exponent beyond what Decimal holds: 1e-99999999999999999999
+        return False
 
 
 def loads(data: bytes | str) -> Any:
