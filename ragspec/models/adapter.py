@@ -130,10 +130,11 @@ def _part_tied(model: Any) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from torch.nn import Parameter
 
-    layers = [model.get_input_embeddings(), model.get_output_embeddings()]
-    if not any(isinstance(layer, BaseTunerLayer) for layer in layers):
+    layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    adapted = [isinstance(layer, BaseTunerLayer) for layer in layers]
+    if not any(adapted):
         return
-    into, out = (layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer for layer in layers)
+    into, out = (layer.get_base_layer() if each else layer for layer, each in zip(layers, adapted, strict=True))
     if out is not None and out.weight is into.weight:
         out.weight = Parameter(out.weight.detach().clone())
         model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
