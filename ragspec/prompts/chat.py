@@ -15,11 +15,12 @@ from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
-from ragspec.errors import ConfigError, RecordError
+from ragspec.errors import ConfigError, RecordError, did_you_mean
 from ragspec.records import Tokenizer
 
 log = logging.getLogger(__name__)
 SYSTEM = ("system", "developer")
+ROLES = (*SYSTEM, "user", "assistant", "tool")
 PROBE = "ragspec asks"  # a text that no template has
 Message = dict[str, Any]
 # arguments of apply_chat_template that are not the template's
@@ -50,24 +51,47 @@ class Chat:
             ) from None
 
     def render(self, messages: Sequence[Message], args: Mapping[str, Any]) -> str:
-        """Return the messages as a prompt. args: a record's own. Raises RecordError where the template refuses them."""
+        """Return the messages as a prompt. args: a record's own.
+
+        Raises RecordError where the template refuses them, or would leave out one of them or the documents.
+        """
         if bad := sorted(RESERVED & args.keys()):
             raise RecordError(f'"chat_template_kwargs.{bad[0]}" is not a template\'s; remove it')
+        given = list(messages)
         try:
-            return self._tokenizer.render_chat(self._adapted(list(messages)), **{**self._args, **args})
+            text = self._tokenizer.render_chat(self._adapted(given), **{**self._args, **args})
         except Exception as error:  # a program of the model's authors
             log.debug("the chat template failed", exc_info=error)
             raise RecordError(f"the model's chat template refuses these messages: {error}") from None
+        for at, message in enumerate(given):
+            if self._leaves_out(given, at, args, text):
+                known = did_you_mean(message["role"], ROLES) if message["role"] not in ROLES else ""
+                raise RecordError(
+                    f'the model\'s chat template leaves out a message with the role "{message["role"]}" '
+                    f"({at + 1} of {len(given)}){known or '; remove it, or put it into another one'}"
+                )
+        if args.get("documents") and self._tries(self._adapted(given), {**args, "documents": None}) == text:
+            raise RecordError('the model\'s chat template does not read "documents"; put them into a message')
+        return text
+
+    def _leaves_out(self, messages: list[Message], at: int, args: Mapping[str, Any], text: str) -> bool:
+        """Return whether nothing of a message is in the prompt `text`. What stands beside tool calls may be left out."""
+        message = messages[at]
+        content = message["content"].strip()
+        if not content or message.get("tool_calls") or (message["role"] in ROLES and content in text):
+            return False
+        found = self._tries(self._adapted([*messages[:at], {**message, "content": PROBE}, *messages[at + 1 :]]), args)
+        return found is not None and PROBE not in found
 
     def _adapted(self, messages: list[Message]) -> list[Message]:
+        if any(message["role"] == "developer" for message in messages) and not self._developer and self._system:
+            messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
         if messages[0]["role"] in SYSTEM and not self._takes(messages[0]["role"]):
             messages = self._folded(messages)
         return [_in_parts(message) for message in messages] if self._wants_parts else messages
 
     def _folded(self, messages: list[Message]) -> list[Message]:
         """Return messages with the first one, a system prompt, before what the user says first."""
-        if messages[0]["role"] == "developer" and self._takes("system"):
-            return [{**messages[0], "role": "system"}, *messages[1:]]
         self.folded = True
         system, rest = messages[0]["content"], messages[1:]
         first = next((at for at, message in enumerate(rest) if message["role"] == "user"), None)
@@ -102,10 +126,10 @@ class Chat:
         message = {"role": "user", "content": PROBE}
         return not self._writes(self._tries([message])) and self._writes(self._tries([_in_parts(message)]))
 
-    def _tries(self, messages: list[Message]) -> str | None:
+    def _tries(self, messages: list[Message], args: Mapping[str, Any] | None = None) -> str | None:
         """Return what the template writes, None where it fails. Raises TemplateSyntaxError."""
         try:
-            return self._tokenizer.render_chat(messages, **self._args)
+            return self._tokenizer.render_chat(messages, **{**self._args, **(args or {})})
         except TemplateSyntaxError:
             raise
         except Exception as error:  # a program of the model's authors

@@ -244,6 +244,16 @@ def test_a_cut_gguf_is_refused_in_one_line(tmp_path, monkeypatch):
             resolve(str(file))
 
 
+def test_an_index_beside_a_single_file_is_not_looked_at_as_transformers_does_not(tiny, tmp_path):
+    folder = copy(tiny, tmp_path / "left")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}))
+    source = resolve(str(folder))
+    config = read_model_config(source)
+    check_weights(source, config)
+    with pytest.raises(ConfigError, match=r"model-00001-of-00002.safetensors is missing"):  # vLLM does look
+        check_weights(source, config, by_transformers=False)
+
+
 # -- adapters ---------------------------------------------------------------------------------------------------------
 
 
