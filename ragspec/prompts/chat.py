@@ -75,7 +75,7 @@ class Chat:
         return text
 
     def _leaves_out(self, messages: list[Message], at: int, args: Mapping[str, Any], text: str) -> bool:
-        """Return whether nothing of a message is in the prompt `text`. What stands beside tool calls may be left out."""
+        """Return whether nothing of a message is in the prompt `text`. What is beside tool calls may be left out."""
         message = messages[at]
         content = message["content"].strip()
         if not content or message.get("tool_calls") or (message["role"] in ROLES and content in text):
