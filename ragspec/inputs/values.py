@@ -6,8 +6,9 @@ import math
 from typing import Any
 
 from ragspec.errors import RecordError
+from ragspec.json_text import ExactFloat
 
-EXACT = 1 << 53  # floats up to here are whole numbers of their own
+EXACT = 1 << 53  # floats below this are whole numbers of their own
 
 
 class Base64(str):
@@ -21,7 +22,7 @@ def id_text(given: Any) -> str | None:
     """
     if given is None or (isinstance(given, float) and math.isnan(given)):
         return None
-    if isinstance(given, float) and given.is_integer() and abs(given) <= EXACT:
+    if isinstance(given, float) and given.is_integer() and abs(given) < EXACT and not isinstance(given, ExactFloat):
         given = int(given)
     if isinstance(given, bool | Base64) or not isinstance(given, str | int) or given == "":
         raise RecordError(f'"id" must be a non-empty string or a whole number, got {kind(given)}')
