@@ -26,7 +26,8 @@ FIELDS = ("id", "title")  # of a passage that an answer may name
 VALUES = ("const", "enum")  # what an answer may say
 LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
-WORDS = ("default", "examples", "description", "title", "$comment")  # what no answer is held to
+# what no answer is held to; OpenAPI's words are among what generators of schemas write (pydantic: "discriminator")
+WORDS = ("default", "examples", "description", "title", "$comment", "discriminator", "example", "externalDocs", "xml")
 # formats that JSON Schema defines; others, such as password or binary, say how a text is used, not what it is
 FORMATS = {
     "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri",
@@ -54,7 +55,8 @@ def _check(schema: Any, *, endless: bool = True) -> None:
     """Raise RecordError for what a grammar cannot hold. endless: whether some numbers mean no limit at all."""
     _check_depth(schema)
     for where, node in _schemas(schema, "$"):
-        check_words(node, where)
+        if ".x-" not in where:  # whose words are somebody's own
+            check_words(node, where)
         _check_numbers(node, where)
         _check_counts(node, where, endless=endless)
 
