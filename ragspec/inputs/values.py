@@ -76,3 +76,17 @@ def kind(value: Any) -> str:
 def names(value: dict[str, Any]) -> str:
     """Return an object's first keys, for a message."""
     return ", ".join(f'"{key}"' for key in list(value)[:8]) or "nothing"
+
+
+def with_metadata(found: dict[str, Any], given: Any) -> dict[str, Any]:
+    """Return a record's other fields with those of its `metadata`.
+
+    A name that both have is the record's field; what `metadata` says of it is kept as it was, under "metadata".
+    """
+    if not isinstance(given, dict):
+        return found if given is None else {**found, "metadata": given}
+    twice = {key: field for key, field in given.items() if key in found and found[key] != field}
+    if not twice:
+        return found | given
+    twice |= {key: field for key, field in given.items() if key == "metadata"}
+    return {**found, **{key: field for key, field in given.items() if key not in twice}, "metadata": twice}
