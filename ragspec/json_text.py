@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import orjson
@@ -52,7 +52,14 @@ class ExactFloat(float):
 def number_of(text: str) -> float:
     """Return a decimal as a double if that has the same digits, else as an ExactFloat."""
     value = float(text)
-    return value if value - value == 0 and Decimal(text) == Decimal(repr(value)) else ExactFloat(text)
+    return value if value - value == 0 and _is_same(text, value) else ExactFloat(text)
+
+
+def _is_same(text: str, value: float) -> bool:
+    try:
+        return Decimal(text) == Decimal(repr(value))
+    except InvalidOperation:  # an exponent beyond what Decimal holds: 1e-99999999999999999999
+        return False
 
 
 def loads(data: bytes | str) -> Any:

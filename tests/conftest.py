@@ -61,7 +61,7 @@ def train_tokenizer(vocab_size, texts):
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|end|>", pad_token="<|end|>")
 
 
-def save_llama(folder, tokenizer, *, vocab_size=None, seed=0, layers=2, hidden=32):
+def save_llama(folder, tokenizer, *, vocab_size=None, seed=0, layers=2, hidden=32, tied=False):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -78,6 +78,7 @@ def save_llama(folder, tokenizer, *, vocab_size=None, seed=0, layers=2, hidden=3
         bos_token_id=None,
         pad_token_id=tokenizer.pad_token_id,
         initializer_range=0.3,  # so that the next token is no tie
+        tie_word_embeddings=tied,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -39,7 +39,7 @@ SHAPES = re.compile(
     r"\bhf_(?:(?=[a-z]*[0-9A-Z])[A-Za-z0-9]{8,}|[a-z]{16,})(?!\w)"  # Hugging Face
     r"|\bapi_org_\w{16,}"
     # OpenAI, Anthropic and those that copy them: letters and digits, after words
-    r"|\bsk-(?:[a-z0-9]+-)*(?=[A-Za-z_]*\d)(?=[\d_]*[A-Za-z])\w{8,}[\w-]*"
+    r"|\bsk-(?:[a-z0-9]+-){0,9}(?=[A-Za-z_]*\d)(?=[\d_]*[A-Za-z])\w{8,}[\w-]*"
     r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"  # AWS
     r"|\bgh[opsru]_\w{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}"
     r"|\bxox[abprs]-[\w-]{10,}"  # Slack
@@ -51,8 +51,8 @@ SHAPES = re.compile(
     rf"|{SIGNED}"
 )
 LOGIN = re.compile(r"(?<=://)[^\s/@:\"']*:[^\s/@\"']+(?=@)")  # user:password of an address
-# key: "value", 'key': "value", key='value'
-NAMED = re.compile(r"""(["']?)(\b[A-Za-z_][\w.-]*)\1\s*([:=])\s*(["'])((?:(?!\4).)+)\4""")
+# key: "value", 'key': "value", key='value'; a key of any length would take a time that grows with its square
+NAMED = re.compile(r"""(["']?)(\b[A-Za-z_][\w.-]{0,99})\1\s*([:=])\s*(["'])((?:(?!\4).)+)\4""")
 ADDRESS = re.compile(r"[A-Za-z][\w+.-]*://\S*")
 PATH = re.compile(r"(?:~|\.{0,2})/\S*|\S*\.[A-Za-z]\w{1,7}")
 PATTERN = re.compile(r"[*?()\[\]{}|\\^<>]")  # of a regular expression, of file names, of a template

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from ragspec.errors import RecordError, did_you_mean
 from ragspec.inputs.messages import messages_of, template_args_of
 from ragspec.inputs.structured import structured_of
-from ragspec.inputs.values import kind, names, record_id, text_of
+from ragspec.inputs.values import kind, names, record_id, text_of, with_metadata
 from ragspec.records import Record
 
 ENVELOPE = {"custom_id", "body", "method", "url"}
@@ -70,6 +70,7 @@ FIELDS = {
     "continue_final_message": Field("template", (False,)),
     "cache_salt": Field("service"),
     "parallel_tool_calls": Field("service"),
+    "prediction": Field("service"),  # what the service may draft from
     "priority": Field("service"),
     "prompt_cache_key": Field("service"),
     "prompt_cache_options": Field("service"),
@@ -99,7 +100,6 @@ FIELDS = {
     "mm_processor_kwargs": Field("cannot", ({},)),
     "modalities": Field("cannot", (["text"],)),
     "moderation": Field("cannot"),
-    "prediction": Field("cannot"),
     "prompt_embeds": Field("cannot"),
     "prompt_logprobs": Field("cannot"),
     "repetition_detection": Field("cannot"),
@@ -140,9 +140,7 @@ def parse_batch_line(value: dict[str, Any]) -> Record:
     chat = body.get("messages") is not None
     if chat and body.get("prompt") is not None:
         raise RecordError('"body.messages" and "body.prompt": keep one of them')
-    metadata = {key: field for key, field in value.items() if key not in ENVELOPE}
-    if isinstance(body.get("metadata"), dict):
-        metadata |= body["metadata"]
+    others = {key: field for key, field in value.items() if key not in ENVELOPE}
     prompts = () if chat else _prompts(body)
     return Record(
         id=record_id(value["custom_id"], 0),
@@ -150,7 +148,7 @@ def parse_batch_line(value: dict[str, Any]) -> Record:
         prompt=prompts[0] if prompts else None,
         prompts=prompts if len(prompts) > 1 else (),
         sampling=_sampling(given, chat),
-        metadata=metadata,
+        metadata=with_metadata(others, body.get("metadata")),
         raw=not chat,
         structured=structured,
         model=body["model"] if isinstance(body.get("model"), str) else None,

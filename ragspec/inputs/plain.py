@@ -15,6 +15,7 @@ from typing import Any
 from uuid import UUID
 
 from ragspec.inputs.values import Base64
+from ragspec.json_text import ExactFloat
 
 SECOND = 10**9  # nanoseconds
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -27,7 +28,7 @@ def plain(value: Any) -> Any:
     if type(value).__module__ == "numpy":
         return _plain_numpy(value)
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return value if math.isfinite(value) or isinstance(value, ExactFloat) else None  # 1e400 has its digits
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

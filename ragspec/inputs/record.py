@@ -13,7 +13,7 @@ from ragspec.inputs.messages import messages_of, template_args_of
 from ragspec.inputs.openai_batch import parse_batch_line
 from ragspec.inputs.passages import passages_of
 from ragspec.inputs.structured import FIELDS, structured_of
-from ragspec.inputs.values import holds_binary, id_text, is_text, kind, names, text_of
+from ragspec.inputs.values import holds_binary, id_text, is_text, kind, names, text_of, with_metadata
 from ragspec.records import Record
 
 STRUCTURED = {"contexts", "messages", "metadata", "body", "chat_template_kwargs", *FIELDS}  # what is no text
@@ -51,21 +51,11 @@ def parse_record(value: Any, line: int, source: str = "auto") -> Record:
 
 
 def _metadata(value: dict[str, Any], wanted: str) -> dict[str, Any]:
-    """Return what a record brings besides: its other fields, and those of its `metadata`.
-
-    A name that both have is the record's field; what `metadata` says of it is kept as it was, under "metadata".
-    """
+    """Return what a record brings besides: its other fields, and those of its `metadata`."""
     found = {key: field for key, field in value.items() if key not in OWN_FIELDS}
     if wanted != "query" and value.get("contexts") is not None:
         found["contexts"] = value["contexts"]  # they go with a query only
-    given = value.get("metadata")
-    if not isinstance(given, dict):
-        return found if given is None else {**found, "metadata": given}
-    twice = {key: field for key, field in given.items() if key in found and found[key] != field}
-    if not twice:
-        return found | given
-    twice |= {key: field for key, field in given.items() if key == "metadata"}
-    return {**found, **{key: field for key, field in given.items() if key not in twice}, "metadata": twice}
+    return with_metadata(found, value.get("metadata"))
 
 
 def given_id(value: Any) -> str | None:

@@ -6,8 +6,9 @@ import math
 from typing import Any
 
 from ragspec.errors import RecordError
+from ragspec.json_text import ExactFloat
 
-EXACT = 1 << 53  # floats up to here are whole numbers of their own
+EXACT = 1 << 53  # floats below this are whole numbers of their own
 
 
 class Base64(str):
@@ -21,7 +22,7 @@ def id_text(given: Any) -> str | None:
     """
     if given is None or (isinstance(given, float) and math.isnan(given)):
         return None
-    if isinstance(given, float) and given.is_integer() and abs(given) <= EXACT:
+    if isinstance(given, float) and given.is_integer() and abs(given) < EXACT and not isinstance(given, ExactFloat):
         given = int(given)
     if isinstance(given, bool | Base64) or not isinstance(given, str | int) or given == "":
         raise RecordError(f'"id" must be a non-empty string or a whole number, got {kind(given)}')
@@ -75,3 +76,17 @@ def kind(value: Any) -> str:
 def names(value: dict[str, Any]) -> str:
     """Return an object's first keys, for a message."""
     return ", ".join(f'"{key}"' for key in list(value)[:8]) or "nothing"
+
+
+def with_metadata(found: dict[str, Any], given: Any) -> dict[str, Any]:
+    """Return a record's other fields with those of its `metadata`.
+
+    A name that both have is the record's field; what `metadata` says of it is kept as it was, under "metadata".
+    """
+    if not isinstance(given, dict):
+        return found if given is None else {**found, "metadata": given}
+    twice = {key: field for key, field in given.items() if key in found and found[key] != field}
+    if not twice:
+        return found | given
+    twice |= {key: field for key, field in given.items() if key == "metadata"}
+    return {**found, **{key: field for key, field in given.items() if key not in twice}, "metadata": twice}

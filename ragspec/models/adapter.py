@@ -22,6 +22,7 @@ from ragspec.models.weights import PICKLED, check_weights
 CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 TASK = "CAUSAL_LM"
+PARTS = (".safetensors", ".json", ".jinja", ".model", ".txt")
 
 
 def is_adapter(path: Path, what: str) -> bool:
@@ -49,11 +50,15 @@ def merged(path: Path, what: str) -> Path:
         raise ConfigError(
             f'{what}: is a PEFT adapter for "{base}"; merging it needs another package: pip install "ragspec[peft]"'
         )
-    source = resolve(base, key=f"{what}: base_model_name_or_path")
-    files = [path / CONFIG, file]
-    if Path(source.path).is_dir():
-        files += sorted(Path(source.path).glob("*.safetensors"))
-    return made_once(path.resolve().name, files, partial(_merge, path, base, what))
+    revision = config.get("revision")
+    source = resolve(base, revision, key=f"{what}: base_model_name_or_path")
+    files = _parts(path) + (_parts(Path(source.path)) if Path(source.path).is_dir() else [])
+    return made_once(path.resolve().name, files, partial(_merge, path, base, revision, what))
+
+
+def _parts(folder: Path) -> list[Path]:
+    """Return the files that the merged model is made of: weights, configs, tokenizer and chat template."""
+    return sorted(file for file in folder.iterdir() if file.suffix in PARTS and file.is_file())
 
 
 def _read(path: Path, what: str) -> dict[str, Any]:
@@ -77,32 +82,39 @@ def _base(config: dict[str, Any], path: Path, what: str) -> str:
     return str(beside) if not Path(base).is_absolute() and not Path(base).exists() and beside.is_dir() else base
 
 
-def _merge(path: Path, base: str, what: str, folder: Path) -> None:
+def _merge(path: Path, base: str, revision: str | None, what: str, folder: Path) -> None:
     """Write the merged model to `folder`. Raises ConfigError."""
     from ragspec.host.quiet import quiet
 
     quiet()
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    source = resolve(base)
+    source = resolve(base, revision)
     check_weights(source, read_model_config(source), key=f"{what}: its base")
     try:
-        model = AutoModelForCausalLM.from_pretrained(source.path, dtype="auto", use_safetensors=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            source.path, revision=source.revision or "main", dtype="auto", use_safetensors=True
+        )
         if (rows := _rows(path)) is not None and rows != model.get_input_embeddings().weight.shape[0]:
             model.resize_token_embeddings(rows)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            adapted = PeftModel.from_pretrained(model, str(path))
+            adapted: Any = PeftModel.from_pretrained(model, str(path))
         lost = next((str(each.message) for each in said if "missing adapter keys" in str(each.message)), "")
         if lost:
             raise ConfigError(f"{what}: the adapter is not whole: {flat(Exception(lost), 200)}")
         if adapted.active_peft_config.is_prompt_learning:
             raise ConfigError(f"{what}: a {adapted.active_peft_config.peft_type} adapter cannot be merged into a model")
         _refuse_unused(adapted.load_adapter(str(path), adapter_name="default").unexpected_keys, what)  # read once more
-        adapted.merge_and_unload().save_pretrained(folder)
+        _part_tied(adapted.get_base_model())
+        whole = adapted.merge_and_unload()
+        asked, whole.generation_config = whole.generation_config, GenerationConfig()
+        whole.save_pretrained(folder)
+        asked.to_json_file(folder / "generation_config.json")  # transformers would refuse to save what it loads
         here = (path / "tokenizer_config.json").is_file()
-        AutoTokenizer.from_pretrained(str(path) if here else source.path).save_pretrained(folder)
+        place = {} if here else {"revision": source.revision or "main"}
+        AutoTokenizer.from_pretrained(str(path) if here else source.path, **place).save_pretrained(folder)
     except RagspecError:
         raise
     except Exception as error:  # whatever a library says of files that do not fit together
@@ -119,6 +131,24 @@ def _refuse_unused(unused: list[str], what: str) -> None:
             f"{what}: {len(unused)} tensors of the adapter ({unused[0]}, ...) are for layers that its {CONFIG} does "
             "not name (target_modules, layers_to_transform); get the config that it was trained with"
         )
+
+
+def _part_tied(model: Any) -> None:
+    """Give the output layer weights of its own where it shares them and only one of the two is adapted.
+
+    A merge would change both, and so what the adapter learnt for one of them would be done twice.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from torch.nn import Parameter
+
+    layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    adapted = [isinstance(layer, BaseTunerLayer) for layer in layers]
+    if not any(adapted):
+        return
+    into, out = (layer.get_base_layer() if each else layer for layer, each in zip(layers, adapted, strict=True))
+    if out is not None and out.weight is into.weight:
+        out.weight = Parameter(out.weight.detach().clone())
+        model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
 
 
 def _rows(path: Path) -> int | None:

@@ -60,11 +60,19 @@ def _encoded(inner: Any, text: str) -> tuple[int, ...]:
     return tuple(inner(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def is_inside(thinking: Thinking, prompt: str, *, continued: bool = False) -> bool:
-    """Return whether a prompt ends where the model thinks. continued: it ends amid what the model is to go on with."""
-    if continued:
-        return prompt.rfind(thinking.opening) > prompt.rfind(thinking.closing)
-    return prompt.rstrip().endswith(thinking.opening)
+def as_prompted(thinking: Thinking, prompt: str, begun: str = "") -> Thinking | None:
+    """Return what may come before the answer to a prompt: None where the prompt itself has closed the thought.
+
+    begun: the message that the model goes on with, at the prompt's end. Only the end counts: what comes before it may
+    speak of markers.
+    """
+    opened, closed = begun.rfind(thinking.opening), begun.rfind(thinking.closing)
+    if max(opened, closed) >= 0:
+        return replace(thinking, inside=True) if opened > closed else None
+    end = prompt.rstrip().removesuffix(begun.strip()).rstrip()
+    if end.endswith(thinking.closing):  # from here on, a marker is what the answer speaks of
+        return None
+    return replace(thinking, inside=end.endswith(thinking.opening))
 
 
 def answer_start(thinking: Thinking | None, token_ids: Sequence[int], tokenizer: Tokenizer) -> int:

@@ -49,7 +49,12 @@ def check_weights(
         if not by_transformers and not any((folder / name).is_file() for name in (ONE, INDEX)):
             return []  # vLLM reads other forms too
         if folder.is_dir() and not any(word in extra for word in ELSEWHERE):
-            check_files(folder, args_key, safetensors=extra.get("use_safetensors", True) is not False)
+            check_files(
+                folder,
+                args_key,
+                safetensors=extra.get("use_safetensors", True) is not False,
+                indexed=not by_transformers or not (folder / ONE).is_file(),
+            )
         judged = by_transformers or _has_class(config, trust_remote_code)
         if judged and getattr(config, "quantization_config", None) is None:
             return check_tensors(source, config, trust_remote_code=trust_remote_code, extra=extra)
@@ -84,11 +89,14 @@ def check_task(config: Any) -> None:
         raise IncompleteError(f"is a {others[0]}, which does not write text; choose a causal language model")
 
 
-def check_files(folder: Path, args_key: str, *, safetensors: bool = True) -> None:
-    """Raise IncompleteError for weight files that are missing, cut off or not there at all."""
+def check_files(folder: Path, args_key: str, *, safetensors: bool = True, indexed: bool = True) -> None:
+    """Raise IncompleteError for weight files that are missing, cut off or not there at all.
+
+    indexed: whether an index counts: transformers looks at none beside a single file.
+    """
     if not safetensors:
         return  # torch reads pickled files, and says what is wrong with them
-    if (folder / INDEX).is_file():
+    if indexed and (folder / INDEX).is_file():
         names = sorted(set(_shards(folder / INDEX)))
         if lost := [name for name in names if not (folder / name).is_file()]:
             raise IncompleteError(f"{_some(lost)} is missing, which {INDEX} names; get all files of the model")

@@ -16,7 +16,7 @@ from typing import Any
 from ragspec.config.secret import revealed
 from ragspec.config.sections import PromptConfig
 from ragspec.errors import ConfigError, RecordError
-from ragspec.models.reasoning import is_inside
+from ragspec.models.reasoning import as_prompted
 from ragspec.prompts.chat import Chat
 from ragspec.prompts.foreign import Written, as_text
 from ragspec.prompts.templates import compiled
@@ -166,8 +166,7 @@ class PromptBuilder:
         ids = self._tokenizer.encode(written.text, special_tokens=written.special_tokens, own=written.own)
         thinking = None
         if self._thinking is not None and not record.raw:
-            continued = bool(record.template_args.get("continue_final_message"))
-            thinking = replace(self._thinking, inside=is_inside(self._thinking, written.text, continued=continued))
+            thinking = as_prompted(self._thinking, written.text, _begun(record))
         return Prompt(ids, kept, dropped, thinking=thinking)
 
     def _compose(self, record: Record, contexts: tuple[Passage, ...]) -> Written:
@@ -278,6 +277,13 @@ class PromptBuilder:
         except Exception as error:  # a template is a program of the user's: it may raise anything
             log.debug("the prompt template failed", exc_info=error)
             raise RecordError(f"prompt.template: {type(error).__name__}: {error}") from None
+
+
+def _begun(record: Record) -> str:
+    """Return the message that the model is to go on with, "" where it begins one."""
+    if record.messages is None or not record.template_args.get("continue_final_message"):
+        return ""
+    return str(record.messages[-1]["content"])
 
 
 def canonical(contexts: tuple[Passage, ...]) -> list[int]:

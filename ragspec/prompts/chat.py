@@ -15,11 +15,12 @@ from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
-from ragspec.errors import ConfigError, RecordError
+from ragspec.errors import ConfigError, RecordError, did_you_mean
 from ragspec.records import Tokenizer
 
 log = logging.getLogger(__name__)
 SYSTEM = ("system", "developer")
+ROLES = (*SYSTEM, "user", "assistant", "tool")
 PROBE = "ragspec asks"  # a text that no template has
 CALL = "ragspec01"  # nine letters and digits
 Message = dict[str, Any]
@@ -52,7 +53,10 @@ class Chat:
             ) from None
 
     def render(self, messages: Sequence[Message], args: Mapping[str, Any]) -> str:
-        """Return the messages as a prompt. args: a record's own. Raises RecordError where the template refuses them."""
+        """Return the messages as a prompt. args: a record's own.
+
+        Raises RecordError where the template refuses them, or would leave out one of them or the documents.
+        """
         if bad := sorted(RESERVED & args.keys()):
             raise RecordError(f'"chat_template_kwargs.{bad[0]}" is not a template\'s; remove it')
         adapted, given = self._adapted(list(messages)), {**self._args, **args}
@@ -72,11 +76,13 @@ class Chat:
     def _check_written(self, messages: Sequence[Message]) -> None:
         """Raise RecordError for a message, or calls of tools, that the template leaves out."""
         for at in self._left_out(tuple((message["role"], bool(message.get("tool_calls"))) for message in messages)):
-            what = '"tool_calls"' if messages[at].get("tool_calls") else f'the role "{messages[at]["role"]}"'
-            if messages[at].get("tool_calls") or messages[at]["content"].strip():
+            role, calls = messages[at]["role"], messages[at].get("tool_calls")
+            if calls or messages[at]["content"].strip():
+                known = "" if calls or role in ROLES else did_you_mean(role, ROLES)
+                what = '"tool_calls"' if calls else f'the role "{role}"'
                 raise RecordError(
                     f"the model's chat template leaves out message {at + 1} of {len(messages)}: it does not write "
-                    f"{what} there; put what it says into another message"
+                    f"{what} there{known or '; put what it says into another message'}"
                 )
 
     def _find_left_out(self, shape: tuple[tuple[str, bool], ...]) -> list[int]:
@@ -93,6 +99,8 @@ class Chat:
         return [] if written is None else [at for at, probe in enumerate(probes) if probe not in written]
 
     def _adapted(self, messages: list[Message]) -> list[Message]:
+        if any(message["role"] == "developer" for message in messages) and not self._developer and self._system:
+            messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
         if messages[0]["role"] in SYSTEM and not self._takes(messages[0]["role"]):
             messages = self._folded(messages)
         return messages
@@ -102,8 +110,6 @@ class Chat:
 
     def _folded(self, messages: list[Message]) -> list[Message]:
         """Return messages with the first one, a system prompt, before what the user says first."""
-        if messages[0]["role"] == "developer" and self._takes("system"):
-            return [{**messages[0], "role": "system"}, *messages[1:]]
         self.folded = True
         system, rest = messages[0]["content"], messages[1:]
         first = next((at for at, message in enumerate(rest) if message["role"] == "user"), None)

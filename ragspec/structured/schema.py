@@ -26,17 +26,8 @@ FIELDS = ("id", "title")  # of a passage that an answer may name
 VALUES = ("const", "enum")  # what an answer may say
 LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
-WORDS = (
-    "default",
-    "example",
-    "examples",
-    "description",
-    "title",
-    "$comment",
-    "discriminator",
-    "externalDocs",
-    "xml",
-)  # what no answer is held to
+# what no answer is held to; OpenAPI's words are among what generators of schemas write (pydantic: "discriminator")
+WORDS = ("default", "examples", "description", "title", "$comment", "discriminator", "example", "externalDocs", "xml")
 # formats that JSON Schema defines; others, such as password or binary, say how a text is used, not what it is
 FORMATS = {
     "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri",

@@ -438,3 +438,8 @@ def test_a_model_that_does_not_load_shows_no_secret(tmp_path, tiny, monkeypatch)
 def test_as_given_is_what_was_given():
     given = {"a": [{"token": WORD}], "b": "${X}", "c": 3}
     assert as_given(concealed(given)) == given
+
+
+@pytest.mark.parametrize("text", ["a." * 200_000, "sk-" + "a-" * 200_000])  # hours, if it grew with the square
+def test_a_long_message_is_searched_at_once(text):
+    assert Veil({})(text) == text

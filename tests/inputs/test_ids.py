@@ -12,6 +12,7 @@ from ragspec.inputs.keyset import RecordIds
 from ragspec.inputs.memory import MemorySource
 from ragspec.inputs.opening import open_source
 from ragspec.inputs.values import id_text
+from ragspec.json_text import loads
 from ragspec.outputs.ledger import fingerprint
 from ragspec.run.generate import generate
 from tests.conftest import read_jsonl, write_jsonl
@@ -200,7 +201,21 @@ def test_an_id_has_one_form_however_it_is_written(given, name):
     assert id_text(given) == name
 
 
-@pytest.mark.parametrize("given", [1.5, 1e300, float("inf"), True, "", [], {}])
+NO_IDS = [
+    1.5,
+    1e300,
+    float("inf"),
+    True,
+    "",
+    [],
+    {},
+    2.0**53,
+    loads("9007199254740991.00000001"),
+    loads("1.00000000000000000001"),
+]
+
+
+@pytest.mark.parametrize("given", NO_IDS)
 def test_what_is_no_id_is_refused(given):
     with pytest.raises(RecordError, match='"id" must be a non-empty string or a whole number'):
         id_text(given)

@@ -221,6 +221,19 @@ def test_the_forms_of_a_completions_prompt(given, prompt, prompts):
     assert (record.prompt, record.prompts) == (prompt, prompts)
 
 
+@pytest.mark.parametrize(
+    ("line", "body", "metadata"),
+    [
+        ({"lang": "de"}, {"lang": "en", "x": 1}, {"lang": "de", "x": 1, "metadata": {"lang": "en"}}),
+        ({"lang": "de"}, {"x": 1}, {"lang": "de", "x": 1}),
+        ({}, "a note", {"metadata": "a note"}),
+    ],
+)
+def test_nothing_of_a_lines_metadata_is_lost(line, body, metadata):
+    given = {"custom_id": "a", "body": {"prompt": "x", "metadata": body}, **line}
+    assert parse_record(given, 1).metadata == metadata
+
+
 def test_metadata_and_model_come_along():
     record = chat(model="m", metadata={"a": "b"}, user="u")
     assert (record.metadata, record.model) == ({"a": "b"}, "m")

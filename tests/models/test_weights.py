@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -252,6 +253,16 @@ def test_tensors_that_nothing_uses_are_told(tiny, tmp_path):
     assert check_weights(resolve(tiny), read_model_config(resolve(tiny))) == []
 
 
+def test_an_index_beside_a_single_file_is_not_looked_at_as_transformers_does_not(tiny, tmp_path):
+    folder = copy(tiny, tmp_path / "left")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}))
+    source = resolve(str(folder))
+    config = read_model_config(source)
+    check_weights(source, config)
+    with pytest.raises(ConfigError, match=r"model-00001-of-00002.safetensors is missing"):  # vLLM does look
+        check_weights(source, config, by_transformers=False)
+
+
 # -- adapters ---------------------------------------------------------------------------------------------------------
 
 
@@ -357,6 +368,38 @@ def test_an_adapter_with_tokens_of_its_own_brings_their_embeddings(adapter, samp
     peft.get_peft_model(model, config).save_pretrained(tmp_path / "wider")
     source = resolve(str(tmp_path / "wider"))
     assert read_model_config(source).vocab_size == 410
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_an_adapter_of_one_of_two_tied_layers_changes_that_one_alone(target, adapter, sample_texts, tmp_path):
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    base = save_llama(tmp_path / "base", train_tokenizer(400, sample_texts), tied=True)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", target], init_lora_weights=False)
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "one")
+    ids = torch.tensor([[5, 6, 7]])
+    adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "one")(ids).logits
+    found = AutoModelForCausalLM.from_pretrained(resolve(str(tmp_path / "one")).path)(ids).logits
+    assert torch.allclose(found, adapted, atol=1e-3)
+
+
+def test_what_a_base_model_asks_for_is_kept_even_if_transformers_would_not_save_it(adapter, tiny, tmp_path):
+    base = shutil.copytree(tiny, tmp_path / "base")
+    asked = json.loads((base / "generation_config.json").read_text()) | {"do_sample": False, "temperature": 0.6}
+    (base / "generation_config.json").write_text(json.dumps(asked))
+    change_adapter(adapter, base_model_name_or_path=str(base))
+    found = json.loads((Path(resolve(str(adapter)).path) / "generation_config.json").read_text())
+    assert (found["temperature"], found["eos_token_id"]) == (0.6, asked["eos_token_id"])
+
+
+def test_an_adapter_whose_tokenizer_changed_is_merged_anew(adapter, tiny):
+    before = resolve(str(adapter)).path
+    shutil.copy(Path(tiny) / "tokenizer.json", adapter)
+    shutil.copy(Path(tiny) / "tokenizer_config.json", adapter)
+    (adapter / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    after = Path(resolve(str(adapter)).path)
+    assert (str(after) != before, (after / "chat_template.jinja").is_file()) == (True, True)
 
 
 def test_without_peft_an_adapter_says_what_to_install(adapter, monkeypatch):

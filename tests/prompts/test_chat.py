@@ -82,6 +82,49 @@ def test_a_template_that_wants_parts_gets_parts():
     assert written(NO_SYSTEM.replace(PLAIN, PARTS), chat)[0] == "<user> S\n\nU | <assistant> "
 
 
+KNOWN_ROLES = PLAIN.replace(
+    "<{{ m.role }}>", "{% if m.role in ['system', 'user', 'assistant'] %}<{{ m.role }}>"
+).replace("\n{% endfor %}", "\n{% endif %}{% endfor %}")
+
+
+@pytest.mark.parametrize(
+    ("roles", "why"),
+    [
+        (["User"], r'1 of 1: .*"User" there; did you mean "user"\?'),
+        (["user", "critic", "user"], r'2 of 3: .*"critic" there; known: system'),
+        (["user", "tool", "user"], r'2 of 3: .*"tool" there; put'),
+    ],
+)
+def test_a_message_that_the_template_leaves_out_is_the_records_error(roles, why):
+    messages = tuple({"role": role, "content": f"text {at}"} for at, role in enumerate(roles))
+    with pytest.raises(RecordError, match=rf"leaves out message {why}"):
+        written(KNOWN_ROLES, Record("q", messages=messages))
+    assert "text 0" in written(PLAIN, Record("q", messages=messages))[0]
+
+
+def test_a_message_that_the_template_changes_is_not_left_out():
+    messages = (
+        {"role": "user", "content": " U "},
+        {"role": "assistant", "content": "<think>so</think>A"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]},
+        {"role": "user", "content": "V"},
+    )
+    template = PLAIN.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] | trim }}")
+    assert written(template, Record("q", messages=messages))[0].startswith("<user> U\n<assistant> A\n")
+
+
+def test_a_developers_message_amid_a_chat_is_a_system_prompt_too():
+    messages = tuple({"role": role, "content": role[0]} for role in ("user", "assistant", "developer", "user"))
+    assert "<system> d\n" in written(KNOWN_ROLES, Record("q", messages=messages))[0]
+
+
+def test_documents_that_the_template_does_not_read_are_the_records_error():
+    record = Record("q", query="Why?", template_args={"documents": [{"title": "T", "text": "D"}]})
+    with pytest.raises(RecordError, match=r'does not write "documents"'):
+        written(PLAIN, record)
+    assert "[D]" in written(PLAIN + "{% for d in documents or [] %}[{{ d.text }}]{% endfor %}", record)[0]
+
+
 def test_a_folded_prompt_is_still_guarded_against_control_words():
     tokenizer = tokenizer_with(NO_SYSTEM)
     builder = PromptBuilder(PromptConfig(system="S"), tokenizer, None)

@@ -12,12 +12,12 @@ from tests.conftest import read_jsonl
 
 BIG, DECIMAL = "12345678901234567890123", "0.12345678901234567890123"
 RECORD = (
-    f'{{"id":{BIG},"query":"x","big":{BIG},"deep":{{"list":[{DECIMAL},-{BIG}]}},"small":1e-400,'
+    f'{{"id":{BIG},"query":"x","big":{BIG},"deep":{{"list":[{DECIMAL},-{BIG}]}},"small":1e-400,"large":1e400,'
     f'"contexts":[{{"id":{BIG},"text":"t","score":{DECIMAL}}}]}}'
 )
 TEMPLATE = "{{ metadata.big }} {{ metadata.deep.list[0] }} {{ contexts[0].id }} {{ contexts[0].score }}"
 TEXT = f"{BIG} {DECIMAL} {BIG} {DECIMAL}"
-METADATA = f'{{"big":{BIG},"deep":{{"list":[{DECIMAL},-{BIG}]}},"small":1e-400}}'
+METADATA = f'{{"big":{BIG},"deep":{{"list":[{DECIMAL},-{BIG}]}},"small":1e-400,"large":1e400}}'
 
 
 def answered(folder, name, content, output="out.jsonl", **more):
@@ -35,7 +35,7 @@ def answered(folder, name, content, output="out.jsonl", **more):
         ("indented.json", json.dumps(["@"], indent=1).replace('"@"', RECORD)),
         (
             "in.csv",
-            f'id,query,big,deep,small,contexts\n{BIG},x,"[{BIG}]","{{""list"":[{DECIMAL},-{BIG}]}}","[1e-400]","[{{""id"":{BIG},""text"":""t"",""score"":{DECIMAL}}}]"\n',
+            f'id,query,big,deep,small,large,contexts\n{BIG},x,"[{BIG}]","{{""list"":[{DECIMAL},-{BIG}]}}","[1e-400]","[1e400]","[{{""id"":{BIG},""text"":""t"",""score"":{DECIMAL}}}]"\n',
         ),
     ],
 )
@@ -43,7 +43,11 @@ def test_numbers_keep_their_digits(tmp_path, name, content):
     more = {"prompt": {"template": TEMPLATE.replace("metadata.big", "metadata.big[0]")}} if name == "in.csv" else {}
     output = answered(tmp_path, name, content, **more)
     text = output.read_text()
-    metadata = METADATA.replace(f'"big":{BIG}', f'"big":[{BIG}]').replace("1e-400", "[1e-400]") if more else METADATA
+    metadata = (
+        METADATA.replace(f'"big":{BIG}', f'"big":[{BIG}]').replace("1e-400", "[1e-400]").replace("1e400", "[1e400]")
+        if more
+        else METADATA
+    )
     assert f'"metadata":{metadata}' in text
     (line,) = read_jsonl(output)
     assert (line["id"], line["output"], line["contexts"]) == (BIG, TEXT, [BIG])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ragspec.config.load import build_config
-from ragspec.models.reasoning import answer_start, is_inside, parted, thinking_of
+from ragspec.models.reasoning import answer_start, as_prompted, parted, thinking_of
 from ragspec.records import Thinking
 from ragspec.run.generate import generate as run
 from tests.conftest import read_jsonl, save_llama, train_tokenizer, write_jsonl
@@ -282,12 +282,23 @@ def test_a_model_that_answers_where_its_prompt_opens_a_thought_has_answered():
     assert parted(thinking, opened, tokenizer, ended=True)[:2] == ("a plan", "")
 
 
-def test_only_a_prompts_end_opens_a_thought():
-    thinking = Thinking("<think>", "</think>")
-    assert is_inside(thinking, "[user] Why?\n<think>\n")
-    assert not is_inside(thinking, "[user] what is <think>?\n[assistant]\n")
-    assert not is_inside(thinking, "<think>\n\n</think>\n\n")
-    assert is_inside(thinking, "<think>\nbegun", continued=True)
+@pytest.mark.parametrize(
+    ("prompt", "begun", "inside"),
+    [
+        ("[user] Why?\n<think>\n", "", True),
+        ("[user] what is <think>?\n[assistant]\n", "", False),
+        ("[user] Why?\n[assistant]\n<think>\n\n</think>\n\n", "", None),  # enable_thinking: false
+        ("[user] Why?\n[assistant]\n<think>\nbegun", "<think>\nbegun", True),
+        ("[user] Why?\n[assistant]\n<think>\nbegun", "begun", True),
+        ("[user] what is <think>?\n[assistant]\nIt is", "It is", False),
+        ("[user] what is </think>?\n[assistant]\nIt is", "It is ", False),
+        ("[user] Why?\n[assistant]\n<think>\n\n</think>\n\nIt is", "It is", None),
+        ("[user] Why?\n[assistant]\n<think>a plan</think>It is", "<think>a plan</think>It is", None),
+    ],
+)
+def test_only_a_prompts_end_opens_or_closes_a_thought(prompt, begun, inside):
+    found = as_prompted(Thinking("<think>", "</think>"), prompt, begun)
+    assert found is None if inside is None else found.inside is inside
 
 
 @pytest.mark.parametrize(

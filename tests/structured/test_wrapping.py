@@ -107,6 +107,8 @@ def test_what_stands_beside_a_schema_is_not_dropped(value, why):
         },
         {"$ref": "#/$defs/A", "$defs": {"A": {"type": "string"}}},
         {"properties": {"propertys": {"type": "string"}}},
+        {"type": "string", "x-form": {"requird": True}},
+        {"anyOf": [{"type": "string"}], "discriminator": {"propertyName": "kind", "mapping": {"a": "#/$defs/A"}}},
     ],
 )
 def test_a_schema_that_looks_odd_is_left_alone(schema):

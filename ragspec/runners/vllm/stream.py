@@ -20,7 +20,7 @@ from ragspec.engine.prefix import grouped, largest_first
 from ragspec.errors import ModelError
 from ragspec.inputs.feed import Feed
 from ragspec.models.reasoning import unended
-from ragspec.models.stopping import trim
+from ragspec.models.stopping import ends_with_stop, trim
 from ragspec.records import Failure, Generation, Request, Tokenizer
 from ragspec.runners.vllm.environment import one_line
 from ragspec.runners.vllm.requests import (
@@ -43,6 +43,7 @@ class _Submitted:
     request: Request
     at: float
     undrafted: str = ""  # why nothing is drafted for it
+    seen: int = 0  # tokens of its answer in which a stop string was looked for
 
 
 class Stream:
@@ -145,9 +146,14 @@ class Stream:
 
     def _has_stopped(self, output: Any) -> bool:
         """Return whether an answer that is under way has a stop string, and end it."""
-        request = self._flying[output.request_id].request
-        answer = output.outputs[0].token_ids
-        if not is_watched(request) or self._trimmed(request, answer)[1] != "stop":
+        submitted = self._flying[output.request_id]
+        request, answer = submitted.request, output.outputs[0].token_ids
+        if not is_watched(request):
+            return False
+        fresh, submitted.seen = len(answer) - submitted.seen, len(answer)
+        least = unended(request, answer, self._tokenizer)
+        # only in what is new: a thought has thousands of tokens, and every step would read them all
+        if least >= len(answer) or not ends_with_stop(self._tokenizer, answer, fresh, request.sampling.stop, least):
             return False
         self._engine.abort_request([output.request_id])
         return True
