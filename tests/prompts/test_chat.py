@@ -106,7 +106,6 @@ def test_a_message_that_the_template_changes_is_not_left_out():
     messages = (
         {"role": "user", "content": " U "},
         {"role": "assistant", "content": "<think>so</think>A"},
-        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]},
         {"role": "user", "content": "V"},
     )
     template = PLAIN.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] | trim }}")
@@ -116,13 +115,6 @@ def test_a_message_that_the_template_changes_is_not_left_out():
 def test_a_developers_message_amid_a_chat_is_a_system_prompt_too():
     messages = tuple({"role": role, "content": role[0]} for role in ("user", "assistant", "developer", "user"))
     assert "<system> d\n" in written(KNOWN_ROLES, Record("q", messages=messages))[0]
-
-
-def test_documents_that_the_template_does_not_read_are_the_records_error():
-    record = Record("q", query="Why?", template_args={"documents": [{"title": "T", "text": "D"}]})
-    with pytest.raises(RecordError, match=r'does not write "documents"'):
-        written(PLAIN, record)
-    assert "[D]" in written(PLAIN + "{% for d in documents or [] %}[{{ d.text }}]{% endfor %}", record)[0]
 
 
 def test_a_folded_prompt_is_still_guarded_against_control_words():
@@ -195,12 +187,12 @@ FOUND = {"role": "tool", "tool_call_id": "1", "content": "T"}
 @pytest.mark.parametrize(
     ("messages", "where"),
     [
-        ([USER, {"role": "developer", "content": "D"}, USER], 'message 2 of 3: it does not write the role "developer"'),
+        ([USER, {"role": "critic", "content": "D"}, USER], 'message 2 of 3: it does not write the role "critic"'),
         ([{"role": "human", "content": "H"}], 'message 1 of 1: it does not write the role "human"'),
         ([USER, {"role": "assistant", "content": "A"}, FOUND], 'message 3 of 3: it does not write the role "tool"'),
         ([USER, CALL, USER], 'message 2 of 3: it does not write "tool_calls"'),
     ],
-    ids=["developer", "human", "tool", "tool_calls"],
+    ids=["critic", "human", "tool", "tool_calls"],
 )
 def test_a_message_that_the_template_leaves_out_is_an_error(messages, where):
     with pytest.raises(RecordError, match=where):
@@ -208,7 +200,7 @@ def test_a_message_that_the_template_leaves_out_is_an_error(messages, where):
 
 
 def test_what_says_nothing_and_what_a_template_rewrites_may_be_left_out():
-    empty = Record("q", messages=(USER, {"role": "developer", "content": " "}, USER))
+    empty = Record("q", messages=(USER, {"role": "critic", "content": " "}, USER))
     assert written(ROLES, empty)[0] == "<user> U\n<user> U\n<assistant> "
     thought = {"role": "assistant", "content": "<think>because</think>So."}
     rewritten = PLAIN.replace("m.content", "m.content.split('</think>')[-1] | trim")
