@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
-from ragspec.engine import layout as layouts
 from ragspec.engine.attention import NAME, register
 from ragspec.engine.cache import RaggedCache
 from ragspec.engine.capacity import keepable
 from ragspec.engine.frequencies import Frequencies
-from ragspec.engine.layout import Layout, Segment
+from ragspec.engine.layout import Layout, Segment, Watch
 from ragspec.engine.native.kernels import Kernels
 from ragspec.engine.pieces import Together
 from ragspec.models.forwards import cache_word
@@ -33,12 +32,6 @@ class Halves(Protocol):
     def logits(
         self, segments: list[Segment], ids: Sequence[int], wanted: Sequence[int], together: Sequence[Together]
     ) -> torch.Tensor: ...
-
-
-class Watch(layouts.Watch, Protocol):
-    """Who wants to know what a forward takes (watch.py)."""
-
-    def forward(self, layout: Layout) -> AbstractContextManager[None]: ...
 
 
 class Model:

@@ -11,6 +11,7 @@ Limit: a run's attention is padded to its longest segment and its longest row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -89,7 +90,9 @@ Attend = Callable[[], torch.Tensor]
 
 
 class Watch(Protocol):
-    """Who wants to know what attention takes (watch.py)."""
+    """Measures what a forward takes (watch.py)."""
+
+    def forward(self, layout: Layout) -> AbstractContextManager[None]: ...
 
     def attend(self, layout: Layout, query: torch.Tensor, slot: int, do: Attend) -> torch.Tensor: ...
 

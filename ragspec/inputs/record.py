@@ -12,11 +12,11 @@ from ragspec.errors import RecordError
 from ragspec.inputs.messages import messages_of, template_args_of
 from ragspec.inputs.openai_batch import parse_batch_line
 from ragspec.inputs.passages import passages_of
-from ragspec.inputs.structured import FIELDS, structured_of
+from ragspec.inputs.structured import FORM_FIELDS, structured_of
 from ragspec.inputs.values import holds_binary, id_text, is_text, kind, names, text_of, with_metadata
 from ragspec.records import Record
 
-STRUCTURED = {"contexts", "messages", "metadata", "body", "chat_template_kwargs", *FIELDS}  # what is no text
+STRUCTURED = {"contexts", "messages", "metadata", "body", "chat_template_kwargs", *FORM_FIELDS}  # what is no text
 OWN_FIELDS = {"id", "query", "prompt"} | STRUCTURED - {"body"}
 SOURCES = ("query", "messages", "prompt")
 REFERENCES = ("reference", "references", "answers")  # what an answer is measured by; generate only passes it on

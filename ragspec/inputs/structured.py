@@ -15,7 +15,7 @@ from ragspec.errors import RecordError, did_you_mean
 from ragspec.inputs.values import kind
 from ragspec.json_text import JSONDecodeError, loads
 
-FIELDS = ("structured", "response_format", "structured_outputs")
+FORM_FIELDS = ("structured", "response_format", "structured_outputs")
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 NAMES = {
     "json": "json_schema",
@@ -58,7 +58,7 @@ def structured_of(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any] 
     for other, now in (OTHERS if prefix else OLLAMA).items():
         if given.get(other) is not None and (prefix or isinstance(given[other], dict)):
             raise RecordError(f'"{prefix}{other}" is another library\'s; write {now}')
-    said = [field for field in FIELDS if given.get(field) is not None]
+    said = [field for field in FORM_FIELDS if given.get(field) is not None]
     if len(said) > 1:
         raise RecordError(f'"{prefix}{said[0]}" and "{prefix}{said[1]}" say the same thing; keep one of them')
     if not said:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from ragspec.benchmark.baseline import ratios_to_peers, ratios_to_plain
 from ragspec.benchmark.results import DECODE_SPEED, SPEED, Results, Run
-from ragspec.report import charts
+from ragspec.report.charts import Spec, histogram, lines, speed_ups
 from ragspec.report.rows import Row, rows
 
 POSITIONS = 16  # of a draft that the chart shows
@@ -23,7 +23,7 @@ class Figure:
 
     title: str
     text: str
-    spec: charts.Spec
+    spec: Spec
 
 
 def figures(results: Results) -> list[Figure]:
@@ -47,7 +47,7 @@ def _speed_ups(results: Results, metric: str, title: str) -> Iterator[Figure]:
     if all(ratio.low is None for ratio in ratios):
         text = "One pass each, so there is no interval."
     values = [{**asdict(ratio), "name": f"{ratio.name} / {ratio.baseline}"} for ratio in ratios]
-    yield Figure(title, text, charts.speed_ups(values))
+    yield Figure(title, text, speed_ups(values))
 
 
 def _speed_by_batch_size(table: list[Row]) -> Iterator[Figure]:
@@ -55,7 +55,7 @@ def _speed_by_batch_size(table: list[Row]) -> Iterator[Figure]:
     if len({run.batch_size for run in runs}) < 2:
         return
     values = [{"series": _series(run), "x": run.batch_size, "y": run.tokens_per_s} for run in runs if run.batch_size]
-    spec = charts.lines(values, "records at once", "tokens per second", ordinal=True)
+    spec = lines(values, "records at once", "tokens per second", ordinal=True)
     yield Figure("Speed against batch size", "Output tokens over the whole time, prompts included.", spec)
 
 
@@ -67,7 +67,7 @@ def _acceptance_by_position(table: list[Row]) -> Iterator[Figure]:
     ]
     if values:
         text = "Of the drafts that are at least this long, the share accepted up to and including this position."
-        yield Figure("Acceptance by position", text, charts.lines(values, "position in the draft", "accepted"))
+        yield Figure("Acceptance by position", text, lines(values, "position in the draft", "accepted"))
 
 
 def _acceptance_by_record(results: Results) -> Iterator[Figure]:
@@ -79,7 +79,7 @@ def _acceptance_by_record(results: Results) -> Iterator[Figure]:
     ]
     if values:
         text = "How much speculation's success differs from record to record."
-        spec = charts.histogram(values, "accepted share of a record's drafts")
+        spec = histogram(values, "accepted share of a record's drafts")
         yield Figure("Acceptance by record", text, spec)
 
 
@@ -98,7 +98,7 @@ def _step_cost(results: Results) -> Iterator[Figure]:
             counting = 2 * cost.parameters * tokens / roof.flops_per_s
             values.append({"series": "memory", "x": tokens, "y": 1e3 * reading})
             values.append({"series": "arithmetic", "x": tokens, "y": 1e3 * counting})
-    yield Figure("Cost of a step", COST_TEXT, charts.lines(values, "tokens in a step", "milliseconds", log=True))
+    yield Figure("Cost of a step", COST_TEXT, lines(values, "tokens in a step", "milliseconds", log=True))
 
 
 def _series(run: Run) -> str:

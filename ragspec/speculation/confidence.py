@@ -11,7 +11,7 @@ from bisect import bisect_right
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96)  # of the draft's own probability
 PRIOR = 4.0  # observations that a draft's own word counts for
 MEMORY = 256.0  # observations, after which the oldest count half
-LEARN = 0.05  # weight of a new observation in the mean, once there are many
+CONFIDENCE_RATE = 0.05  # weight of a new observation in the mean, once there are many
 FIRST = 0.7  # of all tokens, before any is known
 
 
@@ -38,4 +38,4 @@ class Confidence:
         self._hits[cell] += right
         self._trials[cell] += 1
         self.seen += 1
-        self.mean += max(LEARN, 1 / (self.seen + 1)) * (right - self.mean)
+        self.mean += max(CONFIDENCE_RATE, 1 / (self.seen + 1)) * (right - self.mean)

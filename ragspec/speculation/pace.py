@@ -19,7 +19,7 @@ from ragspec.speculation.cost import Cost
 LONGEST = 12
 BLIND = 2  # tokens of a draft while it is not known whether it pays: the first shows that, the second what one costs
 BLIND_OTHER = 4  # of a draft with other tokens, of which one may be a fraction of the target's
-LEARN = 0.05
+LEARNING_RATE = 0.05
 SHARE = 0.01  # of the time, that may be spent on trying again drafts that did not pay
 TRIED = 2  # rows that draft meanwhile, of those whose draft has to be read first
 NEAR = 8  # tokens: rows with no more to be read cost a forward nothing to speak of, and all of them draft
@@ -45,12 +45,12 @@ class Pace:
 
     def stepped(self, seconds: float) -> None:
         """A forward of one token for each row took `seconds`."""
-        self.step_s = seconds if self.step_s is None else self.step_s + LEARN * (seconds - self.step_s)
+        self.step_s = seconds if self.step_s is None else self.step_s + LEARNING_RATE * (seconds - self.step_s)
 
     def filled(self, tokens: int, seconds: float) -> None:
         """A forward of `tokens` that the draft had not read took `seconds`."""
         each = seconds / tokens
-        self.fill_s = each if self.fill_s is None else self.fill_s + LEARN * (each - self.fill_s)
+        self.fill_s = each if self.fill_s is None else self.fill_s + LEARNING_RATE * (each - self.fill_s)
 
     def ratio(self, rows: int, reach: int) -> float:
         """Return how many times as fast as plain ones steps with drafts of the best length are, by what is known."""

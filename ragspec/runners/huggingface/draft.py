@@ -46,12 +46,12 @@ def find(spec: SpeculationConfig, model_name: str, target: Checkpoint, notes: li
     return draft
 
 
-def load(draft: Draft, spec: SpeculationConfig, args: Args) -> Any:
+def load_draft(draft: Draft, spec: SpeculationConfig, args: Args) -> Any:
     """Return the draft with its weights, on the target's device and in its dtype. Raises ModelError."""
-    from ragspec.runners.huggingface import checkpoint
+    from ragspec.runners.huggingface.checkpoint import load
 
     extra = revealed(spec.draft_model_args)
-    return checkpoint.load(draft.source, args, extra, None, spec.draft_trust_remote_code, ARGS_KEY)
+    return load(draft.source, args, extra, None, spec.draft_trust_remote_code, ARGS_KEY)
 
 
 def translation(draft: Draft, draft_model: Any, target: Checkpoint) -> Translation | None:

@@ -20,7 +20,7 @@ from ragspec.records import Failure, Generation, Request
 from ragspec.runners.base import Watched
 from ragspec.runners.huggingface.args import Args
 from ragspec.runners.huggingface.arguments import check_args, only_stock
-from ragspec.runners.huggingface.draft import find, load, translation
+from ragspec.runners.huggingface.draft import find, load_draft, translation
 from ragspec.speculation.methods import HF, PLAIN, method_named
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Runner:
 
     def __enter__(self) -> Self:
         draft = self._draft
-        model, draft_model = self._checkpoint.load(), load(draft, self._spec, self._args) if draft else None
+        model, draft_model = self._checkpoint.load(), load_draft(draft, self._spec, self._args) if draft else None
         self._loaded = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
         rules = self._checkpoint.rules
         if own := rules.overridden(self._sampling):
