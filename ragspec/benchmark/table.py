@@ -52,9 +52,9 @@ def _print_figures(console: Console, results: Results) -> None:
         console.print(table)
         return
     for name, *figures in rows:
-        told = (f"{title} {figure}" for title, figure in zip(COLUMNS[1:], figures, strict=True) if figure != "-")
+        shown = (f"{title} {figure}" for title, figure in zip(COLUMNS[1:], figures, strict=True) if figure != "-")
         console.print(name, markup=False, style="bold")
-        console.print(Padding(Text(", ".join(told)), (0, 0, 0, 2)), soft_wrap=False)
+        console.print(Padding(Text(", ".join(shown)), (0, 0, 0, 2)), soft_wrap=False)
 
 
 def _rows(results: Results) -> Iterator[tuple[str, ...]]:
