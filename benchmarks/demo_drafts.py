@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ragspec.benchmark.answers import read_answers
+from ragspec.benchmark.passes import read_answers
 from ragspec.models.resolve import resolve
 from ragspec.models.tokenizer import load_tokenizer
-from ragspec.training.distil import teach
-from ragspec.training.lessons import Lesson, parted
-from ragspec.training.pupil import Pupil
+from ragspec.training.examples import Example, split_examples
+from ragspec.training.student import Student, distill
 
 END = "<|end|>"
 PIECE = 320  # tokens of a lesson
@@ -61,14 +60,14 @@ def small_llama(words: int) -> Any:
     )
 
 
-def lessons_of(tokenizer: Any, texts: list[str]) -> list[Lesson]:
+def lessons_of(tokenizer: Any, texts: list[str]) -> list[Example]:
     """Return the texts in pieces, all of each to be learnt."""
     lessons = []
     for number, text in enumerate(texts):
         ids = tokenizer(text)["input_ids"]
         for at in range(0, len(ids), PIECE):
             if len(ids[at : at + PIECE]) > 1:
-                lessons.append(Lesson(f"{number}-{at}", ids[at : at + PIECE], 1))
+                lessons.append(Example(f"{number}-{at}", ids[at : at + PIECE], 1))
     return lessons
 
 
@@ -81,13 +80,13 @@ def main() -> None:
     args = parser.parse_args()
     target = load_tokenizer(resolve("demo"))
     answers = read_answers(args.folder / "answers.jsonl").answered.values()
-    lessons = parted([Lesson(each.id, each.prompt_token_ids + each.token_ids, 1) for each in answers])
+    lessons = split_examples([Example(each.id, each.prompt_token_ids + each.token_ids, 1) for each in answers])
     texts = [target.decode(each.token_ids, skip_special_tokens=True) for each in lessons.taught]
     held_out = [target.decode(each.token_ids, skip_special_tokens=True) for each in lessons.held_out]
     tokenizer = tokenizer_of(texts, args.words)
-    draft, out = Pupil(small_llama(args.words), tokenizer), args.folder / "other"
+    draft, out = Student(small_llama(args.words), tokenizer), args.folder / "other"
     out.mkdir(exist_ok=True)
-    teach(draft, lessons_of(tokenizer, texts), args.epochs, out, _say)
+    distill(draft, lessons_of(tokenizer, texts), args.epochs, out, _say)
     draft.save(out)
     print(f"held-out tokens guessed: {draft.agreement(lessons_of(tokenizer, held_out)):.1%}; the draft is in {out}")
 

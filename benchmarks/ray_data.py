@@ -21,7 +21,7 @@ from typing import Any
 from ragspec.config.load import load_config
 from ragspec.config.run import RunConfig
 from ragspec.run.generate import generate
-from ragspec.run.pipeline import Pipeline
+from ragspec.run.local import Pipeline
 
 
 class Answer:

@@ -14,8 +14,7 @@ from statistics import median
 
 import numpy
 
-from ragspec.retrieval.store import Index, Settings
-from ragspec.retrieval.writer import Chunk, Writer
+from ragspec.retrieval.index import Chunk, Index, Settings, Writer
 
 DIMENSION = 384
 STEP = 10_000

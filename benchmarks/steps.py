@@ -21,12 +21,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ragspec.benchmark.details import roofline
-from ragspec.engine.forward import Model
-from ragspec.engine.layout import Segment
-from ragspec.engine.prepared import prepare
-from ragspec.engine.probe import occupy
-from ragspec.engine.speedup import compile_layers
-from ragspec.engine.watch import Watch
+from ragspec.engine.model.compiled import compile_layers
+from ragspec.engine.model.forward import Model
+from ragspec.engine.model.layout import Segment
+from ragspec.engine.model.loaded import prepare
+from ragspec.engine.profiler import Profiler, occupy
 from ragspec.host.machine import machine
 from ragspec.models.resolve import resolve
 
@@ -94,7 +93,7 @@ def forward(model: Model, segments: list[Segment]) -> None:
 
 def bound(model: Model, segments: list[Segment], bytes_per_s: float, flops_per_s: float) -> float:
     """Return the seconds that the forward's linear layers and attention take at least."""
-    with Watch(model, bytes_per_s, flops_per_s) as watch:
+    with Profiler(model, bytes_per_s, flops_per_s) as watch:
         forward(model, segments)
     return sum(part["bound_s"] or 0.0 for phase in watch.to_json().values() for part in phase["parts"].values())
 

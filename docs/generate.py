@@ -45,7 +45,7 @@ def page_of(path: Path) -> str:
 
 def schema() -> str:
     """Return the config's schema as text."""
-    from ragspec.config.schema import config_schema
+    from ragspec.config.run import config_schema
 
     return json.dumps(config_schema(), indent=1, sort_keys=True) + "\n"
 

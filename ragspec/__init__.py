@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from ragspec.config.run import RunConfig
     from ragspec.errors import ConfigError, ModelError, RagspecError
     from ragspec.run.generate import generate
-    from ragspec.run.pipeline import Pipeline
+    from ragspec.run.local import Pipeline
     from ragspec.speculation.drafters.base import Draft, Drafter, RowDrafter
-    from ragspec.speculation.plugins import register as register_drafter
+    from ragspec.speculation.methods import register as register_drafter
     from ragspec.stats import RunSummary
 
 __version__ = "0.1.0"
@@ -45,10 +45,10 @@ _PLACES = {
     **dict.fromkeys(["ConfigError", "ModelError", "RagspecError"], "ragspec.errors"),
     **dict.fromkeys(["Draft", "Drafter", "RowDrafter"], "ragspec.speculation.drafters.base"),
     "generate": "ragspec.run.generate",
-    "Pipeline": "ragspec.run.pipeline",
+    "Pipeline": "ragspec.run.local",
     "RunConfig": "ragspec.config.run",
     "RunSummary": "ragspec.stats",
-    "register_drafter": "ragspec.speculation.plugins",
+    "register_drafter": "ragspec.speculation.methods",
 }
 
 

@@ -1,21 +1,102 @@
-"""Asks the model, in transformers itself and without any speculation, what it thinks of a token."""
+"""The model of a run in stock transformers, loaded as its runner loads it: the audit's outside view.
+
+None of our code computes here: no cache rows, no packing, no drafts. Only the weights are shared with what it judges.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
 import torch
 
-from ragspec.audit.lossless import Parting
+from ragspec.audit.lossless import Audit, Divergence, Referee, divergences, judge
+from ragspec.benchmark.passes import Answer, Answers
+from ragspec.config.load import build_config
+from ragspec.config.run import RunConfig
 from ragspec.engine.sampling import Noise, draw
-from ragspec.models.forwards import cache_word
-from ragspec.models.generation import GenerationRules
-from ragspec.models.masking import Follower
-from ragspec.models.rotary import forget, length_dependent, restart_length
-from ragspec.records import Sampling
+from ragspec.errors import ConfigError
+from ragspec.models.compat import cache_argument, forget, length_dependent, restart_length
+from ragspec.models.logits_processors import GenerationRules, GrammarFollower
+from ragspec.records import Failure, Generation, Request, Sampling
 from ragspec.structured.grammars import Grammars
+
+# vLLM arguments that make it compute something other than transformers does with the same checkpoint
+OTHERWISE = ("hf_overrides", "kv_cache_dtype", "enable_lora", "sampling_args")
+
+
+class Target:
+    """The loaded target model of `config`. Raises ConfigError and ModelError where transformers cannot load it.
+
+    ran: what a run said of itself (`Runner.about`): vLLM chooses its dtype as it starts.
+    """
+
+    def __init__(self, config: RunConfig, ran: dict[str, Any]) -> None:
+        from ragspec.runners.huggingface.args import Args
+        from ragspec.runners.huggingface.checkpoint import Checkpoint
+
+        args = stock_config(config, ran).args()
+        assert isinstance(args, Args)
+        self._greedy = config.sampling.temperature == 0
+        self._checkpoint = Checkpoint(config.model or "", args)
+        self.model = self._checkpoint.load()
+        self.tokenizer, self.rules = self._checkpoint.tokenizer, self._checkpoint.rules
+        self.grammars = self._checkpoint.grammars
+
+    def answers(self, requests: Sequence[Request]) -> Iterator[Generation | Failure]:
+        """Yield what stock generate() answers, one record at a time."""
+        from ragspec.runners.huggingface.assisted import Speculation
+        from ragspec.runners.huggingface.stock import StockBackend
+
+        backend = StockBackend(
+            self.model,
+            self.tokenizer,
+            self._checkpoint.ends,
+            Speculation("none"),
+            rows=1,
+            rules=self.rules,
+            greedy_by_default=self._greedy,
+            grammars=self.grammars,
+        )
+        return backend.generate(requests)
+
+
+def stock_config(config: RunConfig, ran: dict[str, Any]) -> RunConfig:
+    """Return `config` for stock generate() at batch 1. Raises ConfigError if that would be another model."""
+    if config.model is None:
+        raise ConfigError(f"runner {config.runner} has no model that transformers could load")
+    given = config.runner_args
+    if config.runner == "vllm":
+        given = {key: given[key] for key in given if key in ("revision", "trust_remote_code")}
+        given |= {"dtype": ran.get("dtype", "auto")}
+    args = {key: value for key, value in given.items() if key not in ("lookahead", "engine", "batch_size")}
+    raw = config.model_dump() | {
+        "runner": "huggingface",
+        "speculation": {"method": "none"},
+        "runner_args": args | {"engine": "transformers", "batch_size": 1},
+    }
+    return build_config(raw, "stock generate()")
+
+
+def check_same_answers(config: RunConfig, ran: dict[str, Any]) -> None:
+    """Raise ConfigError if the runner and transformers rightly differ by more than rounding."""
+    given = config.runner_args
+    if config.runner != "vllm":
+        return
+    for key in OTHERWISE:
+        if given.get(key) not in (None, "auto", False, {}):
+            raise ConfigError(f"runner_args.{key} is vLLM's own: stock generate() would answer differently")
+    if asked := ran.get("not_done"):
+        raise ConfigError(f"the model's generation_config asks for {asked}, which vLLM does not support")
+    if ran.get("quantized") or given.get("load_format") == "dummy":
+        raise ConfigError("the weights that vLLM computes with are not the checkpoint's in transformers")
+
+
+# -- asks the model, in transformers itself and without any speculation, what it thinks of a token --------------------
+
 
 SPLITS = (1, 4, 16)  # tokens of the last forward, after a first one that filled the cache: the shapes of decoding
 LEAST = {torch.float32: 1e-6, torch.float64: 1e-12}  # of the largest score; what one rounding may do, or LEAST_HALF
@@ -30,13 +111,13 @@ class ModelReferee:
 
     def __init__(self, model: Any, rules: GenerationRules, grammars: Callable[[], Grammars] | None = None) -> None:
         self._model = model
-        self._handed = cache_word(type(model).forward)
+        self._handed = cache_argument(type(model).forward)
         self._grammars = grammars
         self._rules = rules
         self._rotary = length_dependent(model)
 
     @torch.inference_mode()
-    def judge(self, parting: Parting) -> tuple[float, float, float]:
+    def judge(self, parting: Divergence) -> tuple[float, float, float]:
         """Return the shortfalls of the speculative and of the plain token, and the difference that shapes make."""
         sampling = parting.sampling
         found = self._logits(parting.prompt, parting.common)
@@ -72,10 +153,10 @@ class ModelReferee:
         noise = Noise(sampling.seed, name)
         return draw(torch.softmax(logits.double(), -1), [noise.at(at) for at in range(len(answer))])
 
-    def _follower(self, grammar: str) -> Follower:
+    def _follower(self, grammar: str) -> GrammarFollower:
         """Return what holds an answer to its grammar, from its beginning."""
         assert self._grammars is not None
-        return Follower(self._grammars().matcher(grammar))
+        return GrammarFollower(self._grammars().matcher(grammar))
 
     def _forward(self, ids: list[int], last: int) -> torch.Tensor:
         """Return the logits of the `last` of some tokens, (last, vocab) in float32, in one forward."""
@@ -117,7 +198,7 @@ class ModelReferee:
             cache = output.past_key_values
             yield output.logits[0, -1].float()
 
-    def _scores(self, logits: torch.Tensor, parting: Parting, sampling: Sampling) -> torch.Tensor:
+    def _scores(self, logits: torch.Tensor, parting: Divergence, sampling: Sampling) -> torch.Tensor:
         """Return what a token is chosen by: processed logits, or the running sum of probabilities."""
         if parting.grammar:
             logits = self._follower(parting.grammar).masked(logits, parting.common)
@@ -135,3 +216,75 @@ def _shortfall(scores: torch.Tensor, token: int, point: float | None) -> float:
         return float(scores.max() - scores[token])
     low = float(scores[token - 1]) if token else 0.0
     return max(0.0, low - point, point - float(scores[token]))
+
+
+# -- a sample of the records answered outside our engine, and the audited runs compared with it -----------------------
+#
+# `verify` compares two runs of one engine, so it cannot see what is wrong in both. Some records are therefore answered
+# by stock transformers generate() too, one at a time. Where the run samples with its own noise, which generate()
+# lacks, the model is asked token by token instead: is this the one that the record's noise draws from its
+# distribution?
+
+
+def sample(answers: Iterable[Answer], count: int, seed: int) -> list[Answer]:
+    """Return `count` of the answers, two at least: the longest and the shortest prompt, and a draw of the others."""
+    answers = list(answers)
+    ranked = sorted(answers, key=lambda answer: (len(answer.prompt_token_ids), answer.id))
+    if len(ranked) <= max(2, count):
+        return answers
+    drawn = random.Random(seed).sample(ranked[1:-1], max(2, count) - 2)
+    chosen = {answer.id for answer in (ranked[0], *drawn, ranked[-1])}
+    return [answer for answer in answers if answer.id in chosen]
+
+
+def greedy(target: Target, answers: Iterable[Answer]) -> tuple[Answers, list[str]]:
+    """Return the greedy ones of `answers` as stock generate() gives them, and why it could not give some."""
+    asked = [answer for answer in answers if answer.sampling.temperature == 0]
+    requests = [
+        Request(place, answer.id, answer.prompt_token_ids, answer.sampling, grammar=answer.grammar)
+        for place, answer in enumerate(asked)
+    ]
+    given, failed = {}, []
+    for outcome in target.answers(requests):
+        answer = asked[outcome.index]
+        if isinstance(outcome, Failure):
+            failed.append(f"{answer.id}: {outcome.message}")
+        else:
+            given[answer.id] = replace(answer, token_ids=outcome.token_ids)
+    return Answers(given), failed
+
+
+def compare(reference: Answers, run: Answers, referee: Callable[[], Referee], audit: Audit) -> list[Divergence]:
+    """Count in `audit` how `run` differs from the reference's answers; return the partings that are bugs."""
+    same = Answers({name: answer for name, answer in run.answered.items() if name in reference.answered})
+    return [parting for parting in divergences(reference, same, audit) if not audit.add(judge(parting, referee))]
+
+
+def compare_draws(answers: Iterable[Answer], referee: ModelReferee, audit: Audit) -> list[Divergence]:
+    """Count in `audit` whether sampled answers are, token by token, what their noise draws from the model.
+
+    A record is a bug at its first token that is more than rounding away, a tie where others are only rounding away.
+    Returns the partings that are bugs.
+    """
+    bugs = []
+    for answer in answers:
+        last = None
+        for parting in _misses(answer, referee):
+            last = judge(parting, lambda: referee)
+            if not last.tie:
+                bugs.append(parting)
+                break
+        if last is None:
+            audit.identical += 1
+        else:
+            audit.add(last)
+    return bugs
+
+
+def _misses(answer: Answer, referee: ModelReferee) -> Iterator[Divergence]:
+    """Yield the tokens of an answer that are not those the model and the record's noise choose after what precedes."""
+    prompt, ids = answer.prompt_token_ids, answer.token_ids
+    chosen = referee.choices(answer.id, prompt, ids, answer.sampling, answer.grammar)
+    for at, (own, theirs) in enumerate(zip(chosen, ids, strict=True)):
+        if own != theirs:
+            yield Divergence(answer.id, at, own, theirs, prompt, ids[:at], answer.sampling, answer.grammar)

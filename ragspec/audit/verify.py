@@ -9,15 +9,14 @@ from typing import Any
 
 from rich.console import Console
 
-from ragspec.audit.findings import Comparison, Findings
-from ragspec.audit.lossless import Audit, Parting, Verdict, judge, partings
-from ragspec.benchmark.answers import Answer, Answers, read_answers
-from ragspec.benchmark.grading import graded
+from ragspec.audit.lossless import Audit, Comparison, Divergence, Findings, Verdict, divergences, judge
+from ragspec.benchmark.comparison import graded
+from ragspec.benchmark.passes import Answer, Answers, read_answers
 from ragspec.benchmark.plan import Candidate, check_input, make_plan
 from ragspec.benchmark.process import open_worker
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError, ModelError
-from ragspec.outputs.documents import write_json
+from ragspec.outputs.folder import write_json
 from ragspec.speculation.methods import PLAIN
 
 STOCK = "stock generate()"
@@ -77,7 +76,7 @@ class _Verification:
             self.findings.left_out.append(
                 f"{left} sampled records: with {method.name} they have the same distribution, not the same text"
             )
-        for parting in partings(one, two, audit):
+        for parting in divergences(one, two, audit):
             if not audit.add(judge(parting, self._referee)):
                 self._write_reproducer(method, PLAIN, parting, audit.bugs[-1])
         self.findings.comparisons.append(Comparison(method.name, plain.name, audit))
@@ -96,8 +95,8 @@ class _Verification:
 
     def compare_with_reference(self, count: int, seed: int) -> None:
         """Compare both runs with stock transformers, on a sample, or say why that is impossible."""
-        from ragspec.audit import reference
-        from ragspec.audit.target import check_same_answers
+        from ragspec.audit import referee as reference
+        from ragspec.audit.referee import check_same_answers
 
         plain, method = (self._repeated(answers).answered for answers in self._answers)
         asked = reference.sample([answer for name, answer in plain.items() if name in method], count, seed)
@@ -125,7 +124,7 @@ class _Verification:
 
     @cached_property
     def _target(self) -> Any:
-        from ragspec.audit.target import Target
+        from ragspec.audit.referee import Target
 
         self._console.print(f"{STOCK}: loading ...", markup=False)
         return Target(self._config, self._ran)
@@ -135,7 +134,7 @@ class _Verification:
 
         return ModelReferee(self._target.model, self._target.rules, self._target.grammars)
 
-    def _write_reproducer(self, candidate: Candidate, against: str, parting: Parting, verdict: Verdict) -> None:
+    def _write_reproducer(self, candidate: Candidate, against: str, parting: Divergence, verdict: Verdict) -> None:
         name = "".join(c if c.isalnum() or c in "-_." else "_" for c in parting.id)[:80]
         if against == STOCK:
             name = f"{candidate.name}-stock-{name}"

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
-from ragspec.benchmark.answers import Answer
-from ragspec.benchmark.results import Piece, Quote, Roofline, Sample
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ragspec.benchmark.comparison import describe_quality
+from ragspec.benchmark.passes import Answer
+from ragspec.benchmark.plan import baselines, ratios_to_fewer, ratios_to_peers, ratios_to_plain, ratios_to_rank
+from ragspec.benchmark.results import NAME, RECORD_SPEED, SPEED, Piece, Profile, Quote, Ratio, Results, Roofline, Sample
 from ragspec.records import Tokenizer
 
 SHOWN = 6  # answers
@@ -77,10 +85,119 @@ def roofline(device: str, dtype: str) -> Roofline | None:
     square = torch.ones(SIDE, SIDE, dtype=kind, device=device)
     products: list[Callable[[], Any]] = [lambda: square @ square]
     if device == "cpu" and kind == torch.float32:
-        from ragspec.engine.forms import makers  # torch's own product may be a fifth slower than oneDNN's
+        from ragspec.engine.model.weight_layouts import (
+            makers,  # torch's own product may be a fifth slower than oneDNN's
+        )
 
         products = [partial(make(square), square, None) for make in makers(None).values()]
     return Roofline(
         bytes_per_s=READ / min(best(lambda: block), best(lambda: block.view(-1, SIDE) @ square[0])),
         flops_per_s=2 * SIDE**3 / min(best(product) for product in products),
     )
+
+
+# -- the benchmark's results as a table on stderr ---------------------------------------------------------------------
+
+
+WIDEST = 1000  # columns of a console for which a table is measured
+COLUMNS = ("method", "tokens/s", "vs plain", "decode tokens/s", "acceptance", "tokens/step", "output", "identical")
+
+
+def print_results(console: Console, results: Results, folder: Path) -> None:
+    """Print one row per candidate, its passes as one, and the paired ratio to its plain decoding."""
+    machine = results.machine
+    about = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
+    console.print(about, *machine["gpus"], markup=False)
+    for note in results.notes:
+        console.print(f"note: {note}", markup=False, style="yellow")
+    _print_figures(console, results)
+    for ratio in ratios_to_peers(results):
+        console.print(f"{_compared(ratio)}{_unit(ratio)}", markup=False)
+    for ratio in ratios_to_rank(results):
+        console.print(f"{_compared(ratio)}{_unit(ratio)}{_computed(results, ratio)}", markup=False)
+    for line in describe_quality(results.quality):
+        console.print(line, markup=False)
+    for ratio in ratios_to_fewer(results, SPEED):
+        console.print(f"{_compared(ratio)}{_efficiency(results, ratio)}", markup=False)
+    for name, detail in results.details.items():
+        if detail is not None and detail.profile is not None:
+            console.print(_profile(name, detail.profile))
+    console.print(f"results in {folder / NAME}, answers in {folder / 'outputs'}", markup=False)
+
+
+def _print_figures(console: Console, results: Results) -> None:
+    """Print a table, or, where that is too wide for the console, the figures of each candidate below its name."""
+    rows = list(_rows(results))
+    table = Table(box=None, pad_edge=False)
+    for title in COLUMNS:
+        table.add_column(title, justify="left" if title == "method" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    if console.measure(table, options=console.options.update(max_width=WIDEST)).maximum <= console.width:
+        console.print(table)
+        return
+    for name, *figures in rows:
+        shown = (f"{title} {figure}" for title, figure in zip(COLUMNS[1:], figures, strict=True) if figure != "-")
+        console.print(name, markup=False, style="bold")
+        console.print(Padding(Text(", ".join(shown)), (0, 0, 0, 2)), soft_wrap=False)
+
+
+def _rows(results: Results) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of each candidate, by COLUMNS."""
+    plain = baselines(results.runs)
+    to_plain = {ratio.name: ratio for ratio in ratios_to_plain(results, SPEED)}
+    for name in results.names:
+        run = results.typical(name)
+        yield (
+            name,
+            _speed(run.tokens_per_s),
+            to_plain[name].told() if name in to_plain else "-",
+            _speed(run.decode_tokens_per_s),
+            "-" if run.acceptance_rate is None else f"{run.acceptance_rate:.1%}",
+            f"{run.tokens_per_step or 0:.2f}",
+            f"{run.output_tokens:,}",
+            "-" if plain[name] is None else f"{run.identical} of {run.records}",
+        )
+
+
+def _profile(name: str, profile: Profile) -> Table:
+    """Return where the time of a pass went, a row per part."""
+    table = Table(box=None, pad_edge=False, title=f"{name}: where {profile.seconds:.1f} s went", title_justify="left")
+    for title in ("step", "part", "seconds", "share", "of its bound"):
+        table.add_column(title, justify="left" if title in ("step", "part") else "right", overflow="fold")
+    rows = [
+        (f"{phase} ({each.steps:,} steps)", part, value.seconds, value.bound_s)
+        for phase, each in profile.phases.items()
+        for part, value in each.parts.items()
+    ]
+    rows += [("all", "drafting", profile.drafting_s, None), ("all", "everything else", profile.rest_s, None)]
+    for step, part, seconds, bound_s in rows:
+        bound = f"{seconds / bound_s:.2f}x" if bound_s else ""
+        table.add_row(step, part, f"{seconds:.2f}", f"{seconds / profile.seconds:.0%}", bound)
+    return table
+
+
+def _unit(ratio: Ratio) -> str:
+    """Return what the ratio is of, where it is not tokens."""
+    return " in records/s" if ratio.metric == RECORD_SPEED else ""
+
+
+def _computed(results: Results, ratio: Ratio) -> str:
+    """Return how many prompt tokens two candidates computed, where that is known."""
+    one, other = (results.runs_of(name)[0].computed_prompt_tokens for name in (ratio.name, ratio.baseline))
+    return "" if one is None or other is None else f", with {one:,} prompt tokens computed against {other:,}"
+
+
+def _efficiency(results: Results, ratio: Ratio) -> str:
+    """Return what share of so many workers' worth a ratio is."""
+    workers = {run.name: run.workers for run in results.runs}
+    more, fewer = workers[ratio.name] or 1, workers[ratio.baseline] or 1
+    return f", {ratio.median * fewer / more:.0%} of a linear speed-up on {more} workers" if more > fewer else ""
+
+
+def _speed(speed: float | None) -> str:
+    return f"{speed:.1f}" if speed else "-"
+
+
+def _compared(ratio: Ratio) -> str:
+    return f"{ratio.name} runs at {ratio.told()} the speed of {ratio.baseline}"

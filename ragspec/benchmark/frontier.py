@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from ragspec.benchmark.comparison import format_ratio, paired, sides
 from ragspec.benchmark.plan import Candidate
-from ragspec.benchmark.ratios import paired, sides, told
 from ragspec.benchmark.results import Quality
 from ragspec.config.load import build_config
 from ragspec.config.run import RunConfig
@@ -90,7 +90,9 @@ def points(
         ratios = paired(speeds[candidate.name], speeds[winner.name])
         if ratios:
             low, _ = sides(ratios)
-            found.append(Point(candidate, median(ratios), quality.get(candidate.name), low=low, speed=told(ratios)))
+            found.append(
+                Point(candidate, median(ratios), quality.get(candidate.name), low=low, speed=format_ratio(ratios))
+            )
     return found
 
 

@@ -1,23 +1,154 @@
-"""Running a plan: one process per candidate, passes in turn (A B, B A, ...).
-
-Limit: passes in turn need room for all candidates' models at once; `sequential` gives that up.
-"""
+"""Passes -> Results: who is compared with whom, the paired ratios, and whose answers are the same."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
 
-from ragspec.benchmark.answers import fingerprints
-from ragspec.benchmark.passes import Entry, Passes
-from ragspec.benchmark.plan import Candidate, check_input
-from ragspec.benchmark.process import Worker, open_worker
-from ragspec.benchmark.results import NAME, Results
-from ragspec.benchmark.summary import summarise
+from ragspec.benchmark.comparison import graded, interval, paired
+from ragspec.benchmark.passes import Entry, Passes, fingerprints
+from ragspec.benchmark.plan import (
+    Candidate,
+    Setting,
+    baseline_of,
+    by_rank_of,
+    check_input,
+    fewest_of,
+    missing,
+    setting_of,
+)
+from ragspec.benchmark.process import Ready, Worker, answers_of, open_worker
+from ragspec.benchmark.results import DECODE_SPEED, NAME, RECORD_SPEED, SPEED, Pass, Ratio, Results, Run
 from ragspec.errors import ConfigError
-from ragspec.outputs.documents import write_json
+from ragspec.host.machine import machine
+from ragspec.outputs.folder import write_json
+
+
+def summarise(
+    plan: Sequence[Candidate], entries: Mapping[str, Entry], folder: Path, repeat: int, notes: Sequence[str]
+) -> Results:
+    """Return what `repeat` passes of every candidate say; `notes` come last in those of the results."""
+    passes = {candidate.name: entries[candidate.name].passes[:repeat] for candidate in plan}
+    ready = {candidate.name: _ready(entries[candidate.name]) for candidate in plan}
+    # how many records were answered at once, as far as the runner says so, else what was asked of it
+    sizes = {
+        candidate.name: entries[candidate.name].passes[-1].batch_size or candidate.batch_size for candidate in plan
+    }
+    baselines = {candidate.name: baseline_of(candidate, plan, sizes) for candidate in plan}
+    settings = [setting_of(candidate, sizes) for candidate in plan]
+    found = {f"{name}: {note}" for name, one in ready.items() for note in one.notes}
+    found |= {missing(one, settings) for one in settings if baselines[one.name] is None and not one.peer}
+    runs = []
+    for candidate in plan:
+        name = candidate.name
+        baseline = baselines[name]
+        plain = None if baseline is None else entries[baseline.name].answers[0]
+        for number, figures in enumerate(passes[name], 1):
+            identical = None if plain is None else _identical(entries[name].answers[number - 1], plain)
+            runs.append(_run(candidate, number, figures, ready[name], sizes[name], identical))
+    return Results(
+        machine=machine(),
+        versions={key: value for one in ready.values() for key, value in one.about["versions"].items()},
+        input=str(plan[0].config.input),
+        runs=tuple(runs),
+        ratios=tuple(ratio for candidate in plan for ratio in _ratios(candidate, baselines, plan, settings, passes)),
+        ratio_interval="95%, Student's t on the logarithms of the paired ratios",
+        details={candidate.name: entries[candidate.name].details for candidate in plan},
+        configs={candidate.name: candidate.config.model_dump(mode="json") for candidate in plan},
+        notes=(*sorted(found), *notes),
+        quality=graded({one.name: answers_of(one, folder) for one in plan}, _by_rank(settings)),
+    )
+
+
+def _by_rank(settings: Sequence[Setting]) -> dict[str, str]:
+    """Return, by candidate, the same with passages by rank, for those of another order."""
+    places = {setting.name: by_rank_of(setting, settings) for setting in settings}
+    return {name: settings[place].name for name, place in places.items() if place is not None}
+
+
+def _ready(entry: Entry) -> Ready:
+    assert entry.ready is not None, "a pass comes after its process was ready"
+    return entry.ready
+
+
+def _run(
+    candidate: Candidate, number: int, figures: Pass, ready: Ready, batch_size: int | None, identical: int | None
+) -> Run:
+    return Run(
+        **vars(figures) | {"batch_size": batch_size},
+        name=candidate.name,
+        peer=candidate.peer,
+        runner=candidate.config.runner,
+        method=candidate.config.speculation.method,
+        num_tokens=candidate.num_tokens or candidate.config.speculation.num_tokens,
+        repeat=number,
+        load_s=round(ready.load_s, 3),
+        warmup_s=round(ready.warmup_s, 3),
+        identical=identical,
+        workers=candidate.config.workers(),
+        order=candidate.config.prompt.order,
+    )
+
+
+def _ratios(
+    candidate: Candidate,
+    baselines: Mapping[str, Candidate | None],
+    plan: Sequence[Candidate],
+    settings: Sequence[Setting],
+    passes: Mapping[str, Sequence[Pass]],
+) -> Iterator[Ratio]:
+    """Yield the candidate's ratios; a peer itself has none.
+
+    They are to its baseline where it has one, to the same on the fewest workers, to the same with passages by rank, and
+    to every peer.
+    """
+    if candidate.peer:
+        return
+    baseline = baselines[candidate.name]
+    if baseline is not None and baseline is not candidate:
+        for metric in (SPEED, DECODE_SPEED):
+            yield from _ratio(candidate, baseline, metric, passes)
+    fewest = fewest_of(settings[plan.index(candidate)], settings)
+    if fewest is not None:
+        yield from _ratio(candidate, plan[fewest], SPEED, passes)
+    by_rank = by_rank_of(settings[plan.index(candidate)], settings)
+    if by_rank is not None:
+        yield from _ratio(candidate, plan[by_rank], RECORD_SPEED, passes)
+    for peer in plan:
+        if peer.peer:
+            alike = peer.config.prompt.order == candidate.config.prompt.order
+            yield from _ratio(candidate, peer, SPEED if alike else RECORD_SPEED, passes)
+
+
+def _ratio(
+    candidate: Candidate, other: Candidate, metric: str, passes: Mapping[str, Sequence[Pass]]
+) -> Iterator[Ratio]:
+    """Yield the one ratio of a metric, or none where no pair of passes knows it."""
+    ratios = paired(*([getattr(each, metric) for each in passes[name]] for name in (candidate.name, other.name)))
+    if ratios:
+        middle, low, high = interval(ratios)
+        yield Ratio(
+            name=candidate.name,
+            baseline=other.name,
+            metric=metric,
+            median=round(middle, 4),
+            low=None if low is None else round(low, 4),
+            high=None if high is None else round(high, 4),
+            pairs=len(ratios),
+        )
+
+
+def _identical(answers: Mapping[str, str], plain: Mapping[str, str]) -> int:
+    """Return how many answers of a pass are, token for token, those of plain decoding in its first pass."""
+    return sum(plain.get(name) == answer for name, answer in answers.items())
+
+
+# -- running a plan: one process per candidate, passes in turn (A B, B A, ...) ----------------------------------------
+#
+# Limit: passes in turn need room for all candidates' models at once; `sequential` gives that up.
 
 
 def run_benchmark(

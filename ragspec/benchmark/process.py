@@ -1,4 +1,8 @@
-"""The process of one candidate, seen from outside (worker.py is the inside)."""
+"""What the benchmark and a candidate's process say to each other, a JSON line each.
+
+In: a Task, then "go" per pass, or "details", with a profile or without.
+Out: {"value": Ready, Pass or Details}, or {"error", "exit_code"}.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,49 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 from rich.console import Console
 
-from ragspec.benchmark.messages import DETAILS, GO, PROFILE, Ready, Task
 from ragspec.benchmark.plan import Candidate
 from ragspec.benchmark.results import Details, Pass, parse
-from ragspec.config.veil import Veil
+from ragspec.config.redaction import Redactor
 from ragspec.errors import ConfigError, ModelError
 from ragspec.json_text import dumps, loads
-from ragspec.outputs.private import open_private
+from ragspec.outputs.folder import open_private
+
+GO, DETAILS, PROFILE = b"go", b"details", b"details with a profile"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a process is to do. config: as the user wrote it, secrets in the clear."""
+
+    name: str
+    config: dict[str, Any]
+    limit: int | None
+    output: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What a process says of itself once its model is loaded. about: as in a stats file.
+
+    remembers: whether a pass leaves drafts behind for the next one.
+    """
+
+    about: dict[str, Any]
+    load_s: float
+    warmup_s: float
+    notes: tuple[str, ...]
+    remembers: bool
+
+
+# -- the process of one candidate, seen from outside (worker.py is the inside) ----------------------------------------
+
 
 T = TypeVar("T")
 LOG_S = 5.0  # that the last lines of a log may take, where a child of the process holds on to it
@@ -109,7 +143,7 @@ class Worker:
         return ModelError(f"{self.candidate.name}: its process ended ({''.join(last)[:200]}); see {self.log}")
 
 
-def copy_log(source: IO[bytes], log: IO[bytes], veil: Veil) -> None:
+def copy_log(source: IO[bytes], log: IO[bytes], veil: Redactor) -> None:
     """Copy what a process says on its stderr to its log, without the secrets of its config."""
     with source, log:
         for line in source:

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ragspec.errors import ConfigError
 from ragspec.json_text import JSONDecodeError, loads
-from ragspec.quality.bootstrap import Estimate
+from ragspec.quality.metrics import Estimate
 
 NAME = "results.json"
 # what ratios are taken of; records where prompts differ, as answers of other lengths are no gain

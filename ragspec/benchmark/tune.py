@@ -20,21 +20,20 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from ragspec.benchmark.comparison import format_ratio, graded, paired, sides
 from ragspec.benchmark.frontier import TRIES, allowed, frontier, points, variants
-from ragspec.benchmark.grading import graded
 from ragspec.benchmark.plan import Candidate, check_input, make_plan
 from ragspec.benchmark.process import Worker, open_worker
-from ragspec.benchmark.ratios import paired, sides, told
 from ragspec.benchmark.results import Pass
+from ragspec.config.redaction import by_name
 from ragspec.config.run import RunConfig
-from ragspec.config.secret import by_name
 from ragspec.errors import ConfigError, ModelError, did_you_mean
 from ragspec.host.machine import machine
-from ragspec.inputs.head import first_records
-from ragspec.outputs.private import write_private
+from ragspec.inputs.sources import first_records
+from ragspec.outputs.folder import write_private
 from ragspec.quality.graded import references_of
 from ragspec.records import Record
-from ragspec.run.choice import settle
+from ragspec.run.runner_choice import choose_for_input
 from ragspec.speculation.methods import FAKE, PLAIN, model_free
 
 BEHIND = 0.85  # of the fastest of a round; what is slower is not timed again
@@ -213,7 +212,7 @@ def _promising(workers: list[Worker], speeds: Speeds) -> list[Worker]:
 
 def candidates(config: RunConfig) -> list[Candidate]:
     """Return plain decoding, what the config says, and every method of the runner that needs no further settings."""
-    config = settle(config).config
+    config = choose_for_input(config).config
     free = () if config.runner == FAKE else model_free(config.runner)
     methods = [PLAIN, config.speculation.method, *free]
     if importlib.util.find_spec("arctic_inference") is None:
@@ -236,7 +235,7 @@ def choose(plan: list[Candidate], speeds: Speeds) -> Tuned:
         mine = speeds[candidate.name]
         ratios = paired(mine, plain)
         rate = median([speed for speed in mine if speed] or [0.0])
-        beside = f", {told(ratios)} {plan[0].name}" if candidate is not plan[0] and ratios else ""
+        beside = f", {format_ratio(ratios)} {plan[0].name}" if candidate is not plan[0] and ratios else ""
         evidence.append(f"{candidate.name}: {rate:.1f} tokens/s{beside}, {len(mine)} passes")
         if ratios and min(ratios) > 1.0 and median(ratios) > best:
             winner, best = candidate, median(ratios)
@@ -251,7 +250,7 @@ def _verdict(winner: Candidate, plan: Sequence[Candidate], speeds: Speeds) -> st
     ratios = paired(speeds[winner.name], speeds[plain.name])
     sure = sides(ratios)[0] > 1
     open_ = "" if sure else f", but {len(ratios)} passes may show that by chance; a larger --budget would tell"
-    found = f"{winner.name} is chosen: {told(ratios)} {plain.name}{open_}"
+    found = f"{winner.name} is chosen: {format_ratio(ratios)} {plain.name}{open_}"
     rivals = [other.name for other in plan if other not in (winner, plain) and _may_be_as_fast(other, winner, speeds)]
     return f"{found}; not clearly slower: {', '.join(rivals)}" if rivals else found
 

@@ -14,16 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from ragspec.benchmark.answers import read_answers
 from ragspec.benchmark.details import acceptance_by_record, roofline, samples
-from ragspec.benchmark.messages import DETAILS, PROFILE, Ready, Task
+from ragspec.benchmark.passes import read_answers
+from ragspec.benchmark.process import DETAILS, PROFILE, Ready, Task
 from ragspec.benchmark.results import Details, Pass, Profile, StepCost, parse
 from ragspec.config.load import build_config
 from ragspec.config.run import RunConfig
 from ragspec.config.sections import ScaleConfig
 from ragspec.errors import RagspecError
 from ragspec.inputs.base import Source, count_of
-from ragspec.inputs.opening import open_source
+from ragspec.inputs.sources import open_source
 from ragspec.json_text import dumps, loads
 from ragspec.outputs.journal import Journal
 from ragspec.run.local import LocalPass
@@ -32,7 +32,7 @@ from ragspec.runners.base import Runner
 from ragspec.stats import RunSummary
 
 if TYPE_CHECKING:
-    from ragspec.run.ray.crew import Crew
+    from ragspec.run.ray.worker_pool import WorkerPool
 
 Say = Callable[[Any], None]
 
@@ -79,10 +79,10 @@ def _answer(config: RunConfig, task: Task, source: IO[bytes], say: Say) -> None:
 
 def _answer_on_workers(session: Session, scale: ScaleConfig, task: Task, source: IO[bytes], say: Say) -> None:
     """Do the same with workers. What a step costs, and where its time goes, they do not tell."""
-    from ragspec.run.ray.crew import Crew
+    from ragspec.run.ray.worker_pool import WorkerPool
 
     started = time.perf_counter()
-    with Crew(session, scale, details=True) as crew:
+    with WorkerPool(session, scale, details=True) as crew:
         crew.muster(_records(session.config, task.limit))
         load_s = time.perf_counter() - started
         about = {**session.about(), **crew.about}
@@ -101,7 +101,7 @@ def _records(config: RunConfig, limit: int | None) -> int | None:
         return count_of(rows, limit)
 
 
-def _run_pass(session: Session, output: Path, limit: int | None, crew: Crew | None = None) -> Pass:
+def _run_pass(session: Session, output: Path, limit: int | None, crew: WorkerPool | None = None) -> Pass:
     """Answer the whole input into `output`, as `ragspec generate` does, and return the figures."""
     output.unlink(missing_ok=True)
     assert session.config.input is not None
@@ -113,7 +113,7 @@ def _run_pass(session: Session, output: Path, limit: int | None, crew: Crew | No
     return parse(Pass, stats | stats["speculation"] | {"batch_size": batch_size})
 
 
-def _stream(session: Session, rows: Source, journal: Journal, limit: int | None, crew: Crew | None) -> RunSummary:
+def _stream(session: Session, rows: Source, journal: Journal, limit: int | None, crew: WorkerPool | None) -> RunSummary:
     if crew is not None:
         from ragspec.run.ray.driver import RayPass
 

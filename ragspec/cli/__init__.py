@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def _say(message: str) -> None:
-    from ragspec.cli.console import stderr
-    from ragspec.config.veil import Veil
+    from ragspec.cli.tables import stderr
+    from ragspec.config.redaction import Redactor
 
-    stderr().print(f"error: {Veil()(message)}", markup=False)
+    stderr().print(f"error: {Redactor()(message)}", markup=False)

@@ -86,9 +86,7 @@ def run(
 
     allowed: returns how many of so many records may fail; exits with 1 if more did.
     """
-    from ragspec.cli.console import stderr
-    from ragspec.cli.progress import progress
-    from ragspec.cli.tables import print_summary
+    from ragspec.cli.tables import print_summary, progress, stderr
     from ragspec.outputs.journal import whereabouts
     from ragspec.outputs.target import target_of
     from ragspec.run.generate import generate as answer

@@ -26,18 +26,18 @@ def inspect(
 
     import yaml
 
-    from ragspec.cli.console import stderr
     from ragspec.cli.options import quiet_pipe
-    from ragspec.config.check import validate
-    from ragspec.config.places import InputConfig
-    from ragspec.config.veil import Veil
-    from ragspec.run.inspection import inspect as look
+    from ragspec.cli.tables import stderr
+    from ragspec.config.io import InputConfig
+    from ragspec.config.redaction import Redactor
+    from ragspec.config.sections import validate
+    from ragspec.run.inspect import inspect as look
 
     set_debug(debug)
     given = {"path": path, "format": format, "split": split, "name": name}
     config = validate(InputConfig, {key: value for key, value in given.items() if value is not None}, "command line")
     assert isinstance(config, InputConfig)
-    veil = Veil(config.model_dump())
+    veil = Redactor(config.model_dump())
     with veil.over_errors():
         found = look(config)
     console = stderr()

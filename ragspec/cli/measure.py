@@ -88,9 +88,9 @@ def benchmark(
     debug: Debug = False,
 ) -> None:
     """Compare the speed of methods on your input."""
+    from ragspec.benchmark.details import print_results
     from ragspec.benchmark.measure import run_benchmark
     from ragspec.benchmark.plan import make_plan
-    from ragspec.benchmark.table import print_results
     from ragspec.report.page import write_report
 
     set_debug(debug)
@@ -134,7 +134,7 @@ def report(
 ) -> None:
     """Redraw the report of a finished benchmark."""
     from ragspec.benchmark.results import read_results
-    from ragspec.cli.console import stderr
+    from ragspec.cli.tables import stderr
     from ragspec.report.page import write_report
 
     set_debug(debug)

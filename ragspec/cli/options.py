@@ -14,7 +14,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ragspec.config.places import InputConfig
+    from ragspec.config.io import InputConfig
     from ragspec.config.run import RunConfig
 
 INTERRUPTED = 130
@@ -75,8 +75,8 @@ def overrides(override: list[str] | None, max_new_tokens: int | None = None) -> 
 
 def input_of(path: str, columns: list[str] | None) -> InputConfig:
     """Return a file of records as an input, with the columns that `--columns` maps."""
-    from ragspec.config.check import validate
-    from ragspec.config.places import InputConfig
+    from ragspec.config.io import InputConfig
+    from ragspec.config.sections import validate
     from ragspec.errors import ConfigError
 
     mapping: dict[str, Any] = {}
@@ -119,14 +119,13 @@ def load(
     config: str, override: list[str] | None, input: str | None, max_new_tokens: int | None = None
 ) -> tuple[RunConfig, Console]:
     """Return the config, a runner chosen, and the console on stderr, with the config's notes printed there."""
-    from ragspec.cli.console import stderr
-    from ragspec.cli.tables import print_notes
+    from ragspec.cli.tables import print_notes, stderr
     from ragspec.config.load import load_config
-    from ragspec.run.choice import settle
+    from ragspec.run.runner_choice import choose_for_input
 
     console = stderr()
     run_config, notes = load_config(config, overrides(override, max_new_tokens), input=input)
-    choice = settle(run_config)
+    choice = choose_for_input(run_config)
     print_notes(console, [*notes, *([choice.why] if choice.why else [])])
     return choice.config, console
 

@@ -29,7 +29,7 @@ def verify(
     debug: Debug = False,
 ) -> None:
     """Check that speculation changes no answer."""
-    from ragspec.audit.findings import print_findings
+    from ragspec.audit.lossless import print_findings
     from ragspec.audit.verify import run_verify
 
     set_debug(debug)
@@ -104,12 +104,11 @@ def doctor(
     debug: Debug = False,
 ) -> None:
     """Show what this machine has, and what a config would do on it."""
-    from ragspec.cli.console import stderr
-    from ragspec.config.places import InputConfig
-    from ragspec.config.veil import Veil
-    from ragspec.run.doctor import Finding, examine_config, examine_machine
-    from ragspec.run.experience import folder, forget
-    from ragspec.run.input_check import examine_input, examine_passages
+    from ragspec.cli.tables import stderr
+    from ragspec.config.io import InputConfig
+    from ragspec.config.redaction import Redactor
+    from ragspec.run.doctor import Finding, examine_config, examine_input, examine_machine, examine_passages
+    from ragspec.run.runner_choice import folder, forget
 
     set_debug(debug)
     findings = []
@@ -128,7 +127,7 @@ def doctor(
         given = InputConfig(path=[input])
     if given is not None:
         findings.append(examine_input(given))
-    veil = Veil(given.model_dump() if given is not None else {})
+    veil = Redactor(given.model_dump() if given is not None else {})
     console, styles = stderr(), {"ok": "green", "note": "yellow", "error": "red"}
     for finding in findings:
         console.print(f"{finding.level:5} {veil(finding.text)}", markup=False, style=styles[finding.level])

@@ -41,9 +41,8 @@ def evaluate(
 
     import orjson
 
-    from ragspec.cli.console import stderr
     from ragspec.cli.options import quiet_pipe
-    from ragspec.cli.tables import print_notes
+    from ragspec.cli.tables import print_notes, stderr
     from ragspec.errors import ConfigError
     from ragspec.json_text import dumps
     from ragspec.quality.evaluate import evaluate as score

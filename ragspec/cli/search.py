@@ -54,11 +54,9 @@ def index(
     debug: Debug = False,
 ) -> None:
     """Build a retrieval index, or update it with new and changed documents."""
-    from ragspec.cli.console import stderr
-    from ragspec.cli.progress import build_progress
-    from ragspec.cli.tables import print_build
+    from ragspec.cli.tables import build_progress, print_build, stderr
+    from ragspec.config.redaction import Redactor
     from ragspec.config.sections import ScaleConfig
-    from ragspec.config.veil import Veil
     from ragspec.errors import ConfigError
     from ragspec.retrieval.build import build
     from ragspec.retrieval.embedding import Embedder
@@ -81,10 +79,10 @@ def index(
     if not settings.corpus:
         raise ConfigError("--corpus: missing; give files or folders, or retrieval.corpus in the config")
     with ExitStack() as stack:
-        stack.enter_context(Veil(settings.model_dump()).over_errors())
+        stack.enter_context(Redactor(settings.model_dump()).over_errors())
         embedder_of: Callable[[str], Embedder] = Embedder
         if settings.embedding_model and (workers or ray_address):
-            from ragspec.run.ray.embedding import embedders
+            from ragspec.run.ray.cluster import embedders
 
             scale = ScaleConfig(workers=workers or 1, address=ray_address or "local")
             embedder_of = stack.enter_context(embedders(scale))
@@ -121,8 +119,8 @@ def retrieve(
     debug: Debug = False,
 ) -> None:
     """Add retrieved contexts to records that have none."""
-    from ragspec.cli.console import stderr
-    from ragspec.config.veil import Veil
+    from ragspec.cli.tables import stderr
+    from ragspec.config.redaction import Redactor
     from ragspec.run.retrieve import measure, stream
 
     set_debug(debug)
@@ -130,7 +128,7 @@ def retrieve(
     found_as = {"top_k": top_k, "mode": mode, "reranker_model": reranker_model, "order": order}
     settings = _settings(console, config, override, builds=False, index=index, **found_as)
     where = input_of(input or source or "-", columns)
-    with quiet_pipe(), Veil(settings.model_dump()).over_errors():
+    with quiet_pipe(), Redactor(settings.model_dump()).over_errors():
         if evaluate:
             measure(settings, where, output, limit)
             return

@@ -31,7 +31,7 @@ def train_draft(
     debug: Debug = False,
 ) -> None:
     """Train a draft model or head on your target's answers, and test if it pays off."""
-    from ragspec.cli.progress import learning_progress
+    from ragspec.cli.tables import learning_progress
     from ragspec.training.train import train_draft as train
 
     set_debug(debug)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, cast
 
-from ragspec.config.check import validate
-from ragspec.config.places import Input, Output, OutputConfig
-from ragspec.config.secret import Address, Settings, as_given
+from ragspec import runners
+from ragspec.config.io import Input, Output, OutputConfig
+from ragspec.config.redaction import Address, Redactor, Settings, as_given
 from ragspec.config.sections import (
     PromptConfig,
     RetrievalConfig,
@@ -15,12 +15,12 @@ from ragspec.config.sections import (
     ScaleConfig,
     Section,
     SpeculationConfig,
+    validate,
 )
 from ragspec.config.structured import StructuredConfig
-from ragspec.config.veil import Veil
 from ragspec.records import Sampling
 from ragspec.runners.base import RunnerArgs
-from ragspec.speculation.methods import AUTO, HF, VLLM, method_named
+from ragspec.speculation.methods import AUTO, HF, VLLM, method_named, methods_of
 
 CHOICES = (HF, VLLM)  # of runner: auto
 SAME_ARGS = {"batch_size", "lookahead", "revision", "trust_remote_code"}  # that mean the same to both
@@ -117,9 +117,9 @@ class RunConfig(Section):
         whole: dict[str, Any] = as_given(self.model_dump())
         return whole
 
-    def veil(self) -> Veil:
+    def veil(self) -> Redactor:
         """Return the Veil that hides this config's secrets in messages."""
-        return Veil(self.model_dump())
+        return Redactor(self.model_dump())
 
     def identity(self) -> dict[str, Any]:
         """Return the part of the config that an answer depends on; a resumed run must agree on it."""
@@ -157,3 +157,29 @@ def to_sampling(config: SamplingConfig) -> Sampling:
             "logit_bias": tuple(sorted(config.logit_bias.items())),
         }
     )
+
+
+# -- the config as a JSON schema, for editors: completion and checks while a YAML file is written ---------------------
+
+
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def config_schema() -> dict[str, Any]:
+    """Return the schema of a ragspec config; `runner_args` and methods depend on the runner."""
+    schema = RunConfig.model_json_schema()
+    modules = {name: runners.module(name) for name in runners.names()}
+    schema["properties"]["runner"]["enum"] = [AUTO, *modules]
+    choices: list[dict[str, Any]] = []
+    for name, module in modules.items():
+        args = module.Args.model_json_schema(ref_template=f"#/$defs/{name}_{{model}}")
+        for inner, definition in args.pop("$defs", {}).items():
+            schema["$defs"][f"{name}_{inner}"] = definition
+        methods = {"properties": {"method": {"enum": list(methods_of(name))}}}
+        condition: dict[str, Any] = {"properties": {"runner": {"const": name}}}
+        condition["required"] = ["runner"]
+        choices.append({"if": condition, "then": {"properties": {"runner_args": args, "speculation": methods}}})
+        if name == HF:
+            may = {"runner": {"const": AUTO}, "speculation": methods}
+            choices.append({"if": {"properties": may}, "then": {"properties": {"runner_args": args}}})
+    return {"$schema": DRAFT, **schema, "title": "ragspec config", "allOf": choices}

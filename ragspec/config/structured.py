@@ -12,8 +12,7 @@ from ragspec.errors import ConfigError, RecordError
 from ragspec.json_text import JSONDecodeError, loads
 from ragspec.structured.form import Form
 from ragspec.structured.grammars import problem_of
-from ragspec.structured.schema import SOME
-from ragspec.structured.wrapping import CARRIERS, is_schema, unwrapped
+from ragspec.structured.schema import CARRIERS, SOME, is_schema, unwrapped
 
 GRAMMAR_SUFFIXES = (".lark", ".gbnf", ".ebnf")
 GUIDED = {  # what vLLM called them

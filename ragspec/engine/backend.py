@@ -8,34 +8,28 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ragspec.engine.capacity import budget_of, choose_rows, most_rows, untimed_rows
-from ragspec.engine.clock import Clock
-from ragspec.engine.decode import LOOKAHEAD, Engine, EngineSettings
-from ragspec.engine.draft_model import DraftModel
-from ragspec.engine.early_exit import EarlyExit
-from ragspec.engine.forward import Model
-from ragspec.engine.joined import Joined
-from ragspec.engine.layout import Segment
-from ragspec.engine.linear import unpack_linears
+from ragspec.engine.engine import LOOKAHEAD, Engine, EngineSettings
+from ragspec.engine.kv.budget import KvBudget, budget_of, choose_rows, most_rows, untimed_rows
+from ragspec.engine.model.compiled import Wish, compile_layers
+from ragspec.engine.model.forward import Model
+from ragspec.engine.model.layout import Segment
+from ragspec.engine.model.loaded import Refused, halves_of, linear_weights, prepare
+from ragspec.engine.model.weight_layouts import unpack_linears
 from ragspec.engine.notes import Notes
-from ragspec.engine.prepared import Refused, halves_of, linear_weights, prepare
-from ragspec.engine.probe import REACHES, probe, seconds_of
-from ragspec.engine.proposers import Auto, ByRow, NoDrafts, Proposer
-from ragspec.engine.room import Room
-from ragspec.engine.row import Row
-from ragspec.engine.scripts import Same, Script
-from ragspec.engine.speedup import Wish, compile_layers
-from ragspec.engine.watch import Watch
+from ragspec.engine.profiler import REACHES, Clock, Profiler, probe, seconds_of
+from ragspec.engine.proposers.base import AutoProposer, NoProposer, Proposer, RowProposer
+from ragspec.engine.proposers.draft_model import DraftModel, DraftView, HybridProposer, SameTokensView
+from ragspec.engine.proposers.early_exit import EarlyExit
+from ragspec.engine.request_state import RequestState
 from ragspec.inputs.feed import Feed
 from ragspec.models.draft import width_of
-from ragspec.models.generation import GenerationRules, Processors
+from ragspec.models.logits_processors import GenerationRules, Processors
 from ragspec.models.translation import Translation
 from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer
-from ragspec.speculation.cost import StepCost
 from ragspec.speculation.drafters.calibration import judged
-from ragspec.speculation.methods import AUTO, HF, PLAIN, DrafterSettings, drafters_on
-from ragspec.speculation.plugins import failures
-from ragspec.speculation.trial import Trial
+from ragspec.speculation.method_selector import MethodSelector
+from ragspec.speculation.methods import AUTO, HF, PLAIN, DrafterSettings, drafters_on, failures
+from ragspec.speculation.step_cost import StepCost
 from ragspec.structured.grammars import Grammars
 
 log = logging.getLogger(__name__)
@@ -137,7 +131,7 @@ class EngineBackend:
         self._candidates = [self._method]
         if self._method == AUTO:
             self._candidates = [*self._drafters] + [JOINED] * (self._draft is not None)
-        self._trial = Trial(self._candidates) if self._judged else None
+        self._trial = MethodSelector(self._candidates) if self._judged else None
         self._cost = self._probed.anew() if self._probed else None
 
     @property
@@ -161,7 +155,7 @@ class EngineBackend:
             self._all_at_once = records is not None and records <= rows
         if not self._judged:
             ids = [1, 2, 3, 4]
-            for _ in self._engine(1, Room()).run([Request(0, "warm-up", ids, Sampling(max_new_tokens=4))]):
+            for _ in self._engine(1, KvBudget()).run([Request(0, "warm-up", ids, Sampling(max_new_tokens=4))]):
                 pass
             self.clock = Clock()
         else:
@@ -183,7 +177,7 @@ class EngineBackend:
         feed.put_back(head)
         self._start_anew()
         kept = sum(model.kept_bytes for model in self._models)
-        room = Room(self._bytes_per_token, budget_of(self._model.device, kept))
+        room = KvBudget(self._bytes_per_token, budget_of(self._model.device, kept))
         rows = self._rows
         if rows is None:
             rows, why = choose_rows(head, room, self._model.device, self._most, all_at_once=self._all_at_once)
@@ -196,7 +190,7 @@ class EngineBackend:
         finally:
             self._finish(engine, *before)
 
-    def _engine(self, rows: int, room: Room) -> Engine:
+    def _engine(self, rows: int, room: KvBudget) -> Engine:
         self._model.resize(rows)
         self._proposers: dict[str, Proposer] = {}
         for name in self._candidates:
@@ -204,7 +198,9 @@ class EngineBackend:
         several = self._trial is not None and len(self._proposers) > 1
         return Engine(
             self._model,
-            Auto(self._proposers, self._trial) if several and self._trial else next(iter(self._proposers.values())),
+            AutoProposer(self._proposers, self._trial)
+            if several and self._trial
+            else next(iter(self._proposers.values())),
             self._tokenizer,
             self._eos,
             EngineSettings(
@@ -231,21 +227,21 @@ class EngineBackend:
     def _proposer(self, method: str, rows: int) -> Proposer:
         if method == JOINED:
             passages = self._proposers["context"]
-            assert isinstance(passages, ByRow)
+            assert isinstance(passages, RowProposer)
             model = self._proposer("draft_model", rows)
             assert isinstance(model, DraftModel)
-            return Joined(passages, model, self._cost)
+            return HybridProposer(passages, model, self._cost)
         if method == "draft_model":
             assert self._draft is not None
             self._draft.resize(rows)
-            open = Same if self._translation is None else partial(_translated, self._translation)
+            open = SameTokensView if self._translation is None else partial(_translated, self._translation)
             return DraftModel(self._draft, self._width, self._context_length, self._num_tokens, self._cost, open)
         if method == "early_exit":
             assert self._halves is not None
             return EarlyExit(self._model, self._halves, self._width, self._num_tokens, self._cost)
         if method in self._drafters:
-            return ByRow(self._drafters[method], self._num_tokens, self._cost)
-        return NoDrafts()
+            return RowProposer(self._drafters[method], self._num_tokens, self._cost)
+        return NoProposer()
 
     def _finish(self, engine: Engine, steps_before: int, drafted_before: int) -> None:
         clock = self.clock
@@ -269,9 +265,9 @@ class EngineBackend:
         for model in self._models:
             model.rest()
 
-    def watched(self, bytes_per_s: float, flops_per_s: float) -> Watch:
+    def watched(self, bytes_per_s: float, flops_per_s: float) -> Profiler:
         """Return what times the parts of the model's forwards while it is entered."""
-        return Watch(self._model, bytes_per_s, flops_per_s)
+        return Profiler(self._model, bytes_per_s, flops_per_s)
 
     def about(self) -> dict[str, Any]:
         """Return what ran: rows, packed layers, how well drafts were judged, where the time went."""
@@ -284,7 +280,7 @@ class EngineBackend:
         if self._method != PLAIN and spent:
             about["drafting_share"] = round(clock.drafting_s / spent, 4)
         if clock.masks_s:
-            forced = [proposer.forced for proposer in self._proposers.values() if isinstance(proposer, ByRow)]
+            forced = [proposer.forced for proposer in self._proposers.values() if isinstance(proposer, RowProposer)]
             about["structured"] = {
                 "masks_s": round(clock.masks_s, 4),
                 "masks_share": round(clock.masks_s / spent, 4) if spent else None,
@@ -301,7 +297,7 @@ class EngineBackend:
         return about | judged(self._drafters.get(best))
 
 
-def _translated(translation: Translation, row: Row) -> Script:
+def _translated(translation: Translation, row: RequestState) -> DraftView:
     return translation.open(row.tokens)
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ragspec.engine.clock import Clock
-from ragspec.engine.work import Work
+from ragspec.engine.profiler import Clock
+from ragspec.engine.request_state import ScheduledRequest
 from ragspec.structured.grammars import Matcher
 
 FEW = 32  # words of 32 tokens that are looked at one by one
@@ -68,7 +68,7 @@ class Constraint:
         self._clock = clock
         self._executor: Any = None
 
-    def masks(self, work: Sequence[Work]) -> Masks | None:
+    def masks(self, work: Sequence[ScheduledRequest]) -> Masks | None:
         """Return the masks of the rows of logits of `work`, for those that are not simply greedy.
 
         None where no such row has a grammar.

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from ragspec.errors import ConfigError, RecordError
-from ragspec.inputs.base import Row
+from ragspec.inputs.base import InputRow, row_of
 from ragspec.inputs.columns import Columns
 from ragspec.inputs.content import DAMAGES, failure_reason
-from ragspec.inputs.rows import row_of
 from ragspec.json_text import dumps
 
 COUNTED = 1 << 30  # bytes of a file whose rows are counted: it takes some ten seconds
@@ -54,7 +53,7 @@ class DelimitedReader:
     def where(self, number: int) -> str:
         return f"{self._path}: row {number}"
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[InputRow]:
         number = 0
         while True:
             number += 1
@@ -68,7 +67,7 @@ class DelimitedReader:
                 number -= 1
             elif len(cells) != len(self.names):
                 raw = dumps(cells)
-                yield Row(number, raw, RecordError(f"has {len(cells)} cells, the header has {len(self.names)}"))
+                yield InputRow(number, raw, RecordError(f"has {len(cells)} cells, the header has {len(self.names)}"))
             else:
                 value = {name: cell or None for name, cell in zip(self.names, cells, strict=True)}
                 yield row_of(number, value, self._columns, typed=False)

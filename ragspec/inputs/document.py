@@ -16,11 +16,10 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from ragspec.errors import ConfigError, RecordError
-from ragspec.inputs.base import Row
+from ragspec.inputs.base import InputRow, row_of
 from ragspec.inputs.columns import GUESSES, Columns
 from ragspec.inputs.content import DAMAGES, failure_reason
 from ragspec.inputs.record import OWN_FIELDS, REFERENCES, SOURCES
-from ragspec.inputs.rows import row_of
 from ragspec.json_text import JSONDecodeError, loads
 
 LONGEST = 256 << 20  # bytes of a record
@@ -45,7 +44,7 @@ class DocumentReader:
     def where(self, number: int) -> str:
         return f"{self._path}: record {number}"
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[InputRow]:
         number = 0
         try:
             for raw in records(_Scanner(self._file)):

@@ -11,9 +11,16 @@ import json
 from typing import Any, Literal, NamedTuple
 
 from ragspec.errors import RecordError, did_you_mean
-from ragspec.inputs.messages import messages_of, template_args_of
-from ragspec.inputs.structured import structured_of
-from ragspec.inputs.values import kind, names, record_id, text_of, with_metadata
+from ragspec.inputs.values import (
+    kind,
+    messages_of,
+    names,
+    record_id,
+    structured_of,
+    template_args_of,
+    text_of,
+    with_metadata,
+)
 from ragspec.records import Record
 
 ENVELOPE = {"custom_id", "body", "method", "url"}

@@ -9,11 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 from ragspec.errors import RecordError
-from ragspec.inputs.messages import messages_of, template_args_of
 from ragspec.inputs.openai_batch import parse_batch_line
 from ragspec.inputs.passages import passages_of
-from ragspec.inputs.structured import FORM_FIELDS, structured_of
-from ragspec.inputs.values import holds_binary, id_text, is_text, kind, names, text_of, with_metadata
+from ragspec.inputs.values import (
+    FORM_FIELDS,
+    holds_binary,
+    id_text,
+    is_text,
+    kind,
+    messages_of,
+    names,
+    structured_of,
+    template_args_of,
+    text_of,
+    with_metadata,
+)
 from ragspec.records import Record
 
 STRUCTURED = {"contexts", "messages", "metadata", "body", "chat_template_kwargs", *FORM_FIELDS}  # what is no text

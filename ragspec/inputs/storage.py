@@ -80,7 +80,7 @@ def filesystem(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any,
     if protocol not in fsspec.available_protocols():
         raise ConfigError(f"{url}: {protocol}:// is not known; for example s3://, gs://, hf:// and https:// are")
     try:
-        with told(url):
+        with address_errors(url):
             system, path = fsspec.url_to_fs(url, **(options or {}))
             system.invalidate_cache()  # what was there a while ago
     except ImportError as error:
@@ -98,9 +98,9 @@ def open_url(url: str, options: Mapping[str, Any] | None = None, *, seeks: bool 
     """
     system, path = filesystem(url, options)
     web = url.lower().startswith(("http://", "https://"))  # not every server there sends parts of files
-    with told(url):
+    with address_errors(url):
         file = system.open(path, "rb", **({"block_size": 0} if web and not seeks else {}))
-        return io.BufferedReader(_Told(url, file))
+        return io.BufferedReader(_RemoteFile(url, file))
 
 
 def open_binary(path: str, options: Mapping[str, Any] | None = None, *, seeks: bool = False) -> IO[bytes]:
@@ -108,7 +108,7 @@ def open_binary(path: str, options: Mapping[str, Any] | None = None, *, seeks: b
     return open_url(path, options, seeks=seeks) if is_url(path) else Path(local_path(path)).open("rb")
 
 
-class _Told(io.RawIOBase):
+class _RemoteFile(io.RawIOBase):
     """A file of fsspec's, whose errors are OSErrors with the address."""
 
     def __init__(self, url: str, file: Any) -> None:
@@ -122,13 +122,13 @@ class _Told(io.RawIOBase):
         return bool(self._file.seekable())
 
     def readinto(self, buffer: Any) -> int:
-        with told(self._url):
+        with address_errors(self._url):
             data = self._file.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        with told(self._url):
+        with address_errors(self._url):
             return int(self._file.seek(offset, whence))
 
     def tell(self) -> int:
@@ -141,7 +141,7 @@ class _Told(io.RawIOBase):
 
 
 @contextmanager
-def told(url: str) -> Iterator[None]:
+def address_errors(url: str) -> Iterator[None]:
     """Turn what the libraries raise for `url` into OSErrors that say it in one line."""
     try:
         yield

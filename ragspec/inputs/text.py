@@ -12,15 +12,18 @@ import csv
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import IO, Any, Protocol, Self
 
-from ragspec.errors import ConfigError
-from ragspec.inputs.base import Row
+import jsonlines
+
+from ragspec.errors import ConfigError, RecordError
+from ragspec.inputs.base import InputRow
 from ragspec.inputs.columns import ALL, Columns
-from ragspec.inputs.content import Stream, is_text
+from ragspec.inputs.content import DAMAGES, Stream, failure_reason, is_text
 from ragspec.inputs.document import QUESTIONS, listed_under
-from ragspec.inputs.live import Live
+from ragspec.inputs.feed import LivePipe
 from ragspec.inputs.storage import is_url
 from ragspec.json_text import JSONDecodeError, loads
 
@@ -32,7 +35,7 @@ OTHERS = "\t;|"  # delimiters of a .csv besides the comma
 class Reader(Protocol):
     """Reads rows from a text of one format."""
 
-    def rows(self) -> Iterator[Row]: ...
+    def rows(self) -> Iterator[InputRow]: ...
 
     def where(self, number: int) -> str:
         """Return how messages name row `number`."""
@@ -101,20 +104,18 @@ class TextSource:
                 stream.file.read(len(BOM_UTF8))
             self._reader = DocumentReader(stream.file, self.path, self._columns)
         else:
-            from ragspec.inputs.jsonl import LineReader
-
             self._reader = LineReader(stream.file, self.path, self._columns)
         self._format = format
         return self._reader
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[InputRow]:
         if self._stream.pipe is None:
             return self._rows()
-        live = Live(self._rows(), self._stream.pipe, size=lambda row: len(row.raw))
+        live = LivePipe(self._rows(), self._stream.pipe, size=lambda row: len(row.raw))
         self._stack.callback(live.close)
         return live
 
-    def _rows(self) -> Iterator[Row]:
+    def _rows(self) -> Iterator[InputRow]:
         yield from (self._reader or self._open()).rows()
 
     @property
@@ -238,3 +239,95 @@ def _not_text(kind: str, format: str, *, pipe: bool) -> str:
     if pipe:
         return f"is {what}, which cannot be read from a pipe; give the file itself"
     return f"is {what}, not {format}; leave input.format out"
+
+
+# -- jSON Lines: `for row in JsonlSource("questions.jsonl.gz"): row.number, row.raw, row.value` -----------------------
+#
+# A line that is not JSON, or has more than 256 MiB, becomes a value that says so, never an exception. Limit: a line of
+# 4 GiB ends the run.
+
+
+LONGEST = 256 << 20  # bytes of a line
+ENDLESS = 16 * LONGEST  # of what is no line any more
+PIECE = 1 << 20  # a line is read in pieces, so that one without an end is noticed before it fills the memory
+
+
+class JsonlSource(TextSource):
+    """The lines of a file or of stdin that is known to be JSON Lines."""
+
+    def __init__(self, path: str, *rest: Any, **more: Any) -> None:
+        super().__init__(path, *rest, **{**more, "format": "jsonl"})
+
+
+class LineReader:
+    """The non-empty lines of a text; `raw` is a line without its end. path: for messages."""
+
+    def __init__(self, file: IO[bytes], path: str, columns: Columns) -> None:
+        self._file = file
+        self._path = path
+        self._columns = columns
+        self._too_long = 0  # bytes of the line that was read last, if it has too many
+
+    def rows(self) -> Iterator[InputRow]:
+        number, raw = 0, b""
+
+        def keep() -> Iterator[bytes]:
+            """Hand every line to the reader and remember it, for hashing and for messages."""
+            nonlocal number, raw
+            while raw := self._read_line(number + 1):
+                number += 1
+                yield raw
+
+        reader = jsonlines.Reader(keep(), loads=loads)
+        while True:
+            value: Any
+            try:
+                value = self._columns.of(reader.read(allow_none=True, skip_empty=True))
+            except EOFError:
+                return
+            except jsonlines.InvalidLineError as error:
+                value = RecordError(self._why(error))
+            except RecordError as error:
+                value = error
+            yield InputRow(number, raw.rstrip(b"\r\n"), value)
+
+    def _read_line(self, number: int) -> bytes:
+        """Return the next line with its end, "" at the end; of one that is too long, a digest, which is no JSON.
+
+        Raises ConfigError if it cannot be read.
+        """
+        pieces: list[bytes] = []
+        size, found, self._too_long = 0, blake2b(digest_size=16), 0
+        try:
+            while piece := self._file.readline(PIECE):
+                size += len(piece)
+                pieces.append(piece)
+                if size > LONGEST:  # what identifies it is kept, and no more
+                    for each in pieces:
+                        found.update(each)
+                    pieces, self._too_long = [], size
+                if size > ENDLESS:
+                    raise ConfigError(
+                        f"{self.where(number)}: the line is longer than {ENDLESS >> 30} GiB; is this JSONL, one record "
+                        "per line?"
+                    )
+                if piece.endswith(b"\n"):
+                    break
+        except (OSError, *DAMAGES) as error:
+            raise ConfigError(f"{self.where(number)}: {failure_reason(error)}") from None
+        if self._too_long:
+            return f"~{found.hexdigest()}\n".encode()
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _why(self, error: jsonlines.InvalidLineError) -> str:
+        """Return why the line that was read last is none."""
+        if self._too_long:
+            return f"the line has {self._too_long >> 20:,} MiB, {LONGEST >> 20} at most; one record per line"
+        cause = error.__cause__
+        if isinstance(cause, UnicodeDecodeError):
+            return f"not UTF-8 (byte {cause.start + 1} is 0x{cause.object[cause.start]:02x}); save the file as UTF-8"
+        return f"not valid JSON ({cause}); each line must be one JSON object"
+
+    def where(self, number: int) -> str:
+        """Return "path:line", as compilers do."""
+        return f"{self._path}:{number}"

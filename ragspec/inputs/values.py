@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
-from ragspec.errors import RecordError
-from ragspec.json_text import ExactFloat
+from ragspec.errors import RecordError, did_you_mean
+from ragspec.json_text import ExactFloat, JSONDecodeError, loads
 
 EXACT = 1 << 53  # floats below this are whole numbers of their own
 
@@ -90,3 +91,197 @@ def with_metadata(found: dict[str, Any], given: Any) -> dict[str, Any]:
         return found | given
     twice |= {key: field for key, field in given.items() if key == "metadata"}
     return {**found, **{key: field for key, field in given.items() if key not in twice}, "metadata": twice}
+
+
+# -- chat messages as OpenAI's API has them -> as chat templates take them --------------------------------------------
+#
+# >>> messages_of([{"role": "user", "content": [{"type": "text", "text": "Why?"}]}])
+# ({'role': 'user', 'content': 'Why?'},)
+#
+# Source: vLLM 0.32, renderers/chat_utils.py: text parts are joined by line ends, the arguments of tool calls become
+# objects, the content that an assistant's message with tool calls lacks is an empty text.
+
+
+CARRIED = ("name", "tool_call_id", "reasoning", "reasoning_content")  # to the template, as they are
+
+
+def messages_of(value: Any) -> tuple[dict[str, Any], ...]:
+    """Return a record's messages. Raises RecordError."""
+    if not isinstance(value, list) or not value:
+        raise RecordError(f'"messages" must be a non-empty list of {{"role", "content"}}, got {kind(value)}')
+    return tuple(_message(item, f'"messages" item {position}') for position, item in enumerate(value, 1))
+
+
+def template_args_of(value: Any, name: str = "chat_template_kwargs") -> dict[str, Any]:
+    """Return what a record's chat template is called with. name: of its field. Raises RecordError."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise RecordError(f'"{name}" must be an object, got {kind(value)}')
+    return dict(value)
+
+
+def _message(item: Any, where: str) -> dict[str, Any]:
+    if not isinstance(item, dict) or not isinstance(item.get("role"), str):
+        raise RecordError(f'{where} must be an object with "role" and "content"')
+    message = {"role": item["role"], "content": _content(item, where)}
+    for key in CARRIED:
+        if item.get(key) is not None:
+            if not isinstance(item[key], str):
+                raise RecordError(f'{where}: "{key}" must be a string, got {kind(item[key])}')
+            message[key] = item[key]
+    if item.get("tool_calls"):
+        message["tool_calls"] = _tool_calls(item["tool_calls"], where)
+    return message
+
+
+def _content(item: dict[str, Any], where: str) -> str:
+    content = item.get("content")
+    if content is None and item.get("tool_calls"):
+        return ""
+    if isinstance(content, list):  # content parts
+        parts = [
+            text for part in content if isinstance(text := part.get("text") if isinstance(part, dict) else part, str)
+        ]
+        if len(parts) < len(content):
+            raise RecordError(f'{where}: only content parts with "type": "text" are supported')
+        content = "\n".join(parts)
+    if not isinstance(content, str):
+        raise RecordError(f'{where}: "content" must be a string, got {kind(content)}')
+    return content
+
+
+def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise RecordError(f'{where}: "tool_calls" must be a list, got {kind(value)}')
+    return [_tool_call(call, where) for call in value]
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) and call.get("type", "function") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RecordError(f'{where}: a tool call must be {{"type": "function", "function": {{"name", "arguments"}}}}')
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = loads(arguments)
+        except JSONDecodeError as error:
+            raise RecordError(f'{where}: the "arguments" of a tool call are not JSON ({error})') from None
+    if not isinstance(arguments, dict):
+        raise RecordError(f'{where}: the "arguments" of a tool call must be an object, got {kind(arguments)}')
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+# -- what a record says its answer is to look like: OpenAI's `response_format`, vLLM's `structured_outputs`, o --------
+#
+# >>> structured_of({"structured_outputs": {"choice": ["yes", "no"]}})
+# {'choice': ['yes', 'no']}
+#
+# All raise RecordError. Source: OpenAI's API reference; vLLM 0.32, sampling_params.py.
+
+
+FORM_FIELDS = ("structured", "response_format", "structured_outputs")
+GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+NAMES = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+    "json_object": "json_object",
+}
+SCHEMA = '"response_format": {"type": "json_schema", "json_schema": {"schema": ...}}'
+# what other servers read from a body, and what it is here
+OTHERS = {
+    "format": SCHEMA,
+    "json_schema": SCHEMA,
+    "schema": SCHEMA,
+    "response_schema": SCHEMA,
+    "regex": '"structured_outputs": {"regex": ...}',
+    "ebnf": '"structured_outputs": {"grammar": ...}',
+    "grammar": '"structured_outputs": {"grammar": ...}',
+}
+OLLAMA = {"format": '"structured": {"json_schema": ...}'}  # in a record of ours, where the others may be metadata
+FORMS = {
+    "text": (),
+    "json_object": ("schema",),
+    "json_schema": ("json_schema", "schema", "name", "strict", "description"),
+}
+OURS = tuple(NAMES.values())
+
+
+def structured_of(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any] | None:
+    """Return the `structured` section that a record's fields mean; None if they say nothing, {} for plain text.
+
+    prefix: of the fields' names in messages.
+    """
+    for old, now in GUIDED.items():
+        if given.get(old) is not None:
+            raise RecordError(
+                f'"{prefix}{old}" has been removed from vLLM, which ignores it; write '
+                f'"structured_outputs": {{"{now}": ...}}'
+            )
+    for other, now in (OTHERS if prefix else OLLAMA).items():
+        if given.get(other) is not None and (prefix or isinstance(given[other], dict)):
+            raise RecordError(f'"{prefix}{other}" is another library\'s; write {now}')
+    said = [field for field in FORM_FIELDS if given.get(field) is not None]
+    if len(said) > 1:
+        raise RecordError(f'"{prefix}{said[0]}" and "{prefix}{said[1]}" say the same thing; keep one of them')
+    if not said:
+        return None
+    field, value = said[0], given[said[0]]
+    if field == "structured" and value == "json_object":
+        return {"json_object": True}
+    if not isinstance(value, dict):
+        raise RecordError(f'"{prefix}{field}" must be an object, got {kind(value)}')
+    found = _READ[field](value, f"{prefix}{field}")
+    if isinstance(schema := found.get("json_schema"), str):
+        found["json_schema"] = _parsed(schema, f"{prefix}{field}")
+    return found
+
+
+def _response_format(value: dict[str, Any], name: str) -> dict[str, Any]:
+    form = value.get("type")
+    if not isinstance(form, str) or form not in FORMS:
+        raise RecordError(f'"{name}.type": {form!r} is not supported; known: {", ".join(FORMS)}')
+    if unknown := sorted(key for key in value if key not in ("type", *FORMS[form]) and value[key] is not None):
+        raise RecordError(f'"{name}.{unknown[0]}" is not known beside "type": "{form}"')
+    if form == "text":
+        return {}
+    if form == "json_object" and value.get("schema") is None:
+        return {"json_object": True}
+    inner = value.get("json_schema") if form == "json_schema" else value
+    inner = value if inner is None and value.get("schema") is not None else inner
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    if not isinstance(schema, dict):
+        raise RecordError(f'"{name}.json_schema.schema" must be an object, got {kind(schema)}')
+    if unknown := sorted((inner or {}).keys() - {"type", "name", "strict", "schema", "description"}):
+        raise RecordError(f'"{name}.json_schema.{unknown[0]}" is not known; the schema is under "schema"')
+    return {"json_schema": schema}
+
+
+def _structured_outputs(value: dict[str, Any], name: str) -> dict[str, Any]:
+    given = {key: field for key, field in value.items() if field not in (None, False)}
+    if unknown := [key for key in given if key not in NAMES]:
+        raise RecordError(f'"{name}.{unknown[0]}" is not supported{did_you_mean(unknown[0], NAMES)}')
+    return {NAMES[key]: field for key, field in given.items()}
+
+
+def _structured(value: dict[str, Any], name: str) -> dict[str, Any]:
+    wrapped = not value.keys() & set(OURS) or "type" in value  # config/structured.py finds the schema in it
+    if not wrapped and (unknown := [key for key in value if key not in OURS]):
+        raise RecordError(f'"{name}.{unknown[0]}" is not known{did_you_mean(unknown[0], OURS)}')
+    return dict(value)
+
+
+def _parsed(text: str, name: str) -> Any:
+    """Return a schema that came as a text; never a file's."""
+    try:
+        schema = loads(text)
+    except JSONDecodeError as error:
+        raise RecordError(f'"{name}": its schema is not JSON ({error})') from None
+    if not isinstance(schema, dict):
+        raise RecordError(f'"{name}": its schema must be an object, got {kind(schema)}')
+    return schema
+
+
+_READ = {"response_format": _response_format, "structured_outputs": _structured_outputs, "structured": _structured}

@@ -1,14 +1,49 @@
-"""Weights into memory: device, dtype, several GPUs, safetensors only."""
+"""Where transformers 5.19 differs from a model's own definition, mended on the loaded model.
+
+- Its default attention (sdpa) drops the cap on attention scores that Gemma 2 and its relatives are trained with.
+- Phi-3 and its relatives recompute the text when it outgrows the short frequencies; generate() then gives them only the
+  last token, and all tokens before it are forgotten.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import warnings
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import MethodType
 from typing import Any
 
-from ragspec.errors import ConfigError, ModelError, flat
-from ragspec.models.mending import mend
-from ragspec.models.resolve import ModelSource
-from ragspec.models.weights import IncompleteError, refuse_incomplete, refuse_noise
+from ragspec.errors import ConfigError, ModelError, RagspecError, flat
+from ragspec.models.checks import PICKLED, IncompleteError, check_weights, refuse_incomplete, refuse_noise
+from ragspec.models.compat import cache_argument, length_dependent
+from ragspec.models.resolve import ModelSource, made_once, read_model_config, resolve
+
+CAP = "attn_logit_softcapping"
+
+
+def apply_workarounds(model: Any) -> Any:
+    """Return `model`, mended in place."""
+    if getattr(model.config.get_text_config(), CAP, None) and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")
+    if any("longrope" in str(module.rope_type) for module in length_dependent(model)):
+        model.prepare_inputs_for_generation = MethodType(_with_all_tokens, model)
+    return model
+
+
+def _with_all_tokens(model: Any, input_ids: Any, **kwargs: Any) -> dict[str, Any]:
+    """Prepare a forward as the model does, with all tokens when it drops its cache."""
+    prepare = type(model).prepare_inputs_for_generation
+    word = cache_argument(prepare)
+    inputs: dict[str, Any] = prepare(model, input_ids, **kwargs)
+    if kwargs.get(word) is not None and inputs.get(word) is None:
+        inputs = prepare(model, input_ids, **kwargs | {word: None, "next_sequence_length": None, "position_ids": None})
+    return inputs
+
+
+# -- weights into memory: device, dtype, several GPUs, safetensors only -----------------------------------------------
 
 
 def pick_device(asked: str, num_gpus: int | None) -> str:
@@ -76,7 +111,7 @@ def load_model(
     try:
         model, info = AutoModelForCausalLM.from_pretrained(source.path, **kwargs)
         refuse_incomplete(model, info)
-        model = mend((model if "device_map" in kwargs else model.to(device)).eval())
+        model = apply_workarounds((model if "device_map" in kwargs else model.to(device)).eval())
         refuse_noise(model)
         return model
     except IncompleteError as error:
@@ -91,3 +126,152 @@ def load_model(
         if isinstance(error, OSError) and "use_safetensors" not in extra:
             text += f"; to load pickled weights anyway, set {args_key}.use_safetensors: false"
         raise ModelError(f'"{source.name}" could not be loaded: {type(error).__name__}: {text}') from error
+
+
+# -- a PEFT adapter (LoRA and its relatives) as a model: merged into its base model, once, in the user's cache --------
+#
+#     >>> if is_adapter(path, "model"): folder = merged(path, "model")
+#
+# Both runners then load a whole model, and every engine, kernel and check sees plain weights. Needs peft. Limit:
+# adapters that cannot be merged (prompt tuning and the like), and those of other tasks, are refused.
+
+
+CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+TASK = "CAUSAL_LM"
+PARTS = (".safetensors", ".json", ".jinja", ".model", ".txt")
+
+
+def is_adapter(path: Path, what: str) -> bool:
+    """Return whether a folder is an adapter's. Raises ConfigError, which begins with `what`, for one beside a model."""
+    if not (path / CONFIG).is_file():
+        return False
+    if any(path.glob("model*.safetensors")) or any((path / name).is_file() for name in PICKLED):
+        raise ConfigError(
+            f"{what}: the folder has the weights of a model and a PEFT adapter ({CONFIG}), and it is not clear which "
+            "is meant; move the adapter to a folder of its own (it is then merged into its base model), or delete it"
+        )
+    return True
+
+
+def merged(path: Path, what: str) -> Path:
+    """Return the folder of the base model with the adapter in it, made at first use. Raises ConfigError."""
+    config = _read(path, what)
+    base = _base(config, path, what)
+    file = next((path / name for name in WEIGHTS if (path / name).is_file()), None)
+    if file is None:
+        raise ConfigError(f"{what}: is a PEFT adapter without weights ({WEIGHTS[0]}); get all files of it")
+    if file.suffix == ".bin":
+        raise ConfigError(f"{what}: the adapter's weights are pickled ({file.name}), and loading them can run code")
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            f'{what}: is a PEFT adapter for "{base}"; merging it needs another package: pip install "ragspec[peft]"'
+        )
+    revision = config.get("revision")
+    source = resolve(base, revision, key=f"{what}: base_model_name_or_path")
+    files = _parts(path) + (_parts(Path(source.path)) if Path(source.path).is_dir() else [])
+    return made_once(path.resolve().name, files, partial(_merge, path, base, revision, what))
+
+
+def _parts(folder: Path) -> list[Path]:
+    """Return the files that the merged model is made of: weights, configs, tokenizer and chat template."""
+    return sorted(file for file in folder.iterdir() if file.suffix in PARTS and file.is_file())
+
+
+def _read(path: Path, what: str) -> dict[str, Any]:
+    try:
+        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{what}: {CONFIG} cannot be read ({flat(error, 100)})") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{what}: {CONFIG} is not a JSON object")
+    if config.get("task_type") not in (None, TASK):
+        raise ConfigError(f"{what}: is a PEFT adapter for {config['task_type']}, which does not write text")
+    return config
+
+
+def _base(config: dict[str, Any], path: Path, what: str) -> str:
+    """Return the base model's name: a folder may lie beside the adapter's."""
+    base = config.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ConfigError(f"{what}: {CONFIG} does not name the base model (base_model_name_or_path); add it")
+    beside = path / base
+    return str(beside) if not Path(base).is_absolute() and not Path(base).exists() and beside.is_dir() else base
+
+
+def _merge(path: Path, base: str, revision: str | None, what: str, folder: Path) -> None:
+    """Write the merged model to `folder`. Raises ConfigError."""
+    from ragspec.host.quiet import quiet
+
+    quiet()
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    source = resolve(base, revision)
+    check_weights(source, read_model_config(source), key=f"{what}: its base")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source.path, revision=source.revision or "main", dtype="auto", use_safetensors=True
+        )
+        if (rows := _rows(path)) is not None and rows != model.get_input_embeddings().weight.shape[0]:
+            model.resize_token_embeddings(rows)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            adapted: Any = PeftModel.from_pretrained(model, str(path))
+        lost = next((str(each.message) for each in said if "missing adapter keys" in str(each.message)), "")
+        if lost:
+            raise ConfigError(f"{what}: the adapter is not whole: {flat(Exception(lost), 200)}")
+        if adapted.active_peft_config.is_prompt_learning:
+            raise ConfigError(f"{what}: a {adapted.active_peft_config.peft_type} adapter cannot be merged into a model")
+        _refuse_unused(adapted.load_adapter(str(path), adapter_name="default").unexpected_keys, what)  # read once more
+        _part_tied(adapted.get_base_model())
+        whole = adapted.merge_and_unload()
+        asked, whole.generation_config = whole.generation_config, GenerationConfig()
+        whole.save_pretrained(folder)
+        asked.to_json_file(folder / "generation_config.json")  # transformers would refuse to save what it loads
+        here = (path / "tokenizer_config.json").is_file()
+        place = {} if here else {"revision": source.revision or "main"}
+        AutoTokenizer.from_pretrained(str(path) if here else source.path, **place).save_pretrained(folder)
+    except RagspecError:
+        raise
+    except Exception as error:  # whatever a library says of files that do not fit together
+        raise ConfigError(
+            f'{what}: the adapter cannot be merged into "{base}" ({type(error).__name__}: {flat(error, 300)})'
+        ) from error
+
+
+def _refuse_unused(unused: list[str], what: str) -> None:
+    """Raise ConfigError for weights of an adapter that its own config leaves out: it would be merged in part."""
+    unused = [name for name in unused if ".modules_to_save." not in name]  # peft writes those twice
+    if unused:
+        raise ConfigError(
+            f"{what}: {len(unused)} tensors of the adapter ({unused[0]}, ...) are for layers that its {CONFIG} does "
+            "not name (target_modules, layers_to_transform); get the config that it was trained with"
+        )
+
+
+def _part_tied(model: Any) -> None:
+    """Give the output layer weights of its own where it shares them and only one of the two is adapted.
+
+    A merge would change both, and so what the adapter learnt for one of them would be done twice.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from torch.nn import Parameter
+
+    layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    adapted = [isinstance(layer, BaseTunerLayer) for layer in layers]
+    if not any(adapted):
+        return
+    into, out = (layer.get_base_layer() if each else layer for layer, each in zip(layers, adapted, strict=True))
+    if out is not None and out.weight is into.weight:
+        out.weight = Parameter(out.weight.detach().clone())
+        model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
+
+
+def _rows(path: Path) -> int | None:
+    """Return how many tokens the adapter's own embeddings have, None if it has none."""
+    from safetensors import safe_open
+
+    with safe_open(path / WEIGHTS[0], framework="pt") as file:
+        names = [name for name in file.keys() if name.endswith(EMBEDDINGS)]  # noqa: SIM118 (no dictionary)
+        return int(file.get_slice(names[0]).get_shape()[0]) if names else None

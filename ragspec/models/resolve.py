@@ -61,7 +61,7 @@ def resolve(name: str, revision: str | None = None, key: str = "model") -> Model
             raise ConfigError(f'{key}: "{name}": no such file')
         return ModelSource(name, str(_converted(path)))
     if path.is_dir():
-        from ragspec.models.adapter import is_adapter, merged
+        from ragspec.models.loading import is_adapter, merged
 
         if is_adapter(path, f'{key}: "{name}"'):
             return ModelSource(name, str(merged(path, f'{key}: "{name}"')))
@@ -290,7 +290,7 @@ def _convert(file: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ragspec.models.weights import IncompleteError, refuse_incomplete
+    from ragspec.models.checks import IncompleteError, refuse_incomplete
 
     try:
         # unless it is told, transformers asks on stdin whether to run code that lies beside the file

@@ -1,12 +1,143 @@
-"""Where an answer ends: the end-of-sequence tokens and the stop strings. Standard library only."""
+"""What a model writes before it answers, between the markers of its own tokenizer: `<think>` and its kin.
+
+    >>> thinking = thinking_of(tokenizer); answer_start(thinking, token_ids, tokenizer)
+    57
+
+A marker is a pair of added tokens, or of words that the chat template itself writes. gpt-oss's channels count as one:
+what comes before its final message. Source: vLLM 0.32, vllm/reasoning. Limit: markers that are ordinary words (Granite
+3's "Here is my thought process") are text.
+"""
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ragspec.records import Tokenizer
+from ragspec.records import Request, Thinking, Tokenizer
+
+OPENING = re.compile(r"(?!.*(?:/|end_))\W*\w*[:_]?(?:think|thought|reason)\w*(?::\w+)?\W*", re.IGNORECASE)
+WRITTEN = re.compile(r"<(?:think|thinking|thought|thoughts|reasoning)>")  # in a template, where no token is one
+CHANNELS = ("<|channel>", "<channel|>")  # Gemma 4
+LABEL = "thought\n"  # that it writes after the first
+HARMONY = ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>")  # gpt-oss
+HARMONY_END = "<|end|>"
+
+
+def thinking_of(inner: Any) -> Thinking | None:
+    """Return the markers of a transformers tokenizer, None where it has none."""
+    listed = getattr(inner, "added_tokens_decoder", None)
+    added = {str(token): index for index, token in listed.items()} if isinstance(listed, dict) else {}
+    if all(word in added for word in ("<|channel|>", "<|message|>", HARMONY_END)):
+        opening_ids, closing_ids = (_encoded(inner, word) for word in HARMONY)
+        return Thinking(*HARMONY, opening_ids, closing_ids, (added[HARMONY_END],))
+    for opening, closing in (*_pairs(added), CHANNELS):
+        if opening in added and closing in added:
+            return Thinking(opening, closing, (added[opening],), (added[closing],))
+    template = inner.chat_template or ""
+    text = "".join(template.values()) if isinstance(template, dict) else str(template)
+    for opening, closing in _pairs(WRITTEN.findall(text)):
+        if closing in text:
+            return Thinking(opening, closing)
+    return None
+
+
+def _pairs(words: Iterable[str]) -> list[tuple[str, str]]:
+    """Return openings with the closing that each would have."""
+    return [(word, closing) for word in words if OPENING.fullmatch(word) for closing in _closings(word)]
+
+
+def _closings(opening: str) -> list[str]:
+    first = next(at for at, char in enumerate(opening) if char.isalnum())
+    slashed = f"{opening[:first]}/{opening[first:]}"
+    ended = opening.replace("begin_of", "end_of").replace("START_", "END_").replace("start_of", "end_of")
+    return [slashed, *([ended] if ended != opening else [])]
+
+
+def _encoded(inner: Any, text: str) -> tuple[int, ...]:
+    return tuple(inner(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def thinking_after_prompt(thinking: Thinking, prompt: str, begun: str = "") -> Thinking | None:
+    """Return what may come before the answer to a prompt: None where the prompt itself has closed the thought.
+
+    begun: the message that the model goes on with, at the prompt's end. Only the end counts: what comes before it may
+    speak of markers.
+    """
+    opened, closed = begun.rfind(thinking.opening), begun.rfind(thinking.closing)
+    if max(opened, closed) >= 0:
+        return replace(thinking, inside=True) if opened > closed else None
+    end = prompt.rstrip().removesuffix(begun.strip()).rstrip()
+    if end.endswith(thinking.closing):  # from here on, a marker is what the answer speaks of
+        return None
+    return replace(thinking, inside=end.endswith(thinking.opening))
+
+
+def answer_start(thinking: Thinking | None, token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
+    """Return how many of what a model wrote are reasoning: all of them while it has not come to its answer."""
+    if thinking is None:
+        return 0
+    ids = list(token_ids)
+    if thinking.closing_ids:
+        if (at := _find(ids, thinking.closing_ids)) is not None:
+            return at + len(thinking.closing_ids)
+        opened = thinking.inside or tuple(ids[: len(thinking.opening_ids)]) == thinking.opening_ids
+        return len(ids) if opened else 0
+    text = tokenizer.decode(ids)
+    if thinking.closing in text:
+        closed = range(len(ids) + 1)
+        return bisect_left(closed, True, key=lambda count: thinking.closing in tokenizer.decode(ids[:count]))
+    opened = thinking.inside or text.lstrip().startswith(thinking.opening)
+    return len(ids) if opened else 0
+
+
+def stop_strings_from(request: Request, token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
+    """Return how many of the tokens that a request has got may not end its answer by a stop string."""
+    least = request.sampling.min_new_tokens
+    return max(least, answer_start(request.thinking, token_ids, tokenizer)) if request.sampling.stop else least
+
+
+def split_reasoning(
+    thinking: Thinking | None, token_ids: Sequence[int], tokenizer: Tokenizer, *, ended: bool = False
+) -> tuple[str, str, int]:
+    """Return what a model thought, what it answered, and how many tokens come before the answer's.
+
+    ended: whether the model ended it. What it wrote where the prompt had opened a thought, and did not close, is then
+    its answer: it did without thinking.
+    """
+    ids = list(token_ids)
+    if thinking is not None and ended and thinking.inside and answer_start(thinking, ids, tokenizer) == len(ids):
+        thinking = replace(thinking, inside=False)
+    start = answer_start(thinking, ids, tokenizer)
+    if thinking is None or start == 0:
+        return "", tokenizer.decode(ids), 0
+    if not thinking.closing_ids:
+        before, _, after = tokenizer.decode(ids).partition(thinking.closing)
+        return before.strip().removeprefix(thinking.opening).strip(), after.lstrip(), start
+    closed = tuple(ids[start - len(thinking.closing_ids) : start]) == thinking.closing_ids
+    thought = ids[: start - len(thinking.closing_ids)] if closed else ids[:start]
+    if tuple(thought[: len(thinking.opening_ids)]) == thinking.opening_ids:
+        thought = thought[len(thinking.opening_ids) :]
+    end = next((at for at, token in enumerate(thought) if token in thinking.ends), len(thought))
+    text = tokenizer.decode(thought[:end]).strip()
+    if (thinking.opening, thinking.closing) == CHANNELS:
+        text = text.removeprefix(LABEL)
+    return text, tokenizer.decode(ids[start:]).lstrip(), start
+
+
+def _find(ids: list[int], wanted: tuple[int, ...]) -> int | None:
+    """Return where `wanted` begins in `ids`, None where it does not."""
+    at = -1
+    while wanted[0] in ids[at + 1 :]:
+        at = ids.index(wanted[0], at + 1)
+        if tuple(ids[at : at + len(wanted)]) == wanted:
+            return at
+    return None
+
+
+# -- where an answer ends: the end-of-sequence tokens and the stop strings. Standard library only ---------------------
 
 
 def end_tokens(model: Any, tokenizer: Any, generate_args: Mapping[str, Any]) -> frozenset[int]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ragspec.models.controls import Controls
+from ragspec.models.tokenizer import ControlTokens
 
 SETTLED = 96  # characters before the end, up to which text is no longer encoded anew
 LONG = 256  # characters that are encoded anew, before some of them are settled
@@ -35,8 +35,8 @@ class Translation:
         self.encode, self.decode = _codec(draft)
         self.target_encode, self.target_decode = _codec(target)
         self.ends, self.end = ends, end
-        theirs = Controls(draft).ids
-        self.controls = {token: theirs.get(text) for text, token in Controls(target).ids.items()}
+        theirs = ControlTokens(draft).ids
+        self.controls = {token: theirs.get(text) for text, token in ControlTokens(target).ids.items()}
         first: list[int] = list(draft("", verbose=False)["input_ids"])[:1]
         self.begin = first if first and first[0] in (draft.bos_token_id, draft.cls_token_id) else []
 

@@ -1,4 +1,7 @@
-"""What is known about a record and its answers -> its output line, in ragspec's own form."""
+"""How likely the tokens of an answer were, as OpenAI's API tells it.
+
+Source: OpenAI's API reference; vLLM 0.32 has the same forms. Logarithms are natural, of the model's own distribution.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,58 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from ragspec.json_text import JSONDecodeError, dumps, loads
-from ragspec.models.reasoning import parted
-from ragspec.models.stopping import find_stop
-from ragspec.outputs.likelihood import told
+from ragspec.models.stopping import find_stop, split_reasoning
 from ragspec.prompts.builder import Prompt
 from ragspec.records import Generation, Passage, Record, Sampling, Tokenizer
 from ragspec.runners.base import Runner
 from ragspec.stats import SpecStats
-from ragspec.structured.complete import is_complete, spaced
 from ragspec.structured.form import Form, after_thinking
+from ragspec.structured.grammars import is_complete, spaced
+
+LEAST = -9999.0  # a token that was impossible; JSON has no infinity
+
+
+def to_logprobs(answer: Generation, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Return the `content` of a chat completion's logprobs: one object per token."""
+    tokens = zip(answer.token_ids, answer.logprobs, strict=True)
+    return [
+        _token(token, found.logprob, tokenizer)
+        | {"top_logprobs": [_token(other, logprob, tokenizer) for other, logprob in found.likeliest]}
+        for token, found in tokens
+    ]
+
+
+def to_completion_logprobs(answer: Generation, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the logprobs of a text completion: lists, one item per token."""
+    pieces = [tokenizer.piece(token) for token in answer.token_ids]
+    ends = [0]
+    for piece in pieces:
+        ends.append(ends[-1] + len(piece))
+    return {
+        "text_offset": ends[:-1],
+        "token_logprobs": [_finite(found.logprob) for found in answer.logprobs],
+        "tokens": pieces,
+        "top_logprobs": [
+            {tokenizer.piece(other): _finite(logprob) for other, logprob in found.likeliest}
+            for found in answer.logprobs
+        ],
+    }
+
+
+def _token(token: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    piece = tokenizer.piece(token)
+    return {"token": piece, "logprob": _finite(logprob), "bytes": list(piece.encode(errors="replace"))}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST)
+
+
+# -- what is known about a record and its answers -> its output line, in ragspec's own form ---------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class RecordInFlight:
     """What is kept about a record while the runner has it. index: of its line. prompts: one, mostly.
 
     n: answers to each. form: what they are to look like, None for anything; grammar: the same for this record.
@@ -51,7 +93,7 @@ class Flight:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FailedRecord:
     """Why a record has no answer. name: its id, or what stands in for one. line: of the input, if that is at fault."""
 
     name: str
@@ -61,25 +103,29 @@ class Failed:
     line: int | None = None
 
 
-class Shape(Protocol):
+class LineFormat(Protocol):
     """A form of output lines."""
 
-    def answer(self, flight: Flight, answers: Sequence[Generation], runner: Runner, *, details: bool) -> dict[str, Any]:
+    def answer(
+        self, flight: RecordInFlight, answers: Sequence[Generation], runner: Runner, *, details: bool
+    ) -> dict[str, Any]:
         """Return the line that answers a record. answers: `n` of each of its prompts. details: for audit and report."""
 
-    def error(self, failed: Failed) -> dict[str, Any]:
+    def error(self, failed: FailedRecord) -> dict[str, Any]:
         """Return the line of a record without an answer."""
 
     def signed(self, line: bytes, config: str) -> bytes:
         """Return an answer's line that names the config which wrote it, as run.json does."""
 
 
-class Native:
+class NativeFormat:
     """ragspec's own form: docs/output.md."""
 
-    def answer(self, flight: Flight, answers: Sequence[Generation], runner: Runner, *, details: bool) -> dict[str, Any]:
+    def answer(
+        self, flight: RecordInFlight, answers: Sequence[Generation], runner: Runner, *, details: bool
+    ) -> dict[str, Any]:
         first, kept = answers[0], flight.prompt.kept
-        parts = parts_of(flight, answers, runner.tokenizer)
+        parts = answer_texts(flight, answers, runner.tokenizer)
         line: dict[str, Any] = {"id": flight.record.id, "output": parts[0].shown} | _reasoning(flight, parts)
         line["finish_reason"] = first.finish_reason
         if len(answers) > 1:
@@ -96,13 +142,13 @@ class Native:
         if flight.prompt.dropped:
             line["dropped_contexts"] = [passage.id for passage in flight.prompt.dropped]
         if flight.sampling.logprobs is not None:
-            found = [told(each, runner.tokenizer) for each in answers]
+            found = [to_logprobs(each, runner.tokenizer) for each in answers]
             line["logprobs"] = found if len(answers) > 1 else found[0]
         if details:
             line |= token_details(flight, first)
         return line | {"metadata": flight.record.metadata, "fingerprint": flight.fingerprint}
 
-    def error(self, failed: Failed) -> dict[str, Any]:
+    def error(self, failed: FailedRecord) -> dict[str, Any]:
         place = {} if failed.line is None else {"line": failed.line}
         error = {"type": failed.kind, "message": failed.message}
         return {"id": failed.name, **place, "error": error, "fingerprint": failed.fingerprint}
@@ -112,7 +158,7 @@ class Native:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AnswerText:
     """One answer's text. reasoning: what the model thought before. start: tokens before the answer's own.
 
     before: the prompt, where the record wants it before its answer.
@@ -129,23 +175,23 @@ class Part:
         return self.before + self.text
 
 
-def parts_of(flight: Flight, answers: Sequence[Generation], tokenizer: Tokenizer) -> list[Part]:
+def answer_texts(flight: RecordInFlight, answers: Sequence[Generation], tokenizer: Tokenizer) -> list[AnswerText]:
     """Return the answers' texts. answers: `n` to each prompt, or some of them to the first."""
     return [_part(flight, answer, at // flight.n, tokenizer) for at, answer in enumerate(answers)]
 
 
-def _part(flight: Flight, answer: Generation, prompt: int, tokenizer: Tokenizer) -> Part:
+def _part(flight: RecordInFlight, answer: Generation, prompt: int, tokenizer: Tokenizer) -> AnswerText:
     sampling, ids = flight.sampling, answer.token_ids
     if answer.finish_reason == "stop" and ids and ids[-1] in sampling.stop_token_ids:
         ids = ids[:-1]
     ended = answer.finish_reason == "stop"
-    reasoning, text, start = parted(flight.prompts[prompt].thinking, ids, tokenizer, ended=ended)
+    reasoning, text, start = split_reasoning(flight.prompts[prompt].thinking, ids, tokenizer, ended=ended)
     least = len(tokenizer.decode(ids[start : sampling.min_new_tokens])) if sampling.min_new_tokens > start else 0
     end = find_stop(text, sampling.stop, least)
-    return Part(text[:end], reasoning, start, _echo(flight, prompt, tokenizer) if flight.record.echo else "")
+    return AnswerText(text[:end], reasoning, start, _echo(flight, prompt, tokenizer) if flight.record.echo else "")
 
 
-def _echo(flight: Flight, prompt: int, tokenizer: Tokenizer) -> str:
+def _echo(flight: RecordInFlight, prompt: int, tokenizer: Tokenizer) -> str:
     """Return what a record's output begins with: a completion's prompt, or the message that a chat goes on with."""
     record = flight.record
     if record.messages is not None:
@@ -155,7 +201,7 @@ def _echo(flight: Flight, prompt: int, tokenizer: Tokenizer) -> str:
     return given if isinstance(given, str) else tokenizer.decode(flight.prompts[prompt].token_ids)
 
 
-def _reasoning(flight: Flight, parts: Sequence[Part]) -> dict[str, Any]:
+def _reasoning(flight: RecordInFlight, parts: Sequence[AnswerText]) -> dict[str, Any]:
     """Return what is told of the model's thoughts, nothing where there are none."""
     if not flight.record.reasoning or not any(part.start for part in parts):
         return {}
@@ -165,7 +211,9 @@ def _reasoning(flight: Flight, parts: Sequence[Part]) -> dict[str, Any]:
     return found | {"reasoning_tokens": sum(part.start for part in parts)}
 
 
-def _structured(flight: Flight, form: Form, answers: Sequence[Generation], texts: Sequence[str]) -> dict[str, Any]:
+def _structured(
+    flight: RecordInFlight, form: Form, answers: Sequence[Generation], texts: Sequence[str]
+) -> dict[str, Any]:
     """Return whether all answers have the form that was asked for, and what they say where that is JSON."""
     valid = [is_valid(flight, form, answer, text) for answer, text in zip(answers, texts, strict=True)]
     found: dict[str, Any] = {"valid": all(valid)}
@@ -175,7 +223,7 @@ def _structured(flight: Flight, form: Form, answers: Sequence[Generation], texts
     return found
 
 
-def is_valid(flight: Flight, form: Form, answer: Generation, text: str) -> bool:
+def is_valid(flight: RecordInFlight, form: Form, answer: Generation, text: str) -> bool:
     """Return whether an answer has its form; one that was cut off may have, if nothing of it is missing."""
     ended = answer.finish_reason == "stop" and not flight.sampling.stop  # a stop string may come anywhere
     if not form.is_json:
@@ -187,9 +235,9 @@ def is_valid(flight: Flight, form: Form, answer: Generation, text: str) -> bool:
     return ended or is_complete(flight.grammar, text) or is_complete(flight.grammar, spaced(value))
 
 
-def _costs(flight: Flight, answers: Sequence[Generation], runner: Runner) -> dict[str, Any]:
+def _costs(flight: RecordInFlight, answers: Sequence[Generation], runner: Runner) -> dict[str, Any]:
     firsts = [each.time_to_first_token_s for each in answers if each.time_to_first_token_s is not None]
-    written = distinct(answers)
+    written = distinct_answers(answers)
     spec = SpecStats()
     for each in written:
         spec.add(each.spec)
@@ -204,17 +252,17 @@ def _costs(flight: Flight, answers: Sequence[Generation], runner: Runner) -> dic
     }
 
 
-def cached_tokens(flight: Flight, answers: Sequence[Generation]) -> int:
+def cached_tokens(flight: RecordInFlight, answers: Sequence[Generation]) -> int:
     """Return how many of the prompts' tokens were not computed; further answers to a prompt find all of it."""
     return sum(each.cached_prompt_tokens for each in answers[:: flight.n])
 
 
-def distinct(answers: Sequence[Generation]) -> list[Generation]:
+def distinct_answers(answers: Sequence[Generation]) -> list[Generation]:
     """Return what was written, once each: greedy answers to one prompt are all the same one."""
     return list({id(each): each for each in answers}.values())
 
 
-def token_details(flight: Flight, outcome: Generation) -> dict[str, Any]:
+def token_details(flight: RecordInFlight, outcome: Generation) -> dict[str, Any]:
     """Return what an audit and a report need besides the answer: its tokens, where each came from, and its prompt."""
     kept = flight.prompt.kept
     return {
@@ -230,7 +278,7 @@ def token_details(flight: Flight, outcome: Generation) -> dict[str, Any]:
 
 
 def copied_spans(
-    tokenizer: Tokenizer, passages: Sequence[Passage], outcome: Generation, part: Part
+    tokenizer: Tokenizer, passages: Sequence[Passage], outcome: Generation, part: AnswerText
 ) -> list[dict[str, Any]]:
     """Return which characters of an answer appear word for word in which passage, as its drafts found them there."""
     spans = []

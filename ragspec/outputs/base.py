@@ -5,13 +5,15 @@ A new kind of output is one new file in this folder, and a line in target.py.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ragspec.json_text import loads
 from ragspec.outputs.ledger import Drop, Finished
 
 if TYPE_CHECKING:
-    from ragspec.outputs.spill import Spill
+    from ragspec.outputs.line_file import Spill
 
 
 class Sink(Protocol):
@@ -56,3 +58,29 @@ class Document(Protocol):
 
     def write(self, value: Any) -> None:
         """Write it whole or not at all, for its owner's eyes. Raises OSError."""
+
+
+# -- an output in memory, for programs that iterate over answers ------------------------------------------------------
+
+
+class MemorySink:
+    """Keeps lines until they are taken."""
+
+    def __init__(self) -> None:
+        self._lines: deque[bytes] = deque()
+
+    def append(self, line: bytes) -> None:
+        """Keep a line."""
+        self._lines.append(line)
+
+    def take(self) -> list[dict[str, Any]]:
+        """Return the lines since the last call, as what they say."""
+        taken = [loads(line) for line in self._lines]
+        self._lines.clear()
+        return taken
+
+    def sync(self) -> None:
+        """Nothing of it survives."""
+
+    def close(self) -> None:
+        """Keep what was not taken."""

@@ -1,7 +1,4 @@
-"""Folders that take whole files: one on this machine, or an object store's.
-
->>> folder = LocalFolder(Path("answers.parquet")); folder.create("part-00000.parquet", b"...")
-"""
+"""Files that only their owner can read: everything written about a run, since a config may contain private values."""
 
 from __future__ import annotations
 
@@ -9,13 +6,46 @@ import errno
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
-from ragspec.inputs.storage import filesystem, told
-from ragspec.outputs.appended import free_number
-from ragspec.outputs.linefile import sync_folder
+import orjson
+
+from ragspec.inputs.storage import address_errors, filesystem
+from ragspec.json_text import dumps, loads
+from ragspec.outputs.line_file import free_number, sync_folder
+
+MODE = 0o600
+
+
+def open_private(path: Path, *, append: bool = False) -> IO[bytes]:
+    """Return `path` open for writing, empty unless `append`, readable by its owner only from before the first byte."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kind = os.O_APPEND if append else os.O_TRUNC
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | kind, MODE)
+    with suppress(OSError):  # a file system without owners
+        os.fchmod(file, MODE)  # an older file may be readable by all
+    return os.fdopen(file, "wb")
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write `content` to `path` whole or not at all, so that it survives a power cut, readable by its owner only."""
+    path = Path(os.path.realpath(path))  # a link stays one
+    draft = path.with_name(f".{path.name}.draft")  # one name: what a killed run leaves is written over
+    with open_private(draft) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    sync_folder(path.parent)
+
+
+# -- folders that take whole files: one on this machine, or an object store's -----------------------------------------
+#
+# >>> folder = LocalFolder(Path("answers.parquet")); folder.create("part-00000.parquet", b"...")
+
 
 OBJECTS = {"s3", "s3a", "gs", "gcs"}  # stores whose files can be created exclusively
 TAKEN = "is there already, with other answers: another run is writing this output"
@@ -92,7 +122,7 @@ class RemoteFolder:
         return self._listed(self._path)
 
     def _listed(self, path: str) -> list[str]:
-        with told(self.url):
+        with address_errors(self.url):
             self._system.invalidate_cache()
             try:
                 found = self._system.ls(path, detail=False)
@@ -101,12 +131,12 @@ class RemoteFolder:
         return sorted(name.rpartition("/")[2] for name in found if name.rstrip("/") != path.rstrip("/"))
 
     def read(self, name: str) -> bytes:
-        with told(f"{self.url}/{name}"):
+        with address_errors(f"{self.url}/{name}"):
             return bytes(self._system.cat_file(f"{self._path}/{name}"))
 
     def create(self, name: str, data: bytes) -> None:
         url = f"{self.url}/{name}"
-        with told(url):
+        with address_errors(url):
             try:
                 if self._exclusive:
                     self._system.pipe_file(f"{self._path}/{name}", data, mode="create")
@@ -121,7 +151,7 @@ class RemoteFolder:
 
     def put(self, name: str, data: bytes) -> None:
         path = f"{self._path}/{name}"
-        with told(f"{self.url}/{name}"):
+        with address_errors(f"{self.url}/{name}"):
             if self._exclusive:  # an object is there as a whole, or not at all
                 self._system.pipe_file(path, data)
                 return
@@ -133,14 +163,72 @@ class RemoteFolder:
             self._system.mv(draft, path)
 
     def delete(self, name: str) -> None:
-        with told(f"{self.url}/{name}"):
+        with address_errors(f"{self.url}/{name}"):
             if self._system.exists(f"{self._path}/{name}"):
                 self._system.rm_file(f"{self._path}/{name}")
 
     def set_aside(self, names: list[str]) -> None:
         other = next(f"{self._path}.{n}" for n in count(1) if not self._listed(f"{self._path}.{n}"))
-        with told(self.url):
+        with address_errors(self.url):
             for name in names:
                 self._system.cp_file(f"{self._path}/{name}", f"{other}/{name}")
             for name in names:
                 self._system.rm_file(f"{self._path}/{name}")
+
+
+# -- small JSON files beside the lines of an output: in a file of this machine, or in a folder of any kind ------------
+#
+# >>> LocalDocument(Path("out/answers.stats.json")).write({"records": 10})
+
+
+def encoded(value: Any) -> bytes:
+    """Return a document's content: JSON for people to read."""
+    return dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE)
+
+
+def decoded(data: bytes) -> dict[str, Any]:
+    """Return what a document says; nothing where it is not one."""
+    try:
+        value = loads(data)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` to `path` whole or not at all, for its owner's eyes, to survive a power cut. Raises OSError."""
+    write_private(path, encoded(value))
+
+
+class LocalDocument:
+    """A file on this machine, which only its owner can read."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._path = path
+
+    def read(self) -> dict[str, Any]:
+        try:
+            return decoded(self._path.read_bytes())
+        except OSError:
+            return {}
+
+    def write(self, value: Any) -> None:
+        write_json(self._path, value)
+
+
+class FolderDocument:
+    """A file in a folder."""
+
+    def __init__(self, folder: Folder, name: str) -> None:
+        self.name = name
+        self._folder = folder
+
+    def read(self) -> dict[str, Any]:
+        try:
+            return decoded(self._folder.read(self.name))
+        except FileNotFoundError:
+            return {}
+
+    def write(self, value: Any) -> None:
+        self._folder.put(self.name, encoded(value))

@@ -1,32 +1,82 @@
-"""The output: line by line as records finish, resumed where it ended.
+"""Ctrl-C held back while a line is written and counted, so that the two never disagree.
 
-A line contains the fingerprint of the input line that it answers, so a resumed run knows what is finished in whatever
-order the lines are. Finished means on disk: a line ahead of its turn waits in `answers.pending.jsonl` (spill.py),
-beside `answers.run.json`, which names the config (runstate.py). Limit: one process at a time may write an output (a
-lock sees to that).
+    >>> with Interruptions() as interruptions:
+    ...     with interruptions.held_back():
+    ...         pass
+
+Limit: only the main thread is ever interrupted; entered in another one, this does nothing.
 """
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import chain
+from types import FrameType
 from typing import Any, Self
 
 import orjson
 
-from ragspec.config.places import OutputConfig
+from ragspec.config.io import OutputConfig
 from ragspec.errors import ConfigError
 from ragspec.json_text import dumps
-from ragspec.outputs.appended import free_number
 from ragspec.outputs.base import Sink, Store
-from ragspec.outputs.interrupt import Interruptions
 from ragspec.outputs.ledger import Drop, Finished, Ledger
-from ragspec.outputs.outstream import OutStream
-from ragspec.outputs.spill import Place, Shelf, Spill
-from ragspec.outputs.target import Target, target_of
+from ragspec.outputs.line_file import MemorySpill, Spill, SpillPosition, free_number
+from ragspec.outputs.target import OutStream, Target, target_of
 from ragspec.stats import Causes, OutputTotals, RunSummary, Spent
+
+
+class Interruptions:
+    """While entered, an interruption comes as usual, but not before the end of a `held_back` block."""
+
+    def __init__(self) -> None:
+        self._before: Callable[[int, FrameType | None], Any] | None = None
+        self._holding = False
+        self._held = False
+
+    def __enter__(self) -> Self:
+        before = signal.getsignal(signal.SIGINT)
+        # a signal that is ignored, or that a C library handles, stays so
+        if threading.current_thread() is threading.main_thread() and callable(before):
+            self._before = before
+            signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._before is not None and signal.getsignal(signal.SIGINT) == self._handle:
+            signal.signal(signal.SIGINT, self._before)
+        self._before = None
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Let an interruption come when the block is over. Keep it short."""
+        self._holding = True
+        try:
+            yield
+        finally:
+            self._holding = False
+            if self._held:
+                self._held = False
+                signal.raise_signal(signal.SIGINT)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._holding:
+            self._held = True
+        elif self._before is not None:
+            self._before(number, frame)
+
+
+# -- the output: line by line as records finish, resumed where it ended -----------------------------------------------
+#
+# A line contains the fingerprint of the input line that it answers, so a resumed run knows what is finished in whatever
+# order the lines are. Finished means on disk: a line ahead of its turn waits in `answers.pending.jsonl` (spill.py),
+# beside `answers.run.json`, which names the config (runstate.py). Limit: one process at a time may write an output (a
+# lock sees to that).
+
 
 LOST_S, LOST = 1.0, 0.05  # seconds, or the share of them, that a run which is killed may lose of what it took
 
@@ -78,7 +128,7 @@ class Journal:
         self._next = 0
         # runs of lines that have nothing to write and whose turn has not come
         self._silent: deque[tuple[int, int]] = deque()
-        self._ahead: Spill | Shelf = Shelf()
+        self._ahead: Spill | MemorySpill = MemorySpill()
         self._store: Store | None = None
         self._file: Sink
         if not isinstance(config, OutputConfig):
@@ -156,7 +206,7 @@ class Journal:
             self._ahead.remove()
 
     def _break_off(self) -> None:
-        if isinstance(self._ahead, Shelf):  # nobody comes back for what waits
+        if isinstance(self._ahead, MemorySpill):  # nobody comes back for what waits
             for line in self._ahead.rest():
                 self._file.append(line)
         self._ahead.sync()
@@ -217,7 +267,7 @@ class Journal:
     def _resume(self, store: Store, spill: Spill) -> None:
         for found in store.finished(self._drop):
             self.ledger.note(found)
-        waiting: dict[str, Place] = {}
+        waiting: dict[str, SpillPosition] = {}
         foreign = False
         for place, line in spill.lines():
             found = Finished.of(line)

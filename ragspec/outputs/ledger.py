@@ -11,15 +11,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ragspec.errors import cause_of
-from ragspec.inputs.base import Row
-from ragspec.inputs.keyset import KeySet
+from ragspec.inputs.base import InputRow
+from ragspec.inputs.record_ids import KeySet
 from ragspec.json_text import loads
 from ragspec.stats import Causes
 
 LINE = "batch_req_"  # before the fingerprint, in the id of a line of OpenAI's Batch API
 
 
-def fingerprint(row: Row, record_id: str | None) -> str:
+def fingerprint(row: InputRow, record_id: str | None) -> str:
     """Return what names an input row: its content with its id, or with its number if it has no id of its own."""
     name = f"line {row.number}" if record_id is None else f"id {record_id}"
     return hashlib.blake2b(name.encode() + b"\0" + row.raw, digest_size=12).hexdigest()

@@ -10,10 +10,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ragspec.config.run import RunConfig
 from ragspec.json_text import dumps, loads
-from ragspec.outputs.answers import Failed, Flight, Part, cached_tokens, parts_of
+from ragspec.outputs.answers import (
+    AnswerText,
+    FailedRecord,
+    LineFormat,
+    NativeFormat,
+    RecordInFlight,
+    answer_texts,
+    cached_tokens,
+    to_completion_logprobs,
+    to_logprobs,
+)
 from ragspec.outputs.ledger import LINE
-from ragspec.outputs.likelihood import told, told_of_completion
 from ragspec.records import Generation
 from ragspec.runners.base import Runner
 
@@ -26,9 +36,11 @@ class OpenAIBatch:
     def __init__(self, model: str) -> None:
         self._model = model
 
-    def answer(self, flight: Flight, answers: Sequence[Generation], runner: Runner, *, details: bool) -> dict[str, Any]:
+    def answer(
+        self, flight: RecordInFlight, answers: Sequence[Generation], runner: Runner, *, details: bool
+    ) -> dict[str, Any]:
         chat = flight.record.prompt is None
-        parts = parts_of(flight, answers, runner.tokenizer)
+        parts = answer_texts(flight, answers, runner.tokenizer)
         choice = _chat_choice if chat else _text_choice
         choices = []
         for index, (answer, part) in enumerate(zip(answers, parts, strict=True)):
@@ -52,7 +64,7 @@ class OpenAIBatch:
         }
         return _line(flight.record.id, flight.fingerprint, 200, body, None)
 
-    def error(self, failed: Failed) -> dict[str, Any]:
+    def error(self, failed: FailedRecord) -> dict[str, Any]:
         status = BAD_REQUEST if failed.kind == "RecordError" else SERVER_ERROR
         code = "invalid_request" if status == BAD_REQUEST else "server_error"
         body = {"error": {"message": failed.message, "type": f"{code}_error", "param": None, "code": failed.kind}}
@@ -71,13 +83,23 @@ def _line(
     return {"id": f"{LINE}{fingerprint}", "custom_id": name, "response": response, "error": error}
 
 
-def _chat_choice(answer: Generation, part: Part, runner: Runner, asked: bool) -> dict[str, Any]:
+def _chat_choice(answer: Generation, part: AnswerText, runner: Runner, asked: bool) -> dict[str, Any]:
     thought = {"reasoning": part.reasoning} if part.reasoning else {}
     return {
         "message": {"role": "assistant", "content": part.shown, **thought, "refusal": None},
-        "logprobs": {"content": told(answer, runner.tokenizer), "refusal": None} if asked else None,
+        "logprobs": {"content": to_logprobs(answer, runner.tokenizer), "refusal": None} if asked else None,
     }
 
 
-def _text_choice(answer: Generation, part: Part, runner: Runner, asked: bool) -> dict[str, Any]:
-    return {"text": part.shown, "logprobs": told_of_completion(answer, runner.tokenizer) if asked else None}
+def _text_choice(answer: Generation, part: AnswerText, runner: Runner, asked: bool) -> dict[str, Any]:
+    return {"text": part.shown, "logprobs": to_completion_logprobs(answer, runner.tokenizer) if asked else None}
+
+
+# -- the form of a run's output lines: its `output.format` ------------------------------------------------------------
+
+
+def line_format_of(config: RunConfig) -> LineFormat:
+    """Return what writes a run's lines."""
+    if config.output.format == "openai":
+        return OpenAIBatch(config.output.model or str(config.model))
+    return NativeFormat()

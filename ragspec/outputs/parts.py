@@ -17,13 +17,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ragspec.inputs.keyset import KeySet
+from ragspec.inputs.record_ids import KeySet
 from ragspec.outputs.codecs import Codec
-from ragspec.outputs.documents import encoded
-from ragspec.outputs.folder import Folder
+from ragspec.outputs.folder import Folder, encoded
 from ragspec.outputs.ledger import Drop, Finished
-from ragspec.outputs.linefile import LineFile
-from ragspec.outputs.spill import Spill
+from ragspec.outputs.line_file import LineFile, Spill
 
 NAME = re.compile(r"part-(\d+)(\..+)")
 MANIFEST, STATE, STATISTICS = "manifest.json", "run.json", "stats.json"

@@ -1,30 +1,65 @@
-"""What a config's output means: a file that is appended to, a folder of parts, or a stream that keeps nothing.
+"""An output that keeps nothing: stdout, a pipe or a device.
 
->>> target_of(OutputConfig(path="s3://bucket/answers/")).name
-'s3://bucket/answers/'
+>>> OutStream("-").append(b"{}\\n")
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from ragspec.config.places import OutputConfig
-from ragspec.config.secret import revealed
+from ragspec.config.io import OutputConfig
+from ragspec.config.redaction import revealed
 from ragspec.errors import ConfigError
 from ragspec.inputs.storage import is_url, local_path
 from ragspec.models.resolve import cache_dir
 from ragspec.outputs import parts
-from ragspec.outputs.appended import Appended
 from ragspec.outputs.base import Document, Store
 from ragspec.outputs.codecs import Codec, check_ending, codec_of
-from ragspec.outputs.documents import FolderDocument, LocalDocument
-from ragspec.outputs.folder import Folder, LocalFolder, RemoteFolder
+from ragspec.outputs.folder import Folder, FolderDocument, LocalDocument, LocalFolder, RemoteFolder
+from ragspec.outputs.line_file import Appended, write_all
 from ragspec.outputs.parts import Parts
-from ragspec.outputs.runstate import PENDING, STATE, STATISTICS, FileState, RunState, sibling
+from ragspec.outputs.run_state import PENDING, STATE, STATISTICS, FileState, RunState, sibling
+
+
+class OutStream:
+    """`output` (- for stdout), written line by line. Raises OSError."""
+
+    def __init__(self, output: str) -> None:
+        self._own = output != "-"
+        self._file: Any = open(output, "wb", buffering=0) if self._own else _stdout()  # noqa: SIM115 (see close)
+
+    def append(self, line: bytes) -> None:
+        """Write a line."""
+        write_all(self._file, line)
+
+    def sync(self) -> None:
+        """There is nothing that a power cut would spare."""
+
+    def close(self) -> None:
+        """Close it, unless it is stdout."""
+        if self._own:
+            self._file.close()
+
+
+def _stdout() -> Any:
+    """Return stdout without its buffer: what a reader who has gone did not take must not come up again at exit."""
+    if sys.stdout is None:
+        raise OSError(errno.EBADF, "stdout is closed")
+    sys.stdout.flush()
+    return getattr(sys.stdout.buffer, "raw", sys.stdout.buffer)
+
+
+# -- what a config's output means: a file that is appended to, a folder of parts, or a stream that keeps nothi --------
+#
+# >>> target_of(OutputConfig(path="s3://bucket/answers/")).name
+# 's3://bucket/answers/'
+
 
 PACKED = (".gz", ".zst", ".parquet")
 

@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from ragspec.config.secret import revealed
+from ragspec.config.redaction import revealed
 from ragspec.config.sections import PromptConfig
 from ragspec.errors import ConfigError, RecordError
-from ragspec.models.reasoning import as_prompted
-from ragspec.prompts.chat import Chat
-from ragspec.prompts.foreign import Written, as_text
-from ragspec.prompts.templates import compiled
+from ragspec.models.stopping import thinking_after_prompt
+from ragspec.prompts.templates import Chat, compiled
+from ragspec.prompts.untrusted_text import PromptText, as_text
 from ragspec.records import Passage, Record, Thinking, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -166,12 +165,12 @@ class PromptBuilder:
         ids = self._tokenizer.encode(written.text, special_tokens=written.special_tokens, own=written.own)
         thinking = None
         if self._thinking is not None and not record.raw:
-            thinking = as_prompted(self._thinking, written.text, _begun(record))
+            thinking = thinking_after_prompt(self._thinking, written.text, _begun(record))
         return Prompt(ids, kept, dropped, thinking=thinking)
 
-    def _compose(self, record: Record, contexts: tuple[Passage, ...]) -> Written:
+    def _compose(self, record: Record, contexts: tuple[Passage, ...]) -> PromptText:
         """Return the prompt with no control tokens except the templates' own and the system prompt's."""
-        written = Written(*self._write(record, contexts))
+        written = PromptText(*self._write(record, contexts))
         controls = self._tokenizer.controls
         if controls is None or self._config.allow_special_tokens:
             return written

@@ -7,16 +7,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ragspec.config.places import InputConfig
+from ragspec.config.io import InputConfig
 from ragspec.errors import ConfigError, RecordError
-from ragspec.inputs.keyset import RecordIds
-from ragspec.inputs.opening import open_source
 from ragspec.inputs.passages import listed, passage_ids
 from ragspec.inputs.record import REFERENCES, reference_texts
+from ragspec.inputs.record_ids import RecordIds
+from ragspec.inputs.sources import open_source
 from ragspec.inputs.storage import advising
 from ragspec.inputs.values import id_text
-from ragspec.outputs.parquet import line_of
-from ragspec.quality.citations import cited, numbered
+from ragspec.outputs.codecs import line_of
+from ragspec.quality.metrics import cited, numbered
 
 GOLD = ("gold_ids", "gold_doc_ids")
 NAMED = 5  # ids in a message

@@ -1,8 +1,6 @@
-"""Scores of one answer against its references: the best of them counts. All are between 0 and 1.
+"""Intervals of a mean over records, and of the difference of two runs on the same records.
 
-exact_match and f1 are SQuAD's (Rajpurkar et al. 2016, arXiv:1606.05250): without case, punctuation and English
-articles; f1 is over words. Where a script has no spaces (Chinese, Japanese, Thai), every character is a word, as in
-MLQA's evaluation. rougeL is rouge-score's, whose words are Latin letters and digits only.
+Source: Efron and Tibshirani 1993, percentile bootstrap; paired, as in Koehn 2004. Records are drawn, not words.
 """
 
 from __future__ import annotations
@@ -11,10 +9,59 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
+
+import numpy as np
+
+DRAWS = 2000
+SEED = 0
+LEVEL = 95  # per cent
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over `count` records with its interval; without one for a single record."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    count: int
+
+    def told(self, *, sign: bool = False) -> str:
+        """Return it for a reader: -0.4 (-1.9 to +1.0)."""
+        form = "+.1f" if sign else ".1f"
+        interval = "" if self.low is None else f" ({self.low:{form}} to {self.high:{form}})"
+        return f"{self.mean:{form}}{interval}"
+
+    def to_json(self) -> dict[str, float | int | None]:
+        """Return the object of a report."""
+        low, high = (None if end is None else round(end, 4) for end in (self.low, self.high))
+        return {"mean": round(self.mean, 4), "low": low, "high": high, "count": self.count}
+
+
+def estimate(values: Sequence[float]) -> Estimate | None:
+    """Return the mean of values, or of paired differences, with its 95% interval; None of no values."""
+    if not values:
+        return None
+    given = np.asarray(values, dtype=float)
+    if len(given) == 1:
+        return Estimate(float(given[0]), None, None, 1)
+    chance = np.random.default_rng(SEED)
+    means = [given[chance.integers(len(given), size=len(given))].mean() for _ in range(DRAWS)]
+    low, high = np.percentile(means, [(100 - LEVEL) / 2, (100 + LEVEL) / 2])
+    return Estimate(float(given.mean()), float(low), float(high), len(given))
+
+
+# -- scores of one answer against its references: the best of them counts. All are between 0 and 1 --------------------
+#
+# exact_match and f1 are SQuAD's (Rajpurkar et al. 2016, arXiv:1606.05250): without case, punctuation and English
+# articles; f1 is over words. Where a script has no spaces (Chinese, Japanese, Thai), every character is a word, as in
+# MLQA's evaluation. rougeL is rouge-score's, whose words are Latin letters and digits only.
+
 
 ARTICLES = frozenset(("a", "an", "the"))
 # characters that are words by themselves: CJK, kana, Thai, Lao, Khmer, Myanmar
@@ -69,3 +116,45 @@ def _scorer() -> Callable[[str, str], Any]:
 
     score: Callable[[str, str], Any] = RougeScorer(["rougeL"], use_stemmer=True).score
     return score
+
+
+# -- what an answer cites: passages by number in its text ([1], [2, 3]), or by id in the fields of a structure --------
+
+
+NUMBERS = re.compile(r"\[(\d+(?:\s*[,;]\s*\d+)*)\]")
+FIELDS = ("citations", "sources", "cited", "passages")  # of a structured answer, that hold ids
+
+
+def cited(text: str, parsed: Any, contexts: Sequence[str]) -> set[str] | None:
+    """Return the ids of the passages that an answer cites; None if it is not one that cites.
+
+    contexts: ids of the passages in its prompt, in that order. A number that no passage has counts as a wrong id.
+    """
+    if isinstance(parsed, dict):
+        found = [parsed[field] for field in FIELDS if field in parsed]
+        return set(_ids(found)) if found else None
+    return numbered(text, contexts) or None
+
+
+def numbered(text: str, contexts: Sequence[str]) -> set[str]:
+    """Return the ids of the passages whose numbers stand in brackets in a text."""
+    numbers = {int(number) for group in NUMBERS.findall(text) for number in re.split(r"[,;]", group)}
+    return {contexts[number - 1] if 0 < number <= len(contexts) else f"[{number}]" for number in numbers}
+
+
+def _ids(value: Any) -> Iterator[str]:
+    if isinstance(value, list):
+        for each in value:
+            yield from _ids(each)
+    elif isinstance(value, str | int) and not isinstance(value, bool):
+        yield str(value)
+
+
+def precision(own: set[str], gold: set[str]) -> float:
+    """Return the share of cited passages that are gold."""
+    return len(own & gold) / len(own) if own else 0.0
+
+
+def recall(own: set[str], gold: set[str]) -> float:
+    """Return the share of gold passages that are cited."""
+    return len(own & gold) / len(gold)

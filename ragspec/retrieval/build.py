@@ -10,13 +10,22 @@ from dataclasses import dataclass, field
 
 from ragspec.config.sections import RetrievalConfig
 from ragspec.errors import ConfigError, flat
-from ragspec.inputs.keyset import KeySet
-from ragspec.retrieval.chunks import WORDS, Chunker, model_tokens, passage_ids, plain, word_tokens
-from ragspec.retrieval.corpus import Document, NonDocument, Skipped, documents
+from ragspec.inputs.record_ids import KeySet
+from ragspec.retrieval.corpus import (
+    WORDS,
+    Chunker,
+    Document,
+    NonDocument,
+    Skipped,
+    Unreadable,
+    documents,
+    model_tokens,
+    passage_ids,
+    plain,
+    word_tokens,
+)
 from ragspec.retrieval.embedding import Embedder
-from ragspec.retrieval.readers import Unreadable
-from ragspec.retrieval.store import Settings, failing, searched
-from ragspec.retrieval.writer import Chunk, Writer, building, check_language
+from ragspec.retrieval.index import Chunk, Settings, Writer, building, check_language, failing, searched
 
 log = logging.getLogger(__name__)
 WRITTEN_AT_ONCE = 4096  # passages

@@ -1,26 +1,242 @@
-"""Files and folders -> documents: `for item in documents(["docs", "faq.jsonl"]): item.id, item.read()`.
+"""Bytes of a file -> its text: plain text, Markdown, HTML, PDF, Word. A new format is a function and a line below.
 
-A document that cannot be read is a `Skipped` with the reason, never an exception: one bad file of a thousand must not
-end a build. Limit: a file must fit in memory.
+>>> reader_of(".md")(b"# The pump").title
+'The pump'
 """
 
 from __future__ import annotations
 
+import io
 import os
+import re
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from ragspec.config.places import InputConfig
-from ragspec.errors import ConfigError, RecordError
-from ragspec.inputs.base import Row
-from ragspec.inputs.content import DAMAGES, PACKED, failure_reason, unpacked
-from ragspec.inputs.opening import open_source
+from ragspec.config.io import InputConfig
+from ragspec.errors import ConfigError, RecordError, flat
+from ragspec.inputs.base import InputRow
+from ragspec.inputs.content import DAMAGES, PACKED, decoded, encoding_of, failure_reason, unpacked
+from ragspec.inputs.sources import open_source
 from ragspec.inputs.values import id_text
-from ragspec.retrieval.chunks import looks_numbered
-from ragspec.retrieval.readers import Text, is_binary, read_text, reader_of
+from ragspec.models.resolve import brings_code, needs_code, resolve
+
+NOT_CONTENT = ("script", "style", "noscript", "template", "nav")
+
+
+class Unreadable(Exception):
+    """A document that gives us no text; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What a document says. markdown: headings and lists may guide where it is cut."""
+
+    text: str
+    title: str | None = None
+    markdown: bool = False
+
+
+def is_binary(content: bytes) -> bool:
+    """Return whether a file is no text in any encoding that is read."""
+    return encoding_of(content[:4]) is None and b"\0" in content[:8192]
+
+
+def read_text(content: bytes) -> Text:
+    """Return text in UTF-8 or UTF-16 as it is."""
+    if is_binary(content):
+        raise Unreadable("a binary file, not text")
+    try:
+        return Text(decoded(content))
+    except UnicodeDecodeError as error:
+        raise Unreadable(f"not UTF-8 text (byte {error.start + 1}); if it is text, save it as UTF-8") from None
+
+
+def read_markdown(content: bytes) -> Text:
+    """Return Markdown with its first top heading as the title."""
+    text = read_text(content).text
+    heading = re.search(r"^# +(.+?)(?: +#+)? *$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.MULTILINE)
+    return Text(text, heading[1] if heading else None, markdown=True)
+
+
+def read_html(content: bytes) -> Text:
+    """Return a page as Markdown, without scripts, styles and navigation."""
+    from bs4 import BeautifulSoup
+
+    if is_binary(content):
+        raise Unreadable("a binary file, not HTML")
+    page = BeautifulSoup(decoded(content) if encoding_of(content[:4]) else content, "html.parser")
+    title = page.title.get_text(" ", strip=True) if page.title else None
+    for tag in page(NOT_CONTENT):
+        tag.decompose()
+    return Text(_markdown(page.body or page), title or None, markdown=True)
+
+
+def read_docx(content: bytes) -> Text:
+    """Return a Word document as Markdown: headings, lists and tables in reading order; no pictures, no comments."""
+    try:
+        import mammoth
+        from bs4 import BeautifulSoup
+    except ImportError:
+        raise Unreadable('reading Word documents needs mammoth: pip install "ragspec[retrieval]"') from None
+    try:
+        html = mammoth.convert_to_html(
+            io.BytesIO(content),
+            convert_image=lambda _: [],
+            style_map="p[style-name='Title'] => h1:fresh",
+            include_embedded_style_map=False,
+        ).value
+    except zipfile.BadZipFile:
+        raise Unreadable("damaged, not a .docx, or encrypted: save it as .docx without a password") from None
+    page = BeautifulSoup(html, "html.parser")
+    title = page.h1.get_text(" ", strip=True) if page.h1 else None
+    return Text(_markdown(page, table_infer_header=True), title or None, markdown=True)
+
+
+def _markdown(page: Any, **options: Any) -> str:
+    from markdownify import MarkdownConverter
+
+    text: str = MarkdownConverter(heading_style="ATX", strip=["a", "img"], **options).convert_soup(page)
+    return re.sub(r"\n{3,}", "\n\n", text).strip()
+
+
+def read_pdf(content: bytes) -> Text:
+    """Return the text of all pages. Scans have none."""
+    import pypdfium2
+
+    try:
+        pdf = pypdfium2.PdfDocument(content)
+    except pypdfium2.PdfiumError as error:
+        if "password" in str(error).lower():
+            raise Unreadable("encrypted: it needs a password; save it without one") from None
+        raise Unreadable(f"damaged, or not a PDF ({error})") from None
+    try:
+        pages = [page.get_textpage().get_text_bounded() for page in pdf]
+        title = str(pdf.get_metadata_dict().get("Title") or "").strip()
+    except pypdfium2.PdfiumError as error:
+        raise Unreadable(f"damaged ({error})") from None
+    finally:
+        pdf.close()
+    # PDFium marks a hyphen that only breaks a word at the line's end
+    text = re.sub("[\ufffe\x02]\\s*", "", "\n\n".join(pages).replace("\r\n", "\n"))
+    if not text.strip():
+        raise Unreadable("a PDF without text (a scan?); run text recognition on it first")
+    return Text(text, title or None)
+
+
+READERS: dict[str, Callable[[bytes], Text]] = {
+    ".txt": read_text,
+    ".md": read_markdown,
+    ".markdown": read_markdown,
+    ".html": read_html,
+    ".htm": read_html,
+    ".pdf": read_pdf,
+    ".docx": read_docx,
+}
+
+
+def reader_of(suffix: str, content: bytes = b"") -> Callable[[bytes], Text] | None:
+    """Return what reads a file, None where neither its content nor its name says."""
+    if content.startswith(b"%PDF-"):
+        return read_pdf
+    if content.startswith(b"PK\x03\x04") and b"word/document.xml" in content:
+        return read_docx
+    return READERS.get(suffix)
+
+
+# -- a document's text -> passages of limited length, cut where its sentences, paragraphs or headings end -------------
+
+
+WORDS = "words"
+
+
+def passage_ids(document: str, count: int) -> Sequence[str]:
+    """Return the ids of a document's passages: its own id if there is one passage, else `id#1`, `id#2`, ...
+
+    A document whose own id has that form is always numbered, so no two documents have a passage id in common.
+    """
+    if count == 1 and not looks_numbered(document):
+        return [document]
+    return [f"{document}#{number}" for number in range(1, count + 1)]
+
+
+def looks_numbered(document: str) -> bool:
+    """Return whether a document's id could be that of another document's passage."""
+    return re.search(r"#[1-9][0-9]*\Z", document) is not None
+
+
+class Chunker:
+    """Cuts documents into passages of at most `size` tokens, the title counted, neighbours sharing up to `overlap`.
+
+    tokens: a `tokenizers.Tokenizer`. A passage never ends inside a word unless a word alone is too long.
+    Source of the rule: the semantic-text-splitter library.
+    """
+
+    def __init__(self, tokens: Any, size: int, overlap: int) -> None:
+        self._tokens = tokens
+        self._size = size
+        self._overlap = overlap
+        self._splitter = lru_cache(maxsize=64)(self._make_splitter)
+
+    def split(self, text: Text) -> list[str]:
+        """Return the passages of a document in order; none if it has no text."""
+        title = len(self._tokens.encode(text.title, add_special_tokens=False).ids) + 1 if text.title else 0
+        capacity = max(self._size // 2, self._size - title, 1)  # a long title must not eat the passage
+        chunks: list[str] = self._splitter(capacity, text.markdown).chunks(text.text)
+        return [chunk for chunk in chunks if chunk.strip()]
+
+    def _make_splitter(self, capacity: int, markdown: bool) -> Any:
+        from semantic_text_splitter import MarkdownSplitter, TextSplitter
+
+        kind = MarkdownSplitter if markdown else TextSplitter
+        return kind.from_huggingface_tokenizer(self._tokens, capacity, min(self._overlap, capacity // 2))
+
+
+def word_tokens() -> Any:
+    """Return a tokenizer without a model: words, punctuation marks and Chinese characters are one token each."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+    tokens = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))  # noqa: S106 (no password)
+    tokens.normalizer = normalizers.BertNormalizer(clean_text=False, strip_accents=False, lowercase=False)
+    tokens.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokens
+
+
+def model_tokens(name: str) -> Any:
+    """Return the tokenizer of a model (hub id, folder, demo). Raises ConfigError."""
+    from transformers import AutoTokenizer
+
+    source = resolve(name, key="retrieval.tokenizer")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=False)  # None: asks on stdin
+        return plain(tokenizer.backend_tokenizer)
+    except (OSError, ValueError, AttributeError) as error:
+        if brings_code(source):
+            raise ConfigError(f'retrieval.tokenizer: "{name}": {needs_code(None)}') from None
+        raise ConfigError(
+            f'retrieval.tokenizer: "{name}": has no fast tokenizer that loads ({flat(error, 160)})'
+        ) from None
+
+
+def plain(tokens: Any) -> Any:
+    """Return a copy of a tokenizer that neither cuts nor pads."""
+    from tokenizers import Tokenizer
+
+    copy = Tokenizer.from_str(tokens.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    return copy
+
+
+# -- files and folders -> documents: `for item in documents(["docs", "faq.jsonl"]): item.id, item.read()` -------------
+#
+# A document that cannot be read is a `Skipped` with the reason, never an exception: one bad file of a thousand must not
+# end a build. Limit: a file must fit in memory.
+
 
 JSONL = (".jsonl", ".ndjson")
 
@@ -132,7 +348,7 @@ def _of_jsonl(file: Path, name: str) -> Iterator[Document | Skipped]:
         yield Skipped(str(file), str(error).removeprefix(f"{file}:").strip(), many=True)
 
 
-def _of_line(row: Row, file: Path, name: str) -> Document:
+def _of_line(row: InputRow, file: Path, name: str) -> Document:
     value: Any = row.value
     if isinstance(value, RecordError):
         raise value

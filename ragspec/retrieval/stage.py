@@ -64,7 +64,7 @@ class Stage(Generic[T]):
 
     def to_json(self) -> dict[str, Any]:
         """Return what the statistics say about the searches."""
-        return told(self._retriever.mode, self.queries, self.search_s, self.waited_s)
+        return retrieval_statistics(self._retriever.mode, self.queries, self.search_s, self.waited_s)
 
     def begin(self, items: list[T], pool: ThreadPoolExecutor) -> Batch[T]:
         """Return `items` with the search for them under way."""
@@ -92,7 +92,7 @@ class Stage(Generic[T]):
         return batch.items
 
 
-def told(mode: str, queries: int, search_s: float, waited_s: float) -> dict[str, Any]:
+def retrieval_statistics(mode: str, queries: int, search_s: float, waited_s: float) -> dict[str, Any]:
     """Return what the statistics say about searches: see Stage."""
     return {
         "mode": mode,

@@ -13,18 +13,17 @@ from ragspec.errors import RecordError
 from ragspec.inputs.columns import GUESSES
 from ragspec.inputs.feed import Feed, Spread
 from ragspec.json_text import dumps
-from ragspec.outputs.answers import Failed, Flight, Shape, distinct, is_valid, parts_of
+from ragspec.outputs.answers import FailedRecord, LineFormat, RecordInFlight, answer_texts, distinct_answers, is_valid
 from ragspec.records import Failure, Generation, Passage, Record, Request
 from ragspec.retrieval.search import Hit
 from ragspec.retrieval.stage import Stage
-from ragspec.run.gathering import Gathering
-from ragspec.run.reading import Reader
+from ragspec.run.request_builder import PendingRequests, RequestBuilder
 from ragspec.run.session import Session
 from ragspec.stats import Cost
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RecordTask:
     """A record that wants an answer. index: of its output line. number: of its row. query: to find contexts by."""
 
     index: int
@@ -35,7 +34,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class RecordResult:
     """A record's output line, without its end, and what it took. costs: of each answer that was written.
 
     passages: for a question, how many its prompt has, and how many were dropped; None for other records. unread: a
@@ -50,27 +49,27 @@ class Answered:
     unread: str = ""
 
 
-class Outlet(Protocol):
+class ResultSink(Protocol):
     """Takes what becomes of records."""
 
-    def put(self, answered: Answered) -> None: ...
+    def put(self, answered: RecordResult) -> None: ...
 
-    def fail(self, index: int, failed: Failed) -> None: ...
+    def fail(self, index: int, failed: FailedRecord) -> None: ...
 
 
 class Answering:
     """One pass of a session's runner over what is asked. details: also write what an audit and a report need."""
 
-    def __init__(self, session: Session, shape: Shape, outlet: Outlet, *, details: bool = False) -> None:
+    def __init__(self, session: Session, shape: LineFormat, outlet: ResultSink, *, details: bool = False) -> None:
         self._runner = session.runner
         self._shape = shape
         self._outlet = outlet
         self._details = details
         self._stage = Stage(session.retriever, lambda asked: asked.query, with_contexts) if session.retriever else None
-        self._reader = Reader(session)
-        self._gathering = Gathering()
+        self._reader = RequestBuilder(session)
+        self._gathering = PendingRequests()
 
-    def requests(self, asked: Feed[Asked]) -> Feed[Request]:
+    def requests(self, asked: Feed[RecordTask]) -> Feed[Request]:
         """Return what is asked as requests; close it after use, which ends what is searched ahead."""
         if self._stage is not None:
             asked = Feed(self._stage.fill(asked))
@@ -90,11 +89,13 @@ class Answering:
         """Return what the user should know about the records that were read."""
         return self._reader.notes()
 
-    def _requests_of(self, asked: Asked) -> list[Request]:
+    def _requests_of(self, asked: RecordTask) -> list[Request]:
         try:
             return self._gathering.requests(self._reader.flight(asked.index, asked.record, asked.key))
         except RecordError as error:
-            self._outlet.fail(asked.index, Failed(asked.record.id, asked.key, "RecordError", str(error), asked.number))
+            self._outlet.fail(
+                asked.index, FailedRecord(asked.record.id, asked.key, "RecordError", str(error), asked.number)
+            )
             return []
 
     def _finish(self, outcome: Generation | Failure) -> None:
@@ -111,13 +112,13 @@ class Answering:
         except TypeError as error:  # metadata that can be read but not written back
             self._fail(flight, "RecordError", f"its metadata cannot be written ({error})")
             return
-        costs = [self._cost(flight, answer) for answer in distinct(answers)]
-        self._outlet.put(Answered(flight.index, encoded, flight.prompt_tokens, costs, *_passages(flight)))
+        costs = [self._cost(flight, answer) for answer in distinct_answers(answers)]
+        self._outlet.put(RecordResult(flight.index, encoded, flight.prompt_tokens, costs, *_passages(flight)))
 
-    def _cost(self, flight: Flight, answer: Generation) -> Cost:
+    def _cost(self, flight: RecordInFlight, answer: Generation) -> Cost:
         valid = None
         if flight.form is not None:
-            text = parts_of(flight, [answer], self._runner.tokenizer)[0].text
+            text = answer_texts(flight, [answer], self._runner.tokenizer)[0].text
             valid = is_valid(flight, flight.form, answer, text)
         return Cost(
             len(answer.token_ids),
@@ -130,11 +131,11 @@ class Answering:
             answer.finish_reason != "length",
         )
 
-    def _fail(self, flight: Flight, kind: str, message: str) -> None:
-        self._outlet.fail(flight.index, Failed(flight.record.id, flight.fingerprint, kind, message))
+    def _fail(self, flight: RecordInFlight, kind: str, message: str) -> None:
+        self._outlet.fail(flight.index, FailedRecord(flight.record.id, flight.fingerprint, kind, message))
 
 
-def _passages(flight: Flight) -> tuple[tuple[int, int] | None, str]:
+def _passages(flight: RecordInFlight) -> tuple[tuple[int, int] | None, str]:
     """Return how many passages a question is answered with and without, and which of its fields looks like some."""
     if flight.record.query is None:
         return None, ""
@@ -144,7 +145,7 @@ def _passages(flight: Flight) -> tuple[tuple[int, int] | None, str]:
     return (kept, dropped), "" if kept or dropped else unread
 
 
-def with_contexts(asked: Asked, hits: list[Hit]) -> Asked:
+def with_contexts(asked: RecordTask, hits: list[Hit]) -> RecordTask:
     """Return what is asked with the passages that were found for it."""
     passages = (hit.passage for hit in hits)
     found = tuple(Passage(each.id, each.text, each.title or None, each.score) for each in passages)

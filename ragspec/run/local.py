@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
 
+from ragspec.config.run import RunConfig
+from ragspec.errors import ConfigError
 from ragspec.inputs.base import Source
 from ragspec.inputs.feed import Feed
-from ragspec.outputs.answers import Native
+from ragspec.inputs.sources import MemorySource
+from ragspec.outputs.answers import NativeFormat
+from ragspec.outputs.base import MemorySink
 from ragspec.outputs.journal import Journal
-from ragspec.outputs.shapes import shape_of
+from ragspec.outputs.openai_batch import line_format_of
 from ragspec.records import Request
 from ragspec.run.answering import Answering
-from ragspec.run.desk import Desk, Report
-from ragspec.run.intake import Intake
-from ragspec.run.ordering import Say, ordering_of, unheard
-from ragspec.run.provenance import peak_memory_gib
-from ragspec.run.session import Session
+from ragspec.run.ordering import Say, ignore_note, ordering_of
+from ragspec.run.record_reader import RecordReader
+from ragspec.run.result_writer import Report, ResultWriter
+from ragspec.run.session import Session, peak_memory_gib, prepare
+from ragspec.stats import RunSummary
 
 AHEAD = 256  # requests that are looked at before the first: more than any batch
 
@@ -39,14 +43,14 @@ class LocalPass:
         limit: int | None = None,
         total: int | None = None,
         report: Report | None = None,
-        say: Say = unheard,
+        say: Say = ignore_note,
         keep_details: bool = False,
     ) -> None:
-        shape = Native() if keep_details else shape_of(session.config)
+        shape = NativeFormat() if keep_details else line_format_of(session.config)
         self._session = session
         self._runner = session.runner
-        self._desk = Desk(session, source, journal, shape, total, report)
-        self._intake = Intake(session.config, self._desk, source)
+        self._desk = ResultWriter(session, source, journal, shape, total, report)
+        self._intake = RecordReader(session.config, self._desk, source)
         self._ordering = ordering_of(session, source, self._intake, limit, say)
         self._answering = Answering(session, shape, self._desk, details=keep_details)
         self._none = f"{session.config.input}: contains no records; nothing to answer"
@@ -124,3 +128,66 @@ class LocalPass:
 
 def _since(now: float | None, before: float | None) -> float | None:
     return None if now is None or before is None else now - before
+
+
+# -- answers in memory: a model that is loaded once, and asked as often as a program likes ----------------------------
+#
+# with Pipeline(config) as pipeline:
+#     for answer in pipeline.answers([{"query": "Who wrote it?", "contexts": ["Ann wrote it."]}]):
+#         print(answer["output"])
+
+
+class Pipeline:
+    """What a config names, loaded on enter and freed on exit. `input`, `output` and `scale` of the config are not
+    used.
+
+    summary: totals of the latest `answers`. Raises ConfigError and ModelError.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._veil = config.veil()
+        self.summary = RunSummary()
+        self._answering = False
+        with self._veil.over_errors():
+            self._session = prepare(config)
+
+    def __enter__(self) -> Self:
+        with self._veil.over_errors(), ExitStack() as stack:
+            stack.enter_context(self._session.runner)
+            self._session.runner.warm_up()
+            stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._session.runner.__exit__(*exc)
+
+    def answers(self, records: Iterable[Any]) -> Iterator[dict[str, Any]]:
+        """Yield the output line of each record as soon as its turn comes (`order: finish`: as soon as it is answered).
+
+        records: what the lines of an input file would say. A record that cannot be answered yields its error line.
+        Raises ConfigError while earlier answers are still being taken.
+        """
+        if self._answering:
+            raise ConfigError(
+                "a pipeline answers one input at a time: take the earlier answers to their end, or close()"
+            )
+        self._answering = True
+        try:
+            yield from self._answers(records)
+        finally:
+            self._answering = False
+
+    def _answers(self, records: Iterable[Any]) -> Iterator[dict[str, Any]]:
+        config = self._session.config
+        sink = MemorySink()
+        with (
+            self._veil.over_errors(),
+            MemorySource(records) as source,
+            Journal(sink, order=config.order) as journal,
+        ):
+            executor = LocalPass(self._session, source, journal)
+            self.summary = executor.summary
+            for _ in executor.stream():
+                yield from sink.take()
+        self.summary.notes += self._session.notes()
+        yield from sink.take()

@@ -12,31 +12,30 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Protocol
 
-from ragspec.inputs.base import Row, Source
+from ragspec.inputs.base import InputRow, Source
 from ragspec.inputs.feed import Feed, Pollable, Spread
-from ragspec.prompts.numbered import Numbered
-from ragspec.prompts.sharing import Plan, shared_order
+from ragspec.prompts.passage_order import PassageNumbers, PassagePlan, shared_order
 from ragspec.retrieval.stage import Stage
-from ragspec.run.answering import Asked, with_contexts
-from ragspec.run.intake import Intake, Noted
+from ragspec.run.answering import RecordTask, with_contexts
+from ragspec.run.record_reader import ReadRow, RecordReader
 from ragspec.run.session import Session
 
 Say = Callable[[str], None]
 
 
-def unheard(said: str) -> None:
+def ignore_note(said: str) -> None:
     """Nobody listens."""
 
 
 @dataclass(slots=True)
-class Tally:
+class PassageTally:
     """Characters of passages: all of them, those to be computed as planned, and those by rank."""
 
     total: int = 0
     computed: int = 0
     by_rank: int = 0
 
-    def add(self, plan: Plan) -> None:
+    def add(self, plan: PassagePlan) -> None:
         """Count a window."""
         self.total += plan.total
         self.computed += plan.computed
@@ -46,7 +45,7 @@ class Tally:
 class Ordering(Protocol):
     """What a pass asks for, one after the other."""
 
-    def asked(self) -> Feed[Asked]:
+    def asked(self) -> Feed[RecordTask]:
         """Return what the input asks for; close it after use."""
 
     def retrieval(self) -> dict[str, Any] | None:
@@ -56,21 +55,23 @@ class Ordering(Protocol):
         """Return what the user should know."""
 
 
-def ordering_of(session: Session, source: Source, intake: Intake, limit: int | None, say: Say = unheard) -> Ordering:
+def ordering_of(
+    session: Session, source: Source, intake: RecordReader, limit: int | None, say: Say = ignore_note
+) -> Ordering:
     """Return the ordering that a config asks for. limit: rows that are to be answered. say: is told of the plan."""
     if session.config.prompt.order == "shared":
-        return Shared(session, source, intake, limit, say)
-    return AsTheyCome(source, intake, limit)
+        return SharedOrder(session, source, intake, limit, say)
+    return InputOrder(source, intake, limit)
 
 
-class AsTheyCome:
+class InputOrder:
     """Records in the order of their rows, passages as each record's own prompt has them."""
 
-    def __init__(self, source: Source, intake: Intake, limit: int | None) -> None:
-        self._rows: Feed[Row] = Feed(source, limit)
+    def __init__(self, source: Source, intake: RecordReader, limit: int | None) -> None:
+        self._rows: Feed[InputRow] = Feed(source, limit)
         self._intake = intake
 
-    def asked(self) -> Feed[Asked]:
+    def asked(self) -> Feed[RecordTask]:
         return Feed(Spread(self._rows, self._intake.asked))
 
     def retrieval(self) -> dict[str, Any] | None:
@@ -80,10 +81,10 @@ class AsTheyCome:
         return []
 
 
-class Shared:
+class SharedOrder:
     """Windows, each planned before its first record is answered."""
 
-    def __init__(self, session: Session, source: Source, intake: Intake, limit: int | None, say: Say) -> None:
+    def __init__(self, session: Session, source: Source, intake: RecordReader, limit: int | None, say: Say) -> None:
         config = session.config.prompt
         self._config = config
         self._tokenizer = session.runner.tokenizer
@@ -91,17 +92,17 @@ class Shared:
         self._say = say
         self._limit = limit
         rows = iter(source)
-        self._rows: Feed[Row] = Feed(rows, _rows_read(limit, config.order_window, isinstance(rows, Pollable)))
+        self._rows: Feed[InputRow] = Feed(rows, _rows_read(limit, config.order_window, isinstance(rows, Pollable)))
         self._numbers = count(1)
-        self._read: list[Noted] = []  # of the window that is being read
-        self._filled: list[Noted] = []  # of it, those with contexts
+        self._read: list[ReadRow] = []  # of the window that is being read
+        self._filled: list[ReadRow] = []  # of it, those with contexts
         self._left: list[int] = []  # of each window under way, how many lack contexts still
         self._stage = Stage(session.retriever, _query_of, _with_hits) if session.retriever else None
-        self._tally = Tally()
+        self._tally = PassageTally()
         self._ratio = 0.0  # tokens of a character
 
-    def asked(self) -> Feed[Asked]:
-        noted: Feed[Noted] = Feed(Spread(self._rows, self._take, self._window))
+    def asked(self) -> Feed[RecordTask]:
+        noted: Feed[ReadRow] = Feed(Spread(self._rows, self._take, self._window))
         if self._stage is not None:
             noted = Feed(self._stage.fill(noted))
         return Feed(Spread(noted, self._fill))
@@ -114,7 +115,7 @@ class Shared:
 
     # -- windows ------------------------------------------------------------------------------------------------------
 
-    def _take(self, row: Row) -> Iterable[Noted]:
+    def _take(self, row: InputRow) -> Iterable[ReadRow]:
         """Take in a row; return its window if it is the last of one."""
         number = next(self._numbers)
         within = self._limit is None or number <= self._limit
@@ -123,7 +124,7 @@ class Shared:
             self._read.append(noted)
         return self._window() if number % self._config.order_window == 0 else []
 
-    def _window(self) -> list[Noted]:
+    def _window(self) -> list[ReadRow]:
         """Return the window that was read, if anything in it wants an answer."""
         window, self._read = self._read, []
         if not any(noted.wanted for noted in window):
@@ -131,7 +132,7 @@ class Shared:
         self._left.append(len(window))
         return window
 
-    def _fill(self, noted: Noted) -> list[Asked]:
+    def _fill(self, noted: ReadRow) -> list[RecordTask]:
         """Take in a record that has its contexts; return those to answer if it is the last of its window."""
         self._filled.append(noted)
         if len(self._filled) < self._left[0]:
@@ -140,9 +141,9 @@ class Shared:
         window, self._filled = self._filled, []
         return self._ordered(window)
 
-    def _ordered(self, window: list[Noted]) -> list[Asked]:
+    def _ordered(self, window: list[ReadRow]) -> list[RecordTask]:
         """Return what a window asks for, those records together that begin alike."""
-        passages = Numbered()
+        passages = PassageNumbers()
         records = [passages.of(noted.asked.record, self._config.max_passages) for noted in window]
         plan = shared_order(records, passages.weights, self._config.keep_first)
         self._tally.add(plan)
@@ -167,13 +168,13 @@ def _rows_read(limit: int | None, window: int, keeps_waiting: bool) -> int | Non
     return limit if limit is None or keeps_waiting else -(-limit // window) * window
 
 
-def _arranged(asked: Asked, passages: Numbered, own: list[int], order: list[int]) -> Asked:
+def _arranged(asked: RecordTask, passages: PassageNumbers, own: list[int], order: list[int]) -> RecordTask:
     return replace(asked, record=passages.arranged(asked.record, own, order))
 
 
-def _query_of(noted: Noted) -> str | None:
+def _query_of(noted: ReadRow) -> str | None:
     return noted.asked.query
 
 
-def _with_hits(noted: Noted, hits: list[Any]) -> Noted:
+def _with_hits(noted: ReadRow, hits: list[Any]) -> ReadRow:
     return replace(noted, asked=replace(with_contexts(noted.asked, hits), query=None))

@@ -7,23 +7,22 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from ragspec.config.places import InputConfig, OutputConfig
+from ragspec.config.io import InputConfig, OutputConfig
 from ragspec.config.sections import RetrievalConfig
 from ragspec.errors import ConfigError, RecordError
-from ragspec.inputs.base import Row, Source
+from ragspec.inputs.base import InputRow, Source
 from ragspec.inputs.columns import ALL, Columns
 from ragspec.inputs.feed import Feed
-from ragspec.inputs.keyset import RecordIds
-from ragspec.inputs.opening import open_source
 from ragspec.inputs.record import lacks_contexts
+from ragspec.inputs.record_ids import RecordIds
+from ragspec.inputs.sources import open_source
 from ragspec.inputs.storage import advising
 from ragspec.json_text import dumps, loads
 from ragspec.outputs.codecs import codec_of
 from ragspec.outputs.journal import Journal
 from ragspec.outputs.target import check_name
 from ragspec.records import Passage
-from ragspec.retrieval.evaluate import evaluate
-from ragspec.retrieval.search import Hit, Retriever
+from ragspec.retrieval.search import Hit, Retriever, evaluate
 from ragspec.retrieval.stage import Stage
 
 
@@ -67,12 +66,12 @@ def _opened(source: InputConfig | str) -> Source:
         return open_source(source)
 
 
-def query_of(row: Row) -> str | None:
+def query_of(row: InputRow) -> str | None:
     """Return the question to find contexts by, None if a row needs none."""
     return row.value["query"] if lacks_contexts(row.value) else None
 
 
-def with_hits(row: Row, hits: list[Hit]) -> Row:
+def with_hits(row: InputRow, hits: list[Hit]) -> InputRow:
     """Return a row with what was found for it; its raw bytes stay, by which a resumed run recognises it."""
     return replace(row, value={**row.value, "contexts": [_context(hit.passage) for hit in hits]})
 
@@ -82,7 +81,7 @@ def _context(passage: Passage) -> dict[str, Any]:
     return {"id": passage.id, **title, "text": passage.text, "score": passage.score}
 
 
-def _with_contexts(row: Row, columns: Columns) -> bytes | None:
+def _with_contexts(row: InputRow, columns: Columns) -> bytes | None:
     """Return a row with the contexts that were found, everything else byte for byte; None if none were looked for."""
     raw = row.text.strip()
     before: Any = loads(raw)

@@ -1,18 +1,48 @@
-"""A run's set-up, written once: the config's runner, prompts and index, found and judged before any weights load."""
+"""What identifies a run in its stats file: config, runner, versions, hashes, seed; and the memory it took."""
 
 from __future__ import annotations
 
+import hashlib
+import resource
+import sys
 from dataclasses import dataclass
 from typing import Any
 
-from ragspec import runners
+from ragspec import __version__, runners
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError
+from ragspec.inputs.sources import digest
 from ragspec.prompts.builder import PromptBuilder
 from ragspec.retrieval.search import Retriever
-from ragspec.run.choice import Choice, choose
-from ragspec.run.provenance import about
+from ragspec.run.runner_choice import RunnerChoice, choose_runner
 from ragspec.runners.base import Runner
+
+LIBRARIES = ("torch", "transformers", "vllm")
+
+
+def about(config: RunConfig, runner: Runner) -> dict[str, Any]:
+    """Return what identifies a run."""
+    versions = {name: sys.modules[name].__version__ for name in LIBRARIES if name in sys.modules}
+    return {
+        "config": config.model_dump(mode="json"),
+        "runner": runner.about(),
+        "versions": {"ragspec": __version__, "python": sys.version.split()[0], **versions},
+        "input_sha256": digest(config.input),
+        "template_sha256": hashlib.sha256((config.prompt.template or "").encode()).hexdigest(),
+        "seed": config.sampling.seed,
+    }
+
+
+def peak_memory_gib() -> float:
+    """Return this process's largest resident size, or CUDA's peak allocation if that is larger."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform != "darwin" else 1 << 30)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        peak = max(peak, torch.cuda.max_memory_allocated() / (1 << 30))
+    return peak
+
+
+# -- a run's set-up, written once: the config's runner, prompts and index, found and judged before any weights --------
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +72,12 @@ class Session:
         return about(self.config, self.runner)
 
 
-def prepare(config: RunConfig, choice: Choice | None = None) -> Session:
+def prepare(config: RunConfig, choice: RunnerChoice | None = None) -> Session:
     """Return the session of a config; the model's weights are not loaded. choice: of its runner.
 
     Raises ConfigError.
     """
-    choice = choice or choose(config, None)
+    choice = choice or choose_runner(config, None)
     config = choice.config
     runner = check_runner(config)
     prompts = make_prompts(config, runner)

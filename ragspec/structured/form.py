@@ -17,8 +17,7 @@ from typing import Any
 from ragspec.errors import RecordError
 from ragspec.records import Passage, Thinking
 from ragspec.structured.quotes import quoting
-from ragspec.structured.schema import check_schemas_in, completed, inline, quotes
-from ragspec.structured.wrapping import unwrapped
+from ragspec.structured.schema import check_schemas_in, completed, inline, quotes, unwrapped
 
 LARGEST = 1 << 20  # characters of a grammar
 BLANKS = r"/[ \n\r\t]{0,4}/"  # between a thought and the answer

@@ -1,16 +1,15 @@
-"""Which tokens may follow: llguidance's parser for one tokenizer, and its state in one answer.
+"""Whether a text is a whole answer by its grammar, whatever model wrote it.
 
-    >>> grammars = Grammars(tokenizer, width=49152, eos={2})
-    >>> matcher = grammars.matcher('start: "yes" | "no"')
-    >>> matcher.admitted([token_of_yes, 2]), matcher.forced([token_of_yes])
-    (2, [2])
+    >>> is_complete('start: "no" | "nothing"', "no"), is_complete('start: "no" | "nothing"', "not")
+    (True, False)
 
-Source: llguidance 1.7, which vLLM uses as well. Limit: fast tokenizers only. Compiling takes a millisecond for most
-grammars; a grammar that is too large, or whose masks take too long, ends in an error, by llguidance's own limits.
+The text is read byte by byte, so that no tokenizer is needed. Limit: a grammar that names special tokens has no such
+text.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Sequence
@@ -18,9 +17,49 @@ from functools import lru_cache
 from typing import Any
 
 from ragspec.errors import ConfigError, RecordError, flat
-from ragspec.structured.complete import compiled
 
 KEPT = 256  # compiled grammars
+
+
+def is_complete(grammar: str, text: str) -> bool:
+    """Return whether the grammar admits `text` with nothing after it."""
+    matcher = compiled(grammar).deep_copy()
+    tokens = list(text.encode(errors="replace"))
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+
+def spaced(value: Any) -> str:
+    """Return JSON's `value` spaced as grammars space it (form.py)."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+@lru_cache(maxsize=KEPT)
+def compiled(grammar: str) -> Any:
+    """Return a grammar's state before an answer; its tokens are bytes. Copy it, as it is kept."""
+    from llguidance import LLMatcher
+
+    return LLMatcher(_bytes(), LLMatcher.grammar_from_lark(grammar), log_level=0)
+
+
+@lru_cache(maxsize=1)
+def _bytes() -> Any:
+    """Return llguidance's tokenizer of bytes."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")
+
+
+# -- which tokens may follow: llguidance's parser for one tokenizer, and its state in one answer ----------------------
+#
+#     >>> grammars = Grammars(tokenizer, width=49152, eos={2})
+#     >>> matcher = grammars.matcher('start: "yes" | "no"')
+#     >>> matcher.admitted([token_of_yes, 2]), matcher.forced([token_of_yes])
+#     (2, [2])
+#
+# Source: llguidance 1.7, which vLLM uses as well. Limit: fast tokenizers only. Compiling takes a millisecond for most
+# grammars; a grammar that is too large, or whose masks take too long, ends in an error, by llguidance's own limits.
+
+
 SHOWN = 300  # characters of a message
 ENDLESS = 20_000  # bytes that follow from a grammar, beyond its own length
 WHERE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")  # a place in what we wrote ourselves

@@ -21,7 +21,7 @@ import torch
 
 from ragspec.errors import ConfigError, flat
 from ragspec.runners.huggingface.checkpoint import Checkpoint
-from ragspec.training.lessons import Lesson
+from ragspec.training.examples import Example
 
 KINDS = ("eagle3", "dflash")
 RATE = 4e-4
@@ -53,7 +53,7 @@ class Head:
     rate = RATE
 
     def __init__(
-        self, kind: str, checkpoint: Checkpoint, target: Any, layers: int | None, lessons: Sequence[Lesson]
+        self, kind: str, checkpoint: Checkpoint, target: Any, layers: int | None, lessons: Sequence[Example]
     ) -> None:
         self._kind = kind
         self._unfit = f"--method {kind}: {type(target).__name__} cannot have such a head: "
@@ -69,7 +69,7 @@ class Head:
         self.model.to(target.device)
         self._check_teacher(lessons)
 
-    def learn(self, batch: Sequence[Lesson], turn: int) -> float:
+    def learn(self, batch: Sequence[Example], turn: int) -> float:
         """Learn the answers, a lesson at a time, with the loss of its kind."""
         total = 0.0
         for lesson in batch:
@@ -79,7 +79,7 @@ class Head:
         return total / len(batch)
 
     @torch.no_grad()
-    def agreement(self, lessons: Sequence[Lesson]) -> float:
+    def agreement(self, lessons: Sequence[Example]) -> float:
         """Return the share of what the target would say, of the words that are drafted, that it guesses.
 
         Of EAGLE-3 that is the first token of each draft, of DFlash all of a block.
@@ -101,7 +101,7 @@ class Head:
         for code in folder.glob("*.py"):
             code.unlink()
 
-    def _forward(self, lesson: Lesson, turn: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _forward(self, lesson: Example, turn: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return the loss of a lesson, and what its kind measures. turn: decides where blocks of DFlash begin."""
         ids = lesson.token_ids
         said = min(len(ids) - lesson.prompt_tokens, len(ids) - 1)
@@ -144,7 +144,7 @@ class Head:
         return torch.cat([states[i][0] for i in self._layers], -1), last[0][0]
 
     @torch.no_grad()
-    def _check_teacher(self, lessons: Sequence[Lesson]) -> None:
+    def _check_teacher(self, lessons: Sequence[Example]) -> None:
         """Raise ConfigError if what the head is taught is not what the target says."""
         ids = [token for lesson in lessons for token in lesson.token_ids][:TRIED]
         if not ids:
@@ -159,7 +159,7 @@ class Head:
             raise ConfigError(f"{self._unfit}speculators computes other logits than the model ({away:.1%} apart)")
 
     def _build(
-        self, checkpoint: Checkpoint, layers: int | None, lessons: Sequence[Lesson]
+        self, checkpoint: Checkpoint, layers: int | None, lessons: Sequence[Example]
     ) -> tuple[Any, dict[str, Any]]:
         """Return a head of random weights, with the target's embeddings, and what its forward is given besides."""
         from loguru import logger

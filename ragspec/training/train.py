@@ -22,15 +22,14 @@ from ragspec.benchmark.plan import make_plan
 from ragspec.benchmark.results import SPEED, Ratio
 from ragspec.config.load import build_config
 from ragspec.config.run import RunConfig
-from ragspec.engine.retreat import free_memory
+from ragspec.engine.oom_policy import free_memory
 from ragspec.errors import ConfigError, ModelError
-from ragspec.outputs.documents import write_json
+from ragspec.outputs.folder import write_json
 from ragspec.runners.huggingface.args import Args
 from ragspec.runners.huggingface.checkpoint import Checkpoint
-from ragspec.training.distil import Learner, Progress, teach
+from ragspec.training.examples import ExampleSplit, answer, check_records, without_draft, write_held_out
 from ragspec.training.heads import Head, check_head
-from ragspec.training.lessons import Lessons, answer, check_records, without_draft, write_held_out
-from ragspec.training.pupil import Pupil, check_layers, cut_from
+from ragspec.training.student import Progress, Student, Trainable, check_layers, cut_student, distill
 
 DRAFT_MODEL = "draft_model"
 METHODS = (DRAFT_MODEL, "eagle3", "dflash")
@@ -41,7 +40,7 @@ PASSES = 3
 CHECKED = 32  # records of the check, at most
 
 
-def unheard(done: int, steps: int, loss: float) -> None:
+def ignore_note(done: int, steps: int, loss: float) -> None:
     """Nobody wants to know."""
 
 
@@ -98,7 +97,7 @@ def train_draft(
     epochs: int,
     limit: int | None,
     console: Console,
-    progress: Progress = unheard,
+    progress: Progress = ignore_note,
 ) -> Trained:
     """Teach a draft of `layers` layers (None: as many as its method has) and measure it.
 
@@ -153,24 +152,26 @@ def _target(config: RunConfig, method: str, layers: int | None) -> Checkpoint:
     return target
 
 
-def _learner(target: Checkpoint, method: str, layers: int | None, lessons: Lessons) -> Learner:
+def _learner(target: Checkpoint, method: str, layers: int | None, lessons: ExampleSplit) -> Trainable:
     """Load the target, and return the draft that is made of it."""
     if method != DRAFT_MODEL:
         return Head(method, target, target.load(), layers, lessons.taught)
     dtype = getattr(target.config, "dtype", None) or torch.float32
-    return Pupil(cut_from(target.load(), layers or LAYERS), target.tokenizer.inner, dtype)
+    return Student(cut_student(target.load(), layers or LAYERS), target.tokenizer.inner, dtype)
 
 
-def _taught(learner: Learner, lessons: Lessons, folder: Path, epochs: int, progress: Progress) -> tuple[float, float]:
+def _taught(
+    learner: Trainable, lessons: ExampleSplit, folder: Path, epochs: int, progress: Progress
+) -> tuple[float, float]:
     """Teach a draft and write it; return what it guessed before and what it guesses after."""
     before = learner.agreement(lessons.held_out)
-    teach(learner, lessons.taught, epochs, folder, progress)
+    distill(learner, lessons.taught, epochs, folder, progress)
     learner.save(folder / DRAFT)
     return before, learner.agreement(lessons.held_out)
 
 
 def _check(
-    config: RunConfig, method: str, lessons: Lessons, folder: Path, console: Console
+    config: RunConfig, method: str, lessons: ExampleSplit, folder: Path, console: Console
 ) -> tuple[Ratio | None, float | None, str]:
     """Time runs over the held-out records with the draft and without any, in turn; or say why there were none."""
     if method != DRAFT_MODEL and find_spec("vllm") is None:
@@ -192,7 +193,7 @@ def _check(
     return ratio, run.acceptance_rate if run else None, why
 
 
-def _checked(config: RunConfig, method: str, lessons: Lessons, folder: Path) -> RunConfig:
+def _checked(config: RunConfig, method: str, lessons: ExampleSplit, folder: Path) -> RunConfig:
     """Return the config of a run over the held-out records with the draft."""
     assert config.input is not None
     held_out = write_held_out(config, lessons, folder)

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ragspec.audit.lossless import SAFETY, Audit, judge, partings
-from ragspec.audit.referee import ModelReferee
-from ragspec.audit.reference import sample
-from ragspec.audit.target import Target, check_same_answers, stock_config
-from ragspec.benchmark.answers import Answer, Answers, read_answers
+from ragspec.audit.lossless import SAFETY, Audit, divergences, judge
+from ragspec.audit.referee import ModelReferee, Target, check_same_answers, sample, stock_config
+from ragspec.benchmark.passes import Answer, Answers, read_answers
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from ragspec.records import Request, Sampling
@@ -32,7 +30,7 @@ def run_of(*answers, failed=()):
 
 
 def parting_of(one, two):
-    return next(partings(run_of(one), run_of(two), Audit()))
+    return next(divergences(run_of(one), run_of(two), Audit()))
 
 
 class Fixed:
@@ -47,7 +45,7 @@ def test_answers_are_matched_by_id_and_compared_to_the_first_difference():
     audit = Audit()
     plain = [answer("a", [1, 2, 3]), answer("b", [1, 2, 3]), answer("c", [1, 2]), answer("e", [1])]
     other = [answer("b", [1, 9, 3]), answer("a", [1, 2, 3]), answer("c", [1, 2, 3]), answer("d", [1]), answer("f", [1])]
-    found = list(partings(run_of(*plain, failed=("d",)), run_of(*other), audit))
+    found = list(divergences(run_of(*plain, failed=("d",)), run_of(*other), audit))
     assert audit.identical == 1
     assert [(p.id, p.position, p.plain, p.speculative) for p in found] == [("b", 1, 2, 9), ("c", 2, None, 3)]
     assert found[0].common == [1]
@@ -61,7 +59,7 @@ def test_a_repeated_id_does_not_hide_the_record_that_was_answered(tmp_path):
     one = read_answers(Path(write_jsonl(tmp_path / "one.jsonl", lines)))
     two = read_answers(Path(write_jsonl(tmp_path / "two.jsonl", [{**whole, "token_ids": [1, 9]}, lines[1]])))
     audit = Audit()
-    assert [parting.id for parting in partings(one, two, audit)] == ["a"]
+    assert [parting.id for parting in divergences(one, two, audit)] == ["a"]
     assert audit.unanswered == ["a"]
 
 
@@ -137,7 +135,7 @@ def config_of(tiny, tmp_path, **more):
 
 def test_verify_finds_a_planted_wrong_verifier(tiny, tmp_path):
     """A verifier that accepts every draft unseen: answers change, and the audit must call that a bug."""
-    fault = "import ragspec.engine.verify as verify\nverify.agreement = lambda draft, chosen: len(draft)\n"
+    fault = "import ragspec.engine.sampling as verify\nverify.agreement = lambda draft, chosen: len(draft)\n"
     done, audit, _ = verify_with(fault, config_of(tiny, tmp_path), tmp_path)
     assert done.returncode == 1, done.stderr
     assert "BUG: " in done.stderr
@@ -149,17 +147,17 @@ def test_verify_finds_a_planted_wrong_verifier(tiny, tmp_path):
 
 
 SELF_CHECK_OFF = """
-import ragspec.models.rounding as rounding
+import ragspec.models.compat as rounding
 rounding.tolerance = lambda dtype: float("inf")
 """
 FAULTS = {
     "attention 1.05 times too sharp": """
-import ragspec.engine.attention as attention
+import ragspec.engine.model.attention as attention
 attend = attention.attend
 attention.attend = lambda module, query, *args, **kwargs: attend(module, query * 1.05, *args, **kwargs)
 """,
     "another base of the rotary positions": """
-import ragspec.engine.forward as forward
+import ragspec.engine.model.forward as forward
 class Model(forward.Model):
     def __init__(self, inner, *more):
         super().__init__(inner, *more)

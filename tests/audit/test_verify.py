@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragspec.engine import verify
-from ragspec.engine.sampling import Noise, draw
-from ragspec.engine.verify import agreement, reject
+from ragspec.engine import sampling as verify
+from ragspec.engine.sampling import Noise, agreement, draw, reject
 from ragspec.records import Sampling
 from tests import chances
 from tests.chances import penalise, probabilities

@@ -5,16 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from ragspec.benchmark.baseline import Setting, baselines, fewest_of, missing, plain_of
-from ragspec.benchmark.plan import baseline_of, make_plan, setting_of
+from ragspec.benchmark.details import print_results
+from ragspec.benchmark.plan import Setting, baseline_of, baselines, fewest_of, make_plan, missing, plain_of, setting_of
 from ragspec.benchmark.results import Results, parse
-from ragspec.benchmark.table import print_results
-from ragspec.cli.console import stderr
+from ragspec.cli.tables import stderr
 from ragspec.config.load import build_config
-from ragspec.report.figures import figures
-from ragspec.report.page import render
-from ragspec.report.rows import rows
-from ragspec.report.words import summary
+from ragspec.report.charts import figures, rows
+from ragspec.report.page import render, summary
 from tests import warm
 from tests.conftest import SAMPLE
 from tests.report.test_report import ratio, results, run  # noqa: F401 (a fixture)

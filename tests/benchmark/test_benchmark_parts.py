@@ -9,12 +9,11 @@ from math import exp
 import pytest
 from rich.console import Console
 
-from ragspec.benchmark.answers import Answer
-from ragspec.benchmark.details import pieces
+from ragspec.benchmark.comparison import interval
+from ragspec.benchmark.details import pieces, print_results
+from ragspec.benchmark.passes import Answer
 from ragspec.benchmark.plan import baseline_of, make_plan
-from ragspec.benchmark.ratios import interval
 from ragspec.benchmark.results import Part, Phase, Piece, Profile, read_results
-from ragspec.benchmark.table import print_results
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from ragspec.records import Sampling

@@ -13,7 +13,7 @@ from ragspec.benchmark.results import Quality
 from ragspec.benchmark.tune import tune
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError, ModelError
-from ragspec.quality.bootstrap import Estimate
+from ragspec.quality.metrics import Estimate
 from tests import warm
 from tests.conftest import SAMPLE, write_jsonl
 

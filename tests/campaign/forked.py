@@ -40,8 +40,6 @@ def ragspec(folder: Path, *args) -> Ended:
 def preload():
     """Import what every run needs, once."""
     import ragspec.cli
-    import ragspec.cli.console
-    import ragspec.cli.progress
     import ragspec.cli.tables
     import ragspec.run.session
     import ragspec.runners.fake

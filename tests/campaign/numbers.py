@@ -12,9 +12,8 @@ from pathlib import Path
 
 from ragspec.errors import RecordError
 from ragspec.json_text import dumps, loads
-from ragspec.structured.complete import is_complete
 from ragspec.structured.form import Form
-from ragspec.structured.grammars import problem_of
+from ragspec.structured.grammars import is_complete, problem_of
 from tests.campaign.forked import ragspec
 
 FILE = 200  # records of one

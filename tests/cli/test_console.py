@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ragspec.benchmark.details import print_results
 from ragspec.benchmark.results import Results
-from ragspec.benchmark.table import print_results
-from ragspec.cli.console import stderr
-from ragspec.cli.tables import print_notes, print_summary
+from ragspec.cli.tables import print_notes, print_summary, stderr
 from ragspec.stats import RunSummary
 from tests.report.test_report import ratio, run
 

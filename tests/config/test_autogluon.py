@@ -9,7 +9,7 @@ from ragspec import runners
 from ragspec.config.load import build_config, config_of, load_config, load_retrieval
 from ragspec.config.run import RunConfig
 from ragspec.config.translate.autogluon import ALSO_NATIVE, is_autogluon, translate
-from ragspec.config.translate.autogluon_keys import FLAT, NAMES, OLD_SECTIONS, PLATFORM_NAMES
+from ragspec.config.translate.autogluon_sections import FLAT, NAMES, OLD_SECTIONS, PLATFORM_NAMES
 from ragspec.config.translate.vllm import modernise
 from ragspec.errors import ConfigError
 from tests.conftest import ROOT

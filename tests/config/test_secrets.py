@@ -13,11 +13,9 @@ import yaml
 from ragspec.benchmark.plan import Candidate, make_plan
 from ragspec.benchmark.tune import Tuned, write_config
 from ragspec.config.load import build_config, load_config
-from ragspec.config.secret import Secret, as_given, by_name, concealed, revealed
-from ragspec.config.secret_words import names_secret, secret_parts
-from ragspec.config.veil import Veil
+from ragspec.config.redaction import Redactor, Secret, as_given, by_name, names_secret, redacted, revealed, secret_parts
 from ragspec.errors import ConfigError, ModelError
-from ragspec.outputs.documents import write_json
+from ragspec.outputs.folder import write_json
 from ragspec.outputs.journal import Journal
 from tests.cli.test_cli import ragspec
 from tests.conftest import SAMPLE
@@ -36,7 +34,7 @@ SHAPED = "hf_QwErTyUiOpAsDfGhJkLz"  # by what it looks like alone
 )
 def test_a_secret_is_known_by_its_key(key):
     assert names_secret(key)
-    assert isinstance(concealed({key: WORD})[key], Secret)
+    assert isinstance(redacted({key: WORD})[key], Secret)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +60,8 @@ def test_a_secret_is_known_by_its_key(key):
     ],
 )
 def test_what_only_sounds_like_one_stays(key, value):
-    assert concealed({key: value}) == {key: value}
-    assert not isinstance(concealed({key: value})[key], Secret)
+    assert redacted({key: value}) == {key: value}
+    assert not isinstance(redacted({key: value})[key], Secret)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +78,7 @@ def test_what_only_sounds_like_one_stays(key, value):
 )
 def test_a_secret_is_known_by_its_looks(text, part):
     assert part in secret_parts(text)
-    value = concealed({"harmless": text})["harmless"]
+    value = redacted({"harmless": text})["harmless"]
     assert part not in value
     assert revealed(value) == text
 
@@ -120,7 +118,7 @@ HARMLESS = [
 
 @pytest.mark.parametrize("message", HARMLESS)
 def test_a_message_that_tells_no_secret_stays_as_it_is(message):
-    assert Veil()(message) == message
+    assert Redactor()(message) == message
 
 
 @pytest.mark.parametrize(
@@ -143,16 +141,16 @@ def test_a_message_that_tells_no_secret_stays_as_it_is(message):
     ],
 )
 def test_a_message_that_tells_one_does_not_any_more(message, secret):
-    assert secret not in Veil()(message)
+    assert secret not in Redactor()(message)
 
 
 def test_an_address_and_what_is_in_it_are_shown_but_for_the_login():
-    told = Veil({"path": "s3://bucket/a"})("s3://who:pass-word@bucket/x/*.jsonl: cannot be listed")
+    told = Redactor({"path": "s3://bucket/a"})("s3://who:pass-word@bucket/x/*.jsonl: cannot be listed")
     assert told == "s3://[secret]@bucket/x/*.jsonl: cannot be listed"
 
 
 def test_a_short_secret_hides_no_part_of_a_word():
-    veil = Veil(concealed({"secret": "test"}))
+    veil = Redactor(redacted({"secret": "test"}))
     assert veil("the latest tests: test, 'test'") == "the latest tests: [secret], '[secret]'"
 
 
@@ -234,7 +232,7 @@ def test_an_environment_variable_stands_for_a_secret(monkeypatch):
 
 
 def test_a_password_may_hold_what_looks_like_a_variable():
-    config = concealed({"password": "a${b}c"})
+    config = redacted({"password": "a${b}c"})
     assert config["password"].startswith("secret:")
     assert revealed(config) == {"password": "a${b}c"}
 
@@ -295,7 +293,7 @@ def test_an_override_that_is_refused_shows_no_secret(tmp_path):
     ],
 )
 def test_what_a_library_says_of_its_arguments_is_veiled(said):
-    veil = Veil(concealed({"password": WORD}))
+    veil = Redactor(redacted({"password": WORD}))
     assert "horse" not in veil(said)
     assert "battery" not in veil(said)
     assert "0123456789" not in veil(said)
@@ -309,7 +307,7 @@ def test_what_a_library_says_of_its_arguments_is_veiled(said):
 
 def test_an_error_without_secrets_passes_as_it_is():
     error = KeyError("nothing secret here")
-    with pytest.raises(KeyError) as caught, Veil(concealed({"password": WORD})).over_errors():
+    with pytest.raises(KeyError) as caught, Redactor(redacted({"password": WORD})).over_errors():
         raise error
     assert caught.value is error
 
@@ -332,7 +330,7 @@ def test_a_written_config_names_an_environment_variable_in_the_place_of_a_secret
     again, _ = load_config(str(path))
     assert revealed(again.args().model_args) == {"token": WORD, "other": SHAPED}
     assert yaml.safe_load(text)["runner_args"]["batch_size"] == 2
-    assert by_name(concealed({"token": "${A}"}), "", {}) == {"token": "${A}"}
+    assert by_name(redacted({"token": "${A}"}), "", {}) == {"token": "${A}"}
 
 
 def test_what_is_written_of_a_run_is_its_owners(tmp_path):
@@ -437,9 +435,9 @@ def test_a_model_that_does_not_load_shows_no_secret(tmp_path, tiny, monkeypatch)
 
 def test_as_given_is_what_was_given():
     given = {"a": [{"token": WORD}], "b": "${X}", "c": 3}
-    assert as_given(concealed(given)) == given
+    assert as_given(redacted(given)) == given
 
 
 @pytest.mark.parametrize("text", ["a." * 200_000, "sk-" + "a-" * 200_000])  # hours, if it grew with the square
 def test_a_long_message_is_searched_at_once(text):
-    assert Veil({})(text) == text
+    assert Redactor({})(text) == text

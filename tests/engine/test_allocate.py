@@ -11,20 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.masking_utils import sliding_window_causal_mask_function
 
-from ragspec.engine import layout as layout_module
-from ragspec.engine import masks
-from ragspec.engine.attention import attend
-from ragspec.engine.cache import RaggedCache
-from ragspec.engine.drafting import Drafting
-from ragspec.engine.layout import PADDING, Layout, Segment
+from ragspec.engine.engine import Drafting
+from ragspec.engine.kv.cache import RaggedCache
+from ragspec.engine.kv.prefix_blocks import WORTH, grouped, largest_first, shared
+from ragspec.engine.model import layout as layout_module
+from ragspec.engine.model import masks
+from ragspec.engine.model.attention import attend
+from ragspec.engine.model.layout import PADDING, Layout, Segment
 from ragspec.engine.notes import Notes
-from ragspec.engine.prefix import WORTH, grouped, largest_first, shared
-from ragspec.engine.proposers import ByRow, NoDrafts, cut
-from ragspec.speculation.allocate import LEAST_GAIN, allocate, least_survival
-from ragspec.speculation.cost import StepCost
+from ragspec.engine.proposers.base import NoProposer, RowProposer, cut
+from ragspec.speculation.draft_length import LEAST_GAIN, allocate, least_acceptance
 from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.drafters.context import ContextDrafter
 from ragspec.speculation.drafters.prompt_lookup import PromptLookup
+from ragspec.speculation.step_cost import StepCost
 
 # -- allocate ---------------------------------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ def test_chains_that_end_where_nothing_pays_leave_the_choice_as_it_is(points, be
         ]
         survivals = [sorted(values, reverse=True) for values in survivals]
         cost = StepCost(points, per_slot=1e-5, per_row_slot=5e-5)
-        least = least_survival(rows, cost, 400, besides)
+        least = least_acceptance(rows, cost, 400, besides)
         ended = [[value for value in values if value >= least] for values in survivals]
         lengths = allocate(survivals, cost, 400, besides)
         assert allocate(ended, cost, 400, besides) == lengths
@@ -144,10 +144,10 @@ def test_chains_that_end_where_nothing_pays_leave_the_choice_as_it_is(points, be
 
 def test_the_more_rows_the_sooner_a_chain_ends():
     cost = StepCost(CURVED)
-    least = [least_survival(rows, cost, 0) for rows in (1, 8, 64)]
+    least = [least_acceptance(rows, cost, 0) for rows in (1, 8, 64)]
     assert least[0] < 0.05 < least[1] < least[2]
     assert 0.3 < least[2] < 0.5
-    assert least_survival(64, StepCost(FLAT), 0) < 0.1
+    assert least_acceptance(64, StepCost(FLAT), 0) < 0.1
 
 
 @pytest.mark.parametrize(("count", "drafted"), [(8, 16), (64, 0)])
@@ -157,7 +157,7 @@ def test_nobody_is_asked_where_not_even_a_certain_draft_pays(count, drafted):
     rows = [SimpleNamespace(tokens=[0] * 9, grammar=None)] * count
     asked = []
 
-    class Sure(NoDrafts):
+    class Sure(NoProposer):
         def propose(self, rows, besides):
             asked.append(besides)
             return cut([Draft([1, 2], [1.0, 1.0])] * count, rows, cost, besides)
@@ -180,7 +180,7 @@ def test_who_looks_on_follows_chains_no_further_than_who_drafts(drafter):
     ]
 
     def lengths(cost, ask):
-        proposer = ByRow(drafter(), None, cost)
+        proposer = RowProposer(drafter(), None, cost)
         for row in rows:
             proposer.admit(row, row.place, 0)
         ask(proposer)
@@ -380,7 +380,7 @@ def packed_tokens(layout):
 
 def window_rule(window):
     """Return the rule that a model with a sliding window builds; None for plain causal attention."""
-    return None if window is None else masks.rule_of(mask_function=sliding_window_causal_mask_function(window))
+    return None if window is None else masks.mask_rule_of(mask_function=sliding_window_causal_mask_function(window))
 
 
 def in_sight(position, window):

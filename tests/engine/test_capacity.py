@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ragspec.engine.capacity import FEWEST, MOST, PAYS, most_rows
+from ragspec.engine.kv.budget import FEWEST, MOST, PAYS, most_rows
 
 CPU = torch.device("cpu")
 

@@ -8,16 +8,17 @@ import time
 import pytest
 import torch
 
-from ragspec.engine import prepared, speedup
-from ragspec.engine.capture import NotCaptured
-from ragspec.engine.compiled import CompiledLayers, called_with
-from ragspec.engine.decode import Engine, EngineSettings
-from ragspec.engine.layout import Segment
+from ragspec.engine.engine import Engine, EngineSettings
+from ragspec.engine.model import compiled as speedup
+from ragspec.engine.model import loaded as prepared
+from ragspec.engine.model.compiled import CompiledLayers, called_with
+from ragspec.engine.model.layer_graph import NotCaptured
+from ragspec.engine.model.layout import Segment
 from ragspec.engine.native import layer
 from ragspec.engine.native.kernels import Unbuilt
 from ragspec.engine.native.layer import Builder
-from ragspec.engine.proposers import ByRow, NoDrafts
-from ragspec.engine.watch import Watch
+from ragspec.engine.profiler import Profiler
+from ragspec.engine.proposers.base import NoProposer, RowProposer
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.speculation.drafters.context import ContextDrafter
 from tests.conftest import train_tokenizer
@@ -64,13 +65,13 @@ def answers(model, words, rows, proposer):
 @pytest.mark.parametrize("compiled", [captured, pytest.param(fused, marks=COMPILER)])
 def test_captured_layers_answer_as_the_model_does(family, compiled, words):
     model = prepared.prepare(build(family, words))
-    expected = answers(model, words, 1, NoDrafts())
+    expected = answers(model, words, 1, NoProposer())
     layers = compiled(model)
     layers.on()
-    assert answers(model, words, 1, NoDrafts()) == expected
-    assert answers(model, words, 3, ByRow(ContextDrafter(), 4, None)) == expected
+    assert answers(model, words, 1, NoProposer()) == expected
+    assert answers(model, words, 3, RowProposer(ContextDrafter(), 4, None)) == expected
     layers.off()
-    assert answers(model, words, 3, NoDrafts()) == expected
+    assert answers(model, words, 3, NoProposer()) == expected
 
 
 @COMPILER
@@ -92,8 +93,8 @@ def test_a_model_of_16_bits_is_read_in_them_and_answers_as_in_32(words, dtype):
     layers = fused(model)
     for switch in (layers.off, layers.on):
         switch()
-        assert answers(model, words, 3, ByRow(ContextDrafter(), 4, None)) == expected
-    with Watch(model, 1.0, 1e30) as watch:  # bound by bytes
+        assert answers(model, words, 3, RowProposer(ContextDrafter(), 4, None)) == expected
+    with Profiler(model, 1.0, 1e30) as watch:  # bound by bytes
         model.resize(1)
         model.logits([Segment(0, 0, 1)], [1], [0])
     (linear,) = [phase["parts"]["linear layers"] for phase in watch.to_json().values() if phase["steps"]]
@@ -145,13 +146,13 @@ def test_a_compiled_model_answers_the_same(way, before, words, cached):
     if way == "inductor" and not hasattr(importlib.import_module("torch._inductor"), "standalone_compile"):
         pytest.skip("this torch has no standalone_compile")
     model = before(prepared.prepare(build("llama-heads-of-16", words)))
-    expected = answers(model, words, 1, NoDrafts())
+    expected = answers(model, words, 1, NoProposer())
     notes = []
     speedup.compile_layers(model, 3, None, "on", notes)
     assert "kept" in notes[0]
     assert ("of one call each" in notes[0]) is (way == "kernels")
     assert model.compiled is not None
-    assert answers(model, words, 3, ByRow(ContextDrafter(), 4, None)) == expected
+    assert answers(model, words, 3, RowProposer(ContextDrafter(), 4, None)) == expected
     (known,) = (cached / way).glob("*.json")
     found = json.loads(known.read_text())
     assert found["seconds"] > 0
@@ -170,7 +171,7 @@ def test_what_was_found_the_last_time_says_whether_compiling_is_earned(known, wo
 
 def test_steps_that_wait_for_a_core_earn_no_compiling(words, cached, monkeypatch):
     model = prepared.prepare(build("llama", words))
-    way = speedup.Way("kernels", "layers of one call each", seconds=20.0, gain=0.5)
+    way = speedup.CompileBackend("kernels", "layers of one call each", seconds=20.0, gain=0.5)
     compute = model.logits
 
     def waits(*args):
@@ -210,10 +211,10 @@ def test_what_kernels_cannot_run_is_left_to_inductor(wrong, words, cached, monke
     monkeypatch.setattr(speedup, "Builder", Fails)
     monkeypatch.setattr(speedup, "inductor", interpreted)
     model, notes = prepared.prepare(build("llama", words)), []
-    expected = answers(model, words, 2, NoDrafts())
+    expected = answers(model, words, 2, NoProposer())
     speedup.compile_layers(model, 2, None, "on", notes)
     assert "compiled layers take" in notes[0]
-    assert answers(model, words, 2, NoDrafts()) == expected
+    assert answers(model, words, 2, NoProposer()) == expected
 
 
 def test_layers_that_compute_something_else_compiled_are_not_used(words, cached, monkeypatch):

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from ragspec.engine import decode, prepared
-from ragspec.engine.compiled import CompiledLayers
-from ragspec.engine.early_exit import EarlyExit
-from ragspec.engine.halves import Halves
-from ragspec.engine.proposers import NoDrafts
-from ragspec.engine.room import Room
-from ragspec.models.rounding import tolerance
+from ragspec.engine import engine as decode
+from ragspec.engine.kv.budget import KvBudget
+from ragspec.engine.model import loaded as prepared
+from ragspec.engine.model.compiled import CompiledLayers
+from ragspec.engine.proposers.base import NoProposer
+from ragspec.engine.proposers.early_exit import EarlyExit, LayerSplit
+from ragspec.models.compat import tolerance
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Sampling
-from ragspec.speculation.cost import StepCost
+from ragspec.speculation.step_cost import StepCost
 from tests.conftest import train_tokenizer
 from tests.engine.test_compiled import interpreted
 from tests.engine.test_engine import NEW, answers, ids, loaded, requests_for  # noqa: F401
@@ -28,7 +28,7 @@ def words(sample_texts):
 @pytest.fixture
 def halves(loaded, tiny):  # noqa: F811
     model = loaded(tiny)[0]
-    yield Halves(model, 1)
+    yield LayerSplit(model, 1)
     model.halves = None
 
 
@@ -51,9 +51,9 @@ def test_early_exit_changes_no_greedy_answer(loaded, tiny, halves, rows, samplin
 def test_a_family_computes_the_same_in_halves(family, words):
     model = prepared.prepare(build(family, words))
     for layers in range(1, len(model.layers)):
-        assert Halves(model, layers).check() <= tolerance(torch.float32)
-    expected = ids(_outcomes(model, words, NoDrafts(), 1))
-    used = EarlyExit(model, Halves(model, 1), 400, 3, None)
+        assert LayerSplit(model, layers).check() <= tolerance(torch.float32)
+    expected = ids(_outcomes(model, words, NoProposer(), 1))
+    used = EarlyExit(model, LayerSplit(model, 1), 400, 3, None)
     outcomes = _outcomes(model, words, used, 3)
     assert ids(outcomes) == expected
     assert sum(outcome.spec.drafted for outcome in outcomes.values()) > 0
@@ -67,9 +67,9 @@ def _outcomes(model, words, proposer, rows):
 
 def test_compiled_layers_run_in_halves(words):
     model = prepared.prepare(build("llama-heads-of-16", words))
-    expected = ids(_outcomes(model, words, NoDrafts(), 1))
+    expected = ids(_outcomes(model, words, NoProposer(), 1))
     CompiledLayers(model, interpreted, least=2).on()
-    halves = Halves(model, 2)
+    halves = LayerSplit(model, 2)
     assert halves.check() <= tolerance(torch.float32)
     assert ids(_outcomes(model, words, EarlyExit(model, halves, 400, 4, None), 3)) == expected
 
@@ -81,7 +81,7 @@ def test_every_layer_computes_a_token_once(words):
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
         torch.nn.init.zeros_(layer.mlp.down_proj.weight)
     model = prepared.prepare(inner)
-    halves, seen = Halves(model, 1), [0, 0, 0]
+    halves, seen = LayerSplit(model, 1), [0, 0, 0]
 
     def counting(number):
         def count(module, args, kwargs):
@@ -107,7 +107,7 @@ def test_a_stale_half_is_caught(loaded, tiny, halves, monkeypatch):  # noqa: F81
         begun = self._begun.pop(segment.row, None)
         return self._hidden[:0] if begun is None else begun.hidden[: segment.count].flip(0)
 
-    monkeypatch.setattr(Halves, "_known", careless)
+    monkeypatch.setattr(LayerSplit, "_known", careless)
     assert not halves.check() <= tolerance(torch.float32)
     assert model.halves is halves
 
@@ -127,7 +127,7 @@ def test_drafts_never_make_the_cache_grow(loaded, tiny, halves):  # noqa: F811
             grown.append(model.cache.slots - before)
             return drafts
 
-    class Tight(Room):
+    class Tight(KvBudget):
         def ahead(self, slots, *known):
             return slots
 

@@ -5,18 +5,19 @@ import random
 import pytest
 import torch
 
-from ragspec.engine import layout, work
-from ragspec.engine.cache import RaggedCache
-from ragspec.engine.decode import Engine, EngineSettings
-from ragspec.engine.draft_model import DraftModel
-from ragspec.engine.prepared import prepare
-from ragspec.engine.proposers import ByRow, NoDrafts
+from ragspec.engine import request_state as work
+from ragspec.engine.engine import Engine, EngineSettings
+from ragspec.engine.kv.cache import RaggedCache
+from ragspec.engine.model import layout
+from ragspec.engine.model.loaded import prepare
+from ragspec.engine.proposers.base import NoProposer, RowProposer
+from ragspec.engine.proposers.draft_model import DraftModel
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Failure, Request, Sampling
-from ragspec.speculation.cost import StepCost
 from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.drafters.context import ContextDrafter
 from ragspec.speculation.drafters.prompt_lookup import PromptLookup
+from ragspec.speculation.step_cost import StepCost
 from tests.conftest import SAMPLE, read_jsonl
 
 NEW = 24
@@ -80,7 +81,7 @@ def requests_for(tokenizer, sampling=None, count=9):
 def answers(loaded, folder, proposer=None, rows=4, requests=None, sampling=None, eos=(), cost=None, **settings):
     model, tokenizer = loaded(folder)
     model.resize(rows)
-    engine = Engine(model, proposer or NoDrafts(), tokenizer, frozenset(eos), EngineSettings(cost=cost, **settings))
+    engine = Engine(model, proposer or NoProposer(), tokenizer, frozenset(eos), EngineSettings(cost=cost, **settings))
     outcomes = list(engine.run(requests or requests_for(tokenizer, sampling)))
     assert not [outcome for outcome in outcomes if isinstance(outcome, Failure)]
     answers.engine = engine
@@ -135,7 +136,7 @@ def test_no_draft_changes_an_answer(loaded, tiny, plain, name, num_tokens, rows)
         drafter = Fixed(GUESSES[name](plain, loaded, tiny))
     else:
         drafter = ContextDrafter() if name == "context" else PromptLookup()
-    outcomes = answers(loaded, tiny, ByRow(drafter, num_tokens, CHEAP), rows, cost=CHEAP)
+    outcomes = answers(loaded, tiny, RowProposer(drafter, num_tokens, CHEAP), rows, cost=CHEAP)
     assert ids(outcomes) == plain
     spec = [outcome.spec for outcome in outcomes.values()]
     if name == "oracle" and num_tokens == 7:
@@ -165,7 +166,7 @@ def test_a_draft_model_changes_no_answer(loaded, tiny, plain, draft, rows, reque
 def test_a_verifier_that_believes_everything_is_caught(loaded, tiny, plain, monkeypatch):
     monkeypatch.setattr(work, "agreement", lambda draft, chosen: len(draft))
     drafter = Fixed(GUESSES["wrong"]())
-    assert ids(answers(loaded, tiny, ByRow(drafter, 3, None))) != plain
+    assert ids(answers(loaded, tiny, RowProposer(drafter, 3, None))) != plain
 
 
 def test_a_mask_that_shows_a_rejected_draft_is_caught(loaded, tiny, plain, monkeypatch):
@@ -176,7 +177,7 @@ def test_a_mask_that_shows_a_rejected_draft_is_caught(loaded, tiny, plain, monke
 
     monkeypatch.setattr(layout, "sight", lambda queries, *rest: masks(queries + 1, *rest))
     monkeypatch.setattr(layout, "cut", too_much)
-    assert ids(answers(loaded, tiny, ByRow(Fixed(ragged(plain, loaded, tiny)), 7, None))) != plain
+    assert ids(answers(loaded, tiny, RowProposer(Fixed(ragged(plain, loaded, tiny)), 7, None))) != plain
 
 
 def test_the_answers_are_those_of_stock_generate(loaded, tiny, plain):
@@ -203,7 +204,7 @@ def test_sampled_answers_are_the_same_with_and_without_drafts(loaded, tiny, samp
     without = ids(answers(loaded, tiny, rows=1, sampling=sampling))
     guess = oracle(without, loaded, tiny)
     for drafter in (Fixed(guess), Fixed(ragged(without, loaded, tiny)), ContextDrafter()):
-        outcomes = answers(loaded, tiny, ByRow(drafter, 5, None), 4, sampling=sampling)
+        outcomes = answers(loaded, tiny, RowProposer(drafter, 5, None), 4, sampling=sampling)
         assert ids(outcomes) == without
         assert sum(outcome.spec.accepted for outcome in outcomes.values()) > 0 or isinstance(drafter, ContextDrafter)
 
@@ -230,7 +231,7 @@ def test_an_answer_ends_at_the_end_token_inside_a_draft(loaded, tiny, plain):
     guess = oracle(plain, loaded, tiny)
     for index, tokens in plain.items():
         end = tokens[9]
-        outcome = answers(loaded, tiny, ByRow(Fixed(guess), 7, None), eos=[end, 100_000])[index]
+        outcome = answers(loaded, tiny, RowProposer(Fixed(guess), 7, None), eos=[end, 100_000])[index]
         assert outcome.token_ids == tokens[: tokens.index(end) + 1]
         assert outcome.finish_reason == "stop"
         assert outcome.spec.accepted <= len(outcome.token_ids)
@@ -246,7 +247,7 @@ def counted(outcome):
 @pytest.mark.parametrize("new", [1, 2, 5, 8, 9])
 def test_an_answer_never_outgrows_its_limit_inside_a_draft(loaded, tiny, plain, new):
     guess = oracle(plain, loaded, tiny)
-    outcomes = answers(loaded, tiny, ByRow(Fixed(guess), 7, None), sampling=Sampling(max_new_tokens=new))
+    outcomes = answers(loaded, tiny, RowProposer(Fixed(guess), 7, None), sampling=Sampling(max_new_tokens=new))
     assert ids(outcomes) == {index: tokens[:new] for index, tokens in plain.items()}
     assert {outcome.finish_reason for outcome in outcomes.values()} == {"length"}
 
@@ -264,7 +265,7 @@ def test_a_stop_string_ends_an_answer_wherever_drafts_cut_it(loaded, tiny, plain
     cut = 0
     for length in (1, 2, 3, 7, 20):
         guess = oracle(plain, loaded, tiny)
-        outcomes = answers(loaded, tiny, ByRow(Fixed(guess), length, None), sampling=sampling)
+        outcomes = answers(loaded, tiny, RowProposer(Fixed(guess), length, None), sampling=sampling)
         assert ids(outcomes) == ids(without)
         assert all(map(counted, outcomes.values()))
         cut += sum(outcome.spec.cut for outcome in outcomes.values())
@@ -273,7 +274,7 @@ def test_a_stop_string_ends_an_answer_wherever_drafts_cut_it(loaded, tiny, plain
 
 @pytest.mark.parametrize("chunk", [8, 50])
 def test_chunks_of_a_prompt_change_nothing(loaded, tiny, plain, chunk):
-    assert ids(answers(loaded, tiny, ByRow(ContextDrafter(), 4, None), rows=5, chunk=chunk)) == plain
+    assert ids(answers(loaded, tiny, RowProposer(ContextDrafter(), 4, None), rows=5, chunk=chunk)) == plain
 
 
 def test_shared_prefixes_are_computed_once_in_shuffled_input_too(loaded, tiny):
@@ -299,7 +300,9 @@ def test_identical_prompts_get_identical_answers(loaded, tiny, plain):
     tokenizer = loaded(tiny)[1]
     request = next(iter(requests_for(tokenizer)))
     copies = [Request(i, f"r{i}", request.token_ids, request.sampling) for i in range(7)]
-    outcomes = answers(loaded, tiny, ByRow(ContextDrafter(), None, CHEAP), rows=3, requests=iter(copies), cost=CHEAP)
+    outcomes = answers(
+        loaded, tiny, RowProposer(ContextDrafter(), None, CHEAP), rows=3, requests=iter(copies), cost=CHEAP
+    )
     assert set(map(tuple, ids(outcomes).values())) == {tuple(plain[0])}
 
 
@@ -316,7 +319,7 @@ def test_out_of_memory_costs_rows_but_no_record(loaded, tiny, plain, monkeypatch
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(RaggedCache, where, short)
-    outcomes = answers(loaded, tiny, ByRow(ContextDrafter(), 3, None), rows=8)
+    outcomes = answers(loaded, tiny, RowProposer(ContextDrafter(), 3, None), rows=8)
     assert ids(outcomes) == plain
     assert any("OutOfMemoryError" in note for note in answers.engine.notes)
 
@@ -334,7 +337,7 @@ def test_what_was_copied_is_cited_with_its_passage(loaded, tiny, plain):
     once = ids(answers(loaded, tiny, requests=iter(told)))[0]
     prompt = [*prompt[:-NEW], *once, *prompt[-20:]]
     told = [Request(0, "r0", prompt, sampling, ((0, 50), (len(prompt) - 20 - NEW, len(prompt) - 20)))]
-    outcome = answers(loaded, tiny, ByRow(ContextDrafter(), 6, None), requests=iter(told))[0]
+    outcome = answers(loaded, tiny, RowProposer(ContextDrafter(), 6, None), requests=iter(told))[0]
     for run in outcome.copied:
         assert outcome.token_ids[run.start : run.end] == prompt[run.source : run.source + run.end - run.start]
         start, end = told[0].passages[run.passage]

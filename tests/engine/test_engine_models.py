@@ -6,11 +6,13 @@ import transformers
 
 from ragspec.config.load import build_config
 from ragspec.config.run import to_sampling
-from ragspec.engine import attention, prepared, selfcheck
-from ragspec.engine.decode import Engine, EngineSettings
-from ragspec.engine.proposers import ByRow
+from ragspec.engine.engine import Engine, EngineSettings
+from ragspec.engine.model import attention
+from ragspec.engine.model import loaded as prepared
+from ragspec.engine.model import self_check as selfcheck
+from ragspec.engine.proposers.base import RowProposer
 from ragspec.errors import ConfigError, ModelError
-from ragspec.models.mending import mend
+from ragspec.models.loading import apply_workarounds
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Request, Sampling
 from ragspec.runners.huggingface import runner as huggingface
@@ -78,7 +80,7 @@ def build(family, tokenizer):
         if parameter.dim() > 1 and parameter.std() < 0.1:
             torch.nn.init.normal_(parameter, std=0.3)
         assert name
-    return mend(model)
+    return apply_workarounds(model)
 
 
 def requests_for(tokenizer, lengths=(90, 40, 7, 63, 25)):
@@ -101,7 +103,7 @@ def test_a_family_gives_the_tokens_of_stock_generate(family, tokenizer):
     for rows, tokens in ((1, None), (3, 5)):
         model.resize(rows)
         engine = Engine(
-            model, ByRow(ContextDrafter(), tokens or 4, None), tokenizer, frozenset(), EngineSettings(chunk=32)
+            model, RowProposer(ContextDrafter(), tokens or 4, None), tokenizer, frozenset(), EngineSettings(chunk=32)
         )
         answers = {outcome.index: outcome.token_ids for outcome in engine.run(requests_for(tokenizer))}
         assert answers == stock
@@ -216,7 +218,7 @@ def test_a_batch_size_is_chosen_and_said(tiny, monkeypatch, temperature):
 
 
 def test_memory_limits_the_batch_size(tiny, monkeypatch):
-    from ragspec.engine import capacity
+    from ragspec.engine.kv import budget as capacity
 
     monkeypatch.setattr(capacity, "free_on", lambda device: 200_000)
     _, about, runner = run(tiny, "none", {"batch_size": "auto"})

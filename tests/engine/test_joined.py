@@ -5,20 +5,18 @@ import torch
 
 from ragspec.config.load import build_config
 from ragspec.config.run import to_sampling
-from ragspec.engine import proposers
-from ragspec.engine.draft_model import DraftModel
-from ragspec.engine.joined import Joined
-from ragspec.engine.prepared import prepare
-from ragspec.engine.proposers import Auto, ByRow
-from ragspec.models.generation import GenerationRules
+from ragspec.engine.model.loaded import prepare
+from ragspec.engine.proposers.base import AutoProposer, RowProposer
+from ragspec.engine.proposers.base import base as proposers
+from ragspec.engine.proposers.draft_model import DraftModel, HybridProposer
+from ragspec.models.logits_processors import GenerationRules
 from ragspec.records import Request, Sampling
 from ragspec.runners.huggingface import runner as huggingface
-from ragspec.speculation import trial as trial_module
-from ragspec.speculation.confidence import Confidence
-from ragspec.speculation.cost import StepCost
+from ragspec.speculation import method_selector as trial_module
+from ragspec.speculation.draft_length import Confidence, DraftLength
 from ragspec.speculation.drafters.base import Draft
-from ragspec.speculation.pace import Pace
-from ragspec.speculation.trial import Trial
+from ragspec.speculation.method_selector import MethodSelector
+from ragspec.speculation.step_cost import StepCost
 from tests.engine.test_engine import CHEAP, NEW, Fixed, answers, ids, loaded, oracle, plain, requests_for  # noqa: F401
 
 SAMPLED = Sampling(max_new_tokens=NEW, temperature=0.8, seed=3)
@@ -40,9 +38,11 @@ def both(loaded, draft, guess, num_tokens=4, cost=None, rows=4):  # noqa: F811
     """Return a proposer of the two, and the model's part of it."""
     inner = loaded(draft)[0]
     inner.resize(rows)
-    passages = ByRow(Fixed(guess), num_tokens, cost)
+    passages = RowProposer(Fixed(guess), num_tokens, cost)
     model = Counting(inner, 400, None, num_tokens, cost)
-    return Auto({"passages": passages, "both": Joined(passages, model, cost)}, Trial(["both"])), model
+    return AutoProposer(
+        {"passages": passages, "both": HybridProposer(passages, model, cost)}, MethodSelector(["both"])
+    ), model
 
 
 @pytest.mark.parametrize("num_tokens", [4, None])
@@ -119,7 +119,7 @@ def test_how_long_a_sampled_draft_is_does_not_bend_the_distribution(loaded, tiny
 
     monkeypatch.setattr(proposers, "allocate", allocate)
     monkeypatch.setattr(Confidence, "chance", lambda self, sure: sure)
-    monkeypatch.setattr(Pace, "chosen", lambda self, missing, left, reach: list(range(len(missing))))
+    monkeypatch.setattr(DraftLength, "chosen", lambda self, missing, left, reach: list(range(len(missing))))
     inner = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
     rules = GenerationRules(inner, frozenset(), 0)
     prompt = loaded(tiny)[1].encode("Why is the sky blue?", special_tokens=True)
@@ -169,7 +169,7 @@ def _likeliest(model, text, temperature, top_k):
 
 
 def test_the_trial_is_told_what_came_of_asking_beside_prompts(loaded, tiny, plain):  # noqa: F811
-    class Noted(Trial):
+    class Noted(MethodSelector):
         def __init__(self):
             super().__init__(["fixed"])
             self.beside = []
@@ -179,7 +179,7 @@ def test_the_trial_is_told_what_came_of_asking_beside_prompts(loaded, tiny, plai
             self.beside.append((rows, accepted))
             super().observe_beside(rows, accepted, seconds, expected_s, asking_s)
 
-    trial, drafts = Noted(), ByRow(Fixed(oracle(plain, loaded, tiny)), 3, None)
+    trial, drafts = Noted(), RowProposer(Fixed(oracle(plain, loaded, tiny)), 3, None)
     outcomes = answers(loaded, tiny, drafts, rows=2, chunk=8, trial=trial)
     assert ids(outcomes) == plain
     assert {rows for rows, _ in trial.beside} == {1}, "one of the two was computing its prompt"
@@ -189,7 +189,7 @@ def test_the_trial_is_told_what_came_of_asking_beside_prompts(loaded, tiny, plai
 
 
 def test_a_step_whose_drafts_were_made_and_thrown_away_is_no_plain_one(loaded, tiny, tiny_draft):  # noqa: F811
-    class Noted(Trial):
+    class Noted(MethodSelector):
         def __init__(self):
             super().__init__(["draft_model"])
             self.steps, self.asking = [], []

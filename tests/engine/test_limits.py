@@ -7,14 +7,15 @@ import pytest
 import torch
 import transformers
 
-from ragspec.engine import attention, prepared, selfcheck
-from ragspec.engine.decode import Engine, EngineSettings
-from ragspec.engine.forward import Model
-from ragspec.engine.proposers import ByRow
-from ragspec.models import limits
-from ragspec.models.limits import Limit, limits_of, lowered
-from ragspec.models.mending import mend
-from ragspec.models.rotary import effective_length, length_dependent
+from ragspec.engine.engine import Engine, EngineSettings
+from ragspec.engine.model import attention
+from ragspec.engine.model import loaded as prepared
+from ragspec.engine.model import self_check as selfcheck
+from ragspec.engine.model.forward import Model
+from ragspec.engine.proposers.base import RowProposer
+from ragspec.models import compat as limits
+from ragspec.models.compat import Limit, effective_length, length_dependent, limits_of, lowered
+from ragspec.models.loading import apply_workarounds
 from ragspec.records import Request, Sampling
 from ragspec.speculation.drafters.context import ContextDrafter
 from tests.engine.test_engine_models import SMALL
@@ -34,7 +35,7 @@ NEW = 20
 def build(kind, **settings):
     torch.manual_seed(3)
     config = getattr(transformers, f"{kind}Config")(**{**TINY, **settings})
-    return mend(transformers.AutoModelForCausalLM.from_config(config).eval())
+    return apply_workarounds(transformers.AutoModelForCausalLM.from_config(config).eval())
 
 
 def phi3(original=ORIGINAL):
@@ -76,7 +77,9 @@ def test_frequencies_that_depend_on_length_are_those_of_a_record_alone(make, row
     engine_model = prepared.prepare(copy.deepcopy(model))
     engine_model.resize(rows)
     requests = [Request(i, f"r{i}", ids, Sampling(max_new_tokens=NEW)) for i, ids in enumerate(prompts())]
-    engine = Engine(engine_model, ByRow(ContextDrafter(), 4, None), None, frozenset(), EngineSettings(chunk=chunk))
+    engine = Engine(
+        engine_model, RowProposer(ContextDrafter(), 4, None), None, frozenset(), EngineSettings(chunk=chunk)
+    )
     outcomes = {outcome.index: outcome for outcome in engine.run(requests)}
     assert {i: outcome.token_ids for i, outcome in sorted(outcomes.items())} == expected
     assert sum(outcome.cached_prompt_tokens for outcome in outcomes.values()) > 0  # what agrees is still shared
@@ -91,9 +94,9 @@ def test_packed_rows_without_frequencies_of_their_own_answer_otherwise(make, mon
     engine_model = Model(copy.deepcopy(model), 4)
     for module in length_dependent(engine_model.inner):
         del module.forward
-    engine = Engine(engine_model, ByRow(ContextDrafter(), 4, None), None, frozenset())
+    engine = Engine(engine_model, RowProposer(ContextDrafter(), 4, None), None, frozenset())
     assert {outcome.index: outcome.token_ids for outcome in engine.run(requests)} != expected
-    monkeypatch.setattr("ragspec.engine.frequencies.length_dependent", lambda inner: [])
+    monkeypatch.setattr("ragspec.engine.model.forward.length_dependent", lambda inner: [])
     with pytest.raises(prepared.Refused, match="different logits"):
         prepared.prepare(copy.deepcopy(model))
 
@@ -189,7 +192,7 @@ def test_windows_of_any_size_are_those_of_stock_generate(window):
     engine_model = prepared.prepare(copy.deepcopy(model))
     engine_model.resize(3)
     requests = [Request(i, f"r{i}", ids, Sampling(max_new_tokens=NEW)) for i, ids in enumerate(prompts())]
-    engine = Engine(engine_model, ByRow(ContextDrafter(), 4, None), None, frozenset(), EngineSettings(chunk=16))
+    engine = Engine(engine_model, RowProposer(ContextDrafter(), 4, None), None, frozenset(), EngineSettings(chunk=16))
     assert {outcome.index: outcome.token_ids for outcome in engine.run(requests)} == expected
 
 

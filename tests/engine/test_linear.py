@@ -8,9 +8,19 @@ import pytest
 import torch
 import transformers
 
-from ragspec.engine import forms, linear, prepared
-from ragspec.engine.forms import POINTS, OneDnn, best, makers, measure
-from ragspec.engine.linear import PackedLinear, pack_linears, unpack_linears
+from ragspec.engine.model import loaded as prepared
+from ragspec.engine.model import weight_layouts as forms
+from ragspec.engine.model import weight_layouts as linear
+from ragspec.engine.model.weight_layouts import (
+    POINTS,
+    OneDnnLayout,
+    PackedLinear,
+    best,
+    makers,
+    measure,
+    pack_linears,
+    unpack_linears,
+)
 from ragspec.engine.native.kernels import Unbuilt, build
 
 
@@ -22,7 +32,7 @@ def kernels():
 
 
 FORMS = makers(kernels())
-KINDS = {"torch": forms.Plain, "onednn": OneDnn, "native": forms.Native}
+KINDS = {"torch": forms.TorchLayout, "onednn": OneDnnLayout, "native": forms.NativeLayout}
 pytestmark = pytest.mark.skipif(len(FORMS) < 2, reason="this machine has one form of linear layers only")
 
 
@@ -212,13 +222,13 @@ def test_layers_of_size_0_are_left_as_they_are():
 
 
 def test_a_layer_that_computes_something_else_when_packed_is_left_as_it_was_and_named(monkeypatch):
-    right = OneDnn.__call__
+    right = OneDnnLayout.__call__
 
     def wrong(self, x, bias):
         out = right(self, x, bias)
         return out * 1.001 if out.shape[-1] == 48 and x.shape[-2] > 8 else out
 
-    monkeypatch.setattr(OneDnn, "__call__", wrong)
+    monkeypatch.setattr(OneDnnLayout, "__call__", wrong)
     monkeypatch.setattr(linear, "_choices", lambda linears, kernels: dict.fromkeys(map(shape, linears), ("onednn",)))
     notes = []
     model = prepared.prepare(llama(), notes)

@@ -5,14 +5,14 @@ import random
 import pytest
 import torch
 
-from ragspec.engine import cache as caches
-from ragspec.engine import prepared
-from ragspec.engine.admission import Admission
-from ragspec.engine.cache import RaggedCache
-from ragspec.engine.decode import Engine, EngineSettings
-from ragspec.engine.layout import Layout, Segment
-from ragspec.engine.loans import LEAST, Loans
-from ragspec.engine.proposers import NoDrafts
+from ragspec.engine.engine import Engine, EngineSettings
+from ragspec.engine.kv import cache as caches
+from ragspec.engine.kv.cache import RaggedCache
+from ragspec.engine.kv.prefix_blocks import LEAST, PrefixBlocks
+from ragspec.engine.model import loaded as prepared
+from ragspec.engine.model.layout import Layout, Segment
+from ragspec.engine.proposers.base import NoProposer
+from ragspec.engine.scheduler import Scheduler
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Request, Sampling
 from tests.conftest import train_tokenizer
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_loan_of_a_loan_names_who_holds_it():
-    loans = Loans()
+    loans = PrefixBlocks()
     loans.lend(0, 1, 100)
     loans.lend(1, 2, 130)
     assert loans.parts(2, 0, 150) == [(0, 0, 100), (1, 100, 130), (2, 130, 150)]
@@ -144,7 +144,7 @@ def requests(head, count):
 
 def answered(model, words, some, rows, lookahead):
     model.resize(rows)
-    engine = Engine(model, NoDrafts(), words, frozenset(), EngineSettings(lookahead=lookahead))
+    engine = Engine(model, NoProposer(), words, frozenset(), EngineSettings(lookahead=lookahead))
     return {outcome.index: outcome.token_ids for outcome in engine.run(iter(some))}
 
 
@@ -152,7 +152,7 @@ def test_what_waiting_requests_may_begin_with_is_not_idle():
     head = list(range(100))
     texts = [[*head, 200 + i] for i in range(3)] + [[7] * 50]
     some = [Request(i, str(i), text, Sampling(max_new_tokens=4)) for i, text in enumerate(texts)]
-    admission = Admission(some, 2, 4096)
+    admission = Scheduler(some, 2, 4096)
     starts = admission.admit()
     assert [start.row.request.index for start in starts] == [0, 3]  # the other two wait for the first
     for start in starts:
@@ -176,7 +176,7 @@ def test_no_loan_changes_an_answer(sample_texts, monkeypatch, name):
     some = requests(heads, 40)
     alone = answered(model, words, some, 1, 1)
     lent, copied = [], []
-    lend, copy = Loans.lend, RaggedCache._copy
+    lend, copy = PrefixBlocks.lend, RaggedCache._copy
 
     def lending(self, donor, row, tokens):
         lent.append(tokens if donor != row else 0)
@@ -186,7 +186,7 @@ def test_no_loan_changes_an_answer(sample_texts, monkeypatch, name):
         copied.append(part)
         copy(self, part, target)
 
-    monkeypatch.setattr(Loans, "lend", lending)
+    monkeypatch.setattr(PrefixBlocks, "lend", lending)
     monkeypatch.setattr(RaggedCache, "_copy", copying)
     for rows, lookahead in ((2, 4), (8, 40), (8, 5), (5, 3)):
         assert answered(model, words, some, rows, lookahead) == alone

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ragspec.engine import prepared
+from ragspec.engine.model import loaded as prepared
+from ragspec.engine.model import self_check as worth
 from ragspec.engine.native import kernels as native
-from ragspec.engine.native import worth
 from ragspec.engine.native.kernels import Unbuilt, build
 from tests.engine.test_linear import llama
 
@@ -105,12 +105,12 @@ def from_the_next_row(work):
 @pytest.mark.parametrize("spoilt", [unmerged, from_the_next_row])
 def test_attention_that_a_compiler_made_wrong_is_left_to_torch(monkeypatch, spoilt):
     kernels = build(32)
-    assert worth.attends_right(kernels)
+    assert worth.attention_is_exact(kernels)
     attend = kernels.attend
     monkeypatch.setattr(
         kernels, "attend", lambda q, k, v, scale, work, out, cap: attend(q, k, v, scale, spoilt(work), out, cap)
     )
-    assert not worth.attends_right(kernels)
+    assert not worth.attention_is_exact(kernels)
     notes = []
     monkeypatch.setattr(prepared, "attends_right", lambda kernels: False)
     assert prepared.prepare(llama(), notes).kernels is None
@@ -119,7 +119,7 @@ def test_attention_that_a_compiler_made_wrong_is_left_to_torch(monkeypatch, spoi
 
 def test_attention_that_a_compiler_made_slow_is_left_to_torch(monkeypatch):
     kernels = build(32)
-    assert worth.worth_having(kernels)
+    assert worth.kernels_are_faster(kernels)
     attend = kernels.attend
 
     def slow(*given):
@@ -127,7 +127,7 @@ def test_attention_that_a_compiler_made_slow_is_left_to_torch(monkeypatch):
         attend(*given)
 
     monkeypatch.setattr(kernels, "attend", slow)
-    assert not worth.worth_having(kernels)
+    assert not worth.kernels_are_faster(kernels)
     notes = []
     monkeypatch.setattr(prepared, "worth_having", lambda kernels: False)
     assert prepared.prepare(llama(), notes).kernels is None

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ragspec.engine.cache import RaggedCache
-from ragspec.engine.pages import zeros
+from ragspec.engine.kv.cache import RaggedCache, zeros
 
 STATUS = Path("/proc/self/statm")
 PAGE = mmap.PAGESIZE

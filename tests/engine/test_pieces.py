@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from ragspec.engine.model.kv_splits import PrefixGroup, split_kv
 from ragspec.engine.native.kernels import Unbuilt, build
-from ragspec.engine.pieces import Together, cut
-from ragspec.engine.row import Row
+from ragspec.engine.request_state import RequestState
 from ragspec.engine.sampling import Noise
-from ragspec.engine.sharing import LEAST, Sharing
+from ragspec.engine.scheduler import LEAST, PrefixGroups
 from ragspec.records import Request, Sampling
 
 HEADS = (8, 16, 24, 64, 80)
@@ -63,18 +63,18 @@ def test_pieces_compute_what_the_textbook_says(kernels, groups, threads, segment
     torch.manual_seed(0)
     kv_heads, rows, slots = 2, 4, 1400
     keys, values = torch.randn(2, kv_heads, rows, slots, kernels.head)
-    shared = Together(segments[0][0], {row: min(64 + 10 * row, start) for row, start, _ in segments[1:]})
+    shared = PrefixGroup(segments[0][0], {row: min(64 + 10 * row, start) for row, start, _ in segments[1:]})
     for row, tokens in shared.tokens.items():
         keys[:, row, :tokens] = keys[:, shared.leader, :tokens]
         values[:, row, :tokens] = values[:, shared.leader, :tokens]
     if len(segments) > 1 and segments[0][1] < max(shared.tokens.values()):
-        shared = Together(segments[0][0], {})  # the leader must hold what it lends
+        shared = PrefixGroup(segments[0][0], {})  # the leader must hold what it lends
     tokens = sum(count for _, _, count in segments)
     query = torch.randn(tokens, kv_heads * groups, kernels.head).transpose(0, 1)
     queries = numbered(segments)
     out = torch.full((tokens + 1, kv_heads * groups, kernels.head), 7.0)
     for together in ([], [shared] if shared.tokens else []):
-        work = cut(queries, together, tokens, threads)
+        work = split_kv(queries, together, tokens, threads)
         kernels.attend(query, keys, values, 0.2, work, out)
         assert torch.allclose(out[:tokens], expected(query, keys, values, segments, 0.2), atol=1e-5)
         assert (out[tokens:] == 7).all(), "a token that attends elsewhere is left alone"
@@ -85,7 +85,7 @@ def test_large_scores_neither_overflow_nor_vanish(kernels):
     keys, values = torch.randn(2, 1, 1, 200, kernels.head) * 30
     query = torch.randn(1, 1, kernels.head) * 30
     out = torch.empty(1, 1, kernels.head)
-    kernels.attend(query, keys, values, 1.0, cut({0: [(0, 200)]}, [], 1, 2), out)
+    kernels.attend(query, keys, values, 1.0, split_kv({0: [(0, 200)]}, [], 1, 2), out)
     assert torch.allclose(out, expected(query, keys, values, [(0, 199, 1)], 1.0), atol=1e-4)
 
 
@@ -98,13 +98,15 @@ def test_capped_scores_are_the_textbooks_too(kernels, segments, cap):
     query = torch.randn(tokens, 4, kernels.head).transpose(0, 1) * 3
     queries = numbered(segments)
     out = torch.empty(tokens, 4, kernels.head)
-    kernels.attend(query, keys, values, 0.2, cut(queries, [], tokens, 2), out, cap)
+    kernels.attend(query, keys, values, 0.2, split_kv(queries, [], tokens, 2), out, cap)
     assert torch.allclose(out, expected(query, keys, values, segments, 0.2, cap), atol=1e-4)
     assert not torch.allclose(out, expected(query, keys, values, segments, 0.2), atol=1e-3)
 
 
 def row(index, place, token_ids, computed):
-    made = Row(Request(index, str(index), token_ids, Sampling(max_new_tokens=4)), token_ids, Noise(0, str(index)), 0.0)
+    made = RequestState(
+        Request(index, str(index), token_ids, Sampling(max_new_tokens=4)), token_ids, Noise(0, str(index)), 0.0
+    )
     made.place, made.computed = place, computed
     return made
 
@@ -119,20 +121,20 @@ def test_rows_that_begin_alike_are_found_with_as_much_as_both_have_computed():
         row(4, 4, [9] * 299 + [1], 299),
         row(5, 5, text[: LEAST - 1] + [8] * 100, 160),
     ]
-    found = Sharing(lambda *_: True).among(rows)
+    found = PrefixGroups(lambda *_: True).among(rows)
     assert [(group.leader, dict(group.tokens)) for group in found] == [(0, {1: 200, 2: 150}), (3, {4: 299})]
-    assert Sharing(lambda *_: False).among(rows) == []
+    assert PrefixGroups(lambda *_: False).among(rows) == []
 
 
 def test_a_prompt_is_not_shown_what_it_does_not_see():
-    work = cut({0: [(at, 1000 + at + 1) for at in range(512)]}, [], 512, 2)
+    work = split_kv({0: [(at, 1000 + at + 1) for at in range(512)]}, [], 512, 2)
     computed = sum(int((last - first) * (end - begin)) for _, first, last, begin, end in work.pieces)
     assert computed <= 1.02 * sum(range(1001, 1513))
 
 
 def test_shared_slots_are_read_once():
     queries = {0: [(0, 301)], 1: [(1, 281)], 2: [(2, 101)]}
-    apart, together = (cut(queries, groups, 3, 1) for groups in ([], [Together(0, {1: 256, 2: 96})]))
+    apart, together = (split_kv(queries, groups, 3, 1) for groups in ([], [PrefixGroup(0, {1: 256, 2: 96})]))
 
     def read(work):
         return sum(int(last - first) for _, first, last, _, _ in work.pieces)

@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ragspec.engine.capture import Graph, NotCaptured, _open
+from ragspec.engine.model.layer_graph import Graph, NotCaptured, Parts, _open
+from ragspec.engine.native.graph_reader import program_of
 from ragspec.engine.native.kernels import library_of
 from ragspec.engine.native.layer import Call
-from ragspec.engine.native.reader import program_of
 from ragspec.engine.native.source import source_of
-from ragspec.engine.operators import Parts
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 TOKENS = 41  # while captured: no other size here

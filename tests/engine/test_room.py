@@ -5,13 +5,13 @@ import logging
 import pytest
 import torch
 
-from ragspec.engine import forward
-from ragspec.engine.admission import Admission
-from ragspec.engine.cache import LayerCache, RaggedCache
-from ragspec.engine.decode import Engine, EngineSettings
-from ragspec.engine.layout import Segment
-from ragspec.engine.proposers import ByRow, NoDrafts
-from ragspec.engine.room import AHEAD, PATIENCE, Backoff, Room
+from ragspec.engine.engine import Engine, EngineSettings
+from ragspec.engine.kv.budget import AHEAD, PATIENCE, Backoff, KvBudget
+from ragspec.engine.kv.cache import LayerCache, RaggedCache
+from ragspec.engine.model import forward
+from ragspec.engine.model.layout import Segment
+from ragspec.engine.proposers.base import NoProposer, RowProposer
+from ragspec.engine.scheduler import Scheduler
 from ragspec.records import Failure, Request, Sampling
 from ragspec.speculation.drafters.context import ContextDrafter
 from tests.engine.test_engine import NEW, answers, ids, loaded, plain, requests_for  # noqa: F401 (fixtures)
@@ -21,14 +21,14 @@ from tests.engine.test_linear import llama
 
 
 def test_rows_and_slots_share_the_budget():
-    room = Room(bytes_per_token=10, budget=10_000)
+    room = KvBudget(bytes_per_token=10, budget=10_000)
     for rows in range(1, 40):
         slots = room.slots(rows)
         assert rows * slots * 10 <= 10_000 < rows * (slots + 1) * 10
         assert room.rows(slots) >= rows
     assert room.rows(1001) == 0
     assert "1,001 tokens" in room.why(1001)
-    assert Room().rows(1 << 40) > 1_000_000
+    assert KvBudget().rows(1 << 40) > 1_000_000
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_rows_and_slots_share_the_budget():
     ],
 )
 def test_a_cache_grows_for_those_who_come_next_too(slots, rows, prompt, coming, expected):
-    assert Room(bytes_per_token=1, budget=1000).ahead(slots, rows, prompt, coming) == expected
+    assert KvBudget(bytes_per_token=1, budget=1000).ahead(slots, rows, prompt, coming) == expected
 
 
 def test_failures_halve_and_calm_brings_back():
@@ -120,7 +120,7 @@ def bytes_per_token(model):
 def run(model, tokenizer, requests, proposer=None, rows=4, room=None, **settings):
     model.resize(rows)
     engine = Engine(
-        model, proposer or NoDrafts(), tokenizer, frozenset(), EngineSettings(room=room or Room(), **settings)
+        model, proposer or NoProposer(), tokenizer, frozenset(), EngineSettings(room=room or KvBudget(), **settings)
     )
     outcomes = {outcome.index: outcome for outcome in engine.run(requests)}
     return outcomes, engine
@@ -139,7 +139,7 @@ def test_a_long_limit_on_new_tokens_reserves_nothing(loaded, tiny, plain):  # no
     asked = [
         Request(r.index, r.id, r.token_ids, Sampling(max_new_tokens=100_000 if r.index == 3 else NEW)) for r in requests
     ]
-    engine = Engine(model, NoDrafts(), tokenizer, frozenset([end]))
+    engine = Engine(model, NoProposer(), tokenizer, frozenset([end]))
     outcomes = {outcome.index: outcome for outcome in engine.run(asked)}
     assert outcomes[3].finish_reason == "stop"
     longest = max(len(r.token_ids) for r in requests) + NEW
@@ -151,8 +151,8 @@ def test_a_record_that_outgrows_the_memory_for_all_is_answered_with_fewer_rows(l
     model, tokenizer = loaded(tiny)
     model.resize(4)
     longest = max(len(r.token_ids) for r in requests_for(tokenizer)) + NEW + 25
-    room = Room(bytes_per_token(model), int(fits * longest * bytes_per_token(model)))
-    outcomes, _ = run(model, tokenizer, requests_for(tokenizer), ByRow(ContextDrafter(), 4, None), room=room)
+    room = KvBudget(bytes_per_token(model), int(fits * longest * bytes_per_token(model)))
+    outcomes, _ = run(model, tokenizer, requests_for(tokenizer), RowProposer(ContextDrafter(), 4, None), room=room)
     assert tokens(outcomes) == plain
     assert model.cache.rows * model.cache.slots <= room.slots(1) + 64 * model.cache.rows  # slots come by the 64
 
@@ -161,7 +161,7 @@ def test_a_request_that_no_memory_is_enough_for_is_an_error_and_the_others_are_a
     model, tokenizer = loaded(tiny)
     model.resize(4)
     sizes = sorted(len(r.token_ids) for r in requests_for(tokenizer))
-    room = Room(1000, 1000 * (sizes[-2] + 26))
+    room = KvBudget(1000, 1000 * (sizes[-2] + 26))
     outcomes, _ = run(model, tokenizer, requests_for(tokenizer), room=room)
     failed = {index: outcome for index, outcome in outcomes.items() if isinstance(outcome, Failure)}
     (index,) = failed
@@ -173,7 +173,7 @@ def test_an_answer_that_outgrows_all_memory_is_an_error_and_the_others_are_answe
     model, tokenizer = loaded(tiny)
     model.resize(4)
     requests = [*requests_for(tokenizer), Request(99, "long", [5, 6, 7], Sampling(max_new_tokens=400))]
-    room = Room(1000, 1000 * 240)
+    room = KvBudget(1000, 1000 * 240)
     outcomes, _ = run(model, tokenizer, requests, room=room)
     assert isinstance(outcomes[99], Failure)
     assert "GiB of keys and values" in outcomes[99].message
@@ -219,7 +219,7 @@ def test_a_poisoned_record_costs_itself_only(loaded, tiny, plain, monkeypatch, e
 
     monkeypatch.setattr(model.inner, "forward", forward)
     requests.insert(3, Request(99, "bad", [5, poison, 7], Sampling(max_new_tokens=NEW)))
-    outcomes, _ = run(model, tokenizer, requests, ByRow(ContextDrafter(), 3, None), rows=4)
+    outcomes, _ = run(model, tokenizer, requests, RowProposer(ContextDrafter(), 3, None), rows=4)
     assert isinstance(outcomes[99], Failure)
     assert type(error).__name__ in outcomes[99].message
     assert tokens(outcomes) == plain
@@ -260,7 +260,7 @@ def test_records_that_finished_beside_an_error_are_handed_on(loaded, tiny, plain
     monkeypatch.setattr(Engine, "_within", within)
     requests = [Request(i, f"r{i}", [5, 6, 7 + i], Sampling(max_new_tokens=3)) for i in range(4)]
     model.resize(4)
-    answering = Engine(model, NoDrafts(), tokenizer, frozenset()).run(requests)
+    answering = Engine(model, NoProposer(), tokenizer, frozenset()).run(requests)
     outcomes = [next(answering), next(answering)]
     with pytest.raises(ValueError, match="cannot decode"):
         next(answering)
@@ -268,7 +268,7 @@ def test_records_that_finished_beside_an_error_are_handed_on(loaded, tiny, plain
     assert len(seen) == 3
 
 
-class Broken(NoDrafts):
+class Broken(NoProposer):
     """Raises whenever it is asked for drafts."""
 
     def propose(self, rows, besides):
@@ -305,10 +305,10 @@ def test_an_empty_prompt_fails_alone(loaded, tiny, plain):  # noqa: F811
 
 def test_requests_too_long_for_the_others_wait_for_their_end():
     """A long one goes last and alone, and short ones are not held up by it."""
-    room = Room(1, 400)
+    room = KvBudget(1, 400)
     long = Request(0, "long", [1] * 300, Sampling(max_new_tokens=10))
     short = [Request(i, str(i), [i] * 50, Sampling(max_new_tokens=10)) for i in range(1, 6)]
-    admission = Admission([long, *short], 4, 4096, room=room, step=10)
+    admission = Scheduler([long, *short], 4, 4096, room=room, step=10)
     order = []
     while (started := admission.admit()) or admission.rows():
         order.append(sorted(start.row.request.index for start in started))

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from ragspec.engine.draft_model import DraftModel
-from ragspec.engine.prepared import prepare
-from ragspec.engine.proposers import ByRow
+from ragspec.engine.model.loaded import prepare
+from ragspec.engine.proposers.base import RowProposer
+from ragspec.engine.proposers.draft_model import DraftModel
 from ragspec.engine.sampling import Noise, draw
-from ragspec.models.generation import GenerationRules, Processors
+from ragspec.models.logits_processors import GenerationRules, Processors
 from ragspec.records import Request, Sampling
 from ragspec.speculation.drafters.context import ContextDrafter
 from tests.engine.test_engine import NEW, Fixed, answers, ids, loaded, oracle, ragged, requests_for  # noqa: F401
@@ -82,7 +82,7 @@ def test_scores_are_changed_as_in_a_plain_loop_whatever_is_drafted(loaded, tiny,
     guesses = Fixed(oracle(expected, loaded, tiny)), Fixed(ragged(expected, loaded, tiny)), ContextDrafter()
     for drafter in guesses:
         for rows in (1, 4):
-            outcomes = ruled(loaded, tiny, ByRow(drafter, 5, None), rows, sampling=sampling)
+            outcomes = ruled(loaded, tiny, RowProposer(drafter, 5, None), rows, sampling=sampling)
             assert ids(outcomes) == expected
             accepted = sum(outcome.spec.accepted for outcome in outcomes.values())
             assert accepted > 9 * NEW // 3 or isinstance(drafter, ContextDrafter)
@@ -103,7 +103,7 @@ def test_a_draft_position_that_does_not_see_the_draft_before_it_is_caught(
 
     monkeypatch.setattr(Processors, "__call__", blind)
     drafter = Fixed(oracle(expected, loaded, tiny))
-    assert ids(ruled(loaded, tiny, ByRow(drafter, 5, None), sampling=sampling)) != expected
+    assert ids(ruled(loaded, tiny, RowProposer(drafter, 5, None), sampling=sampling)) != expected
 
 
 @pytest.mark.parametrize("asked", ASKED[:5], ids=lambda asked: "-".join(asked))
@@ -156,7 +156,7 @@ def test_logprobs_are_the_models_own_whatever_is_drafted(loaded, tiny, plain_mod
     found = {r.index: by_hand(plain_model, r) for r in requests_for(loaded(tiny)[1], sampling)}
     expected = {index: answer for index, (answer, _) in found.items()}
     drafters = Fixed(oracle(expected, loaded, tiny)), Fixed(ragged(expected, loaded, tiny))
-    for proposer in (None, *(ByRow(drafter, 5, None) for drafter in drafters)):
+    for proposer in (None, *(RowProposer(drafter, 5, None) for drafter in drafters)):
         outcomes = ruled(loaded, tiny, proposer, 4, sampling=sampling)
         assert ids(outcomes) == expected
         assert all(close(outcomes[i].logprobs, logs, answer, most) for i, (answer, logs) in found.items())
@@ -170,7 +170,7 @@ def test_only_records_that_ask_are_told_logprobs_and_only_of_tokens_they_keep(lo
         Request(r.index, r.id, r.token_ids, Sampling(max_new_tokens=NEW, logprobs=2 if r.index == 3 else None))
         for r in requests_for(loaded(tiny)[1])
     ]
-    found = answers(loaded, tiny, ByRow(Fixed(guess), 7, None), requests=iter(asked), eos=[end])
+    found = answers(loaded, tiny, RowProposer(Fixed(guess), 7, None), requests=iter(asked), eos=[end])
     assert found[3].token_ids == plain[3][: plain[3].index(end) + 1]
     _, expected = by_hand(plain_model, asked[3], eos=[end])
     assert close(found[3].logprobs, expected, found[3].token_ids, 2)

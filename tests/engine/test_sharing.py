@@ -4,14 +4,14 @@ import time
 
 import pytest
 
-from ragspec.engine import prepared
-from ragspec.engine.cache import RaggedCache
-from ragspec.engine.decode import Engine, EngineSettings
-from ragspec.engine.proposers import NoDrafts
-from ragspec.engine.sharing import LEAST, Sharing
+from ragspec.engine.engine import Engine, EngineSettings
+from ragspec.engine.kv.cache import RaggedCache
+from ragspec.engine.model import loaded as prepared
+from ragspec.engine.proposers.base import NoProposer
+from ragspec.engine.scheduler import LEAST, PrefixGroups
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Request, Sampling
-from ragspec.speculation.cost import StepCost
+from ragspec.speculation.step_cost import StepCost
 from tests.conftest import train_tokenizer
 from tests.engine.test_compiled import COMPILER
 from tests.engine.test_engine_models import build
@@ -23,9 +23,9 @@ POINTS = [(1, 0.02), (16, 0.035), (32, 0.055)]
 def test_the_share_that_is_read_counts_what_is_common_once():
     text = list(range(300))
     rows = [row(0, 0, text, 299), row(1, 1, text[:200] + [7] * 100, 299), row(2, 2, [9] * 300, 299)]
-    sharing = Sharing(lambda *_: True)
+    sharing = PrefixGroups(lambda *_: True)
     assert sharing.read(rows) == pytest.approx(1 - 200 / 900)
-    assert Sharing(lambda *_: False).read(rows) == 1
+    assert PrefixGroups(lambda *_: False).read(rows) == 1
     assert sharing.read([]) == 1
 
 
@@ -50,7 +50,7 @@ def test_the_engine_tells_how_much_its_rows_have_in_common(sample_texts):
     cost, plain = (StepCost([(1, 1.0), (64, 2.0)]) for _ in range(2))
     head = [3 + i % 50 for i in range(2 * LEAST)]
     requests = [Request(i, str(i), [*head, 60 + i], Sampling(max_new_tokens=8)) for i in range(3)]
-    engine = Engine(model, NoDrafts(), words, frozenset(), EngineSettings(cost=cost, plain=plain))
+    engine = Engine(model, NoProposer(), words, frozenset(), EngineSettings(cost=cost, plain=plain))
     seen = [(cost.read, plain.read) for _ in engine.run(iter(requests))]
     assert len(seen) == 3
     assert all(one == other for one, other in seen)
@@ -73,7 +73,7 @@ def test_what_new_rows_copy_is_no_drafting(sample_texts, monkeypatch):
     monkeypatch.setattr(RaggedCache, "_copy", slowly)
     head = [3 + i % 50 for i in range(LEAST // 2)]
     requests = [Request(i, str(i), [*head, 60 + i], Sampling(max_new_tokens=8)) for i in range(2)]
-    engine = Engine(model, NoDrafts(), words, frozenset())
+    engine = Engine(model, NoProposer(), words, frozenset())
     assert len(list(engine.run(iter(requests)))) == 2
     assert copied
     assert engine.clock.drafting_s < 0.1 < 0.2 <= engine.clock.prefill_s + engine.clock.decode_s

@@ -8,15 +8,14 @@ import pytest
 import torch
 from jsonschema import validate
 
-from ragspec.engine.decode import Engine, EngineSettings
-from ragspec.engine.draft_model import DraftModel
-from ragspec.engine.prepared import prepare
-from ragspec.engine.proposers import ByRow, NoDrafts
+from ragspec.engine.engine import Engine, EngineSettings
+from ragspec.engine.model.loaded import prepare
+from ragspec.engine.proposers.base import NoProposer, RowProposer
+from ragspec.engine.proposers.draft_model import DraftModel
 from ragspec.engine.sampling import Noise, draw
 from ragspec.records import Failure, Passage, Request, Sampling
-from ragspec.speculation.drafters.base import Draft
+from ragspec.speculation.drafters.base import Draft, NoDrafter
 from ragspec.speculation.drafters.context import ContextDrafter
-from ragspec.speculation.drafters.nothing import Nothing
 from ragspec.speculation.drafters.prompt_lookup import PromptLookup
 from ragspec.structured.form import Form
 from ragspec.structured.grammars import Grammars
@@ -145,7 +144,7 @@ def run(loaded, tiny):  # noqa: F811
 
 
 def rules_of(model):
-    from ragspec.models.generation import GenerationRules
+    from ragspec.models.logits_processors import GenerationRules
 
     return GenerationRules(model, frozenset([EOS]), EOS)
 
@@ -167,7 +166,7 @@ def drafter_of(name, tokenizer, whole):
         return Fixed(Right(asked))
     made = {
         "junk": Fixed(lambda tokens, prompt_tokens: [399 - tokens[-1], EOS, 2, 3]),
-        "forced": Nothing(),
+        "forced": NoDrafter(),
         "context": ContextDrafter(),
         "lookup": PromptLookup(),
     }
@@ -180,7 +179,7 @@ def drafter_of(name, tokenizer, whole):
 def test_no_draft_changes_a_structured_answer(run, expected, loaded, tiny, name, sampling, rows):  # noqa: F811
     proposer = None
     if name is not None:
-        proposer = ByRow(drafter_of(name, loaded(tiny)[1], expected(sampling)), None, CHEAP)
+        proposer = RowProposer(drafter_of(name, loaded(tiny)[1], expected(sampling)), None, CHEAP)
     outcomes = run(sampling, proposer, rows, cost=CHEAP)
     assert ids(outcomes) == expected(sampling)
     if name in ("forced", "right"):
@@ -191,7 +190,7 @@ def test_no_draft_changes_a_structured_answer(run, expected, loaded, tiny, name,
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_forced_tokens_are_drafts_like_any_other(run, expected, form, num_tokens):
-    outcomes = run(SAMPLINGS[0], ByRow(Nothing(), num_tokens, None), form=form)
+    outcomes = run(SAMPLINGS[0], RowProposer(NoDrafter(), num_tokens, None), form=form)
     assert ids(outcomes) == expected(SAMPLINGS[0], form)
     assert all(max(len(o.spec.drafted_at) - 1, 0) <= num_tokens for o in outcomes.values())
 
@@ -237,7 +236,7 @@ def test_the_distribution_of_a_sampled_draft_is_the_targets_under_the_mask(run, 
             draft.resize(16)
             proposer = DraftModel(draft, 400, None, 1, None)
         else:
-            proposer = ByRow(Refused(letters[0]), 1, None)
+            proposer = RowProposer(Refused(letters[0]), 1, None)
         outcomes = answers(loaded, tiny, proposer, 16, iter(asked), eos=[EOS], **settings)
         counts = [sum(outcome.token_ids[0] == letter for outcome in outcomes.values()) for letter in letters]
         assert sum(counts) == draws
@@ -273,11 +272,13 @@ def test_answers_have_their_form(run, loaded, tiny):  # noqa: F811
     schema = {**SCHEMA, "properties": {**SCHEMA["properties"], "sources": {"items": {"enum": ["p1", "p2"]}}}}
     whole = 0
     for sampling in (Sampling(max_new_tokens=90), Sampling(max_new_tokens=90, temperature=1.0)):
-        for outcome in run(sampling, ByRow(ContextDrafter(), None, CHEAP), form="json_schema", cost=CHEAP).values():
+        for outcome in run(
+            sampling, RowProposer(ContextDrafter(), None, CHEAP), form="json_schema", cost=CHEAP
+        ).values():
             if outcome.finish_reason == "stop":
                 whole += 1
                 validate(json.loads(tokenizer.decode(outcome.token_ids)), schema)
-        for outcome in run(sampling, ByRow(Nothing(), None, CHEAP), form="quotes", cost=CHEAP).values():
+        for outcome in run(sampling, RowProposer(NoDrafter(), None, CHEAP), form="quotes", cost=CHEAP).values():
             if outcome.finish_reason == "stop":
                 whole += 1
                 for quote in json.loads(tokenizer.decode(outcome.token_ids))["quotes"]:
@@ -293,7 +294,7 @@ def test_a_grammar_that_cannot_be_used_fails_its_record_alone(loaded, tiny):  # 
         Request(i, f"r{i}", [5, 6, 7], Sampling(max_new_tokens=4), grammar=text)
         for i, text in enumerate(['start: "yes"', "start: nothing", 'start: %json {"enum": []}', 'start: "no"'])
     ]
-    engine = Engine(model, NoDrafts(), tokenizer, frozenset([EOS]), EngineSettings(grammars=lambda: grammars))
+    engine = Engine(model, NoProposer(), tokenizer, frozenset([EOS]), EngineSettings(grammars=lambda: grammars))
     outcomes = {outcome.index: outcome for outcome in engine.run(asked)}
     assert [tokenizer.decode(outcomes[i].token_ids) for i in (0, 3)] == ["yes", "no"]
     assert [isinstance(outcomes[i], Failure) for i in (1, 2)] == [True, True]
@@ -313,7 +314,7 @@ def test_with_a_real_tokenizer_too_the_engine_writes_what_masks_admit(demo):
     """Where the text is certain a mask admits one division into tokens; the demo's tokenizer has many."""
     from transformers import AutoModelForCausalLM, LogitsProcessorList
 
-    from ragspec.models.masking import GrammarMasks
+    from ragspec.models.logits_processors import GrammarMasks
     from ragspec.models.resolve import resolve
     from ragspec.models.tokenizer import HFTokenizer, load_tokenizer
 
@@ -334,10 +335,10 @@ def test_with_a_real_tokenizer_too_the_engine_writes_what_masks_admit(demo):
         out = stock.generate(prompt, do_sample=False, max_new_tokens=NEW, logits_processor=masks)
         expected[request.index] = out[0, prompt.shape[1] :].tolist()
     model = prepare(stock)
-    for proposer in (None, ByRow(ContextDrafter(), None, CHEAP), ByRow(Nothing(), None, CHEAP)):
+    for proposer in (None, RowProposer(ContextDrafter(), None, CHEAP), RowProposer(NoDrafter(), None, CHEAP)):
         model.resize(3)
         settings = EngineSettings(grammars=lambda: grammars, cost=CHEAP if proposer else None)
-        engine = Engine(model, proposer or NoDrafts(), tokenizer, frozenset(eos), settings)
+        engine = Engine(model, proposer or NoProposer(), tokenizer, frozenset(eos), settings)
         assert {outcome.index: outcome.token_ids for outcome in engine.run(asked)} == expected
 
 

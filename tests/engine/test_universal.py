@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from ragspec.engine.draft_model import DraftModel
-from ragspec.engine.prepared import prepare
+from ragspec.engine.model.loaded import prepare
+from ragspec.engine.proposers.draft_model import DraftModel
 from ragspec.models.translation import Translation
 from ragspec.records import Request, Sampling
-from ragspec.speculation.cost import StepCost
+from ragspec.speculation.step_cost import StepCost
 from tests.conftest import save_llama, train_tokenizer
 from tests.engine.test_engine import NEW, answers, ids, loaded, requests_for  # noqa: F401
 from tests.families import FAMILIES, learn_by_heart, tokenizer_of

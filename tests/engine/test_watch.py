@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from ragspec.engine.forward import Model
-from ragspec.engine.layout import Segment
+from ragspec.engine.model.forward import Model
+from ragspec.engine.model.kv_splits import PrefixGroup
+from ragspec.engine.model.layout import Segment
 from ragspec.engine.native.kernels import Unbuilt, build
-from ragspec.engine.pieces import Together
-from ragspec.engine.watch import ATTENTION, DECODING, LINEAR, PROMPTS, Watch
+from ragspec.engine.profiler import ATTENTION, DECODING, LINEAR, PROMPTS, Profiler
 from tests.engine.test_linear import llama
 
 WEIGHTS = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48) + 300 * 32  # of the linear layers of llama()
@@ -24,7 +24,7 @@ def model():
 
 
 def test_every_second_is_in_one_part(model):
-    with Watch(model, 1e9, 1e9) as watch:
+    with Profiler(model, 1e9, 1e9) as watch:
         model.logits([Segment(0, 0, 40, alone=True)], range(40), [39])
         model.logits([Segment(0, 40, 1), Segment(1, 0, 3, alone=True)], [1, 2, 3, 4], [0, 3])
         model.logits([Segment(0, 41, 1)], [5], [0])
@@ -39,8 +39,8 @@ def test_every_second_is_in_one_part(model):
 
 def test_bounds_are_bytes_or_arithmetic_whichever_is_more(model):
     model.logits([Segment(row, 0, 10, alone=True) for row in range(3)], [*range(10)] * 3, [9])
-    work = [Segment(row, 10, 1) for row in range(3)], [1, 2, 3], [0, 1, 2], [Together(0, {1: 10, 2: 10})]
-    by_bytes, by_arithmetic = Watch(model, 1.0, 1e30), Watch(model, 1e30, 1.0)
+    work = [Segment(row, 10, 1) for row in range(3)], [1, 2, 3], [0, 1, 2], [PrefixGroup(0, {1: 10, 2: 10})]
+    by_bytes, by_arithmetic = Profiler(model, 1.0, 1e30), Profiler(model, 1e30, 1.0)
     for watch in (by_bytes, by_arithmetic):
         with watch:
             model.logits(*work)
@@ -55,7 +55,7 @@ def test_bounds_are_bytes_or_arithmetic_whichever_is_more(model):
 def test_nothing_is_left_behind_and_nothing_changes(model):
     work = [Segment(0, 0, 20, alone=True)], [*range(20)], [19]
     before = model.logits(*work)
-    with Watch(model, 1e9, 1e9) as watch:
+    with Profiler(model, 1e9, 1e9) as watch:
         assert torch.equal(model.logits(*work), before)
     steps = watch.to_json()[PROMPTS]["steps"]
     assert torch.equal(model.logits(*work), before)

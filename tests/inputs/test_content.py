@@ -14,12 +14,12 @@ import zipfile
 import pytest
 import zstandard
 
-from ragspec.config.places import InputConfig
+from ragspec.config.io import InputConfig
 from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs import delimited, document
 from ragspec.inputs.content import unpacked
 from ragspec.inputs.feed import Feed
-from ragspec.inputs.opening import open_source
+from ragspec.inputs.sources import open_source
 from ragspec.inputs.text import TextSource
 from tests.inputs.test_live import PATIENCE_S, Pipe
 from tests.inputs.test_tables import as_arrow, as_delimited, as_parquet, as_stream, as_tsv, rows

@@ -8,9 +8,8 @@ import pytest
 
 from ragspec.config.load import build_config
 from ragspec.errors import RecordError
-from ragspec.inputs.keyset import RecordIds
-from ragspec.inputs.memory import MemorySource
-from ragspec.inputs.opening import open_source
+from ragspec.inputs.record_ids import RecordIds
+from ragspec.inputs.sources import MemorySource, open_source
 from ragspec.inputs.values import id_text
 from ragspec.json_text import loads
 from ragspec.outputs.ledger import fingerprint

@@ -8,9 +8,9 @@ import pytest
 import zstandard
 
 from ragspec.errors import ConfigError, RecordError
-from ragspec.inputs import jsonl
-from ragspec.inputs.jsonl import JsonlSource
-from ragspec.inputs.zst import FEED, ZstReader
+from ragspec.inputs import text as jsonl
+from ragspec.inputs.content import FEED, ZstReader
+from ragspec.inputs.text import JsonlSource
 
 TEXT = b'{"id": 1}\n\n  \n{"id": 2}\r\n{"id": 3}'
 

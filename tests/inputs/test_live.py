@@ -14,9 +14,8 @@ import pytest
 
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
-from ragspec.inputs.feed import Feed
-from ragspec.inputs.jsonl import JsonlSource
-from ragspec.inputs.live import MOST
+from ragspec.inputs.feed import MOST, Feed
+from ragspec.inputs.text import JsonlSource
 from ragspec.run.generate import generate as run
 from tests.cli.test_cli import RAGSPEC, start_interruptible
 from tests.conftest import read_jsonl

@@ -4,15 +4,15 @@ import json
 
 import pytest
 
+from ragspec.config.io import InputConfig
 from ragspec.config.load import build_config
-from ragspec.config.places import InputConfig
 from ragspec.errors import RecordError
 from ragspec.inputs.columns import Columns
 from ragspec.inputs.passages import passages_of
 from ragspec.inputs.record import parse_record
 from ragspec.records import Passage
 from ragspec.run.generate import generate
-from ragspec.run.inspection import inspect
+from ragspec.run.inspect import inspect
 from tests.cli.test_cli import ragspec
 from tests.conftest import read_jsonl, write_jsonl
 from tests.inputs.test_tables import as_arrow, as_delimited, as_parquet, rows

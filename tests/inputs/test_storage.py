@@ -11,10 +11,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from ragspec.config.places import InputConfig
+from ragspec.config.io import InputConfig
 from ragspec.errors import ConfigError
-from ragspec.inputs.files import files_of
-from ragspec.inputs.opening import open_source
+from ragspec.inputs.sources import files_of, open_source
 from tests.cli.test_cli import ragspec
 from tests.conftest import write_jsonl
 from tests.stores import Breaking, environment

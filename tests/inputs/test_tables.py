@@ -8,17 +8,15 @@ from uuid import UUID
 
 import pytest
 
+from ragspec.config.io import ColumnNames, InputConfig
 from ragspec.config.load import build_config, load_config
-from ragspec.config.places import ColumnNames, InputConfig
 from ragspec.errors import ConfigError, RecordError
+from ragspec.inputs.base import plain
 from ragspec.inputs.columns import Columns
-from ragspec.inputs.files import digest, files_of, kind_of
-from ragspec.inputs.memory import MemorySource
-from ragspec.inputs.opening import open_source
-from ragspec.inputs.plain import plain
 from ragspec.inputs.record import parse_record
+from ragspec.inputs.sources import MemorySource, digest, files_of, kind_of, open_source
 from ragspec.run.generate import generate
-from ragspec.run.inspection import inspect
+from ragspec.run.inspect import inspect
 from tests.cli.test_cli import ragspec
 from tests.conftest import SAMPLE, read_jsonl, write_jsonl
 

@@ -13,10 +13,9 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 from ragspec.config.load import build_config
 from ragspec.config.sections import PromptConfig
 from ragspec.errors import RecordError
-from ragspec.models.controls import Controls, pattern
-from ragspec.models.tokenizer import HFTokenizer
+from ragspec.models.tokenizer import ControlTokens, HFTokenizer, pattern
 from ragspec.prompts.builder import PromptBuilder
-from ragspec.prompts.foreign import Mask
+from ragspec.prompts.untrusted_text import ControlMask
 from ragspec.records import Passage, Record
 from ragspec.run.generate import generate as run
 from tests.conftest import SAMPLE, read_jsonl, save_llama, train_tokenizer, write_jsonl
@@ -381,7 +380,7 @@ def test_tokens_added_for_ordinary_text_are_no_control_tokens():
     """Gemma adds runs of newlines and HTML tags; a template may well hold a newline or a dash."""
     added = [AddedToken(word, special=False) for word in ("\n\n", "   ", "<table>", "--", "or", "<|fim|>", "<tool>")]
     tokenizer = byte_level(added=added, template=TURNS + "{# or -- <tool> #}\n\n   ")
-    assert set(Controls(tokenizer).ids) == {*MARKERS, "<|fim|>", "<tool>"}
+    assert set(ControlTokens(tokenizer).ids) == {*MARKERS, "<|fim|>", "<tool>"}
 
 
 @given(st.lists(st.text(st.sampled_from("ab<|"), min_size=1, max_size=5), min_size=1, max_size=8), st.text("ab<|"))
@@ -393,7 +392,7 @@ def test_the_expression_takes_the_longest_word(words, text):
 
 
 def test_a_mask_hides_and_shows(tokenizer):
-    mask = Mask(tokenizer.controls)
+    mask = ControlMask(tokenizer.controls)
     for text in [*evil_texts(tokenizer), *TEXTS]:
         hidden = mask.hide(text)
         assert len(hidden) == len(text)

@@ -1,6 +1,6 @@
 """What versions of transformers call the arguments of a forward."""
 
-from ragspec.models.forwards import cache_word
+from ragspec.models.compat import cache_argument
 
 
 def test_the_cache_is_handed_over_by_the_name_that_the_code_has_for_it():
@@ -10,4 +10,8 @@ def test_the_cache_is_handed_over_by_the_name_that_the_code_has_for_it():
 
     def anything(self, *args, **kwargs): ...
 
-    assert [cache_word(code) for code in (before, since, anything)] == ["past_key_values", "cache", "past_key_values"]
+    assert [cache_argument(code) for code in (before, since, anything)] == [
+        "past_key_values",
+        "cache",
+        "past_key_values",
+    ]

@@ -8,7 +8,7 @@ import pytest
 
 from ragspec.config.load import build_config
 from ragspec.config.run import to_sampling
-from ragspec.models.generation import asked_beyond_sampling
+from ragspec.models.logits_processors import asked_beyond_sampling
 from ragspec.records import Request
 from ragspec.runners.huggingface import runner as huggingface
 from tests.conftest import SAMPLE, read_jsonl

@@ -7,8 +7,8 @@ import pytest
 
 from ragspec.errors import ConfigError
 from ragspec.models import resolve as models
+from ragspec.models.draft import compare, fits
 from ragspec.models.resolve import ModelSource, context_length, read_model_config, resolve
-from ragspec.models.vocabulary import compare, fits
 from tests.conftest import train_tokenizer
 
 

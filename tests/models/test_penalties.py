@@ -2,7 +2,7 @@
 
 import torch
 
-from ragspec.models.penalties import AnswerPenalties
+from ragspec.models.logits_processors import AnswerPenalties
 
 
 def test_a_token_costs_its_presence_once_and_its_frequency_every_time():

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ragspec.engine.verify import agreement
+from ragspec.engine.sampling import agreement
 from ragspec.models.translation import Translation
 from tests.families import END, FAMILIES, LOSSY, tokenizer_of
 

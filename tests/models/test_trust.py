@@ -9,7 +9,7 @@ import pytest
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from ragspec.models.resolve import brings_code, resolve
-from ragspec.retrieval.chunks import model_tokens
+from ragspec.retrieval.corpus import model_tokens
 from ragspec.run.doctor import examine_config
 from ragspec.runners.huggingface import runner as huggingface
 from ragspec.runners.vllm.config import check_draft_code

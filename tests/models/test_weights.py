@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ragspec.errors import ConfigError, ModelError
+from ragspec.models.checks import INDEX, ONE, check_weights
 from ragspec.models.loading import load_model
 from ragspec.models.resolve import read_model_config, resolve
-from ragspec.models.weights import INDEX, ONE, check_weights
 from ragspec.run.doctor import examine_config
 from ragspec.runners.huggingface import runner as huggingface
 from tests.conftest import SAMPLE, save_llama, train_tokenizer

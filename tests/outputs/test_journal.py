@@ -3,9 +3,9 @@ import tracemalloc
 
 import pytest
 
-from ragspec.config.places import OutputConfig
+from ragspec.config.io import OutputConfig
 from ragspec.errors import ConfigError
-from ragspec.inputs.base import Row
+from ragspec.inputs.base import InputRow
 from ragspec.outputs.journal import Journal, whereabouts
 from ragspec.outputs.ledger import fingerprint
 from ragspec.outputs.target import target_of
@@ -159,8 +159,8 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path):
 
 
 def test_fingerprint_changes_with_content_and_name():
-    line = Row(1, json.dumps({"id": "a"}).encode(), None)
-    other = Row(2, b"{}", None)
+    line = InputRow(1, json.dumps({"id": "a"}).encode(), None)
+    other = InputRow(2, b"{}", None)
     keys = {fingerprint(line, "a"), fingerprint(line, None), fingerprint(other, "a"), fingerprint(other, None)}
     assert len(keys) == 4
 

@@ -7,10 +7,10 @@ from contextlib import suppress
 import pytest
 
 from ragspec.errors import ConfigError
-from ragspec.outputs import linefile
-from ragspec.outputs.documents import write_json
+from ragspec.outputs import line_file as linefile
+from ragspec.outputs.folder import write_json
 from ragspec.outputs.journal import Journal
-from ragspec.outputs.linefile import LineFile
+from ragspec.outputs.line_file import LineFile
 from tests.conftest import read_jsonl
 from tests.outputs.test_journal import IDENTITY, answer, write
 

@@ -151,7 +151,7 @@ def test_a_token_that_the_model_has_not_is_that_lines_error(answered):
 
 
 def test_a_benchmark_reads_its_own_form_of_lines(tmp_path):
-    from ragspec.inputs.opening import open_source
+    from ragspec.inputs.sources import open_source
     from ragspec.outputs.journal import Journal
     from ragspec.run.local import LocalPass
     from ragspec.run.session import prepare

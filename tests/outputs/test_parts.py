@@ -14,8 +14,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from ragspec.config.io import OutputConfig
 from ragspec.config.load import build_config
-from ragspec.config.places import OutputConfig
 from ragspec.errors import ConfigError
 from ragspec.outputs.codecs import codec_of
 from ragspec.outputs.journal import Journal

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ragspec.outputs import linefile, spill
+from ragspec.outputs import line_file as linefile
+from ragspec.outputs import line_file as spill
 from ragspec.outputs.journal import Journal
 from tests.conftest import read_jsonl
 from tests.outputs.test_journal import IDENTITY, answer

@@ -5,7 +5,7 @@ import pytest
 from ragspec.config.load import build_config
 from ragspec.config.sections import PromptConfig
 from ragspec.errors import ConfigError, RecordError
-from ragspec.models.caveats import caveats
+from ragspec.models.checks import model_notes
 from ragspec.models.resolve import read_model_config, resolve
 from ragspec.models.tokenizer import HFTokenizer, load_tokenizer
 from ragspec.prompts.builder import PromptBuilder
@@ -283,7 +283,7 @@ def test_a_prompt_without_special_tokens_has_none():
 
 def notes_of(folder, tokenizer=None):
     source = resolve(str(folder))
-    return caveats(source, read_model_config(source), tokenizer or HFTokenizer(load_tokenizer(source)))
+    return model_notes(source, read_model_config(source), tokenizer or HFTokenizer(load_tokenizer(source)))
 
 
 @pytest.mark.parametrize(
@@ -334,14 +334,14 @@ def test_a_turn_that_ends_with_no_end_token_is_told(tiny):
     tokenizer = HFTokenizer(tokenizer.inner)
     source = resolve(tiny)
     config = read_model_config(source)
-    assert caveats(source, config, tokenizer) == [
+    assert model_notes(source, config, tokenizer) == [
         'the chat template ends an answer with "<|im_end|>", which is no end token of the model: answers may go on '
         f"with another turn; sampling.stop_token_ids: [{turn}] ends them there"
     ]
-    assert caveats(source, config, tokenizer, stops=[turn]) == []
-    assert caveats(source, config, tokenizer, {"eos_token_id": [0, turn]}) == []
+    assert model_notes(source, config, tokenizer, stops=[turn]) == []
+    assert model_notes(source, config, tokenizer, {"eos_token_id": [0, turn]}) == []
     tokenizer.inner.chat_template = PLAIN.replace("{{ m.content }}", "{{ m.content }}<|end|>")
-    assert caveats(source, config, tokenizer) == []
+    assert model_notes(source, config, tokenizer) == []
 
 
 def test_a_chat_without_a_begin_of_sequence_token_is_told(tiny):

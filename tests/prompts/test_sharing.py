@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from ragspec.prompts.sharing import computed, shared_order
+from ragspec.prompts.passage_order import computed, shared_order
 
 WEIGHTS = {7: 50, 3: 100, 9: 80}
 

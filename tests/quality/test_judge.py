@@ -4,9 +4,8 @@ import pytest
 
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
-from ragspec.quality.evaluate import evaluate
+from ragspec.quality.evaluate import _asked, evaluate, judge_config, verdicts
 from ragspec.quality.graded import Graded
-from ragspec.quality.judge import _asked, judge_config, verdicts
 from tests.conftest import write_jsonl
 
 

@@ -2,9 +2,7 @@
 
 import pytest
 
-from ragspec.quality.bootstrap import estimate
-from ragspec.quality.citations import cited, precision, recall
-from ragspec.quality.metrics import exact_match, f1, rouge_l
+from ragspec.quality.metrics import cited, estimate, exact_match, f1, precision, recall, rouge_l
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,8 @@ from ragspec.benchmark.results import (
     Sample,
     StepCost,
 )
-from ragspec.report.answers import shown_answers
-from ragspec.report.figures import figures
-from ragspec.report.page import render, write_report
-from ragspec.report.rows import rows
-from ragspec.report.words import summary
+from ragspec.report.charts import figures, rows
+from ragspec.report.page import render, shown_answers, summary, write_report
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 

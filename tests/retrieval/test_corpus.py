@@ -8,9 +8,20 @@ import zipfile
 import pytest
 
 from ragspec.errors import ConfigError
-from ragspec.retrieval.chunks import Chunker, word_tokens
-from ragspec.retrieval.corpus import NonDocument, Skipped, documents
-from ragspec.retrieval.readers import Text, Unreadable, read_docx, read_html, read_markdown, read_pdf, read_text
+from ragspec.retrieval.corpus import (
+    Chunker,
+    NonDocument,
+    Skipped,
+    Text,
+    Unreadable,
+    documents,
+    read_docx,
+    read_html,
+    read_markdown,
+    read_pdf,
+    read_text,
+    word_tokens,
+)
 
 
 def pdf_bytes(*pages, title=None, password=None):

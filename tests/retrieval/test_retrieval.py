@@ -12,11 +12,11 @@ import pytest
 from ragspec.config.load import build_config
 from ragspec.config.sections import RetrievalConfig
 from ragspec.errors import ConfigError
-from ragspec.inputs.base import Row
-from ragspec.retrieval import chunks, corpus
+from ragspec.inputs.base import InputRow
+from ragspec.retrieval import corpus
+from ragspec.retrieval import corpus as chunks
 from ragspec.retrieval.build import build
-from ragspec.retrieval.evaluate import evaluate
-from ragspec.retrieval.search import Retriever
+from ragspec.retrieval.search import Retriever, evaluate
 from ragspec.retrieval.stage import AHEAD, BATCH, Stage
 from ragspec.run.generate import generate as run
 from ragspec.run.retrieve import query_of, stream, with_hits
@@ -228,7 +228,7 @@ def test_a_killed_first_build_is_no_index_and_the_next_one_begins_anew(tmp_path,
 def test_old_versions_go_by_when_they_were_replaced():
     from datetime import datetime, timedelta
 
-    from ragspec.retrieval.writer import KEPT, spent
+    from ragspec.retrieval.index import KEPT, spent
 
     now = datetime(2026, 3, 1)
     days = [now - timedelta(days=ago) for ago in (30, 10, 8, 2, 0)]
@@ -315,7 +315,7 @@ def test_the_second_of_a_name_counts_where_the_first_cannot_be_read(tmp_path):
 
 
 def test_one_build_at_a_time(tmp_path):
-    from ragspec.retrieval.writer import building
+    from ragspec.retrieval.index import building
 
     with building(str(tmp_path / "idx")), pytest.raises(ConfigError, match="another build is writing it"):
         built(tmp_path)
@@ -420,7 +420,7 @@ def test_the_stage_fills_only_what_lacks_contexts(tmp_path):
         5,
         *({"query": f"q{i}"} for i in range(20)),
     ]
-    lines = [Row(number, json.dumps(value).encode(), value) for number, value in enumerate(values, 1)]
+    lines = [InputRow(number, json.dumps(value).encode(), value) for number, value in enumerate(values, 1)]
     search = Found()
     stage = Stage(search, query_of, with_hits)
     out = list(stage.fill(lines))
@@ -432,7 +432,7 @@ def test_the_stage_fills_only_what_lacks_contexts(tmp_path):
 
 
 def numbered(count):
-    return [Row(n, b"{}", {"query": f"q{n}"}) for n in range(count)]
+    return [InputRow(n, b"{}", {"query": f"q{n}"}) for n in range(count)]
 
 
 def test_the_search_runs_ahead_while_the_reader_works():
@@ -515,7 +515,7 @@ def test_recall_and_mrr_are_those_of_documents(tmp_path):
         {"query": "nothing matches zzz", "gold_doc_ids": ["owl"]},
         {"query": "no gold"},
     ]
-    result = evaluate([Row(i, b"", value) for i, value in enumerate(asked)], Retriever(config(tmp_path)))
+    result = evaluate([InputRow(i, b"", value) for i, value in enumerate(asked)], Retriever(config(tmp_path)))
     assert result["recall@5"] == round((1 + 0.5 + 0) / 3, 4)
     assert result["queries"] == 3
     assert result["left_out"] == 1
@@ -699,7 +699,8 @@ def test_commands_without_an_index_or_a_corpus_say_so(tmp_path):
 def test_many_vectors_are_searched_through_an_index_and_stay_searchable_after_an_update(tmp_path, monkeypatch):
     import numpy
 
-    from ragspec.retrieval import store, writer
+    from ragspec.retrieval import index as store
+    from ragspec.retrieval import index as writer
 
     monkeypatch.setattr(writer, "VECTORS_INDEXED_FROM", 2000)
     rng = numpy.random.default_rng(0)
@@ -726,8 +727,7 @@ def test_many_vectors_are_searched_through_an_index_and_stay_searchable_after_an
 
 
 def test_a_hundred_thousand_passages_take_little_more_disk_than_their_texts(tmp_path):
-    from ragspec.retrieval.store import Index, Settings
-    from ragspec.retrieval.writer import Chunk, Writer
+    from ragspec.retrieval.index import Chunk, Index, Settings, Writer
 
     uri = str(tmp_path / "idx")
     build = Writer(uri, None, Settings(512, 64, "words", "English"))

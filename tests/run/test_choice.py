@@ -9,10 +9,10 @@ from ragspec.cli import app
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from ragspec.models.resolve import cache_dir
-from ragspec.run import choice, experience
-from ragspec.run.choice import choose, expected, settle
-from ragspec.run.experience import Speed, remember, speeds
+from ragspec.run import runner_choice as choice
+from ragspec.run import runner_choice as experience
 from ragspec.run.generate import generate
+from ragspec.run.runner_choice import Speed, choose_for_input, choose_runner, expected_seconds, remember, speeds
 from ragspec.runners.vllm.runner import Runner
 from ragspec.stats import RunSummary
 
@@ -35,12 +35,12 @@ def summary(tokens, seconds, load=1.0):
 
 
 def test_a_named_runner_is_left_alone():
-    assert choose(config(runner="vllm"), 10) == choice.Choice(config(runner="vllm"))
+    assert choose_runner(config(runner="vllm"), 10) == choice.RunnerChoice(config(runner="vllm"))
 
 
 def test_without_vllm_there_is_one_choice(monkeypatch):
     monkeypatch.setattr(choice, "has_vllm", lambda: False)
-    chosen = choose(config(), 10**9)
+    chosen = choose_runner(config(), 10**9)
     assert chosen.config.runner == "huggingface"
     assert chosen.why == "runner: huggingface, as chosen by auto: vLLM is not installed"
 
@@ -51,20 +51,20 @@ def test_without_vllm_there_is_one_choice(monkeypatch):
 )
 def test_what_only_our_engine_has_is_answered_there(more, monkeypatch):
     monkeypatch.setattr(choice, "has_gpu", lambda: True)
-    assert choose(config(**more), 10**9).config.runner == "huggingface"
+    assert choose_runner(config(**more), 10**9).config.runner == "huggingface"
 
 
 def test_what_only_vllm_has_is_answered_there():
-    chosen = choose(config(speculation={"method": "suffix"}, runner_args={"max_model_len": 512}), 1)
+    chosen = choose_runner(config(speculation={"method": "suffix"}, runner_args={"max_model_len": 512}), 1)
     assert chosen.config.runner == "vllm"
     assert chosen.why.endswith("only that has what the config asks for")
 
 
 def test_the_size_of_the_input_decides(monkeypatch):
     monkeypatch.setattr(choice, "has_gpu", lambda: True)
-    assert choose(config(), 10).config.runner == "huggingface"
-    assert choose(config(), None).config.runner == "huggingface"
-    chosen = choose(config(), 10**6)
+    assert choose_runner(config(), 10).config.runner == "huggingface"
+    assert choose_runner(config(), None).config.runner == "huggingface"
+    chosen = choose_runner(config(), 10**6)
     assert chosen.config.runner == "vllm"
     assert "s before huggingface, by what is usual: neither has run here yet" in chosen.why
 
@@ -73,10 +73,10 @@ def test_prompts_count_as_much_as_answers(tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "has_gpu", lambda: True)
     path = tmp_path / "in.jsonl"
     path.write_text(json.dumps({"query": "?", "contexts": ["long " * 1_000_000]}) + "\n")
-    assert settle(config(input=str(path))).config.runner == "vllm"
+    assert choose_for_input(config(input=str(path))).config.runner == "vllm"
     path.write_text(json.dumps({"query": "?"}) + "\n")
-    assert settle(config(input=str(path))).config.runner == "huggingface"
-    assert settle(config(input=str(tmp_path / "none.jsonl"))).config.runner == "huggingface"
+    assert choose_for_input(config(input=str(path))).config.runner == "huggingface"
+    assert choose_for_input(config(input=str(tmp_path / "none.jsonl"))).config.runner == "huggingface"
 
 
 def test_what_vllm_refuses_is_answered_by_ours(monkeypatch):
@@ -85,23 +85,23 @@ def test_what_vllm_refuses_is_answered_by_ours(monkeypatch):
 
     monkeypatch.setattr(choice, "has_gpu", lambda: True)
     monkeypatch.setattr(Runner, "check", refuse)
-    chosen = choose(config(), 10**6)
+    chosen = choose_runner(config(), 10**6)
     assert chosen.config.runner == "huggingface"
     assert chosen.why.endswith("vLLM is expected to be faster, but it does not know this architecture")
 
 
 def test_experience_takes_the_place_of_the_priors():
     ours, other = config(runner="huggingface"), config(runner="vllm")
-    assert choose(config(), 10**6).config.runner == "huggingface"  # as fast, and sooner loaded
+    assert choose_runner(config(), 10**6).config.runner == "huggingface"  # as fast, and sooner loaded
     remember(ours, summary(10_000, 40))
     remember(other, summary(10_000, 20, load=60))
     assert speeds(config()) == {
         "huggingface": Speed(1.0, 4e-3, 10_000, 1),
         "vllm": Speed(60.0, 2e-3, 10_000, 1),
     }
-    assert choose(config(), 100).config.runner == "huggingface"
-    assert choose(config(), 1000).config.runner == "vllm"
-    assert choose(config(), 1000).why.endswith("by earlier runs of huggingface and vllm")
+    assert choose_runner(config(), 100).config.runner == "huggingface"
+    assert choose_runner(config(), 1000).config.runner == "vllm"
+    assert choose_runner(config(), 1000).why.endswith("by earlier runs of huggingface and vllm")
     assert speeds(build_config({"model": "another"})) == {}
 
 
@@ -155,7 +155,7 @@ def test_a_token_counts_once_whichever_run_it_was_in():
     for _ in range(3):
         remember(ours, summary(20, 4))
     assert speeds(config())["huggingface"].token_s == 4e-3
-    few = expected({"huggingface": Speed(5.0, 0.2, 20, 3)}, "CPU", 1000)
+    few = expected_seconds({"huggingface": Speed(5.0, 0.2, 20, 3)}, "CPU", 1000)
     assert few["huggingface"] < 15  # a few tokens do not outweigh the priors
 
 
@@ -163,7 +163,7 @@ def test_downloading_is_no_loading():
     ours = config(runner="vllm")
     remember(ours, summary(10_000, 40, load=900), downloaded=True)
     assert speeds(config()) == {"vllm": Speed(None, 4e-3, 10_000, 1)}
-    assert expected(speeds(config()), "CPU", 0)["vllm"] == choice.LOADING_S["vllm"]
+    assert expected_seconds(speeds(config()), "CPU", 0)["vllm"] == choice.LOADING_S["vllm"]
 
 
 def test_a_run_that_loaded_nothing_teaches_nothing():
@@ -195,7 +195,7 @@ def test_the_doctor_says_what_is_known_and_clears_it(tmp_path):
 
 
 def test_one_runner_tells_of_the_other():
-    seconds = expected({"huggingface": Speed(2.0, 8e-3, 10**9, 5)}, "CPU", 1000)
+    seconds = expected_seconds({"huggingface": Speed(2.0, 8e-3, 10**9, 5)}, "CPU", 1000)
     assert seconds == {"huggingface": pytest.approx(10.0), "vllm": pytest.approx(88.0)}
 
 
@@ -227,8 +227,8 @@ def test_a_run_says_what_was_chosen_and_resumes_whatever_is_chosen_later(tmp_pat
 def test_an_output_keeps_the_runner_that_began_it():
     remember(config(runner="huggingface"), summary(10_000, 40))
     remember(config(runner="vllm"), summary(10_000, 20, load=60))
-    assert choose(config(), 1000).config.runner == "vllm"
-    chosen = choose(config(), 1000, "huggingface")
+    assert choose_runner(config(), 1000).config.runner == "vllm"
+    chosen = choose_runner(config(), 1000, "huggingface")
     assert (chosen.config.runner, chosen.why.endswith("it began the output")) == ("huggingface", True)
 
 
@@ -236,8 +236,8 @@ def test_a_limit_counts_for_prompts_too(tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "has_gpu", lambda: True)
     path = tmp_path / "in.jsonl"
     path.write_text((json.dumps({"query": "?", "contexts": ["long " * 100_000]}) + "\n") * 40)
-    assert settle(config(input=str(path))).config.runner == "vllm"
-    assert settle(config(input=str(path)), limit=1).config.runner == "huggingface"
+    assert choose_for_input(config(input=str(path))).config.runner == "vllm"
+    assert choose_for_input(config(input=str(path)), limit=1).config.runner == "huggingface"
 
 
 def test_a_vllm_that_is_broken_ends_no_run(monkeypatch):
@@ -246,10 +246,10 @@ def test_a_vllm_that_is_broken_ends_no_run(monkeypatch):
 
     monkeypatch.setattr(choice, "has_gpu", lambda: True)
     monkeypatch.setattr(Runner, "check", fail)
-    assert choose(config(), 10**6).why.endswith("but fails here (ImportError: undefined symbol)")
+    assert choose_runner(config(), 10**6).why.endswith("but fails here (ImportError: undefined symbol)")
 
 
 def test_runners_that_are_no_choice_are_not_remembered():
     remember(build_config({"model": "demo", "runner": "fake"}), summary(1000, 20))
     assert speeds(config()) == {}
-    assert expected({"fake": Speed(0.0, 1.0, 10**6, 1)}, "CPU", 10)["huggingface"] < 10
+    assert expected_seconds({"fake": Speed(0.0, 1.0, 10**6, 1)}, "CPU", 10)["huggingface"] < 10

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from ragspec.config.io import InputConfig
 from ragspec.config.load import build_config
-from ragspec.config.places import InputConfig
 from ragspec.run import doctor
-from ragspec.run.input_check import examine_input
+from ragspec.run.doctor import examine_input
 from tests.cli.test_cli import ragspec
 from tests.conftest import SAMPLE, write_jsonl
 

@@ -7,7 +7,7 @@ import pytest
 
 from ragspec.config.load import build_config
 from ragspec.run.generate import generate as run
-from ragspec.run.pipeline import Pipeline
+from ragspec.run.local import Pipeline
 from tests.conftest import read_jsonl
 
 BIG, DECIMAL = "12345678901234567890123", "0.12345678901234567890123"

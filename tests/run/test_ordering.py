@@ -11,10 +11,10 @@ import pytest
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from ragspec.prompts.builder import canonical
-from ragspec.prompts.sharing import computed
+from ragspec.prompts.passage_order import computed
 from ragspec.records import Passage
 from ragspec.run.generate import generate
-from ragspec.run.pipeline import Pipeline
+from ragspec.run.local import Pipeline
 from tests.conftest import read_jsonl, write_jsonl
 
 WORDS = ["amber", "birch", "cedar", "delta", "ember", "fjord", "glade", "heath", "islet"]

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+from ragspec.config.io import OutputConfig
 from ragspec.config.load import build_config
-from ragspec.config.places import OutputConfig
 from ragspec.errors import ConfigError
 from ragspec.run.generate import generate as run
 from ragspec.runners.fake import Runner
@@ -460,7 +460,7 @@ def test_stats_file_adds_up_with_the_output_lines(tmp_path):
 
 def test_generate_pulls_no_more_than_a_batch_ahead(tmp_path, monkeypatch):
     """Memory cannot grow with the input if records are read only as the runner asks for them."""
-    from ragspec.run import intake as batch
+    from ragspec.run import record_reader as batch
 
     seen = []
     most = 0

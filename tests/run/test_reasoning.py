@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ragspec.config.load import build_config
-from ragspec.models.reasoning import answer_start, as_prompted, parted, thinking_of
+from ragspec.models.stopping import answer_start, split_reasoning, thinking_after_prompt, thinking_of
 from ragspec.records import Thinking
 from ragspec.run.generate import generate as run
 from tests.conftest import read_jsonl, save_llama, train_tokenizer, write_jsonl
@@ -235,7 +235,7 @@ def test_markers_of_several_families_are_found(opening, closing, special):
     assert (thinking.opening, thinking.closing) == (opening, closing)
     label = "thought\n" if opening == "<|channel>" else "\n"
     ids = inner(f"{opening}{label}plan a{closing}\nthe answer")["input_ids"]
-    assert parted(thinking, ids, tokenizer)[:2] == ("plan a", "the answer")
+    assert split_reasoning(thinking, ids, tokenizer)[:2] == ("plan a", "the answer")
 
 
 def test_a_tokenizer_without_markers_thinks_nothing():
@@ -250,7 +250,7 @@ def test_markers_that_only_the_template_writes_are_found_in_the_text():
     thinking = tokenizer.thinking
     assert thinking == Thinking("<think>", "</think>")
     ids = tokenizer.encode("<think>a plan</think>\n\nthe answer", special_tokens=False)
-    reasoning, answer, start = parted(thinking, ids, tokenizer)
+    reasoning, answer, start = split_reasoning(thinking, ids, tokenizer)
     assert (reasoning, answer) == ("a plan", "the answer")
     assert "</think>" in tokenizer.decode(ids[:start])
     assert "</think>" not in tokenizer.decode(ids[: start - 1])
@@ -263,11 +263,11 @@ def test_channels_count_as_thoughts_before_the_final_message():
     tokenizer = HFTokenizer(tokenizer_with(words))
     whole = "<|channel|>analysis<|message|>a plan<|end|><|start|>assistant<|channel|>final<|message|>the answer"
     ids = tokenizer.encode(whole, special_tokens=False)
-    assert parted(tokenizer.thinking, ids, tokenizer)[:2] == ("a plan", "the answer")
+    assert split_reasoning(tokenizer.thinking, ids, tokenizer)[:2] == ("a plan", "the answer")
     direct = tokenizer.encode("<|channel|>final<|message|>the answer", special_tokens=False)
-    assert parted(tokenizer.thinking, direct, tokenizer)[:2] == ("", "the answer")
+    assert split_reasoning(tokenizer.thinking, direct, tokenizer)[:2] == ("", "the answer")
     cut = tokenizer.encode("<|channel|>analysis<|message|>a plan", special_tokens=False)
-    assert parted(tokenizer.thinking, cut, tokenizer)[:2] == ("a plan", "")
+    assert split_reasoning(tokenizer.thinking, cut, tokenizer)[:2] == ("a plan", "")
 
 
 def test_a_model_that_answers_where_its_prompt_opens_a_thought_has_answered():
@@ -276,10 +276,10 @@ def test_a_model_that_answers_where_its_prompt_opens_a_thought_has_answered():
     tokenizer = HFTokenizer(tokenizer_with(["<think>", "</think>"]))
     thinking = replace(tokenizer.thinking, inside=True)
     ids = tokenizer.encode("the answer", special_tokens=False)
-    assert parted(thinking, ids, tokenizer, ended=True) == ("", "the answer", 0)
-    assert parted(thinking, ids, tokenizer, ended=False)[:2] == ("the answer", "")
+    assert split_reasoning(thinking, ids, tokenizer, ended=True) == ("", "the answer", 0)
+    assert split_reasoning(thinking, ids, tokenizer, ended=False)[:2] == ("the answer", "")
     opened = tokenizer.encode("<think>a plan", special_tokens=False)
-    assert parted(thinking, opened, tokenizer, ended=True)[:2] == ("a plan", "")
+    assert split_reasoning(thinking, opened, tokenizer, ended=True)[:2] == ("a plan", "")
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_a_model_that_answers_where_its_prompt_opens_a_thought_has_answered():
     ],
 )
 def test_only_a_prompts_end_opens_or_closes_a_thought(prompt, begun, inside):
-    found = as_prompted(Thinking("<think>", "</think>"), prompt, begun)
+    found = thinking_after_prompt(Thinking("<think>", "</think>"), prompt, begun)
     assert found is None if inside is None else found.inside is inside
 
 

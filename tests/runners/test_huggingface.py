@@ -12,7 +12,7 @@ from ragspec.errors import ConfigError
 from ragspec.records import Failure, Request, Sampling
 from ragspec.run.generate import generate as run
 from ragspec.runners.huggingface import runner as huggingface
-from ragspec.runners.huggingface.comparison import MOST, Comparison
+from ragspec.runners.huggingface.assisted import MOST, Comparison
 from tests.conftest import SAMPLE, read_jsonl, save_gpt2, train_tokenizer
 
 PROMPTS = [
@@ -326,7 +326,7 @@ def test_a_stop_string_is_noticed_in_the_step_that_completes_it(step):
     import torch
 
     from ragspec.runners.fake import ByteTokenizer
-    from ragspec.runners.huggingface.criteria import StopText
+    from ragspec.runners.huggingface.stock import StopText
 
     prompt, text = list(b"stop stop "), list(b"one two stop three")
     criterion = StopText(ByteTokenizer(), [Request(0, "a", prompt, Sampling(stop=("stop",)))], len(prompt))

@@ -539,7 +539,7 @@ def test_an_audit_of_vllm_has_stock_generate_beside_it(demo, tmp_path):
 
 
 def test_a_secret_reaches_vllm_and_nothing_that_is_written(demo):
-    from ragspec.config.secret import revealed
+    from ragspec.config.redaction import revealed
     from ragspec.runners.vllm.runner import Runner
 
     raw = make_config(demo, method="context").model_dump()

@@ -13,9 +13,9 @@ from ragspec.errors import ConfigError
 from ragspec.records import Sampling, TokenLogprob
 from ragspec.runners.vllm import runner as vllm
 from ragspec.runners.vllm.config import check_build, check_memory, check_parallel, speculative_config
-from ragspec.runners.vllm.requests import logprobs_of, settings_of, spec_stats
-from ragspec.runners.vllm.steps import WRITTEN
-from ragspec.runners.vllm.undrafted import expanded, lost
+from ragspec.runners.vllm.patches.steps import WRITTEN
+from ragspec.runners.vllm.patches.undrafted import expanded, lost
+from ragspec.runners.vllm.stream import logprobs_of, settings_of, spec_stats
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ragspec.runners.vllm import guarded
-from ragspec.runners.vllm.guarded import BLIND, Guarded
-from ragspec.runners.vllm.steps import verify_nothing_unasked
+from ragspec.runners.vllm.patches import guarded_drafts as guarded
+from ragspec.runners.vllm.patches.guarded_drafts import BLIND, GuardedProposer
+from ragspec.runners.vllm.patches.steps import verify_nothing_unasked
 
 ROWS, TOKENS = 4, 3
 PLAIN, VERIFIED = 1.0, 0.1  # seconds of a plain step, and more for each token of a draft
@@ -32,7 +32,7 @@ class Engine:
             _input_fits_in_drafter=lambda metadata: self.room,
         )
         self.scheduler = SimpleNamespace(update_draft_token_ids=self.update)
-        self.guarded = Guarded(SimpleNamespace(scheduler=self.scheduler), self.runner, pauses=pauses)
+        self.guarded = GuardedProposer(SimpleNamespace(scheduler=self.scheduler), self.runner, pauses=pauses)
 
     def run(self, steps, prompts=0):
         for _ in range(steps):

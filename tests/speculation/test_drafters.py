@@ -11,9 +11,16 @@ from hypothesis import strategies as st
 from ragspec.speculation.drafters import context
 from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.drafters.calibration import LENGTHS, PRIOR, Calibration, length_bucket
-from ragspec.speculation.drafters.chain import LEAST_SURVIVAL, Match, Proposals
 from ragspec.speculation.drafters.context import DOUBTS, OTHER_OUTPUT, PROMPT, ContextDrafter, SharedPool
-from ragspec.speculation.drafters.index import KEPT, LONGEST_MATCH, NgramIndex, match_length
+from ragspec.speculation.drafters.ngram_index import (
+    KEPT,
+    LEAST_SURVIVAL,
+    LONGEST_MATCH,
+    Match,
+    NgramIndex,
+    Proposals,
+    match_length,
+)
 from ragspec.speculation.drafters.prompt_lookup import PromptLookup
 
 TEXTS = st.lists(st.integers(0, 3), max_size=60)  # few tokens: everything repeats

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from ragspec.speculation.guard import EVERY, PAUSE, TRIED, WITNESSES, Guard
-from ragspec.speculation.plain_steps import ELSEWHERE, TRUSTED
+from ragspec.speculation.speculation_guard import ELSEWHERE, EVERY, PAUSE, TRIED, TRUSTED, WITNESSES, SpeculationGuard
 
 
 def plain_s(rows):
@@ -19,7 +18,7 @@ def simulate(seed, gain, steps, rows=lambda step: 8, noise=0.15, drafts=1.0, exp
     gain: of a step that drafts, on average. rows: of each step. drafts: share of the steps asked in which there are
     any. expected: of plain steps, by rows. asking: what it takes to ask for drafts, in plain steps.
     """
-    rng, guard = random.Random(seed), Guard()
+    rng, guard = random.Random(seed), SpeculationGuard()
     plain = seconds = 0.0
     for step in range(steps):
         count = rows(step)
@@ -152,8 +151,8 @@ def test_what_drafts_win_beside_prompts_is_what_plain_steps_would_have_taken():
 
 
 def test_where_no_plain_step_is_known_none_takes_longer_than_one_that_computes_prompts():
-    assert all(beside(Guard(), 200, accepted=1, asking=0.03))
-    assert not all(beside(Guard(), 200, accepted=1, asking=0.05))
+    assert all(beside(SpeculationGuard(), 200, accepted=1, asking=0.03))
+    assert not all(beside(SpeculationGuard(), 200, accepted=1, asking=0.05))
 
 
 def test_a_pause_of_all_steps_holds_beside_prompts_too():
@@ -212,14 +211,14 @@ def test_a_plain_step_that_was_interrupted_hides_no_loss_of_other_rows():
 
 
 def known(rows, seconds):
-    guard = Guard()
+    guard = SpeculationGuard()
     for _ in range(2):
         guard.observe(rows, 0, rows, seconds, 1.0)
     return guard
 
 
 def test_a_first_plain_step_that_was_interrupted_is_forgotten():
-    guard = Guard()
+    guard = SpeculationGuard()
     for seconds in (30.0, 1.0):
         assert not guard.allows(4, 1.0)
         guard.observe(4, 0, 4, seconds, 1.0)
@@ -256,7 +255,7 @@ def test_the_step_that_catches_up_after_a_pause_is_not_judged_and_winning_ends_l
 
 
 def test_one_step_that_was_interrupted_pauses_nothing():
-    guard = Guard()
+    guard = SpeculationGuard()
     for at in range(200):
         drafted = guard.allows(4, 1.0)
         guard.observe(4, 8 * drafted, 8 if drafted else 4, 50.0 if at == 100 else 1.3 if drafted else 1.0, 1.0)

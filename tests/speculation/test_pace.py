@@ -2,9 +2,19 @@
 
 import pytest
 
-from ragspec.speculation.confidence import FIRST, MEMORY, Confidence
-from ragspec.speculation.cost import StepCost
-from ragspec.speculation.pace import BLIND, KNOWN, LONGEST, PATIENCE, SHARE, TRIED, Pace
+from ragspec.speculation.draft_length import (
+    BLIND,
+    FIRST,
+    KNOWN,
+    LONGEST,
+    MEMORY,
+    PATIENCE,
+    SHARE,
+    TRIED,
+    Confidence,
+    DraftLength,
+)
+from ragspec.speculation.step_cost import StepCost
 
 DEAR = StepCost([(1, 1.0), (64, 1.1), (256, 1.4)])  # a step of the target, whatever is in it
 
@@ -14,7 +24,7 @@ def seasoned(chance, step_s=0.01, fill_s=0.001, cost=DEAR):
     confidence = Confidence()
     for i in range(400):
         confidence.observe(chance, (i * 7919 % 1000) / 1000 < chance)
-    pace = Pace(cost, confidence)
+    pace = DraftLength(cost, confidence)
     pace.stepped(step_s)
     pace.filled(100, 100 * fill_s)
     return pace
@@ -50,7 +60,7 @@ def test_all_rows_draft_where_it_pays_and_one_now_and_then_where_not():
 
 
 def test_a_draft_that_says_nothing_is_not_tried_for_ever():
-    pace = Pace(DEAR, Confidence())
+    pace = DraftLength(DEAR, Confidence())
     tried = [pace.chosen([9], [50], 100) for _ in range(4 * PATIENCE)]
     assert sum(map(bool, tried)) < 2 * PATIENCE
 
@@ -68,7 +78,7 @@ def test_a_draft_that_has_nothing_to_read_serves_all_rows():
 
 
 def test_few_rows_draft_before_anything_is_known():
-    pace = Pace(DEAR, Confidence())
+    pace = DraftLength(DEAR, Confidence())
     rows = pace.chosen([90, 10, 80, 20, 70, 30], [50] * 6, 100)
     assert rows == [1, 3]
     assert len(rows) == TRIED
@@ -78,7 +88,7 @@ def test_few_rows_draft_before_anything_is_known():
 
 
 def test_rows_whose_drafts_have_nothing_to_read_show_all_at_once_whether_it_pays():
-    pace = Pace(DEAR, Confidence())
+    pace = DraftLength(DEAR, Confidence())
     assert sorted(pace.chosen([1] * 16, [50] * 16, 100)) == list(range(16))
     assert sorted(pace.chosen([1, 900, 1, 900, 1, 1, 1, 900], [50] * 8, 100)) == [0, 2, 4, 5, 6]
 
@@ -102,7 +112,7 @@ def _rate(count):
 
 
 def test_without_costs_all_is_drafted():
-    pace = Pace(None, Confidence())
+    pace = DraftLength(None, Confidence())
     assert pace.chosen([1, 900], [1, 1], 10) == [0, 1]
     assert pace.going_on([0.0, 0.1], 2.1, 100, 50, 2, 10) == [0, 1]
     assert pace.chosen([], [], 0) == []

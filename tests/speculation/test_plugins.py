@@ -8,7 +8,7 @@ import pytest
 
 import ragspec
 from ragspec.errors import ConfigError
-from ragspec.speculation import plugins
+from ragspec.speculation import methods as plugins
 from ragspec.speculation.drafters.prompt_lookup import PromptLookup
 from ragspec.speculation.methods import METHODS, check_method, methods_of
 from tests.conftest import SAMPLE, read_jsonl

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ragspec.engine.proposers import Auto, ByRow, NoDrafts
-from ragspec.speculation import trial as trial_module
-from ragspec.speculation.trial import SHARE, TURN, TURNS, UNKNOWN, Trial
+from ragspec.engine.proposers.base import AutoProposer, NoProposer, RowProposer
+from ragspec.speculation import method_selector as trial_module
+from ragspec.speculation.method_selector import SHARE, TURN, TURNS, UNKNOWN, MethodSelector
 from tests.engine.test_engine import Fixed, answers, ids, loaded, oracle, plain  # noqa: F401
 
 
@@ -50,7 +50,9 @@ def middle(run, seeds=20):
 
 
 def test_a_run_too_short_to_learn_has_no_turns():
-    run = Run(Trial(["first", "other"]), {"first": 1.3, "other": 0.3}).steps(int(UNKNOWN * TURN / SHARE / 1.75))
+    run = Run(MethodSelector(["first", "other"]), {"first": 1.3, "other": 0.3}).steps(
+        int(UNKNOWN * TURN / SHARE / 1.75)
+    )
     assert set(run.who) == {"first", ""}
     assert "first 1." in run.trial.note()
     assert "other" not in run.trial.note()
@@ -60,9 +62,10 @@ def test_a_run_too_short_to_learn_has_no_turns():
 @pytest.mark.parametrize("steps", [60, 300, 2000])
 def test_worse_methods_cost_little_however_long_the_run(steps, others):
     def kept(seed):
-        alone = Run(Trial(["first"]), {"first": 1.4}, seed).steps(steps).ratio
+        alone = Run(MethodSelector(["first"]), {"first": 1.4}, seed).steps(steps).ratio
         return (
-            Run(Trial(["first", *others]), {"first": 1.4, **others}, seed, catching_up=2.0).steps(steps).ratio / alone
+            Run(MethodSelector(["first", *others]), {"first": 1.4, **others}, seed, catching_up=2.0).steps(steps).ratio
+            / alone
         )
 
     assert middle(kept) > 0.96
@@ -72,7 +75,9 @@ def test_worse_methods_cost_little_however_long_the_run(steps, others):
 def test_a_faster_method_takes_over_and_stays(catching_up):
     taken = 0
     for seed in range(20):
-        run = Run(Trial(["first", "better"]), {"first": 1.1, "better": 1.6}, seed, catching_up=catching_up).steps(1500)
+        run = Run(
+            MethodSelector(["first", "better"]), {"first": 1.1, "better": 1.6}, seed, catching_up=catching_up
+        ).steps(1500)
         taken += run.trial.chosen == "better"
         assert run.ratio > 1.1
     assert taken >= 19
@@ -82,16 +87,16 @@ def test_a_faster_method_takes_over_and_stays(catching_up):
 
 def test_a_method_that_loses_is_paused_and_another_still_found():
     def kept(seed):
-        return Run(Trial(["bad", "good"]), {"bad": 0.6, "good": 1.5}, seed).steps(2500).ratio
+        return Run(MethodSelector(["bad", "good"]), {"bad": 0.6, "good": 1.5}, seed).steps(2500).ratio
 
     assert middle(kept) > 1.2
-    lost = Run(Trial(["bad", "worse"]), {"bad": 0.8, "worse": 0.5}).steps(1500)
+    lost = Run(MethodSelector(["bad", "worse"]), {"bad": 0.8, "worse": 0.5}).steps(1500)
     assert lost.ratio > 0.95
     assert lost.trial.about()["guard"]["pauses"] >= 2
 
 
 def test_what_is_clearly_worse_has_no_more_turns_and_is_not_asked_to_look_on():
-    trial = Trial(["first", "hopeless"])
+    trial = MethodSelector(["first", "hopeless"])
     run = Run(trial, {"first": 1.3, "hopeless": 0.4}).steps(6000)
     assert trial.candidates == ["first"]
     assert TURNS <= run.who.count("hopeless") <= TURNS * TURN
@@ -99,12 +104,12 @@ def test_what_is_clearly_worse_has_no_more_turns_and_is_not_asked_to_look_on():
 
 def test_between_methods_that_are_as_fast_it_does_not_matter_who_drafts():
     for seed in range(20):
-        assert Run(Trial(["first", "same"]), {"first": 1.4, "same": 1.4}, seed).steps(2000).ratio > 1.35
+        assert Run(MethodSelector(["first", "same"]), {"first": 1.4, "same": 1.4}, seed).steps(2000).ratio > 1.35
 
 
 def test_a_method_that_seldom_drafts_is_not_taken_for_fast_by_its_few_drafts():
     """Where it does not draft, the one that would have done better."""
-    trial = Trial(["often", "seldom"])
+    trial = MethodSelector(["often", "seldom"])
     rng = random.Random(4)
     for _ in range(4000):
         drafts = trial.allows(8, 1.0) and (trial.current == "often" or rng.random() < 0.2)
@@ -114,7 +119,7 @@ def test_a_method_that_seldom_drafts_is_not_taken_for_fast_by_its_few_drafts():
 
 
 def test_a_turn_goes_on_after_steps_that_compute_prompts():
-    trial = Trial(["first", "other"])
+    trial = MethodSelector(["first", "other"])
     run = Run(trial, {"first": 1.2, "other": 1.0})
     while trial.current != "other":
         run.step()
@@ -126,7 +131,7 @@ def test_a_turn_goes_on_after_steps_that_compute_prompts():
 
 
 def test_one_method_is_judged_as_any():
-    trial = Trial(["context"])
+    trial = MethodSelector(["context"])
     assert trial.chosen == "context"
     assert Run(trial, {"context": 0.6}).steps(1500).ratio > 0.94
     assert "method auto: context (compared with plain decoding: context 0." in trial.note()
@@ -149,7 +154,7 @@ def test_looking_on_is_not_held_against_the_method_that_drafts(monkeypatch):
     def take(seconds):
         clock.now += seconds
 
-    trial = Trial(["a", "b"])
+    trial = MethodSelector(["a", "b"])
     for _ in range(50):
         started, drafts = clock.now, trial.allows(1, 1.0)
         if drafts:
@@ -170,7 +175,7 @@ def asked_in_vain(monkeypatch):
         clock.now += seconds
 
     def ask(steps, mixed):
-        trial = Trial(["a", "b"])
+        trial = MethodSelector(["a", "b"])
         for _ in range(steps):
             started = clock.now
             if trial.allows(1, 1.0, mixed=mixed):
@@ -197,7 +202,7 @@ def test_looking_on_in_a_step_that_computes_prompts_is_not_counted_as_asking(ask
 
 
 def test_an_interruption_while_asking_is_no_sign_of_fast_plain_steps():
-    trial = Trial(["a"])
+    trial = MethodSelector(["a"])
     for seconds, asking in [(1.1, 0.1), (10.0, 9.0), (1.1, 0.1)]:
         trial.allows(1, 1.0, mixed=True)
         trial.observe(1, 0, 1, seconds, 1.0, asking)
@@ -207,7 +212,7 @@ def test_an_interruption_while_asking_is_no_sign_of_fast_plain_steps():
 def test_looking_on_in_a_step_that_computes_prompts_is_not_taken_off_a_later_one(monkeypatch):
     clock = iter(range(0, 10**6, 8)).__next__  # whoever looks on takes eight seconds
     monkeypatch.setattr(trial_module, "time", SimpleNamespace(perf_counter=clock))
-    trial = Trial(["a", "b"])
+    trial = MethodSelector(["a", "b"])
     for _ in range(4):
         trial.allows(8, 1.0, mixed=True)
         trial.ask(lambda name: None, lambda name: None)
@@ -220,7 +225,7 @@ def test_looking_on_in_a_step_that_computes_prompts_is_not_taken_off_a_later_one
 
 def test_a_step_after_prompts_is_not_booked_as_another_methods_turn():
     """In vLLM it is known only afterwards that a step computed prompts."""
-    trial = Trial(["first", "other"])
+    trial = MethodSelector(["first", "other"])
     run = Run(trial, {"first": 1.2, "other": 1.0})
     while trial.current != "other":
         run.step()
@@ -236,14 +241,14 @@ def test_a_step_after_prompts_is_not_booked_as_another_methods_turn():
 @pytest.mark.parametrize("slow", [30, 300])
 def test_a_step_that_was_interrupted_costs_a_method_no_more_than_a_turn(slow):
     for seed in range(10):
-        run = Run(Trial(["first", "better"]), {"first": 1.05, "better": 1.5}, seed)
+        run = Run(MethodSelector(["first", "better"]), {"first": 1.05, "better": 1.5}, seed)
         while run.trial.current != "better":
             run.step()
         run.trial.observe(8, 8, 8, slow, 1.0)
         assert run.steps(1500).trial.chosen == "better"
 
 
-class Watched(NoDrafts):
+class Watched(NoProposer):
     """Drafts nothing, and remembers in which steps it was asked and in which it looked on."""
 
     def __init__(self, seen, name):
@@ -259,8 +264,8 @@ class Watched(NoDrafts):
 
 def test_those_who_may_still_have_a_turn_look_on():
     seen = []
-    trial = Trial(["a", "b"])
-    auto = Auto({name: Watched(seen, name) for name in ("a", "b")}, trial)
+    trial = MethodSelector(["a", "b"])
+    auto = AutoProposer({name: Watched(seen, name) for name in ("a", "b")}, trial)
     auto.propose([], 0)
     assert sorted(seen) == [("a", "asked"), ("b", "watched")]
     Run(trial, {"a": 1.4, "b": 0.3}).steps(4000)
@@ -272,12 +277,12 @@ def test_those_who_may_still_have_a_turn_look_on():
 def test_auto_answers_as_plain_decoding_whoever_drafts(loaded, tiny, plain, monkeypatch):  # noqa: F811
     monkeypatch.setattr(trial_module, "SHARE", 0.5)  # many turns
     proposers = {
-        "wrong": ByRow(Fixed(lambda tokens, prompt_tokens: [399 - tokens[-1], 1]), 2, None),
-        "oracle": ByRow(Fixed(oracle(plain, loaded, tiny)), 7, None),
+        "wrong": RowProposer(Fixed(lambda tokens, prompt_tokens: [399 - tokens[-1], 1]), 2, None),
+        "oracle": RowProposer(Fixed(oracle(plain, loaded, tiny)), 7, None),
     }
-    trial = Trial(list(proposers))
+    trial = MethodSelector(list(proposers))
     for _ in range(20):
-        outcomes = answers(loaded, tiny, Auto(proposers, trial), rows=3, trial=trial)
+        outcomes = answers(loaded, tiny, AutoProposer(proposers, trial), rows=3, trial=trial)
         assert ids(outcomes) == plain
         if trial.chosen == "oracle":
             break

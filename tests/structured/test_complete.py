@@ -2,8 +2,8 @@
 
 import pytest
 
-from ragspec.structured.complete import is_complete, spaced
 from ragspec.structured.form import Form
+from ragspec.structured.grammars import is_complete, spaced
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}, "n": {"type": "integer"}}, "required": ["a", "n"]}
 

@@ -9,10 +9,9 @@ from ragspec.config.load import build_config
 from ragspec.errors import ConfigError, RecordError
 from ragspec.json_text import loads
 from ragspec.run.generate import generate as run
-from ragspec.structured.complete import is_complete, spaced
 from ragspec.structured.form import Form
-from ragspec.structured.grammars import problem_of
-from ragspec.structured.wrapping import unwrapped
+from ragspec.structured.grammars import is_complete, problem_of, spaced
+from ragspec.structured.schema import unwrapped
 from tests.conftest import read_jsonl, write_jsonl
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"], "additionalProperties": False}

@@ -12,9 +12,9 @@ from ragspec.errors import ConfigError
 from ragspec.runners.huggingface.args import Args
 from ragspec.runners.huggingface.checkpoint import Checkpoint
 from ragspec.training import heads
-from ragspec.training.distil import teach
+from ragspec.training.examples import Example
 from ragspec.training.heads import Head, read_layers
-from ragspec.training.lessons import Lesson
+from ragspec.training.student import distill
 from ragspec.training.train import train_draft
 from tests.conftest import save_llama, train_tokenizer
 
@@ -34,7 +34,7 @@ def taught(target, count=8):
     for i in range(count):
         prompt = [5 + (31 * i + 7 * j) % 390 for j in range(8)]
         out = target.generate(torch.tensor([prompt]), max_new_tokens=14, do_sample=False, eos_token_id=None)
-        found.append(Lesson(f"r{i}", out[0].tolist(), len(prompt)))
+        found.append(Example(f"r{i}", out[0].tolist(), len(prompt)))
     return found
 
 
@@ -53,7 +53,7 @@ def test_a_head_learns_what_it_is_taught(kind, checkpoint, tmp_path):
     weights = {name: value.clone() for name, value in target.state_dict().items()}
     head.rate = 3e-3
     losses = []
-    teach(head, lessons, 150, tmp_path, lambda done, steps, loss: losses.append(loss))
+    distill(head, lessons, 150, tmp_path, lambda done, steps, loss: losses.append(loss))
     assert len(losses) == 150
     assert losses[-1] < 0.6 * losses[0]
     assert head.agreement(lessons) > before + 0.3
@@ -131,9 +131,9 @@ def test_a_head_drafts_the_words_that_answers_use(checkpoint, monkeypatch):
 def test_a_course_of_another_draft_is_not_gone_on_with(checkpoint, tmp_path):
     target = checkpoint.load()
     lessons = taught(target, 2)
-    teach(Head("eagle3", checkpoint, target, 1, lessons), lessons, 1, tmp_path, lambda *step: None)
+    distill(Head("eagle3", checkpoint, target, 1, lessons), lessons, 1, tmp_path, lambda *step: None)
     with pytest.raises(ConfigError, match="belongs to another draft"):
-        teach(Head("eagle3", checkpoint, target, 2, lessons), lessons, 1, tmp_path, lambda *step: None)
+        distill(Head("eagle3", checkpoint, target, 2, lessons), lessons, 1, tmp_path, lambda *step: None)
 
 
 def test_what_cannot_be_trained_is_refused_before_anything_is_answered(tmp_path, sample_texts, monkeypatch):

@@ -8,9 +8,8 @@ import torch
 
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
-from ragspec.training.distil import teach
-from ragspec.training.lessons import LEAST, Lesson
-from ragspec.training.pupil import Pupil, cut_from, spread
+from ragspec.training.examples import LEAST, Example
+from ragspec.training.student import Student, cut_student, distill, spread_layers
 from ragspec.training.train import Trained, train_draft
 from tests.conftest import save_llama, train_tokenizer, write_jsonl
 
@@ -29,33 +28,33 @@ def lessons(target, count=16):
     for i in range(count):
         prompt = [5 + (31 * i + 7 * j) % 390 for j in range(8)]  # no padding among them
         out = target.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
-        found.append(Lesson(f"r{i}", out[0].tolist(), len(prompt)))
+        found.append(Example(f"r{i}", out[0].tolist(), len(prompt)))
     return found
 
 
 @pytest.mark.parametrize(("layers", "count", "kept"), [(30, 3, [0, 14, 29]), (4, 1, [0]), (4, 2, [0, 3])])
 def test_layers_are_spread_over_the_target(layers, count, kept):
-    assert spread(layers, count) == kept
+    assert spread_layers(layers, count) == kept
 
 
 def test_a_draft_begins_as_its_targets_own_layers(target):
     _, model = target
-    pupil = cut_from(model, 2)
+    pupil = cut_student(model, 2)
     assert pupil.config.num_hidden_layers == 2
     own, theirs = pupil.state_dict(), model.state_dict()
     assert torch.equal(own["model.embed_tokens.weight"], theirs["model.embed_tokens.weight"])
     assert torch.equal(own["model.layers.1.mlp.up_proj.weight"], theirs["model.layers.3.mlp.up_proj.weight"])
     with pytest.raises(ConfigError, match="between 1 and 3"):
-        cut_from(model, 4)
+        cut_student(model, 4)
 
 
 def test_a_draft_learns_what_it_is_taught(target, tmp_path):
     _, model = target
     taught = lessons(model)
-    pupil = Pupil(cut_from(model, 1))
+    pupil = Student(cut_student(model, 1))
     before = pupil.agreement(taught)
     steps = []
-    assert teach(pupil, taught, 60, tmp_path, lambda *step: steps.append(step)) == 120
+    assert distill(pupil, taught, 60, tmp_path, lambda *step: steps.append(step)) == 120
     assert steps[-1][0] == steps[-1][1] == 120
     assert steps[-1][2] < 0.5 * steps[0][2]
     assert pupil.agreement(taught) > before + 0.4
@@ -64,14 +63,14 @@ def test_a_draft_learns_what_it_is_taught(target, tmp_path):
 def test_agreement_is_that_of_one_token_at_a_time(target):
     _, model = target
     taught = lessons(model, 3)
-    pupil = Pupil(cut_from(model, 2))
+    pupil = Student(cut_student(model, 2))
     right = total = 0
     for lesson in taught:
         for at in range(lesson.prompt_tokens, len(lesson.token_ids)):
             guess = pupil.model(input_ids=torch.tensor([lesson.token_ids[:at]])).logits[0, -1].argmax()
             right, total = right + int(guess == lesson.token_ids[at]), total + 1
     assert pupil.agreement(taught) == pytest.approx(right / total)
-    assert Pupil(model).agreement(taught) == 1.0
+    assert Student(model).agreement(taught) == 1.0
 
 
 def test_interrupted_learning_goes_on_where_it_was(target, tmp_path, monkeypatch):
@@ -85,24 +84,24 @@ def test_interrupted_learning_goes_on_where_it_was(target, tmp_path, monkeypatch
         if done == 5:
             raise Stop
 
-    whole = Pupil(cut_from(model, 1))
+    whole = Student(cut_student(model, 1))
     (tmp_path / "whole").mkdir()
-    teach(whole, taught, 4, tmp_path / "whole", lambda *step: None)
+    distill(whole, taught, 4, tmp_path / "whole", lambda *step: None)
 
-    from ragspec.training import distil
+    from ragspec.training import student as distil
 
     (tmp_path / "parts").mkdir()
-    first = Pupil(cut_from(model, 1))
+    first = Student(cut_student(model, 1))
     monkeypatch.setattr(distil, "KEEP_EVERY_S", 0.0)
     monkeypatch.setattr(distil, "KEEPING", 0)
     with pytest.raises(Stop):
-        teach(first, taught, 4, tmp_path / "parts", stop_at_five)
-    second = Pupil(cut_from(model, 1))
-    assert teach(second, taught, 4, tmp_path / "parts", lambda *step: None) == 8 - 4
+        distill(first, taught, 4, tmp_path / "parts", stop_at_five)
+    second = Student(cut_student(model, 1))
+    assert distill(second, taught, 4, tmp_path / "parts", lambda *step: None) == 8 - 4
     for name, value in whole.model.state_dict().items():
         assert torch.allclose(value, second.model.state_dict()[name], atol=1e-6), name
     with pytest.raises(ConfigError, match="other lessons"):
-        teach(second, taught[1:], 4, tmp_path / "parts", lambda *step: None)
+        distill(second, taught[1:], 4, tmp_path / "parts", lambda *step: None)
 
 
 def config_of(folder, path, **more):
@@ -136,7 +135,7 @@ def test_train_draft_writes_a_draft_that_runs_and_says_whether_it_pays(target, t
 
 @pytest.mark.parametrize("method", ["eagle3", "draft_model", "prompt_lookup"])
 def test_a_config_that_has_a_draft_already_is_taught_from_without_it(target, tmp_path, method):
-    from ragspec.training.lessons import without_draft
+    from ragspec.training.examples import without_draft
 
     runner = "vllm" if method == "eagle3" else "huggingface"
     draft = {} if method == "prompt_lookup" else {"draft_model": target[0]}
@@ -184,7 +183,7 @@ def test_a_draft_is_written_in_its_targets_dtype(target, tmp_path):
     from transformers import AutoModelForCausalLM
 
     _, model = target
-    Pupil(cut_from(model, 1), dtype=torch.bfloat16).save(tmp_path / "draft")
+    Student(cut_student(model, 1), dtype=torch.bfloat16).save(tmp_path / "draft")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "draft", dtype="auto").dtype == torch.bfloat16
 
 

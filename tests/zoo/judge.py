@@ -19,19 +19,18 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 from ragspec.config.load import build_config
-from ragspec.engine import prepared, sharing
-from ragspec.engine.compiled import Compile, CompiledLayers, called_with
-from ragspec.engine.decode import Engine, EngineSettings
-from ragspec.engine.early_exit import EarlyExit
-from ragspec.engine.halves import Halves
+from ragspec.engine import scheduler as sharing
+from ragspec.engine.engine import Engine, EngineSettings
+from ragspec.engine.model import loaded as prepared
+from ragspec.engine.model.compiled import Compile, CompiledLayers, called_with
+from ragspec.engine.model.self_check import differs
 from ragspec.engine.native.layer import Builder
-from ragspec.engine.proposers import ByRow, NoDrafts, Proposer
-from ragspec.engine.selfcheck import differs
-from ragspec.models.generation import GenerationRules
-from ragspec.models.masking import GrammarMasks
-from ragspec.models.mending import mend
+from ragspec.engine.proposers.base import NoProposer, Proposer, RowProposer
+from ragspec.engine.proposers.early_exit import EarlyExit, LayerSplit
+from ragspec.models.compat import tolerance
+from ragspec.models.loading import apply_workarounds
+from ragspec.models.logits_processors import GenerationRules, GrammarMasks
 from ragspec.models.resolve import ModelSource
-from ragspec.models.rounding import tolerance
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Failure, Generation, Request, Sampling
 from ragspec.runners.huggingface import runner as huggingface
@@ -121,7 +120,7 @@ def requests(lengths: Sequence[int] = LENGTHS, grammar: str = "") -> Iterator[Re
 
 def model_of(entry: Entry) -> Any:
     """Return the entry's model, asked for nothing but what the entry says."""
-    model = mend(build(entry.model_type, entry.settings))
+    model = apply_workarounds(build(entry.model_type, entry.settings))
     model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=NO_END, pad_token_id=0, **entry.generation)
     return model
 
@@ -149,7 +148,7 @@ def judge(entry: Entry, kernels: bool = False) -> Outcome:
     ties, fused = 0, False
     if not entry.generation:  # what a config forces or forbids may be all that the grammar refuses or admits
         shaped = {request.index: stock_answer(pristine, request) for request in requests(grammar=GRAMMAR)}
-        proposer = ByRow(ContextDrafter(), None, None)
+        proposer = RowProposer(ContextDrafter(), None, None)
         fault, ties = _compare(shaped, engine_answers(model, 3, 8, proposer, grammar=GRAMMAR))
         if fault:
             return Outcome("engine", fault=f"{fault} (by a grammar)", ties=ties)
@@ -165,9 +164,9 @@ def judge(entry: Entry, kernels: bool = False) -> Outcome:
         if how == "by kernels" and not _runs_compiled(model, Builder(model)):
             break
         for rows, chunk, proposer, lengths in (
-            (3, 8, ByRow(ContextDrafter(), 4, None), LENGTHS),
-            (3, 32, ByRow(Fixed(_ragged(right)), 7, None), LENGTHS),
-            (1, 512, NoDrafts(), ALONE),
+            (3, 8, RowProposer(ContextDrafter(), 4, None), LENGTHS),
+            (3, 32, RowProposer(Fixed(_ragged(right)), 7, None), LENGTHS),
+            (1, 512, NoProposer(), ALONE),
         ):
             fault, more = _compare(right, engine_answers(model, rows, chunk, proposer, lengths))
             ties += more
@@ -178,7 +177,7 @@ def judge(entry: Entry, kernels: bool = False) -> Outcome:
     return Outcome("engine", ties=ties, captured=True, halves=halves is not None, fused=fused)
 
 
-def _halves(model: Any) -> Halves | None:
+def _halves(model: Any) -> LayerSplit | None:
     """Return the model in two halves, None where it does not run so."""
     try:
         return prepared.halves_of(model, 1)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ragspec.engine.pieces import Pieces
+from ragspec.engine.model.kv_splits import KvSplits
 from ragspec.errors import flat
 from ragspec.host.machine import cpu_features
 from ragspec.models.resolve import cache_dir
@@ -119,7 +119,7 @@ class Kernels:
         keys: torch.Tensor,
         values: torch.Tensor,
         scale: float,
-        work: Pieces,
+        work: KvSplits,
         out: torch.Tensor,
         cap: float | None = None,
     ) -> None:

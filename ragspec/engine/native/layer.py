@@ -16,24 +16,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ragspec.engine.cache import RaggedCache
-from ragspec.engine.capture import Graph, NotCaptured, own_tensors
-from ragspec.engine.layout import Layout
-from ragspec.engine.linear import SHARE, PackedLinear
-from ragspec.engine.masks import Rule
+from ragspec.engine.kv.cache import RaggedCache
+from ragspec.engine.model.kv_splits import KvSplits
+from ragspec.engine.model.layer_graph import Graph, NotCaptured, Parts, own_tensors
+from ragspec.engine.model.layout import Layout
+from ragspec.engine.model.masks import MaskRule
+from ragspec.engine.model.weight_layouts import SHARE, PackedLinear
+from ragspec.engine.native.graph_reader import program_of
 from ragspec.engine.native.kernels import KEPT, library_of
 from ragspec.engine.native.program import Program
-from ragspec.engine.native.reader import program_of
 from ragspec.engine.native.source import source_of
-from ragspec.engine.operators import Parts
-from ragspec.engine.pieces import Pieces
 from ragspec.host.machine import free_bytes
 
 if TYPE_CHECKING:
-    from ragspec.engine.forward import Model
+    from ragspec.engine.model.forward import Model
 
 Tensors = Sequence[torch.Tensor]
-Run = Callable[[Tensors, Rule | None], list[torch.Tensor] | None]
+Run = Callable[[Tensors, MaskRule | None], list[torch.Tensor] | None]
 Bind = Callable[[Parts, Tensors, int | None], Run]
 
 
@@ -78,7 +77,7 @@ class Builder:
         self._call = Call()
         self._copied = 0  # bytes of weights
         self._layout: Layout | None = None  # of the forward that `_call` is filled for
-        self._work: Pieces | None = None  # with what it attends to
+        self._work: KvSplits | None = None  # with what it attends to
         self._scratch = self._merging = _room(0)
 
     def __call__(self, graph: Graph) -> Bind:
@@ -127,7 +126,7 @@ class Builder:
             [None if at == view.token else size for at, size in enumerate(view.dims)] for view in program.results
         ]
 
-        def run(given: Tensors, rule: Rule | None) -> list[torch.Tensor] | None:
+        def run(given: Tensors, rule: MaskRule | None) -> list[torch.Tensor] | None:
             cache = RaggedCache.running.get(None)
             layout = None if cache is None else cache.layout
             if cache is None or layout is None or cache.next != number or not self._takes(layout, rule):
@@ -169,7 +168,7 @@ class Builder:
         assert self._model.kernels is not None
         return self._model.kernels.pack(layer.weight)
 
-    def _takes(self, layout: Layout, rule: Rule | None) -> bool:
+    def _takes(self, layout: Layout, rule: MaskRule | None) -> bool:
         """Return whether a layer of this forward is for kernels."""
         if layout.kernels is None or (self.most is not None and layout.tokens > self.most):
             return False

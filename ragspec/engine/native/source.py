@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from math import prod
 
-from ragspec.engine.capture import NotCaptured
+from ragspec.engine.model.layer_graph import NotCaptured
 from ragspec.engine.native.program import (
     GIVEN,
     LOCAL,

@@ -1,28 +1,66 @@
-"""A run on many workers: this process reads rows, leases records, and writes the lines that come back.
+"""What records share with others, so that one worker gets them all: its cache has their prefix, its drafts their words.
 
-What a dead worker had is leased again; whatever it may still say is not listened to.
+>>> group_of(Record("q1", query="Who wrote it?", contexts=(Passage("1", "Ann wrote it."),)))
+b'...'
 """
 
 from __future__ import annotations
 
 import time
+from hashlib import blake2b
 from typing import Any
 
 from ragspec.inputs.base import Source
-from ragspec.outputs.answers import Failed, Native
+from ragspec.outputs.answers import FailedRecord, NativeFormat
 from ragspec.outputs.journal import Journal
-from ragspec.outputs.shapes import shape_of
-from ragspec.retrieval.stage import told
-from ragspec.run.answering import Asked
-from ragspec.run.desk import Desk, Report
-from ragspec.run.intake import Intake
-from ragspec.run.ordering import Say, ordering_of, unheard
-from ragspec.run.ray.affinity import group_of, size_of
-from ragspec.run.ray.crew import Crew, Lost
-from ragspec.run.ray.hand import Hand
+from ragspec.outputs.openai_batch import line_format_of
+from ragspec.records import Record
+from ragspec.retrieval.stage import retrieval_statistics
+from ragspec.run.answering import RecordTask
+from ragspec.run.ordering import Say, ignore_note, ordering_of
 from ragspec.run.ray.leases import Leases
-from ragspec.run.ray.messages import Word
+from ragspec.run.ray.messages import WorkerMessage
+from ragspec.run.ray.worker_pool import LostWorker, WorkerHandle, WorkerPool
+from ragspec.run.record_reader import RecordReader
+from ragspec.run.result_writer import Report, ResultWriter
 from ragspec.run.session import Session
+
+HEAD = 1024  # characters at the begin of a prompt without passages; what is shorter is not worth sharing
+HEAD_TOKENS = 256
+
+
+def group_of(record: Record) -> bytes | None:
+    """Return what names the group of records that begin alike; None for a record that hardly shares anything."""
+    head = _head(record)
+    return blake2b(head.encode(), digest_size=16).digest() if head else None
+
+
+def size_of(record: Record) -> int:
+    """Return roughly how many characters a record has."""
+    prompts = [record.prompt or "", *record.prompts]
+    messages = sum(len(str(message.get("content"))) for message in record.messages or ())
+    return sum(len(passage.text) for passage in record.contexts) + sum(map(len, prompts)) + messages
+
+
+def _head(record: Record) -> str:
+    if record.contexts:
+        return record.contexts[record.order[0] if record.order else 0].text
+    if record.messages is not None:
+        return _long("\0".join(str(message.get("content")) for message in record.messages))
+    prompt = record.prompt if record.prompt is not None else next(iter(record.prompts), "")
+    if isinstance(prompt, str):
+        return _long(prompt)
+    return str(prompt[:HEAD_TOKENS]) if len(prompt) > HEAD_TOKENS else ""
+
+
+def _long(text: str) -> str:
+    return text[:HEAD] if len(text) > HEAD else ""
+
+
+# -- a run on many workers: this process reads rows, leases records, and writes the lines that come back --------------
+#
+# What a dead worker had is leased again; whatever it may still say is not listened to.
+
 
 AHEAD = 512  # records per worker that are read ahead, so that those which belong together meet
 AHEAD_SIZE = 64 << 20  # characters of them, and of those that workers have
@@ -35,20 +73,20 @@ class RayPass:
     def __init__(
         self,
         session: Session,
-        crew: Crew,
+        crew: WorkerPool,
         source: Source,
         journal: Journal,
         *,
         limit: int | None = None,
         total: int | None = None,
         report: Report | None = None,
-        say: Say = unheard,
+        say: Say = ignore_note,
     ) -> None:
         self._session = session
         self._crew = crew
-        shape = Native() if crew.details else shape_of(session.config)
-        self._desk = Desk(session, source, journal, shape, total, report)
-        self._intake = Intake(session.config, self._desk, source)
+        shape = NativeFormat() if crew.details else line_format_of(session.config)
+        self._desk = ResultWriter(session, source, journal, shape, total, report)
+        self._intake = RecordReader(session.config, self._desk, source)
         self._ordering = ordering_of(session, source, self._intake, limit, say)
         self._asked = self._ordering.asked()
         self._leases = Leases()
@@ -102,7 +140,7 @@ class RayPass:
                 self.summary.load_s = self._loaded_at - self._started
             self._send()
             for event in crew.listen():
-                if isinstance(event, Lost):
+                if isinstance(event, LostWorker):
                     self._bury(event)
                 else:
                     self._hear(event.hand, event.word)
@@ -128,7 +166,7 @@ class RayPass:
             read += len(found)
         return read > 0
 
-    def _take_some(self, most: int) -> list[Asked]:
+    def _take_some(self, most: int) -> list[RecordTask]:
         return self._asked.take(min(most, AHEAD), wait=not (self._leases.waiting or self._leases.out))
 
     # -- what goes to workers and comes back --------------------------------------------------------------------------
@@ -152,7 +190,7 @@ class RayPass:
         if fullest.waiting > 1:
             fullest.ask_back(fullest.waiting // 2)
 
-    def _hear(self, hand: Hand, word: Word) -> None:
+    def _hear(self, hand: WorkerHandle, word: WorkerMessage) -> None:
         for answered in word.lines:
             if self._leases.settle(hand.name, answered.index):
                 self._desk.put(answered)
@@ -166,12 +204,12 @@ class RayPass:
         if self._loaded_at is not None and (word.lines or word.failures):
             self.summary.generate_s = time.perf_counter() - self._loaded_at
 
-    def _bury(self, lost: Lost) -> None:
+    def _bury(self, lost: LostWorker) -> None:
         """Lease again what a dead worker had, and replace it."""
         guilty = self._leases.bury(lost.hand.name, lost.suspicion)
         for asked in guilty:
             message = f"workers died while answering it, the last one because: {lost.why}"
-            self._desk.fail(asked.index, Failed(asked.record.id, asked.key, "WorkerError", message))
+            self._desk.fail(asked.index, FailedRecord(asked.record.id, asked.key, "WorkerError", message))
         self._crew.replace(lost.hand, lost.why, fruitful=bool(guilty))
 
     def _conclude(self) -> None:
@@ -188,6 +226,6 @@ def _together(searches: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return what all workers' searches took, None if there were none."""
     if not searches:
         return None
-    return told(
+    return retrieval_statistics(
         searches[0]["mode"], *(sum(each[key] for each in searches) for key in ("queries", "search_s", "waited_s"))
     )

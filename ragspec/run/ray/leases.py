@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 
-from ragspec.run.answering import Asked
+from ragspec.run.answering import RecordTask
 
 HOMES = 100_000  # groups whose workers are remembered
 DEATH, SILENCE, GUILTY = 2, 1, 4  # how suspicious records are, and when they are guilty
@@ -27,12 +27,12 @@ class Leases:
         self.waiting = 0
         self.out = 0
         self.size = 0
-        self._loose: deque[Asked] = deque()  # of no group
-        self._groups: OrderedDict[bytes, deque[Asked]] = OrderedDict()  # those with records waiting
+        self._loose: deque[RecordTask] = deque()  # of no group
+        self._groups: OrderedDict[bytes, deque[RecordTask]] = OrderedDict()  # those with records waiting
         self._homes: OrderedDict[bytes, set[str]] = OrderedDict()
-        self._suspects: deque[Asked] = deque()
+        self._suspects: deque[RecordTask] = deque()
         self._suspicion: dict[int, int] = {}  # by the line of a suspect, wherever it is
-        self._leased: dict[str, dict[int, Asked]] = {}
+        self._leased: dict[str, dict[int, RecordTask]] = {}
         self._group_of: dict[int, bytes | None] = {}  # of all that is not settled
         self._sizes: dict[int, int] = {}
         self._lines: deque[int] = deque()  # as they were added
@@ -48,7 +48,7 @@ class Leases:
         """Return how many records a worker has."""
         return len(self._leased.get(worker, ()))
 
-    def add(self, asked: Asked, group: bytes | None, size: int = 0) -> None:
+    def add(self, asked: RecordTask, group: bytes | None, size: int = 0) -> None:
         """Take in a record, lines in ascending order. group: what it shares with others; None: nothing."""
         self._group_of[asked.index] = group
         self._sizes[asked.index] = size
@@ -57,10 +57,10 @@ class Leases:
         self._queue(asked).append(asked)
         self.waiting += 1
 
-    def take(self, worker: str, most: int) -> list[Asked]:
+    def take(self, worker: str, most: int) -> list[RecordTask]:
         """Lease up to `most` records to a worker, the oldest first as far as groups allow."""
         leased = self._leased.setdefault(worker, {})
-        taken: list[Asked] = []
+        taken: list[RecordTask] = []
         if most > 0 and self._suspects and self._suspicion.keys().isdisjoint(leased):
             taken.append(self._suspects.popleft())
         own, free = list[bytes](), list[bytes]()
@@ -96,7 +96,7 @@ class Leases:
         leased = self._leased[worker]
         self._wait_again([leased.pop(index) for index in indexes if index in leased])
 
-    def bury(self, worker: str, suspicion: int) -> list[Asked]:
+    def bury(self, worker: str, suspicion: int) -> list[RecordTask]:
         """Let a dead worker's records wait again; return the one that is guilty now, if any.
 
         suspicion: DEATH, SILENCE, or 0 if none of them may be the reason.
@@ -119,13 +119,13 @@ class Leases:
         self._suspicion.pop(index, None)
         self.out -= 1
 
-    def _wait_again(self, lost: list[Asked]) -> None:
+    def _wait_again(self, lost: list[RecordTask]) -> None:
         for asked in reversed(lost):
             (self._suspects if asked.index in self._suspicion else self._queue(asked)).appendleft(asked)
         self.waiting += len(lost)
         self.out -= len(lost)
 
-    def _queue(self, asked: Asked) -> deque[Asked]:
+    def _queue(self, asked: RecordTask) -> deque[RecordTask]:
         group = self._group_of[asked.index]
         return self._loose if group is None else self._groups.setdefault(group, deque())
 
@@ -136,7 +136,7 @@ class Leases:
             self._homes.popitem(last=False)
         return homes
 
-    def _from(self, group: bytes, worker: str, most: int) -> list[Asked]:
+    def _from(self, group: bytes, worker: str, most: int) -> list[RecordTask]:
         taken = _first(self._groups[group], most)
         if taken:
             self._homes_of(group).add(worker)
@@ -145,5 +145,5 @@ class Leases:
         return taken
 
 
-def _first(queue: deque[Asked], most: int) -> list[Asked]:
+def _first(queue: deque[RecordTask], most: int) -> list[RecordTask]:
     return [queue.popleft() for _ in range(min(most, len(queue)))]

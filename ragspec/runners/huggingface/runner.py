@@ -12,15 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Self
 
+from ragspec.config.redaction import revealed
 from ragspec.config.run import RunConfig, to_sampling
-from ragspec.config.secret import revealed
 from ragspec.errors import ConfigError, ModelError
 from ragspec.host.quiet import quiet
 from ragspec.records import Failure, Generation, Request
 from ragspec.runners.base import Watched
-from ragspec.runners.huggingface.args import Args
-from ragspec.runners.huggingface.arguments import check_args, only_stock
-from ragspec.runners.huggingface.draft import find, load_draft, translation
+from ragspec.runners.huggingface.args import Args, check_args, only_stock
+from ragspec.runners.huggingface.checkpoint import find, load_draft, translation
 from ragspec.speculation.methods import HF, PLAIN, method_named
 
 if TYPE_CHECKING:
@@ -134,7 +133,7 @@ class Runner:
     def _start_engine(self, model: Any, draft_model: Any) -> str:
         """Set up the engine; return why it cannot be, or ""."""
         from ragspec.engine.backend import EngineBackend, Speculation
-        from ragspec.engine.prepared import Refused
+        from ragspec.engine.model.loaded import Refused
 
         spec, draft, asked = self._spec, self._draft, self._args.batch_size
         try:
@@ -167,7 +166,7 @@ class Runner:
         return ""
 
     def _start_stock(self, model: Any, draft_model: Any, why: str) -> None:
-        from ragspec.runners.huggingface.assistance import Speculation
+        from ragspec.runners.huggingface.assisted import Speculation
         from ragspec.runners.huggingface.stock import StockBackend
 
         spec, asked = self._spec, self._args.batch_size

@@ -1,39 +1,75 @@
-"""Stock transformers `generate()`: every speculation it has, at batch size 1; padded batches without any.
-
-It answers what the engine does not support: arguments of generate(), devices and models that do not fit the engine.
-Limit: transformers speculates one record at a time, so `rows` only counts for method `none`.
-"""
+"""What stock generate() is told to stop by, and the clock of its first step."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from ragspec.errors import ModelError, RecordError, flat
 from ragspec.inputs.feed import Feed
-from ragspec.models.generation import GenerationRules
-from ragspec.models.logprobs import generated_logprobs
-from ragspec.models.masking import GrammarMasks
-from ragspec.models.padding import takes_padding
-from ragspec.models.reasoning import unended
-from ragspec.models.rotary import forget, length_dependent
-from ragspec.models.stopping import trim
+from ragspec.models.compat import forget, length_dependent, takes_padding
+from ragspec.models.logits_processors import GenerationRules, GrammarMasks, generated_logprobs
+from ragspec.models.stopping import ends_with_stop, stop_strings_from, trim
 from ragspec.models.tokenizer import HFTokenizer
-from ragspec.records import Failure, Generation, Request, Sampling, record_seed
-from ragspec.runners.huggingface.acceptance import AcceptanceMeter, in_id_order
-from ragspec.runners.huggingface.assistance import Assistance, Speculation
-from ragspec.runners.huggingface.comparison import Comparison
-from ragspec.runners.huggingface.criteria import StepClock, StopText
+from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer, record_seed
+from ragspec.runners.huggingface.assisted import AcceptanceMeter, Assistance, Comparison, Speculation, in_id_order
 from ragspec.stats import SpecStats
 from ragspec.structured.grammars import Grammars, Matcher, begin
+
+
+class StepClock(StoppingCriteria):  # type: ignore[misc]
+    """Never stops; notes when the first step ended and how many tokens a row had then."""
+
+    def __init__(self, prompt_length: int) -> None:
+        self._prompt_length = prompt_length
+        self.first_step_at: float | None = None
+        self.first_step_tokens = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if self.first_step_at is None:
+            self.first_step_at = time.perf_counter()
+            self.first_step_tokens = input_ids.shape[1] - self._prompt_length
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+class StopText(StoppingCriteria):  # type: ignore[misc]
+    """Stops rows whose new text contains a stop string, wherever in the last step's tokens it ended.
+
+    transformers' own stop_strings only look at the very last token (5.19), so a stop string inside an accepted draft
+    would be missed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, requests: Sequence[Request], prompt_length: int) -> None:
+        self._tokenizer = tokenizer
+        self._requests = requests  # of one `stop`; a beam's rows are neighbours
+        self._seen = prompt_length
+        self._prompt_length = prompt_length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        fresh, self._seen = input_ids.shape[1] - self._seen, input_ids.shape[1]
+        answers = input_ids[:, self._prompt_length :].tolist()
+        beams = max(1, len(answers) // len(self._requests))
+        hits = [self._ended(self._requests[row // beams], answer, fresh) for row, answer in enumerate(answers)]
+        return torch.tensor(hits, dtype=torch.bool, device=input_ids.device)
+
+    def _ended(self, request: Request, answer: list[int], fresh: int) -> bool:
+        least = stop_strings_from(request, answer, self._tokenizer)
+        return ends_with_stop(self._tokenizer, answer, fresh, request.sampling.stop, least)
+
+
+# -- stock transformers `generate()`: every speculation it has, at batch size 1; padded batches without any -----------
+#
+# It answers what the engine does not support: arguments of generate(), devices and models that do not fit the engine.
+# Limit: transformers speculates one record at a time, so `rows` only counts for method `none`.
+
 
 # what generate() raises for one record: out of memory, ids that the model has no row for, arguments it refuses
 FAILURES = (RuntimeError, IndexError, MemoryError, ValueError)
@@ -235,7 +271,7 @@ class StockBackend:
         self.clock.decode_s += ended - first
         generations = []
         for row, (request, answer) in enumerate(zip(batch, answers, strict=True)):
-            least = unended(request, answer, self._tokenizer)
+            least = stop_strings_from(request, answer, self._tokenizer)
             token_ids, reason = trim(answer, sampling.ends(self._eos), sampling.stop, self._tokenizer, least)
             self.clock.decode_tokens += max(0, len(token_ids) - clock.first_step_tokens)
             spec = self._meter.stats if self._meter and not undrafted else SpecStats(steps=len(token_ids))

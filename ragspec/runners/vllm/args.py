@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from ragspec.config.secret import Settings
+from ragspec.config.redaction import Settings
 from ragspec.runners.base import RunnerArgs
 
 

@@ -1,25 +1,62 @@
-"""The `speculation` section in vLLM's words, and what this vLLM or this machine lacks, before any weights load.
-
-    >>> speculative_config(SpeculationConfig(method="prompt_lookup"))
-    {'method': 'ngram', 'num_speculative_tokens': 8, 'prompt_lookup_min': 2, 'prompt_lookup_max': 4}
-
-Source: vLLM 0.32, config/speculative.py. Limit: what only vLLM can judge is left to its own check of the configuration.
-"""
+"""vLLM's surroundings: its environment variables, which it reads as it is imported, and its errors on one line."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import warnings
 from dataclasses import asdict, replace
 from typing import Any
 
 from ragspec.config.sections import SpeculationConfig
-from ragspec.errors import ConfigError
+from ragspec.errors import ConfigError, flat
 from ragspec.models.resolve import ModelSource, brings_code, weights_bytes
 from ragspec.speculation.methods import PLAIN, VLLM, find
 
+
+def prepare() -> None:
+    """Keep vLLM's log off stdout, which is for records, and its usage statistics at home."""
+    from ragspec.host.quiet import quiet
+
+    for name, value in {
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_LOGGING_LEVEL": "INFO" if os.environ.get("RAGSPEC_DEBUG") else "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        # the engine in this process: an interruption ends it cleanly, and a CPU has nothing to overlap
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }.items():
+        os.environ.setdefault(name, value)
+    if not os.environ.get("RAGSPEC_DEBUG"):
+        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    quiet()
+
+
+def device_count() -> int:
+    """Return how many GPUs torch sees."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def one_line(error: Exception) -> str:
+    """Return the error's type and text, as one line."""
+    text = flat(error) or "no message"
+    return f"{type(error).__name__}: {text[:400]}"
+
+
+# -- the `speculation` section in vLLM's words, and what this vLLM or this machine lacks, before any weights l --------
+#
+#     >>> speculative_config(SpeculationConfig(method="prompt_lookup"))
+#     {'method': 'ngram', 'num_speculative_tokens': 8, 'prompt_lookup_min': 2, 'prompt_lookup_max': 4}
+#
+# Source: vLLM 0.32, config/speculative.py. Limit: what only vLLM can judge is left to its own check of the
+# configuration.
+
+
 # ragspec's word -> vLLM's, where they differ
 NAMES = {"prompt_lookup": "ngram"}
-PROPOSER = "ragspec.runners.vllm.proposer.Proposer"
+PROPOSER = "ragspec.runners.vllm.patches.context_drafts.Proposer"
 MOST_TOKENS = 16  # of its drafts, if the length is chosen by what pays
 # Versions of vLLM that were tried with our drafter inside, and with what: its interface there is experimental.
 TRIED = {"0.32": "the whole suite passes (CPU build)"}

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from contextlib import redirect_stdout
 from typing import Any
 
+from ragspec.config.redaction import revealed
 from ragspec.config.run import RunConfig, to_sampling
-from ragspec.config.secret import revealed
 from ragspec.errors import ConfigError, did_you_mean
 from ragspec.host.machine import free_bytes, free_gpu_bytes
 from ragspec.models.resolve import read_model_config, resolve
@@ -22,13 +22,15 @@ from ragspec.runners.vllm.config import (
     check_draft_code,
     check_memory,
     check_parallel,
+    device_count,
     is_ours,
+    one_line,
+    prepare,
     proposer_settings,
     speculative_config,
 )
-from ragspec.runners.vllm.environment import device_count, one_line, prepare
-from ragspec.runners.vllm.requests import settings_of
-from ragspec.runners.vllm.undrafted import can_be_undrafted, lost
+from ragspec.runners.vllm.patches.undrafted import can_be_undrafted, lost
+from ragspec.runners.vllm.stream import settings_of
 from ragspec.speculation.methods import PLAIN
 
 CPU_KV_CACHE_BYTES = 2 << 30  # vLLM would take nearly all memory, and a benchmark loads several engines
@@ -59,11 +61,10 @@ class Plan:
                 "`make setup-vllm` (the CPU build) on one without"
             )
         prepare()
-        from ragspec.models.caveats import caveats
+        from ragspec.models.checks import check_weights, model_notes
         from ragspec.models.draft import width_of
-        from ragspec.models.generation import asked_beyond_sampling
+        from ragspec.models.logits_processors import asked_beyond_sampling
         from ragspec.models.tokenizer import HFTokenizer, load_tokenizer
-        from ragspec.models.weights import check_weights
         from ragspec.structured.grammars import Grammars
 
         extra = dict(self.args.model_extra or {})
@@ -75,7 +76,7 @@ class Plan:
         tokenizer = load_tokenizer(self.source, trust_remote_code=trust)
         self.tokenizer = HFTokenizer(tokenizer, width=width_of(self.hf_config))
         stops = (*self._default_sampling.stop_token_ids, tokenizer.eos_token_id)  # vLLM stops at the tokenizer's too
-        self.notes += caveats(self.source, self.hf_config, self.tokenizer, stops=stops)
+        self.notes += model_notes(self.source, self.hf_config, self.tokenizer, stops=stops)
         if self._structured:
             Grammars(self.tokenizer.inner, len(self.tokenizer.inner), ())
         self.not_done = ", ".join(asked_beyond_sampling(self.source.path, revision))
@@ -132,8 +133,8 @@ class Plan:
         source = resolve(name, key="speculation.draft_model")
         if self.method != "draft_model":
             return source.path, False  # heads: they have the target's vocabulary
+        from ragspec.models.checks import check_weights
         from ragspec.models.draft import DRAFT_KEY, find_draft, width_of
-        from ragspec.models.weights import check_weights
 
         width = width_of(self.hf_config)
         draft = find_draft(

@@ -14,20 +14,19 @@ from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from typing import Any, Self
 
+from ragspec.config.redaction import revealed
 from ragspec.config.run import RunConfig
-from ragspec.config.secret import revealed
 from ragspec.errors import ModelError
 from ragspec.models.resolve import context_length
 from ragspec.records import Failure, Generation, Request, Sampling
 from ragspec.runners.vllm.args import Args
-from ragspec.runners.vllm.config import is_ours
-from ragspec.runners.vllm.environment import one_line
-from ragspec.runners.vllm.guarded import Guarded
+from ragspec.runners.vllm.config import is_ours, one_line
+from ragspec.runners.vllm.patches.guarded_drafts import GuardedProposer
+from ragspec.runners.vllm.patches.seeds import patch_seeds
+from ragspec.runners.vllm.patches.steps import patch_steps
+from ragspec.runners.vllm.patches.undrafted import UndraftedRequests
 from ragspec.runners.vllm.plan import Plan
-from ragspec.runners.vllm.seeds import mend_seeds
-from ragspec.runners.vllm.steps import mend_steps
 from ragspec.runners.vllm.stream import Stream
-from ragspec.runners.vllm.undrafted import Undrafted
 from ragspec.speculation.methods import PLAIN, VLLM, method_named
 
 __all__ = ["Args", "Runner"]
@@ -44,8 +43,8 @@ class Runner:
         self.cites = is_ours(self.method)
         self._proposer: Any = None  # our drafter inside the engine, if it can be reached
         self._drafting: dict[str, Any] = {}  # what it says about itself
-        self._undrafted: Undrafted | None = None  # how records are answered without drafts, if they can be
-        self._guarded: Guarded | None = None  # what judges vLLM's own drafts, if they are to be judged
+        self._undrafted: UndraftedRequests | None = None  # how records are answered without drafts, if they can be
+        self._guarded: GuardedProposer | None = None  # what judges vLLM's own drafts, if they are to be judged
         self._notes: list[str] = []
         self._judgement: list[str] = []  # what the latest run is to say of its drafts
         self.prefill_s: float | None = None  # prefill and decoding share the engine's steps
@@ -68,7 +67,7 @@ class Runner:
             from vllm.v1.engine.llm_engine import LLMEngine
 
             if plan.on_cpu and plan.is_tried():
-                mend_seeds()
+                patch_seeds()
             try:
                 self._engine = LLMEngine.from_engine_args(EngineArgs(**revealed(plan.engine_args)))
             except Exception as error:  # whatever stops an engine from starting
@@ -81,12 +80,12 @@ class Runner:
         if is_ours(self.method):
             self._find_proposer()
         if self.method != PLAIN and plan.undraftable:
-            mend_steps(self._engine)
-            self._undrafted = Undrafted.within(self._engine, on_cpu=plan.on_cpu)
+            patch_steps(self._engine)
+            self._undrafted = UndraftedRequests.within(self._engine, on_cpu=plan.on_cpu)
             if plan.args.guard and not is_ours(self.method):
                 spec = plan.spec
                 fixed = spec.draft_tokens or spec.num_tokens_by_batch_size or spec.speculative_config
-                self._guarded = Guarded.within(self._engine, pauses=not fixed)
+                self._guarded = GuardedProposer.within(self._engine, pauses=not fixed)
         return self
 
     def _find_proposer(self) -> None:

@@ -1,10 +1,4 @@
-"""A bounded number of records in flight in one engine, those that begin alike together.
-
-    >>> for outcome in Stream(engine, proposer, tokenizer, rows=16, ...).run(requests): ...
-
-Source: vLLM 0.32, v1/engine/llm_engine.py, driven step by step: `LLM.generate` returns only at the end, and one refused
-prompt aborts all that are queued.
-"""
+"""A request in vLLM's words, and its counts in ours. Source: vLLM 0.32, sampling_params.py and v1/spec_decode."""
 
 from __future__ import annotations
 
@@ -16,23 +10,102 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from ragspec.engine.prefix import grouped, largest_first
+from ragspec.engine.kv.prefix_blocks import grouped, largest_first
 from ragspec.errors import ModelError
 from ragspec.inputs.feed import Feed
-from ragspec.models.reasoning import unended
-from ragspec.models.stopping import ends_with_stop, trim
-from ragspec.records import Failure, Generation, Request, Tokenizer
-from ragspec.runners.vllm.environment import one_line
-from ragspec.runners.vllm.requests import (
-    is_requests_fault,
-    is_watched,
-    logprobs_of,
-    sampling_params,
-    settings_of,
-    spec_stats,
-)
-from ragspec.runners.vllm.undrafted import Undrafted
+from ragspec.models.stopping import ends_with_stop, stop_strings_from, trim
+from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer, TokenLogprob, record_seed
+from ragspec.runners.vllm.config import one_line
+from ragspec.runners.vllm.patches.steps import written_in
+from ragspec.runners.vllm.patches.undrafted import UndraftedRequests
 from ragspec.speculation.methods import PLAIN
+from ragspec.stats import SpecStats
+
+
+def settings_of(sampling: Sampling, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of vLLM's SamplingParams. extra: those that win over the record's own."""
+    greedy = sampling.temperature == 0
+    ours = {
+        "max_tokens": sampling.max_new_tokens,
+        "min_tokens": min(sampling.min_new_tokens, sampling.max_new_tokens),  # vLLM refuses more
+        "ignore_eos": sampling.ignore_eos,
+        "stop_token_ids": list(sampling.stop_token_ids) or None,
+        "temperature": sampling.temperature,
+        "top_p": 1.0 if greedy else sampling.top_p,
+        "top_k": 0 if greedy else sampling.top_k,
+        "min_p": 0.0 if greedy else sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "logit_bias": dict(sampling.logit_bias) or None,
+        "logprobs": sampling.logprobs,
+        "stop": list(sampling.stop) or None,
+    }
+    return ours | dict(extra)
+
+
+def is_watched(request: Request) -> bool:
+    """Return whether stop strings are looked for here: vLLM would look for them in what the model thinks, too."""
+    return request.thinking is not None and bool(request.sampling.stop)
+
+
+def sampling_params(kind: Any, request: Request, settings: Mapping[str, Any]) -> Any:
+    """Return the SamplingParams, of class `kind`, of one request with these settings."""
+    from vllm.sampling_params import RequestOutputKind
+
+    kept = RequestOutputKind.FINAL_ONLY
+    if is_watched(request):
+        settings, kept = {**settings, "stop": None}, RequestOutputKind.CUMULATIVE
+    seed = None if request.sampling.temperature == 0 else record_seed(request.sampling.seed, request.id)
+    if request.grammar:
+        from vllm.sampling_params import StructuredOutputsParams
+
+        settings = {**settings, "structured_outputs": StructuredOutputsParams(grammar=request.grammar)}
+    return kind(**{"seed": seed, "output_kind": kept} | dict(settings))
+
+
+def is_requests_fault(error: Exception) -> bool:
+    """Return whether vLLM's own checks refused a request, rather than its engine failed."""
+    from vllm import exceptions
+
+    return isinstance(error, ValueError | getattr(exceptions, "VLLMClientError", ValueError))
+
+
+def logprobs_of(told: Sequence[Mapping[int, Any]], token_ids: Sequence[int], most: int) -> tuple[TokenLogprob, ...]:
+    """Return how likely each token was. told: what vLLM says of each token, and of the `most` likeliest beside it."""
+    found = []
+    for ids, token in zip(told, token_ids, strict=False):
+        ranked = sorted(((other, one.logprob) for other, one in ids.items()), key=lambda pair: -pair[1])
+        found.append(TokenLogprob(ids[token].logprob, tuple(ranked[:most])))
+    return tuple(found)
+
+
+def spec_stats(metrics: Any, written: int, output_tokens: int) -> SpecStats:
+    """Return one request's counts. vLLM lists the steps that drafted; steps.py counts them all.
+
+    written: tokens that vLLM returned. output_tokens: those of them up to the end of the answer. Where nobody counted,
+    the other steps wrote a token each, and the last draft is taken not to have outrun the answer.
+    """
+    stats = SpecStats()
+    if metrics is not None:
+        for drafted, accepted in zip(metrics.per_step_drafted, metrics.per_step_accepted, strict=True):
+            if drafted:
+                stats.record(drafted, accepted)
+    steps = written_in(metrics)
+    if steps is None:  # the step that computes the prompt never drafts
+        steps = stats.steps + max(min(1, written), written - stats.accepted - stats.steps)
+    stats.steps = steps
+    stats.end(output_tokens)
+    return stats
+
+
+# -- a bounded number of records in flight in one engine, those that begin alike together -----------------------------
+#
+#     >>> for outcome in Stream(engine, proposer, tokenizer, rows=16, ...).run(requests): ...
+#
+# Source: vLLM 0.32, v1/engine/llm_engine.py, driven step by step: `LLM.generate` returns only at the end, and one
+# refused prompt aborts all that are queued.
+
 
 log = logging.getLogger(__name__)
 AHEAD = 2  # records submitted per row of the engine's batch, so that a row never waits for one
@@ -63,7 +136,7 @@ class Stream:
         lookahead: int,
         sampling_args: Mapping[str, Any],
         lost: Callable[[Mapping[str, Any]], str],
-        undrafted: Undrafted | None = None,
+        undrafted: UndraftedRequests | None = None,
         method: str = PLAIN,
     ) -> None:
         self._engine = engine
@@ -151,7 +224,7 @@ class Stream:
         if not is_watched(request):
             return False
         fresh, submitted.seen = len(answer) - submitted.seen, len(answer)
-        least = unended(request, answer, self._tokenizer)
+        least = stop_strings_from(request, answer, self._tokenizer)
         # only in what is new: a thought has thousands of tokens, and every step would read them all
         if least >= len(answer) or not ends_with_stop(self._tokenizer, answer, fresh, request.sampling.stop, least):
             return False
@@ -160,7 +233,7 @@ class Stream:
 
     def _trimmed(self, request: Request, answer: Sequence[int]) -> tuple[list[int], str]:
         """Return an answer up to its first stop string: vLLM's ends with a whole step."""
-        least = unended(request, answer, self._tokenizer)
+        least = stop_strings_from(request, answer, self._tokenizer)
         return trim(list(answer), frozenset(), request.sampling.stop, self._tokenizer, least)
 
     def _outcome(self, submitted: _Submitted, output: Any) -> Generation | Failure:

@@ -54,3 +54,30 @@ class Drafter(Protocol):
 
     def open(self, prompt: Sequence[int], passages: Sequence[tuple[int, int]] = ()) -> RowDrafter:
         """prompt: token ids. passages: (start, end) positions in it of the retrieved passages, where known."""
+
+
+# -- no guesses of its own: what a record's grammar forces is drafted all the same, with every drafter ----------------
+#
+# speculation: {method: grammar}
+
+
+class NoDrafter:
+    """Drafts nothing."""
+
+    def open(self, prompt: Sequence[int], passages: Sequence[tuple[int, int]] = ()) -> NoRowDrafter:
+        """Return the drafter of one record."""
+        return NoRowDrafter()
+
+
+class NoRowDrafter:
+    """Nothing, for one record."""
+
+    def propose(self, limit: int) -> Draft:
+        """Return an empty draft."""
+        return Draft()
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Learn nothing."""
+
+    def close(self) -> None:
+        """Keep nothing."""

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.drafters.calibration import Calibration
-from ragspec.speculation.drafters.chain import Match, Proposals
-from ragspec.speculation.drafters.index import NgramIndex, match_length
+from ragspec.speculation.drafters.ngram_index import Match, NgramIndex, Proposals, match_length
 
 
 class PromptLookup:

@@ -70,7 +70,7 @@ def test_a_worker_that_dies_of_every_record_is_not_replaced_for_ever(tmp_path, a
 
 
 def test_no_worker_left_is_the_end(tmp_path, address, monkeypatch):
-    monkeypatch.setattr("ragspec.run.ray.crew.TRIES", 1)
+    monkeypatch.setattr("ragspec.run.ray.worker_pool.TRIES", 1)
     source = write_jsonl(tmp_path / "in.jsonl", records(8))
     with pytest.raises(ModelError, match="no worker is left"):
         answered(tmp_path, "out", source, runner_args={"exit_ids": ["q0"]}, **scaled(address, workers=1))

@@ -5,21 +5,20 @@ from threading import Thread
 import pytest
 
 from ragspec.inputs.feed import Feed
-from ragspec.outputs.answers import Failed
+from ragspec.outputs.answers import FailedRecord
 from ragspec.records import Passage, Record
-from ragspec.run.answering import Answered, Asked
-from ragspec.run.ray.inbox import Inbox, Outbox
-from ragspec.run.ray.messages import Word, pack, unpack
+from ragspec.run.answering import RecordResult, RecordTask
+from ragspec.run.ray.messages import Mailbox, ResultBuffer, WorkerMessage, pack, unpack
 from ragspec.run.ray.worker import Worker
 from ragspec.stats import Cost, SpecStats
 
 
 def asked(*indexes):
-    return [Asked(index, "", index, Record(str(index))) for index in indexes]
+    return [RecordTask(index, "", index, Record(str(index))) for index in indexes]
 
 
 def test_a_runner_takes_what_is_there_and_waits_only_when_it_has_nothing():
-    inbox = Inbox()
+    inbox = Mailbox()
     feed = Feed(inbox)
     assert feed.take(3, wait=False) == []
     inbox.add(asked(1, 2, 3))
@@ -38,7 +37,7 @@ def test_a_runner_takes_what_is_there_and_waits_only_when_it_has_nothing():
 
 
 def test_the_end_wakes_who_waits():
-    inbox = Inbox()
+    inbox = Mailbox()
     left = []
     reader = Thread(target=lambda: left.append(list(inbox)))
     reader.start()
@@ -53,7 +52,7 @@ def test_the_end_wakes_who_waits():
 
 
 def test_what_the_runner_has_not_taken_can_be_taken_back():
-    inbox = Inbox()
+    inbox = Mailbox()
     inbox.add(asked(1, 2, 3))
     assert next(inbox).index == 1
     assert inbox.take_back(1) == [3]
@@ -62,11 +61,11 @@ def test_what_the_runner_has_not_taken_can_be_taken_back():
 
 
 def test_lines_travel_together_and_nobody_waits_longer_than_told():
-    outbox = Outbox()
+    outbox = ResultBuffer()
     began = time.monotonic()
     assert outbox.take(0.05) == ([], [])
     assert time.monotonic() - began < 5
-    lines = [Answered(index, b"{}", 0, []) for index in range(3)]
+    lines = [RecordResult(index, b"{}", 0, []) for index in range(3)]
 
     def write():
         for line in lines:
@@ -85,7 +84,7 @@ def test_lines_travel_together_and_nobody_waits_longer_than_told():
 
 def test_a_message_that_comes_again_is_taken_in_once_and_answered_alike(tmp_path):
     worker = Worker({"runner": "fake"}, str(tmp_path / "nowhere"))
-    worker._outbox.put(Answered(0, b"{}", 0, []))
+    worker._outbox.put(RecordResult(0, b"{}", 0, []))
     first = worker.exchange(1, pack(asked(1, 2)), None, 0, 0.0)
     assert worker.exchange(1, pack(asked(1, 2)), None, 0, 0.0) is first
     word = unpack(first)
@@ -95,7 +94,7 @@ def test_a_message_that_comes_again_is_taken_in_once_and_answered_alike(tmp_path
 
 
 def test_passes_follow_each_other_and_none_sees_what_belongs_to_the_next():
-    inbox = Inbox()
+    inbox = Mailbox()
     inbox.add(asked(1, 2), "pass")
     inbox.add(asked(3))
     assert inbox.look()[0] == 3
@@ -113,8 +112,11 @@ def test_what_travels_arrives_as_it_was():
         "q", messages=({"role": "user", "content": "?"},), contexts=(passage,), metadata={"a": [1, None, float("inf")]}
     )
     spec = SpecStats(steps=3, drafted=4, accepted=2)
-    answered = Answered(7, b"{}", 5, [Cost(1, 2, spec, 0.1, None, "")])
-    failed = Failed("q", "key", "RecordError", "wrong", 3)
-    for message in ([Asked(1, "key", 2, record, "query")], Word([answered], [(1, failed)], 1, True, [2], "answering")):
+    answered = RecordResult(7, b"{}", 5, [Cost(1, 2, spec, 0.1, None, "")])
+    failed = FailedRecord("q", "key", "RecordError", "wrong", 3)
+    for message in (
+        [RecordTask(1, "key", 2, record, "query")],
+        WorkerMessage([answered], [(1, failed)], 1, True, [2], "answering"),
+    ):
         assert unpack(pack(message)) == message
-    assert len(pack([Asked(1, "key", 2, record)])) < len(pickle.dumps([Asked(1, "key", 2, record)]))
+    assert len(pack([RecordTask(1, "key", 2, record)])) < len(pickle.dumps([RecordTask(1, "key", 2, record)]))

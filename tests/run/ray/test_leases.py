@@ -5,13 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragspec.records import Passage, Record
-from ragspec.run.answering import Asked
-from ragspec.run.ray.affinity import HEAD, group_of, size_of
+from ragspec.run.answering import RecordTask
+from ragspec.run.ray.driver import HEAD, group_of, size_of
 from ragspec.run.ray.leases import DEATH, SILENCE, Leases
 
 
 def asked(index):
-    return Asked(index, f"key {index}", index + 1, Record(str(index), prompt=f"p {index}"))
+    return RecordTask(index, f"key {index}", index + 1, Record(str(index), prompt=f"p {index}"))
 
 
 def lines(leased):

@@ -177,17 +177,17 @@ def test_what_cannot_be_is_said_in_one_line(tmp_path, address, scale, said):
 def test_a_machine_without_the_model_is_named_before_any_loads(tmp_path, address, monkeypatch, demo):
     import shutil
 
-    from ragspec.run.ray.crew import Crew
+    from ragspec.run.ray.worker_pool import WorkerPool
 
     model = tmp_path / "model"
     shutil.copytree(demo, model)
-    place = Crew._place
+    place = WorkerPool._place
 
     def without(self, hand):
         shutil.rmtree(model, ignore_errors=True)  # what this process sees and workers do not
         place(self, hand)
 
-    monkeypatch.setattr(Crew, "_place", without)
+    monkeypatch.setattr(WorkerPool, "_place", without)
     source = write_jsonl(tmp_path / "in.jsonl", records(3))
     with pytest.raises(ConfigError, match=r"worker \d on .*model") as caught:
         answered(tmp_path, "out", source, **{"runner": "huggingface", "model": str(model)}, **scaled(address))

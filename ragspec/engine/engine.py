@@ -1,0 +1,390 @@
+"""Asking for drafts, so that a drafter that fails costs drafts and no answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ragspec.engine.constraint import Constraint
+from ragspec.engine.kv.budget import PATIENCE, KvBudget
+from ragspec.engine.model.forward import Model
+from ragspec.engine.notes import Notes
+from ragspec.engine.oom_policy import FORWARD, OomPolicy, format_error, free_memory
+from ragspec.engine.profiler import Clock, StepTimer
+from ragspec.engine.proposers.base import LONGEST, Proposer
+from ragspec.engine.request_state import RequestState, ScheduledRequest, Start, StepOutput, accept, reach_of
+from ragspec.engine.scheduler import PrefixGroups, Scheduler, new_row
+from ragspec.models.logits_processors import Processors
+from ragspec.models.stopping import ends_with_stop, stop_strings_from, trim
+from ragspec.records import Failure, Generation, Request, Tokenizer
+from ragspec.speculation.draft_length import hopeless
+from ragspec.speculation.drafters.base import Draft
+from ragspec.speculation.forced_tokens import admitted
+from ragspec.speculation.method_selector import MethodSelector
+from ragspec.speculation.step_cost import Cost, StepCost
+from ragspec.structured.grammars import Grammars, begin
+
+MOST_DOUBLINGS = 6  # of the pause after a failure
+
+
+class Drafting:
+    """One run's drafts. restart: the length at which a row is computed anew (Frequencies.restart), None for never.
+
+    plain: what is expected of plain steps, however drafts turn out. trial: judges by that whether they pay; None where
+    they are asked for whatever they cost. cost: of a step, where drafts are as long as pays.
+    """
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        restart: int | None,
+        notes: Notes,
+        plain: Cost | None = None,
+        trial: MethodSelector | None = None,
+        cost: Cost | None = None,
+    ) -> None:
+        self._plain = plain
+        self._trial = trial
+        self._cost = cost
+        self._expected_s = 1.0  # of this step without drafts
+        self._proposer = proposer
+        self._restart = restart
+        self._notes = notes
+        self._pause = 0  # steps without drafts that are left, after a failure
+        self._failures = 0
+        self._worked = False  # whether a model ran for this step's drafts
+        self._asking_s = 0.0  # that asking for them took
+
+    def drafts(self, rows: Sequence[RequestState], besides: int) -> list[Draft]:
+        """Return a draft per row. besides: tokens of the step that are not these rows'."""
+        self._worked, self._asking_s = False, 0.0
+        if rows and self._plain is not None:
+            self._expected_s = self._plain(len(rows), len(rows), reach_of(rows))
+        if not rows or self._pause:
+            self._pause = max(0, self._pause - 1)
+            return [Draft()] * len(rows)
+        if besides and self._cost is not None and hopeless(len(rows), self._cost, reach_of(rows), besides):
+            return [Draft()] * len(rows)
+        if self._trial is not None and not self._trial.allows(len(rows), self._expected_s, mixed=besides > 0):
+            return [Draft()] * len(rows)
+        started = time.perf_counter()
+        try:
+            return self._ask(rows, besides)
+        finally:
+            self._asking_s = time.perf_counter() - started
+
+    def _ask(self, rows: Sequence[RequestState], besides: int) -> list[Draft]:
+        """Return what the proposer drafts, and the rows' grammars admit."""
+        try:
+            drafts = self._proposer.propose(rows, besides)
+            self._worked = self._proposer.worked
+        except FORWARD as error:
+            self._failures += 1
+            self._pause = PATIENCE << min(self._failures, MOST_DOUBLINGS)
+            self._proposer.forget()
+            self._notes.add(f"drafting failed and paused for {self._pause} steps: {format_error(error)}")
+            return [Draft()] * len(rows)
+        drafts = [
+            draft if row.grammar is None else admitted(row.grammar, draft)
+            for row, draft in zip(rows, drafts, strict=True)
+        ]
+        if self._restart is None:
+            return drafts
+        # a text that outgrows this length is computed anew, so no step may cross it
+        lengths = [self._restart - len(row.tokens) if row.base <= self._restart else LONGEST for row in rows]
+        return [draft.cut(max(0, length)) for draft, length in zip(drafts, lengths, strict=True)]
+
+    def observe(self, work: Sequence[ScheduledRequest], tokens: int, seconds: float) -> None:
+        """A step took `seconds`; those of its rows that decode wrote `tokens`."""
+        decoding = [item for item in work if item.decodes]
+        rows, measured = len(decoding), (seconds, self._expected_s, self._asking_s)
+        if self._trial is None or not rows:
+            return
+        if rows < len(work):
+            self._trial.observe_beside(rows, max(0, tokens - rows), *measured)
+        else:
+            # a step whose drafts were made and thrown away is no plain one
+            drafted = max(sum(len(item.draft.token_ids) for item in work), self._worked)
+            self._trial.observe(rows, drafted, tokens, *measured)
+
+
+# -- the loop: admit, plan, forward, accept, commit; a finished row makes room for the next one at once ---------------
+#
+#     >>> for outcome in Engine(model, NoDrafts(), tokenizer, eos).run(requests): ...
+#
+# Prompts are computed in chunks, in the same forwards in which other rows decode. A forward that fails is tried again
+# with fewer rows; a row that fails alone costs only its own record. row.py tells the life of a row. Limit: one device.
+
+
+CHUNK = 512  # tokens of a step while prompts are computed; more is no faster on a CPU, and delays the other rows
+LOOKAHEAD = 4096  # requests read ahead to find shared prefixes
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """How an engine runs.
+
+    room: memory for keys and values. cost: learns from every step, where drafts are as long as pays. chunk, lookahead:
+    as above. processors: those of a request's logits; None where nothing changes them. refusal: why a request cannot be
+    answered, "" where it can. trial: judges the drafts, by what `plain` expects of steps without. grammars: makes those
+    of the tokenizer.
+    """
+
+    room: KvBudget = field(default_factory=KvBudget)
+    cost: StepCost | None = None
+    chunk: int = CHUNK
+    lookahead: int = LOOKAHEAD
+    processors: Callable[[Request], Processors | None] | None = None
+    refusal: Callable[[Request], str] | None = None
+    trial: MethodSelector | None = None
+    plain: StepCost | None = None
+    grammars: Callable[[], Grammars] | None = None
+
+
+class Engine:
+    """Answers requests with one model. eos: ids that end an answer. clock: goes on counting an earlier run's seconds.
+
+    notes: what the user should be told.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        proposer: Proposer,
+        tokenizer: Tokenizer,
+        eos: frozenset[int],
+        settings: EngineSettings | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.clock = clock or Clock()
+        self.notes = Notes()
+        self._model = model
+        self._proposer = proposer
+        self._tokenizer = tokenizer
+        self._eos = eos
+        self._settings = settings or EngineSettings()
+        self._sharing = PrefixGroups(model.frequencies.agree)
+        self._constraint = Constraint(self.clock)
+        restart, plain, trial = model.frequencies.restart, self._settings.plain, self._settings.trial
+        self._drafting = Drafting(proposer, restart, self.notes, plain, trial, self._settings.cost)
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
+        """Yield one outcome per request, as they finish. Only a forward is tried again: any other error is raised."""
+        room = self._settings.room
+        admission = Scheduler(
+            requests,
+            self._model.cache.rows,
+            self._settings.lookahead,
+            start=self._row,
+            room=room,
+            step=1 + LONGEST,
+            agree=self._model.frequencies.agree,
+            refusal=self._settings.refusal,
+        )
+        retreat = OomPolicy(self._model, self._proposer, room, self.notes)
+        while True:
+            admission.widen(retreat.most)
+            admitted = admission.admit()
+            yield from (outcome for outcome in admitted if isinstance(outcome, Failure))
+            if not admission.rows():
+                return
+            yield from self._step(admission, retreat, [start for start in admitted if isinstance(start, Start)])
+
+    def _row(self, request: Request) -> RequestState:
+        row = new_row(request)
+        if self._settings.processors is not None:
+            row.processors = self._settings.processors(request)
+        row.grammar = begin(self._settings.grammars, request.grammar)
+        return row
+
+    # -- one step -------------------------------------------------------------------------------------------------
+
+    def _step(
+        self, admission: Scheduler, retreat: OomPolicy, starts: Sequence[Start]
+    ) -> Iterator[Generation | Failure]:
+        """Run one forward over all rows; yield the records that it finishes."""
+        timer, failure = StepTimer(), None
+        try:
+            self._begin(admission, starts)
+            timer.begun()
+            work = self._plan(admission)
+            timer.drafted()
+            fits = self._reserve(admission, work)
+        except FORWARD as error:
+            failure = format_error(error)
+        if failure is not None:  # out of the handler: the error holds what was allocated
+            yield from retreat.give_way(admission, failure)
+        elif not fits:
+            yield from retreat.narrow(admission, work)
+        else:
+            written, failed = self._forward(work, retreat)
+            yield from self._commit(written, timer, admission, retreat)
+            if failed is None:
+                retreat.succeeded()
+            else:
+                yield from retreat.isolate(admission, *failed)
+
+    def _begin(self, admission: Scheduler, starts: Sequence[Start]) -> None:
+        """Fit the cache to the places there are, and let each new row begin with what another has computed."""
+        cache, places = self._model.cache, len(admission.places)
+        if cache.rows != places:
+            slots = min(cache.slots, self._settings.room.slots(places))
+            admission.forget_beyond(slots)
+            cache.resize(places, slots)
+            self._proposer.widen(places)
+        for start in starts:
+            cache.lend(start.donor, start.row.place, start.tokens)
+            self._proposer.admit(start.row, start.donor, start.tokens)
+        idle = admission.idle() if starts else []
+        for start in starts:
+            admission.forget(cache.claim(start.row.place, start.tokens, idle))
+
+    def _plan(self, admission: Scheduler) -> list[ScheduledRequest]:
+        """Return what each row does: those that are ready decode, the others are filled, the oldest first."""
+        chunk = self._settings.chunk
+        rows = admission.rows()
+        ready = [row for row in rows if row.ready]
+        filling = sorted((row for row in rows if not row.ready), key=lambda row: row.started)
+        missing = sum(len(row.tokens) - row.computed for row in filling)
+        self._expect(ready)
+        drafts = self._drafting.drafts(ready, min(missing, chunk))
+        work = [
+            ScheduledRequest(row, row.tokens[-1:] + draft.token_ids, draft, decodes=True)
+            for row, draft in zip(ready, drafts, strict=True)
+        ]
+        budget = max(chunk - sum(len(item.token_ids) for item in work), chunk // 4)
+        for row in filling:
+            piece = row.tokens[row.computed : row.computed + budget]
+            if piece:
+                work.append(ScheduledRequest(row, piece, writes=row.computed + len(piece) == len(row.tokens)))
+            budget -= len(piece)
+        return work
+
+    def _expect(self, rows: Sequence[RequestState]) -> None:
+        """Tell those who say what a step of these rows costs how much of what the rows see is read only once."""
+        costs = [cost for cost in (self._settings.cost, self._settings.plain) if cost is not None]
+        read = self._sharing.read(rows) if costs and self._model.kernels else 1.0
+        for cost in costs:
+            cost.read = read
+
+    def _reserve(self, admission: Scheduler, work: Sequence[ScheduledRequest]) -> bool:
+        """Make room for what the rows write, and some more; return whether there is memory for it."""
+        cache = self._model.cache
+        slots = max(item.slots for item in work)
+        if slots > cache.slots:
+            slots = self._settings.room.ahead(slots, len(admission.places), *admission.coming())
+            if not slots:
+                return False
+            cache.reserve(slots)
+        return True
+
+    def _forward(
+        self, work: Sequence[ScheduledRequest], retreat: OomPolicy
+    ) -> tuple[StepOutput, tuple[RequestState, str] | None]:
+        """Return what the target wrote, row by row, and the row that failed in a forward of its own, if one did.
+
+        A forward that fails is split; rows that were not reached have their turn in the next step.
+        """
+        written: StepOutput = []
+        most = retreat.together.limit
+        parts = [work[at : at + most] for at in range(0, len(work), most)]
+        while parts:
+            part, failure = parts.pop(0), None
+            try:
+                written += accept(part, self._logits(part), self._constraint)
+            except FORWARD as error:
+                failure = format_error(error)
+            if failure is None:
+                continue
+            free_memory()
+            if len(part) == 1:
+                return written, (part[0].row, failure)
+            self.notes.add(f"a forward of {len(part)} rows failed, and went on with fewer at once: {failure}")
+            retreat.together.failed(len(part))
+            half = len(part) // 2
+            parts[:0] = [part[:half], part[half:]]
+        retreat.together.succeeded()
+        return written, None
+
+    def _logits(self, work: Sequence[ScheduledRequest]) -> torch.Tensor:
+        """Return the logits that are wanted of `work`, (tokens, vocab), in its order."""
+        token_ids: list[int] = []
+        wanted: list[int] = []
+        for item in work:
+            token_ids += item.token_ids
+            wanted += range(len(token_ids) - item.wanted, len(token_ids))
+        together = self._sharing.among([item.row for item in work]) if self._model.kernels else []
+        return self._model.logits([item.segment for item in work], token_ids, wanted, together)
+
+    # -- tokens ---------------------------------------------------------------------------------------------------
+
+    def _commit(
+        self, written: StepOutput, timer: StepTimer, admission: Scheduler, retreat: OomPolicy
+    ) -> Iterator[Generation | Failure]:
+        """Take in what the rows computed and wrote, and what it cost; yield the answers that are finished."""
+        finished: list[RequestState] = []
+        try:
+            tokens = sum(self._extend(item, token_ids, finished) for item, token_ids in written)
+            work = [item for item, _ in written]
+            self._drafting.observe(work, tokens, timer.count(work, tokens, self.clock, self._settings.cost))
+        finally:  # what is finished is handed on, whatever became of the others
+            for row in finished:
+                admission.release(row)
+                self._proposer.finish(row)
+                retreat.finished(row)
+                yield row.outcome()
+
+    def _extend(self, item: ScheduledRequest, token_ids: list[int], finished: list[RequestState]) -> int:
+        """Take in what one row computed and wrote; return how many tokens its answer grew by, in decoding."""
+        row = item.row
+        if not item.writes:
+            row.computed += len(item.token_ids)
+            return 0
+        kept = self._within(row, token_ids)
+        row.copies.note(row.written, item.draft, kept)
+        row.tokens.extend(kept)
+        row.logprobs += item.logprobs[: len(kept)]
+        row.computed = len(row.tokens) - 1
+        accepted = min(len(kept), len(token_ids) - 1)
+        row.spec.record(len(item.draft.token_ids), accepted)
+        row.guessed += b"\1" * accepted + b"\0" * (len(kept) - accepted)
+        if row.grammar is not None:
+            self._follow(row, kept)
+        self._proposer.extend(row, kept)
+        row.first_at = row.first_at or time.perf_counter()
+        if row.reason or row.room <= 0:
+            finished.append(row)
+        restart = self._model.frequencies.restart
+        if restart is not None and row.base <= restart < len(row.tokens):
+            row.base, row.computed = len(row.tokens), 0
+        return len(kept) if item.decodes else 0
+
+    def _follow(self, row: RequestState, kept: list[int]) -> None:
+        """Let the row's grammar take in what was written; end the answer where nothing may follow."""
+        assert row.grammar is not None
+        row.grammar.take(kept)
+        if row.grammar.problem:
+            row.reason = "error"
+        elif not row.request.sampling.ends(self._eos) and row.grammar.complete:
+            row.reason = "stop"
+
+    def _within(self, row: RequestState, token_ids: list[int]) -> list[int]:
+        """Return the tokens up to the end of the answer, if it is among them."""
+        kept = token_ids[: row.room]
+        ends = row.request.sampling.ends(self._eos)
+        for count, token in enumerate(kept, 1):
+            if token in ends:
+                kept, row.reason = kept[:count], "stop"
+                break
+        stop = row.request.sampling.stop
+        if stop:
+            answer = row.tokens[row.prompt_tokens :] + kept
+            least = stop_strings_from(row.request, answer, self._tokenizer)
+            if ends_with_stop(self._tokenizer, answer, len(kept), stop, least):
+                answer, reason = trim(answer, ends, stop, self._tokenizer, least)
+                if reason == "stop":
+                    kept, row.reason = kept[: max(0, len(answer) - row.written)], reason
+        return kept

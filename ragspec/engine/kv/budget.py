@@ -1,0 +1,149 @@
+"""How many rows of how many tokens there is memory for, and how to go on after memory ran out. Pure.
+
+>>> room = Room(bytes_per_token=1000, budget=64_000_000); room.rows(8000), room.slots(4)
+(8, 16000)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ragspec.host.machine import free_bytes, memory_bytes
+from ragspec.records import Request
+
+AHEAD = 1.5  # times the slots needed for sure that a cache may grow to at once
+PATIENCE = 16  # steps without a failure before more is tried; doubled whenever such a try fails
+
+
+@dataclass(frozen=True, slots=True)
+class KvBudget:
+    """Memory for keys and values. budget None: as much as is asked for."""
+
+    bytes_per_token: int = 0
+    budget: int | None = None
+
+    def rows(self, slots: int) -> int:
+        """Return how many rows of `slots` tokens fit."""
+        if self.budget is None or not self.bytes_per_token:
+            return 1 << 30
+        return self.budget // (max(1, slots) * self.bytes_per_token)
+
+    def slots(self, rows: int) -> int:
+        """Return how many tokens each of `rows` rows may have."""
+        if self.budget is None or not self.bytes_per_token:
+            return 1 << 62
+        return self.budget // (max(1, rows) * self.bytes_per_token)
+
+    def ahead(self, slots: int, rows: int, prompt: int, coming: int) -> int:
+        """Return how many slots to reserve for each of `rows` rows where `slots` are needed, 0 where they do not fit.
+
+        Growing a cache copies it, so it grows at once for the rows that come next too: their longest prompt has
+        `prompt` tokens, and with its answer a row may need up to `coming`, though few do. Not for a row that is alone,
+        which must not fail for what others need.
+        """
+        most = self.slots(rows)
+        if slots > most:
+            return 0
+        return slots if rows == 1 else max(slots, min(int(AHEAD * max(slots, prompt)), coming, most))
+
+    def why(self, slots: int) -> str:
+        """Return why a record of `slots` tokens is refused."""
+        need, budget = slots * self.bytes_per_token / (1 << 30), (self.budget or 0) / (1 << 30)
+        return f"{slots:,} tokens need {need:.1f} GiB of keys and values; {budget:.1f} GiB may be used here"
+
+
+class Backoff:
+    """How many of something at once: halved by each failure, doubled again after calm; `most` to begin with."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.limit = most
+        self._calm = 0
+        self._patience = PATIENCE
+        self._daring = False  # whether the last change was to try more
+
+    def failed(self, count: int) -> None:
+        """Halve the limit: `count` at once were too many."""
+        if self._daring:
+            self._patience *= 2
+        self.limit = max(1, min(self.limit, count) // 2)
+        self._calm, self._daring = 0, False
+
+    def succeeded(self) -> None:
+        """Count a step that went well."""
+        self._calm += 1
+        if self._calm >= self._patience:
+            self._calm, self._daring = 0, self.limit < self.most
+            self.limit = min(self.most, self.limit * 2)
+
+
+# -- how many rows at once: as many as add speed, which all but CUDA devices are timed for, and fit into memor --------
+
+
+FEWEST, MOST = 16, 128  # rows, where memory allows them
+PAYS = 1.25  # times the tokens a second, from which on twice the rows, and twice their memory, are worth it
+SHARE = 0.5  # of free memory, for keys and values
+KEPT = 8  # times as much memory the machine has as keys and values keep; not of what is free, which changes
+TYPICAL = 0.9  # share of the requests looked at that fit the row size chosen
+
+
+def untimed_rows(device: torch.device) -> int:
+    """Return the number of rows where steps were not timed.
+
+    CUDA devices never are: they compute far more rows in the time in which they read the weights.
+    """
+    return MOST if device.type == "cuda" else FEWEST
+
+
+def most_rows(device: torch.device, limit: int, step: Callable[[int], float]) -> int:
+    """Return the number of rows beyond which more would add little speed.
+
+    limit: rows that there are records or memory for. step: returns the seconds of a step of so many rows.
+    """
+    rows, limit = untimed_rows(device), min(limit, MOST)
+    seconds = step(rows) if rows < limit else 0.0
+    while rows < limit:
+        more = step(2 * rows)
+        if 2 * seconds < PAYS * more:
+            break
+        rows, seconds = 2 * rows, more
+    return rows
+
+
+def budget_of(device: torch.device, kept: int = 0) -> int:
+    """Return the bytes that keys and values may take on `device`, where they have `kept` already."""
+    return int((free_on(device) + kept) * SHARE)
+
+
+def keepable(device: torch.device) -> int:
+    """Return the bytes that may be kept between runs: systems give new memory slowly, some machines at 0.5 s/GB.
+
+    On a GPU torch itself keeps them.
+    """
+    return memory_bytes() // KEPT if device.type == "cpu" else 0
+
+
+def choose_rows(
+    requests: Sequence[Request], room: KvBudget, device: torch.device, most: int, *, all_at_once: bool = False
+) -> tuple[int, str]:
+    """Return the number of rows for requests like these, and why. A few long ones do not count.
+
+    most: rows beyond which more would add little speed. all_at_once: because there are no more records.
+    """
+    needs = sorted(len(request.token_ids) + request.sampling.max_new_tokens for request in requests)
+    slots = needs[int(TYPICAL * (len(needs) - 1))]
+    fit = max(1, room.rows(slots))
+    need = f"rows of {slots:,} tokens, {room.bytes_per_token / 1024:,.0f} KiB per token"
+    if fit < most:
+        free = (room.budget or 0) / SHARE / (1 << 30)
+        return fit, f"batch_size: auto chose {fit}, which fill half of the {free:.1f} GiB that are free ({need})"
+    why = "there are no more records" if all_at_once else "more would add little speed here"
+    return most, f"batch_size: auto chose {most}: {why} ({need})"
+
+
+def free_on(device: torch.device) -> int:
+    """Return the memory that is free on `device`."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_bytes()

@@ -1,0 +1,305 @@
+"""Memory that costs nothing until it is written: the system clears a page when it is first used."""
+
+from __future__ import annotations
+
+import errno
+import math
+import mmap
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from ragspec.engine.kv.prefix_blocks import LEAST, Part, PrefixBlocks
+from ragspec.engine.model.layout import Layout, Segment
+
+
+def zeros(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return zeros of the type of `like`, on its device. MemoryError where the system has no room for them.
+
+    They begin where a page does, and so a line of the processor's cache: vectors are then read in one piece.
+    """
+    size = math.prod(shape) * like.element_size()
+    if like.device.type != "cpu" or not size:
+        return like.new_zeros(shape)
+    return torch.frombuffer(_pages(size), dtype=torch.uint8).view(like.dtype).view(shape)
+
+
+def _pages(size: int) -> mmap.mmap:
+    """Return `size` bytes, in small pages.
+
+    In huge ones a row's first token would bring all of the row's room with it, which takes its time to clear and may
+    never be used; attention reads them no faster (docs/log.md).
+    """
+    try:
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise MemoryError(f"no room for {size:,} bytes") from error
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return pages
+
+
+# -- keys and values of all rows: a row's slot is its token's position ------------------------------------------------
+#
+# Every row has its own length; nothing is ever realigned. Stale slots beyond that length are masked, and overwritten
+# when the row gets there. What a row begins with may be in another's slots (loans.py), until that row needs them.
+# Limit: every row has room for as many tokens as the longest needs (room.py).
+
+
+ROUND = 64  # slots are allocated in multiples of this
+
+
+class LayerCache:
+    """One layer. keys, values: (kv_heads, rows, slots, head_dim)."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys = keys
+        self.values = values
+
+
+class RaggedCache:
+    """Passed to models as their Cache, but its update() hands the forward's keys and values straight through.
+
+    They are written by attention (attention.py) instead: models may expand, share or halve them on the way there.
+    """
+
+    is_compileable = False
+    running: ContextVar[RaggedCache] = ContextVar("running")  # the cache of the forward under way
+
+    def __init__(self, rows: int, kept: Sequence[torch.Tensor] = ()) -> None:
+        """kept: memory of an earlier cache, which the first layers are made of where it is large enough."""
+        self.kept = list(kept)
+        self.rows = rows
+        self.slots = 0
+        self.layout: Layout | None = None
+        self.loans = PrefixBlocks()
+        self.lends = True  # until somebody reads rows where they are
+        self._layers: list[LayerCache] = []  # in the order in which a forward attends
+        self._written: dict[tuple[int, int], tuple[Any, Any, LayerCache]] = {}  # by this forward
+        self.next = 0  # the layer that is written next
+        self.attended = 0  # layers up to the last that attended in the latest forward
+
+    @contextmanager
+    def forward(self, layout: Layout, attended: int = 0) -> Iterator[None]:
+        """Let attention write to this cache, where `layout` says. attended: layers before the first that does."""
+        self._make_way(layout.segments)
+        self.layout, self.next = layout, attended
+        token = self.running.set(self)
+        try:
+            yield
+        finally:
+            self.running.reset(token)
+            self.layout, self.attended = None, self.next
+            self._written.clear()
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor) -> LayerCache:
+        """Write the forward's keys and values, (1, kv_heads, T, head_dim); return the layer with those of all rows.
+
+        What an earlier layer wrote is not written again: later ones may share it.
+        """
+        assert self.layout is not None
+        names = id(keys), id(values)
+        if names in self._written:
+            first, second, layer = self._written[names]
+            if first() is keys and second() is values:
+                return layer
+        if self.next == len(self._layers):
+            self._append(keys.shape[1], keys.shape[3], values.shape[3], keys)
+        layer = self._take()
+        self._store(layer, keys, values)
+        self._written[names] = weakref.ref(keys), weakref.ref(values), layer
+        return layer
+
+    def layer_of(self, heads: int, size: int, like: torch.Tensor) -> LayerCache:
+        """Return the next layer, for whoever writes to it: keys and values of (heads, rows, slots, size)."""
+        if self.next == len(self._layers):
+            self._append(heads, size, size, like)
+        return self._take()
+
+    def _append(self, heads: int, keys: int, values: int, like: torch.Tensor) -> None:
+        """Add an empty layer. keys, values: numbers of a head's."""
+        self._layers.append(LayerCache(*(self._empty(heads, size, like) for size in (keys, values))))
+
+    def _take(self) -> LayerCache:
+        layer = self._layers[self.next]
+        if not layer.keys.shape[1:3] == layer.values.shape[1:3] == (self.rows, self.slots):
+            raise RuntimeError("the cache has not grown in full")
+        self.next += 1
+        return layer
+
+    def _store(self, layer: LayerCache, keys: torch.Tensor, values: torch.Tensor) -> None:
+        assert self.layout is not None
+        kernels, tokens = self.layout.kernels, self.layout.tokens
+        alike = keys.shape[3] == values.shape[3] and keys.dtype == values.dtype == torch.float32
+        if kernels is not None and alike:
+            keys, values = (new[0] if new.stride(3) == 1 else new[0].contiguous() for new in (keys, values))
+            kernels.write(keys, values, self.layout.writes, (layer.keys, layer.values))
+            return
+        for store, new in ((layer.keys, keys), (layer.values, values)):
+            heads, rows, slots, size = store.shape
+            store.view(heads, rows * slots, size).index_copy_(1, self.layout.writes, new[0, :, :tokens])
+
+    def _empty(self, heads: int, size: int, like: torch.Tensor) -> torch.Tensor:
+        shape = heads, self.rows, self.slots, size
+        count = math.prod(shape)
+        if self.kept and self.kept[0].numel() >= count and self.kept[0].dtype == like.dtype:
+            return self.kept.pop(0)[:count].zero_().view(shape)
+        self.kept.clear()
+        return zeros(like, shape)
+
+    @torch.inference_mode()
+    def touch(self) -> None:
+        """Write all of it, for whoever times what reads it: pages never written are all the same one, and quick."""
+        for store in self.memory():
+            store.zero_()
+
+    def memory(self) -> list[torch.Tensor]:
+        """Return what the layers are made of, for another cache: flat, in the order in which they were made."""
+        return [store.view(-1) for layer in self._layers for store in (layer.keys, layer.values)]
+
+    def reserve(self, slots: int) -> None:
+        """Make room for `slots` tokens in every row."""
+        if slots > self.slots:
+            self.resize(self.rows, slots)
+
+    @torch.inference_mode()
+    def resize(self, rows: int, slots: int) -> None:
+        """Have room for `rows` rows of `slots` tokens, keeping as much of the present rows as fits.
+
+        Layer by layer, so that only one exists twice at any time. What it has room for is zero, for a masked slot still
+        takes part in the arithmetic, and must not hold a NaN.
+        """
+        slots = -(-slots // ROUND) * ROUND
+        kept, most = min(rows, self.rows), min(slots, self.slots)
+        if kept < self.rows:
+            self._part()
+        self.rows, self.slots = rows, slots
+        for layer in self._layers:
+            for name in ("keys", "values"):
+                old = getattr(layer, name)
+                new = zeros(old, (old.shape[0], rows, slots, old.shape[3]))
+                new[:, :kept, :most] = old[:, :kept, :most]
+                setattr(layer, name, new)
+
+    # -- what rows have in common ---------------------------------------------------------------------------------
+
+    def lend(self, donor: int, row: int, tokens: int) -> None:
+        """Let `row` begin with the first `tokens` tokens of `donor`; claim() its slots before they are written."""
+        self.loans.lend(donor, row, tokens)
+
+    def claim(self, row: int, first: int, idle: Collection[int] = ()) -> dict[int, int]:
+        """Make sure that nobody needs what is in a row's slots from `first` on.
+
+        Others take a copy, one for all of them; `idle` rows lose it, and are returned with the tokens that they keep.
+        Where the row's own loans end in little, or if somebody reads rows where they are, that is copied too.
+        """
+        parts = self.loans.parts(row, 0, self.loans.end(row))
+        while parts and (not self.lends or parts[-1][2] - parts[-1][1] < LEAST):
+            first = min(first, parts.pop()[1])
+        lost = self._vacate(row, first, self.slots, idle)
+        for part in self.loans.parts(row, first, self.loans.end(row)):
+            self._copy(part, row)
+        self.loans.shorten(row, first)
+        return lost
+
+    def copy(self, donor: int, target: int, tokens: int) -> None:
+        """Copy the first `tokens` slots of row `donor` to row `target`."""
+        self._copy((donor, 0, tokens), target)
+
+    def settle(self) -> None:
+        """Lend nothing any more: somebody reads rows where they are, and will again."""
+        self.lends = False
+        if self.loans:
+            self._part()
+            if self.layout is not None:
+                self.layout.forget_pieces()
+
+    @torch.inference_mode()
+    def _part(self) -> None:
+        """Give every row its own copy of what it borrows."""
+        for layer in self._layers:
+            for store in (layer.keys, layer.values):
+                found = {row: self.loans.parts(row, 0, self.loans.end(row)) for row in self.loans}
+                whole = {
+                    row: torch.cat([store[:, holder, first:last] for holder, first, last in parts], 1)
+                    for row, parts in found.items()
+                }
+                for row, tokens in whole.items():
+                    store[:, row, : tokens.shape[1]] = tokens
+        self.loans = PrefixBlocks()
+
+    def _make_way(self, segments: Sequence[Segment]) -> None:
+        """Make sure that a forward writes to no slot that is lent."""
+        if not self.loans:
+            return
+        held = self.loans.held()
+        for segment in segments:
+            if segment.start < self.loans.end(segment.row):
+                self.loans.shorten(segment.row, segment.start)
+            if segment.start < held.get(segment.row, 0):
+                self._vacate(segment.row, segment.start, segment.start + segment.count)
+
+    def _vacate(
+        self, row: int, first: int, last: int, idle: Collection[int] = (), waiting: frozenset[int] = frozenset()
+    ) -> dict[int, int]:
+        """Let nobody borrow these slots of a row. Returns the idle rows that lost them, with the tokens they keep.
+
+        waiting: rows that this is done for, and that cannot take anything.
+        """
+        lost = {}
+        while found := self.loans.from_row(row, first, last):
+            for other in found.keys() & set(idle):
+                lost[other] = found.pop(other)[0][1]
+                self.loans.shorten(other, lost[other])
+            able = found.keys() - waiting
+            if able:  # the one that needs most takes it, once its own slots are free
+                chosen = max(able, key=lambda other: found[other][-1][2])
+                lost |= self._vacate(chosen, found[chosen][0][1], found[chosen][-1][2], idle, waiting | {row})
+                for part in self.loans.from_row(row, first, last).get(chosen, ()):
+                    self._copy(part, chosen)
+                    self.loans.move(part, chosen)
+            elif found:  # each holds what another needs
+                self._part()
+        return lost
+
+    @torch.inference_mode()
+    def _copy(self, part: Part, target: int) -> None:
+        """Copy slots of one row to the same slots of another."""
+        holder, first, last = part
+        if holder == target:
+            return
+        for layer in self._layers:
+            for store in (layer.keys, layer.values):
+                store[:, target, first:last] = store[:, holder, first:last]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes in all layers; 0 before the first forward."""
+        stores = (store for layer in self._layers for store in (layer.keys, layer.values))
+        return sum(s.shape[0] * s.shape[3] * s.element_size() for s in stores)
+
+    # what models call on a cache; position_ids come with every forward, so nothing is counted here
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+    def __len__(self) -> int:
+        return len(self._layers)

@@ -1,0 +1,378 @@
+"""Decoder layers as machine code: each kind is captured once, and run by our own kernels or by what torch's inductor
+compiles.
+
+On CPUs a layer is one call of our kernels (native/layer.py). Elsewhere, and where those cannot, inductor turns small
+operators (norms, rotary embedding, activations) into a few loops in place of dozens of calls.
+Limit: what a graph cannot show (routing by contents, frequencies by length) is not compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ragspec.engine.model.forward import Model
+from ragspec.engine.model.layer_graph import (
+    RUNNING,
+    Call,
+    Graph,
+    NotCaptured,
+    Parts,
+    capture,
+    kind,
+    own_tensors,
+    tensors_of,
+)
+from ragspec.engine.model.layout import Segment
+from ragspec.engine.model.masks import MaskRule
+from ragspec.engine.model.self_check import differs, relative, token_ids
+from ragspec.engine.model.weight_layouts import FEW, one_thread
+from ragspec.engine.native.kernels import Unbuilt
+from ragspec.engine.native.layer import Builder
+from ragspec.errors import flat
+from ragspec.host.machine import cpu_features
+from ragspec.models.compat import tolerance
+from ragspec.models.resolve import cache_dir, context_length
+
+log = logging.getLogger(__name__)
+TOKENS = (41, 43, 47, 53)  # of the captured call: one that no tensor of the layer has as a size
+
+Tensors = Sequence[torch.Tensor]
+Run = Callable[[Tensors, MaskRule | None], Sequence[torch.Tensor] | None]  # None: the layer itself is to compute
+Bind = Callable[[Parts, Tensors, int | None], Run]  # of a layer's parts and own tensors, and its number in the cache
+Compile = Callable[[Graph], Bind]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """How a forward calls a layer: with what, for how many tokens, and which layer of the cache it writes.
+
+    number: None where it writes none, or several.
+    """
+
+    call: Call
+    tokens: int
+    number: int | None
+
+
+class CompiledLayers:
+    """A model's layers, compiled, and switched on and off. least: tokens of a forward.
+
+    Layers of a kind that cannot be compiled stay as they are, and so does the last layer in forwards in which it
+    computes some tokens only. Where none can be compiled, raises NotCaptured, or what capturing and `compile_graph` do.
+    """
+
+    def __init__(self, model: Model, compile_graph: Compile, least: int = 1) -> None:
+        self._model = model
+        self._least = least
+        if model.frequencies.vary:
+            raise NotCaptured("has rotary frequencies that depend on the text's length")
+        self._layers = list(model.layers)
+        if not self._layers:
+            raise NotCaptured("has no list of layers")
+        if any("forward" in vars(layer) for layer in self._layers):
+            raise NotCaptured("has layers that something else has wrapped")
+        self._forwards: dict[torch.nn.Module, Callable[..., Any]] = {}
+        self._kinds: dict[tuple[Any, ...], tuple[Graph, Bind] | Exception] = {}
+        for layer, called in zip(self._layers, _calls(model, self._layers), strict=True):
+            self._compile(layer, called, compile_graph)
+        failures = [found for found in self._kinds.values() if isinstance(found, Exception)]
+        if not self._forwards:
+            raise failures[0]
+
+    def _compile(self, layer: torch.nn.Module, called: LayerCall, compile_graph: Compile) -> None:
+        """Compile a layer's kind, unless that was tried, and have the layer's forward made of it."""
+        what = kind(layer)
+        try:
+            if what not in self._kinds:
+                graph = capture(layer, called.call, called.tokens)
+                self._kinds[what] = graph, compile_graph(graph)
+            found = self._kinds[what]
+            if not isinstance(found, Exception):
+                self._forwards[layer] = self._forward(layer, *found, called)
+        except Exception as error:  # whatever the layer's code and the compiler raise: it runs as it is
+            log.debug("a kind of layers is not compiled", exc_info=error)
+            self._kinds[what] = error
+
+    def on(self) -> None:
+        """Let the layers run compiled."""
+        self._model.least = self._least
+        self._model.compiled = self
+        for layer, forward in self._forwards.items():
+            layer.forward = forward
+
+    def off(self) -> None:
+        """Let them run as they were."""
+        self._model.least = 1
+        self._model.compiled = None
+        for layer in self._forwards:
+            layer.__dict__.pop("forward", None)
+
+    def _forward(self, layer: torch.nn.Module, graph: Graph, bind: Bind, called: LayerCall) -> Callable[..., Any]:
+        """Return what stands in for `layer.forward`."""
+        names = {id(module): name for name, module in graph.layer.named_modules()}
+        parts = Parts(graph.parts.attends, [layer.get_submodule(names[id(one)]) for one in graph.parts.linears])
+        run = bind(parts, [tensor.detach() for tensor in own_tensors(layer).values()], called.number)
+        expected, last = len(tensors_of(called.call)), layer is self._layers[-1]
+        original, model = layer.forward, self._model
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given = tensors_of((args, kwargs))
+            if len(given) != expected or (last and model.narrows):  # it is called in a way that was not captured
+                return original(*args, **kwargs)
+            results = run(given, next((one for one in (*args, *kwargs.values()) if isinstance(one, MaskRule)), None))
+            if results is None:
+                return original(*args, **kwargs)
+            return results[0] if graph.whole else tuple(results)
+
+        return forward
+
+
+def inductor(graph: Graph) -> Bind:
+    """Return the graph compiled by inductor. Raises NotCaptured, and what inductor and the C++ compiler raise."""
+    try:
+        from torch._inductor import config, standalone_compile
+    except ImportError as error:
+        lacking = f"needs torch._inductor.standalone_compile, which torch {torch.__version__} does not have"
+        raise NotCaptured(lacking) from error
+    with config.patch(size_asserts=False):  # the callers are ours
+        function = standalone_compile(graph.module, graph.examples, dynamic_shapes="from_graph")
+    return called_with(function)
+
+
+def called_with(function: Callable[..., Sequence[torch.Tensor]]) -> Bind:
+    """Return what binds layers to a function of a layer's own tensors and the given ones, as `graph.module` is."""
+
+    def bind(parts: Parts, own: Tensors, number: int | None) -> Run:
+        def run(given: Tensors, rule: MaskRule | None) -> Sequence[torch.Tensor]:
+            parts.mask = rule
+            token = RUNNING.set(parts)
+            try:
+                return function(*own, *given)
+            finally:
+                RUNNING.reset(token)
+
+        return run
+
+    return bind
+
+
+def _calls(model: Model, layers: Sequence[torch.nn.Module]) -> list[LayerCall]:
+    """Return how each layer is called in a forward."""
+    taken = {size for layer in layers for tensor in own_tensors(layer).values() for size in tensor.shape}
+    tokens = next((tokens for tokens in TOKENS if tokens not in taken), 0)
+    if not tokens:
+        raise NotCaptured("has sizes that a number of tokens is not told from")
+    calls: dict[int, LayerCall] = {}
+
+    def begins(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls[id(layer)] = LayerCall((args, dict(kwargs)), tokens, model.cache.next)
+
+    def ends(layer: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        called = calls[id(layer)]
+        if called.number is not None and model.cache.next != called.number + 1:
+            calls[id(layer)] = replace(called, number=None)
+
+    hooks: list[Any] = [layer.register_forward_pre_hook(begins, with_kwargs=True) for layer in layers]
+    hooks += [layer.register_forward_hook(ends) for layer in layers]
+    try:
+        model.logits([Segment(0, 0, tokens)], [1] * tokens, range(tokens))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(calls) != len(layers):
+        raise NotCaptured("does not call all of its layers")
+    return [calls[id(layer)] for layer in layers]
+
+
+# -- whether a model's layers are compiled: where the work ahead earns it, and only if they measure faster ------------
+
+
+Wish = Literal["auto", "on", "off"]
+
+
+@dataclass(frozen=True, slots=True)
+class CompileBackend:
+    """A way to run layers as machine code. what: layers of this kind, in words.
+
+    seconds: that it takes to begin; gain: share of the time of a step that it saves; both until that is known.
+    """
+
+    name: str
+    what: str
+    seconds: float
+    gain: float
+
+
+KERNELS = CompileBackend("kernels", "layers of one call each", seconds=8.0, gain=0.2)
+INDUCTOR = CompileBackend("inductor", "compiled layers", seconds=40.0, gain=0.05)
+GLANCES = 5  # steps that must all say that compiling is worth it: the first takes longer
+PASSES, PATIENCE_S = 7, 2.0
+SLOWER = 1.15  # times, from which on compiled layers are left out of prompts: it is measured once
+ROWS, REACH = 8, 64  # rows of the steps that are compared, and tokens that each sees
+LENGTHS = (65, 512)  # tokens of forwards that are compared, compiled and not
+FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def compile_layers(
+    model: Model, rows: int, tokens: int | None, wish: Wish, notes: list[str], whose: str = "the model's"
+) -> None:
+    """Let the model run compiled layers if they are worth it. tokens: that will be written, None if nobody knows.
+
+    What the user should know goes to `notes`. The cache holds nothing of use afterwards.
+    """
+    rows, why = min(rows, ROWS), ""
+    for way in [KERNELS, INDUCTOR] if model.kernels else [INDUCTOR]:
+        layers: list[CompiledLayers] = []
+        try:
+            if wish == "off" or (wish == "auto" and not _earned(model, way, rows, tokens)):
+                continue
+            notes.append(f"compile: {whose} {_compile(model, way, rows, wish == 'on', layers, notes)}")
+            return
+        except (NotCaptured, Unbuilt) as reason:
+            why = str(reason)
+        except Exception as error:  # compilers and models raise what they like; the layers run uncompiled then
+            log.debug("the layers do not compile", exc_info=error)
+            why = f"does not compile ({type(error).__name__}: {flat(error, 160)})"
+        for each in layers:
+            each.off()
+        model.resize(rows)  # a forward may have ended halfway through growing the cache
+        log.info("%s: the model %s", way.name, why)
+    if why:
+        notes.append(f"compile: {whose} layers run uncompiled: it {why}")
+
+
+def _compile(
+    model: Model, way: CompileBackend, rows: int, wished: bool, made: list[CompiledLayers], notes: list[str]
+) -> str:
+    """Compile, and return what became of it. made: the layers go there as soon as they exist. Raises NotCaptured."""
+    folder = _folder(way, notes)
+    started = time.perf_counter()
+    builder = Builder(model)
+    layers = CompiledLayers(model, builder) if way is KERNELS else CompiledLayers(model, inductor, least=2)
+    made.append(layers)
+    layers.on()
+    why, prompts = _compared_at_length(model, layers)
+    if why := differs(model, tolerance(model.inner.dtype)) or why:
+        raise NotCaptured(why)
+    if prompts > SLOWER:
+        builder.most = FEW
+    seconds, ratio = time.perf_counter() - started, _ratio(model, rows, layers)
+    if wished or ratio < 1:
+        layers.on()
+    outcome = "kept" if wished or ratio < 1 else "not kept"
+    with suppress(OSError):
+        found = {"seconds": round(seconds, 1), "gain": round(1 - ratio, 3) if ratio < 1 else way.gain}
+        (folder / _name_of(model)).write_text(json.dumps(found), encoding="utf-8")
+    return f"{way.what} take {ratio:.2f} of the time of a step: {outcome} ({seconds:.0f} s to compile)"
+
+
+def _compared_at_length(model: Model, layers: CompiledLayers) -> tuple[str, float]:
+    """Return how the compiled layers differ in forwards far larger than the self-check's, and their share of the time.
+
+    The time is that of the largest, "" is no difference. The layers are on afterwards.
+    """
+    share = 1.0
+    for tokens in [each for each in LENGTHS if each <= _longest(model)]:
+        ids = token_ids(model.inner, tokens)
+        found, seconds = [], []
+        for switch in (layers.off, layers.on):
+            switch()
+            model.resize(1)
+            started = time.perf_counter()
+            found.append(model.logits([Segment(0, 0, tokens, alone=True)], ids, range(tokens - 8, tokens)))
+            seconds.append(time.perf_counter() - started)
+        error, share = relative(found[1], found[0]), seconds[1] / seconds[0]
+        if not error <= tolerance(model.inner.dtype):
+            why = f"computes different logits for {tokens} tokens when compiled (off by {error:.1e} of the largest)"
+            return why, share
+    return "", share
+
+
+def _earned(model: Model, way: CompileBackend, rows: int, tokens: int | None) -> bool:
+    """Return whether compiling should gain more than it takes, by what was found the last time."""
+    if tokens is None:
+        return False
+    seconds, gain = way.seconds, way.gain
+    try:
+        found = json.loads((cache_dir() / way.name / _name_of(model)).read_text(encoding="utf-8"))
+        seconds, gain = float(found["seconds"]), float(found["gain"])
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError):
+        log.debug("nothing is known of %s for this model", way.name)
+    share = gain * tokens / rows  # of a step, saved in all steps together
+    looks = all(share * min(_steps(model, rows, 1)) > seconds for _ in range(GLANCES))
+    return looks and share * _undisturbed(model, rows) > seconds
+
+
+def _undisturbed(model: Model, rows: int) -> float:
+    """Return what a step takes at most where the machine is free: the processor time of one thread.
+
+    Several threads wait for each other where other work has their cores, and their waiting is processor time too.
+    """
+    with one_thread():
+        worked = time.process_time()
+        _steps(model, rows, 1)
+        return time.process_time() - worked
+
+
+def _name_of(model: Model) -> str:
+    """Return the name of the file that holds what is known of a model's layers on this machine."""
+    what = [model.inner.config.to_json_string(), str(model.device), cpu_features(), str(torch.get_num_threads())]
+    return f"{blake2b(chr(0).join(what).encode(), digest_size=12).hexdigest()}.json"
+
+
+def _folder(way: CompileBackend, notes: list[str]) -> Path:
+    """Return where what is known of a way is kept, and what inductor compiled; the user's choice wins."""
+    folder = cache_dir() / way.name
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        notes.append(f"compile: {folder} cannot be written: what is compiled is not kept there")
+    elif way is INDUCTOR:
+        os.environ.setdefault(FOLDER, str(folder))
+    return folder
+
+
+def _ratio(model: Model, rows: int, layers: CompiledLayers) -> float:
+    """Return what a step takes with compiled layers, as a share of what it takes without; measured in turn."""
+    ratios: list[float] = []
+    started = time.perf_counter()
+    while len(ratios) < PASSES and (not ratios or time.perf_counter() - started < PATIENCE_S):
+        layers.off()
+        without = min(_steps(model, rows, 2))
+        layers.on()
+        ratios.append(min(_steps(model, rows, 2)) / without)
+    layers.off()
+    return statistics.median(ratios)
+
+
+def _longest(model: Model) -> int:
+    """Return how many tokens a text may have."""
+    return context_length(model.inner.config) or LENGTHS[-1]
+
+
+def _steps(model: Model, rows: int, times: int) -> Sequence[float]:
+    """Return what a step of `rows` rows takes, each time."""
+    if model.cache.rows < rows:
+        model.resize(rows)
+    segments = [Segment(row, min(REACH, _longest(model) - 1), 1) for row in range(rows)]
+    taken = []
+    for _ in range(times):
+        started = time.perf_counter()
+        model.logits(segments, [1] * rows, range(rows)).argmax(-1).tolist()
+        taken.append(time.perf_counter() - started)
+    return taken

@@ -1,0 +1,264 @@
+"""Rotary embeddings whose frequencies depend on how long the text is (dynamic NTK, LongRoPE), token by token.
+
+transformers takes a forward's frequencies from its largest position. When generate() answers one record alone, that is
+the prompt's length for every token of the prompt, and each later token's own position. So the length that counts for a
+token is known, whatever rows, drafts and chunks share our forward: the model's own code is called once per length, for
+its tokens, as if the text were that long.
+Source: transformers 5.19, modeling_rope_utils.dynamic_rope_update. Limit: one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from ragspec.engine.kv.budget import keepable
+from ragspec.engine.kv.cache import RaggedCache
+from ragspec.engine.model.attention import NAME, register
+from ragspec.engine.model.kv_splits import PrefixGroup
+from ragspec.engine.model.layout import ForwardProfiler, Layout, Segment
+from ragspec.engine.native.kernels import Kernels
+from ragspec.models.compat import (
+    cache_argument,
+    effective_length,
+    forget,
+    kind_of,
+    kinds_of,
+    length_dependent,
+    limit_of,
+    restart_length,
+)
+
+
+class Frequencies:
+    """A model's length-dependent rotary modules, made to work per token; `layout()` says where the tokens are."""
+
+    def __init__(self, inner: Any, layout: Callable[[], Layout | None]) -> None:
+        self._layout = layout
+        self._modules = length_dependent(inner)
+        self.restart = restart_length(inner)
+        for module in self._modules:
+            module.forward = self._per_token(module, module.forward)
+
+    @property
+    def vary(self) -> bool:
+        """Whether there is such a module."""
+        return bool(self._modules)
+
+    def release(self) -> None:
+        """Give the modules back their own forward."""
+        for module in self._modules:
+            del module.forward
+            forget(module)
+
+    def forget(self) -> None:
+        """Make the modules forget the texts they saw in transformers' own forwards."""
+        for module in self._modules:
+            forget(module)
+
+    def of(self, length: int) -> Hashable:
+        """Return a key of the frequencies of a text of `length` tokens; equal frequencies have equal keys."""
+        return tuple(effective_length(length, kind, limit) for kind, limit in kinds_of(self._modules))
+
+    def agree(self, base: int, other: int, tokens: int) -> bool:
+        """Return whether the first `tokens` of two rows that began with `base` and `other` tokens may be shared.
+
+        Tokens of the second that lie beyond its base were computed one by one.
+        """
+        return not self._modules or self.of(base) == self.of(other) == self.of(max(other, tokens))
+
+    def _per_token(self, module: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def per_token(x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            layout = self._layout()
+            if layout is None:
+                return forward(x, position_ids, *args, **kwargs)
+            kind, limit = kind_of(module), limit_of(module)
+            effective = [effective_length(length, kind, limit) for length in layout.lengths]
+            lengths = torch.tensor(effective, device=x.device)
+            parts = []
+            for length in sorted(set(effective)):
+                chosen = (lengths == length).nonzero()[:, 0]
+                # one more position, the last of the text that counts: the model chooses by it
+                last = position_ids.new_full((*position_ids.shape[:-1], 1), length - 1)
+                forget(module)
+                found = forward(x, torch.cat([position_ids[..., chosen], last], -1), *args, **kwargs)
+                parts.append((chosen, found))
+            forget(module)
+            return _join(parts, len(layout.lengths))
+
+        return per_token
+
+
+def _join(parts: list[tuple[torch.Tensor, Any]], tokens: int) -> Any:
+    """Return the parts' outputs, each (..., n + 1, size) or a tuple of these, joined in packed order."""
+    first = parts[0][1]
+    if isinstance(first, tuple):
+        return tuple(_join([(chosen, found[i]) for chosen, found in parts], tokens) for i in range(len(first)))
+    whole = first.new_empty(*first.shape[:-2], tokens, first.shape[-1])
+    for chosen, found in parts:
+        whole[..., chosen, :] = found[..., :-1, :]
+    return whole
+
+
+# -- one forward of a Hugging Face model over packed segments ---------------------------------------------------------
+
+
+class Switch(Protocol):
+    """Something about a model that can be on or off (compiled.py)."""
+
+    def on(self) -> None: ...
+
+    def off(self) -> None: ...
+
+
+class SplitForward(Protocol):
+    """Who knows of some tokens what the first layers computed (halves.py)."""
+
+    def logits(
+        self, segments: list[Segment], ids: Sequence[int], wanted: Sequence[int], together: Sequence[PrefixGroup]
+    ) -> torch.Tensor: ...
+
+
+class Model:
+    """A causal model, with the keys and values of its rows. kernels: what attention may be computed with."""
+
+    def __init__(self, inner: Any, rows: int, kernels: Kernels | None = None) -> None:
+        register()
+        self.inner = inner
+        self.device: torch.device = inner.device
+        self._handed = cache_argument(type(inner).forward)
+        self.cache = RaggedCache(rows)
+        self._own_attention = inner.config._attn_implementation
+        self.kernels = kernels
+        self.compiled: Switch | None = None  # while compiled layers run
+        self.least = 1  # tokens of a forward
+        self.watch: ForwardProfiler | None = None
+        self.halves: SplitForward | None = None
+        self._wanted: torch.Tensor | None = None  # of the running forward
+        self._hooks: list[Any] = []
+        inner.set_attn_implementation(NAME)
+        self.frequencies = Frequencies(inner, lambda: self.cache.layout)
+        self._spare_last_layer()
+
+    def release(self) -> None:
+        """Leave the model as it was."""
+        if self.compiled is not None:
+            self.compiled.off()
+        self.inner.set_attn_implementation(self._own_attention)
+        self.frequencies.release()
+        for hook in self._hooks:
+            hook.remove()
+        self.cache = RaggedCache(0)
+        self.halves = None
+
+    @contextmanager
+    def as_it_was(self) -> Iterator[Any]:
+        """Lend the model with its own attention, for forwards of transformers' own."""
+        compiled = self.compiled
+        if compiled is not None:
+            compiled.off()
+        self.inner.set_attn_implementation(self._own_attention)
+        self.frequencies.forget()
+        try:
+            yield self.inner
+        finally:
+            if compiled is not None:
+                compiled.on()
+            self.inner.set_attn_implementation(NAME)
+            self.frequencies.forget()
+
+    @property
+    def layers(self) -> list[torch.nn.Module]:
+        """The decoder layers, in order; none where the model does not keep them in a list of its depth."""
+        depth = self.inner.config.get_text_config().num_hidden_layers
+        found = [list(each) for each in self.inner.modules() if isinstance(each, torch.nn.ModuleList)]
+        deep = [layers for layers in found if layers and len(layers) == depth]
+        return next((layers for layers in deep if hasattr(layers[-1], "mlp")), deep[0] if deep else [])
+
+    def _spare_last_layer(self) -> None:
+        """Let the last layer's MLP compute only tokens whose logits are wanted: nothing reads the others."""
+        mlp = next((getattr(layer, "mlp", None) for layer in self.layers[-1:]), None)
+        if isinstance(mlp, torch.nn.Module):
+            self._hooks.append(mlp.register_forward_pre_hook(self._narrow))
+            self._hooks.append(mlp.register_forward_hook(self._widen))
+
+    @property
+    def narrows(self) -> bool:
+        """Whether the running forward wants the logits of some tokens only."""
+        return self._wanted is not None
+
+    def _narrow(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return inputs if self._wanted is None else (inputs[0][:, self._wanted], *inputs[1:])
+
+    def _widen(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        if self._wanted is None:
+            return output
+        if isinstance(output, tuple):  # mixtures of experts return their router's output too
+            return (self._widen(module, inputs, output[0]), *output[1:])
+        return output.new_zeros(1, self._tokens, output.shape[2]).index_copy_(1, self._wanted, output)
+
+    def resize(self, rows: int) -> None:
+        """Forget all rows; have an empty cache of `rows`, of the memory that rest() kept."""
+        self.cache = RaggedCache(rows, self.cache.kept)
+
+    def rest(self) -> None:
+        """Forget all rows, but keep their memory for the next ones if it is little."""
+        memory = [*self.cache.memory(), *self.cache.kept]
+        little = sum(each.nbytes for each in memory) <= keepable(self.device)
+        self.cache = RaggedCache(0, memory if little else ())
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that rest() kept."""
+        return sum(each.nbytes for each in self.cache.kept)
+
+    @torch.inference_mode()
+    def logits(
+        self,
+        segments: list[Segment],
+        token_ids: Sequence[int],
+        wanted: Sequence[int],
+        together: Sequence[PrefixGroup] = (),
+    ) -> torch.Tensor:
+        """Run the segments' tokens and return the logits, (wanted, vocab) in float32, of the packed indices `wanted`.
+
+        token_ids: the tokens of all segments in packed order. Their keys and values are in the cache afterwards.
+        together: rows that hold the same first tokens.
+        """
+        if self.halves is not None:
+            return self.halves.logits(segments, token_ids, wanted, together)
+        return self.whole(segments, token_ids, wanted, together)
+
+    @torch.inference_mode()
+    def whole(
+        self,
+        segments: list[Segment],
+        token_ids: Sequence[int],
+        wanted: Sequence[int],
+        together: Sequence[PrefixGroup] = (),
+        attended: int = 0,
+    ) -> torch.Tensor:
+        """The same by one forward. attended: layers before the first that attends in it."""
+        self.cache.reserve(max(segment.start + segment.count for segment in segments))
+        padding = max(0, self.least - len(token_ids))
+        layout = Layout(segments, self.cache.slots, self.device, together, self.kernels, padding, self.cache.loans)
+        layout.watch = self.watch
+        indices = torch.tensor(wanted, dtype=torch.long, device=self.device)
+        self._tokens = len(token_ids) + padding
+        self._wanted = None if len(wanted) == self._tokens else indices if wanted else indices.new_zeros(1)
+        try:
+            with self.cache.forward(layout, attended), self.watch.forward(layout) if self.watch else nullcontext():
+                output = self.inner(
+                    input_ids=torch.tensor([[*token_ids, *[token_ids[0]] * padding]], device=self.device),
+                    position_ids=layout.positions[None],
+                    use_cache=True,
+                    logits_to_keep=indices,
+                    **{self._handed: self.cache},
+                )
+        finally:
+            self._wanted = None
+        logits: torch.Tensor = output.logits[0].float()
+        return logits

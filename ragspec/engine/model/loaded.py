@@ -1,0 +1,159 @@
+"""Why a model cannot run in packed rows, by its own declarations and in words for a user. For a failed self-check."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import logging
+import platform
+import sys
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from ragspec.engine.model.forward import Model
+from ragspec.engine.model.masks import Unsupported
+from ragspec.engine.model.self_check import attention_is_exact, differs, kernels_are_faster
+from ragspec.engine.model.weight_layouts import can_pack, pack_linears, unpack_linears
+from ragspec.engine.native.kernels import Kernels, Unbuilt, build
+from ragspec.engine.proposers.early_exit import LayerSplit
+from ragspec.errors import flat
+from ragspec.models.compat import tolerance
+
+
+def incompatibility(model: Any) -> str:
+    """Return why no engine that replaces cache and attention can run `model` as it stands, or "".
+
+    The words complete a sentence that begins with "it".
+    """
+    if keeps_state(model):
+        return "keeps a recurrent state, which cannot undo a rejected draft"
+    if "ALL_ATTENTION_FUNCTIONS" not in inspect.getsource(sys.modules[type(model).__module__]):
+        return "has its own attention, which cannot be replaced"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return "assigns its own token positions"
+    return ""
+
+
+def keeps_state(model: Any) -> bool:
+    """Return whether a layer keeps a state in place of keys and values, as the model declares or its own cache does."""
+    from transformers import DynamicCache
+
+    if model._is_stateful:
+        return True
+    config = model.config.get_text_config(decoder=True)
+    return hasattr(config, "num_hidden_layers") and any(DynamicCache(config=config).is_linear)
+
+
+# -- tell glibc's malloc to keep what is freed: tensors of megabytes come and go in every step, and memory han --------
+#
+# the system has to be paged in again (docs/performance.md).
+
+
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # names of mallopt(3)
+KEEP = 1 << 30  # bytes
+LARGEST = 1 << 25  # bytes; the most that mallopt accepts for MMAP_THRESHOLD
+
+
+def keep_freed_memory() -> None:
+    """Keep freed memory, where the C library is glibc; elsewhere do nothing."""
+    if platform.libc_ver()[0] == "glibc":
+        with suppress(OSError, AttributeError):
+            libc = ctypes.CDLL(None)
+            libc.mallopt(TRIM_THRESHOLD, KEEP)
+            libc.mallopt(MMAP_THRESHOLD, LARGEST)
+
+
+# -- a loaded model made ready for the engine: packed weights, kernels, halves, and the self-check --------------------
+
+
+log = logging.getLogger(__name__)
+
+
+class Refused(Exception):
+    """The engine cannot run this model; the message says why. The model is as it was."""
+
+
+def prepare(inner: Any, notes: list[str] | None = None, native: bool = True) -> Model:
+    """Return the model ready for packed rows, checked to compute what it computes in transformers.
+
+    Raises Refused, the model left as it was. notes: what the run should say of it goes there. native: with kernels of
+    our own.
+    """
+    if keeps_state(inner):
+        raise Refused(f"it {incompatibility(inner)}")
+    kernels, packs = None, can_pack(inner)
+    if packs:
+        keep_freed_memory()
+        kernels = _kernels(inner, notes) if native else None
+    left: list[str] = []
+    model, why, attention = None, "", inner.config._attn_implementation
+    try:
+        if packs:
+            left = pack_linears(inner, kernels)
+        model = Model(inner, 2, kernels if kernels is None or _attends_well(kernels, notes) else None)
+        why = differs(model, tolerance(inner.dtype))
+    except Unsupported as reason:
+        why = str(reason)
+    except Exception as error:  # whatever a model's code raises here is no reason to fail the run
+        log.debug("the model does not run on the engine", exc_info=error)
+        why = f"does not take packed rows ({type(error).__name__}: {flat(error, 120)})"
+    if why or model is None:
+        if model is not None:
+            model.release()
+        elif inner.config._attn_implementation != attention:
+            inner.set_attn_implementation(attention)
+        unpack_linears(inner)
+        raise Refused(f"it {incompatibility(inner) or why}")
+    if left and notes is not None:
+        notes.append(f"{len(left)} linear layers are not packed: that would change what they compute ({left[0]})")
+    return model
+
+
+def halves_of(model: Model, layers: int) -> LayerSplit:
+    """Return the model's halves, checked to compute what the whole does. Raises Refused, the model left whole."""
+    halves = LayerSplit(model, layers)
+    try:
+        off = halves.check()
+        why = "" if off <= tolerance(model.inner.dtype) else f"computes different logits in halves (off by {off:.1e})"
+    except (RuntimeError, TypeError, AttributeError, IndexError, KeyError) as error:
+        log.debug("the model does not run in halves", exc_info=error)
+        why = f"does not run in halves ({type(error).__name__}: {flat(error, 120)})"
+    if why:
+        model.halves = None
+        raise Refused(f"it {why}")
+    return halves
+
+
+def _kernels(inner: Any, notes: list[str] | None) -> Kernels | None:
+    """Return our own kernels for the model, None where they cannot be built."""
+    config = inner.config.get_text_config()
+    own, names = config.to_dict(), config.attribute_map
+    sizes = [own.get(names.get(name, name)) for name in ("head_dim", "hidden_size", "num_attention_heads")]
+    head, hidden, heads = (size if isinstance(size, int) else 0 for size in sizes)
+    try:
+        return build(head or (hidden // heads if heads else 0))
+    except Unbuilt as reason:
+        if notes is not None:
+            notes.append(f"kernels: torch's own are used, which are slower, because {reason}")
+        return None
+
+
+def _attends_well(kernels: Kernels, notes: list[str] | None) -> bool:
+    """Return whether attention is left to our own kernels; say so where it is not."""
+    if not attention_is_exact(kernels):
+        why = "as what the C++ compiler made of ours computes something else"
+    elif not kernels_are_faster(kernels):
+        why = "which is faster here than what the C++ compiler made of ours"
+    else:
+        return True
+    if notes is not None:
+        notes.append(f"kernels: attention is torch's own, {why}")
+    return False
+
+
+def linear_weights(inner: Any) -> tuple[int, int]:
+    """Return how many weights a token is multiplied by, and their bytes."""
+    weights = [module.weight for module in inner.modules() if isinstance(module, torch.nn.Linear)]
+    return sum(weight.numel() for weight in weights), sum(weight.nbytes for weight in weights)

@@ -1,0 +1,84 @@
+"""What a query may see, by the model's own rules: transformers' mask functions, asked about packed rows.
+
+A model builds its masks (causal, sliding window, chunks, layer by layer) through an interface of transformers. There it
+gets a Rule instead of a tensor, and passes it on to attend() (attention.py).
+Source of the interface: transformers.AttentionMaskInterface. Limit: a mask depends on query and slot only; no padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+class Unsupported(Exception):
+    """The model asks for something that attention cannot do here; the message completes a sentence after "it"."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MaskRule:
+    """A mask function of transformers: (batch, head, query position, slot) -> bool."""
+
+    function: Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMask:
+    """Which slots some queries see; none of them sees any before `first`.
+
+    mask: 0 or -inf, added to their scores over the slots from `first` on. causal: whether it is the plain causal mask.
+    """
+
+    first: int
+    mask: torch.Tensor
+    causal: bool
+
+
+def register(name: str) -> None:
+    """Make models whose attention is `name` build Rules."""
+    from transformers import AttentionMaskInterface
+
+    AttentionMaskInterface.register(name, mask_rule_of)
+
+
+def mask_rule_of(
+    *, mask_function: Callable[..., torch.Tensor], attention_mask: Any = None, **_: Any
+) -> MaskRule | None:
+    """Return the rule of one kind of layer; None for the plain causal mask."""
+    from transformers.masking_utils import causal_mask_function
+
+    if attention_mask is not None and not attention_mask.all():
+        raise Unsupported("masks some of its tokens")  # rows are packed without padding
+    return None if mask_function is causal_mask_function else MaskRule(mask_function)
+
+
+def is_causal(queries: torch.Tensor, reach: int, rule: MaskRule) -> bool:
+    """Return whether queries at positions (rows, n) see of `reach` slots what the plain causal mask shows them."""
+    return bool(torch.equal(*_seen(queries, reach, rule)))
+
+
+def _seen(queries: torch.Tensor, reach: int, rule: MaskRule) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the rule and what the plain causal mask shows: (rows, n, reach) each."""
+    slots, zero = torch.arange(reach, device=queries.device), torch.zeros((), dtype=torch.long, device=queries.device)
+    causal = slots <= queries[..., None]
+    return rule.function(zero, zero, queries[..., None], slots).expand_as(causal), causal
+
+
+def attention_mask(
+    queries: torch.Tensor, reach: int, rule: MaskRule | None, groups: int, dtype: torch.dtype
+) -> AttentionMask:
+    """Return what queries at positions (rows, n) see of `reach` slots; the mask is (rows, 1, groups x n, slots)."""
+    first, plain = 0, rule is None
+    if rule is None:
+        seen = torch.arange(reach, device=queries.device) <= queries[..., None]  # (rows, n, reach)
+    else:
+        seen, causal = _seen(queries, reach, rule)
+        plain = bool(torch.equal(seen, causal))
+        if not plain:
+            first = int(seen.flatten(0, 1).any(0).to(torch.int8).argmax())
+            seen = seen[..., first:]
+    mask = torch.zeros(seen.shape, dtype=dtype, device=queries.device).masked_fill_(~seen, float("-inf"))
+    return AttentionMask(first, mask[:, None].repeat(1, 1, groups, 1), plain)

@@ -1,0 +1,386 @@
+"""The forms that a linear layer's weight can have on a CPU, and which of them is fastest for how many tokens.
+
+No form is best everywhere: it depends on the processor, the layer's shape and the number of tokens, so it is measured
+when a model has loaded, if nothing else keeps the machine busy. Limit: float32.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
+from itertools import pairwise
+from math import prod
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+from torch.nn.functional import linear
+
+from ragspec.engine.model.layer_graph import CAPTURING
+from ragspec.engine.native.kernels import Kernels
+from ragspec.host.machine import cpu_features, free_bytes
+from ragspec.models.resolve import cache_dir
+
+POINTS = (1, 4, 16, 64, 512)  # tokens at which forms are timed
+FEW = 64  # tokens up to which a step decodes; more are a prompt's
+REPEATS = 5  # of each form, in turn with the others
+STREAMED = 256 << 20  # bytes of weights that few tokens are timed with: more than the processor's cache holds
+COMPUTED = 32 << 20  # bytes that many tokens are timed with: arithmetic is what they cost
+WIDEST = 8192  # outputs; a wider layer is the output layer, which few tokens go through
+LEAST_S = 0.3  # seconds of measuring after which it is known whether others use the processor too
+UNDISTURBED = 0.8  # of the threads' time that they then had; 0.96 on a quiet machine, 0.5 where two others ran
+ROUNDING = 64  # tokens that oneDNN lays weights out for; it makes no difference
+
+Shape = tuple[int, int]  # outputs, inputs
+Seconds = dict[Shape, dict[str, list[float]]]  # at each of POINTS
+
+
+class NoisyMachineError(Exception):
+    """Other processes have the cores: what is measured now is theirs, and takes 25 times as long."""
+
+
+class WeightLayout(Protocol):
+    """A weight of (n, k), laid out for one way of multiplying with it."""
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return (..., n) for x of (..., k)."""
+
+    def dense(self) -> torch.Tensor:
+        """Return the weight as it was."""
+
+
+class TorchLayout:
+    """As torch has it."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        result: torch.Tensor = linear(x, self._weight, bias)
+        return result
+
+    def dense(self) -> torch.Tensor:
+        return self._weight
+
+
+class OneDnnLayout:
+    """In oneDNN's own layout."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROUNDING)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, bias, "none", [], "")
+        return result
+
+    def dense(self) -> torch.Tensor:
+        weight: torch.Tensor = self._weight.to_dense()
+        return weight
+
+
+class NativeLayout:
+    """For our own kernels (native/)."""
+
+    def __init__(self, weight: torch.Tensor, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._outputs = weight.shape[0]
+        self.packed = kernels.pack(weight)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self._kernels.linear(x, self.packed, self._outputs, bias)
+
+    def dense(self) -> torch.Tensor:
+        return self._kernels.unpack(self.packed, self._outputs)
+
+
+Makers = Mapping[str, Callable[[torch.Tensor], WeightLayout]]
+
+
+def makers(kernels: Kernels | None) -> dict[str, Callable[[torch.Tensor], WeightLayout]]:
+    """Return the forms that this machine has, by name. kernels: None where they are not built."""
+    forms: dict[str, Callable[[torch.Tensor], WeightLayout]] = {"torch": TorchLayout}
+    if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        forms["onednn"] = OneDnnLayout
+    if kernels is not None:
+        forms["native"] = lambda weight: NativeLayout(weight, kernels)
+    return forms
+
+
+def measured(weights: Sequence[torch.Tensor], kernels: Kernels | None) -> Seconds:
+    """Return what measure() says of all forms, once and for all: processes that are compared should compute alike.
+
+    It is kept in the user's cache, if that can be written; without the file there it is measured anew. Raises
+    Disturbed, and keeps nothing.
+    """
+    forms = makers(kernels)
+    sizes = {(weight.shape[0], weight.shape[1]): weight.nbytes for weight in weights}
+    shapes = sorted(sizes)
+    depends = [
+        "medians",
+        list(forms),
+        shapes,
+        _kept(weights, kernels) if kernels else (),
+        POINTS,
+        STREAMED,
+        torch.get_num_threads(),
+        torch.__version__,
+        cpu_features(),
+    ]
+    name = f"{blake2b(repr(depends).encode(), digest_size=12).hexdigest()}.json"
+    try:
+        known = json.loads((cache_dir() / "forms" / name).read_text(encoding="utf-8"))
+        return {(n, k): each for n, k, each in known}
+    except (OSError, RuntimeError, ValueError):  # there is no such file, or no such folder
+        seconds = measure(weights, forms)
+    if any(shape not in seconds and size <= STREAMED for shape, size in sizes.items()):
+        return seconds  # memory was too short to try them all; another time there may be more
+    with suppress(OSError, RuntimeError):
+        folder = cache_dir() / "forms"
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = folder / f".{name}.{os.getpid()}"
+        draft.write_text(json.dumps([(n, k, each) for (n, k), each in seconds.items()]), encoding="utf-8")
+        draft.replace(folder / name)
+    return seconds
+
+
+def _kept(weights: Sequence[torch.Tensor], kernels: Kernels) -> list[tuple[Shape, str]]:
+    """Return in which type our kernels read the first weight of each shape."""
+    firsts = {(weight.shape[0], weight.shape[1]): weight for weight in reversed(weights)}
+    return sorted((shape, str(kernels.kept_as(weight))) for shape, weight in firsts.items())
+
+
+@torch.inference_mode()
+def measure(weights: Iterable[torch.Tensor], forms: Makers, *, patient: bool = False) -> Seconds:
+    """Return what a layer of each shape takes in each form, in seconds, at each of POINTS.
+
+    All forms are timed in turn, and the median counts: whatever slows the machine down for a moment tells nothing of a
+    form. Shapes so large that a copy for a trial would need much memory are left out. Raises Disturbed, unless patient.
+    """
+    started, worked = time.perf_counter(), time.process_time()
+    most = min(STREAMED, free_bytes() // (2 * len(forms)))
+    some = _sample([weight for weight in weights if weight.nbytes <= most], most)
+    made = {name: [(weight.shape, make(weight)) for weight in some] for name, make in forms.items()}
+    seconds: Seconds = defaultdict(lambda: {name: [float("inf")] * len(POINTS) for name in forms})
+    for at, tokens in enumerate(POINTS):
+        count = len(some) if tokens < FEW else len(_sample(some, COMPUTED))
+        taken: dict[tuple[Shape, str], list[float]] = defaultdict(list)
+        for _ in range(REPEATS):
+            for name, each in made.items():
+                for shape, spent in _timed(each[:count], tokens):
+                    taken[shape, name].append(spent)
+            passed = time.perf_counter() - started
+            share = (time.process_time() - worked) / passed / torch.get_num_threads()
+            if not patient and passed > LEAST_S and share < UNDISTURBED:
+                raise NoisyMachineError
+        for (shape, name), each_s in taken.items():
+            seconds[shape][name][at] = median(each_s)
+    return dict(seconds)
+
+
+def estimated(weights: Iterable[torch.Tensor], forms: Makers) -> Seconds:
+    """Return what measure() says with one thread: where others have the cores, several mostly wait for each other."""
+    with one_thread():
+        return measure(weights, forms, patient=True)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute with one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _timed(made: Sequence[tuple[torch.Size, WeightLayout]], tokens: int) -> Iterator[tuple[Shape, float]]:
+    """Yield the seconds of each layer, one layer after the other as in a forward."""
+    inputs = {shape[1]: torch.ones(1, tokens, shape[1]) for shape, _ in made}
+    for shape, form in made:
+        if shape[0] > WIDEST and tokens > FEW:
+            continue
+        started = time.perf_counter()
+        form(inputs[shape[1]], None)
+        yield (shape[0], shape[1]), time.perf_counter() - started
+
+
+def _sample(weights: Sequence[torch.Tensor], most: int) -> list[torch.Tensor]:
+    """Return one weight of each shape, then others in order, up to `most` bytes."""
+    firsts: dict[torch.Size, int] = {}
+    for at, weight in enumerate(weights):
+        firsts.setdefault(weight.shape, at)
+    chosen = list(firsts.values())
+    size = sum(weights[at].nbytes for at in chosen)
+    for at, weight in enumerate(weights):
+        if at not in firsts.values() and size + weight.nbytes <= most:
+            chosen.append(at)
+            size += weight.nbytes
+    return [weights[at] for at in chosen]
+
+
+def best(seconds: Mapping[str, Sequence[float]], several: bool) -> tuple[str, ...]:
+    """Return the form for 0, 1, 2, ... tokens; its last one is for all beyond. several: more than one may be kept.
+
+    Where only one may be, it is the one that loses least, all points taken together.
+    """
+    timed = [at for at in range(len(POINTS)) if min(each[at] for each in seconds.values()) < float("inf")]
+    least = {at: min(each[at] for each in seconds.values()) for at in timed}
+    if not several:
+        return (min(seconds, key=lambda name: sum(seconds[name][at] / least[at] for at in timed)),)
+    fastest = {at: min(seconds, key=lambda name: seconds[name][at]) for at in timed}
+    at_points = [fastest[min(at, timed[-1])] for at in range(len(POINTS))]
+    # between two points, that of the nearer one: nearer by their ratio, so up to their geometric mean
+    edges = [int((one * two) ** 0.5) for one, two in pairwise(POINTS)]
+    return tuple(at_points[bisect_left(edges, tokens)] for tokens in range(edges[-1] + 2))
+
+
+# -- linear layers whose weights have the form, or forms, that this machine is fastest with (forms.py) ----------------
+#
+# A second form is kept where that takes little of the free memory: decoding and prompts often want different ones.
+# Limit: float32 on CPUs. Weights that another module shares (tied embeddings) are kept beside the others.
+
+
+log = logging.getLogger(__name__)
+TRIED = (1, 17, 65)  # tokens that a layer's forms are compared with
+MANY = 200  # also those of the first layer of each shape: kernels compute so many in another way
+TOLERANCE = 1e-4  # of the largest output; more is not rounding
+SHARE = 0.1  # of free memory that further forms may take
+
+
+class PackedLinear(torch.nn.Module):
+    """Computes what the Linear it was made from computes.
+
+    forms: its weight, by the form's name. choice: the name for 0, 1, 2, ... tokens. shared: its weight, where another
+    module has it as well.
+    """
+
+    def __init__(
+        self, linear: torch.nn.Linear, forms: Mapping[str, WeightLayout], choice: Sequence[str], shared: Any = None
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        self._forms = dict(forms)
+        self._choice = choice
+        self._shared = [shared]  # in a list: it is the other module's parameter
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """(out_features, in_features), for code that reads a layer's weight."""
+        return self.unpacked().weight
+
+    @property
+    def native(self) -> torch.Tensor | None:
+        """Its weight as our own kernels read it, where it has that form."""
+        form = self._forms.get("native")
+        return form.packed if isinstance(form, NativeLayout) else None
+
+    def unpacked(self) -> torch.nn.Linear:
+        """Return the Linear that it was made from."""
+        linear = torch.nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        (shared,) = self._shared
+        if shared is None:
+            form = self._forms.get("torch") or next(iter(self._forms.values()))
+            shared = torch.nn.Parameter(form.dense(), requires_grad=False)
+        linear.weight, linear.bias = shared, self.bias
+        return linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (..., in_features). Returns (..., out_features)."""
+        parts = CAPTURING.get()
+        if parts is not None:
+            return parts.linear(x, self, self.out_features)
+        return self._forms[self._choice[min(x.shape[-2], len(self._choice) - 1)]](x, self.bias)
+
+
+def can_pack(model: torch.nn.Module) -> bool:
+    """Return whether this machine may have better forms of this model's weights."""
+    weight = next(model.parameters())
+    return weight.device.type == "cpu" and weight.dtype == torch.float32
+
+
+def pack_linears(model: torch.nn.Module, kernels: Kernels | None = None) -> list[str]:
+    """Replace every Linear of `model` in place; return the names of those left, because packed they differ.
+
+    kernels: our own, where they are built. Each weight is freed as it is replaced, unless something else holds it.
+    """
+    found = [
+        (module, name, f"{path}.{name}")
+        for path, module in model.named_modules()
+        for name, child in module.named_children()
+        # a subclass may compute something else, and some experts are of size 0
+        if type(child) is torch.nn.Linear and can_pack(child) and child.weight.numel()
+    ]
+    makes = makers(kernels)
+    if len(makes) == 1 or not found:
+        return []
+    choices = _choices([getattr(module, name) for module, name, _ in found], kernels)
+    shared = _shared(model)
+    left = []
+    known: set[Shape] = set()
+    for module, name, path in found:
+        child = getattr(module, name)
+        shape = child.out_features, child.in_features
+        weight, choice = child.weight.detach(), choices[shape]
+        forms = {each: makes[each](weight) for each in dict.fromkeys(choice)}
+        packed = PackedLinear(child, forms, choice, child.weight if child.weight.data_ptr() in shared else None)
+        if _differs(forms, child, TRIED if shape in known else (*TRIED, MANY)):
+            left.append(path)
+        else:
+            setattr(module, name, packed)
+        known.add(shape)
+    return left
+
+
+def _choices(linears: Sequence[torch.nn.Linear], kernels: Kernels | None) -> dict[Shape, tuple[str, ...]]:
+    """Return which form serves how many tokens, for each shape."""
+    weights = [linear.weight.detach() for linear in linears]
+    try:
+        seconds = measured(weights, kernels)
+    except NoisyMachineError:
+        log.info("the machine is busy: linear layers are timed with one thread, and the result is not kept")
+        seconds = estimated(weights, makers(kernels))
+    if not seconds:
+        return {(linear.out_features, linear.in_features): ("torch",) for linear in linears}
+    largest = max(seconds, key=prod)
+    for weight in weights:  # what is too large to be tried is like the largest that was
+        seconds.setdefault((weight.shape[0], weight.shape[1]), seconds[largest])
+    several = {shape: best(found, several=True) for shape, found in seconds.items()}
+    further = sum((len(set(several[w.shape[0], w.shape[1]])) - 1) * w.nbytes for w in weights)
+    if further <= SHARE * free_bytes():
+        return several
+    return {shape: best(found, several=False) for shape, found in seconds.items()}
+
+
+def unpack_linears(model: torch.nn.Module) -> None:
+    """Undo pack_linears."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, PackedLinear):
+                setattr(module, name, child.unpacked())
+
+
+def _shared(model: torch.nn.Module) -> set[int]:
+    """Return the addresses of weights that several modules have (tied embeddings)."""
+    addresses = [parameter.data_ptr() for _, parameter in model.named_parameters(remove_duplicate=False)]
+    return {address for address, count in Counter(addresses).items() if count > 1}
+
+
+@torch.inference_mode()
+def _differs(forms: Mapping[str, WeightLayout], linear: torch.nn.Linear, tried: Sequence[int]) -> bool:
+    """Return whether one of a layer's forms computes something else. tried: numbers of tokens."""
+    for tokens in tried:
+        x = torch.linspace(-1, 1, tokens * linear.in_features).view(tokens, -1).sin()
+        expected = linear(x)
+        for form in forms.values():
+            if not (form(x, linear.bias) - expected).abs().max() <= TOLERANCE * expected.abs().max().clamp_min(1e-6):
+                return True
+    return False

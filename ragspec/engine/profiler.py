@@ -1,0 +1,265 @@
+"""Where the seconds of a run went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+import torch
+
+from ragspec.engine.model.forward import Model
+from ragspec.engine.model.layout import Layout, Segment
+from ragspec.engine.model.weight_layouts import PackedLinear
+from ragspec.engine.native.program import Attention
+from ragspec.engine.request_state import ScheduledRequest, reach_of
+from ragspec.speculation.step_cost import StepCost
+
+
+@dataclass(slots=True)
+class Clock:
+    """Where the seconds went. A step that decodes and computes prompts is split between the two by its tokens."""
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    decode_tokens: int = 0
+    drafting_s: float = 0.0  # within the two
+    masks_s: float = 0.0  # of grammars; within the two
+    steps: int = 0  # of decode
+    drafted_steps: int = 0
+    prompt_tokens: int = 0  # computed, prefixes of other rows not counted
+
+
+class StepTimer:
+    """One step, timed from its construction on."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._begun = self._drafted = self._started
+
+    def begun(self) -> None:
+        """Say that new rows have their places and drafts are made now."""
+        self._begun = time.perf_counter()
+
+    def drafted(self) -> None:
+        """Say that the drafts are made and the forward begins."""
+        self._drafted = time.perf_counter()
+
+    def count(self, work: Sequence[ScheduledRequest], written: int, clock: Clock, cost: StepCost | None) -> float:
+        """Take the step, which ends now, into `clock` and `cost`; return its seconds.
+
+        written: tokens that the decoding rows' answers grew by.
+        """
+        ended = time.perf_counter()
+        spent = ended - self._started
+        decoding = [item for item in work if item.decodes]
+        tokens = sum(len(item.token_ids) for item in decoding)
+        prefill = sum(len(item.token_ids) for item in work) - tokens
+        if not tokens + prefill:
+            return spent
+        share = tokens / (tokens + prefill)
+        clock.drafting_s += self._drafted - self._begun
+        clock.prompt_tokens += prefill
+        clock.decode_s += share * spent
+        clock.prefill_s += (1 - share) * spent
+        clock.decode_tokens += written
+        if not decoding:
+            return spent
+        clock.steps += 1
+        clock.drafted_steps += any(item.draft.token_ids for item in decoding)
+        if cost is not None and prefill:
+            cost.observe_beside(tokens + prefill, ended - self._drafted)
+        elif cost is not None:
+            cost.observe(tokens, len(decoding), reach_of([item.row for item in decoding]), ended - self._drafted)
+        return spent
+
+
+# -- where the seconds of a model's forwards go, and how few they could be: for `ragspec benchmark --profile` ---------
+#
+#     with Watch(model, bytes_per_s, flops_per_s) as watch: ...
+#
+# A part's bound is what reading its weights, keys and values once, or multiplying by them, takes at the device's best
+# speeds, whichever is more (the roofline of Williams et al., 2009). Watching makes steps a little slower.
+
+
+LINEAR, ATTENTION = "linear layers", "attention"
+PROMPTS, DECODING = "prompts", "decoding"
+FLOAT = 4  # bytes
+
+
+@dataclass(slots=True)
+class Part:
+    """A part of some forwards. bound_s: what it takes at the least; None where that is not known."""
+
+    seconds: float = 0.0
+    bound_s: float | None = 0.0
+
+    def add(self, seconds: float, bound_s: float | None) -> None:
+        self.seconds += seconds
+        self.bound_s = None if bound_s is None or self.bound_s is None else self.bound_s + bound_s
+
+
+@dataclass(slots=True)
+class Phase:
+    """Forwards of one kind: those that compute prompts, beside rows that decode or not, and those that do not."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    parts: dict[str, Part] = field(default_factory=lambda: {LINEAR: Part(), ATTENTION: Part()})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the phase; what is in no part are small operators."""
+        rest = self.seconds - sum(part.seconds for part in self.parts.values())
+        parts = {name: asdict(part) for name, part in self.parts.items()}
+        return {
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "parts": parts | {"small operators": {"seconds": rest, "bound_s": None}},
+        }
+
+
+class Profiler:
+    """Watches a model's forwards while it is entered. bytes_per_s, flops_per_s: the device's best."""
+
+    def __init__(self, model: Model, bytes_per_s: float, flops_per_s: float) -> None:
+        self._model = model
+        self._bytes_per_s = bytes_per_s
+        self._flops_per_s = flops_per_s
+        self._phases = {PROMPTS: Phase(), DECODING: Phase()}
+        self._phase = self._phases[DECODING]
+        self._started = 0.0
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._model.watch = self
+        for module in self._model.inner.modules():
+            if isinstance(module, PackedLinear | torch.nn.Linear):
+                self._hooks.append(module.register_forward_pre_hook(self._begin))
+                self._hooks.append(module.register_forward_hook(self._end))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._model.watch = None
+        for hook in self._hooks:
+            hook.remove()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return {phase: {steps, seconds, parts: {name: {seconds, bound_s}}}}."""
+        return {name: phase.to_json() for name, phase in self._phases.items()}
+
+    @contextmanager
+    def forward(self, layout: Layout) -> Iterator[None]:
+        """Take what happens as one forward of `layout`."""
+        self._phase = self._phases[PROMPTS if any(segment.alone for segment in layout.segments) else DECODING]
+        started = self._now()
+        yield
+        self._phase.steps += 1
+        self._phase.seconds += self._now() - started
+
+    def attend(self, layout: Layout, query: torch.Tensor, slot: int, do: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Do a layer's attention of queries (1, heads, T, head_dim). slot: bytes of a token's keys and values.
+
+        The bound is that of the plain causal mask; windows that show less can be faster.
+        """
+        started = self._now()
+        result = do()
+        self._attended(layout, self._now() - started, query.shape[1] * query.shape[3], slot)
+        return result
+
+    def layer(self, layout: Layout, shape: Sequence[Any], seconds: Sequence[float]) -> None:
+        """Take in a layer that was one call. shape: as in program.py; seconds: that each of these took."""
+        for part, taken in zip(shape, seconds, strict=True):
+            if isinstance(part, Attention):
+                self._attended(layout, taken, part.heads * part.size, 2 * part.kv_heads * part.size * FLOAT)
+            else:
+                bound = sum(self._bound(size, 2 * n * k * layout.tokens) for k, n, size in part)
+                self._phase.parts[LINEAR].add(taken, bound)
+
+    def _attended(self, layout: Layout, seconds: float, width: int, slot: int) -> None:
+        """Take in a layer's attention. width: numbers of a query. slot: bytes of a token's keys and values."""
+        pairs = sum(s.count * s.start + s.count * (s.count + 1) // 2 for s in layout.segments)
+        self._phase.parts[ATTENTION].add(seconds, self._bound(layout.distinct_slots * slot, 4 * width * pairs))
+
+    def _begin(self, module: Any, inputs: tuple[Any, ...]) -> None:
+        self._started = self._now()
+
+    def _end(self, module: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        seconds = self._now() - self._started
+        weights = module.in_features * module.out_features
+        tokens = inputs[0].numel() // module.in_features
+        packed = getattr(module, "native", None)
+        size = inputs[0].element_size() if packed is None else packed.element_size()
+        self._phase.parts[LINEAR].add(seconds, self._bound(weights * size, 2 * weights * tokens))
+
+    def _bound(self, size: int, flops: int) -> float:
+        return max(size / self._bytes_per_s, flops / self._flops_per_s)
+
+    def _now(self) -> float:
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+        return time.perf_counter()
+
+
+# -- what a step costs on this machine: a few timed forwards before the first record ----------------------------------
+
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+SHORT = 32  # slots that a row sees while the curve is measured
+REACHES = (64, 576)  # slots seen; the difference is attention's cost
+PER_ROW = 8  # tokens of a row while the curve is measured
+REPEATS = 2  # the first of a shape also pays for the libraries' setup
+
+
+def probe(model: Model, rows: int) -> StepCost:
+    """Return the cost of steps of `rows` rows, measured in a few seconds; the cache is empty afterwards."""
+    largest = rows * 8
+    sizes = [tokens for tokens in TOKENS if tokens <= largest] or [1]
+    occupy(model, -(-sizes[-1] // PER_ROW), SHORT + PER_ROW)
+    points = [(tokens, _least(model, _spread(tokens))) for tokens in sizes]
+    per_slot, per_row_slot = _attention(model, min(rows, 8))
+    model.resize(rows)
+    return StepCost(points, per_slot, per_row_slot)
+
+
+def seconds_of(model: Model, rows: int) -> float:
+    """Return what a plain step of `rows` rows takes."""
+    reach = REACHES[0]
+    occupy(model, rows, reach)
+    return _least(model, [Segment(row, reach - 1, 1) for row in range(rows)])
+
+
+def _spread(tokens: int) -> list[Segment]:
+    counts = [PER_ROW] * (tokens // PER_ROW) + [tokens % PER_ROW] * (tokens % PER_ROW > 0)
+    return [Segment(row, SHORT, count) for row, count in enumerate(counts)]
+
+
+def _attention(model: Model, rows: int) -> tuple[float, float]:
+    """Return seconds per token and slot, and per row and slot, beyond what a short context costs."""
+    few, many = 1, PER_ROW
+    near, far = REACHES
+    occupy(model, rows, far)
+    growth = {}
+    for count in (few, many):
+        seconds = [_least(model, [Segment(row, reach - count, count) for row in range(rows)]) for reach in (near, far)]
+        growth[count] = max(0.0, seconds[1] - seconds[0]) / (rows * (far - near))
+    per_slot = max(0.0, growth[many] - growth[few]) / (many - few)
+    return per_slot, max(0.0, growth[few] - per_slot * few)
+
+
+def occupy(model: Model, rows: int, slots: int) -> None:
+    """Have a cache of `rows` rows and at least `slots` slots, all of it written, as memory is that rows have used."""
+    model.resize(rows)
+    model.logits([Segment(row, slots - 1, 1) for row in range(rows)], [1] * rows, [0])
+    model.cache.touch()
+
+
+def _least(model: Model, segments: Sequence[Segment]) -> float:
+    tokens = sum(segment.count for segment in segments)
+    least = float("inf")
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        model.logits(list(segments), [1] * tokens, range(tokens)).argmax(-1).tolist()
+        least = min(least, time.perf_counter() - started)
+    return least

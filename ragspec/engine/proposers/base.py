@@ -1,0 +1,182 @@
+"""Who drafts for the engine's rows: nobody, a drafter per row, a model for all rows (draft_model.py), or the best."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from ragspec.engine.request_state import RequestState, reach_of
+from ragspec.speculation.draft_length import allocate, least_acceptance
+from ragspec.speculation.drafters.base import Draft, Drafter, RowDrafter
+from ragspec.speculation.drafters.calibration import follow_to
+from ragspec.speculation.forced_tokens import ForcedTokens
+from ragspec.speculation.method_selector import MethodSelector
+from ragspec.speculation.step_cost import Cost
+
+LONGEST = 24  # tokens of a draft at most, where it is as long as pays
+
+
+class Proposer(Protocol):
+    """Drafts for all rows at once, and is told what became of it. worked: whether a model ran for the last drafts."""
+
+    @property
+    def worked(self) -> bool: ...
+
+    def admit(self, row: RequestState, donor: int, tokens: int) -> None:
+        """`row` begins at its place with the first `tokens` tokens of place `donor`, which may be its own."""
+
+    def propose(self, rows: Sequence[RequestState], besides: int) -> list[Draft]:
+        """Return a draft per row, no longer than pays. besides: tokens of the coming step that are not these rows'."""
+
+    def watch(self, rows: Sequence[RequestState]) -> None:
+        """Another proposer drafts for `rows` in this step; guess too, if it is cheap, and learn from what comes."""
+
+    def extend(self, row: RequestState, token_ids: Sequence[int]) -> None:
+        """The target wrote `token_ids`; row.tokens ends with them already."""
+
+    def finish(self, row: RequestState) -> None:
+        """`row` is answered."""
+
+    def resize(self, rows: int) -> None:
+        """All rows are gone; there are `rows` places now."""
+
+    def widen(self, rows: int) -> None:
+        """There are `rows` places now; the rows under way stay."""
+
+    def forget(self) -> None:
+        """propose() failed: what it was computing may not be there."""
+
+
+def cut(drafts: Sequence[Draft], rows: Sequence[RequestState], cost: Cost | None, besides: int) -> list[Draft]:
+    """Return the drafts of `rows` as long as pays. cost: None where they stay as they are.
+
+    One that was sampled is not cut: a length by the tokens that were drawn would make what is likely likelier still.
+    """
+    if cost is None:
+        return list(drafts)
+    lengths = allocate([draft.survival for draft in drafts], cost, reach_of(rows), besides)
+    return [
+        draft if draft.probabilities is not None else draft.cut(length)
+        for draft, length in zip(drafts, lengths, strict=True)
+    ]
+
+
+class NoProposer:
+    """Plain decoding."""
+
+    worked = False
+
+    def admit(self, row: RequestState, donor: int, tokens: int) -> None: ...
+
+    def propose(self, rows: Sequence[RequestState], besides: int) -> list[Draft]:
+        return [Draft()] * len(rows)
+
+    def watch(self, rows: Sequence[RequestState]) -> None: ...
+
+    def extend(self, row: RequestState, token_ids: Sequence[int]) -> None: ...
+
+    def finish(self, row: RequestState) -> None: ...
+
+    def resize(self, rows: int) -> None: ...
+
+    def widen(self, rows: int) -> None: ...
+
+    def forget(self) -> None: ...
+
+
+class RowProposer(NoProposer):
+    """A drafter that needs no model, joined by what a row's grammar forces. num_tokens None: as long as pays."""
+
+    def __init__(self, drafter: Drafter, num_tokens: int | None, cost: Cost | None) -> None:
+        self.forced = ForcedTokens()
+        self._drafter = drafter
+        self._num_tokens = num_tokens
+        self._cost = cost
+        self._open: dict[int, RowDrafter] = {}  # by place
+
+    def admit(self, row: RequestState, donor: int, tokens: int) -> None:
+        drafter = self._open[row.place] = self._drafter.open(row.request.token_ids, row.request.passages)
+        if row.written:  # it was sent back to the queue
+            drafter.extend(row.tokens[row.prompt_tokens :])
+
+    def propose(self, rows: Sequence[RequestState], besides: int) -> list[Draft]:
+        cost = self.follow(rows, besides)
+        return cut(self.guess(rows), rows, cost, besides)
+
+    def watch(self, rows: Sequence[RequestState]) -> None:
+        self.follow(rows, 0)
+        self.guess(rows)
+
+    def follow(self, rows: Sequence[RequestState], besides: int) -> Cost | None:
+        """Have chains end where nothing can pay any more. Return the cost that says so; None where all stay."""
+        cost = None if self._num_tokens else self._cost
+        if cost is not None:
+            follow_to(self._drafter, least_acceptance(len(rows), cost, reach_of(rows), besides))
+        return cost
+
+    def guess(self, rows: Sequence[RequestState]) -> list[Draft]:
+        """Return drafts as long as they can be told."""
+        return [self._guess_one(row, min(self._num_tokens or LONGEST, row.room - 1)) for row in rows]
+
+    def _guess_one(self, row: RequestState, limit: int) -> Draft:
+        draft = self._open[row.place].propose(limit)
+        return draft if row.grammar is None else self.forced.join(row.place, row.grammar, draft, limit)
+
+    def extend(self, row: RequestState, token_ids: Sequence[int]) -> None:
+        self._open[row.place].extend(token_ids)
+        if row.grammar is not None:
+            self.forced.score(row.place, token_ids)
+
+    def finish(self, row: RequestState) -> None:
+        self._open.pop(row.place).close()
+        self.forced.forget(row.place)
+
+    def resize(self, rows: int) -> None:
+        self._open = {}
+
+
+class AutoProposer(NoProposer):
+    """Several proposers, of which the trial says who drafts.
+
+    All of them follow every row, so that each can take over from another, and learn from every step.
+    """
+
+    def __init__(self, proposers: Mapping[str, Proposer], trial: MethodSelector) -> None:
+        self._proposers = proposers
+        self._trial = trial
+        self._asked: Proposer = NoProposer()  # who drafted last
+
+    @property
+    def worked(self) -> bool:  # type: ignore[override]
+        return self._asked.worked
+
+    def admit(self, row: RequestState, donor: int, tokens: int) -> None:
+        for proposer in self._proposers.values():
+            proposer.admit(row, donor, tokens)
+
+    def propose(self, rows: Sequence[RequestState], besides: int) -> list[Draft]:
+        def ask(name: str) -> list[Draft]:
+            self._asked = self._proposers[name]
+            return self._asked.propose(rows, besides)
+
+        return self._trial.ask(ask, lambda name: self._proposers[name].watch(rows))
+
+    def extend(self, row: RequestState, token_ids: Sequence[int]) -> None:
+        for proposer in self._proposers.values():
+            proposer.extend(row, token_ids)
+
+    def finish(self, row: RequestState) -> None:
+        for proposer in self._proposers.values():
+            proposer.finish(row)
+
+    def resize(self, rows: int) -> None:
+        for proposer in self._proposers.values():
+            proposer.resize(rows)
+
+    def widen(self, rows: int) -> None:
+        for proposer in self._proposers.values():
+            proposer.widen(rows)
+
+    def forget(self) -> None:
+        for proposer in self._proposers.values():
+            proposer.forget()

@@ -1,0 +1,367 @@
+"""What a draft model reads of a row: its tokens, which need not be the target's (models/translation.py)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ragspec.engine.constraint import Constraint
+from ragspec.engine.kv.prefix_blocks import shared
+from ragspec.engine.model.forward import Model
+from ragspec.engine.model.layout import Segment
+from ragspec.engine.profiler import Clock
+from ragspec.engine.proposers.base import NoProposer, RowProposer, cut
+from ragspec.engine.request_state import RequestState, reach_of
+from ragspec.engine.sampling import draw
+from ragspec.speculation.draft_length import BLIND, BLIND_OTHER, LONGEST, Confidence, DraftLength
+from ragspec.speculation.drafters.base import Draft
+from ragspec.speculation.step_cost import Cost
+
+
+class DraftView(Protocol):
+    """One row in the draft's tokens. tokens: all of them. own_tokens: whether they are other ones than the target's."""
+
+    tokens: list[int]
+    own_tokens: bool
+
+    def extend(self, token_ids: Sequence[int]) -> int:
+        """Take in what the target wrote; return how many of the first tokens are as they were."""
+
+    def ends(self, token: int) -> bool:
+        """Return whether nothing follows `token` of the draft."""
+
+    def guesses(self, drafted: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the target's tokens for `drafted`, and on how many of these each of them rests."""
+
+
+Open = Callable[[RequestState], DraftView]
+
+
+class SameTokensView:
+    """A draft of the target's own tokens. The target may end an answer at any of them, so none ends a draft."""
+
+    own_tokens = False
+
+    def __init__(self, row: RequestState) -> None:
+        self.tokens = row.tokens
+
+    def extend(self, token_ids: Sequence[int]) -> int:
+        return len(self.tokens) - len(token_ids)
+
+    def ends(self, token: int) -> bool:
+        return False
+
+    def guesses(self, drafted: Sequence[int]) -> tuple[list[int], list[int]]:
+        return list(drafted), list(range(1, len(drafted) + 1))
+
+
+# -- a smaller model that drafts for all rows at once, with keys and values of its own --------------------------------
+#
+#     speculation: {method: draft_model, draft_model: ...}
+#
+# It catches up on what the target wrote, then writes one token after another for every row: as many as pay, by how sure
+# it is of them and by what both models' steps cost. Its tokens may be other ones than the target's (scripts.py).
+
+
+CHUNK = 512  # tokens of a forward while it catches up
+
+
+@dataclass(slots=True)
+class Sketch:
+    """What the draft writes for a row in a step, in its own tokens. sure: the probability that it gave each of them."""
+
+    row: RequestState
+    script: DraftView
+    token_ids: list[int] = field(default_factory=list)
+    sure: list[float] = field(default_factory=list)
+    weights: list[torch.Tensor] = field(default_factory=list)  # what each was sampled from, where it was
+    survival: float = 1.0
+    guesses: list[int] = field(default_factory=list)  # the target's tokens
+    rests: list[int] = field(default_factory=list)  # on how many of token_ids each of these rests
+
+
+class DraftModel(NoProposer):
+    """The proposer. context_length: tokens that the draft attends to. width: the target's vocabulary.
+
+    num_tokens: of its own that it writes per step; None for as many as pay. open: the rows in its tokens.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        width: int,
+        context_length: int | None,
+        num_tokens: int | None,
+        cost: Cost | None,
+        open: Open = SameTokensView,
+    ) -> None:
+        self._model = model
+        self._width = width
+        self._context_length = context_length
+        self._num_tokens = num_tokens
+        self._cost = None if num_tokens else cost
+        self._open = open
+        self._confidence = Confidence()
+        self._pace = DraftLength(self._cost, self._confidence, BLIND if open is SameTokensView else BLIND_OTHER)
+        self._scripts: dict[int, DraftView] = {}  # by place, of rows that were drafted for
+        self._held: dict[int, list[int]] = {}  # by place: the tokens whose keys and values are there
+        self._sketches: dict[int, Sketch] = {}  # by place, of this step
+        self._constraint = Constraint(Clock())  # its time is drafting's
+        self.outgrown = 0  # rows that outgrew the draft and went on without it
+
+    # -- what the engine tells ------------------------------------------------------------------------------------
+
+    def admit(self, row: RequestState, donor: int, tokens: int) -> None:
+        self._scripts.pop(row.place, None)
+
+    def extend(self, row: RequestState, token_ids: Sequence[int]) -> None:
+        script = self._scripts.get(row.place)
+        if script is not None:
+            kept = script.extend(token_ids)
+            held = self._held[row.place]
+            del held[_agreed(held, script.tokens, kept) :]
+        sketch = self._sketches.pop(row.place, None)
+        if sketch is not None:
+            self._learn(sketch, token_ids)
+
+    def finish(self, row: RequestState) -> None:
+        self.outgrown += self._left(row) <= 0
+        self._scripts.pop(row.place, None)
+
+    def resize(self, rows: int) -> None:
+        self._model.resize(rows)
+        self._scripts, self._held, self._sketches = {}, {}, {}
+
+    def widen(self, rows: int) -> None:
+        cache = self._model.cache
+        cache.resize(rows, cache.slots)
+        self._held = {place: held for place, held in self._held.items() if place < rows}
+
+    def forget(self) -> None:
+        self.resize(self._model.cache.rows)  # its cache may have grown by half
+
+    # -- drafting -------------------------------------------------------------------------------------------------
+
+    def propose(self, rows: Sequence[RequestState], besides: int) -> list[Draft]:
+        return cut(self.drafts(rows, rows), rows, self._cost, besides)
+
+    def drafts(self, rows: Sequence[RequestState], asked: Sequence[RequestState]) -> list[Draft]:
+        """Return a draft for each of the rows that decode: an empty one where it is not `asked` for, or cannot pay."""
+        reach = reach_of(rows)
+        able = [row for row in asked if min(row.room - 1, self._left(row)) > 0]
+        picked = self._pace.chosen([self._missing(row) for row in able], [row.room for row in able], reach)
+        opened = [Sketch(able[i], self._script(able[i])) for i in picked]
+        # in its tokens a text may be longer, and may be nothing that it can read
+        sketches = [sketch for sketch in opened if sketch.script.tokens and self._left(sketch.row) > 0]
+        self.worked = bool(sketches)
+        going, expected, depth = sketches, float(len(rows)), 0
+        while going:
+            started = time.perf_counter()
+            self._write(going, self._advance(going) if depth else self._catch_up(going))
+            if depth:
+                self._pace.stepped(time.perf_counter() - started)
+            depth += 1
+            expected += sum(sketch.survival for sketch in going)
+            going = [sketch for sketch in going if self._may_go_on(sketch)]
+            drafted = sum(len(sketch.token_ids) for sketch in sketches)
+            survivals = [sketch.survival for sketch in going]
+            going = [going[i] for i in self._pace.going_on(survivals, expected, drafted, depth, len(rows), reach)]
+        drafts = {sketch.row.place: self._draft(sketch) for sketch in sketches}
+        return [drafts.get(row.place) or Draft() for row in rows]
+
+    @property
+    def promise(self) -> float:
+        """How many tokens of a long draft may be right, by what is known."""
+        mean = self._confidence.mean
+        return sum(mean**length for length in range(1, 1 + (self._num_tokens or LONGEST)))
+
+    def _left(self, row: RequestState) -> int:
+        """Return how many more tokens of a row the draft can attend to."""
+        if self._context_length is None:
+            return 1 << 30
+        script = self._scripts.get(row.place)
+        return self._context_length - len(row.tokens if script is None else script.tokens)
+
+    def _may_go_on(self, sketch: Sketch) -> bool:
+        drafted = len(sketch.token_ids)
+        limit = min(self._num_tokens or LONGEST, sketch.row.room - 1, self._left(sketch.row))
+        return drafted < limit and not sketch.script.ends(sketch.token_ids[-1])
+
+    def _missing(self, row: RequestState) -> int:
+        """Return how many tokens of a row the draft has yet to read, as far as is known."""
+        script = self._scripts.get(row.place)
+        return len(row.tokens) if script is None else len(script.tokens) - len(self._held[row.place])
+
+    def _script(self, row: RequestState) -> DraftView:
+        """Return a row in the draft's tokens, with what other rows' places hold of it taken over."""
+        script = self._scripts.get(row.place)
+        if script is None:
+            script = self._scripts[row.place] = self._open(row)
+            agreed = {place: _agreed(held, script.tokens, 0) for place, held in self._held.items()}
+            donor = max(agreed, key=lambda place: (agreed[place], place == row.place), default=row.place)
+            if agreed.get(donor) and donor != row.place:
+                self._model.cache.copy(donor, row.place, agreed[donor])
+            self._held[row.place] = script.tokens[: agreed.get(donor, 0)]
+        return script
+
+    def _compute(self, segments: list[Segment], token_ids: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+        return self._model.logits(segments, token_ids, wanted)
+
+    def _catch_up(self, sketches: Sequence[Sketch]) -> torch.Tensor:
+        """Compute what the draft has not read; return the logits, (rows, vocab), after each row's last token."""
+        last: dict[int, torch.Tensor] = {}
+        behind = list(sketches)
+        while behind:
+            segments, token_ids, wanted, done, budget = [], [], [], [], CHUNK
+            for sketch in behind:
+                place, tokens = sketch.row.place, sketch.script.tokens
+                held = self._held[place]
+                piece = tokens[len(held) : len(held) + budget]
+                if piece:
+                    segments.append(Segment(place, len(held), len(piece), alone=len(piece) > LONGEST + 1))
+                    token_ids += piece
+                    held += piece
+                    budget -= len(piece)
+                    if len(held) == len(tokens):
+                        wanted.append(len(token_ids) - 1)
+                        done.append(place)
+            started = time.perf_counter()
+            logits = self._compute(segments, token_ids, wanted)
+            if len(token_ids) > LONGEST * len(sketches):
+                self._pace.filled(len(token_ids), time.perf_counter() - started)
+            last |= {place: logits[i] for i, place in enumerate(done)}
+            behind = [sketch for sketch in behind if sketch.row.place not in last]
+        return torch.stack([last[sketch.row.place] for sketch in sketches])
+
+    def _advance(self, sketches: Sequence[Sketch]) -> torch.Tensor:
+        """Compute the last token of each sketch; return the logits after them."""
+        segments = [Segment(sketch.row.place, len(self._held[sketch.row.place]), 1) for sketch in sketches]
+        token_ids = [sketch.token_ids[-1] for sketch in sketches]
+        for sketch in sketches:
+            self._held[sketch.row.place].append(sketch.token_ids[-1])
+        return self._compute(segments, token_ids, range(len(sketches)))
+
+    def _write(self, sketches: Sequence[Sketch], logits: torch.Tensor) -> None:
+        """Append one token to each sketch: the draft's best, or of the target's own tokens what it would choose."""
+        if not sketches[0].script.own_tokens:
+            logits = logits[:, : self._width]
+            if logits.shape[1] < self._width:
+                logits = torch.nn.functional.pad(logits, (0, self._width - logits.shape[1]), value=float("-inf"))
+        sure, best = torch.softmax(logits, dim=-1).max(-1)
+        for sketch, own, chance, token in zip(sketches, logits, sure.tolist(), best.tolist(), strict=True):
+            if not sketch.script.own_tokens:
+                chance, token = self._as_the_target(sketch, own[None], chance, token)
+            sketch.token_ids.append(token)
+            sketch.sure.append(chance)
+            sketch.survival *= self._confidence.chance(chance)
+
+    def _as_the_target(self, sketch: Sketch, scores: torch.Tensor, chance: float, token: int) -> tuple[float, int]:
+        """Return the token that a row's own rules choose from the draft's logits, (1, vocab), and its probability."""
+        row = sketch.row
+        if row.grammar is not None:
+            scores = self._constraint.masked(row.grammar, sketch.token_ids, scores)
+        if row.processors is not None:
+            scores = row.processors(scores, row.tokens + sketch.token_ids)
+        if row.samples:
+            chances = torch.softmax(scores.double(), dim=-1)
+            position = row.written + len(sketch.token_ids)
+            token = draw(chances, [row.noise.at(position, b"draft")])[0]
+            sketch.weights.append(chances[0])
+            return float(chances[0, token]), token
+        if row.grammar is None and row.processors is None:
+            return chance, token
+        token = int(scores.argmax())
+        return float(torch.softmax(scores[0], dim=-1)[token]), token
+
+    # -- what became of it ----------------------------------------------------------------------------------------
+
+    def _draft(self, sketch: Sketch) -> Draft:
+        """Return a sketch in the target's tokens."""
+        guesses, rests = sketch.script.guesses(sketch.token_ids)
+        unknown = next((i for i, guess in enumerate(guesses) if guess >= self._width), len(guesses))
+        sketch.guesses, sketch.rests = guesses[: min(unknown, sketch.row.room - 1)], rests
+        survival, upto, value = [], 0, 1.0
+        for count in rests[: len(sketch.guesses)]:
+            for sure in sketch.sure[upto:count]:
+                value *= self._confidence.chance(sure)
+            upto = max(upto, count)
+            survival.append(value)
+        self._sketches[sketch.row.place] = sketch
+        probabilities: Any = torch.stack(sketch.weights) if sketch.weights else None
+        return Draft(sketch.guesses, survival, [None] * len(survival), probabilities)
+
+    def _learn(self, sketch: Sketch, token_ids: Sequence[int]) -> None:
+        """Compare a sketch with what the target wrote."""
+        known = 0
+        for i, (guess, token) in enumerate(zip(sketch.guesses, token_ids, strict=False)):
+            upto, right = sketch.rests[i], guess == token
+            for sure in sketch.sure[known : upto if right else known + 1]:
+                self._confidence.observe(sure, right)
+            known = max(known, upto)
+            if not right:
+                break
+
+
+def _agreed(held: Sequence[int], tokens: Sequence[int], known: int) -> int:
+    """Return how many of the tokens held are those of a text whose last token is not computed; `known` of them are."""
+    return max(0, min(len(held), len(tokens) - 1, known + shared(held[known:], tokens[known:])))
+
+
+# -- passages and a draft model together: the model drafts for the rows for which the passages promise less th --------
+#
+# Whichever promises more tokens, by what was learnt of both, is taken whole. Where a row samples, the model's draft is
+# taken if it was asked for: what it drew must not decide whether it counts.
+
+
+class HybridProposer(NoProposer):
+    """The proposer. passages: told of all rows by its owner; here it is only asked."""
+
+    def __init__(self, passages: RowProposer, model: DraftModel, cost: Cost | None) -> None:
+        self._passages = passages
+        self._model = model
+        self._cost = cost
+
+    def propose(self, rows: Sequence[RequestState], besides: int) -> list[Draft]:
+        self._passages.follow(rows, besides)
+        guesses = self._passages.guess(rows)
+        promise = self._model.promise
+        asked = [row for row, guess in zip(rows, guesses, strict=True) if sum(guess.survival) < promise]
+        drafts = self._model.drafts(rows, asked)
+        best = [_better(guess, draft) for guess, draft in zip(guesses, drafts, strict=True)]
+        return cut(best, rows, self._cost, besides)
+
+    @property
+    def worked(self) -> bool:  # type: ignore[override]
+        return self._model.worked
+
+    @property
+    def outgrown(self) -> int:
+        """Rows that outgrew the draft model."""
+        return self._model.outgrown
+
+    def admit(self, row: RequestState, donor: int, tokens: int) -> None:
+        self._model.admit(row, donor, tokens)
+
+    def extend(self, row: RequestState, token_ids: Sequence[int]) -> None:
+        self._model.extend(row, token_ids)
+
+    def finish(self, row: RequestState) -> None:
+        self._model.finish(row)
+
+    def resize(self, rows: int) -> None:
+        self._model.resize(rows)
+
+    def widen(self, rows: int) -> None:
+        self._model.widen(rows)
+
+    def forget(self) -> None:
+        self._model.forget()
+
+
+def _better(guess: Draft, draft: Draft) -> Draft:
+    sampled = draft.probabilities is not None
+    return draft if sampled or sum(draft.survival) > sum(guess.survival) else guess

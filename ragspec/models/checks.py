@@ -1,0 +1,306 @@
+"""Are a checkpoint's weights whole, and those of a language model? Only the headers of its files are read.
+
+    >>> check_weights(resolve("my-model"), config)    # raises ConfigError: which tensors are missing
+
+transformers gives random values to what a checkpoint lacks, and vLLM starts with whatever is in memory: the answers
+would be noise that looks like text. transformers itself says what its class needs: the model is built without memory
+("meta"), so that names, shapes, renamings and tied weights are its own. Limit: quantised checkpoints are judged when
+they are loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from ragspec.errors import ConfigError, flat
+from ragspec.models.draft import width_of
+from ragspec.models.resolve import ModelSource
+from ragspec.models.tokenizer import HFTokenizer
+
+ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+WRITES_TEXT = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+ELSEWHERE = ("variant", "subfolder", "gguf_file", "state_dict")  # arguments that name other files
+PLACEMENT = ("device_map", "max_memory", "offload_folder", "tp_plan", "attn_implementation")
+SHOWN = 4  # names in a message
+LFS = b"version https://git-lfs"
+
+
+def check_weights(
+    source: ModelSource,
+    config: Any,
+    *,
+    key: str = "model",
+    args_key: str = "runner_args.model_args",
+    trust_remote_code: bool = False,
+    extra: Mapping[str, Any] | None = None,
+    by_transformers: bool = True,
+) -> list[str]:
+    """Return notes on a checkpoint. Raises ConfigError for one that is not whole, or not a causal language model's.
+
+    key: what named the model, for the message. args_key: where its from_pretrained arguments are. extra: these
+    arguments. by_transformers: whether transformers loads it; if not, it judges only what it has a class for. A model
+    of the hub is judged as far as it is in the cache.
+    """
+    extra, folder = extra or {}, Path(source.path)
+    try:
+        check_task(config)
+        if not by_transformers and not any((folder / name).is_file() for name in (ONE, INDEX)):
+            return []  # vLLM reads other forms too
+        if folder.is_dir() and not any(word in extra for word in ELSEWHERE):
+            check_files(
+                folder,
+                args_key,
+                safetensors=extra.get("use_safetensors", True) is not False,
+                indexed=not by_transformers or not (folder / ONE).is_file(),
+            )
+        judged = by_transformers or _has_class(config, trust_remote_code)
+        if judged and getattr(config, "quantization_config", None) is None:
+            return check_tensors(source, config, trust_remote_code=trust_remote_code, extra=extra)
+        return []
+    except IncompleteError as error:
+        raise ConfigError(f'{key}: "{source.name}": {error}') from None
+
+
+def _has_class(config: Any, trust_remote_code: bool) -> bool:
+    """Return whether transformers has a class that says which tensors there must be."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    own_code = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    return config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or own_code
+
+
+class IncompleteError(Exception):
+    """Why a checkpoint cannot be used, for the end of a message."""
+
+
+def check_task(config: Any) -> None:
+    """Raise IncompleteError for a model of another task: a classifier whose head is left out would still write."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    named = getattr(config, "architectures", None) or []
+    known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()}
+    others = [name for name in named if "For" in name and name not in known and not name.endswith(WRITES_TEXT)]
+    if named and others == list(named):
+        raise IncompleteError(f"is a {others[0]}, which does not write text; choose a causal language model")
+
+
+def check_files(folder: Path, args_key: str, *, safetensors: bool = True, indexed: bool = True) -> None:
+    """Raise IncompleteError for weight files that are missing, cut off or not there at all.
+
+    indexed: whether an index counts: transformers looks at none beside a single file.
+    """
+    if not safetensors:
+        return  # torch reads pickled files, and says what is wrong with them
+    if indexed and (folder / INDEX).is_file():
+        names = sorted(set(_shards(folder / INDEX)))
+        if lost := [name for name in names if not (folder / name).is_file()]:
+            raise IncompleteError(f"{_some(lost)} is missing, which {INDEX} names; get all files of the model")
+    elif (folder / ONE).is_file():
+        names = [ONE]
+    elif any((folder / name).is_file() for name in PICKLED):
+        raise IncompleteError(
+            f"has pickled weights only ({PICKLED[0]}), and loading them can run code; if you trust their authors, set "
+            f"{args_key}.use_safetensors: false"
+        )
+    elif parts := sorted(folder.glob("*.safetensors")):
+        raise IncompleteError(f"has {_some([part.name for part in parts])}, but no {ONE} and no {INDEX}")
+    else:
+        raise IncompleteError(f"the folder has no weights ({ONE}, or {INDEX} and the files it names)")
+    for name in names:
+        _check_header(folder / name)
+
+
+def _shards(index: Path) -> list[str]:
+    try:
+        return [str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise IncompleteError(f"{index.name} cannot be read ({flat(error, 100)}); get it again") from None
+
+
+def _check_header(file: Path) -> None:
+    """Raise IncompleteError for a file that is not whole: its header says how long it must be."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt"):
+            return
+    except (SafetensorError, OSError) as error:
+        with file.open("rb") as opened:
+            begin = opened.read(len(LFS))
+        if begin == LFS:
+            raise IncompleteError(f"{file.name} is a Git LFS pointer, not the weights; run `git lfs pull`") from None
+        size = file.stat().st_size
+        raise IncompleteError(
+            f"{file.name} ({size:,} bytes) is damaged or cut off ({flat(error, 100)}); get it again"
+        ) from None
+
+
+def check_tensors(source: ModelSource, config: Any, *, trust_remote_code: bool, extra: Mapping[str, Any]) -> list[str]:
+    """Return notes on what transformers' class does not use. No tensor is read.
+
+    Raises IncompleteError for tensors that it needs and the files lack.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if not _has_class(config, trust_remote_code):
+        raise IncompleteError(f"transformers has no causal language model of type {config.model_type}")
+    here = Path(source.path).is_dir()
+    given = {
+        "revision": source.revision or "main",
+        "trust_remote_code": trust_remote_code,
+        "use_safetensors": True,
+        **{word: value for word, value in extra.items() if word not in PLACEMENT},
+        "device_map": "meta",
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,
+        "local_files_only": not here,
+    }
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(source.path, **given)
+    except Exception as error:  # whatever a model's own code raises while it is built
+        if not here and isinstance(error, OSError):
+            return []  # not in the cache yet: the loading looks again
+        raise IncompleteError(f"cannot be loaded ({type(error).__name__}: {flat(error, 300)})") from error
+    refuse_incomplete(model, info)
+    unused = sorted(info.get("unexpected_keys") or ())  # without those that the class is known to leave out
+    if not unused:
+        return []
+    return [
+        f"{len(unused)} tensors of the model's files are not used ({_some(unused)}): {type(model).__name__} has no "
+        "place for them, by its config.json"
+    ]
+
+
+def refuse_incomplete(model: Any, info: Mapping[str, Any]) -> None:
+    """Raise IncompleteError if a model was loaded from files that lack some of it.
+
+    info: what from_pretrained says of its loading. A tensor that is tied to one that was there is not missing.
+    """
+    named = model.state_dict(keep_vars=True)  # tied ones under each of their names
+    missing = sorted(info.get("missing_keys") or ())
+    there = {id(tensor) for name, tensor in named.items() if name not in missing}
+    missing = [name for name in missing if id(named.get(name)) not in there]
+    kind, total = type(model).__name__, len(named)
+    if missing:
+        raise IncompleteError(
+            f"its weights lack {len(missing)} of the {total} tensors that {kind} needs ({_some(missing)}); the files "
+            "are incomplete, or another kind of model's"
+        )
+    if mismatched := sorted(str(each[0]) for each in info.get("mismatched_keys") or ()):
+        raise IncompleteError(
+            f"{len(mismatched)} of its tensors have other shapes than config.json says ({_some(mismatched)}); the "
+            "files belong to different models"
+        )
+
+
+def refuse_noise(model: Any) -> None:
+    """Raise IncompleteError for a model whose scores say nothing: NaN, or the same for every token."""
+    import torch
+
+    with torch.inference_mode():
+        scores = model(input_ids=torch.tensor([[1, 2, 3]], device=model.device)).logits[0, -1].float()
+    if scores.isnan().any():
+        raise IncompleteError(
+            f"its scores are not numbers in {str(model.dtype).removeprefix('torch.')}: the weights are damaged, or "
+            "need a wider runner_args.dtype"
+        )
+    if scores.min() == scores.max():
+        raise IncompleteError("gives every token the same score: the weights are empty, or damaged")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+# -- what a user should know of a model before it answers: no end token, a damaged generation_config, a BOS le --------
+#
+# >>> caveats(source, config, tokenizer)
+# ['the model has no end token: answers end at max_new_tokens, or with a stop string']
+
+
+GENERATION = "generation_config.json"
+PROBE = "ragspec answers"  # a text that no template has
+
+
+def model_notes(
+    source: ModelSource,
+    config: Any,
+    tokenizer: HFTokenizer,
+    generate_args: Mapping[str, Any] | None = None,
+    *,
+    stops: Collection[int | None] = (),
+) -> list[str]:
+    """Return notes, a line each; nothing loads. generate_args: what wins over the model's generation_config.
+
+    stops: tokens that end answers beside the model's own.
+
+    Raises ConfigError for end tokens that are none.
+    """
+    notes = []
+    own, damage = _generation_config(source)
+    if damage:
+        notes.append(f"the model's {GENERATION} cannot be read ({damage}): what it asks for is ignored")
+    eos = [(generate_args or {}).get("eos_token_id"), own.get("eos_token_id"), config.get_text_config().eos_token_id]
+    found = next((each for each in (*eos, tokenizer.inner.eos_token_id) if each is not None), None)
+    ends = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ends):
+        raise ConfigError(f"model: eos_token_id must be a token's id or a list of ids, not {json.dumps(found)[:60]}")
+    width = width_of(config)
+    if not ends:
+        notes.append("the model has no end token: answers end at max_new_tokens, or with a stop string")
+    elif all(token >= width for token in ends):
+        notes.append(f"the model cannot write its end token ({ends[0]}; it has {width}): answers end at max_new_tokens")
+    elif (turn := _turn_end(tokenizer)) is not None and turn not in {*ends, *stops}:
+        notes.append(
+            f'the chat template ends an answer with "{tokenizer.piece(turn)}", which is no end token of the model: '
+            f"answers may go on with another turn; sampling.stop_token_ids: [{turn}] ends them there"
+        )
+    if tokenizer.has_chat_template and tokenizer.bos is not None and not _writes_bos(tokenizer):
+        notes.append(
+            "the chat template writes no begin-of-sequence token, though the tokenizer puts "
+            f'"{tokenizer.inner.bos_token}" before plain text: chats have none, as in transformers and vLLM'
+        )
+    return notes
+
+
+def _generation_config(source: ModelSource) -> tuple[dict[str, Any], str]:
+    """Return what a folder's generation_config says, and why it cannot be read where it cannot."""
+    path = Path(source.path) / GENERATION
+    if not path.is_file():
+        return {}, ""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return {}, flat(error, 100)
+    if not isinstance(found, dict):
+        raise ConfigError(f'model: "{source.name}": {GENERATION} must be a JSON object; mend or delete it')
+    return found, ""
+
+
+def _turn_end(tokenizer: HFTokenizer) -> int | None:
+    """Return the control token that the chat template writes right after an answer, None where it writes none."""
+    if not tokenizer.has_chat_template:
+        return None
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": PROBE}]
+    try:
+        _, answer, rest = tokenizer.render_chat(messages, add_generation_prompt=False).rpartition(PROBE)
+    except Exception:  # a program of the model's authors; prompts/chat.py says what is wrong with it
+        return None
+    first = tokenizer.controls.found(rest)[:1] if answer else []
+    return next((tokenizer.controls.ids.get(word) for word in first if rest.lstrip().startswith(word)), None)
+
+
+def _writes_bos(tokenizer: HFTokenizer) -> bool:
+    """Return whether a chat begins with the begin-of-sequence token; also where its template fails on a probe."""
+    try:
+        written = tokenizer.render_chat([{"role": "user", "content": "x"}])
+    except Exception:  # a program of the model's authors; prompts/chat.py says what is wrong with it
+        return True
+    return tokenizer.encode(written, special_tokens=False)[:1] == [tokenizer.bos]

@@ -1,0 +1,207 @@
+"""The files beside an output: `answers.run.json`, which says which config started it, and the names of the others.
+
+    {"config": {...}, "output": "answers.jsonl", "spent": {"runs": 2, "load_s": 4.1, ...}, "configs": {"3f2a": {...}}}
+
+`config` is the latest. `configs`, where failed records were tried again under another one, are all that answered
+records, the first one first; a line names its config where that is a later one. `spent` is what all runs took.
+
+>>> sibling("out/answers.jsonl", ".stats.json")
+PosixPath('out/answers.stats.json')
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from ragspec.errors import ConfigError
+from ragspec.json_text import dumps, loads
+from ragspec.outputs.base import Document
+from ragspec.outputs.folder import LocalDocument
+from ragspec.stats import RunSummary, Spent
+
+STATE, STATISTICS, PENDING = ".run.json", ".stats.json", ".pending.jsonl"
+# what may be another when failed records are tried again: prompts and limits, which answers that are there do not need
+RETRIED = (
+    *("prompt", "sampling.max_new_tokens", "retrieval", "index"),
+    *(f"runner_args.{key}" for key in ("max_model_len", "max_num_batched_tokens", "context_length", "fail_ids")),
+)
+RETRY = "; to try only the failed records under the new one, add --retry-failed"
+WAY_OUT = "; use the config it was started with, choose another --output, or use --no-resume (which keeps it as a copy)"
+
+
+def sibling(output: str, suffix: str) -> Path:
+    """Return the path beside `output` with another ending: out/answers.jsonl -> out/answers.stats.json."""
+    path = Path(output)
+    return path.with_name(path.name.removesuffix(".jsonl") + suffix)
+
+
+def check_writable(path: Path, key: str) -> None:
+    """Raise ConfigError, beginning with `key`, if no file can be written at `path`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if Path(os.path.realpath(path)).is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise PermissionError
+    except OSError:
+        raise ConfigError(f"{key}: {path} cannot be written; choose another file") from None
+
+
+class RunState:
+    """What `run.json` says: the config that started the output `output`."""
+
+    def __init__(self, output: str, document: Document) -> None:
+        self._name = output
+        self._document = document
+        self._content: dict[str, Any] = {}
+        self._spent = Spent()
+        self.signature = ""  # of the config that answers, if another one began the output
+
+    def check_names(self) -> None:
+        """Raise ConfigError if what belongs to the output belongs to another one too."""
+
+    def is_ours(self) -> bool:
+        """Return whether it says what a run of ragspec's writes there."""
+        return isinstance(self.read().get("config"), dict)
+
+    def began_by(self) -> str | None:
+        """Return the runner that began the output; None if that is not known."""
+        config = self.read().get("config")
+        runner = config.get("runner") if isinstance(config, dict) else None
+        return runner if isinstance(runner, str) else None
+
+    def check_config(self, identity: dict[str, Any], *, retrying: bool = False) -> None:
+        """Raise ConfigError, naming the key, if another config started the output.
+
+        retrying: only records that failed are answered, so that prompts and limits may be others.
+        """
+        content = self.read()
+        began = content.get("config")
+        if _digest(identity) in (content.get("configs") or {}):
+            return
+        if not isinstance(began, dict):
+            name = self._document.name.rpartition("/")[2]
+            raise ConfigError(f"{self._name}: contains lines, but {name} does not say which config wrote them{WAY_OUT}")
+        changed = list(_differences(began, _plain(identity)))
+        kept = [each for each in changed if not each.path.startswith(RETRIED)]
+        if kept or (changed and not retrying):
+            told, retry = (kept or changed)[0], "" if kept or retrying else RETRY
+            raise ConfigError(f"{self._name}: was started with a different config: {told}{retry}{WAY_OUT}")
+
+    def begin(self, identity: dict[str, Any], spent: Spent, *, kept: bool) -> None:
+        """Record which config answers from now on. kept: the answers of earlier ones stay. Raises ConfigError."""
+        before = self.read() if kept else {}
+        self._spent = spent
+        configs = before.get("configs") or {_digest(old): old for old in [before.get("config")] if old}
+        configs = {**configs, _digest(identity): identity}
+        self.signature = "" if next(iter(configs)) == _digest(identity) else _digest(identity)
+        self._content = {"config": identity, "output": self._name.rstrip("/").rpartition("/")[2]}
+        self._content |= {"spent": spent.to_json(), **({"configs": configs} if len(configs) > 1 else {})}
+        try:
+            self._document.write(self._content)
+        except OSError as error:
+            where = error.filename or self._document.name
+            raise ConfigError(f"{where}: cannot be written ({error.strerror}); choose another --output") from None
+
+    @property
+    def spent(self) -> Spent:
+        """What the earlier runs took."""
+        return self._spent
+
+    def spent_with(self, summary: RunSummary) -> Spent:
+        """Return what the earlier runs and this one took."""
+        return summary.add_to(self._spent)
+
+    def keep_spent(self, summary: RunSummary) -> None:
+        """Write what the runs took so far. Raises OSError."""
+        self._document.write(self._content | {"spent": self.spent_with(summary).to_json()})
+
+    def read(self) -> dict[str, Any]:
+        """Return what the file says; nothing where there is none. Raises ConfigError where nobody can tell."""
+        try:
+            return self._document.read()
+        except OSError as error:
+            where = error.filename or self._document.name
+            raise ConfigError(f"{where}: cannot be read ({error.strerror}); choose another --output") from None
+
+
+class FileState(RunState):
+    """The same for an output that is one file, from `answers.run.json` beside it."""
+
+    def __init__(self, output: str) -> None:
+        self.path = sibling(output, STATE)
+        super().__init__(output, LocalDocument(self.path))
+        self._output = Path(output)
+
+    def check_names(self) -> None:
+        """Raise ConfigError if a file beside the output is another output's."""
+        twin = self._twin()
+        if twin is not None and self._is_state_of(twin):
+            raise ConfigError(
+                f"{self._output}: its state file would be {self.path.name}, which belongs to {twin.name}; "
+                "choose another --output"
+            )
+        pending = sibling(str(self._output), PENDING)
+        if sibling(str(pending), STATE).exists():
+            raise ConfigError(
+                f"{self._output}: answers waiting for earlier ones would go to {pending.name}, which is another run's "
+                "output; choose another --output"
+            )
+
+    def _twin(self) -> Path | None:
+        """Return the other output that has the same files beside it: `a` and `a.jsonl` do."""
+        name = self._output.name
+        other = name.removesuffix(".jsonl") if name.endswith(".jsonl") else f"{name}.jsonl"
+        if not other or sibling(other, STATE) != sibling(name, STATE):
+            return None
+        return self._output.with_name(other)
+
+    def _is_state_of(self, twin: Path) -> bool:
+        owner = self.read().get("output")
+        if owner is not None:
+            return bool(owner == twin.name) and twin.is_file()
+        # a file from before owners were named belongs to the output that has lines
+        return self.path.exists() and _has_lines(twin) and not _has_lines(self._output)
+
+
+def _has_lines(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
+
+
+class _Difference(NamedTuple):
+    path: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.path}: was {_shown(self.old)}, is now {_shown(self.new)}"
+
+
+def _differences(old: Any, new: Any, path: str = "") -> Iterator[_Difference]:
+    """Yield what differs, by the path of its keys."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            yield from _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+    elif old != new:
+        yield _Difference(path, old, new)
+
+
+def _plain(identity: dict[str, Any]) -> Any:
+    return loads(dumps(identity))
+
+
+def _digest(identity: dict[str, Any]) -> str:
+    """Return the name of a config, by which lines that it answered are known."""
+    return hashlib.blake2b(dumps(identity, option=orjson.OPT_SORT_KEYS), digest_size=6).hexdigest()
+
+
+def _shown(value: Any) -> str:
+    text = dumps(value).decode()
+    return text if len(text) <= 40 else text[:37] + "..."

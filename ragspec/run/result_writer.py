@@ -1,0 +1,150 @@
+"""What becomes of rows: lines in the journal, counts in the totals, and word of it to whoever shows the progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ragspec.config.run import RunConfig
+from ragspec.errors import cause_of
+from ragspec.inputs.base import Source
+from ragspec.outputs.answers import FailedRecord, LineFormat
+from ragspec.outputs.journal import Journal
+from ragspec.prompts.templates import uses_contexts
+from ragspec.run.answering import RecordResult
+from ragspec.run.session import Session
+from ragspec.stats import RunSummary
+
+Report = Callable[[RunSummary, int | None], None]  # called after each record with the totals and the input's lines
+
+
+@dataclass(slots=True)
+class PassageCount:
+    """Questions that were answered, and those of them whose prompts have no passages.
+
+    unfit: because none of theirs fits. unread: a field of theirs that looks like passages, and how many have one.
+    """
+
+    questions: int = 0
+    without: int = 0
+    unfit: int = 0
+    unread: int = 0
+    unread_name: str = ""
+
+    def add(self, kept: int, dropped: int, unread: str) -> None:
+        """Count a question."""
+        self.questions += 1
+        if kept:
+            return
+        if dropped:
+            self.unfit += 1
+            return
+        self.without += 1
+        self.unread += bool(unread)
+        self.unread_name = self.unread_name or unread
+
+    def notes(self, config: RunConfig) -> list[str]:
+        """Return what the user should know: where passages were to be expected, and there are none."""
+        found = []
+        columns = config.input.columns if config.input else None
+        expected = (
+            bool(config.retrieval or (columns and columns.contexts))
+            or uses_contexts(config.prompt.template)
+            or self.without < self.questions / 2
+        )
+        if self.without and (expected or self.unread):
+            field = f'; {self.unread} with a field "{self.unread_name}" that is not read: see ragspec inspect'
+            found.append(f"{self.without} of {self.questions} records have no passages{field if self.unread else ''}")
+        if self.unfit:
+            found.append(
+                f"{self.unfit} of {self.questions} records were answered without passages, as not even their first one "
+                "fits; raise prompt.max_prompt_tokens, lower sampling.max_new_tokens, or give shorter passages"
+            )
+        return found
+
+
+class ResultWriter:
+    """Keeps the books of one pass. total: rows to come, None if nobody knows. shape: of the lines."""
+
+    def __init__(
+        self,
+        session: Session,
+        source: Source,
+        journal: Journal,
+        shape: LineFormat,
+        total: int | None,
+        report: Report | None,
+    ) -> None:
+        self.summary = RunSummary(method=session.runner.method)
+        self.total = total
+        self._source = source
+        self._journal = journal
+        self._ledger = journal.ledger
+        self._shape = shape
+        self._veil = session.config.veil()
+        self._report = report
+        self._config = session.config
+        self._passages = PassageCount()
+
+    def to_come(self) -> int | None:
+        """Return how many rows want an answer, about; None if it is not known how many there are."""
+        return None if self.total is None else max(0, self.total - self._ledger.resumed)
+
+    def has(self, index: int, key: str) -> bool:
+        """Return whether an earlier run finished a row; if so, its line is passed over."""
+        if key not in self._ledger:
+            return False
+        self.summary.skipped += 1
+        self.summary.failed_before += self._ledger.failed(key)
+        self._journal.skip(index, key)
+        self._tell()
+        return True
+
+    def has_another(self, record_id: str) -> bool:
+        """Return whether an earlier run answered a row with this id, whatever it was then."""
+        return self._ledger.resumed > 0 and self._ledger.answered(record_id)
+
+    def put(self, answered: RecordResult) -> None:
+        """Write an answer's line, and count it."""
+        line, config = answered.line, self._journal.signature
+        if config:
+            line = self._shape.signed(line, config)
+        self._journal.put(answered.index, line, counted=lambda: self._count(answered))
+        self._tell()
+
+    def fail(self, index: int, failed: FailedRecord) -> None:
+        """Write the line of a record that has no answer, and count it."""
+        message = failed.message if failed.line is None else f"{self._source.where(failed.line)}: {failed.message}"
+        failed = replace(failed, message=self._veil(message))
+        self._journal.put(index, self._shape.error(failed), counted=lambda: self._count_failure(failed))
+        self._tell()
+
+    def notes(self) -> list[str]:
+        """Return what the user should know about the records that were answered."""
+        return self._passages.notes(self._config)
+
+    def _count(self, answered: RecordResult) -> None:
+        summary = self.summary
+        if answered.passages is not None:
+            self._passages.add(*answered.passages, answered.unread)
+        summary.count(answered.prompt_tokens, answered.costs)
+        for cost in answered.costs:
+            summary.latency_s.add(cost.latency_s)
+            if cost.time_to_first_token_s is not None:
+                summary.time_to_first_token_s.add(cost.time_to_first_token_s)
+            if cost.undrafted:
+                self._note_once(f"some records are answered without drafts: {cost.undrafted}")
+
+    def _count_failure(self, failed: FailedRecord) -> None:
+        self.summary.failed += 1
+        self.summary.failures.add(cause_of(failed.message, failed.name), failed.message)
+
+    def _note_once(self, note: str) -> None:
+        if note not in self.summary.notes:
+            self.summary.notes.append(note)
+
+    def _tell(self) -> None:
+        if self.summary.records or self.summary.failed:
+            self._journal.keep_spent(self.summary)
+        if self._report:
+            self._report(self.summary, self.total)

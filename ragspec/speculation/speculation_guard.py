@@ -1,0 +1,319 @@
+"""Seconds that steps saved beside plain ones, with an interval. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf, log, sqrt
+from typing import Any
+
+FADE = 0.98  # weight of the past at each step
+ENOUGH = 6  # steps from which on they tell their own spread about as well as many do
+SIDE = 2.0  # standard errors, for many steps; more for few
+
+
+class Savings:
+    """Seconds that steps saved, beside plain ones: a fading mean, and how far it may be off."""
+
+    def __init__(self) -> None:
+        self._weight = self._weight2 = 0.0  # sums of the steps' weights and of their squares
+        self._saved = self._spread = 0.0  # mean seconds saved, and the weighted squares about it
+        self._would = self._took = 0.0  # seconds that plain steps would have taken, and that these took
+
+    def add(self, would: float, took: float) -> None:
+        """Take in a step in place of which plain ones would have taken `would` seconds."""
+        self._weight = FADE * self._weight + 1
+        self._weight2 = FADE**2 * self._weight2 + 1
+        self._would = FADE * self._would + would
+        self._took = FADE * self._took + took
+        away = would - took - self._saved
+        self._saved += away / self._weight
+        self._spread = FADE * self._spread + away * (would - took - self._saved)
+
+    def forget(self, kept: float) -> None:
+        """Keep so many steps' weight of what was learnt."""
+        share = min(1.0, kept / self._weight) if self._weight else 1.0
+        self._weight *= share
+        self._weight2 *= share**2
+        self._spread *= share
+        self._would *= share
+        self._took *= share
+
+    @property
+    def steps(self) -> float:
+        """How many steps of equal weight what is known is worth."""
+        return self._weight**2 / self._weight2 if self._weight2 else 0.0
+
+    @property
+    def mean_s(self) -> float | None:
+        """What a step takes; None before any is known."""
+        return self._took / self._weight if self._weight else None
+
+    @property
+    def ratio(self) -> float | None:
+        """How fast the steps are, in plain ones; None before any is known."""
+        return self._would / self._took if self._took else None
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Between what the ratio probably is."""
+        if not self._took:
+            return 0.0, inf
+        spread = sqrt(self._spread / self._weight / max(1.0, self.steps - 1))
+        few = ENOUGH / self.steps
+        error = SIDE * (1 + max(few, few**2)) * spread * self._weight
+        saved = self._saved * self._weight
+        return 1 + (saved - error) / self._took, 1 + (saved + error) / self._took
+
+
+# -- what steps without drafts take, learnt from those there are: what drafts are judged by (guard.py, trial.p --------
+
+
+LEARN = 0.25  # weight of a new plain step in the mean of its number of rows
+NEAR = 1.15  # numbers of rows within this ratio of each other are off alike
+TRUSTED = 2  # plain steps before they are compared with
+ELSEWHERE = 16  # steps that draft with a number of rows of which no plain step is known, before one is asked for
+WILD = 3.0  # times the usual: what takes longer was interrupted by something else
+
+
+@dataclass(slots=True)
+class _Plain:
+    """Plain steps of some number of rows. off: seconds over those expected, a fading mean. count: of them."""
+
+    off: float
+    count: int = 0
+
+
+@dataclass(slots=True)
+class PlainSteps:
+    """What steps without drafts take, learnt for all who are judged by them. ago: steps that drafted since the latest.
+
+    elsewhere: the same, of those with numbers of rows that no plain step was near.
+    """
+
+    ago: int = 0
+    elsewhere: int = 0
+    _known: dict[int, _Plain] = field(default_factory=dict)  # by rows
+
+    def learn(self, rows: int, seconds: float, expected_s: float) -> None:
+        """Take in a step of `rows` rows."""
+        off = seconds / expected_s
+        plain = self._known.setdefault(rows, _Plain(off))
+        if plain.count < TRUSTED:
+            plain.off = min(plain.off, off)  # the first may have been interrupted
+        else:
+            plain.off += LEARN * (min(off, WILD * plain.off) - plain.off)
+        plain.count += 1
+        self.ago = 0
+        if plain.count >= TRUSTED:
+            self.elsewhere = 0
+
+    def drafted(self, rows: int) -> None:
+        """Take note of a step that drafted."""
+        self.ago += 1
+        self.elsewhere += not self._near(rows)
+
+    def wanted(self, rows: int, every: int) -> bool:
+        """Return whether the coming step should be plain. every: steps that draft for each plain one."""
+        known = self._nearest(rows)
+        return known is None or self.ago >= every or (self.elsewhere >= ELSEWHERE and not self._near(rows))
+
+    def seconds(self, rows: int, expected_s: float) -> float | None:
+        """Return what a plain step takes of which `expected_s` are expected; None where nothing is known."""
+        known = self._nearest(rows)
+        return None if known is None else self._known[known].off * expected_s
+
+    def _nearest(self, rows: int) -> int | None:
+        """Return the number of rows nearest to `rows` of which plain steps are known."""
+        trusted = (other for other, plain in self._known.items() if plain.count >= TRUSTED)
+        return min(trusted, key=lambda other: abs(log(other / rows)), default=None)
+
+    def _near(self, rows: int) -> bool:
+        known = self._nearest(rows)
+        return known is not None and abs(log(known / rows)) <= log(NEAR) + 1e-9
+
+
+# -- never slower than off: drafts are judged by what steps really take, and paused where they lose -------------------
+#
+#     >>> if guard.allows(rows, expected_s): drafts = ...
+#     >>> guard.observe(rows, drafted, tokens=written, seconds=spent, expected_s=expected_s, asking_s=asking)
+#     >>> guard.observe_beside(rows, accepted, seconds=spent, expected_s=expected_s, asking_s=asking)
+#
+# A step that drafts is compared with plain steps: those in which nothing was worth drafting, and one now and then for
+# which the guard itself asks. What plain steps take is known by how far they were off what was expected of them, so
+# that steps of another number of rows tell it too; what is expected must not learn from steps that draft. What counts
+# is the seconds saved, with an interval: drafts are paused once even its upper end is a loss, and tried again after a
+# while. Asking for drafts takes time even where nothing comes of it: a step that asked in vain lost exactly that time,
+# and all steps that asked are judged together too. A step that also computes prompts says nothing about plain ones and
+# is never asked to be one. There it is judged whether asking takes longer than all that comes of it would have taken,
+# and such steps have pauses of their own. Pure.
+
+
+SOON = 3  # steps that draft, before anything is judged by them
+SURE = 1.1  # times as fast, from which on plain steps may be rare
+EVERY, RARE = 32, 256  # steps that draft for each plain one: at first, and where drafts clearly win
+KEPT = 5.0  # steps' weight that is left after a pause
+PAUSE, LONGEST, LONGER = 64, 4096, 4  # steps: the first pause, and the longest; each so many times the one before
+TRIED, WITNESSES = 8, 256  # steps that asked for drafts, and rows in them, before asking is judged
+TRIFLE = 0.005  # of the time, that asking may surely lose: it finds out when drafts begin to pay
+
+
+class _Pauses:
+    """The pauses of one kind of step."""
+
+    def __init__(self) -> None:
+        self.left = 0  # steps of the present one
+        self.count = 0
+        self._length = PAUSE  # of the next one
+
+    def begin(self) -> None:
+        """Begin a pause, longer than the one before."""
+        self.left, self._length = self._length, min(LONGEST, LONGER * self._length)
+        self.count += 1
+
+    def shorten(self) -> None:
+        """Whatever lost before does so no longer."""
+        self._length = PAUSE
+
+
+class _Asking:
+    """Steps of one kind that asked for drafts, whether or not any came of it."""
+
+    def __init__(self) -> None:
+        self.savings = Savings()
+        self._steps = self._rows = 0  # since the latest pause
+
+    def loses(self, rows: int, would: float, took: float) -> bool:
+        """Take in a step of `rows` rows; return whether all of them surely lose.
+
+        would: seconds that what it wrote would have taken without asking. took: those that it took.
+        """
+        self.savings.add(would, took)
+        self._steps += 1
+        self._rows += rows
+        enough = self._steps >= TRIED and self._rows >= WITNESSES
+        return enough and self.savings.interval[1] < 1 - TRIFLE
+
+    def forget(self) -> None:
+        """Keep little of what was learnt: a pause begins."""
+        self._steps = self._rows = 0
+        self.savings.forget(KEPT)
+
+
+class SpeculationGuard:
+    """Judges one method in one run. plain: what it is judged by."""
+
+    def __init__(self, plain: PlainSteps | None = None) -> None:
+        self._plain = PlainSteps() if plain is None else plain
+        self._pauses, self._pauses_beside = _Pauses(), _Pauses()  # of all steps, and of those that compute prompts
+        self._asking, self._asking_beside = _Asking(), _Asking()  # of the other steps, and of those
+        self._savings = Savings()  # of the steps that drafted
+        self._every = EVERY
+        self._paused = self._asked = 0
+        self._wait = SOON  # steps that draft, before the next judgement
+        self._catches_up = False  # the first step after a pause, which a drafter may need to see what it missed
+
+    def allows(self, rows: int, expected_s: float, mixed: bool = False) -> bool:
+        """Return whether the coming step of `rows` rows may draft. mixed: it computes prompts too.
+
+        expected_s: of a plain step of these rows.
+        """
+        for pauses in (self._pauses, self._pauses_beside) if mixed else (self._pauses,):
+            if pauses.left:
+                pauses.left -= 1
+                self._paused += 1
+                return False
+        if not mixed and self._plain.wanted(rows, self._every):
+            self._asked += 1
+            return False
+        return True
+
+    def observe(
+        self, rows: int, drafted: int, tokens: int, seconds: float, expected_s: float, asking_s: float = 0.0
+    ) -> None:
+        """Learn from a step of decoding alone: `drafted` tokens verified, `tokens` written, drafting included.
+
+        asking_s: seconds of it that making the drafts, or finding none, took; 0 where nobody was asked.
+        """
+        if not drafted:
+            without = seconds - asking_s
+            self._plain.learn(rows, without, expected_s)
+            if asking_s and self._catches_up:
+                self._catches_up = False
+            elif asking_s and self._asking.loses(rows, without, min(seconds, WILD * without)):
+                self._rest()
+            return
+        self._plain.drafted(rows)
+        plain = self._plain.seconds(rows, expected_s)
+        if self._catches_up:
+            self._catches_up = False
+        elif plain is not None:
+            usual = max(plain, self._savings.mean_s or inf)
+            would, took = tokens * plain / rows, min(seconds, WILD * usual)
+            if self._asking.loses(rows, would, took):
+                self._rest()
+            else:
+                self._judge(would, took)
+
+    def observe_beside(self, rows: int, accepted: int, seconds: float, expected_s: float, asking_s: float) -> None:
+        """Learn from a step that computed prompts too: `accepted` tokens of drafts were right.
+
+        seconds, asking_s: of the step, drafting included, and of asking. expected_s: of a plain step of these rows.
+        What verifying takes is not known here and is left out: what loses even so surely loses.
+        """
+        if not asking_s:
+            return
+        if self._catches_up:
+            self._catches_up = False
+            return
+        without = seconds - asking_s
+        plain = self._plain.seconds(rows, expected_s)
+        worth = accepted / rows * (without if plain is None else min(plain, without))  # a plain one takes no longer
+        if self._asking_beside.loses(rows, without + worth, min(seconds, WILD * without)):
+            self._pauses_beside.begin()
+            self._asking_beside.forget()
+        elif self._asking_beside.savings.interval[0] > SURE:
+            self._pauses_beside.shorten()
+
+    def _judge(self, would: float, took: float) -> None:
+        """Take in a step in place of which plain ones would have taken `would` seconds."""
+        self._savings.add(would, took)
+        self._wait -= 1
+        if self._wait > 0:
+            return
+        low, high = self._savings.interval
+        if high < 1:
+            self._rest()
+        elif low > SURE:
+            self._pauses.shorten()
+            if self._savings.steps > self._every / 2:
+                self._every = min(RARE, 2 * self._every)
+
+    def _rest(self) -> None:
+        """Begin a pause of all steps."""
+        self._pauses.begin()
+        self._every, self._wait, self._catches_up = EVERY, SOON, True
+        self._savings.forget(KEPT)
+        self._asking.forget()
+
+    @property
+    def knows(self) -> bool:
+        """Whether any step that drafted has been compared with plain ones."""
+        return self._savings.ratio is not None
+
+    @property
+    def pausing(self) -> bool:
+        """Whether the method is paused."""
+        return self._pauses.left > 0
+
+    def about(self) -> dict[str, Any]:
+        """Return what the statistics say: what was decided, and by what."""
+        ratios = {
+            "ratio": self._savings.ratio,
+            "ratio_asked": self._asking.savings.ratio,
+            "ratio_asked_beside": self._asking_beside.savings.ratio,
+        }
+        return {name: None if ratio is None else round(ratio, 3) for name, ratio in ratios.items()} | {
+            "pauses": self._pauses.count + self._pauses_beside.count,
+            "paused_steps": self._paused,
+            "plain_steps": self._asked,
+        }

@@ -1,0 +1,271 @@
+"""A draft cut from its target: a few of its layers, evenly spread, with its own embeddings, norms and head.
+
+It learns to say what the target said, at every place of its answers, and to read: of the prompts one place in four is
+learnt in each epoch, another one each time, as they are ten times as long as answers and a model of few layers has lost
+its language when it is cut.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, Protocol
+
+import torch
+
+from ragspec.errors import ConfigError
+from ragspec.models.draft import width_of
+from ragspec.outputs.folder import open_private
+from ragspec.training.examples import Example
+
+RATE = 1e-3
+EVERY = 4  # of the places of prompts, one in so many is learnt at a time
+UNSAID = -100  # torch's label for what is not learnt
+
+
+class Student:
+    """A small causal model that is taught. model: as cut_from() returns it. tokenizer, dtype: that it is written with.
+
+    It learns in float32, and is written in its target's dtype, in which it would load with it.
+    """
+
+    rate = RATE
+
+    def __init__(self, model: Any, tokenizer: Any = None, dtype: torch.dtype = torch.float32) -> None:
+        self.model = model
+        self._tokenizer = tokenizer
+        self._dtype = dtype
+
+    def learn(self, batch: Sequence[Example], turn: int) -> float:
+        """Learn the answers, and of the prompts the places that are this epoch's. Lessons are padded at their ends."""
+        length = max(len(lesson.token_ids) for lesson in batch)
+        ids = torch.zeros(len(batch), length, dtype=torch.long)
+        mask, answered = torch.zeros_like(ids), torch.zeros(len(batch), length, dtype=torch.bool)
+        for row, lesson in enumerate(batch):
+            end = len(lesson.token_ids)
+            ids[row, :end] = torch.tensor(lesson.token_ids)
+            mask[row, :end] = 1
+            answered[row, lesson.prompt_tokens : end] = True
+        wanted = (answered[:, 1:].any(0) | (torch.arange(1, length) % EVERY == turn % EVERY)).nonzero()[:, 0]
+        labels = ids.masked_fill(mask == 0, UNSAID)  # the head is most of a small model: what it is asked for is learnt
+        device = self.model.device
+        logits = self.model(
+            input_ids=ids.to(device), attention_mask=mask.to(device), logits_to_keep=wanted.to(device)
+        ).logits
+        aims = labels[:, 1:][:, wanted].to(device)
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), aims.flatten(), ignore_index=UNSAID)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach())
+
+    @torch.inference_mode()
+    def agreement(self, lessons: Sequence[Example]) -> float:
+        """Return the share of the answers' tokens that are its best guess, given all before them."""
+        self.model.eval()
+        right = total = 0
+        for lesson in lessons:
+            ids = torch.tensor([lesson.token_ids], device=self.model.device)
+            said = min(len(lesson.token_ids) - lesson.prompt_tokens, ids.shape[1] - 1)
+            guesses = self.model(input_ids=ids[:, :-1], logits_to_keep=said).logits[0].argmax(-1)
+            right += int((guesses == ids[0, -said:]).sum())
+            total += said
+        return right / total if total else 0.0
+
+    def save(self, folder: Path) -> None:
+        """Write the model and its tokenizer. It is of no more use for learning."""
+        self.model.to(self._dtype)
+        self.model.save_pretrained(folder, safe_serialization=True)
+        if self._tokenizer is not None:
+            self._tokenizer.save_pretrained(folder)
+
+
+def spread_layers(layers: int, count: int) -> list[int]:
+    """Return `count` of the numbers below `layers`, the first and the last among them.
+
+    >>> spread(30, 3)
+    [0, 14, 29]
+    """
+    return [0] if count == 1 else [i * (layers - 1) // (count - 1) for i in range(count)]
+
+
+def check_layers(count: int, layers: int) -> None:
+    """Raise ConfigError where a target of `layers` layers has no draft of `count`."""
+    if not 0 < count < layers:
+        raise ConfigError(f"--layers: must be between 1 and {layers - 1}, fewer than the target has")
+
+
+def cut_student(target: Any, count: int) -> Any:
+    """Return a model of `count` layers of `target`, a loaded causal model, with copies of its weights.
+
+    Raises ConfigError where the model's layers cannot be told apart.
+    """
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    own = target.config.get_text_config()
+    layers = own.num_hidden_layers
+    check_layers(count, layers)
+    kept = spread_layers(layers, count)
+    config = type(target.config).from_dict(target.config.to_dict())
+    text = config.get_text_config()
+    text.num_hidden_layers = count
+    for key, value in text.to_dict().items():
+        if isinstance(value, list) and len(value) == layers:
+            setattr(text, key, [value[i] for i in kept])
+    try:
+        pupil = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        weights = _renumbered(target.state_dict(), kept, layers)
+        missing = pupil.load_state_dict({name: value.float() for name, value in weights.items()}, strict=False)
+    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise ConfigError(f"train-draft: {type(target).__name__} cannot be cut to fewer layers ({error})") from error
+    tied = set(getattr(pupil, "_tied_weights_keys", None) or ())
+    if missing.unexpected_keys or set(missing.missing_keys) - tied:
+        raise ConfigError(f"train-draft: {type(target).__name__} cannot be cut to fewer layers: its weights do not fit")
+    ends = target.generation_config  # nothing else of it: transformers would not write some of what it loads
+    pupil.generation_config = GenerationConfig(
+        bos_token_id=ends.bos_token_id, eos_token_id=ends.eos_token_id, pad_token_id=ends.pad_token_id
+    )
+    assert width_of(pupil.config) == width_of(target.config)
+    return pupil.to(target.device)
+
+
+def _renumbered(weights: Mapping[str, torch.Tensor], kept: list[int], layers: int) -> dict[str, torch.Tensor]:
+    """Return the weights of the layers that are kept, under their new numbers, and of everything else."""
+    found = re.compile(r"^(?P<before>.*\.(?:layers|h|blocks)\.)(?P<number>\d+)(?P<after>\..*)$")
+    new: dict[str, torch.Tensor] = {}
+    for name, value in weights.items():
+        match = found.match(name)
+        if match is None:
+            new[name] = value
+        elif int(match["number"]) in kept and int(match["number"]) < layers:
+            new[f"{match['before']}{kept.index(int(match['number']))}{match['after']}"] = value
+    return new
+
+
+# -- the lessons' loop: what a draft learns, step by step, kept every minute and gone on with -------------------------
+#
+# A draft is taught what the target said. Learning from the words that a target chose is sequence-level knowledge
+# distillation (Kim and Rush, arXiv:1606.07947); what exactly is asked of a draft is the learner's own (pupil.py,
+# heads.py).
+
+
+BATCH = 8  # lessons of a step
+WARM = 0.05  # of all steps, in which the rate rises
+STATE = "state.pt"
+KEEP_EVERY_S = 60.0
+KEEPING = 20  # times as long as keeping takes, at least, lie between two
+
+Progress = Callable[[int, int, float], None]  # steps done, of all, loss
+
+
+class Trainable(Protocol):
+    """What is taught. model: a torch module. rate: the highest learning rate."""
+
+    model: Any
+    rate: float
+
+    def learn(self, batch: Sequence[Example], turn: int) -> float:
+        """Add a batch's gradients to the parameters' and return its mean loss. turn: the epoch."""
+
+    def agreement(self, lessons: Sequence[Example]) -> float:
+        """Return the share of the answers' tokens that it guesses, given all before them."""
+
+    def save(self, folder: Path) -> None:
+        """Write what `speculation.draft_model` loads."""
+
+
+def distill(learner: Trainable, lessons: Sequence[Example], epochs: int, folder: Path, progress: Progress) -> int:
+    """Train for some epochs, going on where an earlier call stopped; return the steps of this call.
+
+    progress: called after every step. Raises ConfigError for a state that belongs to another draft or other lessons.
+    """
+    steps = epochs * -(-len(lessons) // BATCH)
+    learnt = [each for each in learner.model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(learnt, lr=learner.rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
+    course = _TrainingState(learner.model, optimizer, schedule, _about(learnt, lessons, epochs), folder / STATE)
+    done = course.resume()
+    learner.model.train()
+    kept, took, began = time.monotonic(), 0.0, done
+    for number, (turn, batch) in enumerate(_batches(lessons, epochs)):
+        if number < done:
+            continue
+        optimizer.zero_grad()
+        loss = learner.learn(batch, turn)
+        torch.nn.utils.clip_grad_norm_(learnt, 1.0)
+        optimizer.step()
+        schedule.step()
+        done = number + 1
+        progress(done, steps, loss)
+        now = time.monotonic()
+        if now - kept > max(KEEP_EVERY_S, KEEPING * took):
+            course.keep(done)
+            kept = time.monotonic()
+            took = kept - now
+    course.keep(done)
+    learner.model.eval()
+    return done - began
+
+
+class _TrainingState:
+    """How far a draft has learnt, in a file. about: what tells one course from another."""
+
+    def __init__(self, model: Any, optimizer: Any, schedule: Any, about: list[int], path: Path) -> None:
+        self._model = model
+        self._parts = {"optimizer": optimizer, "schedule": schedule}
+        self._about = about
+        self._path = path
+        self._device = next(model.parameters()).device
+
+    def keep(self, done: int) -> None:
+        """Write the state, whole or not at all."""
+        written = self._path.with_name(f".{self._path.name}.written")
+        state: dict[str, Any] = {name: part.state_dict() for name, part in self._parts.items()}
+        # of a head, what is the target's does not change
+        state["draft"] = {name: each.data for name, each in self._model.named_parameters() if each.requires_grad}
+        with open_private(written) as file:
+            torch.save(state | {"done": done, "about": self._about}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        written.replace(self._path)
+
+    def resume(self) -> int:
+        """Take up the state that was kept; return the steps that were done."""
+        if not self._path.exists():
+            return 0
+        state = torch.load(self._path, weights_only=True, map_location=self._device)
+        if state["about"] != self._about:
+            raise ConfigError(
+                f"{self._path}: belongs to another draft, or to other lessons or epochs; remove it, or choose another "
+                "--output"
+            )
+        self._model.load_state_dict(state["draft"], strict=False)
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
+        return int(state["done"])
+
+
+def _about(learnt: Sequence[torch.Tensor], lessons: Sequence[Example], epochs: int) -> list[int]:
+    sizes = [len(learnt), sum(each.numel() for each in learnt)]
+    return [epochs, len(lessons), sum(len(lesson.token_ids) for lesson in lessons), *sizes]
+
+
+def _batches(lessons: Sequence[Example], epochs: int) -> Iterator[tuple[int, list[Example]]]:
+    """Yield each batch with its epoch, always in the same order; lessons of a batch are about as long as each other."""
+    for epoch in range(epochs):
+        rng = Random(epoch)
+        order = sorted(lessons, key=lambda lesson: (len(lesson.token_ids) // 64, rng.random()))
+        batches = [order[at : at + BATCH] for at in range(0, len(order), BATCH)]
+        rng.shuffle(batches)
+        yield from ((epoch, batch) for batch in batches)
+
+
+def _rate(step: int, steps: int) -> float:
+    """Return the share of the full learning rate: it rises, then falls as a cosine."""
+    rising = max(1, int(WARM * steps))
+    if step < rising:
+        return (step + 1) / rising
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - rising) / max(1, steps - rising))))
