@@ -33,7 +33,7 @@ def run_verify(
     if config.speculation.method == PLAIN:
         raise ConfigError("speculation.method: none has nothing to verify; set the method that you use")
     check_comparable(config)
-    with config.veil().over_errors():
+    with config.redactor().over_errors():
         verification = _Verification(config, folder, limit, console)
         verification.compare_runs()
         if reference:

@@ -86,7 +86,7 @@ def describe_quality(quality: Mapping[str, Quality]) -> Iterator[str]:
     names: dict[str, list[str]] = {}
     for name, own in quality.items():
         apart = own.differences.get("f1")
-        against = f", {apart.told(sign=True)} against {own.baseline}" if apart is not None else ""
-        names.setdefault(f"F1 {own.scores['f1'].told()}{against}", []).append(name)
+        against = f", {apart.formatted(sign=True)} against {own.baseline}" if apart is not None else ""
+        names.setdefault(f"F1 {own.scores['f1'].formatted()}{against}", []).append(name)
     for words, alike in names.items():
         yield f"{', '.join(alike)}: {words}"

@@ -151,7 +151,7 @@ def _rows(results: Results) -> Iterator[tuple[str, ...]]:
         yield (
             name,
             _speed(run.tokens_per_s),
-            to_plain[name].told() if name in to_plain else "-",
+            to_plain[name].formatted() if name in to_plain else "-",
             _speed(run.decode_tokens_per_s),
             "-" if run.acceptance_rate is None else f"{run.acceptance_rate:.1%}",
             f"{run.tokens_per_step or 0:.2f}",
@@ -200,4 +200,4 @@ def _speed(speed: float | None) -> str:
 
 
 def _compared(ratio: Ratio) -> str:
-    return f"{ratio.name} runs at {ratio.told()} the speed of {ratio.baseline}"
+    return f"{ratio.name} runs at {ratio.formatted()} the speed of {ratio.baseline}"

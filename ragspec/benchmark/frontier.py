@@ -43,12 +43,12 @@ class Point:
         apart = self.quality.differences.get(SCORE) if self.quality else None
         return None if apart is None or apart.low is None else max(0.0, -apart.low)
 
-    def told(self, *, best: bool) -> str:
+    def formatted(self, *, best: bool) -> str:
         """Return a line about it. best: nothing else is both faster and better."""
         quality = self.quality
-        score = "" if quality is None or SCORE not in quality.scores else f", F1 {quality.scores[SCORE].told()}"
+        score = "" if quality is None or SCORE not in quality.scores else f", F1 {quality.scores[SCORE].formatted()}"
         apart = quality.differences.get(SCORE) if quality is not None else None
-        against = "" if apart is None else f", {apart.told(sign=True)} against the lossless one"
+        against = "" if apart is None else f", {apart.formatted(sign=True)} against the lossless one"
         kind = "lossless" if self.lossless else "changes answers"
         return f"{self.candidate.name}: {self.speed}{score}{against}; {kind}{', on the frontier' * best}"
 

@@ -80,7 +80,7 @@ class Worker:
         )
         assert self._process.stderr is not None
         self._copying = Thread(
-            target=copy_log, args=(self._process.stderr, log, self.candidate.config.veil()), daemon=True
+            target=copy_log, args=(self._process.stderr, log, self.candidate.config.redactor()), daemon=True
         )
         self._copying.start()
         config = self.candidate.config.as_given()  # goes to its stdin: no file holds it
@@ -143,11 +143,11 @@ class Worker:
         return ModelError(f"{self.candidate.name}: its process ended ({''.join(last)[:200]}); see {self.log}")
 
 
-def copy_log(source: IO[bytes], log: IO[bytes], veil: Redactor) -> None:
+def copy_log(source: IO[bytes], log: IO[bytes], redactor: Redactor) -> None:
     """Copy what a process says on its stderr to its log, without the secrets of its config."""
     with source, log:
         for line in source:
-            log.write(veil(line.decode(errors="replace")).encode())
+            log.write(redactor(line.decode(errors="replace")).encode())
             log.flush()
 
 

@@ -110,7 +110,7 @@ class Ratio:
         """Its 95% interval; None for one pair alone."""
         return None if self.low is None or self.high is None else (self.low, self.high)
 
-    def told(self) -> str:
+    def formatted(self) -> str:
         """Return it for a reader: 1.50x (1.40 to 1.60)."""
         span = "one pass" if self.low is None or self.high is None else f"{self.low:.2f} to {self.high:.2f}"
         return f"{self.median:.2f}x ({span})"

@@ -146,7 +146,7 @@ def _beside(
     quality = graded(answers, {candidate.name: tuned.winner.name for candidate in others})
     found = points(tuned.winner, others, speeds, quality)
     best = frontier(found)
-    evidence = [point.told(best=point in best) for point in found]
+    evidence = [point.formatted(best=point in best) for point in found]
     evidence += [f"{name}: ruled out: {why}" for name, why in refused.items()]
     chosen = allowed(found, max_loss)
     verdict = tuned.verdict if chosen.lossless else f"{chosen.candidate.name} is chosen: {chosen.speed}"

@@ -47,7 +47,7 @@ def serve(source: IO[bytes], sink: IO[bytes]) -> None:
     try:
         task = parse(Task, loads(source.readline()))
         config = build_config(task.config, task.name)
-        with config.veil().over_errors():
+        with config.redactor().over_errors():
             _answer(config, task, source, lambda value: send({"value": value}))
     except RagspecError as error:
         send({"error": str(error), "exit_code": error.exit_code})
@@ -82,16 +82,16 @@ def _answer_on_workers(session: Session, scale: ScaleConfig, task: Task, source:
     from ragspec.run.ray.worker_pool import WorkerPool
 
     started = time.perf_counter()
-    with WorkerPool(session, scale, details=True) as crew:
-        crew.muster(_records(session.config, task.limit))
+    with WorkerPool(session, scale, details=True) as pool:
+        pool.start_workers(_records(session.config, task.limit))
         load_s = time.perf_counter() - started
-        about = {**session.about(), **crew.about}
-        say(Ready(about, load_s, 0.0, (*session.notes(), *crew.notes), session.runner.remembers))
+        about = {**session.about(), **pool.about}
+        say(Ready(about, load_s, 0.0, (*session.notes(), *pool.notes), session.runner.remembers))
         for command in source:
             if command.strip() in (DETAILS, PROFILE):
                 say(details(session.runner, Path(task.output)))
             else:
-                say(_run_pass(session, Path(task.output), task.limit, crew))
+                say(_run_pass(session, Path(task.output), task.limit, pool))
 
 
 def _records(config: RunConfig, limit: int | None) -> int | None:
@@ -101,23 +101,23 @@ def _records(config: RunConfig, limit: int | None) -> int | None:
         return count_of(rows, limit)
 
 
-def _run_pass(session: Session, output: Path, limit: int | None, crew: WorkerPool | None = None) -> Pass:
+def _run_pass(session: Session, output: Path, limit: int | None, pool: WorkerPool | None = None) -> Pass:
     """Answer the whole input into `output`, as `ragspec generate` does, and return the figures."""
     output.unlink(missing_ok=True)
     assert session.config.input is not None
     with open_source(session.config.input) as rows, Journal(str(output)) as journal:
-        summary = _stream(session, rows, journal, limit, crew)
+        summary = _stream(session, rows, journal, limit, pool)
     stats = summary.to_json()
     # only now known: a runner may choose it by the records
-    batch_size = (crew.about["runner"] if crew else session.runner.about()).get("batch_size")
+    batch_size = (pool.about["runner"] if pool else session.runner.about()).get("batch_size")
     return parse(Pass, stats | stats["speculation"] | {"batch_size": batch_size})
 
 
-def _stream(session: Session, rows: Source, journal: Journal, limit: int | None, crew: WorkerPool | None) -> RunSummary:
-    if crew is not None:
+def _stream(session: Session, rows: Source, journal: Journal, limit: int | None, pool: WorkerPool | None) -> RunSummary:
+    if pool is not None:
         from ragspec.run.ray.driver import RayPass
 
-        shared = RayPass(session, crew, rows, journal, limit=limit)
+        shared = RayPass(session, pool, rows, journal, limit=limit)
         shared.stream()
         return shared.summary
     executor = LocalPass(session, rows, journal, limit=limit, keep_details=True)

@@ -37,8 +37,8 @@ def inspect(
     given = {"path": path, "format": format, "split": split, "name": name}
     config = validate(InputConfig, {key: value for key, value in given.items() if value is not None}, "command line")
     assert isinstance(config, InputConfig)
-    veil = Redactor(config.model_dump())
-    with veil.over_errors():
+    redactor = Redactor(config.model_dump())
+    with redactor.over_errors():
         found = look(config)
     console = stderr()
     rows = "" if found.rows is None else f", {found.rows:,} rows"
@@ -51,7 +51,7 @@ def inspect(
             yaml.safe_dump({"input": {**asked, "columns": found.mapping}}, sys.stdout, sort_keys=False)
         return
     if found.record is None:
-        console.print(f"the first row is not a record: {veil(found.error)}", markup=False, style="yellow")
+        console.print(f"the first row is not a record: {redactor(found.error)}", markup=False, style="yellow")
         raise typer.Exit(1)
     record = found.record
     fields = {"query": record.query, "messages": record.messages, "prompt": record.prompt}

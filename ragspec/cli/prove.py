@@ -127,9 +127,9 @@ def doctor(
         given = InputConfig(path=[input])
     if given is not None:
         findings.append(examine_input(given))
-    veil = Redactor(given.model_dump() if given is not None else {})
+    redactor = Redactor(given.model_dump() if given is not None else {})
     console, styles = stderr(), {"ok": "green", "note": "yellow", "error": "red"}
     for finding in findings:
-        console.print(f"{finding.level:5} {veil(finding.text)}", markup=False, style=styles[finding.level])
+        console.print(f"{finding.level:5} {redactor(finding.text)}", markup=False, style=styles[finding.level])
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(2)

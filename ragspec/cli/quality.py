@@ -75,13 +75,13 @@ def _print(console: Console, found: Evaluation) -> None:
     for column in ("score", "mean (95%)", "records", *(["difference (95%)"] if found.other else [])):
         table.add_column(column, justify="left" if column == "score" else "right", overflow="fold")
     for name, one in found.scores.items():
-        cells = [name, one.told(), f"{one.count:,}"]
+        cells = [name, one.formatted(), f"{one.count:,}"]
         if found.other and name in found.differences:
-            cells.append(found.differences[name].told(sign=True))
+            cells.append(found.differences[name].formatted(sign=True))
         table.add_row(*cells)
     console.print(table)
     if found.agreement is not None:
-        console.print(f"judge and F1 agree on {found.agreement.told()}% of the answers", markup=False)
+        console.print(f"judge and F1 agree on {found.agreement.formatted()}% of the answers", markup=False)
     if found.speed is not None:
         console.print(
             f"{found.speed:.2f}x the other run's tokens/s, according to the statistics next to both", markup=False

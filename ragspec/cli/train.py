@@ -48,7 +48,7 @@ def train_draft(
             progress=progress,
         )
     console.print(
-        f"a draft ({trained.method}), trained on {trained.tokens:,} tokens of {trained.lessons:,} answers in "
+        f"a draft ({trained.method}), trained on {trained.tokens:,} tokens of {trained.examples:,} answers in "
         f"{trained.training_s:.0f} s: {trained.draft}",
         markup=False,
     )

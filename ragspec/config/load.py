@@ -184,7 +184,7 @@ def config_of(
         notes += _modernise(raw, source)
         raw |= {key: _beside(raw.get(key), value) for key, value in direct.items() if value is not None}
         config = build_config(_without_empty(raw), source)
-    return config, [config.veil()(note) for note in notes]
+    return config, [config.redactor()(note) for note in notes]
 
 
 def build_config(raw: dict[str, Any], source: str = "config") -> RunConfig:

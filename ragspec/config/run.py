@@ -117,7 +117,7 @@ class RunConfig(Section):
         whole: dict[str, Any] = as_given(self.model_dump())
         return whole
 
-    def veil(self) -> Redactor:
+    def redactor(self) -> Redactor:
         """Return the Veil that hides this config's secrets in messages."""
         return Redactor(self.model_dump())
 

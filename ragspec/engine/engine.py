@@ -58,7 +58,7 @@ class Drafting:
         self._worked = False  # whether a model ran for this step's drafts
         self._asking_s = 0.0  # that asking for them took
 
-    def drafts(self, rows: Sequence[RequestState], besides: int) -> list[Draft]:
+    def drafts(self, rows: Sequence[RequestState], prefill_tokens: int) -> list[Draft]:
         """Return a draft per row. besides: tokens of the step that are not these rows'."""
         self._worked, self._asking_s = False, 0.0
         if rows and self._plain is not None:
@@ -66,20 +66,24 @@ class Drafting:
         if not rows or self._pause:
             self._pause = max(0, self._pause - 1)
             return [Draft()] * len(rows)
-        if besides and self._cost is not None and hopeless(len(rows), self._cost, reach_of(rows), besides):
+        if (
+            prefill_tokens
+            and self._cost is not None
+            and hopeless(len(rows), self._cost, reach_of(rows), prefill_tokens)
+        ):
             return [Draft()] * len(rows)
-        if self._trial is not None and not self._trial.allows(len(rows), self._expected_s, mixed=besides > 0):
+        if self._trial is not None and not self._trial.allows(len(rows), self._expected_s, mixed=prefill_tokens > 0):
             return [Draft()] * len(rows)
         started = time.perf_counter()
         try:
-            return self._ask(rows, besides)
+            return self._ask(rows, prefill_tokens)
         finally:
             self._asking_s = time.perf_counter() - started
 
-    def _ask(self, rows: Sequence[RequestState], besides: int) -> list[Draft]:
+    def _ask(self, rows: Sequence[RequestState], prefill_tokens: int) -> list[Draft]:
         """Return what the proposer drafts, and the rows' grammars admit."""
         try:
-            drafts = self._proposer.propose(rows, besides)
+            drafts = self._proposer.propose(rows, prefill_tokens)
             self._worked = self._proposer.worked
         except FORWARD as error:
             self._failures += 1
@@ -174,7 +178,7 @@ class Engine:
     def run(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield one outcome per request, as they finish. Only a forward is tried again: any other error is raised."""
         room = self._settings.room
-        admission = Scheduler(
+        scheduler = Scheduler(
             requests,
             self._model.cache.rows,
             self._settings.lookahead,
@@ -184,14 +188,14 @@ class Engine:
             agree=self._model.frequencies.agree,
             refusal=self._settings.refusal,
         )
-        retreat = OomPolicy(self._model, self._proposer, room, self.notes)
+        oom_policy = OomPolicy(self._model, self._proposer, room, self.notes)
         while True:
-            admission.widen(retreat.most)
-            admitted = admission.admit()
+            scheduler.widen(oom_policy.most)
+            admitted = scheduler.admit()
             yield from (outcome for outcome in admitted if isinstance(outcome, Failure))
-            if not admission.rows():
+            if not scheduler.rows():
                 return
-            yield from self._step(admission, retreat, [start for start in admitted if isinstance(start, Start)])
+            yield from self._step(scheduler, oom_policy, [start for start in admitted if isinstance(start, Start)])
 
     def _row(self, request: Request) -> RequestState:
         row = new_row(request)
@@ -203,49 +207,49 @@ class Engine:
     # -- one step -------------------------------------------------------------------------------------------------
 
     def _step(
-        self, admission: Scheduler, retreat: OomPolicy, starts: Sequence[Start]
+        self, scheduler: Scheduler, oom_policy: OomPolicy, starts: Sequence[Start]
     ) -> Iterator[Generation | Failure]:
         """Run one forward over all rows; yield the records that it finishes."""
         timer, failure = StepTimer(), None
         try:
-            self._begin(admission, starts)
+            self._begin(scheduler, starts)
             timer.begun()
-            work = self._plan(admission)
+            work = self._plan(scheduler)
             timer.drafted()
-            fits = self._reserve(admission, work)
+            fits = self._reserve(scheduler, work)
         except FORWARD as error:
             failure = format_error(error)
         if failure is not None:  # out of the handler: the error holds what was allocated
-            yield from retreat.give_way(admission, failure)
+            yield from oom_policy.preempt(scheduler, failure)
         elif not fits:
-            yield from retreat.narrow(admission, work)
+            yield from oom_policy.shrink_batch(scheduler, work)
         else:
-            written, failed = self._forward(work, retreat)
-            yield from self._commit(written, timer, admission, retreat)
+            written, failed = self._forward(work, oom_policy)
+            yield from self._commit(written, timer, scheduler, oom_policy)
             if failed is None:
-                retreat.succeeded()
+                oom_policy.succeeded()
             else:
-                yield from retreat.isolate(admission, *failed)
+                yield from oom_policy.run_alone(scheduler, *failed)
 
-    def _begin(self, admission: Scheduler, starts: Sequence[Start]) -> None:
+    def _begin(self, scheduler: Scheduler, starts: Sequence[Start]) -> None:
         """Fit the cache to the places there are, and let each new row begin with what another has computed."""
-        cache, places = self._model.cache, len(admission.places)
+        cache, places = self._model.cache, len(scheduler.places)
         if cache.rows != places:
             slots = min(cache.slots, self._settings.room.slots(places))
-            admission.forget_beyond(slots)
+            scheduler.forget_beyond(slots)
             cache.resize(places, slots)
             self._proposer.widen(places)
         for start in starts:
-            cache.lend(start.donor, start.row.place, start.tokens)
+            cache.share_prefix(start.donor, start.row.place, start.tokens)
             self._proposer.admit(start.row, start.donor, start.tokens)
-        idle = admission.idle() if starts else []
+        idle = scheduler.idle() if starts else []
         for start in starts:
-            admission.forget(cache.claim(start.row.place, start.tokens, idle))
+            scheduler.forget(cache.make_writable(start.row.place, start.tokens, idle))
 
-    def _plan(self, admission: Scheduler) -> list[ScheduledRequest]:
+    def _plan(self, scheduler: Scheduler) -> list[ScheduledRequest]:
         """Return what each row does: those that are ready decode, the others are filled, the oldest first."""
         chunk = self._settings.chunk
-        rows = admission.rows()
+        rows = scheduler.rows()
         ready = [row for row in rows if row.ready]
         filling = sorted((row for row in rows if not row.ready), key=lambda row: row.started)
         missing = sum(len(row.tokens) - row.computed for row in filling)
@@ -270,26 +274,26 @@ class Engine:
         for cost in costs:
             cost.read = read
 
-    def _reserve(self, admission: Scheduler, work: Sequence[ScheduledRequest]) -> bool:
+    def _reserve(self, scheduler: Scheduler, work: Sequence[ScheduledRequest]) -> bool:
         """Make room for what the rows write, and some more; return whether there is memory for it."""
         cache = self._model.cache
         slots = max(item.slots for item in work)
         if slots > cache.slots:
-            slots = self._settings.room.ahead(slots, len(admission.places), *admission.coming())
+            slots = self._settings.room.ahead(slots, len(scheduler.places), *scheduler.coming())
             if not slots:
                 return False
             cache.reserve(slots)
         return True
 
     def _forward(
-        self, work: Sequence[ScheduledRequest], retreat: OomPolicy
+        self, work: Sequence[ScheduledRequest], oom_policy: OomPolicy
     ) -> tuple[StepOutput, tuple[RequestState, str] | None]:
         """Return what the target wrote, row by row, and the row that failed in a forward of its own, if one did.
 
         A forward that fails is split; rows that were not reached have their turn in the next step.
         """
         written: StepOutput = []
-        most = retreat.together.limit
+        most = oom_policy.together.limit
         parts = [work[at : at + most] for at in range(0, len(work), most)]
         while parts:
             part, failure = parts.pop(0), None
@@ -303,10 +307,10 @@ class Engine:
             if len(part) == 1:
                 return written, (part[0].row, failure)
             self.notes.add(f"a forward of {len(part)} rows failed, and went on with fewer at once: {failure}")
-            retreat.together.failed(len(part))
+            oom_policy.together.failed(len(part))
             half = len(part) // 2
             parts[:0] = [part[:half], part[half:]]
-        retreat.together.succeeded()
+        oom_policy.together.succeeded()
         return written, None
 
     def _logits(self, work: Sequence[ScheduledRequest]) -> torch.Tensor:
@@ -322,7 +326,7 @@ class Engine:
     # -- tokens ---------------------------------------------------------------------------------------------------
 
     def _commit(
-        self, written: StepOutput, timer: StepTimer, admission: Scheduler, retreat: OomPolicy
+        self, written: StepOutput, timer: StepTimer, scheduler: Scheduler, oom_policy: OomPolicy
     ) -> Iterator[Generation | Failure]:
         """Take in what the rows computed and wrote, and what it cost; yield the answers that are finished."""
         finished: list[RequestState] = []
@@ -332,9 +336,9 @@ class Engine:
             self._drafting.observe(work, tokens, timer.count(work, tokens, self.clock, self._settings.cost))
         finally:  # what is finished is handed on, whatever became of the others
             for row in finished:
-                admission.release(row)
+                scheduler.release(row)
                 self._proposer.finish(row)
-                retreat.finished(row)
+                oom_policy.finished(row)
                 yield row.outcome()
 
     def _extend(self, item: ScheduledRequest, token_ids: list[int], finished: list[RequestState]) -> int:

@@ -64,48 +64,48 @@ class OomPolicy:
             self._suspect = None
             self._rows.failed(self._beside)
 
-    def give_way(self, admission: Scheduler, text: str) -> list[Failure]:
+    def preempt(self, scheduler: Scheduler, text: str) -> list[Failure]:
         """Go on with half as many rows, the others back in the queue; a row that is alone fails."""
-        places = len(admission.places)
+        places = len(scheduler.places)
         failed = []
         if places == 1:
-            failed = [self._fail(admission, row, text) for row in admission.rows()]
+            failed = [self._fail(scheduler, row, text) for row in scheduler.rows()]
         else:
             self._rows.failed(places)
             self._notes.add(f"batch_size: reduced from {places} to {self._rows.limit} rows after {text}")
-        self._begin_anew(admission, self._rows.limit if places > 1 else 1)
+        self._begin_anew(scheduler, self._rows.limit if places > 1 else 1)
         return failed
 
-    def narrow(self, admission: Scheduler, work: Sequence[ScheduledRequest]) -> list[Failure]:
+    def shrink_batch(self, scheduler: Scheduler, work: Sequence[ScheduledRequest]) -> list[Failure]:
         """Go on with as many rows as there is memory for, now that one of them is so long."""
         longest = max(work, key=lambda item: item.slots)
         places = self._room.rows(longest.slots)
         failed = []
         if places:
-            note = f"reduced from {len(admission.places)} to {places} rows for a record of {longest.slots} tokens"
+            note = f"reduced from {len(scheduler.places)} to {places} rows for a record of {longest.slots} tokens"
             self._notes.add(f"batch_size: {note}")
         else:
-            failed = [self._fail(admission, longest.row, self._room.why(longest.slots))]
-        self._begin_anew(admission, max(1, places))
+            failed = [self._fail(scheduler, longest.row, self._room.why(longest.slots))]
+        self._begin_anew(scheduler, max(1, places))
         return failed
 
-    def isolate(self, admission: Scheduler, row: RequestState, text: str) -> list[Failure]:
+    def run_alone(self, scheduler: Scheduler, row: RequestState, text: str) -> list[Failure]:
         """Try a row that failed in a forward of its own without any others; if it is alone already, it fails."""
-        if len(admission.rows()) == 1:
+        if len(scheduler.rows()) == 1:
             self._suspect = None
-            return [self._fail(admission, row, text)]
-        self._suspect, self._beside = row, len(admission.places)
-        self._begin_anew(admission, 1, first=row)
+            return [self._fail(scheduler, row, text)]
+        self._suspect, self._beside = row, len(scheduler.places)
+        self._begin_anew(scheduler, 1, first=row)
         return []
 
-    def _fail(self, admission: Scheduler, row: RequestState, text: str) -> Failure:
-        admission.release(row)
+    def _fail(self, scheduler: Scheduler, row: RequestState, text: str) -> Failure:
+        scheduler.release(row)
         self._proposer.finish(row)
         return Failure(row.request.index, text)
 
-    def _begin_anew(self, admission: Scheduler, places: int, first: RequestState | None = None) -> None:
+    def _begin_anew(self, scheduler: Scheduler, places: int, first: RequestState | None = None) -> None:
         """Send all rows back to the queue, and have an empty cache of `places` rows."""
-        admission.interrupt(places, first)
+        scheduler.interrupt(places, first)
         self._model.resize(places)
         self._proposer.resize(places)
         free_memory()

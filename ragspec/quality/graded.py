@@ -109,8 +109,8 @@ def _graded(
 ) -> Graded:
     contexts = [str(each) for each in line.get("contexts") or []]
     gold = next((source[key] for key in GOLD if isinstance(source.get(key), list)), None)
-    told = {name for reference in references for name in numbered(reference, _by_rank(source, contexts))}
-    wanted = told if gold is None else {_name(each) or str(each) for each in gold}
+    formatted = {name for reference in references for name in numbered(reference, _by_rank(source, contexts))}
+    wanted = formatted if gold is None else {_name(each) or str(each) for each in gold}
     parsed = line.get("parsed")
     said = parsed["answer"] if isinstance(parsed, dict) and isinstance(parsed.get("answer"), str) else text
     return Graded(

@@ -31,7 +31,7 @@ class Estimate:
     high: float | None
     count: int
 
-    def told(self, *, sign: bool = False) -> str:
+    def formatted(self, *, sign: bool = False) -> str:
         """Return it for a reader: -0.4 (-1.9 to +1.0)."""
         form = "+.1f" if sign else ".1f"
         interval = "" if self.low is None else f" ({self.low:{form}} to {self.high:{form}})"

@@ -196,7 +196,7 @@ def render(results: Results, *, quote: bool = True) -> str:
             for figure in figures(results)
         ],
         rows=rows(results),
-        times=Ratio.told,
+        times=Ratio.formatted,
         scores=list(dict.fromkeys(name for quality in results.quality.values() for name in quality.scores)),
         answers=shown_answers(results) if quote else [],
     )

@@ -60,10 +60,10 @@ class ResultSink(Protocol):
 class Answering:
     """One pass of a session's runner over what is asked. details: also write what an audit and a report need."""
 
-    def __init__(self, session: Session, shape: LineFormat, outlet: ResultSink, *, details: bool = False) -> None:
+    def __init__(self, session: Session, shape: LineFormat, sink: ResultSink, *, details: bool = False) -> None:
         self._runner = session.runner
         self._shape = shape
-        self._outlet = outlet
+        self._sink = sink
         self._details = details
         self._stage = Stage(session.retriever, lambda asked: asked.query, with_contexts) if session.retriever else None
         self._reader = RequestBuilder(session)
@@ -93,7 +93,7 @@ class Answering:
         try:
             return self._gathering.requests(self._reader.flight(asked.index, asked.record, asked.key))
         except RecordError as error:
-            self._outlet.fail(
+            self._sink.fail(
                 asked.index, FailedRecord(asked.record.id, asked.key, "RecordError", str(error), asked.number)
             )
             return []
@@ -113,7 +113,7 @@ class Answering:
             self._fail(flight, "RecordError", f"its metadata cannot be written ({error})")
             return
         costs = [self._cost(flight, answer) for answer in distinct_answers(answers)]
-        self._outlet.put(RecordResult(flight.index, encoded, flight.prompt_tokens, costs, *_passages(flight)))
+        self._sink.put(RecordResult(flight.index, encoded, flight.prompt_tokens, costs, *_passages(flight)))
 
     def _cost(self, flight: RecordInFlight, answer: Generation) -> Cost:
         valid = None
@@ -132,7 +132,7 @@ class Answering:
         )
 
     def _fail(self, flight: RecordInFlight, kind: str, message: str) -> None:
-        self._outlet.fail(flight.index, FailedRecord(flight.record.id, flight.fingerprint, kind, message))
+        self._sink.fail(flight.index, FailedRecord(flight.record.id, flight.fingerprint, kind, message))
 
 
 def _passages(flight: RecordInFlight) -> tuple[tuple[int, int] | None, str]:

@@ -138,9 +138,9 @@ def _examine_compiler() -> Finding:
 
 def examine_config(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
     """Yield what `config` would do: translated keys, model and memory, draft, engine; and the error that stops it."""
-    veil = config.veil()
+    redactor = config.redactor()
     for finding in _examine(config, notes):
-        yield replace(finding, text=veil(finding.text))
+        yield replace(finding, text=redactor(finding.text))
 
 
 def _examine(config: RunConfig, notes: list[str]) -> Iterator[Finding]:

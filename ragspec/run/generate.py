@@ -59,7 +59,7 @@ def generate(
     """
     if config.input is None:
         raise ConfigError("input: missing; set it in the config, or give --input FILE (- for stdin)")
-    with config.veil().over_errors(), ExitStack() as stack:
+    with config.redactor().over_errors(), ExitStack() as stack:
         check_name(config.output)
         target = target_of(config.output)
         with advising("--input takes a file of records, or - for stdin", revealed(config.input.path)):

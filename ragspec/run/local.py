@@ -49,12 +49,12 @@ class LocalPass:
         shape = NativeFormat() if keep_details else line_format_of(session.config)
         self._session = session
         self._runner = session.runner
-        self._desk = ResultWriter(session, source, journal, shape, total, report)
-        self._intake = RecordReader(session.config, self._desk, source)
-        self._ordering = ordering_of(session, source, self._intake, limit, say)
-        self._answering = Answering(session, shape, self._desk, details=keep_details)
+        self._writer = ResultWriter(session, source, journal, shape, total, report)
+        self._record_reader = RecordReader(session.config, self._writer, source)
+        self._ordering = ordering_of(session, source, self._record_reader, limit, say)
+        self._answering = Answering(session, shape, self._writer, details=keep_details)
         self._none = f"{session.config.input}: contains no records; nothing to answer"
-        self.summary = self._desk.summary
+        self.summary = self._writer.summary
 
     def answer(self) -> None:
         """Load the model if there is anything to answer, and answer it."""
@@ -66,7 +66,7 @@ class LocalPass:
                 return
             requests.put_back([first])
             self._load_and_stream(requests)
-        self.summary.notes += self._intake.notes() + self._desk.notes()
+        self.summary.notes += self._record_reader.notes() + self._writer.notes()
         self.summary.notes += self._ordering.notes() + self._answering.notes()
 
     def about(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class LocalPass:
 
     def _to_come(self, requests: Feed[Request]) -> int | None:
         """Return how many requests will come, None if nobody knows: a warm-up must not take longer than they do."""
-        known = self._desk.to_come()
+        known = self._writer.to_come()
         if known is not None and known > AHEAD:
             return known
         head = requests.take(AHEAD, wait=False)
@@ -145,14 +145,14 @@ class Pipeline:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self._veil = config.veil()
+        self._redact = config.redactor()
         self.summary = RunSummary()
         self._answering = False
-        with self._veil.over_errors():
+        with self._redact.over_errors():
             self._session = prepare(config)
 
     def __enter__(self) -> Self:
-        with self._veil.over_errors(), ExitStack() as stack:
+        with self._redact.over_errors(), ExitStack() as stack:
             stack.enter_context(self._session.runner)
             self._session.runner.warm_up()
             stack.pop_all()
@@ -181,7 +181,7 @@ class Pipeline:
         config = self._session.config
         sink = MemorySink()
         with (
-            self._veil.over_errors(),
+            self._redact.over_errors(),
             MemorySource(records) as source,
             Journal(sink, order=config.order) as journal,
         ):

@@ -56,23 +56,23 @@ class Ordering(Protocol):
 
 
 def ordering_of(
-    session: Session, source: Source, intake: RecordReader, limit: int | None, say: Say = ignore_note
+    session: Session, source: Source, record_reader: RecordReader, limit: int | None, say: Say = ignore_note
 ) -> Ordering:
     """Return the ordering that a config asks for. limit: rows that are to be answered. say: is told of the plan."""
     if session.config.prompt.order == "shared":
-        return SharedOrder(session, source, intake, limit, say)
-    return InputOrder(source, intake, limit)
+        return SharedOrder(session, source, record_reader, limit, say)
+    return InputOrder(source, record_reader, limit)
 
 
 class InputOrder:
     """Records in the order of their rows, passages as each record's own prompt has them."""
 
-    def __init__(self, source: Source, intake: RecordReader, limit: int | None) -> None:
+    def __init__(self, source: Source, record_reader: RecordReader, limit: int | None) -> None:
         self._rows: Feed[InputRow] = Feed(source, limit)
-        self._intake = intake
+        self._record_reader = record_reader
 
     def asked(self) -> Feed[RecordTask]:
-        return Feed(Spread(self._rows, self._intake.asked))
+        return Feed(Spread(self._rows, self._record_reader.asked))
 
     def retrieval(self) -> dict[str, Any] | None:
         return None
@@ -84,11 +84,13 @@ class InputOrder:
 class SharedOrder:
     """Windows, each planned before its first record is answered."""
 
-    def __init__(self, session: Session, source: Source, intake: RecordReader, limit: int | None, say: Say) -> None:
+    def __init__(
+        self, session: Session, source: Source, record_reader: RecordReader, limit: int | None, say: Say
+    ) -> None:
         config = session.config.prompt
         self._config = config
         self._tokenizer = session.runner.tokenizer
-        self._intake = intake
+        self._record_reader = record_reader
         self._say = say
         self._limit = limit
         rows = iter(source)
@@ -102,10 +104,10 @@ class SharedOrder:
         self._ratio = 0.0  # tokens of a character
 
     def asked(self) -> Feed[RecordTask]:
-        noted: Feed[ReadRow] = Feed(Spread(self._rows, self._take, self._window))
+        read: Feed[ReadRow] = Feed(Spread(self._rows, self._take, self._window))
         if self._stage is not None:
-            noted = Feed(self._stage.fill(noted))
-        return Feed(Spread(noted, self._fill))
+            read = Feed(self._stage.fill(read))
+        return Feed(Spread(read, self._fill))
 
     def retrieval(self) -> dict[str, Any] | None:
         return self._stage.to_json() if self._stage is not None else None
@@ -119,22 +121,22 @@ class SharedOrder:
         """Take in a row; return its window if it is the last of one."""
         number = next(self._numbers)
         within = self._limit is None or number <= self._limit
-        noted = self._intake.noted(row) if within else self._intake.beyond(row)
-        if noted is not None:
-            self._read.append(noted)
+        read = self._record_reader.read(row) if within else self._record_reader.beyond(row)
+        if read is not None:
+            self._read.append(read)
         return self._window() if number % self._config.order_window == 0 else []
 
     def _window(self) -> list[ReadRow]:
         """Return the window that was read, if anything in it wants an answer."""
         window, self._read = self._read, []
-        if not any(noted.wanted for noted in window):
+        if not any(read.wanted for read in window):
             return []
         self._left.append(len(window))
         return window
 
-    def _fill(self, noted: ReadRow) -> list[RecordTask]:
+    def _fill(self, read: ReadRow) -> list[RecordTask]:
         """Take in a record that has its contexts; return those to answer if it is the last of its window."""
-        self._filled.append(noted)
+        self._filled.append(read)
         if len(self._filled) < self._left[0]:
             return []
         del self._left[0]
@@ -144,7 +146,7 @@ class SharedOrder:
     def _ordered(self, window: list[ReadRow]) -> list[RecordTask]:
         """Return what a window asks for, those records together that begin alike."""
         passages = PassageNumbers()
-        records = [passages.of(noted.asked.record, self._config.max_passages) for noted in window]
+        records = [passages.of(read.asked.record, self._config.max_passages) for read in window]
         plan = shared_order(records, passages.weights, self._config.keep_first)
         self._tally.add(plan)
         if not self._ratio and self._tally.total:
@@ -172,9 +174,9 @@ def _arranged(asked: RecordTask, passages: PassageNumbers, own: list[int], order
     return replace(asked, record=passages.arranged(asked.record, own, order))
 
 
-def _query_of(noted: ReadRow) -> str | None:
-    return noted.asked.query
+def _query_of(read: ReadRow) -> str | None:
+    return read.asked.query
 
 
-def _with_hits(noted: ReadRow, hits: list[Any]) -> ReadRow:
-    return replace(noted, asked=replace(with_contexts(noted.asked, hits), query=None))
+def _with_hits(read: ReadRow, hits: list[Any]) -> ReadRow:
+    return replace(read, asked=replace(with_contexts(read.asked, hits), query=None))

@@ -55,19 +55,19 @@ class _NothingPending:
 def keys_of(config: RunConfig, source: Source, limit: int | None) -> set[str]:
     """Return what the first `limit` rows of an input are recognised by in its output."""
     keys = _NothingPending()
-    intake = RecordReader(config, keys, source)
+    record_reader = RecordReader(config, keys, source)
     for row in islice(source, limit):
-        intake.noted(row)
+        record_reader.read(row)
     return keys.found
 
 
 class RecordReader:
     """Reads the rows of one pass over `source`, in order."""
 
-    def __init__(self, config: RunConfig, desk: FinishedRows, source: Source) -> None:
+    def __init__(self, config: RunConfig, writer: FinishedRows, source: Source) -> None:
         self._form = config.prompt.source
         self._searches = config.retrieval is not None
-        self._desk = desk
+        self._writer = writer
         self._ids = RecordIds(source)
         self._seen = KeySet()
         self._numbers = count()
@@ -75,10 +75,10 @@ class RecordReader:
 
     def asked(self, row: InputRow) -> list[RecordTask]:
         """Return what a row asks for; nothing if it needs no answer any more, or can have none."""
-        noted = self.noted(row)
-        return [noted.asked] if noted is not None and noted.wanted else []
+        read = self.read(row)
+        return [read.asked] if read is not None and read.wanted else []
 
-    def noted(self, row: InputRow) -> ReadRow | None:
+    def read(self, row: InputRow) -> ReadRow | None:
         """Return what a row asks for, wanted or not; None if it can have no answer."""
         index, given = next(self._numbers), None
         try:
@@ -86,14 +86,14 @@ class RecordReader:
             # not the generated id: it may change when the input grows, and older versions used the number
             key = fingerprint(row, given or str(row.number))
             record = self._record(row, given)
-            wanted = not self._desk.has(index, key)
-            self._changed += wanted and self._desk.has_another(record.id)
+            wanted = not self._writer.has(index, key)
+            self._changed += wanted and self._writer.has_another(record.id)
             return ReadRow(self._asked(index, key, row, record), wanted)
         except RecordError as error:
             key = fingerprint(row, None)
-            if not self._desk.has(index, key):
+            if not self._writer.has(index, key):
                 name = given or self._ids.generated(row)
-                self._desk.fail(index, FailedRecord(name, key, "RecordError", str(error), row.number))
+                self._writer.fail(index, FailedRecord(name, key, "RecordError", str(error), row.number))
             return None
 
     def beyond(self, row: InputRow) -> ReadRow | None:

@@ -81,7 +81,7 @@ class ResultWriter:
         self._journal = journal
         self._ledger = journal.ledger
         self._shape = shape
-        self._veil = session.config.veil()
+        self._redact = session.config.redactor()
         self._report = report
         self._config = session.config
         self._passages = PassageCount()
@@ -115,7 +115,7 @@ class ResultWriter:
     def fail(self, index: int, failed: FailedRecord) -> None:
         """Write the line of a record that has no answer, and count it."""
         message = failed.message if failed.line is None else f"{self._source.where(failed.line)}: {failed.message}"
-        failed = replace(failed, message=self._veil(message))
+        failed = replace(failed, message=self._redact(message))
         self._journal.put(index, self._shape.error(failed), counted=lambda: self._count_failure(failed))
         self._tell()
 

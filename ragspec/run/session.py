@@ -65,7 +65,7 @@ class Session:
     def notes(self) -> list[str]:
         """Return what the user should know so far, secrets hidden."""
         own = [self.choice] if self.choice else []
-        return [*dict.fromkeys(map(self.config.veil(), [*own, *self.runner.notes])), *self.prompts.notes]
+        return [*dict.fromkeys(map(self.config.redactor(), [*own, *self.runner.notes])), *self.prompts.notes]
 
     def about(self) -> dict[str, Any]:
         """Return what identifies the run in its statistics."""

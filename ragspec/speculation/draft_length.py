@@ -19,7 +19,7 @@ MARGIN = 0.5  # of what a draft token has to survive with on average: costs do h
 LEAST_GAIN = 1.02  # over plain decoding; below it, not speculating is as good
 
 
-def allocate(survivals: Sequence[Sequence[float]], cost: Cost, reach: int, besides: int = 0) -> list[int]:
+def allocate(survivals: Sequence[Sequence[float]], cost: Cost, reach: int, prefill_tokens: int = 0) -> list[int]:
     """Return how many tokens of each row's chain to verify.
 
     survivals: per row, the probability of each prefix of its chain. reach: slots of the longest row. besides: tokens
@@ -31,35 +31,35 @@ def allocate(survivals: Sequence[Sequence[float]], cost: Cost, reach: int, besid
     plain = rows / cost(rows, rows, reach)
     taken = [0] * rows
     best, rate = _best(candidates, rows, cost, reach, plain * LEAST_GAIN)
-    if besides:
-        least = rate * cost.marginal(besides + rows, reach)
+    if prefill_tokens:
+        least = rate * cost.marginal(prefill_tokens + rows, reach)
         best = sum(-value > least for value, _, _ in candidates)
     for _, _, row in candidates[:best]:
         taken[row] += 1
     return taken
 
 
-def least_acceptance(rows: int, cost: Cost, reach: int, besides: int = 0) -> float:
+def least_acceptance(rows: int, cost: Cost, reach: int, prefill_tokens: int = 0) -> float:
     """Return a probability below which no draft token of such a step pays: chains need not be followed further.
 
     As of allocate(), whose choice it should not change: half of what a token would have to survive with if costs had no
     steps.
     """
     plain_s = cost(rows, rows, reach)
-    if besides:
-        token_s = cost.marginal(besides + rows, reach)
+    if prefill_tokens:
+        token_s = cost.marginal(prefill_tokens + rows, reach)
     else:
         several = (max(1, rows // 2), rows, 2 * rows, 4 * rows, 8 * rows)
         token_s = min((cost(rows + tokens, rows, reach) - plain_s) / tokens for tokens in several)
     return MARGIN * rows / plain_s * token_s
 
 
-def hopeless(rows: int, cost: Cost, reach: int, besides: int) -> bool:
+def hopeless(rows: int, cost: Cost, reach: int, prefill_tokens: int) -> bool:
     """Return whether not even a certain draft token pays in a step that also computes `besides` tokens of prompts.
 
     allocate() takes none there.
     """
-    return least_acceptance(rows, cost, reach, besides) >= MARGIN
+    return least_acceptance(rows, cost, reach, prefill_tokens) >= MARGIN
 
 
 def _best(

@@ -50,7 +50,7 @@ class ExampleSplit:
     @property
     def tokens(self) -> int:
         """Tokens of the answers that are learnt from."""
-        return sum(len(lesson.token_ids) - lesson.prompt_tokens for lesson in self.taught)
+        return sum(len(example.token_ids) - example.prompt_tokens for example in self.taught)
 
 
 def without_draft(config: RunConfig) -> RunConfig:
@@ -82,9 +82,9 @@ def answer(config: RunConfig, folder: Path, limit: int | None) -> ExampleSplit:
     with open_source(config.input) as source, Journal(output, session.identity(), partial=True) as journal:
         LocalPass(session, source, journal, limit=limit, keep_details=True).answer()
     with path.open("rb") as lines:
-        lessons = [lesson for line in lines if (lesson := _example(loads(line))) is not None]
-    _check_enough(config, len(lessons), f"answers (in {path})")
-    return split_examples(lessons)
+        examples = [example for line in lines if (example := _example(loads(line))) is not None]
+    _check_enough(config, len(examples), f"answers (in {path})")
+    return split_examples(examples)
 
 
 def _example(line: dict[str, Any]) -> Example | None:
@@ -105,16 +105,16 @@ def _check_enough(config: RunConfig, count: int, what: str) -> None:
         )
 
 
-def split_examples(lessons: Sequence[Example]) -> ExampleSplit:
+def split_examples(examples: Sequence[Example]) -> ExampleSplit:
     """Return the lessons in two parts; which of them is held out depends on its id alone."""
-    order = sorted(lessons, key=lambda lesson: blake2b(lesson.id.encode(), digest_size=8).digest())
+    order = sorted(examples, key=lambda example: blake2b(example.id.encode(), digest_size=8).digest())
     count = max(4, len(order) // HELD_OUT)
     return ExampleSplit(order[count:], order[:count])
 
 
-def write_held_out(config: RunConfig, lessons: ExampleSplit, folder: Path) -> Path:
+def write_held_out(config: RunConfig, examples: ExampleSplit, folder: Path) -> Path:
     """Write the rows of the records that are held out to a file of their own, and return it."""
-    wanted = {lesson.id for lesson in lessons.held_out}
+    wanted = {example.id for example in examples.held_out}
     assert config.input is not None
     lines = []
     with open_source(config.input) as source:

@@ -53,7 +53,7 @@ class Head:
     rate = RATE
 
     def __init__(
-        self, kind: str, checkpoint: Checkpoint, target: Any, layers: int | None, lessons: Sequence[Example]
+        self, kind: str, checkpoint: Checkpoint, target: Any, layers: int | None, examples: Sequence[Example]
     ) -> None:
         self._kind = kind
         self._unfit = f"--method {kind}: {type(target).__name__} cannot have such a head: "
@@ -63,23 +63,23 @@ class Head:
             raise ConfigError(f"{self._unfit}its final norm has another name than `norm`")
         self._layers = read_layers(target.config.get_text_config().num_hidden_layers)
         try:
-            self.model, self._given = self._build(checkpoint, layers, lessons)
+            self.model, self._given = self._build(checkpoint, layers, examples)
         except (OSError, ValueError, KeyError) as error:  # what speculators raises for targets that it does not know
             raise ConfigError(f"{self._unfit}{flat(error, 300)}") from error
         self.model.to(target.device)
-        self._check_teacher(lessons)
+        self._check_teacher(examples)
 
     def learn(self, batch: Sequence[Example], turn: int) -> float:
-        """Learn the answers, a lesson at a time, with the loss of its kind."""
+        """Learn the answers, an example at a time, with the loss of its kind."""
         total = 0.0
-        for lesson in batch:
-            loss, _ = self._forward(lesson, turn)
+        for example in batch:
+            loss, _ = self._forward(example, turn)
             (loss / len(batch)).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         return total / len(batch)
 
     @torch.no_grad()
-    def agreement(self, lessons: Sequence[Example]) -> float:
+    def agreement(self, examples: Sequence[Example]) -> float:
         """Return the share of what the target would say, of the words that are drafted, that it guesses.
 
         Of EAGLE-3 that is the first token of each draft, of DFlash all of a block.
@@ -87,8 +87,8 @@ class Head:
         self.model.eval()
         name = "full_acc_0" if self._kind == "eagle3" else "full_acc"
         right = total = 0.0
-        for lesson in lessons:
-            _, found = self._forward(lesson, 0)
+        for example in examples:
+            _, found = self._forward(example, 0)
             right, total = right + float(found[f"{name}_sum"]), total + float(found[f"{name}_total"])
         return right / total if total else 0.0
 
@@ -101,12 +101,12 @@ class Head:
         for code in folder.glob("*.py"):
             code.unlink()
 
-    def _forward(self, lesson: Example, turn: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return the loss of a lesson, and what its kind measures. turn: decides where blocks of DFlash begin."""
-        ids = lesson.token_ids
-        said = min(len(ids) - lesson.prompt_tokens, len(ids) - 1)
+    def _forward(self, example: Example, turn: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Return the loss of an example, and what its kind measures. turn: decides where blocks of DFlash begin."""
+        ids = example.token_ids
+        said = min(len(ids) - example.prompt_tokens, len(ids) - 1)
         states, last = self._read(ids)
-        example = {
+        tensors = {
             "input_ids": torch.tensor(ids),
             "hidden_states": states,
             "verifier_last_hidden_states": last,
@@ -118,12 +118,12 @@ class Head:
         if self._kind == "eagle3":
             from speculators.models.eagle3.data import shift_batch
 
-            example = shift_batch(example)
+            tensors = shift_batch(tensors)
         else:
             given["max_anchors"] = min(said, ANCHORS)
             beyond = self.model.config.block_size
-        del example["lengths"]
-        inputs = {name: _longer(value, beyond)[None].to(self._target.device) for name, value in example.items()}
+        del tensors["lengths"]
+        inputs = {name: _longer(value, beyond)[None].to(self._target.device) for name, value in tensors.items()}
         texts = torch.zeros_like(inputs["input_ids"])
         texts[:, texts.shape[1] - beyond :] = -1  # belongs to none
         with torch.random.fork_rng():
@@ -144,9 +144,9 @@ class Head:
         return torch.cat([states[i][0] for i in self._layers], -1), last[0][0]
 
     @torch.no_grad()
-    def _check_teacher(self, lessons: Sequence[Example]) -> None:
+    def _check_teacher(self, examples: Sequence[Example]) -> None:
         """Raise ConfigError if what the head is taught is not what the target says."""
-        ids = [token for lesson in lessons for token in lesson.token_ids][:TRIED]
+        ids = [token for example in examples for token in example.token_ids][:TRIED]
         if not ids:
             return
         own = self._target(input_ids=torch.tensor([ids], device=self._target.device), use_cache=False).logits[0].float()
@@ -159,7 +159,7 @@ class Head:
             raise ConfigError(f"{self._unfit}speculators computes other logits than the model ({away:.1%} apart)")
 
     def _build(
-        self, checkpoint: Checkpoint, layers: int | None, lessons: Sequence[Example]
+        self, checkpoint: Checkpoint, layers: int | None, examples: Sequence[Example]
     ) -> tuple[Any, dict[str, Any]]:
         """Return a head of random weights, with the target's embeddings, and what its forward is given besides."""
         from loguru import logger
@@ -189,8 +189,8 @@ class Head:
         words = min(width, VOCABULARY)
         to_target = to_draft = None
         if words < width:
-            said = Counter(token for lesson in lessons for token in lesson.token_ids[lesson.prompt_tokens :])
-            read = Counter(token for lesson in lessons for token in lesson.token_ids)
+            said = Counter(token for example in examples for token in example.token_ids[example.prompt_tokens :])
+            read = Counter(token for example in examples for token in example.token_ids)
             often = {token: read[token] + said[token] * read.total() for token in read}  # what is said comes first
             to_target, to_draft = build_vocab_mappings_from_distribution(often, words, width)
         kind = SpeculatorModel.registry[self._kind]

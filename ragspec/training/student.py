@@ -43,14 +43,14 @@ class Student:
 
     def learn(self, batch: Sequence[Example], turn: int) -> float:
         """Learn the answers, and of the prompts the places that are this epoch's. Lessons are padded at their ends."""
-        length = max(len(lesson.token_ids) for lesson in batch)
+        length = max(len(example.token_ids) for example in batch)
         ids = torch.zeros(len(batch), length, dtype=torch.long)
         mask, answered = torch.zeros_like(ids), torch.zeros(len(batch), length, dtype=torch.bool)
-        for row, lesson in enumerate(batch):
-            end = len(lesson.token_ids)
-            ids[row, :end] = torch.tensor(lesson.token_ids)
+        for row, example in enumerate(batch):
+            end = len(example.token_ids)
+            ids[row, :end] = torch.tensor(example.token_ids)
             mask[row, :end] = 1
-            answered[row, lesson.prompt_tokens : end] = True
+            answered[row, example.prompt_tokens : end] = True
         wanted = (answered[:, 1:].any(0) | (torch.arange(1, length) % EVERY == turn % EVERY)).nonzero()[:, 0]
         labels = ids.masked_fill(mask == 0, UNSAID)  # the head is most of a small model: what it is asked for is learnt
         device = self.model.device
@@ -63,13 +63,13 @@ class Student:
         return float(loss.detach())
 
     @torch.inference_mode()
-    def agreement(self, lessons: Sequence[Example]) -> float:
+    def agreement(self, examples: Sequence[Example]) -> float:
         """Return the share of the answers' tokens that are its best guess, given all before them."""
         self.model.eval()
         right = total = 0
-        for lesson in lessons:
-            ids = torch.tensor([lesson.token_ids], device=self.model.device)
-            said = min(len(lesson.token_ids) - lesson.prompt_tokens, ids.shape[1] - 1)
+        for example in examples:
+            ids = torch.tensor([example.token_ids], device=self.model.device)
+            said = min(len(example.token_ids) - example.prompt_tokens, ids.shape[1] - 1)
             guesses = self.model(input_ids=ids[:, :-1], logits_to_keep=said).logits[0].argmax(-1)
             right += int((guesses == ids[0, -said:]).sum())
             total += said
@@ -116,20 +116,20 @@ def cut_student(target: Any, count: int) -> Any:
         if isinstance(value, list) and len(value) == layers:
             setattr(text, key, [value[i] for i in kept])
     try:
-        pupil = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        student = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         weights = _renumbered(target.state_dict(), kept, layers)
-        missing = pupil.load_state_dict({name: value.float() for name, value in weights.items()}, strict=False)
+        missing = student.load_state_dict({name: value.float() for name, value in weights.items()}, strict=False)
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
         raise ConfigError(f"train-draft: {type(target).__name__} cannot be cut to fewer layers ({error})") from error
-    tied = set(getattr(pupil, "_tied_weights_keys", None) or ())
+    tied = set(getattr(student, "_tied_weights_keys", None) or ())
     if missing.unexpected_keys or set(missing.missing_keys) - tied:
         raise ConfigError(f"train-draft: {type(target).__name__} cannot be cut to fewer layers: its weights do not fit")
     ends = target.generation_config  # nothing else of it: transformers would not write some of what it loads
-    pupil.generation_config = GenerationConfig(
+    student.generation_config = GenerationConfig(
         bos_token_id=ends.bos_token_id, eos_token_id=ends.eos_token_id, pad_token_id=ends.pad_token_id
     )
-    assert width_of(pupil.config) == width_of(target.config)
-    return pupil.to(target.device)
+    assert width_of(student.config) == width_of(target.config)
+    return student.to(target.device)
 
 
 def _renumbered(weights: Mapping[str, torch.Tensor], kept: list[int], layers: int) -> dict[str, torch.Tensor]:
@@ -170,27 +170,27 @@ class Trainable(Protocol):
     def learn(self, batch: Sequence[Example], turn: int) -> float:
         """Add a batch's gradients to the parameters' and return its mean loss. turn: the epoch."""
 
-    def agreement(self, lessons: Sequence[Example]) -> float:
+    def agreement(self, examples: Sequence[Example]) -> float:
         """Return the share of the answers' tokens that it guesses, given all before them."""
 
     def save(self, folder: Path) -> None:
         """Write what `speculation.draft_model` loads."""
 
 
-def distill(learner: Trainable, lessons: Sequence[Example], epochs: int, folder: Path, progress: Progress) -> int:
+def distill(learner: Trainable, examples: Sequence[Example], epochs: int, folder: Path, progress: Progress) -> int:
     """Train for some epochs, going on where an earlier call stopped; return the steps of this call.
 
     progress: called after every step. Raises ConfigError for a state that belongs to another draft or other lessons.
     """
-    steps = epochs * -(-len(lessons) // BATCH)
+    steps = epochs * -(-len(examples) // BATCH)
     learnt = [each for each in learner.model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(learnt, lr=learner.rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
-    course = _TrainingState(learner.model, optimizer, schedule, _about(learnt, lessons, epochs), folder / STATE)
+    course = _TrainingState(learner.model, optimizer, schedule, _about(learnt, examples, epochs), folder / STATE)
     done = course.resume()
     learner.model.train()
     kept, took, began = time.monotonic(), 0.0, done
-    for number, (turn, batch) in enumerate(_batches(lessons, epochs)):
+    for number, (turn, batch) in enumerate(_batches(examples, epochs)):
         if number < done:
             continue
         optimizer.zero_grad()
@@ -248,16 +248,16 @@ class _TrainingState:
         return int(state["done"])
 
 
-def _about(learnt: Sequence[torch.Tensor], lessons: Sequence[Example], epochs: int) -> list[int]:
+def _about(learnt: Sequence[torch.Tensor], examples: Sequence[Example], epochs: int) -> list[int]:
     sizes = [len(learnt), sum(each.numel() for each in learnt)]
-    return [epochs, len(lessons), sum(len(lesson.token_ids) for lesson in lessons), *sizes]
+    return [epochs, len(examples), sum(len(example.token_ids) for example in examples), *sizes]
 
 
-def _batches(lessons: Sequence[Example], epochs: int) -> Iterator[tuple[int, list[Example]]]:
+def _batches(examples: Sequence[Example], epochs: int) -> Iterator[tuple[int, list[Example]]]:
     """Yield each batch with its epoch, always in the same order; lessons of a batch are about as long as each other."""
     for epoch in range(epochs):
         rng = Random(epoch)
-        order = sorted(lessons, key=lambda lesson: (len(lesson.token_ids) // 64, rng.random()))
+        order = sorted(examples, key=lambda example: (len(example.token_ids) // 64, rng.random()))
         batches = [order[at : at + BATCH] for at in range(0, len(order), BATCH)]
         rng.shuffle(batches)
         yield from ((epoch, batch) for batch in batches)

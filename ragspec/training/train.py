@@ -54,7 +54,7 @@ class Trained:
 
     method: str
     draft: str
-    lessons: int
+    examples: int
     tokens: int
     before: float
     after: float
@@ -108,19 +108,19 @@ def train_draft(
     target = _target(plain, method, layers)
     check_records(plain)
     console.print("the target answers the records ...")
-    lessons = answer(plain, folder, limit)
+    examples = answer(plain, folder, limit)
     started = time.monotonic()
-    before, after = _taught(_learner(target, method, layers, lessons), lessons, folder, epochs, progress)
+    before, after = _taught(_learner(target, method, layers, examples), examples, folder, epochs, progress)
     target.forget()
     free_memory()
     spent = time.monotonic() - started
     console.print(f"held-out tokens guessed: {before:.1%} before, {after:.1%} after", markup=False)
-    ratio, acceptance, untimed = _check(plain, method, lessons, folder, console)
+    ratio, acceptance, untimed = _check(plain, method, examples, folder, console)
     trained = Trained(
         method,
         str(folder / DRAFT),
-        len(lessons.taught),
-        lessons.tokens,
+        len(examples.taught),
+        examples.tokens,
         before,
         after,
         spent,
@@ -152,33 +152,33 @@ def _target(config: RunConfig, method: str, layers: int | None) -> Checkpoint:
     return target
 
 
-def _learner(target: Checkpoint, method: str, layers: int | None, lessons: ExampleSplit) -> Trainable:
+def _learner(target: Checkpoint, method: str, layers: int | None, examples: ExampleSplit) -> Trainable:
     """Load the target, and return the draft that is made of it."""
     if method != DRAFT_MODEL:
-        return Head(method, target, target.load(), layers, lessons.taught)
+        return Head(method, target, target.load(), layers, examples.taught)
     dtype = getattr(target.config, "dtype", None) or torch.float32
     return Student(cut_student(target.load(), layers or LAYERS), target.tokenizer.inner, dtype)
 
 
 def _taught(
-    learner: Trainable, lessons: ExampleSplit, folder: Path, epochs: int, progress: Progress
+    learner: Trainable, examples: ExampleSplit, folder: Path, epochs: int, progress: Progress
 ) -> tuple[float, float]:
     """Teach a draft and write it; return what it guessed before and what it guesses after."""
-    before = learner.agreement(lessons.held_out)
-    distill(learner, lessons.taught, epochs, folder, progress)
+    before = learner.agreement(examples.held_out)
+    distill(learner, examples.taught, epochs, folder, progress)
     learner.save(folder / DRAFT)
-    return before, learner.agreement(lessons.held_out)
+    return before, learner.agreement(examples.held_out)
 
 
 def _check(
-    config: RunConfig, method: str, lessons: ExampleSplit, folder: Path, console: Console
+    config: RunConfig, method: str, examples: ExampleSplit, folder: Path, console: Console
 ) -> tuple[Ratio | None, float | None, str]:
     """Time runs over the held-out records with the draft and without any, in turn; or say why there were none."""
     if method != DRAFT_MODEL and find_spec("vllm") is None:
         return None, None, "vLLM, which runs such heads, is not installed"
     try:
         results = run_benchmark(
-            make_plan(_checked(config, method, lessons, folder), ["none", method]),
+            make_plan(_checked(config, method, examples, folder), ["none", method]),
             folder / CHECK,
             repeat=PASSES,
             limit=CHECKED,
@@ -193,10 +193,10 @@ def _check(
     return ratio, run.acceptance_rate if run else None, why
 
 
-def _checked(config: RunConfig, method: str, lessons: ExampleSplit, folder: Path) -> RunConfig:
+def _checked(config: RunConfig, method: str, examples: ExampleSplit, folder: Path) -> RunConfig:
     """Return the config of a run over the held-out records with the draft."""
     assert config.input is not None
-    held_out = write_held_out(config, lessons, folder)
+    held_out = write_held_out(config, examples, folder)
     raw = config.model_dump() | {
         "input": {"path": str(held_out), "format": "jsonl", "columns": config.input.columns.given},
         "speculation": {"method": method, "draft_model": str(folder / DRAFT)},

@@ -71,9 +71,9 @@ def test_nothing_lossy_is_chosen_unasked_nor_beyond_its_loss(max_loss, chosen):
 
 def test_the_frontier_is_what_nothing_else_beats_in_both():
     assert [point.candidate.name for point in frontier(GIVEN)] == ["lossless", "sure", "unsure", "unknown"]
-    told = "sure: 1.30x (1.20 to 1.40), F1 39.9 (37.9 to 41.9), -0.1 (-0.8 to +0.6) against the lossless one"
-    assert GIVEN[1].told(best=True) == f"{told}; changes answers, on the frontier"
-    assert GIVEN[0].told(best=False).endswith("; lossless")
+    formatted = "sure: 1.30x (1.20 to 1.40), F1 39.9 (37.9 to 41.9), -0.1 (-0.8 to +0.6) against the lossless one"
+    assert GIVEN[1].formatted(best=True) == f"{formatted}; changes answers, on the frontier"
+    assert GIVEN[0].formatted(best=False).endswith("; lossless")
 
 
 def test_without_references_nothing_lossy_is_tried(tmp_path):

@@ -150,8 +150,8 @@ def test_an_address_and_what_is_in_it_are_shown_but_for_the_login():
 
 
 def test_a_short_secret_hides_no_part_of_a_word():
-    veil = Redactor(redacted({"secret": "test"}))
-    assert veil("the latest tests: test, 'test'") == "the latest tests: [secret], '[secret]'"
+    redactor = Redactor(redacted({"secret": "test"}))
+    assert redactor("the latest tests: test, 'test'") == "the latest tests: [secret], '[secret]'"
 
 
 def test_words_of_a_schema_or_a_template_are_no_secrets(tmp_path):
@@ -224,7 +224,7 @@ def test_an_environment_variable_stands_for_a_secret(monkeypatch):
     assert config.as_given()["runner_args"] == args
     assert revealed(config.args().model_args)["token"] == WORD
     assert revealed(config.args().model_args)["headers"] == {"Authorization": f"Bearer {WORD}"}
-    assert WORD not in config.veil()(f"401 for {WORD}")
+    assert WORD not in config.redactor()(f"401 for {WORD}")
     monkeypatch.delenv("MY_TOKEN")
     message = r"runner_args\.model_args\.token: \$\{MY_TOKEN\}: there is no such environment variable"
     with pytest.raises(ConfigError, match=message):
@@ -293,15 +293,15 @@ def test_an_override_that_is_refused_shows_no_secret(tmp_path):
     ],
 )
 def test_what_a_library_says_of_its_arguments_is_veiled(said):
-    veil = Redactor(redacted({"password": WORD}))
-    assert "horse" not in veil(said)
-    assert "battery" not in veil(said)
-    assert "0123456789" not in veil(said)
-    with pytest.raises(ModelError) as caught, veil.over_errors():
+    redactor = Redactor(redacted({"password": WORD}))
+    assert "horse" not in redactor(said)
+    assert "battery" not in redactor(said)
+    assert "0123456789" not in redactor(said)
+    with pytest.raises(ModelError) as caught, redactor.over_errors():
         raise ModelError(f"could not: {said}") from ValueError(said)
     assert "horse" not in str(caught.value)
     assert caught.value.__cause__ is None, "a traceback would show it"
-    with pytest.raises(ModelError, match="ValueError"), veil.over_errors():
+    with pytest.raises(ModelError, match="ValueError"), redactor.over_errors():
         raise ValueError(said)
 
 

@@ -92,7 +92,7 @@ def test_rows_get_what_their_own_chains_are_worth(survivals, lengths):
 
 
 @given(st.integers(0, 10**6), st.integers(0, 40))
-def test_the_order_of_the_rows_does_not_matter(seed, besides):
+def test_the_order_of_the_rows_does_not_matter(seed, prefill_tokens):
     chooser = random.Random(seed)
     survivals = [[0.9**depth * (0.5 + 0.5 * chooser.random()) for depth in range(1)] for _ in range(5)]
     for values in survivals:
@@ -100,8 +100,8 @@ def test_the_order_of_the_rows_does_not_matter(seed, besides):
             values.append(values[-1] * chooser.uniform(0.1, 0.999))
     cost = bumpy_cost(chooser, per_slot=0.001)
     order = chooser.sample(range(5), 5)
-    lengths = allocate(survivals, cost, 20, besides)
-    assert allocate([survivals[i] for i in order], cost, 20, besides) == [lengths[i] for i in order]
+    lengths = allocate(survivals, cost, 20, prefill_tokens)
+    assert allocate([survivals[i] for i in order], cost, 20, prefill_tokens) == [lengths[i] for i in order]
 
 
 CURVED = [
@@ -122,7 +122,7 @@ FLAT = [(1, 20.0), (64, 21.0), (128, 23.0), (256, 30.0), (512, 55.0)]
 @pytest.mark.parametrize("points", [CURVED, FLAT], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("besides", [0, 30, 400])
 @pytest.mark.parametrize("rows", [1, 4, 16, 64])
-def test_chains_that_end_where_nothing_pays_leave_the_choice_as_it_is(points, besides, rows):
+def test_chains_that_end_where_nothing_pays_leave_the_choice_as_it_is(points, prefill_tokens, rows):
     shorter = drafted = 0
     for seed in range(60):
         chooser = random.Random(seed)
@@ -132,10 +132,10 @@ def test_chains_that_end_where_nothing_pays_leave_the_choice_as_it_is(points, be
         ]
         survivals = [sorted(values, reverse=True) for values in survivals]
         cost = StepCost(points, per_slot=1e-5, per_row_slot=5e-5)
-        least = least_acceptance(rows, cost, 400, besides)
+        least = least_acceptance(rows, cost, 400, prefill_tokens)
         ended = [[value for value in values if value >= least] for values in survivals]
-        lengths = allocate(survivals, cost, 400, besides)
-        assert allocate(ended, cost, 400, besides) == lengths
+        lengths = allocate(survivals, cost, 400, prefill_tokens)
+        assert allocate(ended, cost, 400, prefill_tokens) == lengths
         drafted += sum(lengths) > 0
         shorter += sum(map(len, ended)) < sum(map(len, survivals))
     assert drafted > 3
@@ -158,9 +158,9 @@ def test_nobody_is_asked_where_not_even_a_certain_draft_pays(count, drafted):
     asked = []
 
     class Sure(NoProposer):
-        def propose(self, rows, besides):
-            asked.append(besides)
-            return cut([Draft([1, 2], [1.0, 1.0])] * count, rows, cost, besides)
+        def propose(self, rows, prefill_tokens):
+            asked.append(prefill_tokens)
+            return cut([Draft([1, 2], [1.0, 1.0])] * count, rows, cost, prefill_tokens)
 
     drafts = Drafting(Sure(), None, Notes(), cost=cost).drafts(rows, 400)
     assert sum(len(draft.token_ids) for draft in drafts) == drafted
@@ -207,9 +207,9 @@ SLOPE = StepCost([(1, 1.0), (101, 2.0), (201, 12.0)])  # a hundredth of a second
         (140, [1, 0]),  # 0.1 s: 0.238
     ],
 )
-def test_beside_a_prompt_a_draft_token_has_to_earn_its_own_seconds(besides, lengths):
+def test_beside_a_prompt_a_draft_token_has_to_earn_its_own_seconds(prefill_tokens, lengths):
     survivals = [[0.3, 0.03, 0.019], [0.15, 0.01]]
-    assert allocate(survivals, SLOPE, 0, besides) == lengths
+    assert allocate(survivals, SLOPE, 0, prefill_tokens) == lengths
 
 
 def test_what_a_token_costs_beside_a_prompt_is_learnt():
@@ -220,13 +220,13 @@ def test_what_a_token_costs_beside_a_prompt_is_learnt():
 
 
 @pytest.mark.parametrize("besides", [1, 30, 300])
-def test_beside_a_prompt_the_plain_steps_threshold_does_not_count(besides):
+def test_beside_a_prompt_the_plain_steps_threshold_does_not_count(prefill_tokens):
     """The prompt is paid anyway: one likely token is worth it, though it would not lift a plain step by 2%."""
     rows = 60
     survivals = [[0.9], *([[]] * (rows - 1))]
     flat = StepCost([(1, 1.0), (1000, 1.0)])
     assert allocate(survivals, flat, 0) == [0] * rows
-    assert allocate(survivals, flat, 0, besides) == [1] + [0] * (rows - 1)
+    assert allocate(survivals, flat, 0, prefill_tokens) == [1] + [0] * (rows - 1)
 
 
 # -- StepCost ---------------------------------------------------------------------------------------------------------

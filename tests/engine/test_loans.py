@@ -24,16 +24,16 @@ CPU = torch.device("cpu")
 
 
 def test_a_loan_of_a_loan_names_who_holds_it():
-    loans = PrefixBlocks()
-    loans.lend(0, 1, 100)
-    loans.lend(1, 2, 130)
-    assert loans.parts(2, 0, 150) == [(0, 0, 100), (1, 100, 130), (2, 130, 150)]
-    assert loans.held() == {0: 100, 1: 130}
-    loans.move((0, 20, 100), 2)
-    assert loans.parts(2, 0, 150) == [(0, 0, 20), (2, 20, 100), (1, 100, 130), (2, 130, 150)]
-    assert loans.parts(1, 10, 30) == [(0, 10, 20), (2, 20, 30)]
-    loans.shorten(1, 0)
-    assert (loans.end(1), loans.end(2), list(loans)) == (0, 130, [2])
+    prefix_blocks = PrefixBlocks()
+    prefix_blocks.share_prefix(0, 1, 100)
+    prefix_blocks.share_prefix(1, 2, 130)
+    assert prefix_blocks.parts(2, 0, 150) == [(0, 0, 100), (1, 100, 130), (2, 130, 150)]
+    assert prefix_blocks.held() == {0: 100, 1: 130}
+    prefix_blocks.move((0, 20, 100), 2)
+    assert prefix_blocks.parts(2, 0, 150) == [(0, 0, 20), (2, 20, 100), (1, 100, 130), (2, 130, 150)]
+    assert prefix_blocks.parts(1, 10, 30) == [(0, 10, 20), (2, 20, 30)]
+    prefix_blocks.shorten(1, 0)
+    assert (prefix_blocks.end(1), prefix_blocks.end(2), list(prefix_blocks)) == (0, 130, [2])
 
 
 class Rows:
@@ -50,7 +50,7 @@ class Rows:
     def write(self, row, start, count):
         """Let a row go on from one of its slots, as a forward does."""
         segment = Segment(row, start, count)
-        with self.cache.forward(Layout([segment], SLOTS, CPU, loans=self.cache.loans)):
+        with self.cache.forward(Layout([segment], SLOTS, CPU, prefix_blocks=self.cache.prefix_blocks)):
             new = [self.numbers + i + 1 for i in range(count)]
             self.numbers += count
             for layer in self.layers:
@@ -60,10 +60,10 @@ class Rows:
 
     def begin(self, row, donor, tokens):
         """Let another text begin at a row, with what a donor has."""
-        self.cache.lend(donor, row, tokens)
+        self.cache.share_prefix(donor, row, tokens)
         self.texts[row] = self.texts[donor][:tokens]
         self.idle.discard(row)
-        for other, kept in self.cache.claim(row, tokens, self.idle).items():
+        for other, kept in self.cache.make_writable(row, tokens, self.idle).items():
             assert other in self.idle
             assert kept < len(self.texts[other])
             del self.texts[other][kept:]
@@ -73,7 +73,7 @@ class Rows:
         for row, text in enumerate(self.texts):
             for layer in self.layers:
                 for store, sign in ((layer.keys, 1), (layer.values, -1)):
-                    parts = self.cache.loans.parts(row, 0, len(text))
+                    parts = self.cache.prefix_blocks.parts(row, 0, len(text))
                     read = torch.cat([store[:, holder, a:b] for holder, a, b in parts] or [store[:, 0, :0]], 1)
                     assert read[..., 0].tolist() == [[sign * number for number in text]] * len(read)
                     assert torch.equal(read[..., 0], read[..., 1])
@@ -100,9 +100,9 @@ def test_every_row_reads_its_own_text_whoever_holds_it(monkeypatch, least, seed)
             rows.idle.add(row)
         elif do < 0.97:
             rows.cache.settle()
-            assert not rows.cache.loans
+            assert not rows.cache.prefix_blocks
             rows.cache.lends = True
-        lent += bool(rows.cache.loans)
+        lent += bool(rows.cache.prefix_blocks)
         rows.check()
     assert (lent > 10) is (least < 1000)
 
@@ -116,18 +116,18 @@ def test_rows_that_hold_what_the_other_needs_are_parted(monkeypatch):
         rows.begin(row, donor, 10)
     rows.begin(2, 2, 0)
     rows.begin(3, 3, 0)
-    assert [rows.cache.loans.parts(row, 0, 10) for row in (0, 1)] == [[(1, 0, 10)], [(0, 0, 10)]]
+    assert [rows.cache.prefix_blocks.parts(row, 0, 10) for row in (0, 1)] == [[(1, 0, 10)], [(0, 0, 10)]]
     monkeypatch.setattr(caches, "LEAST", 100)
     rows.begin(0, 0, 10)
-    assert not rows.cache.loans
+    assert not rows.cache.prefix_blocks
     rows.check()
 
 
 def test_pieces_are_cut_anew_where_a_forward_comes_to_read_rows_where_they_are():
     rows = Rows()
     rows.write(0, 0, 40)
-    rows.cache.loans.lend(0, 1, 40)
-    layout = Layout([Segment(1, 40, 1)], SLOTS, CPU, loans=rows.cache.loans)
+    rows.cache.prefix_blocks.share_prefix(0, 1, 40)
+    layout = Layout([Segment(1, 40, 1)], SLOTS, CPU, prefix_blocks=rows.cache.prefix_blocks)
     with rows.cache.forward(layout):
         assert set(layout.pieces.pieces[:, 0].tolist()) == {0, 1}
         rows.cache.settle()
@@ -152,17 +152,17 @@ def test_what_waiting_requests_may_begin_with_is_not_idle():
     head = list(range(100))
     texts = [[*head, 200 + i] for i in range(3)] + [[7] * 50]
     some = [Request(i, str(i), text, Sampling(max_new_tokens=4)) for i, text in enumerate(texts)]
-    admission = Scheduler(some, 2, 4096)
-    starts = admission.admit()
+    scheduler = Scheduler(some, 2, 4096)
+    starts = scheduler.admit()
     assert [start.row.request.index for start in starts] == [0, 3]  # the other two wait for the first
     for start in starts:
         start.row.computed = len(start.row.tokens)
-        admission.release(start.row)
-    assert admission.idle() == [1]
-    admission.forget({1: 5})
-    assert len(admission.places[1].left) == 5
-    assert [(start.row.request.index, start.tokens) for start in admission.admit()] == [(1, 100), (2, 100)]
-    assert admission.idle() == []
+        scheduler.release(start.row)
+    assert scheduler.idle() == [1]
+    scheduler.forget({1: 5})
+    assert len(scheduler.places[1].left) == 5
+    assert [(start.row.request.index, start.tokens) for start in scheduler.admit()] == [(1, 100), (2, 100)]
+    assert scheduler.idle() == []
 
 
 @COMPILER
@@ -176,11 +176,11 @@ def test_no_loan_changes_an_answer(sample_texts, monkeypatch, name):
     some = requests(heads, 40)
     alone = answered(model, words, some, 1, 1)
     lent, copied = [], []
-    lend, copy = PrefixBlocks.lend, RaggedCache._copy
+    share_prefix, copy = PrefixBlocks.share_prefix, RaggedCache._copy
 
     def lending(self, donor, row, tokens):
         lent.append(tokens if donor != row else 0)
-        lend(self, donor, row, tokens)
+        share_prefix(self, donor, row, tokens)
 
     def copying(self, part, target):
         copied.append(part)
@@ -190,9 +190,9 @@ def test_no_loan_changes_an_answer(sample_texts, monkeypatch, name):
     monkeypatch.setattr(RaggedCache, "_copy", copying)
     for rows, lookahead in ((2, 4), (8, 40), (8, 5), (5, 3)):
         assert answered(model, words, some, rows, lookahead) == alone
-    loans = sum(tokens >= LEAST for tokens in lent)
-    assert loans > 20
+    prefix_blocks = sum(tokens >= LEAST for tokens in lent)
+    assert prefix_blocks > 20
     if name == "gemma2-wide":
-        assert len(copied) == loans  # its window's layers read rows where they are
+        assert len(copied) == prefix_blocks  # its window's layers read rows where they are
     else:
-        assert 0 < len(copied) < loans / 2
+        assert 0 < len(copied) < prefix_blocks / 2

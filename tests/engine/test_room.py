@@ -271,7 +271,7 @@ def test_records_that_finished_beside_an_error_are_handed_on(loaded, tiny, plain
 class Broken(NoProposer):
     """Raises whenever it is asked for drafts."""
 
-    def propose(self, rows, besides):
+    def propose(self, rows, prefill_tokens):
         raise RuntimeError("this drafter is broken")
 
 
@@ -308,12 +308,12 @@ def test_requests_too_long_for_the_others_wait_for_their_end():
     room = KvBudget(1, 400)
     long = Request(0, "long", [1] * 300, Sampling(max_new_tokens=10))
     short = [Request(i, str(i), [i] * 50, Sampling(max_new_tokens=10)) for i in range(1, 6)]
-    admission = Scheduler([long, *short], 4, 4096, room=room, step=10)
+    scheduler = Scheduler([long, *short], 4, 4096, room=room, step=10)
     order = []
-    while (started := admission.admit()) or admission.rows():
+    while (started := scheduler.admit()) or scheduler.rows():
         order.append(sorted(start.row.request.index for start in started))
-        for row in admission.rows():
-            admission.release(row)
+        for row in scheduler.rows():
+            scheduler.release(row)
     assert order == [[1, 2, 3, 4], [5], [0]]
-    assert len(admission.places) == 1
-    assert admission.widen(4) == 4
+    assert len(scheduler.places) == 1
+    assert scheduler.widen(4) == 4

@@ -47,7 +47,7 @@ def test_an_interval_holds_the_mean_and_shrinks_with_more_records():
     assert many.high - many.low < (few.high - few.low) / 5
     assert few == estimate([0.0, 1.0] * 10)
     assert (estimate([]), estimate([3.0]).low) == (None, None)
-    assert estimate([1.0] * 50).told(sign=True) == "+1.0 (+1.0 to +1.0)"
+    assert estimate([1.0] * 50).formatted(sign=True) == "+1.0 (+1.0 to +1.0)"
 
 
 def test_intervals_hold_what_they_say():

@@ -254,9 +254,9 @@ class Watched(NoProposer):
     def __init__(self, seen, name):
         self.seen, self.name = seen, name
 
-    def propose(self, rows, besides):
+    def propose(self, rows, prefill_tokens):
         self.seen.append((self.name, "asked"))
-        return super().propose(rows, besides)
+        return super().propose(rows, prefill_tokens)
 
     def watch(self, rows):
         self.seen.append((self.name, "watched"))

@@ -47,16 +47,16 @@ def test_three_layers_are_read(count, read):
 @pytest.mark.parametrize("kind", ["eagle3", pytest.param("dflash", marks=pytest.mark.long)])
 def test_a_head_learns_what_it_is_taught(kind, checkpoint, tmp_path):
     target = checkpoint.load()
-    lessons = taught(target)
-    head = Head(kind, checkpoint, target, None, lessons)
-    before = head.agreement(lessons)
+    examples = taught(target)
+    head = Head(kind, checkpoint, target, None, examples)
+    before = head.agreement(examples)
     weights = {name: value.clone() for name, value in target.state_dict().items()}
     head.rate = 3e-3
     losses = []
-    distill(head, lessons, 150, tmp_path, lambda done, steps, loss: losses.append(loss))
+    distill(head, examples, 150, tmp_path, lambda done, steps, loss: losses.append(loss))
     assert len(losses) == 150
     assert losses[-1] < 0.6 * losses[0]
-    assert head.agreement(lessons) > before + 0.3
+    assert head.agreement(examples) > before + 0.3
     for name, value in target.state_dict().items():
         assert torch.equal(value, weights[name]), name  # it was only read
     head.save(tmp_path / "draft")
@@ -95,11 +95,11 @@ def test_what_a_head_reads_is_what_the_targets_layers_are_given(checkpoint):
 @installed
 def test_a_target_whose_logits_speculators_does_not_compute_is_refused(checkpoint, monkeypatch):
     target = checkpoint.load()
-    lessons = taught(target, 2)
+    examples = taught(target, 2)
     with torch.no_grad():
         target.model.norm.weight.mul_(-1.5)  # as if its norm were another one than speculators'
     with pytest.raises(ConfigError, match="LlamaForCausalLM cannot have such a head: speculators computes"):
-        Head("eagle3", checkpoint, target, None, lessons)
+        Head("eagle3", checkpoint, target, None, examples)
 
 
 @installed
@@ -107,9 +107,9 @@ def test_a_course_of_dflash_does_not_depend_on_where_it_was_interrupted(checkpoi
     """Where blocks begin is drawn, if an answer has more places than are taken at a time."""
     monkeypatch.setattr(heads, "ANCHORS", 4)
     target = checkpoint.load()
-    lessons = taught(target, 2)
-    head = Head("dflash", checkpoint, target, 1, lessons)
-    losses = [float(head._forward(lessons[0], turn)[0]) for turn in (0, 1, 0, 1)]
+    examples = taught(target, 2)
+    head = Head("dflash", checkpoint, target, 1, examples)
+    losses = [float(head._forward(examples[0], turn)[0]) for turn in (0, 1, 0, 1)]
     assert losses[:2] == losses[2:]
     assert losses[0] != losses[1]
 
@@ -118,22 +118,22 @@ def test_a_course_of_dflash_does_not_depend_on_where_it_was_interrupted(checkpoi
 def test_a_head_drafts_the_words_that_answers_use(checkpoint, monkeypatch):
     monkeypatch.setattr(heads, "VOCABULARY", 64)
     target = checkpoint.load()
-    lessons = taught(target, 3)
-    head = Head("eagle3", checkpoint, target, 1, lessons)
-    said = {token for lesson in lessons for token in lesson.token_ids[lesson.prompt_tokens :]}
+    examples = taught(target, 3)
+    head = Head("eagle3", checkpoint, target, 1, examples)
+    said = {token for example in examples for token in example.token_ids[example.prompt_tokens :]}
     drafted = set((head.model.d2t + torch.arange(64)).tolist())
     assert len(said) <= 64
     assert said <= drafted
-    assert 0 <= head.agreement(lessons) <= 1
+    assert 0 <= head.agreement(examples) <= 1
 
 
 @installed
 def test_a_course_of_another_draft_is_not_gone_on_with(checkpoint, tmp_path):
     target = checkpoint.load()
-    lessons = taught(target, 2)
-    distill(Head("eagle3", checkpoint, target, 1, lessons), lessons, 1, tmp_path, lambda *step: None)
+    examples = taught(target, 2)
+    distill(Head("eagle3", checkpoint, target, 1, examples), examples, 1, tmp_path, lambda *step: None)
     with pytest.raises(ConfigError, match="belongs to another draft"):
-        distill(Head("eagle3", checkpoint, target, 2, lessons), lessons, 1, tmp_path, lambda *step: None)
+        distill(Head("eagle3", checkpoint, target, 2, examples), examples, 1, tmp_path, lambda *step: None)
 
 
 def test_what_cannot_be_trained_is_refused_before_anything_is_answered(tmp_path, sample_texts, monkeypatch):

@@ -22,7 +22,7 @@ def target(tmp_path, sample_texts):
     return folder, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def lessons(target, count=16):
+def examples(target, count=16):
     """Return what the target says after some prompts."""
     found = []
     for i in range(count):
@@ -39,9 +39,9 @@ def test_layers_are_spread_over_the_target(layers, count, kept):
 
 def test_a_draft_begins_as_its_targets_own_layers(target):
     _, model = target
-    pupil = cut_student(model, 2)
-    assert pupil.config.num_hidden_layers == 2
-    own, theirs = pupil.state_dict(), model.state_dict()
+    student = cut_student(model, 2)
+    assert student.config.num_hidden_layers == 2
+    own, theirs = student.state_dict(), model.state_dict()
     assert torch.equal(own["model.embed_tokens.weight"], theirs["model.embed_tokens.weight"])
     assert torch.equal(own["model.layers.1.mlp.up_proj.weight"], theirs["model.layers.3.mlp.up_proj.weight"])
     with pytest.raises(ConfigError, match="between 1 and 3"):
@@ -50,32 +50,32 @@ def test_a_draft_begins_as_its_targets_own_layers(target):
 
 def test_a_draft_learns_what_it_is_taught(target, tmp_path):
     _, model = target
-    taught = lessons(model)
-    pupil = Student(cut_student(model, 1))
-    before = pupil.agreement(taught)
+    taught = examples(model)
+    student = Student(cut_student(model, 1))
+    before = student.agreement(taught)
     steps = []
-    assert distill(pupil, taught, 60, tmp_path, lambda *step: steps.append(step)) == 120
+    assert distill(student, taught, 60, tmp_path, lambda *step: steps.append(step)) == 120
     assert steps[-1][0] == steps[-1][1] == 120
     assert steps[-1][2] < 0.5 * steps[0][2]
-    assert pupil.agreement(taught) > before + 0.4
+    assert student.agreement(taught) > before + 0.4
 
 
 def test_agreement_is_that_of_one_token_at_a_time(target):
     _, model = target
-    taught = lessons(model, 3)
-    pupil = Student(cut_student(model, 2))
+    taught = examples(model, 3)
+    student = Student(cut_student(model, 2))
     right = total = 0
-    for lesson in taught:
-        for at in range(lesson.prompt_tokens, len(lesson.token_ids)):
-            guess = pupil.model(input_ids=torch.tensor([lesson.token_ids[:at]])).logits[0, -1].argmax()
-            right, total = right + int(guess == lesson.token_ids[at]), total + 1
-    assert pupil.agreement(taught) == pytest.approx(right / total)
+    for example in taught:
+        for at in range(example.prompt_tokens, len(example.token_ids)):
+            guess = student.model(input_ids=torch.tensor([example.token_ids[:at]])).logits[0, -1].argmax()
+            right, total = right + int(guess == example.token_ids[at]), total + 1
+    assert student.agreement(taught) == pytest.approx(right / total)
     assert Student(model).agreement(taught) == 1.0
 
 
 def test_interrupted_learning_goes_on_where_it_was(target, tmp_path, monkeypatch):
     _, model = target
-    taught = lessons(model)
+    taught = examples(model)
 
     class Stop(Exception):
         pass
@@ -118,7 +118,7 @@ def test_train_draft_writes_a_draft_that_runs_and_says_whether_it_pays(target, t
     config = config_of(folder, write_jsonl(tmp_path / "in.jsonl", records))
     console = Console(quiet=True)
     trained = train_draft(config, tmp_path / "out", layers=1, epochs=2, limit=None, console=console)
-    assert LEAST - 4 <= trained.lessons <= LEAST + 4  # an answer of one token teaches nothing
+    assert LEAST - 4 <= trained.examples <= LEAST + 4  # an answer of one token teaches nothing
     assert 0 <= trained.before <= 1
     assert 0 < trained.after <= 1
     assert trained.ratio is not None
@@ -176,7 +176,7 @@ def test_what_the_users_files_look_like_does_not_matter(target, tmp_path, sample
     )
     trained = train_draft(config, tmp_path / "out", layers=1, epochs=1, limit=None, console=Console(quiet=True))
     assert trained.ratio is not None, trained.untimed
-    assert trained.lessons > 16
+    assert trained.examples > 16
 
 
 def test_a_draft_is_written_in_its_targets_dtype(target, tmp_path):

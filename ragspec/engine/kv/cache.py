@@ -79,7 +79,7 @@ class RaggedCache:
         self.rows = rows
         self.slots = 0
         self.layout: Layout | None = None
-        self.loans = PrefixBlocks()
+        self.prefix_blocks = PrefixBlocks()
         self.lends = True  # until somebody reads rows where they are
         self._layers: list[LayerCache] = []  # in the order in which a forward attends
         self._written: dict[tuple[int, int], tuple[Any, Any, LayerCache]] = {}  # by this forward
@@ -190,23 +190,23 @@ class RaggedCache:
 
     # -- what rows have in common ---------------------------------------------------------------------------------
 
-    def lend(self, donor: int, row: int, tokens: int) -> None:
+    def share_prefix(self, donor: int, row: int, tokens: int) -> None:
         """Let `row` begin with the first `tokens` tokens of `donor`; claim() its slots before they are written."""
-        self.loans.lend(donor, row, tokens)
+        self.prefix_blocks.share_prefix(donor, row, tokens)
 
-    def claim(self, row: int, first: int, idle: Collection[int] = ()) -> dict[int, int]:
+    def make_writable(self, row: int, first: int, idle: Collection[int] = ()) -> dict[int, int]:
         """Make sure that nobody needs what is in a row's slots from `first` on.
 
         Others take a copy, one for all of them; `idle` rows lose it, and are returned with the tokens that they keep.
         Where the row's own loans end in little, or if somebody reads rows where they are, that is copied too.
         """
-        parts = self.loans.parts(row, 0, self.loans.end(row))
+        parts = self.prefix_blocks.parts(row, 0, self.prefix_blocks.end(row))
         while parts and (not self.lends or parts[-1][2] - parts[-1][1] < LEAST):
             first = min(first, parts.pop()[1])
         lost = self._vacate(row, first, self.slots, idle)
-        for part in self.loans.parts(row, first, self.loans.end(row)):
+        for part in self.prefix_blocks.parts(row, first, self.prefix_blocks.end(row)):
             self._copy(part, row)
-        self.loans.shorten(row, first)
+        self.prefix_blocks.shorten(row, first)
         return lost
 
     def copy(self, donor: int, target: int, tokens: int) -> None:
@@ -216,7 +216,7 @@ class RaggedCache:
     def settle(self) -> None:
         """Lend nothing any more: somebody reads rows where they are, and will again."""
         self.lends = False
-        if self.loans:
+        if self.prefix_blocks:
             self._part()
             if self.layout is not None:
                 self.layout.forget_pieces()
@@ -226,23 +226,25 @@ class RaggedCache:
         """Give every row its own copy of what it borrows."""
         for layer in self._layers:
             for store in (layer.keys, layer.values):
-                found = {row: self.loans.parts(row, 0, self.loans.end(row)) for row in self.loans}
+                found = {
+                    row: self.prefix_blocks.parts(row, 0, self.prefix_blocks.end(row)) for row in self.prefix_blocks
+                }
                 whole = {
                     row: torch.cat([store[:, holder, first:last] for holder, first, last in parts], 1)
                     for row, parts in found.items()
                 }
                 for row, tokens in whole.items():
                     store[:, row, : tokens.shape[1]] = tokens
-        self.loans = PrefixBlocks()
+        self.prefix_blocks = PrefixBlocks()
 
     def _make_way(self, segments: Sequence[Segment]) -> None:
         """Make sure that a forward writes to no slot that is lent."""
-        if not self.loans:
+        if not self.prefix_blocks:
             return
-        held = self.loans.held()
+        held = self.prefix_blocks.held()
         for segment in segments:
-            if segment.start < self.loans.end(segment.row):
-                self.loans.shorten(segment.row, segment.start)
+            if segment.start < self.prefix_blocks.end(segment.row):
+                self.prefix_blocks.shorten(segment.row, segment.start)
             if segment.start < held.get(segment.row, 0):
                 self._vacate(segment.row, segment.start, segment.start + segment.count)
 
@@ -254,17 +256,17 @@ class RaggedCache:
         waiting: rows that this is done for, and that cannot take anything.
         """
         lost = {}
-        while found := self.loans.from_row(row, first, last):
+        while found := self.prefix_blocks.from_row(row, first, last):
             for other in found.keys() & set(idle):
                 lost[other] = found.pop(other)[0][1]
-                self.loans.shorten(other, lost[other])
+                self.prefix_blocks.shorten(other, lost[other])
             able = found.keys() - waiting
             if able:  # the one that needs most takes it, once its own slots are free
                 chosen = max(able, key=lambda other: found[other][-1][2])
                 lost |= self._vacate(chosen, found[chosen][0][1], found[chosen][-1][2], idle, waiting | {row})
-                for part in self.loans.from_row(row, first, last).get(chosen, ()):
+                for part in self.prefix_blocks.from_row(row, first, last).get(chosen, ()):
                     self._copy(part, chosen)
-                    self.loans.move(part, chosen)
+                    self.prefix_blocks.move(part, chosen)
             elif found:  # each holds what another needs
                 self._part()
         return lost

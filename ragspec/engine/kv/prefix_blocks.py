@@ -43,7 +43,7 @@ class PrefixBlocks:
         own = max(first, self.end(row))
         return [*found, (row, own, last)] if own < last else found
 
-    def lend(self, donor: int, row: int, tokens: int) -> None:
+    def share_prefix(self, donor: int, row: int, tokens: int) -> None:
         """Let a row begin with the first tokens of another, or with its own, whatever it borrowed before."""
         self._set(row, self.parts(donor, 0, tokens))
 

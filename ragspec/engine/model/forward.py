@@ -244,7 +244,9 @@ class Model:
         """The same by one forward. attended: layers before the first that attends in it."""
         self.cache.reserve(max(segment.start + segment.count for segment in segments))
         padding = max(0, self.least - len(token_ids))
-        layout = Layout(segments, self.cache.slots, self.device, together, self.kernels, padding, self.cache.loans)
+        layout = Layout(
+            segments, self.cache.slots, self.device, together, self.kernels, padding, self.cache.prefix_blocks
+        )
         layout.watch = self.watch
         indices = torch.tensor(wanted, dtype=torch.long, device=self.device)
         self._tokens = len(token_ids) + padding

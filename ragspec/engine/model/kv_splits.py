@@ -53,10 +53,10 @@ def split_kv(
     together: Sequence[PrefixGroup],
     tokens: int,
     threads: int,
-    loans: PrefixBlocks | None = None,
+    prefix_blocks: PrefixBlocks | None = None,
 ) -> KvSplits:
     """Return the pieces of a forward of `tokens` tokens. queries: of each row. loans: who holds what rows borrow."""
-    spans = [tile for span in _held(_spans(queries, together), loans) for tile in _tiles(*span)]
+    spans = [tile for span in _held(_spans(queries, together), prefix_blocks) for tile in _tiles(*span)]
     length = sum(last - first for _, first, last, _ in spans) // (2 * threads)  # some pieces for each core
     length = max(SHORTEST, -(-length // 16) * 16)
     pieces: list[tuple[int, int, int, int, int]] = []
@@ -80,10 +80,10 @@ def split_kv(
     return KvSplits(torch.tensor(pieces), torch.tensor(entries), parts, len(entries))
 
 
-def _held(spans: Sequence[Span], loans: PrefixBlocks | None) -> Iterator[Span]:
+def _held(spans: Sequence[Span], prefix_blocks: PrefixBlocks | None) -> Iterator[Span]:
     """Yield the spans, each read where it is."""
     for row, first, last, who in spans:
-        for holder, begin, end in loans.parts(row, first, last) if loans else [(row, first, last)]:
+        for holder, begin, end in prefix_blocks.parts(row, first, last) if prefix_blocks else [(row, first, last)]:
             yield holder, begin, end, [query for query in who if query[1] > begin]
 
 

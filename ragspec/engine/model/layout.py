@@ -114,14 +114,14 @@ class Layout:
         together: Sequence[PrefixGroup] = (),
         kernels: Kernels | None = None,
         padding: int = 0,
-        loans: PrefixBlocks | None = None,
+        prefix_blocks: PrefixBlocks | None = None,
     ) -> None:
         self.kernels = kernels
         self.padding = padding
         self.watch: ForwardProfiler | None = None  # while somebody asks where the time goes
         self._causal: dict[MaskRule | None, bool] = {None: True}
         self._together = together
-        self._loans = loans
+        self._prefix_blocks = prefix_blocks
         self.segments = segments
         self.device = device
         positions: list[int] = []
@@ -158,11 +158,11 @@ class Layout:
             segment.row: [(at + i, segment.start + i + 1) for i in range(segment.count)]
             for segment, at in zip(self.segments, self.starts, strict=True)
         }
-        return split_kv(queries, self._together, self.tokens, torch.get_num_threads(), self._loans)
+        return split_kv(queries, self._together, self.tokens, torch.get_num_threads(), self._prefix_blocks)
 
     def forget_pieces(self) -> None:
         """Have them cut anew: rows hold themselves what others held for them."""
-        self._loans = None
+        self._prefix_blocks = None
         self.__dict__.pop("pieces", None)
 
     @property

@@ -25,7 +25,7 @@ class Proposer(Protocol):
     def admit(self, row: RequestState, donor: int, tokens: int) -> None:
         """`row` begins at its place with the first `tokens` tokens of place `donor`, which may be its own."""
 
-    def propose(self, rows: Sequence[RequestState], besides: int) -> list[Draft]:
+    def propose(self, rows: Sequence[RequestState], prefill_tokens: int) -> list[Draft]:
         """Return a draft per row, no longer than pays. besides: tokens of the coming step that are not these rows'."""
 
     def watch(self, rows: Sequence[RequestState]) -> None:
@@ -47,14 +47,14 @@ class Proposer(Protocol):
         """propose() failed: what it was computing may not be there."""
 
 
-def cut(drafts: Sequence[Draft], rows: Sequence[RequestState], cost: Cost | None, besides: int) -> list[Draft]:
+def cut(drafts: Sequence[Draft], rows: Sequence[RequestState], cost: Cost | None, prefill_tokens: int) -> list[Draft]:
     """Return the drafts of `rows` as long as pays. cost: None where they stay as they are.
 
     One that was sampled is not cut: a length by the tokens that were drawn would make what is likely likelier still.
     """
     if cost is None:
         return list(drafts)
-    lengths = allocate([draft.survival for draft in drafts], cost, reach_of(rows), besides)
+    lengths = allocate([draft.survival for draft in drafts], cost, reach_of(rows), prefill_tokens)
     return [
         draft if draft.probabilities is not None else draft.cut(length)
         for draft, length in zip(drafts, lengths, strict=True)
@@ -68,7 +68,7 @@ class NoProposer:
 
     def admit(self, row: RequestState, donor: int, tokens: int) -> None: ...
 
-    def propose(self, rows: Sequence[RequestState], besides: int) -> list[Draft]:
+    def propose(self, rows: Sequence[RequestState], prefill_tokens: int) -> list[Draft]:
         return [Draft()] * len(rows)
 
     def watch(self, rows: Sequence[RequestState]) -> None: ...
@@ -99,19 +99,19 @@ class RowProposer(NoProposer):
         if row.written:  # it was sent back to the queue
             drafter.extend(row.tokens[row.prompt_tokens :])
 
-    def propose(self, rows: Sequence[RequestState], besides: int) -> list[Draft]:
-        cost = self.follow(rows, besides)
-        return cut(self.guess(rows), rows, cost, besides)
+    def propose(self, rows: Sequence[RequestState], prefill_tokens: int) -> list[Draft]:
+        cost = self.follow(rows, prefill_tokens)
+        return cut(self.guess(rows), rows, cost, prefill_tokens)
 
     def watch(self, rows: Sequence[RequestState]) -> None:
         self.follow(rows, 0)
         self.guess(rows)
 
-    def follow(self, rows: Sequence[RequestState], besides: int) -> Cost | None:
+    def follow(self, rows: Sequence[RequestState], prefill_tokens: int) -> Cost | None:
         """Have chains end where nothing can pay any more. Return the cost that says so; None where all stay."""
         cost = None if self._num_tokens else self._cost
         if cost is not None:
-            follow_to(self._drafter, least_acceptance(len(rows), cost, reach_of(rows), besides))
+            follow_to(self._drafter, least_acceptance(len(rows), cost, reach_of(rows), prefill_tokens))
         return cost
 
     def guess(self, rows: Sequence[RequestState]) -> list[Draft]:
@@ -154,10 +154,10 @@ class AutoProposer(NoProposer):
         for proposer in self._proposers.values():
             proposer.admit(row, donor, tokens)
 
-    def propose(self, rows: Sequence[RequestState], besides: int) -> list[Draft]:
+    def propose(self, rows: Sequence[RequestState], prefill_tokens: int) -> list[Draft]:
         def ask(name: str) -> list[Draft]:
             self._asked = self._proposers[name]
-            return self._asked.propose(rows, besides)
+            return self._asked.propose(rows, prefill_tokens)
 
         return self._trial.ask(ask, lambda name: self._proposers[name].watch(rows))
 

@@ -146,8 +146,8 @@ class DraftModel(NoProposer):
 
     # -- drafting -------------------------------------------------------------------------------------------------
 
-    def propose(self, rows: Sequence[RequestState], besides: int) -> list[Draft]:
-        return cut(self.drafts(rows, rows), rows, self._cost, besides)
+    def propose(self, rows: Sequence[RequestState], prefill_tokens: int) -> list[Draft]:
+        return cut(self.drafts(rows, rows), rows, self._cost, prefill_tokens)
 
     def drafts(self, rows: Sequence[RequestState], asked: Sequence[RequestState]) -> list[Draft]:
         """Return a draft for each of the rows that decode: an empty one where it is not `asked` for, or cannot pay."""
@@ -325,14 +325,14 @@ class HybridProposer(NoProposer):
         self._model = model
         self._cost = cost
 
-    def propose(self, rows: Sequence[RequestState], besides: int) -> list[Draft]:
-        self._passages.follow(rows, besides)
+    def propose(self, rows: Sequence[RequestState], prefill_tokens: int) -> list[Draft]:
+        self._passages.follow(rows, prefill_tokens)
         guesses = self._passages.guess(rows)
         promise = self._model.promise
         asked = [row for row, guess in zip(rows, guesses, strict=True) if sum(guess.survival) < promise]
         drafts = self._model.drafts(rows, asked)
         best = [_better(guess, draft) for guess, draft in zip(guesses, drafts, strict=True)]
-        return cut(best, rows, self._cost, besides)
+        return cut(best, rows, self._cost, prefill_tokens)
 
     @property
     def worked(self) -> bool:  # type: ignore[override]

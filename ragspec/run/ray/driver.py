@@ -73,7 +73,7 @@ class RayPass:
     def __init__(
         self,
         session: Session,
-        crew: WorkerPool,
+        pool: WorkerPool,
         source: Source,
         journal: Journal,
         *,
@@ -83,11 +83,11 @@ class RayPass:
         say: Say = ignore_note,
     ) -> None:
         self._session = session
-        self._crew = crew
-        shape = NativeFormat() if crew.details else line_format_of(session.config)
-        self._desk = ResultWriter(session, source, journal, shape, total, report)
-        self._intake = RecordReader(session.config, self._desk, source)
-        self._ordering = ordering_of(session, source, self._intake, limit, say)
+        self._pool = pool
+        shape = NativeFormat() if pool.details else line_format_of(session.config)
+        self._writer = ResultWriter(session, source, journal, shape, total, report)
+        self._record_reader = RecordReader(session.config, self._writer, source)
+        self._ordering = ordering_of(session, source, self._record_reader, limit, say)
         self._asked = self._ordering.asked()
         self._leases = Leases()
         self._none = f"{session.config.input}: contains no records; nothing to answer"
@@ -95,7 +95,7 @@ class RayPass:
         self._last = 0  # line that was read
         self._started = 0.0
         self._loaded_at: float | None = None
-        self.summary = self._desk.summary
+        self.summary = self._writer.summary
 
     def answer(self) -> None:
         """Start workers if there is anything to answer, let them answer it, and let them go."""
@@ -104,50 +104,50 @@ class RayPass:
             self._read_ahead()
             if self._leases.waiting:
                 self._started = time.perf_counter()
-                with self._crew as crew:
+                with self._pool as pool:
                     self._stream()
-                    crew.end()
+                    pool.end()
         finally:
             self._asked.close()
             self._conclude()
         if not (summary.records or summary.failed or summary.skipped):
             summary.notes.append(self._none)
-        summary.notes += self._intake.notes() + self._desk.notes() + self._ordering.notes()
+        summary.notes += self._record_reader.notes() + self._writer.notes() + self._ordering.notes()
 
     def stream(self) -> None:
         """Answer the input with workers that are loaded, and time it; another pass may follow."""
         self._started = time.perf_counter()
         try:
             self._stream()
-            self._crew.rest()
+            self._pool.rest()
         finally:
             self._asked.close()
             self._conclude()
 
     def about(self) -> dict[str, Any]:
         """Return what identifies the run in its statistics: what workers said of their runner goes first."""
-        return {**self._session.about(), **self._crew.about}
+        return {**self._session.about(), **self._pool.about}
 
     def _stream(self) -> None:
         """Read, lease, and write what comes, until all is settled."""
-        crew = self._crew
-        self.summary.workers = [hand.summary for hand in crew.hands]
+        pool = self._pool
+        self.summary.workers = [handle.summary for handle in pool.handles]
         while self._leases.waiting or self._leases.out or self._read_ahead():
             self._read_ahead()
-            crew.load(self._to_come())
-            if self._loaded_at is None and any(hand.summary.alive for hand in crew.hands):
+            pool.load(self._to_come())
+            if self._loaded_at is None and any(handle.summary.alive for handle in pool.handles):
                 self._loaded_at = time.perf_counter()
                 self.summary.load_s = self._loaded_at - self._started
             self._send()
-            for event in crew.listen():
+            for event in pool.poll_events():
                 if isinstance(event, LostWorker):
-                    self._bury(event)
+                    self._mark_dead(event)
                 else:
-                    self._hear(event.hand, event.word)
+                    self._take_output(event.handle, event.word)
 
     def _to_come(self) -> int | None:
         """Return how many records will come, about; None if nobody knows."""
-        known = self._desk.to_come()
+        known = self._writer.to_come()
         return None if known is None else max(known, self._leases.waiting + self._leases.out)
 
     # -- what is read -------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class RayPass:
     def _read_ahead(self) -> bool:
         """Read as far as there is room; wait for a record if workers have none. Return whether one came."""
         leases, read = self._leases, 0
-        room = AHEAD * self._crew.scale.workers - leases.waiting
+        room = AHEAD * self._pool.scale.workers - leases.waiting
         oldest = leases.oldest
         if self._in_order and oldest is not None:
             room = min(room, oldest + SPAN - self._last)
@@ -173,52 +173,52 @@ class RayPass:
 
     def _send(self) -> None:
         """Lease records to workers that have few waiting; none gets more than its share of what is left."""
-        share = -(-(self._leases.waiting + self._leases.out) // max(1, self._crew.able()))
-        for hand in self._crew.hands:
-            if hand.state != "answering" or "exchange" in hand.refs:
+        share = -(-(self._leases.waiting + self._leases.out) // max(1, self._pool.able()))
+        for handle in self._pool.handles:
+            if handle.state != "answering" or "exchange" in handle.refs:
                 continue
-            wanted = max(0, min(hand.wants - hand.waiting, share - self._leases.held(hand.name)))
-            taken = self._leases.take(hand.name, wanted)
-            hand.got_all = len(taken) == wanted
-            if not taken and not self._leases.held(hand.name):
+            wanted = max(0, min(handle.wants - handle.waiting, share - self._leases.held(handle.name)))
+            taken = self._leases.take(handle.name, wanted)
+            handle.got_all = len(taken) == wanted
+            if not taken and not self._leases.held(handle.name):
                 self._ask_back()
-            hand.send(taken)
+            handle.send(taken)
 
     def _ask_back(self) -> None:
         """Ask the worker with the most records that it has not begun for half of them: another one is idle."""
-        fullest = max(self._crew.hands, key=lambda hand: hand.waiting)
+        fullest = max(self._pool.handles, key=lambda handle: handle.waiting)
         if fullest.waiting > 1:
             fullest.ask_back(fullest.waiting // 2)
 
-    def _hear(self, hand: WorkerHandle, word: WorkerMessage) -> None:
+    def _take_output(self, handle: WorkerHandle, word: WorkerMessage) -> None:
         for answered in word.lines:
-            if self._leases.settle(hand.name, answered.index):
-                self._desk.put(answered)
-                hand.summary.count(answered.prompt_tokens, answered.costs)
+            if self._leases.settle(handle.name, answered.index):
+                self._writer.put(answered)
+                handle.summary.count(answered.prompt_tokens, answered.costs)
         for index, failed in word.failures:
-            if self._leases.settle(hand.name, index):
-                self._desk.fail(index, failed)
-                hand.summary.failed += 1
+            if self._leases.settle(handle.name, index):
+                self._writer.fail(index, failed)
+                handle.summary.failed += 1
         if word.returned:
-            self._leases.give_back(hand.name, word.returned)
+            self._leases.give_back(handle.name, word.returned)
         if self._loaded_at is not None and (word.lines or word.failures):
             self.summary.generate_s = time.perf_counter() - self._loaded_at
 
-    def _bury(self, lost: LostWorker) -> None:
+    def _mark_dead(self, lost: LostWorker) -> None:
         """Lease again what a dead worker had, and replace it."""
-        guilty = self._leases.bury(lost.hand.name, lost.suspicion)
-        for asked in guilty:
+        poisonous = self._leases.mark_dead(lost.handle.name, lost.suspicion)
+        for asked in poisonous:
             message = f"workers died while answering it, the last one because: {lost.why}"
-            self._desk.fail(asked.index, FailedRecord(asked.record.id, asked.key, "WorkerError", message))
-        self._crew.replace(lost.hand, lost.why, fruitful=bool(guilty))
+            self._writer.fail(asked.index, FailedRecord(asked.record.id, asked.key, "WorkerError", message))
+        self._pool.replace(lost.handle, lost.why, fruitful=bool(poisonous))
 
     def _conclude(self) -> None:
         """Add to the totals what workers know of themselves."""
-        summary, crew = self.summary, self._crew
-        summary.method = crew.method
-        summary.notes += [note for note in crew.notes if note not in summary.notes]
-        summary.peak_memory_gib = max(hand.summary.peak_memory_gib for hand in crew.hands)
-        found = _together([hand.retrieval for hand in crew.hands if hand.retrieval])
+        summary, pool = self.summary, self._pool
+        summary.method = pool.method
+        summary.notes += [note for note in pool.notes if note not in summary.notes]
+        summary.peak_memory_gib = max(handle.summary.peak_memory_gib for handle in pool.handles)
+        found = _together([handle.retrieval for handle in pool.handles if handle.retrieval])
         summary.retrieval = self._ordering.retrieval() or found
 
 

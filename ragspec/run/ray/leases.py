@@ -17,7 +17,7 @@ from collections import OrderedDict, deque
 from ragspec.run.answering import RecordTask
 
 HOMES = 100_000  # groups whose workers are remembered
-DEATH, SILENCE, GUILTY = 2, 1, 4  # how suspicious records are, and when they are guilty
+DEATH, SILENCE, POISONOUS = 2, 1, 4  # how suspicious records are, and when they are guilty
 
 
 class Leases:
@@ -96,7 +96,7 @@ class Leases:
         leased = self._leased[worker]
         self._wait_again([leased.pop(index) for index in indexes if index in leased])
 
-    def bury(self, worker: str, suspicion: int) -> list[RecordTask]:
+    def mark_dead(self, worker: str, suspicion: int) -> list[RecordTask]:
         """Let a dead worker's records wait again; return the one that is guilty now, if any.
 
         suspicion: DEATH, SILENCE, or 0 if none of them may be the reason.
@@ -104,14 +104,14 @@ class Leases:
         lost = self._leased.pop(worker, {})
         for homes in self._homes.values():
             homes.discard(worker)
-        guilty = []
+        poisonous = []
         for index in list((self._suspicion.keys() & lost.keys()) or lost.keys()) if suspicion else ():
             self._suspicion[index] = self._suspicion.get(index, 0) + suspicion
-            if self._suspicion[index] >= GUILTY:
-                guilty.append(lost.pop(index))
+            if self._suspicion[index] >= POISONOUS:
+                poisonous.append(lost.pop(index))
                 self._forget(index)
         self._wait_again(list(lost.values()))
-        return guilty
+        return poisonous
 
     def _forget(self, index: int) -> None:
         del self._group_of[index]

@@ -66,7 +66,7 @@ class Worker:
     def _run(self, records: int | None) -> RagspecError | None:
         assert self._session is not None
         try:
-            with self._session.config.veil().over_errors():
+            with self._session.config.redactor().over_errors():
                 self._work(self._session, records)
         except RagspecError as error:
             return type(error)(str(error))

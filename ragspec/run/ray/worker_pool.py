@@ -145,7 +145,7 @@ LEAVING_S = 30.0  # for workers to free what they hold
 class WorkerOutput:
     """What a worker has said."""
 
-    hand: WorkerHandle
+    handle: WorkerHandle
     word: WorkerMessage
 
 
@@ -153,7 +153,7 @@ class WorkerOutput:
 class LostWorker:
     """A worker that is dead, or taken for dead. suspicion: that what it had is the reason (leases.py)."""
 
-    hand: WorkerHandle
+    handle: WorkerHandle
     why: str
     suspicion: int
 
@@ -166,7 +166,7 @@ class WorkerPool:
     """
 
     def __init__(self, session: Session, scale: ScaleConfig, *, details: bool = False) -> None:
-        self.hands = [WorkerHandle(f"worker {number}") for number in range(1, scale.workers + 1)]
+        self.handles = [WorkerHandle(f"worker {number}") for number in range(1, scale.workers + 1)]
         self.notes: list[str] = []
         self.about: dict[str, Any] = {}
         self.method = session.runner.method
@@ -193,78 +193,78 @@ class WorkerPool:
 
     def able(self) -> int:
         """Return how many workers answer, or soon will."""
-        return sum(hand.state in ("checked", "loading", "answering") for hand in self.hands)
+        return sum(handle.state in ("checked", "loading", "answering") for handle in self.handles)
 
     def load(self, records: int | None) -> None:
         """Let models load: one on each machine first, then as many at a time as have loaded there.
 
         records: how many will come to all workers, None if nobody knows.
         """
-        each = None if records is None else -(-records // len(self.hands))
-        for hand in self.hands:
-            if hand.state == "checked":
-                there = [other.state for other in self.hands if other.node == hand.node]
+        each = None if records is None else -(-records // len(self.handles))
+        for handle in self.handles:
+            if handle.state == "checked":
+                there = [other.state for other in self.handles if other.node == handle.node]
                 if there.count("loading") < max(1, there.count("answering")):
-                    hand.load(each)
-            if hand.state == "loading" and "exchange" not in hand.refs:
-                hand.send([])
+                    handle.load(each)
+            if handle.state == "loading" and "exchange" not in handle.refs:
+                handle.send([])
 
-    def muster(self, records: int | None) -> None:
+    def start_workers(self, records: int | None) -> None:
         """Wait until all workers that have a machine are loaded. Raises ConfigError and ModelError."""
-        while any(hand.state in ("checked", "loading") for hand in self.hands):
+        while any(handle.state in ("checked", "loading") for handle in self.handles):
             self.load(records)
-            for event in self.listen():
+            for event in self.poll_events():
                 if isinstance(event, LostWorker):
-                    self.replace(event.hand, event.why, fruitful=False)
+                    self.replace(event.handle, event.why, fruitful=False)
 
-    def listen(self, wait_s: float = WAIT_S) -> list[WorkerOutput | LostWorker]:
+    def poll_events(self, wait_s: float = WAIT_S) -> list[WorkerOutput | LostWorker]:
         """Return what has happened; wait for it, up to `wait_s` seconds. Raises ConfigError and ModelError."""
         events: list[WorkerOutput | LostWorker] = []
-        calls = {ref: (hand, what) for hand in self.hands for what, ref in hand.refs.items()}
+        calls = {ref: (handle, what) for handle in self.handles for what, ref in handle.refs.items()}
         for ref in self._cluster.ready(list(calls), wait_s) if calls else ():
-            hand, what = calls[ref]
-            if hand.refs.pop(what, None) is None:  # it died of another call
+            handle, what = calls[ref]
+            if handle.refs.pop(what, None) is None:  # it died of another call
                 continue
             try:
                 said = self._cluster.get(ref)
             except self._cluster.unheard():
                 time.sleep(PAUSE_S)
-                hand.repeat(what)
+                handle.repeat(what)
             except self._cluster.lost() as error:
                 why = self._cluster.reason(error)
                 if self._cluster.unfit(error):
-                    raise ConfigError(f"{hand.name} cannot start: {why}") from None
-                events.append(self._lose(hand, why, 0 if self._cluster.gone(hand.node) else DEATH))
+                    raise ConfigError(f"{handle.name} cannot start: {why}") from None
+                events.append(self._lose(handle, why, 0 if self._cluster.gone(handle.node) else DEATH))
             else:
-                events += self._take(hand, what, said)
-        return events + self._silent()
+                events += self._take(handle, what, said)
+        return events + self._find_silent()
 
-    def replace(self, hand: WorkerHandle, why: str, *, fruitful: bool) -> None:
+    def replace(self, handle: WorkerHandle, why: str, *, fruitful: bool) -> None:
         """Place another worker in a dead one's stead. fruitful: it died, but not in vain. Raises ModelError."""
-        hand.fruitless = 0 if fruitful else hand.fruitless + 1
-        if hand.fruitless < TRIES:
-            self._place(hand)
+        handle.fruitless = 0 if fruitful else handle.fruitless + 1
+        if handle.fruitless < TRIES:
+            self._place(handle)
             return
-        hand.state = "gone"
-        self.note(f"{hand.name} is not replaced any more: it died {TRIES} times without finishing a record")
-        if all(each.state == "gone" for each in self.hands):
-            raise ModelError(f"no worker is left; {hand.name} on {hand.host} died last: {why}")
+        handle.state = "gone"
+        self.note(f"{handle.name} is not replaced any more: it died {TRIES} times without finishing a record")
+        if all(each.state == "gone" for each in self.handles):
+            raise ModelError(f"no worker is left; {handle.name} on {handle.host} died last: {why}")
 
     def end(self) -> None:
         """Let workers free what they hold, and tell what they know."""
         left = self.rest("run")
         self._wait_for("run", left)
-        for hand in left:
-            if hand.state == "answering":
-                hand.report()
+        for handle in left:
+            if handle.state == "answering":
+                handle.report()
         self._wait_for("report", left)
 
     def rest(self, end: End = "pass") -> list[WorkerHandle]:
         """Tell workers, which have answered all that they had, that it was the last of a pass; return them."""
-        left = [hand for hand in self.hands if hand.state == "answering"]
-        for hand in left:
-            hand.refs.pop("exchange", None)
-            hand.send([], end)
+        left = [handle for handle in self.handles if handle.state == "answering"]
+        for handle in left:
+            handle.refs.pop("exchange", None)
+            handle.send([], end)
         return left
 
     def note(self, note: str) -> None:
@@ -278,58 +278,58 @@ class WorkerPool:
         """Place workers, and look at the machines that have room for them before a model loads anywhere."""
         self._share = self._cluster.share(self._gpus)
         room = self._cluster.room(*self._share)
-        if room < len(self.hands):
-            self.note(f"the cluster has room for {room} of {len(self.hands)} workers; others start when it has more")
-        for hand in self.hands:
-            self._place(hand)
-        expected = min(room, len(self.hands))
+        if room < len(self.handles):
+            self.note(f"the cluster has room for {room} of {len(self.handles)} workers; others start when it has more")
+        for handle in self.handles:
+            self._place(handle)
+        expected = min(room, len(self.handles))
         deadline = time.monotonic() + PLACING_S
-        while sum(hand.state != "placing" for hand in self.hands) < expected and time.monotonic() < deadline:
-            for event in self.listen():
+        while sum(handle.state != "placing" for handle in self.handles) < expected and time.monotonic() < deadline:
+            for event in self.poll_events():
                 if isinstance(event, LostWorker):
-                    self.replace(event.hand, event.why, fruitful=False)
-        if all(hand.state == "placing" for hand in self.hands):
+                    self.replace(event.handle, event.why, fruitful=False)
+        if all(handle.state == "placing" for handle in self.handles):
             raise ConfigError(f"scale: no worker has started within {PLACING_S:g} s, though the cluster has room")
 
-    def _place(self, hand: WorkerHandle) -> None:
-        hand.begin(self._cluster.start(Worker, *self._share, self._config, os.getcwd(), self.details))
+    def _place(self, handle: WorkerHandle) -> None:
+        handle.begin(self._cluster.start(Worker, *self._share, self._config, os.getcwd(), self.details))
 
-    def _admit(self, hand: WorkerHandle, place: WorkerLocation) -> None:
+    def _admit(self, handle: WorkerHandle, place: WorkerLocation) -> None:
         """Let a worker take part, if it would answer as the others do. Raises ConfigError if it cannot."""
         if place.problem:
-            raise ConfigError(f"{hand.name} on {place.host}: {place.problem}")
+            raise ConfigError(f"{handle.name} on {place.host}: {place.problem}")
         if place.identity != self._identity:
             keys = ", ".join(key for key, value in self._identity.items() if place.identity.get(key) != value)
             raise ConfigError(
-                f"{hand.name} on {place.host} would answer differently: {keys} are not those of this machine"
+                f"{handle.name} on {place.host} would answer differently: {keys} are not those of this machine"
             )
         for name, version in place.versions.items():
             known = self._versions.setdefault(name, version)
             if name == "ragspec" and version != known:
-                raise ConfigError(f"{hand.name} on {place.host} has ragspec {version}; here is {known}")
+                raise ConfigError(f"{handle.name} on {place.host} has ragspec {version}; here is {known}")
             if version != known:
                 self.note(f"{place.host} has {name} {version}, others {known}: answers may differ")
-        hand.place, hand.state = place, "checked"
+        handle.place, handle.state = place, "checked"
 
     # -- what they say ------------------------------------------------------------------------------------------------
 
-    def _take(self, hand: WorkerHandle, what: str, said: Any) -> list[WorkerOutput | LostWorker]:
+    def _take(self, handle: WorkerHandle, what: str, said: Any) -> list[WorkerOutput | LostWorker]:
         if what == "check":
-            self._admit(hand, said)
+            self._admit(handle, said)
         elif what == "report":
-            self._take_report(hand, said)
+            self._take_report(handle, said)
         elif what == "exchange":
             word = unpack(said)
-            hand.hear(word)
-            return [WorkerOutput(hand, word)]
+            handle.hear(word)
+            return [WorkerOutput(handle, word)]
         elif said is not None:  # of run: why it ended
-            if not any(each.summary.alive for each in self.hands):
-                raise type(said)(f"{hand.name} on {hand.host}: {said}")
-            return [self._lose(hand, str(said), DEATH)]
+            if not any(each.summary.alive for each in self.handles):
+                raise type(said)(f"{handle.name} on {handle.host}: {said}")
+            return [self._lose(handle, str(said), DEATH)]
         return []
 
-    def _take_report(self, hand: WorkerHandle, report: LoadReport) -> None:
-        hand.take_report(report)
+    def _take_report(self, handle: WorkerHandle, report: LoadReport) -> None:
+        handle.take_report(report)
         self.method = report.method
         self.about |= {key: report.about[key] for key in ("runner", "versions") if key in report.about}
         for note in report.notes:
@@ -337,38 +337,38 @@ class WorkerPool:
 
     # -- how they go --------------------------------------------------------------------------------------------------
 
-    def _silent(self) -> list[WorkerOutput | LostWorker]:
+    def _find_silent(self) -> list[WorkerOutput | LostWorker]:
         """Return the workers that have said nothing for too long: they are taken for dead.
 
         Before that they are asked again, as messages may get lost.
         """
         now, patience, found = time.monotonic(), self.scale.timeout_s, list[WorkerOutput | LostWorker]()
-        for hand in self.hands:
-            most = {"answering": patience, "loading": LOADING * patience}.get(hand.state)
-            if most is not None and "exchange" in hand.refs and now - hand.sent > most:
-                found.append(self._lose(hand, f"it said nothing for {most:g} s", SILENCE))
-            elif most is not None and "exchange" in hand.refs and now - hand.called > most / ASKED:
-                hand.repeat("exchange")
+        for handle in self.handles:
+            most = {"answering": patience, "loading": LOADING * patience}.get(handle.state)
+            if most is not None and "exchange" in handle.refs and now - handle.sent > most:
+                found.append(self._lose(handle, f"it said nothing for {most:g} s", SILENCE))
+            elif most is not None and "exchange" in handle.refs and now - handle.called > most / ASKED:
+                handle.repeat("exchange")
         return found
 
-    def _lose(self, hand: WorkerHandle, why: str, suspicion: int) -> LostWorker:
-        self._leave(hand)
-        hand.state = "dead"
-        hand.summary.deaths += 1
-        self.note(f"{hand.name} on {hand.host} died: {why}")
-        return LostWorker(hand, why, suspicion)
+    def _lose(self, handle: WorkerHandle, why: str, suspicion: int) -> LostWorker:
+        self._leave(handle)
+        handle.state = "dead"
+        handle.summary.deaths += 1
+        self.note(f"{handle.name} on {handle.host} died: {why}")
+        return LostWorker(handle, why, suspicion)
 
-    def _wait_for(self, what: str, hands: list[WorkerHandle]) -> None:
+    def _wait_for(self, what: str, handles: list[WorkerHandle]) -> None:
         deadline = time.monotonic() + LEAVING_S
-        while any(what in hand.refs for hand in hands) and time.monotonic() < deadline:
-            self.listen()
+        while any(what in handle.refs for handle in handles) and time.monotonic() < deadline:
+            self.poll_events()
 
-    def _leave(self, hand: WorkerHandle) -> None:
-        hand.refs.clear()
-        if hand.actor is not None:
-            self._cluster.kill(hand.actor)
-            hand.actor, hand.summary.alive = None, False
+    def _leave(self, handle: WorkerHandle) -> None:
+        handle.refs.clear()
+        if handle.actor is not None:
+            self._cluster.kill(handle.actor)
+            handle.actor, handle.summary.alive = None, False
 
     def _dismiss(self) -> None:
-        for hand in self.hands:
-            self._leave(hand)
+        for handle in self.handles:
+            self._leave(handle)

@@ -57,7 +57,7 @@ def test_only_what_a_worker_has_can_be_settled_and_late_answers_are_not():
     assert leases.settle("one", 0)
     assert not leases.settle("one", 0)
     assert not leases.settle("two", 1)
-    assert leases.bury("one", DEATH) == []
+    assert leases.mark_dead("one", DEATH) == []
     assert not leases.settle("one", 1)
     assert lines(leases.take("two", 9)) == [1]
     assert leases.settle("two", 1)
@@ -77,7 +77,7 @@ def test_the_oldest_line_is_the_first_without_an_answer():
 def test_a_record_that_kills_two_workers_is_found_and_nothing_else_is_blamed():
     poison, total = {3, 17}, 24
     leases, finished, deaths = filled([""] * total), set(), 0
-    guilty = []
+    poisonous = []
     for life in range(100):
         name = f"worker {life}"
         while got := leases.take(name, 8):
@@ -87,14 +87,14 @@ def test_a_record_that_kills_two_workers_is_found_and_nothing_else_is_blamed():
                     assert leases.settle(name, each.index)
                     finished.add(each.index)
                 deaths += 1
-                guilty += lines(leases.bury(name, DEATH))
+                poisonous += lines(leases.mark_dead(name, DEATH))
                 break
             for each in got:
                 assert leases.settle(name, each.index)
                 finished.add(each.index)
         if not leases.waiting and not leases.out:
             break
-    assert sorted(guilty) == sorted(poison)
+    assert sorted(poisonous) == sorted(poison)
     assert finished == set(range(total)) - poison
     assert deaths == 2 * len(poison)
 
@@ -103,7 +103,7 @@ def test_a_machine_that_vanishes_makes_nobody_suspicious():
     leases = filled([""] * 4)
     for life in range(5):
         assert len(leases.take(f"worker {life}", 9)) == 4
-        assert leases.bury(f"worker {life}", 0) == []
+        assert leases.mark_dead(f"worker {life}", 0) == []
     assert lines(leases.take("last", 9)) == [0, 1, 2, 3]
 
 
@@ -111,16 +111,16 @@ def test_silence_convicts_only_when_it_comes_again_and_again():
     leases = filled([""])
     for life in range(3):
         assert len(leases.take(f"worker {life}", 9)) == 1
-        assert leases.bury(f"worker {life}", SILENCE) == []
+        assert leases.mark_dead(f"worker {life}", SILENCE) == []
     leases.take("last", 9)
-    assert lines(leases.bury("last", SILENCE)) == [0]
+    assert lines(leases.mark_dead("last", SILENCE)) == [0]
     assert (leases.waiting, leases.out) == (0, 0)
 
 
 def test_suspects_are_leased_one_at_a_time_to_a_worker():
     leases = filled([""] * 4)
     leases.take("one", 3)
-    leases.bury("one", DEATH)
+    leases.mark_dead("one", DEATH)
     assert lines(leases.take("two", 9)) == [0, 3]
     assert leases.take("two", 9) == []
     assert lines(leases.take("three", 9)) == [1]
@@ -156,7 +156,7 @@ def test_whatever_happens_every_record_is_settled_exactly_once(seed, workers, to
             leases.give_back(name, [held[name].pop()])
         elif what > 0.97:
             held.pop(name, None)
-            settled += lines(leases.bury(name, chance.choice([0, SILENCE, DEATH])))
+            settled += lines(leases.mark_dead(name, chance.choice([0, SILENCE, DEATH])))
     for name in names:
         for index in held.get(name, ()):
             assert leases.settle(name, index)

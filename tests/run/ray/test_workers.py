@@ -75,17 +75,17 @@ def test_records_that_share_passages_stay_together(tmp_path, address):
     workers = {}
     from ragspec.run.ray import driver
 
-    heard = driver.RayPass._hear
+    heard = driver.RayPass._take_output
 
-    def hear(self, hand, word):
-        workers.update((answered.index, hand.name) for answered in word.lines)
-        heard(self, hand, word)
+    def hear(self, handle, word):
+        workers.update((answered.index, handle.name) for answered in word.lines)
+        heard(self, handle, word)
 
-    driver.RayPass._hear = hear
+    driver.RayPass._take_output = hear
     try:
         answered(tmp_path, "out", source, **slow, **scaled(address))
     finally:
-        driver.RayPass._hear = heard
+        driver.RayPass._take_output = heard
     homes = [Counter(workers[i] for i in range(passage, 140, 7)) for passage in range(7)]
     assert len(set(workers.values())) == 2
     assert sum(max(home.values()) for home in homes) >= 0.8 * 140
@@ -183,9 +183,9 @@ def test_a_machine_without_the_model_is_named_before_any_loads(tmp_path, address
     shutil.copytree(demo, model)
     place = WorkerPool._place
 
-    def without(self, hand):
+    def without(self, handle):
         shutil.rmtree(model, ignore_errors=True)  # what this process sees and workers do not
-        place(self, hand)
+        place(self, handle)
 
     monkeypatch.setattr(WorkerPool, "_place", without)
     source = write_jsonl(tmp_path / "in.jsonl", records(3))
