@@ -12,12 +12,13 @@ from ragspec.engine.constraint import Constraint
 from ragspec.engine.kv.budget import PATIENCE, KvBudget
 from ragspec.engine.model.forward import Model
 from ragspec.engine.notes import Notes
-from ragspec.engine.oom_policy import FORWARD, OomPolicy, format_error, free_memory
+from ragspec.engine.oom_policy import OomPolicy
 from ragspec.engine.profiler import Clock, StepTimer
 from ragspec.engine.proposers.base import LONGEST, Proposer
 from ragspec.engine.request_state import RequestState, ScheduledRequest, Start, StepOutput, accept, reach_of
 from ragspec.engine.scheduler import PrefixGroups, Scheduler, new_row
 from ragspec.models.logits_processors import Processors
+from ragspec.models.memory import MAY_BE_MEMORY, free_memory, out_of_memory
 from ragspec.models.stopping import ends_with_stop, stop_strings_from, trim
 from ragspec.records import Failure, Generation, Request, Tokenizer
 from ragspec.speculation.draft_length import hopeless
@@ -85,11 +86,12 @@ class Drafting:
         try:
             drafts = self._proposer.propose(rows, prefill_tokens)
             self._worked = self._proposer.worked
-        except FORWARD as error:
+        except MAY_BE_MEMORY as error:
+            reason = out_of_memory(error)
             self._failures += 1
             self._pause = PATIENCE << min(self._failures, MOST_DOUBLINGS)
             self._proposer.forget()
-            self._notes.add(f"drafting failed and paused for {self._pause} steps: {format_error(error)}")
+            self._notes.add(f"drafting failed and paused for {self._pause} steps: {reason}")
             return [Draft()] * len(rows)
         drafts = [
             draft if row.grammar is None else admitted(row.grammar, draft)
@@ -119,8 +121,8 @@ class Drafting:
 #
 #     >>> for outcome in Engine(model, NoDrafts(), tokenizer, eos).run(requests): ...
 #
-# Prompts are computed in chunks, in the same forwards in which other rows decode. A forward that fails is tried again
-# with fewer rows; a row that fails alone costs only its own record. row.py tells the life of a row. Limit: one device.
+# Prompts are computed in chunks, in the same forwards in which other rows decode. A forward that runs out of memory is
+# tried again with fewer rows; a row for which there is no memory alone costs only its own record. Limit: one device.
 
 
 CHUNK = 512  # tokens of a step while prompts are computed; more is no faster on a CPU, and delays the other rows
@@ -217,8 +219,8 @@ class Engine:
             work = self._plan(scheduler)
             timer.drafted()
             fits = self._reserve(scheduler, work)
-        except FORWARD as error:
-            failure = format_error(error)
+        except MAY_BE_MEMORY as error:
+            failure = out_of_memory(error)
         if failure is not None:  # out of the handler: the error holds what was allocated
             yield from oom_policy.preempt(scheduler, failure)
         elif not fits:
@@ -290,7 +292,7 @@ class Engine:
     ) -> tuple[StepOutput, tuple[RequestState, str] | None]:
         """Return what the target wrote, row by row, and the row that failed in a forward of its own, if one did.
 
-        A forward that fails is split; rows that were not reached have their turn in the next step.
+        A forward that runs out of memory is split; rows that were not reached have their turn in the next step.
         """
         written: StepOutput = []
         most = oom_policy.together.limit
@@ -299,8 +301,8 @@ class Engine:
             part, failure = parts.pop(0), None
             try:
                 written += accept(part, self._logits(part), self._constraint)
-            except FORWARD as error:
-                failure = format_error(error)
+            except MAY_BE_MEMORY as error:
+                failure = out_of_memory(error)
             if failure is None:
                 continue
             free_memory()

@@ -1,11 +1,8 @@
-"""What happens to the rows when a forward fails: fewer at once, one alone, and after a while all again."""
+"""What happens to the rows when a forward runs out of memory: fewer at once, one alone, and later all again."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-
-import torch
 
 from ragspec.engine.kv.budget import Backoff, KvBudget
 from ragspec.engine.model.forward import Model
@@ -13,24 +10,8 @@ from ragspec.engine.notes import Notes
 from ragspec.engine.proposers.base import Proposer
 from ragspec.engine.request_state import RequestState, ScheduledRequest
 from ragspec.engine.scheduler import Scheduler
-from ragspec.errors import flat
+from ragspec.models.memory import free_memory
 from ragspec.records import Failure
-
-# what a forward may raise: out of memory (torch's own error, RuntimeError on a CPU), ids without an embedding
-FORWARD = (RuntimeError, IndexError, MemoryError)
-log = logging.getLogger(__name__)
-
-
-def format_error(error: Exception) -> str:
-    """Return a forward's error in words; its traceback is shown in debugging."""
-    log.debug("a forward failed", exc_info=error)
-    return f"{type(error).__name__}: {flat(error, 300)}"
-
-
-def free_memory() -> None:
-    """Give back what a failed forward left cached on a GPU."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 class OomPolicy:

@@ -22,8 +22,8 @@ from ragspec.benchmark.plan import make_plan
 from ragspec.benchmark.results import SPEED, Ratio
 from ragspec.config.load import build_config
 from ragspec.config.run import RunConfig
-from ragspec.engine.oom_policy import free_memory
 from ragspec.errors import ConfigError, ModelError
+from ragspec.models.memory import free_memory
 from ragspec.outputs.folder import write_json
 from ragspec.runners.huggingface.args import Args
 from ragspec.runners.huggingface.checkpoint import Checkpoint

@@ -5,6 +5,8 @@ import gc
 import weakref
 
 import pytest
+import torch
+from transformers import GenerationMixin
 
 from ragspec.config.load import build_config
 from ragspec.config.run import to_sampling
@@ -242,14 +244,22 @@ def test_repetition_penalty_is_the_same_with_and_without_drafts(tiny, speculatio
     )
 
 
-def test_a_failure_inside_generation_is_that_records_alone(tiny):
+def test_a_record_without_memory_costs_itself_alone(tiny, monkeypatch):
     runner, sampling = make_runner(tiny)
     with runner:
-        requests = make_requests(runner, sampling)
-        requests[2] = Request(2, "bad", [10**6], sampling)
+        requests, original = make_requests(runner, sampling), GenerationMixin.generate
+        poison = next(token for token in range(400) if all(token not in request.token_ids for request in requests))
+        requests[2] = Request(2, "bad", [5, poison, 7], sampling)
+
+        def generate(self, input_ids, **kwargs):
+            if (input_ids == poison).any():
+                raise torch.OutOfMemoryError("no room")
+            return original(self, input_ids, **kwargs)
+
+        monkeypatch.setattr(GenerationMixin, "generate", generate)
         outcomes = list(runner.generate(requests))
     assert [isinstance(outcome, Failure) for outcome in outcomes] == [False, False, True, False, False]
-    assert "IndexError" in outcomes[2].message
+    assert "OutOfMemoryError: no room" in outcomes[2].message
 
 
 def test_records_of_other_sampling_begin_a_new_batch(tiny):

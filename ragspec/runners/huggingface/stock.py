@@ -17,6 +17,7 @@ from ragspec.errors import ModelError, RecordError, flat
 from ragspec.inputs.feed import Feed
 from ragspec.models.compat import forget, length_dependent, takes_padding
 from ragspec.models.logits_processors import GenerationRules, GrammarMasks, generated_logprobs
+from ragspec.models.memory import MAY_BE_MEMORY, free_memory, out_of_memory
 from ragspec.models.stopping import ends_with_stop, stop_strings_from, trim
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer, record_seed
@@ -71,8 +72,8 @@ class StopText(StoppingCriteria):  # type: ignore[misc]
 # Limit: transformers speculates one record at a time, so `rows` only counts for method `none`.
 
 
-# what generate() raises for one record: out of memory, ids that the model has no row for, arguments it refuses
-FAILURES = (RuntimeError, IndexError, MemoryError, ValueError)
+# what a model's own code may raise for a padded prompt
+UNPADDED = (RuntimeError, IndexError, ValueError)
 log = logging.getLogger(__name__)
 LEFT = "method auto answers greedy records without it from here on"
 LEFT_ALONE = "method auto: plain decoding is faster here"
@@ -187,8 +188,8 @@ class StockBackend:
         clock, self.clock = self.clock, StockClock()
         try:
             plain = self._call([request], [begin(self._grammars, request.grammar)], drafts=False)[0]
-        except FAILURES as error:  # with drafts it was answered, so only the comparison is lost
-            log.debug("the comparison failed", exc_info=error)
+        except MAY_BE_MEMORY as error:  # with drafts it was answered, so only the comparison is lost
+            out_of_memory(error)
             self._compared = None
             return
         finally:
@@ -206,7 +207,7 @@ class StockBackend:
         try:
             if takes_padding(self._model, self._rules.pad):
                 return True
-        except FAILURES as error:
+        except UNPADDED as error:
             log.debug("the model does not take padded prompts", exc_info=error)
         self.notes.append("records are answered one at a time: padding changes what this model computes")
         return False
@@ -222,13 +223,17 @@ class StockBackend:
                 return
             for request in batch:
                 yield from self._answer([request])
-        except FAILURES as error:
-            log.debug("generate() failed", exc_info=error)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+        except ValueError as error:  # generate() refuses its arguments
             if len(batch) == 1:
-                text = flat(error, 500)
-                yield Failure(batch[0].index, f"{type(error).__name__}: {text}")
+                yield Failure(batch[0].index, f"generate() refuses it: {flat(error, 500)}")
+                return
+            for request in batch:
+                yield from self._answer([request])
+        except MAY_BE_MEMORY as error:
+            reason = out_of_memory(error)
+            free_memory()
+            if len(batch) == 1:
+                yield Failure(batch[0].index, reason)
                 return
             for request in batch:
                 yield from self._answer([request])
