@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ragspec.runners.vllm.patches import context_drafts as rows
-from ragspec.runners.vllm.patches.context_drafts import Proposer, least_survival
+from ragspec.runners.vllm.proposer import Proposer, least_survival
 from ragspec.speculation.drafters.calibration import Calibration
 from ragspec.speculation.drafters.prompt_lookup import PromptLookup
 from ragspec.speculation.step_cost import FittedCost
@@ -215,9 +215,7 @@ def test_drafts_end_at_the_models_length():
 
 
 def test_auto_begins_with_the_passages_and_tries_the_other(monkeypatch):
-    monkeypatch.setattr(
-        "ragspec.runners.vllm.patches.context_drafts.time", SimpleNamespace(perf_counter=iter(range(10**6)).__next__)
-    )
+    monkeypatch.setattr("ragspec.runners.vllm.proposer.time", SimpleNamespace(perf_counter=iter(range(10**6)).__next__))
     monkeypatch.setattr("ragspec.speculation.method_selector.time", SimpleNamespace(perf_counter=lambda: 0.0))
     proposer = make("auto", num_tokens=LIMIT)
     assert proposer.trial.chosen == "context"
@@ -229,9 +227,7 @@ def test_auto_begins_with_the_passages_and_tries_the_other(monkeypatch):
 
 
 def test_the_trial_is_told_what_asking_took(monkeypatch):
-    monkeypatch.setattr(
-        "ragspec.runners.vllm.patches.context_drafts.time", SimpleNamespace(perf_counter=iter(range(10**6)).__next__)
-    )
+    monkeypatch.setattr("ragspec.runners.vllm.proposer.time", SimpleNamespace(perf_counter=iter(range(10**6)).__next__))
     proposer, steps = make("context"), []
     observe = proposer.trial.observe
     monkeypatch.setattr(proposer.trial, "observe", lambda *step: (steps.append(step), observe(*step)))
@@ -303,7 +299,7 @@ def test_chains_are_followed_no_further_than_can_pay(monkeypatch, method):
         tokens[row, :length] = [*text, *range(100 + row, 102 + row), *range(10)][:length]
     made = []
     for least in (least_survival, lambda rows, cost, reach: 0.0):
-        monkeypatch.setattr("ragspec.runners.vllm.patches.context_drafts.least_survival", least)
+        monkeypatch.setattr("ragspec.runners.vllm.proposer.least_survival", least)
         drafting = make(method)
         for count in range(1, 60):
             drafting.cost.observe(2 * count, count, 0.01 * (8 + 2 * count))

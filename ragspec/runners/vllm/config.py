@@ -56,7 +56,7 @@ def one_line(error: Exception) -> str:
 
 # ragspec's word -> vLLM's, where they differ
 NAMES = {"prompt_lookup": "ngram"}
-PROPOSER = "ragspec.runners.vllm.patches.context_drafts.Proposer"
+PROPOSER = "ragspec.runners.vllm.proposer.Proposer"
 MOST_TOKENS = 16  # of its drafts, if the length is chosen by what pays
 # Versions of vLLM that were tried with our drafter inside, and with what: its interface there is experimental.
 TRIED = {"0.32": "the whole suite passes (CPU build)"}

@@ -15,10 +15,24 @@ from __future__ import annotations
 import time
 from typing import Any, Self
 
+from ragspec.runners.vllm.patches import Patch
 from ragspec.runners.vllm.patches.undrafted import drop_drafts, reached
 from ragspec.speculation.speculation_guard import SpeculationGuard
 from ragspec.speculation.step_cost import FittedCost
 
+PATCH = Patch(
+    changes=(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._input_fits_in_drafter",
+        "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids",
+    ),
+    versions="0.32",
+    why="vLLM drafts even where its drafts make steps slower",
+    upstream="https://github.com/vllm-project/vllm/issues/6993",
+    until="vLLM chooses draft lengths by what steps take",
+)
 BLIND = 32  # steps that compute prompts and go without drafts, as long as nobody knows what those are worth
 
 

@@ -15,8 +15,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from ragspec.runners.vllm.patches import Patch
 from ragspec.runners.vllm.patches.undrafted import drop_drafts, reached
 
+PATCH = Patch(
+    changes=(
+        "vllm.v1.core.sched.scheduler:Scheduler.schedule",
+        "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids",
+        "vllm.v1.core.sched.scheduler:Scheduler._update_request_with_output",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._input_fits_in_drafter",
+    ),
+    versions="0.32",
+    why="placeholder drafts of -1 and 0 are counted as drafts, and steps without drafts are not counted",
+    upstream="",
+    until="vLLM's metrics of a request say how many steps wrote its tokens",
+)
 WRITTEN = "ragspec_steps"  # of vLLM's metrics of a record
 
 

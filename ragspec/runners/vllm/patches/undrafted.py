@@ -14,10 +14,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ragspec.runners.vllm.patches import Patch
+
 if TYPE_CHECKING:
     import torch
 
 
+PATCH = Patch(
+    changes=(
+        "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids",
+        "vllm.sampling_params:SamplingParams._validate_spec_decode",
+        "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
+        "vllm.v1.sample.rejection_sampler:apply_sampling_constraints",
+    ),
+    versions="0.32",
+    why="an engine that speculates refuses min_p and logit_bias, and its CPU build samples from uninitialised memory",
+    upstream="https://github.com/vllm-project/vllm/issues/42744",
+    until="vLLM applies min_p and logit_bias to drafts, or lets a request do without drafts",
+)
 LOST = {
     "logit_bias": "vLLM does not apply it to drafts",
     "min_p": "vLLM does not apply it to drafts",
