@@ -155,7 +155,7 @@ TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 def load_config(path: str, overrides: Sequence[str] = (), **direct: Any) -> tuple[RunConfig, list[str]]:
     """Return the config of file `path` and notes on what was translated or ignored.
 
-    overrides: "key.path=value" (`--set`, overrides.py). direct: top-level keys that are not None win over both.
+    overrides: "key.path=value" (`--set`, load.py). direct: top-level keys that are not None win over both.
     Raises ConfigError.
     """
     raw, said = read_config(path)

@@ -294,7 +294,7 @@ Address = Annotated[str, WrapValidator(_address)]  # a name, a path, or an addre
 Place = Annotated[str, WrapValidator(_place)]  # where files are, which a ${NAME} may be part of
 
 
-# -- messages without secrets: `Veil(config)("401 for hf_abc...")`. Libraries may repeat their arguments --------------
+# -- messages without secrets: `Redactor(config)("401 for hf_abc...")`. Libraries may repeat their arguments ---
 #
 # Errors, notes and logs go through here. What the config's Secrets hide is removed, even if a library has shortened it,
 # and so is whatever looks like a secret. Limit: a secret of fewer than four characters stays.

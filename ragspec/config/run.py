@@ -118,7 +118,7 @@ class RunConfig(Section):
         return whole
 
     def redactor(self) -> Redactor:
-        """Return the Veil that hides this config's secrets in messages."""
+        """Return the Redactor that hides this config's secrets in messages."""
         return Redactor(self.model_dump())
 
     def identity(self) -> dict[str, Any]:

@@ -119,7 +119,7 @@ class Drafting:
 
 # -- the loop: admit, plan, forward, accept, commit; a finished row makes room for the next one at once ---------------
 #
-#     >>> for outcome in Engine(model, NoDrafts(), tokenizer, eos).run(requests): ...
+#     >>> for outcome in Engine(model, NoProposer(), tokenizer, eos).run(requests): ...
 #
 # Prompts are computed in chunks, in the same forwards in which other rows decode. A forward that runs out of memory is
 # tried again with fewer rows; a row for which there is no memory alone costs only its own record. Limit: one device.

@@ -2,8 +2,8 @@
 
 The life of a row, and who moves it on:
 
-    waiting   a request in the queue, read ahead, grouped by prefix; no Row yet          Admission._look_ahead
-    admitted  it has a Row, a place in the cache and the prefix another place computed   Admission.admit, Engine._begin
+    waiting   a request in the queue, read ahead, grouped by prefix; no Row yet          Scheduler._look_ahead
+    admitted  it has a Row, a place in the cache and the prefix another place computed   Scheduler.admit, Engine._begin
     filling   a piece of its text is computed in each step, without drafts               Engine._plan (not `ready`)
     ready     all but its last token are computed: each step verifies a draft behind     Engine._plan (`ready`)
               that token and writes one token at least
@@ -11,7 +11,7 @@ The life of a row, and who moves it on:
 
 A row may go back. One that outgrows the length its model restarts at is filled anew where it is (Engine._extend).
 When a forward fails, or memory is short, all rows are sent back to the head of the queue: they keep what they wrote,
-lose their places and what was computed, and are admitted again (Retreat, Admission.interrupt).
+lose their places and what was computed, and are admitted again (OomPolicy, Scheduler.interrupt).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which rows of a step hold the same first tokens, so that they may attend to them together (pieces.py)."""
+"""Which rows of a step hold the same first tokens, so that they may attend to them together (kv_splits.py)."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def _nanoseconds(value: timedelta) -> int:
     return (value.days * 86_400 + value.seconds) * SECOND + value.microseconds * 1000 + getattr(value, "nanoseconds", 0)
 
 
-# -- what an input is: a source of rows. opening.py makes them --------------------------------------------------------
+# -- what an input is: a source of rows. sources.py makes them --------------------------------------------------------
 
 
 # marks that jsonlines skips before a value: of a UTF-8 file, of a JSON text sequence

@@ -3,7 +3,7 @@
 >>> for row in TextSource("questions.csv.gz"): row.number, row.raw, row.value
 
 The text may come from a file, stdin (-), an archive or a URL. Its first line shows the format. A source whose reads
-may block (a pipe, a terminal) is read on a thread: see live.py.
+may block (a pipe, a terminal) is read on a thread: see feed.py.
 """
 
 from __future__ import annotations

@@ -267,7 +267,7 @@ def _structured_outputs(value: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _structured(value: dict[str, Any], name: str) -> dict[str, Any]:
-    wrapped = not value.keys() & set(OURS) or "type" in value  # config/structured.py finds the schema in it
+    wrapped = not value.keys() & set(OURS) or "type" in value  # config/values.py finds the schema in it
     if not wrapped and (unknown := [key for key in value if key not in OURS]):
         raise RecordError(f'"{name}.{unknown[0]}" is not known{did_you_mean(unknown[0], OURS)}')
     return dict(value)

@@ -291,7 +291,7 @@ def _turn_end(tokenizer: HFTokenizer) -> int | None:
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": PROBE}]
     try:
         _, answer, rest = tokenizer.render_chat(messages, add_generation_prompt=False).rpartition(PROBE)
-    except Exception:  # a program of the model's authors; prompts/chat.py says what is wrong with it
+    except Exception:  # a program of the model's authors; prompts/templates.py says what is wrong with it
         return None
     first = tokenizer.controls.found(rest)[:1] if answer else []
     return next((tokenizer.controls.ids.get(word) for word in first if rest.lstrip().startswith(word)), None)
@@ -301,6 +301,6 @@ def _writes_bos(tokenizer: HFTokenizer) -> bool:
     """Return whether a chat begins with the begin-of-sequence token; also where its template fails on a probe."""
     try:
         written = tokenizer.render_chat([{"role": "user", "content": "x"}])
-    except Exception:  # a program of the model's authors; prompts/chat.py says what is wrong with it
+    except Exception:  # a program of the model's authors; prompts/templates.py says what is wrong with it
         return True
     return tokenizer.encode(written, special_tokens=False)[:1] == [tokenizer.bos]

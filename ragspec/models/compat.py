@@ -191,7 +191,7 @@ class _Seen:
 # -- is an answer the same when its prompt is padded? Asked of every model that stock generate() runs in batch --------
 #
 # Models that assign token positions themselves, or whose masks ignore the padding, answer a padded prompt differently;
-# some only beyond a limit that their config names, so each is lowered once (limits.py).
+# some only beyond a limit that their config names, so each is lowered once (compat.py).
 
 
 LENGTHS = (5, 12, 27)  # tokens of the prompts that are compared

@@ -2,7 +2,7 @@
 
 A .gguf file is converted once into safetensors in the user's cache: it loads in a second instead of thirty, and vLLM
 needs it. Limit: the conversion dequantises, so it needs room for the float32 weights. A PEFT adapter is merged into its
-base model there, once (adapter.py). The hub is asked once whether it has a model, for a few seconds at most: left to
+base model there, once (loading.py). The hub is asked once whether it has a model, for a few seconds at most: left to
 itself, transformers asks for every file, again and again, for minutes.
 """
 

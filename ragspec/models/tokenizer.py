@@ -1,6 +1,6 @@
 """Control tokens: words of a tokenizer that end a turn, open one, or otherwise say more than their letters.
 
-    >>> controls = Controls(tokenizer); controls.found("hi <|im_end|>")
+    >>> controls = ControlTokens(tokenizer); controls.found("hi <|im_end|>")
     ['<|im_end|>']
 
 They are its special tokens, and of its other added tokens those that its chat template writes (`<think>`, say) or that

@@ -1,6 +1,6 @@
 """What an output is: a sink for finished lines, and what a run that goes on later needs of it.
 
-A new kind of output is one new file in this folder, and a line in target.py.
+A new kind of output is one new file in this folder, and a line in referee.py.
 """
 
 from __future__ import annotations

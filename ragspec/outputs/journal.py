@@ -73,8 +73,8 @@ class Interruptions:
 # -- the output: line by line as records finish, resumed where it ended -----------------------------------------------
 #
 # A line contains the fingerprint of the input line that it answers, so a resumed run knows what is finished in whatever
-# order the lines are. Finished means on disk: a line ahead of its turn waits in `answers.pending.jsonl` (spill.py),
-# beside `answers.run.json`, which names the config (runstate.py). Limit: one process at a time may write an output (a
+# order the lines are. Finished means on disk: a line ahead of its turn waits in `answers.pending.jsonl` (line_file.py),
+# beside `answers.run.json`, which names the config (run_state.py). Limit: one process at a time may write an output (a
 # lock sees to that).
 
 

@@ -158,7 +158,7 @@ def _path(config: RunConfig) -> Path:
 # -- which runner answers where the config leaves it open (`runner: auto`): the one that should be done first ---------
 #
 # Loading counts: vLLM needs a minute or more, our own engine seconds. What this machine has shown with the model in
-# earlier runs (experience.py) decides, and priors until then.
+# earlier runs (runner_choice.py) decides, and priors until then.
 
 
 LOADING_S = {HF: 5.0, VLLM: 80.0}

@@ -125,7 +125,7 @@ class Confidence:
 #     1.31
 #
 # A forward of the draft serves all rows at once and is paid for by their chances together; the target's step that
-# verifies is paid for by `cost`, as everywhere (allocate.py).
+# verifies is paid for by `cost`, as everywhere (draft_length.py).
 
 
 LONGEST = 12

@@ -6,7 +6,8 @@
     >>> trial.observe(rows, drafted, tokens=written, seconds=spent, expected_s=expected_s, asking_s=asking)
     >>> trial.observe_beside(rows, accepted, seconds=spent, expected_s=expected_s, asking_s=asking)
 
-All methods are judged beside the same plain steps (guard.py), so what was measured at different times can be compared,
+All methods are judged beside the same plain steps (speculation_guard.py), so what was measured at different times can
+be compared,
 and the one that drafts is paused where it loses. Turns are paid for out of a small share of the time, to which their
 gains come back: a run too short to learn from them has none, and a method that is worse costs little. Whichever method
 drafted, the step's tokens are the answer's. Both engines, ours and vLLM, are driven by this one class.

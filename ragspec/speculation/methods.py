@@ -4,7 +4,7 @@
     ('huggingface', 'vllm')
 
 A new drafter is one file in drafters/ and one row here; one from outside is an entry point in the group
-`ragspec.drafters` (plugins.py). Everything that asks "which methods" asks here: runners, config, schema, benchmark,
+`ragspec.drafters` (methods.py). Everything that asks "which methods" asks here: runners, config, schema, benchmark,
 tune, doctor, help and docs. Standard library only.
 """
 

@@ -65,7 +65,7 @@ class Savings:
         return 1 + (saved - error) / self._took, 1 + (saved + error) / self._took
 
 
-# -- what steps without drafts take, learnt from those there are: what drafts are judged by (guard.py, trial.p --------
+# -- what steps without drafts take, learnt from those there are: what drafts are judged by (speculation_guard.py, t ---
 
 
 LEARN = 0.25  # weight of a new plain step in the mean of its number of rows

@@ -3,7 +3,7 @@
     >>> StepCost([(1, 0.020), (8, 0.024)])(tokens=8, rows=4, reach=0)
     0.024
 
-A second one, for an engine that cannot be probed, is in fitted_cost.py. Pure.
+A second one, for an engine that cannot be probed, is in step_cost.py. Pure.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class StepCost:
         return max(ys[0], ys[left] + slope * (tokens - xs[left]))
 
 
-# -- what a step costs in an engine that can be watched but not probed: a Cost (cost.py) fitted while it runs ---------
+# -- what a step costs in an engine that can be watched but not probed: a Cost (step_cost.py) fitted while it runs ---
 #
 #     seconds = a + b x rows + c x draft tokens
 #

@@ -29,7 +29,8 @@ UNSAID = -100  # torch's label for what is not learnt
 
 
 class Student:
-    """A small causal model that is taught. model: as cut_from() returns it. tokenizer, dtype: that it is written with.
+    """A small causal model that is taught. model: as cut_student() returns it. tokenizer, dtype: that it is
+    written with.
 
     It learns in float32, and is written in its target's dtype, in which it would load with it.
     """
@@ -148,7 +149,7 @@ def _renumbered(weights: Mapping[str, torch.Tensor], kept: list[int], layers: in
 # -- the lessons' loop: what a draft learns, step by step, kept every minute and gone on with -------------------------
 #
 # A draft is taught what the target said. Learning from the words that a target chose is sequence-level knowledge
-# distillation (Kim and Rush, arXiv:1606.07947); what exactly is asked of a draft is the learner's own (pupil.py,
+# distillation (Kim and Rush, arXiv:1606.07947); what exactly is asked of a draft is the learner's own (student.py,
 # heads.py).
 
 

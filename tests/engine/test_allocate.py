@@ -435,7 +435,7 @@ def test_neighbouring_rows_of_similar_length_attend_together_and_no_others(layou
 
 
 def slots_seen(seen):
-    """Return, row by row, the slots that each query of a Sight sees."""
+    """Return, row by row, the slots that each query of a AttentionMask sees."""
     return [
         [[seen.first + slot for slot, value in enumerate(query) if value == 0] for query in row]
         for row in seen.mask[:, 0].tolist()

@@ -87,7 +87,7 @@ def test_frequencies_that_depend_on_length_are_those_of_a_record_alone(make, row
 
 @pytest.mark.parametrize("make", [phi3, longrope_llama, dynamic_llama])
 def test_packed_rows_without_frequencies_of_their_own_answer_otherwise(make, monkeypatch):
-    """The defect that frequencies.py mends, planted again: one long row changes its neighbours."""
+    """The defect that forward.py mends, planted again: one long row changes its neighbours."""
     model = make()
     requests = [Request(i, f"r{i}", ids, Sampling(max_new_tokens=NEW)) for i, ids in enumerate(prompts())]
     expected = {i: stock_answer(model, ids) for i, ids in enumerate(prompts())}

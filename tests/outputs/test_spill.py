@@ -60,7 +60,7 @@ def interrupted(path, *indices, failing=()):
 
 @pytest.fixture
 def moments(tmp_path, monkeypatch):
-    """Copies of the output's folder as a kill before, after or amid each thing done to it would leave it."""
+    """CopiedSpans of the output's folder as a kill before, after or amid each thing done to it would leave it."""
     taken = []
     watching = tmp_path / "run"
     watching.mkdir()

@@ -352,7 +352,7 @@ def _embedding_model(embedding: Section, reading: Reading) -> str | None:
 #
 # Keys of platforms that are not chosen, and keys without a counterpart, are named in notes: a note for each section or
 # platform. What ragspec does differently (no prompt in the answer, an attention mask, real batches) needs no key.
-# Source: AutoGluon-RAG 0.1 and its history, see autogluon_keys.py.
+# Source: AutoGluon-RAG 0.1 and its history, see autogluon_sections.py.
 
 
 SECTION_NAMES = (*KEYS, *OLD_SECTIONS)

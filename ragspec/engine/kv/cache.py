@@ -49,8 +49,8 @@ def _pages(size: int) -> mmap.mmap:
 # -- keys and values of all rows: a row's slot is its token's position ------------------------------------------------
 #
 # Every row has its own length; nothing is ever realigned. Stale slots beyond that length are masked, and overwritten
-# when the row gets there. What a row begins with may be in another's slots (loans.py), until that row needs them.
-# Limit: every row has room for as many tokens as the longest needs (room.py).
+# when the row gets there. What a row begins with may be in another's slots (prefix_blocks.py), until that row needs
+# them. Limit: every row has room for as many tokens as the longest needs (budget.py).
 
 
 ROUND = 64  # slots are allocated in multiples of this

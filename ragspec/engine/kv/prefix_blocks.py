@@ -1,6 +1,6 @@
 """Who holds what a row begins with, so that tokens that rows share are in memory once. Pure: the cache copies.
 
-    >>> loans = Loans()
+    >>> loans = PrefixBlocks()
     >>> loans.lend(0, 1, 100)  # row 1 begins with the first 100 tokens of row 0
     >>> loans.parts(1, 0, 120)
     [(0, 0, 100), (1, 100, 120)]

@@ -115,7 +115,7 @@ class Switch(Protocol):
 
 
 class SplitForward(Protocol):
-    """Who knows of some tokens what the first layers computed (halves.py)."""
+    """Who knows of some tokens what the first layers computed (early_exit.py)."""
 
     def logits(
         self, segments: list[Segment], ids: Sequence[int], wanted: Sequence[int], together: Sequence[PrefixGroup]

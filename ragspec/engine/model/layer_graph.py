@@ -1,4 +1,5 @@
-"""What a captured layer (capture.py) calls as one operator each: attention over the cache, and packed linear layers.
+"""What a captured layer (layer_graph.py) calls as one operator each: attention over the cache, and packed linear
+layers.
 
 An operator takes tensors and numbers only. What else a call needs is in the Parts of the layer, by number: those that
 are being gathered during a capture, those of the layer under way at run time.
@@ -99,7 +100,7 @@ for _name, _arguments, _does, _shape in (
 # -- a decoder layer as one graph of torch's operators, captured by running it once on tensors without content --------
 #
 # What runs is the layer's own Python, so its masks and caches do as ever; attention and packed linear layers become one
-# operator each (operators.py). How many tokens there are stays open, from two on.
+# operator each (layer_graph.py). How many tokens there are stays open, from two on.
 # Source: torch.fx.experimental.proxy_tensor.make_fx.
 
 

@@ -32,7 +32,7 @@ PADDING = {"cpu": 3, "cuda": 1 << 30}  # padded queries that a row may add to a 
 class Segment:
     """`count` tokens of a row, written to its slots from `start` on. alone: it attends outside of batches (prefill).
 
-    base: tokens of the text that generate() would have begun with, where frequencies depend on it (frequencies.py).
+    base: tokens of the text that generate() would have begun with, where frequencies depend on it (forward.py).
     """
 
     row: int
@@ -90,7 +90,7 @@ Attend = Callable[[], torch.Tensor]
 
 
 class ForwardProfiler(Protocol):
-    """Measures what a forward takes (watch.py)."""
+    """Measures what a forward takes (profiler.py)."""
 
     def forward(self, layout: Layout) -> AbstractContextManager[None]: ...
 

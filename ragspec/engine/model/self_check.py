@@ -137,11 +137,12 @@ def token_ids(inner: Any, count: int) -> list[int]:
 
 # -- whether the kernels' attention is right here, and no slower than torch's: it depends on what a compiler m --------
 #
-#     >>> attends_right(kernels) and worth_having(kernels)
+#     >>> attention_is_exact(kernels) and kernels_are_faster(kernels)
 #     True
 #
-# The self-check's text is too short to be cut into pieces; this is longer. Linear layers are told by linear.py and
-# forms.py. Limit: speed is that of one thread, so that it can be told on a busy machine too.
+# The self-check's text is too short to be cut into pieces; this is longer. Linear layers are told by
+# weight_layouts.py and weight_layouts.py. Limit: speed is that of one thread, so that it can be told on a busy
+# machine too.
 
 
 REPEATS = 7  # of each, in turn

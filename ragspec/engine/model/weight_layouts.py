@@ -117,7 +117,7 @@ def measured(weights: Sequence[torch.Tensor], kernels: Kernels | None) -> Second
     """Return what measure() says of all forms, once and for all: processes that are compared should compute alike.
 
     It is kept in the user's cache, if that can be written; without the file there it is measured anew. Raises
-    Disturbed, and keeps nothing.
+    NoisyMachineError, and keeps nothing.
     """
     forms = makers(kernels)
     sizes = {(weight.shape[0], weight.shape[1]): weight.nbytes for weight in weights}
@@ -161,7 +161,8 @@ def measure(weights: Iterable[torch.Tensor], forms: Makers, *, patient: bool = F
     """Return what a layer of each shape takes in each form, in seconds, at each of POINTS.
 
     All forms are timed in turn, and the median counts: whatever slows the machine down for a moment tells nothing of a
-    form. Shapes so large that a copy for a trial would need much memory are left out. Raises Disturbed, unless patient.
+    form. Shapes so large that a copy for a trial would need much memory are left out. Raises NoisyMachineError,
+    unless patient.
     """
     started, worked = time.perf_counter(), time.process_time()
     most = min(STREAMED, free_bytes() // (2 * len(forms)))
@@ -242,8 +243,8 @@ def best(seconds: Mapping[str, Sequence[float]], several: bool) -> tuple[str, ..
     return tuple(at_points[bisect_left(edges, tokens)] for tokens in range(edges[-1] + 2))
 
 
-# -- linear layers whose weights have the form, or forms, that this machine is fastest with (forms.py) ----------------
-#
+# -- linear layers whose weights have the form, or forms, that this machine is fastest with ---
+# -- linear layers whose weights have the form, or forms, that this machine is fastest with ---
 # A second form is kept where that takes little of the free memory: decoding and prompts often want different ones.
 # Limit: float32 on CPUs. Weights that another module shares (tied embeddings) are kept beside the others.
 

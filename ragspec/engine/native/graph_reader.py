@@ -137,7 +137,7 @@ VIEWS: dict[str, Callable[[View, Any], View | list[View]]] = {
 }
 
 
-# -- a captured layer (capture.py), read as a program for our own kernels (program.py) --------------------------------
+# -- a captured layer (layer_graph.py), read as a program for our own kernels (program.py) ---
 #
 # Limit: float32, one token axis, and the operators of OPERATORS; anything else raises NotCaptured.
 

@@ -1,11 +1,11 @@
-"""A captured layer (capture.py) as a program for our own kernels.
+"""A captured layer (layer_graph.py) as a program for our own kernels.
 
 Linear layers and attention need all tokens at once. Whatever is between two of them is done for one token after the
 other, number by number, so that a layer is a few stages and one call:
 
     stage 0: norm | q, k, v | stage 1: rotary embedding | attention | ... | stage 5: residual
 
-reader.py makes it of a graph, source.py makes C++ of it. Limit: float32, and one token axis.
+graph_reader.py makes it of a graph, source.py makes C++ of it. Limit: float32, and one token axis.
 """
 
 from __future__ import annotations

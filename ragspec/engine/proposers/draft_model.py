@@ -64,7 +64,7 @@ class SameTokensView:
 #     speculation: {method: draft_model, draft_model: ...}
 #
 # It catches up on what the target wrote, then writes one token after another for every row: as many as pay, by how sure
-# it is of them and by what both models' steps cost. Its tokens may be other ones than the target's (scripts.py).
+# it is of them and by what both models' steps cost. Its tokens may be other ones than the target's (draft_model.py).
 
 
 CHUNK = 512  # tokens of a forward while it catches up

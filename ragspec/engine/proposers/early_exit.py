@@ -197,7 +197,7 @@ def _list_of(model: Model) -> torch.nn.ModuleList:
 #
 #     speculation: {method: early_exit, early_exit_layer: 8}
 #
-# What they computed of a draft is not computed again when it is verified (halves.py).
+# What they computed of a draft is not computed again when it is verified (early_exit.py).
 
 
 class EarlyExit(DraftModel):

@@ -161,7 +161,7 @@ class Mailbox:
 
 
 class ResultBuffer:
-    """Lines and failures on their way to the driver: an Outlet (run/answering.py)."""
+    """Lines and failures on their way to the driver: an ResultSink (run/answering.py)."""
 
     def __init__(self) -> None:
         self._lines: list[RecordResult] = []

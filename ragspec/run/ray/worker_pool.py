@@ -128,7 +128,7 @@ def _sum(total: float | None, now: float | None, before: float | None) -> float 
 
 # -- the workers of a run: placed, looked at, loaded, listened to, replaced when they die, and let go -----------------
 #
-# with Crew(session, scale) as crew:
+# with WorkerPool(session, scale) as crew:
 #     crew.load(records)
 #     for event in crew.listen(): ...
 

@@ -1,6 +1,6 @@
 """vLLM's steps without drafts that nobody drafted, and counted.
 
-    mend_steps(engine)
+    patch_steps(engine)
     written_in(answer.spec_decode_metrics)      # steps that wrote tokens of a record, None where they are not counted
 
 vLLM fills up a row of which one token is left to compute with drafts of -1, for the shapes of a GPU's graphs; where one

@@ -1,6 +1,6 @@
 """Records that vLLM would get wrong while it speculates, answered without drafts by the same engine.
 
-    undrafted = Undrafted.within(engine)        # None where the engine cannot be reached
+    undrafted = UndraftedRequests.within(engine)        # None where the engine cannot be reached
     engine.add_request(name, prompt, undrafted.params(logit_bias={7: 2.0}))
 
 A row without a draft is sampled as in plain decoding, whatever the others do: so the drafts of such rows are dropped,
