@@ -21,8 +21,8 @@ from ragspec.benchmark.plan import Candidate
 from ragspec.benchmark.results import Details, Pass, parse
 from ragspec.config.redaction import Redactor
 from ragspec.errors import ConfigError, ModelError
+from ragspec.host.files import open_private
 from ragspec.json_text import dumps, loads
-from ragspec.outputs.folder import open_private
 
 GO, DETAILS, PROFILE = b"go", b"details", b"details with a profile"
 

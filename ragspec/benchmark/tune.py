@@ -28,9 +28,9 @@ from ragspec.benchmark.results import Pass
 from ragspec.config.redaction import by_name
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError, ModelError, did_you_mean
+from ragspec.host.files import write_whole
 from ragspec.host.machine import machine
 from ragspec.inputs.sources import first_records
-from ragspec.outputs.folder import write_private
 from ragspec.quality.graded import references_of
 from ragspec.records import Record
 from ragspec.run.runner_choice import choose_for_input
@@ -276,4 +276,4 @@ def write_config(tuned: Tuned, path: Path, sample: str) -> None:
         comments += [f"  {name}: the value of {key}" for name, key in named.items()]
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_private(path, ("".join(f"# {line}\n" for line in comments) + text).encode())
+    write_whole(path, ("".join(f"# {line}\n" for line in comments) + text).encode())

@@ -108,12 +108,12 @@ def doctor(
     from ragspec.config.io import InputConfig
     from ragspec.config.redaction import Redactor
     from ragspec.run.doctor import Finding, examine_config, examine_input, examine_machine, examine_passages
-    from ragspec.run.runner_choice import folder, forget
+    from ragspec.run.runner_choice import SPEEDS, forget
 
     set_debug(debug)
     findings = []
     if clear_speeds:
-        findings.append(Finding("ok", f"cleared the speeds of {forget()} models in {folder()}"))
+        findings.append(Finding("ok", f"cleared the speeds of {forget()} models in {SPEEDS.folder}"))
     findings += examine_machine()
     given: InputConfig | None = None
     if config is not None:

@@ -23,6 +23,7 @@ from threading import Thread
 from typing import Any
 
 from ragspec.errors import ConfigError, ModelError, flat
+from ragspec.host.cache import cache_dir
 from ragspec.inputs.storage import network_errors
 
 DEMO = "demo"
@@ -41,14 +42,6 @@ class ModelSource:
     name: str
     path: str
     revision: str | None = None
-
-
-def cache_dir() -> Path:
-    """Return where converted models are kept: $RAGSPEC_CACHE, else ragspec/ in the user's cache folder."""
-    own = os.environ.get("RAGSPEC_CACHE")
-    if own:
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ragspec"
 
 
 def resolve(name: str, revision: str | None = None, key: str = "model") -> ModelSource:

@@ -6,41 +6,16 @@ import errno
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import orjson
 
+from ragspec.host.files import sync_folder, write_whole
 from ragspec.inputs.storage import address_errors, filesystem
 from ragspec.json_text import dumps, loads
-from ragspec.outputs.line_file import free_number, sync_folder
-
-MODE = 0o600
-
-
-def open_private(path: Path, *, append: bool = False) -> IO[bytes]:
-    """Return `path` open for writing, empty unless `append`, readable by its owner only from before the first byte."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    kind = os.O_APPEND if append else os.O_TRUNC
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | kind, MODE)
-    with suppress(OSError):  # a file system without owners
-        os.fchmod(file, MODE)  # an older file may be readable by all
-    return os.fdopen(file, "wb")
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Write `content` to `path` whole or not at all, so that it survives a power cut, readable by its owner only."""
-    path = Path(os.path.realpath(path))  # a link stays one
-    draft = path.with_name(f".{path.name}.draft")  # one name: what a killed run leaves is written over
-    with open_private(draft) as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-    sync_folder(path.parent)
-
+from ragspec.outputs.line_file import free_number
 
 # -- folders that take whole files: one on this machine, or an object store's -----------------------------------------
 #
@@ -197,7 +172,7 @@ def decoded(data: bytes) -> dict[str, Any]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write `value` to `path` whole or not at all, for its owner's eyes, to survive a power cut. Raises OSError."""
-    write_private(path, encoded(value))
+    write_whole(path, encoded(value))
 
 
 class LocalDocument:

@@ -17,6 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from ragspec.host.files import sync_folder
 from ragspec.outputs.ledger import Drop, Finished
 
 BLOCK = 1 << 16
@@ -132,16 +133,6 @@ def write_all(file: IO[bytes] | Any, data: bytes) -> None:
         if written is None:  # somebody made it non-blocking
             raise BlockingIOError(11, "it is not accepting data right now")
         left = left[written:]
-
-
-def sync_folder(folder: Path) -> None:
-    """Let the names in a folder survive a power cut, as far as its file system supports that."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _locked(path: Path) -> IO[bytes]:

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from ragspec.config.io import OutputConfig
 from ragspec.config.redaction import revealed
 from ragspec.errors import ConfigError
+from ragspec.host.cache import cache_dir
 from ragspec.inputs.storage import is_url, local_path
-from ragspec.models.resolve import cache_dir
 from ragspec.outputs import parts
 from ragspec.outputs.base import Document, Store
 from ragspec.outputs.codecs import Codec, check_ending, codec_of

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from ragspec.benchmark.plan import baselines, ratios_to_peers, ratios_to_plain
 from ragspec.benchmark.results import SPEED, Piece, Quote, Ratio, Results, Run, Sample
-from ragspec.outputs.folder import write_private
+from ragspec.host.files import write_whole
 from ragspec.report import charts
 from ragspec.report.charts import figures, rows
 
@@ -178,7 +178,7 @@ def write_report(results: Results, folder: Path, *, quote: bool = True) -> Path:
     quote: show answers, with their questions and passages.
     """
     path = folder / NAME
-    write_private(path, render(results, quote=quote).encode())
+    write_whole(path, render(results, quote=quote).encode())
     return path
 
 

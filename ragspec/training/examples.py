@@ -15,11 +15,11 @@ from ragspec.config.io import OutputConfig
 from ragspec.config.load import build_config
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError, RecordError
+from ragspec.host.files import write_whole
 from ragspec.inputs.record import parse_record
 from ragspec.inputs.record_ids import RecordIds
 from ragspec.inputs.sources import open_source
 from ragspec.json_text import loads
-from ragspec.outputs.folder import write_private
 from ragspec.outputs.journal import Journal
 from ragspec.run.local import LocalPass
 from ragspec.run.session import prepare
@@ -124,5 +124,5 @@ def write_held_out(config: RunConfig, examples: ExampleSplit, folder: Path) -> P
                 parse_record(row.value, row.number, config.prompt.source)
                 if ids.of(row) in wanted:
                     lines.append(row.text.strip())
-    write_private(folder / INPUT, b"\n".join(lines) + b"\n")
+    write_whole(folder / INPUT, b"\n".join(lines) + b"\n")
     return folder / INPUT

@@ -8,7 +8,6 @@ its language when it is cut.
 from __future__ import annotations
 
 import math
-import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +18,8 @@ from typing import Any, Protocol
 import torch
 
 from ragspec.errors import ConfigError
+from ragspec.host.files import replacing
 from ragspec.models.draft import width_of
-from ragspec.outputs.folder import open_private
 from ragspec.training.examples import Example
 
 RATE = 1e-3
@@ -223,15 +222,11 @@ class _TrainingState:
 
     def keep(self, done: int) -> None:
         """Write the state, whole or not at all."""
-        written = self._path.with_name(f".{self._path.name}.written")
         state: dict[str, Any] = {name: part.state_dict() for name, part in self._parts.items()}
         # of a head, what is the target's does not change
         state["draft"] = {name: each.data for name, each in self._model.named_parameters() if each.requires_grad}
-        with open_private(written) as file:
+        with replacing(self._path) as file:
             torch.save(state | {"done": done, "about": self._about}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        written.replace(self._path)
 
     def resume(self) -> int:
         """Take up the state that was kept; return the steps that were done."""

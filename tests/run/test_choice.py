@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from ragspec.cli import app
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
-from ragspec.models.resolve import cache_dir
+from ragspec.host.cache import cache_dir
 from ragspec.run import runner_choice as choice
 from ragspec.run import runner_choice as experience
 from ragspec.run.generate import generate

@@ -8,16 +8,12 @@ Limit: what a graph cannot show (routing by contents, frequencies by length) is 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from hashlib import blake2b
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -41,9 +37,10 @@ from ragspec.engine.model.weight_layouts import FEW, one_thread
 from ragspec.engine.native.kernels import Unbuilt
 from ragspec.engine.native.layer import Builder
 from ragspec.errors import flat
+from ragspec.host.cache import JsonCache, cache_dir
 from ragspec.host.machine import cpu_features
 from ragspec.models.compat import tolerance
-from ragspec.models.resolve import cache_dir, context_length
+from ragspec.models.resolve import context_length
 
 log = logging.getLogger(__name__)
 TOKENS = (41, 43, 47, 53)  # of the captured call: one that no tensor of the layer has as a size
@@ -257,7 +254,7 @@ def _compile(
     model: Model, way: CompileBackend, rows: int, wished: bool, made: list[CompiledLayers], notes: list[str]
 ) -> str:
     """Compile, and return what became of it. made: the layers go there as soon as they exist. Raises NotCaptured."""
-    folder = _folder(way, notes)
+    _check_folder(way, notes)
     started = time.perf_counter()
     builder = Builder(model)
     layers = CompiledLayers(model, builder) if way is KERNELS else CompiledLayers(model, inductor, least=2)
@@ -272,9 +269,8 @@ def _compile(
     if wished or ratio < 1:
         layers.on()
     outcome = "kept" if wished or ratio < 1 else "not kept"
-    with suppress(OSError):
-        found = {"seconds": round(seconds, 1), "gain": round(1 - ratio, 3) if ratio < 1 else way.gain}
-        (folder / _name_of(model)).write_text(json.dumps(found), encoding="utf-8")
+    found = {"seconds": round(seconds, 1), "gain": round(1 - ratio, 3) if ratio < 1 else way.gain}
+    JsonCache(way.name).write(found, *_depends(model))
     return f"{way.what} take {ratio:.2f} of the time of a step: {outcome} ({seconds:.0f} s to compile)"
 
 
@@ -304,12 +300,9 @@ def _earned(model: Model, way: CompileBackend, rows: int, tokens: int | None) ->
     """Return whether compiling should gain more than it takes, by what was found the last time."""
     if tokens is None:
         return False
-    seconds, gain = way.seconds, way.gain
-    try:
-        found = json.loads((cache_dir() / way.name / _name_of(model)).read_text(encoding="utf-8"))
-        seconds, gain = float(found["seconds"]), float(found["gain"])
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError):
-        log.debug("nothing is known of %s for this model", way.name)
+    found = JsonCache(way.name).read(*_depends(model))
+    known = found if isinstance(found, dict) else {}
+    seconds, gain = known.get("seconds", way.seconds), known.get("gain", way.gain)
     share = gain * tokens / rows  # of a step, saved in all steps together
     looks = all(share * min(_steps(model, rows, 1)) > seconds for _ in range(GLANCES))
     return looks and share * _undisturbed(model, rows) > seconds
@@ -326,14 +319,13 @@ def _undisturbed(model: Model, rows: int) -> float:
         return time.process_time() - worked
 
 
-def _name_of(model: Model) -> str:
-    """Return the name of the file that holds what is known of a model's layers on this machine."""
-    what = [model.inner.config.to_json_string(), str(model.device), cpu_features(), str(torch.get_num_threads())]
-    return f"{blake2b(chr(0).join(what).encode(), digest_size=12).hexdigest()}.json"
+def _depends(model: Model) -> list[str]:
+    """Return what the speed of a model's compiled layers depends on."""
+    return [model.inner.config.to_json_string(), str(model.device), cpu_features(), str(torch.get_num_threads())]
 
 
-def _folder(way: CompileBackend, notes: list[str]) -> Path:
-    """Return where what is known of a way is kept, and what inductor compiled; the user's choice wins."""
+def _check_folder(way: CompileBackend, notes: list[str]) -> None:
+    """Note a cache that cannot be written; have inductor use it, unless the user chose another."""
     folder = cache_dir() / way.name
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -344,7 +336,6 @@ def _folder(way: CompileBackend, notes: list[str]) -> Path:
         notes.append(f"compile: {folder} cannot be written: what is compiled is not kept there")
     elif way is INDUCTOR:
         os.environ.setdefault(FOLDER, str(folder))
-    return folder
 
 
 def _ratio(model: Model, rows: int, layers: CompiledLayers) -> float:

@@ -6,15 +6,12 @@ when a model has loaded, if nothing else keeps the machine busy. Limit: float32.
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from hashlib import blake2b
+from contextlib import contextmanager
 from itertools import pairwise
 from math import prod
 from statistics import median
@@ -25,8 +22,8 @@ from torch.nn.functional import linear
 
 from ragspec.engine.model.layer_graph import CAPTURING
 from ragspec.engine.native.kernels import Kernels
+from ragspec.host.cache import JsonCache
 from ragspec.host.machine import cpu_features, free_bytes
-from ragspec.models.resolve import cache_dir
 
 POINTS = (1, 4, 16, 64, 512)  # tokens at which forms are timed
 FEW = 64  # tokens up to which a step decodes; more are a prompt's
@@ -100,6 +97,7 @@ class NativeLayout:
         return self._kernels.unpack(self.packed, self._outputs)
 
 
+MEASURED = JsonCache("forms")
 Makers = Mapping[str, Callable[[torch.Tensor], WeightLayout]]
 
 
@@ -133,20 +131,12 @@ def measured(weights: Sequence[torch.Tensor], kernels: Kernels | None) -> Second
         torch.__version__,
         cpu_features(),
     ]
-    name = f"{blake2b(repr(depends).encode(), digest_size=12).hexdigest()}.json"
-    try:
-        known = json.loads((cache_dir() / "forms" / name).read_text(encoding="utf-8"))
+    if (known := MEASURED.read(*depends)) is not None:
         return {(n, k): each for n, k, each in known}
-    except (OSError, RuntimeError, ValueError):  # there is no such file, or no such folder
-        seconds = measure(weights, forms)
-    if any(shape not in seconds and size <= STREAMED for shape, size in sizes.items()):
-        return seconds  # memory was too short to try them all; another time there may be more
-    with suppress(OSError, RuntimeError):
-        folder = cache_dir() / "forms"
-        folder.mkdir(parents=True, exist_ok=True)
-        draft = folder / f".{name}.{os.getpid()}"
-        draft.write_text(json.dumps([(n, k, each) for (n, k), each in seconds.items()]), encoding="utf-8")
-        draft.replace(folder / name)
+    seconds = measure(weights, forms)
+    # where memory was too short to try them all, there may be more another time
+    if all(shape in seconds or size > STREAMED for shape, size in sizes.items()):
+        MEASURED.write([(n, k, each) for (n, k), each in seconds.items()], *depends)
     return seconds
 
 

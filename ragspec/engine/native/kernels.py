@@ -17,7 +17,6 @@ import tempfile
 from contextlib import suppress
 from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ import torch
 
 from ragspec.engine.model.kv_splits import KvSplits
 from ragspec.errors import flat
+from ragspec.host.cache import cache_dir, digest_of
 from ragspec.host.machine import cpu_features
-from ragspec.models.resolve import cache_dir
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 INCLUDED = sorted(SOURCE.parent.glob("*.h"))
@@ -160,8 +159,7 @@ def library_of(source: str, head: int) -> ctypes.CDLL:
     compiler, version = find_compiler()
     options = [*FLAGS, *ARITHMETIC, f"-DRAGSPEC_HEAD={head}"]
     included = "".join(path.read_text(encoding="utf-8") for path in INCLUDED)
-    what = "\0".join([source, included, *options, version, platform.machine(), cpu_features()])
-    name = f"{blake2b(what.encode(), digest_size=12).hexdigest()}.so"
+    name = f"{digest_of(source, included, options, version, platform.machine(), cpu_features())}.so"
     with suppress(OSError, RuntimeError):  # it is not there, or damaged
         return ctypes.CDLL(str(cache_dir() / "native" / name))
     with tempfile.TemporaryDirectory() as draft:
