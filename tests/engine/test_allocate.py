@@ -120,7 +120,7 @@ FLAT = [(1, 20.0), (64, 21.0), (128, 23.0), (256, 30.0), (512, 55.0)]
 
 
 @pytest.mark.parametrize("points", [CURVED, FLAT], ids=["cpu", "gpu"])
-@pytest.mark.parametrize("besides", [0, 30, 400])
+@pytest.mark.parametrize("prefill_tokens", [0, 30, 400])
 @pytest.mark.parametrize("rows", [1, 4, 16, 64])
 def test_chains_that_end_where_nothing_pays_leave_the_choice_as_it_is(points, prefill_tokens, rows):
     shorter = drafted = 0
@@ -201,7 +201,7 @@ SLOPE = StepCost([(1, 1.0), (101, 2.0), (201, 12.0)])  # a hundredth of a second
 
 
 @pytest.mark.parametrize(
-    ("besides", "lengths"),
+    ("prefill_tokens", "lengths"),
     [
         (20, [2, 1]),  # the best step without prompts: 2.48 tokens in 1.04 s; in the 0.01 s of a token it writes 0.0238
         (140, [1, 0]),  # 0.1 s: 0.238
@@ -219,7 +219,7 @@ def test_what_a_token_costs_beside_a_prompt_is_learnt():
     assert allocate([[0.3], [0.15]], cost, 0, 20) == [1, 0]
 
 
-@pytest.mark.parametrize("besides", [1, 30, 300])
+@pytest.mark.parametrize("prefill_tokens", [1, 30, 300])
 def test_beside_a_prompt_the_plain_steps_threshold_does_not_count(prefill_tokens):
     """The prompt is paid anyway: one likely token is worth it, though it would not lift a plain step by 2%."""
     rows = 60
@@ -535,8 +535,10 @@ def test_packed_attention_is_that_of_each_token_by_itself(window):
 
 
 def test_a_mask_that_is_one_slot_off_is_caught(monkeypatch):
-    right = layout_module.sight
-    monkeypatch.setattr(layout_module, "sight", lambda queries, *rest: right(queries - (queries > 0).long(), *rest))
+    right = layout_module.attention_mask
+    monkeypatch.setattr(
+        layout_module, "attention_mask", lambda queries, *rest: right(queries - (queries > 0).long(), *rest)
+    )
     out, expected = attended(ragged_layout(64), None)
     assert not torch.allclose(out, expected, atol=1e-3)
 

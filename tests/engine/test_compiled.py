@@ -19,6 +19,7 @@ from ragspec.engine.native.kernels import Unbuilt
 from ragspec.engine.native.layer import Builder
 from ragspec.engine.profiler import Profiler
 from ragspec.engine.proposers.base import NoProposer, RowProposer
+from ragspec.host.cache import JsonCache
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.speculation.drafters.context import ContextDrafter
 from tests.conftest import train_tokenizer
@@ -162,10 +163,10 @@ def test_a_compiled_model_answers_the_same(way, before, words, cached):
 @pytest.mark.parametrize("known", ['{"seconds": 0.0, "gain": 0.5}', '{"seconds": 1e9, "gain": 0.5}', "nonsense", "[]"])
 def test_what_was_found_the_last_time_says_whether_compiling_is_earned(known, words, cached):
     model = prepared.prepare(build("llama", words))
-    name = speedup._name_of(model)
     assert not speedup._earned(model, speedup.KERNELS, 2, 100)
-    (cached / "kernels").mkdir(parents=True)
-    (cached / "kernels" / name).write_text(known)
+    JsonCache("kernels").write({}, *speedup._depends(model))
+    (path,) = (cached / "kernels").glob("*.json")
+    path.write_text(known)
     assert speedup._earned(model, speedup.KERNELS, 2, 100) is known.startswith('{"seconds": 0.0')
 
 

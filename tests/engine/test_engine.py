@@ -170,13 +170,13 @@ def test_a_verifier_that_believes_everything_is_caught(loaded, tiny, plain, monk
 
 
 def test_a_mask_that_shows_a_rejected_draft_is_caught(loaded, tiny, plain, monkeypatch):
-    masks, pieces = layout.sight, layout.cut
+    masks, pieces = layout.attention_mask, layout.split_kv
 
     def too_much(queries, *rest):
         return pieces({row: [(token, seen + 1) for token, seen in who] for row, who in queries.items()}, *rest)
 
-    monkeypatch.setattr(layout, "sight", lambda queries, *rest: masks(queries + 1, *rest))
-    monkeypatch.setattr(layout, "cut", too_much)
+    monkeypatch.setattr(layout, "attention_mask", lambda queries, *rest: masks(queries + 1, *rest))
+    monkeypatch.setattr(layout, "split_kv", too_much)
     assert ids(answers(loaded, tiny, RowProposer(Fixed(ragged(plain, loaded, tiny)), 7, None))) != plain
 
 

@@ -6,8 +6,8 @@ import torch
 from ragspec.config.load import build_config
 from ragspec.config.run import to_sampling
 from ragspec.engine.model.loaded import prepare
+from ragspec.engine.proposers import base as proposers
 from ragspec.engine.proposers.base import AutoProposer, RowProposer
-from ragspec.engine.proposers.base import base as proposers
 from ragspec.engine.proposers.draft_model import DraftModel, HybridProposer
 from ragspec.models.logits_processors import GenerationRules
 from ragspec.records import Request, Sampling

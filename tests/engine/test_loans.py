@@ -186,7 +186,7 @@ def test_no_loan_changes_an_answer(sample_texts, monkeypatch, name):
         copied.append(part)
         copy(self, part, target)
 
-    monkeypatch.setattr(PrefixBlocks, "lend", lending)
+    monkeypatch.setattr(PrefixBlocks, "share_prefix", lending)
     monkeypatch.setattr(RaggedCache, "_copy", copying)
     for rows, lookahead in ((2, 4), (8, 40), (8, 5), (5, 3)):
         assert answered(model, words, some, rows, lookahead) == alone

@@ -112,7 +112,7 @@ def test_attention_that_a_compiler_made_wrong_is_left_to_torch(monkeypatch, spoi
     )
     assert not worth.attention_is_exact(kernels)
     notes = []
-    monkeypatch.setattr(prepared, "attends_right", lambda kernels: False)
+    monkeypatch.setattr(prepared, "attention_is_exact", lambda kernels: False)
     assert prepared.prepare(llama(), notes).kernels is None
     assert notes == ["kernels: attention is torch's own, as what the C++ compiler made of ours computes something else"]
 
@@ -129,6 +129,6 @@ def test_attention_that_a_compiler_made_slow_is_left_to_torch(monkeypatch):
     monkeypatch.setattr(kernels, "attend", slow)
     assert not worth.kernels_are_faster(kernels)
     notes = []
-    monkeypatch.setattr(prepared, "worth_having", lambda kernels: False)
+    monkeypatch.setattr(prepared, "kernels_are_faster", lambda kernels: False)
     assert prepared.prepare(llama(), notes).kernels is None
     assert notes == ["kernels: attention is torch's own, which is faster here than what the C++ compiler made of ours"]
