@@ -1,7 +1,8 @@
 """Writes what the docs take from the code: `python docs/generate.py`. A test checks that it was run.
 
-Every page of docs/commands holds its command's --help between two markers, docs/config.md its tables; the config's JSON
-schema is docs/config.schema.json.
+docs/reference/commands: each page holds the --help text of its command between two markers. docs/reference/config.md:
+the tables of keys and methods; docs/reference/config.schema.json: the same as a JSON schema. docs/lab/performance.md:
+the tables of benchmarks/results/; docs/results.svg: a chart of them.
 """
 
 import json
@@ -17,6 +18,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 DOCS = Path(__file__).resolve().parent
+REFERENCE = DOCS / "reference"
+LAB = DOCS / "lab"
 KEYS = "| key | default | meaning |\n|---|---|---|\n"
 METHOD_KEYS = "| method | what drafts | runners | needs |\n|---|---|---|---|\n"
 BLOCK = re.compile(r"(<!-- help -->\n```text\n).*?(\n```\n<!-- /help -->)", re.DOTALL)
@@ -51,13 +54,13 @@ def schema() -> str:
 
 
 def config_page() -> str:
-    """Return docs/config.md with the tables of today: keys, methods, runner_args."""
+    """Return docs/reference/config.md with the tables of today: keys, methods, runner_args."""
     from ragspec import runners
     from ragspec.config.run import RunConfig
     from ragspec.runners.vllm.config import TRIED
     from ragspec.speculation.methods import METHODS
 
-    text = (DOCS / "config.md").read_text(encoding="utf-8")
+    text = (REFERENCE / "config.md").read_text(encoding="utf-8")
     text = _put(text, "keys", KEYS + "\n".join(_key_rows(RunConfig)))
     methods = [
         f"| `{word}` | {method.summary} | {', '.join(name for name in method.runners if name != 'fake')} | "
@@ -72,11 +75,19 @@ def config_page() -> str:
 
 
 def performance_page() -> str:
-    """Return docs/performance.md with the tables of benchmarks/results/."""
-    sys.path.insert(0, str(DOCS))
+    """Return docs/lab/performance.md with the tables of benchmarks/results/."""
+    sys.path.insert(0, str(LAB))
     from results import tables
 
-    return _put((DOCS / "performance.md").read_text(encoding="utf-8"), "results", "\n" + tables())
+    return _put((LAB / "performance.md").read_text(encoding="utf-8"), "results", "\n" + tables())
+
+
+def results_chart() -> str:
+    """Return docs/results.svg, drawn from benchmarks/results/ and the log."""
+    sys.path.insert(0, str(LAB))
+    from chart import chart
+
+    return chart()
 
 
 def _key_rows(model: Any, prefix: str = "") -> Iterator[str]:
@@ -110,11 +121,12 @@ def _put(text: str, name: str, table: str) -> str:
 
 def main() -> None:
     """Write all."""
-    for path in sorted((DOCS / "commands").glob("*.md")):
+    for path in sorted((REFERENCE / "commands").glob("*.md")):
         path.write_text(page_of(path), encoding="utf-8")
-    (DOCS / "performance.md").write_text(performance_page(), encoding="utf-8")
-    (DOCS / "config.md").write_text(config_page(), encoding="utf-8")
-    (DOCS / "config.schema.json").write_text(schema(), encoding="utf-8")
+    (LAB / "performance.md").write_text(performance_page(), encoding="utf-8")
+    (DOCS / "results.svg").write_text(results_chart(), encoding="utf-8")
+    (REFERENCE / "config.md").write_text(config_page(), encoding="utf-8")
+    (REFERENCE / "config.schema.json").write_text(schema(), encoding="utf-8")
 
 
 if __name__ == "__main__":

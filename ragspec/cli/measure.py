@@ -76,7 +76,10 @@ def benchmark(
     workers: Annotated[
         list[int] | None,
         typer.Option(
-            "--workers", min=0, metavar="N", help="Answer on N workers (docs/scale.md); 0 for one process; repeatable."
+            "--workers",
+            min=0,
+            metavar="N",
+            help="Answer on N workers (docs/guide/scale.md); 0 for one process; repeatable.",
         ),
     ] = None,
     ray_address: RayAddress = None,

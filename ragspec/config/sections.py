@@ -1,6 +1,6 @@
 """The parts of a config, as the user writes them: each a frozen model, closed to unknown keys.
 
-The text under a key is its description: in the schema, in editors, and in docs/config.md.
+The text under a key is its description: in the schema, in editors, and in docs/reference/config.md.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class PromptConfig(Section):
     """Text put before every query."""
     allow_special_tokens: bool = False
     """Let control words in records (`<|im_end|>`, `</s>`, `<think>`) act as control tokens; see
-    [below](#records-are-text)."""
+    [records are text](../guide/inputs.md#records-are-text)."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     """Longest prompt, in tokens. The model's context length minus `max_new_tokens` always applies."""
     max_passages: Annotated[int, Field(ge=1)] | None = None
     """Maximum number of passages in a prompt; the least relevant are dropped."""
     order: Literal["rank", "canonical", "shared"] = "rank"
     """Order of a record's passages: as given (`rank`), the same for all records (`canonical`), or the order in which
-    all records together compute the fewest tokens (`shared`); see [prompts](prompts.md#the-order-of-passages)."""
+    all records together compute the fewest tokens (`shared`); see [prompts](../guide/prompts.md#the-order-of-passages)."""
     keep_first: Annotated[int, Field(ge=0)] = 0
     """`order: shared`: keep this many of a record's first passages in place, before the others."""
     show_ranks: bool = False

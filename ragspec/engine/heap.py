@@ -1,5 +1,5 @@
 """Tell glibc's malloc to keep what is freed: tensors of megabytes come and go in every step, and memory handed back to
-the system has to be paged in again (docs/performance.md)."""
+the system has to be paged in again (docs/lab/performance.md)."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Shape(Protocol):
 
 
 class Native:
-    """ragspec's own form: docs/output.md."""
+    """ragspec's own form: docs/guide/output.md."""
 
     def answer(self, flight: Flight, answers: Sequence[Generation], runner: Runner, *, details: bool) -> dict[str, Any]:
         first, kept = answers[0], flight.prompt.kept

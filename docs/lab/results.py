@@ -1,4 +1,4 @@
-"""benchmarks/results/*.json as the tables of docs/performance.md."""
+"""benchmarks/results/*.json as the tables of docs/lab/performance.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import median
 from textwrap import fill
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 COLUMNS = ("", "batch", "tokens/s", "vs plain", "decode tokens/s", "vs plain", "accepted", "tokens a step", "identical")
 PEERS = (
     "records",
