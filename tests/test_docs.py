@@ -40,6 +40,10 @@ def test_the_schema_is_the_configs():
     assert (DOCS / "reference" / "config.md").read_text() == generate.config_page(), REMEDY
 
 
+def test_the_python_page_has_the_docstrings_of_the_public_api():
+    assert (DOCS / "reference" / "python.md").read_text() == generate.python_page(), REMEDY
+
+
 def test_the_figures_are_those_of_the_result_files():
     assert list((ROOT / "benchmarks" / "results").glob("*.json"))
     assert (DOCS / "lab" / "performance.md").read_text() == generate.performance_page(), REMEDY

@@ -78,7 +78,8 @@ class PromptConfig(Section):
     """Maximum number of passages in a prompt; the least relevant are dropped."""
     order: Literal["rank", "canonical", "shared"] = "rank"
     """Order of a record's passages: as given (`rank`), the same for all records (`canonical`), or the order in which
-    all records together compute the fewest tokens (`shared`); see [prompts](../guide/prompts.md#the-order-of-passages)."""
+    all records together compute the fewest tokens (`shared`); see
+    [prompts](../guide/prompts.md#the-order-of-passages)."""
     keep_first: Annotated[int, Field(ge=0)] = 0
     """`order: shared`: keep this many of a record's first passages in place, before the others."""
     show_ranks: bool = False

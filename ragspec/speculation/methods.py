@@ -26,7 +26,14 @@ AUTO = "auto"  # the word for "choose": of a runner, as of a method
 
 @dataclass(frozen=True, slots=True)
 class DrafterSettings:
-    """What a config says to drafters. ngram_min, ngram_max: None for the drafter's own. vocabulary: number of ids."""
+    """What a config says to a drafter.
+
+    Attributes:
+        ngram_min, ngram_max: Shortest and longest n-gram (`speculation.ngram_min`, `ngram_max`); None for the drafter's
+            own choice.
+        isolate: Draft from the record's own text only (`speculation.isolate`).
+        vocabulary: Number of token ids of the target model; None if it is not known.
+    """
 
     ngram_min: int | None = None
     ngram_max: int | None = None

@@ -28,7 +28,17 @@ _registered: dict[str, Callable[[Any], Drafter]] = {}
 
 
 def register(name: str, make: Callable[[Any], Drafter]) -> None:
-    """Let `speculation.method: name` be the drafter that `make` returns for DrafterSettings. Raises ConfigError."""
+    """Make `speculation.method: name` use a drafter of yours, in this process.
+
+    Workers and other processes do not know it; an entry point in the group `ragspec.drafters` makes it known to all.
+
+    Args:
+        name: The word for `speculation.method`.
+        make: Called with `DrafterSettings`, once per run; returns a `Drafter`. A class that takes the settings will do.
+
+    Raises:
+        ConfigError: ragspec has a method of that name.
+    """
     from ragspec.speculation.methods import METHODS
 
     if name in METHODS:
