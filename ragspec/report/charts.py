@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ragspec.errors import ConfigError
+
 WIDTH, HEIGHT = 430, 240  # of the plot, without axes and legend
 PALETTE = ["#4c5b6b", "#0b7285", "#c2410c", "#6d28d9", "#15803d", "#b91c1c", "#a16207", "#1d4ed8"]
 STYLE = {
@@ -18,8 +20,11 @@ Spec = dict[str, Any]
 
 
 def draw(spec: Spec) -> str:
-    """Return `spec` as an SVG element. Raises ImportError without vl-convert-python."""
-    import vl_convert
+    """Return `spec` as an SVG element. Raises ConfigError without vl-convert-python."""
+    try:
+        import vl_convert
+    except ImportError:
+        raise ConfigError('report.html: its charts need vl-convert: pip install "ragspec[report]"') from None
 
     svg: str = vl_convert.vegalite_to_svg({**spec, "config": STYLE})
     return svg[svg.index("<svg") :]
