@@ -14,10 +14,8 @@ from importlib.metadata import entry_points
 
 import ragspec
 
-RECORD = {
-    "query": "Repeat the passage word for word.",
-    "contexts": ["Ann Smith built the brick mill at Aldby in 1871."],
-}
+PASSAGE = "Ann Smith built the brick mill at Aldby in 1871."
+RECORDS = [{"query": "Repeat the passage word for word.", "contexts": [PASSAGE]}] * 2  # the second knows the first
 
 
 class Pairs:
@@ -58,7 +56,7 @@ class PairsRow:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Answer a record with the drafter."""
+    """Answer the records with the drafter."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--tokens", type=int, default=32, help="longest answer, in tokens")
@@ -66,9 +64,14 @@ def main(argv: list[str] | None = None) -> None:
 
     if not entry_points(group="ragspec.drafters", name="pairs"):  # not installed: known to this process only
         ragspec.register_drafter("pairs", Pairs)
-    raw = {"model": args.model, "sampling": {"max_new_tokens": args.tokens}, "speculation": {"method": "pairs"}}
+    raw = {
+        "model": args.model,
+        "sampling": {"max_new_tokens": args.tokens},
+        "speculation": {"method": "pairs", "num_tokens": 4},
+        "runner_args": {"batch_size": 1},  # one record after the other
+    }
     with ragspec.Pipeline(ragspec.load_config(raw)) as pipeline:
-        for answer in pipeline.answers([RECORD]):
+        for answer in pipeline.answers(RECORDS):
             print(answer["output"])
         print(f"{pipeline.summary.spec.accepted} of {pipeline.summary.spec.drafted} drafted tokens accepted")
 
