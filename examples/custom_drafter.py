@@ -25,7 +25,6 @@ class Pairs:
         self.next: dict[tuple[int, int], int] = {}
 
     def open(self, prompt: Sequence[int], passages: Sequence[tuple[int, int]] = ()) -> "PairsRow":
-        """Return the drafter of one record."""
         return PairsRow(self.next, prompt)
 
 
@@ -37,22 +36,20 @@ class PairsRow:
         self.extend(prompt)
 
     def propose(self, limit: int) -> ragspec.Draft:
-        """Follow the chain of known pairs."""
         guesses: list[int] = []
-        last = self.last
+        last = self.last  # follow the chain of known pairs
         while len(guesses) < min(limit, 8) and (token := self.next.get(last)) is not None:
             guesses.append(token)
             last = (last[1], token)
         return ragspec.Draft(guesses)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Remember what followed what."""
         for token in token_ids:
             self.next[self.last] = token
             self.last = (self.last[1], token)
 
     def close(self) -> None:
-        """Nothing to release."""
+        pass
 
 
 def main(argv: list[str] | None = None) -> None:

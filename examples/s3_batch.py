@@ -1,7 +1,6 @@
 """Questions from S3, answers to S3. Needs `pip install "ragspec[s3]"`.
 
-    python examples/s3_batch.py s3://my-bucket/questions.jsonl s3://my-bucket/answers/ \\
-        --upload sample_data/questions.jsonl       # copies the sample there first
+    python examples/s3_batch.py s3://my-bucket/q.jsonl s3://my-bucket/answers/ --upload sample_data/questions.jsonl
 
 Credentials come from the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, ...); AWS_ENDPOINT_URL names another store.
 An interrupted run continues where it stopped: run the same command again.
