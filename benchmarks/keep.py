@@ -1,4 +1,4 @@
-"""Keeps the figures of a finished benchmark for docs/performance.md:
+"""Keeps the figures of a finished benchmark for docs/lab/performance.md:
 
     python benchmarks/keep.py out/benchmark quotesum-huggingface --question "QuoteSum, 8 and 16 at once" \
         --label QuoteSum --input "QuoteSum, first 32 records" \

@@ -2,10 +2,10 @@
 
     python benchmarks/replay.py BENCHMARK_FOLDER/outputs/none-b8.jsonl [prompt_lookup]
 
-A draft token costs a share of a step that depends on the batch size (measured once on two cores, docs/performance.md);
-tokens less likely than a threshold are not drafted, and the best threshold per batch size counts. "oracle" drafts what
-is right of each guess and nothing else. The last line is what drafting takes, prompts taken in and chains at their
-longest. Limit: other records' prompts are drafted from whole, not by their passages.
+A draft token costs a share of a step that depends on the batch size (measured once on two cores, see
+docs/lab/performance.md); tokens less likely than a threshold are not drafted, and the best threshold per batch size
+counts. "oracle" drafts what is right of each guess and nothing else. The last line is what drafting takes, prompts
+taken in and chains at their longest. Limit: other records' prompts are drafted from whole, not by their passages.
 """
 
 import json

@@ -99,7 +99,7 @@ def bound(model: Model, segments: list[Segment], bytes_per_s: float, flops_per_s
 
 
 def keep(name: str, model: str, rows: list[list[str]], speeds: str) -> None:
-    """Write the table for docs/performance.md."""
+    """Write the table for docs/lab/performance.md."""
     results: dict[str, Any] = {
         "question": "What does a forward pass cost, and what is the lower bound?",
         "input": f"{model}, each row after {REACH} tokens, medians of {PASSES}, in turn; the machine's best: {speeds}",

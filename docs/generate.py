@@ -1,14 +1,18 @@
 """Writes what the docs take from the code: `python docs/generate.py`. A test checks that it was run.
 
-Every page of docs/commands holds its command's --help between two markers, docs/config.md its tables; the config's JSON
-schema is docs/config.schema.json.
+docs/reference/commands: each page holds the --help text of its command between two markers. docs/reference/config.md:
+the tables of keys and methods; docs/reference/config.schema.json: the same as a JSON schema. docs/reference/python.md:
+the docstrings of the public API. docs/lab/performance.md:
+the tables of benchmarks/results/; docs/results.svg: a chart of them.
 """
 
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -17,9 +21,38 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 DOCS = Path(__file__).resolve().parent
+REFERENCE = DOCS / "reference"
+LAB = DOCS / "lab"
 KEYS = "| key | default | meaning |\n|---|---|---|\n"
 METHOD_KEYS = "| method | what drafts | runners | needs |\n|---|---|---|---|\n"
 BLOCK = re.compile(r"(<!-- help -->\n```text\n).*?(\n```\n<!-- /help -->)", re.DOTALL)
+
+SECTIONS = ("Args", "Attributes", "Returns", "Raises")
+API = [  # the sections of docs/reference/python.md: together, all public names
+    ("Running", ["load_config", "generate", "Pipeline", "RunConfig", "RunSummary"]),
+    ("Drafters", ["register_drafter", "Drafter", "RowDrafter", "Draft", "DrafterSettings"]),
+    ("Errors", ["RagspecError", "ConfigError", "ModelError"]),
+]
+MADE_BY_RAGSPEC = ("RunSummary", "DrafterSettings")  # nobody calls these classes
+INTERNAL = ("add_to",)
+PYTHON_HEAD = """\
+# Python API
+
+```python
+import ragspec
+
+config = ragspec.load_config({"model": "demo", "speculation": {"method": "context"}})
+with ragspec.Pipeline(config) as pipeline:  # loads the model
+    for answer in pipeline.answers([{"query": "Who built it?", "contexts": ["Ann Smith built it in 1871."]}]):
+        print(answer["output"])
+```
+
+The names on this page are the public API; everything else may change. `import ragspec` is cheap: torch and transformers
+are imported when they are first needed. The package is typed (`py.typed`). [examples/](../../examples) has complete
+scripts.
+
+This page is generated from the docstrings by `python docs/generate.py`.
+"""
 
 
 def help_of(command: str) -> str:
@@ -51,13 +84,13 @@ def schema() -> str:
 
 
 def config_page() -> str:
-    """Return docs/config.md with the tables of today: keys, methods, runner_args."""
+    """Return docs/reference/config.md with the tables of today: keys, methods, runner_args."""
     from ragspec import runners
     from ragspec.config.run import RunConfig
     from ragspec.runners.vllm.config import TRIED
     from ragspec.speculation.methods import METHODS
 
-    text = (DOCS / "config.md").read_text(encoding="utf-8")
+    text = (REFERENCE / "config.md").read_text(encoding="utf-8")
     text = _put(text, "keys", KEYS + "\n".join(_key_rows(RunConfig)))
     methods = [
         f"| `{word}` | {method.summary} | {', '.join(name for name in method.runners if name != 'fake')} | "
@@ -71,12 +104,131 @@ def config_page() -> str:
     return _put(text, "vllm versions", "| version | result |\n|---|---|\n" + "\n".join(versions))
 
 
+def python_page() -> str:
+    """Return docs/reference/python.md: signatures and docstrings of the public API."""
+    import ragspec
+    from ragspec.speculation.methods import DrafterSettings
+
+    public = {name: getattr(ragspec, name) for name in ragspec.__all__} | {"DrafterSettings": DrafterSettings}
+    assert set(public) == {name for _, names in API for name in names}, "API in docs/generate.py lists the public names"
+    parts = [PYTHON_HEAD]
+    for title, names in API:
+        parts += [f"## {title}\n", *(_entry(name, public[name]) for name in names)]
+    return "\n".join(parts)
+
+
+def _entry(name: str, thing: Any) -> str:
+    """Return the section of a function or class, with its public methods."""
+    if not inspect.isclass(thing):
+        return f"### `{name}`\n\n{_code(name, thing)}\n{_prose(thing)}"
+    if issubclass(thing, BaseModel):
+        made = "Made by `load_config`. Its fields are the keys of the [config](config.md), and it is frozen.\n"
+        return f"### `{name}`\n\n{_prose(thing)}\n{made}"
+    shown = [f"### `{name}`\n"]
+    if issubclass(thing, Exception):
+        shown.append(f"```text\nclass {name}({', '.join(base.__name__ for base in thing.__bases__)})\n```\n")
+    elif not getattr(thing, "_is_protocol", False) and name not in MADE_BY_RAGSPEC:
+        shown.append(_code(name, thing.__init__, bound=True))
+    shown.append(_prose(thing))
+    for method, value in vars(thing).items():
+        if method.startswith("_") or method in INTERNAL:
+            continue
+        if inspect.isfunction(value):
+            shown.append(f"#### `{name}.{method}`\n\n{_code(method, value, bound=True)}\n{_prose(value)}")
+        elif isinstance(value, property):
+            kind = inspect.formatannotation(inspect.signature(value.fget).return_annotation).strip("'")
+            shown.append(f"#### `{name}.{method}`\n\nProperty, `{kind}`. {_prose(value)}")
+    return "\n".join(shown)
+
+
+def _code(name: str, function: Any, *, bound: bool = False) -> str:
+    """Return a signature as a block of Python. bound: leave out `self`."""
+    signature = inspect.signature(function)
+    shown: list[str] = []
+    keyword_only = False
+    for parameter in [*signature.parameters.values()][bound:]:
+        if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
+            keyword_only = True
+            shown.append("*")
+        kind = "" if parameter.annotation is parameter.empty else f": {_annotation(parameter.annotation)}"
+        default = "" if parameter.default is parameter.empty else f" = {_value(parameter.default)}"
+        shown.append(f"{parameter.name}{kind}{default}")
+    result = signature.return_annotation
+    end = "" if result in (signature.empty, "None", None) else f" -> {_annotation(result)}"
+    line = f"{name}({', '.join(shown)}){end}"
+    if len(line) > 100:
+        line = f"{name}(\n" + "".join(f"    {part},\n" for part in shown) + f"){end}"
+    return f"```text\n{line}\n```\n"
+
+
+def _annotation(kind: Any) -> str:
+    return kind if isinstance(kind, str) else inspect.formatannotation(kind)
+
+
+def _value(default: Any) -> str:
+    """Return a default as it is shown; of an object without a short form, "..."."""
+    return "..." if callable(default) or " at 0x" in repr(default) or "<factory>" in repr(default) else repr(default)
+
+
+def _prose(thing: Any) -> str:
+    """Return a docstring in Google's style as Markdown."""
+    lines = inspect.cleandoc(thing.__doc__ or "").splitlines()
+    text: list[str] = []
+    section = ""
+    for line in lines:
+        if line.rstrip(":") in SECTIONS and line.endswith(":"):
+            section = line
+            text += [f"**{line.rstrip(':')}**", ""]
+        elif section and line.startswith("    "):
+            item = re.match(r"    ([\w, ]+): (.*)", line)
+            if section == "Returns:":
+                text.append(line.strip())
+            elif item and not line.startswith("     "):
+                names = ", ".join(f"`{name}`" for name in item[1].split(", "))
+                text.append(f"- {names}: {item[2]}")
+            else:
+                text.append(f"  {line.strip()}")
+        else:
+            section = section if not line else ""
+            text.append(line)
+    return _filled("\n".join(text)) + "\n"
+
+
+def _filled(text: str) -> str:
+    """Return Markdown with its paragraphs and items wrapped."""
+    blocks = re.split(r"\n\n|\n(?=- )", text)
+    wrapped = [
+        block
+        if block.startswith("    ")
+        else textwrap.fill(
+            " ".join(block.split()),
+            120,
+            subsequent_indent="  " * block.startswith("- "),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for block in blocks
+    ]
+    return "".join(
+        ("" if not i else "\n" if block.startswith("- ") and wrapped[i - 1].startswith("- ") else "\n\n") + block
+        for i, block in enumerate(wrapped)
+    )
+
+
 def performance_page() -> str:
-    """Return docs/performance.md with the tables of benchmarks/results/."""
-    sys.path.insert(0, str(DOCS))
+    """Return docs/lab/performance.md with the tables of benchmarks/results/."""
+    sys.path.insert(0, str(LAB))
     from results import tables
 
-    return _put((DOCS / "performance.md").read_text(encoding="utf-8"), "results", "\n" + tables())
+    return _put((LAB / "performance.md").read_text(encoding="utf-8"), "results", "\n" + tables())
+
+
+def results_chart() -> str:
+    """Return docs/results.svg, drawn from benchmarks/results/ and the log."""
+    sys.path.insert(0, str(LAB))
+    from chart import chart
+
+    return chart()
 
 
 def _key_rows(model: Any, prefix: str = "") -> Iterator[str]:
@@ -110,11 +262,13 @@ def _put(text: str, name: str, table: str) -> str:
 
 def main() -> None:
     """Write all."""
-    for path in sorted((DOCS / "commands").glob("*.md")):
+    for path in sorted((REFERENCE / "commands").glob("*.md")):
         path.write_text(page_of(path), encoding="utf-8")
-    (DOCS / "performance.md").write_text(performance_page(), encoding="utf-8")
-    (DOCS / "config.md").write_text(config_page(), encoding="utf-8")
-    (DOCS / "config.schema.json").write_text(schema(), encoding="utf-8")
+    (LAB / "performance.md").write_text(performance_page(), encoding="utf-8")
+    (REFERENCE / "python.md").write_text(python_page(), encoding="utf-8")
+    (DOCS / "results.svg").write_text(results_chart(), encoding="utf-8")
+    (REFERENCE / "config.md").write_text(config_page(), encoding="utf-8")
+    (REFERENCE / "config.schema.json").write_text(schema(), encoding="utf-8")
 
 
 if __name__ == "__main__":

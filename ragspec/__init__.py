@@ -53,9 +53,21 @@ _PLACES = {
 
 
 def load_config(source: str | PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the checked config of a YAML file, or of a mapping with the same keys. Raises ConfigError.
+    """Return the checked config of a YAML file, or of a mapping with the same keys.
 
-    overrides: "key.path=value" with YAML values. What is translated or ignored is logged.
+    A config of AutoGluon-RAG is translated. What is translated or ignored is logged as a warning of the logger
+    `ragspec`.
+
+    Args:
+        source: Path of a YAML file, or a mapping such as `{"model": "demo", "speculation": {"method": "context"}}`. The
+            mapping is not changed.
+        overrides: Settings that win over those of `source`, each as "key.path=value", like `--set` on the command line.
+
+    Returns:
+        The config, frozen.
+
+    Raises:
+        ConfigError: The file cannot be read, a key is unknown, or a value is not allowed. The message names the key.
     """
     import logging
     from copy import deepcopy

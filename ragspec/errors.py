@@ -47,19 +47,23 @@ def cause_of(message: str, name: str = "") -> str:
 
 
 class RagspecError(Exception):
-    """The root of everything that ragspec raises on purpose."""
+    """Base class of the errors that ragspec raises on purpose. Their messages are one line, for users.
+
+    Attributes:
+        exit_code: Exit code of a command that ends with this error.
+    """
 
     exit_code = 2
 
 
 class ConfigError(RagspecError):
-    """The run does not start: bad config, usage or input."""
+    """The config, the usage or the input as a whole is wrong. Exit code 2; raised before any weights load."""
 
     exit_code = 2
 
 
 class ModelError(RagspecError):
-    """The model or its backend could not start, or broke for good in the middle."""
+    """The model or its backend could not start, or stopped working during the run. Exit code 3."""
 
     exit_code = 3
 

@@ -297,7 +297,30 @@ class WorkerSummary(Totals):
 
 @dataclass(slots=True, kw_only=True)
 class RunSummary(Totals):
-    """The totals of one run."""
+    """The totals of one run. Seconds are wall-clock.
+
+    Attributes:
+        method: The speculation method.
+        records, failed, skipped: Records answered, records that became error lines, and records that were finished
+            before this run.
+        failed_before: Those of `skipped` that are error lines.
+        prompt_tokens, cached_prompt_tokens, output_tokens: Tokens of prompts, those of them that were not computed
+            again, and tokens of answers.
+        load_s, warmup_s, generate_s: Seconds to load the model, to warm it up, and to answer.
+        prefill_s, decode_s: Seconds of `generate_s` that computed prompts and that decoded; None if the runner does not
+            tell them apart.
+        decode_tokens: Tokens that were written in `decode_s`.
+        peak_memory_gib: Largest memory in use, in GiB.
+        spec: Counts of speculation: `steps`, `drafted`, `accepted`, `acceptance_rate`, `mean_acceptance_length`.
+        shaped, valid, truncated: Structured answers, those of them that are complete and valid, and those cut off.
+        time_to_first_token_s, latency_s: Seconds per record; `percentiles()` gives p50, p95 and p99.
+        failures: Why records failed.
+        totals: What the output holds and what all runs that wrote it took; None if the output cannot be resumed.
+        notes: What the user should know, a line each.
+        about: Config, versions, hashes and the runner's own statistics.
+        retrieval: Statistics of searches; None without retrieval.
+        workers: Each worker's share, if there are several.
+    """
 
     method: str = "none"
     skipped: int = 0  # finished before this run began

@@ -1,8 +1,8 @@
 """What the docs take from the code is what the code says."""
 
 import json
+import re
 import sys
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -11,10 +11,14 @@ import yaml
 from tests.conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "docs"))
+sys.path.insert(0, str(ROOT / "docs" / "lab"))
+import chart
 import generate
 import results as results_page
 
-PAGES = sorted((ROOT / "docs" / "commands").glob("*.md"))
+DOCS = ROOT / "docs"
+
+PAGES = sorted((DOCS / "reference" / "commands").glob("*.md"))
 REMEDY = "run `python docs/generate.py`"
 
 
@@ -32,13 +36,28 @@ def test_every_command_has_a_page():
 
 
 def test_the_schema_is_the_configs():
-    assert (ROOT / "docs" / "config.schema.json").read_text() == generate.schema(), REMEDY
-    assert (ROOT / "docs" / "config.md").read_text() == generate.config_page(), REMEDY
+    assert (DOCS / "reference" / "config.schema.json").read_text() == generate.schema(), REMEDY
+    assert (DOCS / "reference" / "config.md").read_text() == generate.config_page(), REMEDY
+
+
+def test_the_python_page_has_the_docstrings_of_the_public_api():
+    assert (DOCS / "reference" / "python.md").read_text() == generate.python_page(), REMEDY
 
 
 def test_the_figures_are_those_of_the_result_files():
     assert list((ROOT / "benchmarks" / "results").glob("*.json"))
-    assert (ROOT / "docs" / "performance.md").read_text() == generate.performance_page(), REMEDY
+    assert (DOCS / "lab" / "performance.md").read_text() == generate.performance_page(), REMEDY
+
+
+def test_the_chart_is_drawn_from_the_result_files():
+    assert (DOCS / "results.svg").read_text() == generate.results_chart(), REMEDY
+
+
+def test_the_chart_shows_losses_as_losses():
+    assert chart._colour(chart.Point("", 0.9, 0.8, 0.95)) == chart.LOSS
+    assert chart._colour(chart.Point("", 0.9, None, None)) == chart.LOSS
+    assert chart._colour(chart.Point("", 0.9, 0.8, 1.1)) == chart.EVEN
+    assert chart._colour(chart.Point("", 1.2, 1.1, 1.3)) == chart.GAIN
 
 
 def test_the_overview_compares_drafts_with_the_faster_of_vllms_methods(tmp_path):
@@ -93,17 +112,25 @@ def test_the_schema_refuses_what_ragspec_refuses(config):
 
 
 def schema():
-    return json.loads((ROOT / "docs" / "config.schema.json").read_text())
+    return json.loads((DOCS / "reference" / "config.schema.json").read_text())
 
 
 def test_links_between_pages_lead_somewhere():
-    import re
+    def headings(page):
+        found = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+        return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
 
-    for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]:
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
-            if "://" not in target:
-                assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: {target}"
-    assert Path(ROOT / "README.md").exists()
+    pages = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    broken = []
+    for page in pages:
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+            if "://" in target:
+                continue
+            goal = page.parent / target if target else page
+            if not goal.exists() or (anchor and goal.suffix == ".md" and anchor not in headings(goal)):
+                broken.append(f"{page.relative_to(ROOT)}: {target}#{anchor}")
+    assert broken == []
+    assert ROOT / "README.md" in pages
 
 
 def test_every_key_of_the_config_is_described():

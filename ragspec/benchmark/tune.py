@@ -235,8 +235,8 @@ def choose(plan: list[Candidate], speeds: Speeds) -> Tuned:
         mine = speeds[candidate.name]
         ratios = paired(mine, plain)
         rate = median([speed for speed in mine if speed] or [0.0])
-        beside = f", {format_ratio(ratios)} {plan[0].name}" if candidate is not plan[0] and ratios else ""
-        evidence.append(f"{candidate.name}: {rate:.1f} tokens/s{beside}, {len(mine)} passes")
+        beside = f", {format_ratio(ratios)} the speed of {plan[0].name}" if candidate is not plan[0] and ratios else ""
+        evidence.append(f"{candidate.name}: {rate:.1f} tokens/s{beside}, {_passes(mine)}")
         if ratios and min(ratios) > 1.0 and median(ratios) > best:
             winner, best = candidate, median(ratios)
     return Tuned(winner, evidence, _verdict(winner, plan, speeds))
@@ -249,10 +249,14 @@ def _verdict(winner: Candidate, plan: Sequence[Candidate], speeds: Speeds) -> st
         return f"{plain.name} is chosen: nothing else was faster in every pass, by {MARGIN - 1:.0%} or more"
     ratios = paired(speeds[winner.name], speeds[plain.name])
     sure = sides(ratios)[0] > 1
-    open_ = "" if sure else f", but {len(ratios)} passes may show that by chance; a larger --budget would tell"
-    found = f"{winner.name} is chosen: {format_ratio(ratios)} {plain.name}{open_}"
+    open_ = "" if sure else f", which may be chance after {_passes(ratios)}; a larger --budget would tell"
+    found = f"{winner.name} is chosen: {format_ratio(ratios)} the speed of {plain.name}{open_}"
     rivals = [other.name for other in plan if other not in (winner, plain) and _may_be_as_fast(other, winner, speeds)]
     return f"{found}; not clearly slower: {', '.join(rivals)}" if rivals else found
+
+
+def _passes(each: Sequence[Any]) -> str:
+    return "1 pass" if len(each) == 1 else f"{len(each)} passes"
 
 
 def _may_be_as_fast(other: Candidate, winner: Candidate, speeds: Speeds) -> bool:

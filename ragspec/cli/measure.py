@@ -76,7 +76,10 @@ def benchmark(
     workers: Annotated[
         list[int] | None,
         typer.Option(
-            "--workers", min=0, metavar="N", help="Answer on N workers (docs/scale.md); 0 for one process; repeatable."
+            "--workers",
+            min=0,
+            metavar="N",
+            help="Answer on N workers (docs/guide/scale.md); 0 for one process; repeatable.",
         ),
     ] = None,
     ray_address: RayAddress = None,
@@ -91,6 +94,7 @@ def benchmark(
     from ragspec.benchmark.details import print_results
     from ragspec.benchmark.measure import run_benchmark
     from ragspec.benchmark.plan import make_plan
+    from ragspec.errors import ConfigError
     from ragspec.report.page import write_report
 
     set_debug(debug)
@@ -122,7 +126,10 @@ def benchmark(
         console.print("interrupted: finished passes are kept; run again with --resume to continue", markup=False)
         raise typer.Exit(INTERRUPTED) from None
     print_results(console, results, output)
-    console.print(f"report in {write_report(results, output)}", markup=False)
+    try:
+        console.print(f"report in {write_report(results, output)}", markup=False)
+    except ConfigError as error:  # the figures are there; what draws them is an extra
+        console.print(f"no report: {error}; then: ragspec report {output}", markup=False)
 
 
 def report(

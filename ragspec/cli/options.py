@@ -38,9 +38,11 @@ Resume = Annotated[bool, typer.Option(help="Continue an existing output, or star
 RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Retry the records that failed in an earlier run.")]
 MaxFailures = Annotated[
     str | None,
-    typer.Option("--max-failures", metavar="N|P%", help="Failed records, or their share, that exit code 0 allows."),
+    typer.Option(
+        "--max-failures", metavar="N|P%", help="Exit with 0 if no more than this many records, or this share, failed."
+    ),
 ]
-Stats = Annotated[str | None, typer.Option(metavar="FILE", help="Where statistics go. By default next to the output.")]
+Stats = Annotated[str | None, typer.Option(metavar="FILE", help="Where statistics go; by default, next to the output.")]
 Workers = Annotated[
     int | None,
     typer.Option("--workers", min=1, metavar="N", help="Answer on N workers, on this machine or a Ray cluster."),

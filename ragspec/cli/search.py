@@ -21,7 +21,7 @@ OptionalConfig = Annotated[
 
 
 def index(
-    more: Annotated[list[str] | None, typer.Argument(metavar="[FILE]...", help="The same as --corpus.")] = None,
+    more: Annotated[list[str] | None, typer.Argument(metavar="FILE", help="The same as --corpus.")] = None,
     corpus: Annotated[
         list[str] | None,
         typer.Option(
@@ -94,7 +94,7 @@ def index(
 
 
 def retrieve(
-    source: Annotated[str | None, typer.Argument(metavar="[FILE|-]", help="The same as --input.")] = None,
+    source: Annotated[str | None, typer.Argument(metavar="FILE|-", help="The same as --input.")] = None,
     index: Annotated[str | None, typer.Option(metavar="DIR", help="Index to search.")] = None,
     input: Annotated[
         str | None,

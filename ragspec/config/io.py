@@ -32,7 +32,7 @@ Passages = Annotated[PassageColumns, BeforeValidator(_as_passages, json_schema_i
 class ColumnNames(Section):
     """The input's names for the fields of a record (`id`, `query`, `contexts`, `messages`, `prompt`, `reference`,
     `metadata`, `custom_id`, `body`), for instance `{query: question, contexts: {path: passages, text: body}}`. A dot
-    selects a nested field, in a list that of each item. A field that none of the first records has is an error.
+    selects a nested field; in a list, that field of each item. A field that none of the first records has is an error.
     `ragspec inspect` suggests a mapping."""
 
     id: str | None = None
@@ -62,13 +62,13 @@ class InputConfig(Section):
         Field(min_length=1),
         BeforeValidator(listed, json_schema_input_type=str | list[str]),
     ]
-    """JSONL, JSON (an array of records, or an object with one), CSV, TSV, Parquet or Arrow files, compressed (gzip,
-    Zstandard, bzip2, xz, zip) or not, in UTF-8 or UTF-16, local or at a URL (`s3://`, `gs://`, `hf://`, `https://`);
-    patterns (`data/*.parquet`), folders, a folder written by `save_to_disk`, or `-` for stdin. With `format: dataset`,
-    a dataset's id on the Hugging Face hub. A record may be at most 256 MiB long."""
+    """JSONL, JSON (an array of records, or an object that contains one), CSV, TSV, Parquet or Arrow files, compressed
+    (gzip, Zstandard, bzip2, xz, zip) or not, in UTF-8 or UTF-16, local or at a URL (`s3://`, `gs://`, `hf://`,
+    `https://`); patterns (`data/*.parquet`), folders, a folder written by `save_to_disk`, or `-` for stdin. With
+    `format: dataset`, a dataset's id on the Hugging Face hub. A record may be at most 256 MiB long."""
     format: Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "dataset"] = "auto"
-    """`jsonl`, `json`, `csv`, `tsv`, `parquet`, `arrow` or `dataset`; `auto` goes by what the files hold, and by their
-    names where that leaves it open."""
+    """`jsonl`, `json`, `csv`, `tsv`, `parquet`, `arrow` or `dataset`; `auto` goes by the files' content, and
+    by their names if the content is ambiguous."""
     columns: ColumnNames = ColumnNames()
     split: str | None = None
     """dataset: the split; optional if there is only one."""

@@ -1,4 +1,7 @@
-"""A pydantic model's complaint as one line: file, key, value, what is allowed."""
+"""The parts of a config, as the user writes them: each a frozen model, closed to unknown keys.
+
+The text under a key is its description: in the schema, in editors, and in docs/reference/config.md.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ def _short(value: Any) -> str:
 
 # -- the parts of a config, as the user writes them: each a frozen model, closed to unknown keys ----------------------
 #
-# The text under a key is its description: in the schema, in editors, and in docs/config.md.
+# The text under a key is its description: in the schema, in editors, and in docs/reference/config.md.
 
 
 class Section(BaseModel):
@@ -121,29 +124,29 @@ class PromptConfig(Section):
     chat: Literal["auto"] | bool = "auto"
     """Whether to use the model's chat template: `auto` (if it has one), `true` or `false`."""
     chat_template_kwargs: Settings = {}
-    """What the chat template is called with beside the messages, for instance `{enable_thinking: false}`. Those of a
-    record win."""
+    """Further arguments of the chat template, for instance `{enable_thinking: false}`. A record's own win."""
     split_reasoning: bool = True
     """Write what the model thinks before it answers (between `<think>` and `</think>`, or its tokenizer's own markers)
-    as `reasoning`, beside `output`. Stop strings, `structured`, `copied` and `evaluate` look at the answer alone."""
+    as `reasoning`, next to `output`. Stop strings, `structured`, `copied` and `evaluate` apply to the answer only."""
     query_prefix: str = ""
-    """Text put before every query."""
+    """Text to put before every query."""
     allow_special_tokens: bool = False
     """Let control words in records (`<|im_end|>`, `</s>`, `<think>`) act as control tokens; see
-    [below](#records-are-text)."""
+    [records are text](../guide/inputs.md#records-are-text)."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     """Longest prompt, in tokens. The model's context length minus `max_new_tokens` always applies."""
     max_passages: Annotated[int, Field(ge=1)] | None = None
     """Maximum number of passages in a prompt; the least relevant are dropped."""
     order: Literal["rank", "canonical", "shared"] = "rank"
     """Order of a record's passages: as given (`rank`), the same for all records (`canonical`), or the order in which
-    all records together compute the fewest tokens (`shared`); see [prompts](prompts.md#the-order-of-passages)."""
+    all records together compute the fewest tokens (`shared`); see
+    [prompts](../guide/prompts.md#the-order-of-passages)."""
     keep_first: Annotated[int, Field(ge=0)] = 0
     """`order: shared`: keep this many of a record's first passages in place, before the others."""
     show_ranks: bool = False
     """Tell the model which passages are most relevant: `best_first` in your template, a line in the built-in ones."""
     order_window: Annotated[int, Field(ge=2)] = 4096
-    """`order: shared`: how many rows are read and ordered together."""
+    """`order: shared`: how many records are read and ordered together."""
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
@@ -156,18 +159,17 @@ class SamplingConfig(Section):
     """How tokens are chosen, unless a record says otherwise."""
 
     max_new_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Longest answer, in tokens. By default `default_new_tokens`, or what the model's context leaves."""
+    """Longest answer, in tokens. By default `default_new_tokens`, or what fits into the model's context, if less."""
     default_new_tokens: Annotated[int, Field(ge=1)] = 128
-    """Longest answer where neither the config nor a record names one; where less fits, it is shorter. (`run-batch`:
-    1024.)"""
+    """Longest answer if neither the config nor the record sets one; shorter if less fits. (`run-batch`: 1024.)"""
     min_new_tokens: Annotated[int, Field(ge=0)] = 0
-    """Shortest answer, in tokens: no end token and no stop string counts before."""
+    """Shortest answer, in tokens: end tokens and stop strings before that are ignored."""
     ignore_eos: bool = False
-    """Go on after the model's end tokens, up to `max_new_tokens`."""
+    """Continue after the model's end tokens, up to `max_new_tokens`."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
     """Further tokens that end an answer. They are not part of its text."""
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_greedy_if_tiny)] = 0.0
-    """0 is greedy decoding, and so is all below 0.00001."""
+    """0, or anything below 0.00001, is greedy decoding."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the most likely tokens that together have this probability; 1 is off."""
     top_k: Annotated[int, Field(ge=0)] = 0
@@ -183,7 +185,8 @@ class SamplingConfig(Section):
     logit_bias: Annotated[dict[int, Bias], BeforeValidator(_by_token_id)] = {}
     """Added to token scores: `{token id: bias}`, from -100 to 100."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    """Write the log probability of each token of the answer, and of this many of the likeliest (0: the token alone)."""
+    """Write the log probability of each token of the answer, and of this many of the most likely ones (0: only the
+    token's own)."""
     n: Annotated[int, Field(ge=1, le=128)] = 1
     """Answers per record."""
     stop: Annotated[
@@ -210,23 +213,22 @@ class SpeculationConfig(Section):
     method: str = "none"
     """Where drafts come from; see [Methods](#methods)."""
     num_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Draft length. `auto`: as many tokens as pay off, row by row and step by step, possibly none (stock
-    `generate()`: its own default; `context` in vLLM: up to 16; vLLM's own methods: see
-    [`runner_args` of `vllm`](#runner_args-of-vllm))."""
+    """Draft length, in tokens. `auto`: as many as pay off, for each record and step, possibly none (stock `generate()`:
+    its own default; `context` in vLLM: up to 16; vLLM's own methods: see [vLLM](../guide/runners.md#vllm))."""
     draft_model: Address | None = None
     """Name of the draft model."""
     draft_tokenizer: Address | None = None
     """The draft model's name again, if its vocabulary differs from the target's: universal assisted decoding."""
     draft_model_args: Settings = {}
-    """huggingface: passed to the draft model's `from_pretrained`, as `runner_args.model_args` are to the target's; a
-    draft with pickled weights needs `use_safetensors: false` here."""
+    """huggingface: passed to the draft model's `from_pretrained`, as `runner_args.model_args` are to the target's. A
+    draft model with pickled weights needs `use_safetensors: false` here."""
     draft_trust_remote_code: bool = False
     """Run code that comes with the draft model or its tokenizer; `runner_args.trust_remote_code` is for the target
     only. vLLM 0.32 has one switch for both, so a draft model that comes with code needs both keys there."""
     ngram_max: Annotated[int, Field(ge=1)] | None = None
-    """Longest n-gram used by prompt lookup (3 by default, 4 in vLLM)."""
+    """Longest n-gram of `prompt_lookup` (3 by default, 4 in vLLM)."""
     ngram_min: Annotated[int, Field(ge=1)] | None = None
-    """Shortest n-gram used by prompt lookup (1 by default, 2 in vLLM; stock `generate()` has no such setting)."""
+    """Shortest n-gram of `prompt_lookup` (1 by default, 2 in vLLM; stock `generate()` has no such setting)."""
     isolate: bool = False
     """`context`, `auto`: draft from the record's own text only, not from other records' passages and answers
     (`--isolate`)."""
@@ -265,7 +267,7 @@ class RetrievalConfig(Section):
     mode: Literal["auto", "bm25", "dense", "hybrid"] = "auto"
     """`bm25`, `dense` or `hybrid`; `auto` is hybrid if the index has vectors, else BM25."""
     candidates: Annotated[int, Field(ge=1)] = 50
-    """How many passages each search passes to rank fusion and to the reranker."""
+    """How many passages each search hands to rank fusion and to the reranker."""
     reranker_model: Address | None = None
     """A sentence-transformers cross-encoder: hub id or folder."""
     order: Literal["score", "canonical"] = "score"
@@ -298,7 +300,7 @@ class ScaleConfig(Section):
     """The cluster: `local` (this machine's, for this run), `auto` (the one that `RAY_ADDRESS` or this machine's
     `ray start` names), `HOST:PORT`, or `ray://HOST:PORT`."""
     workers: Annotated[int, Field(ge=1)] = 1
-    """How many workers to run, each with its own copy of the model. The run starts with those that fit."""
+    """How many workers to run, each with its own copy of the model. The run starts with as many as fit."""
     gpus_per_worker: Annotated[float, Field(ge=0)] | None = None
     """GPUs per worker. By default, as many as its engine uses (`tensor_parallel_size`), if there are any."""
     cpus_per_worker: Annotated[int, Field(ge=1)] | None = None

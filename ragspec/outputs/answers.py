@@ -119,7 +119,7 @@ class LineFormat(Protocol):
 
 
 class NativeFormat:
-    """ragspec's own form: docs/output.md."""
+    """ragspec's own form: docs/guide/output.md."""
 
     def answer(
         self, flight: RecordInFlight, answers: Sequence[Generation], runner: Runner, *, details: bool

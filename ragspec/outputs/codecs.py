@@ -1,4 +1,4 @@
-"""Answers as Parquet: one column per field of an output line. docs/output.md lists them.
+"""Answers as Parquet: one column per field of an output line. docs/guide/output.md lists them.
 
 `metadata`, `logprobs` and `parsed`, whose form the records decide, are JSON texts. Needs pyarrow.
 """

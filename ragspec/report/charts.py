@@ -8,6 +8,7 @@ from typing import Any
 
 from ragspec.benchmark.plan import baselines, ratios_to_peers, ratios_to_plain
 from ragspec.benchmark.results import DECODE_SPEED, SPEED, Ratio, Results, Run
+from ragspec.errors import ConfigError
 
 WIDTH, HEIGHT = 430, 240  # of the plot, without axes and legend
 PALETTE = ["#4c5b6b", "#0b7285", "#c2410c", "#6d28d9", "#15803d", "#b91c1c", "#a16207", "#1d4ed8"]
@@ -23,8 +24,11 @@ Spec = dict[str, Any]
 
 
 def draw(spec: Spec) -> str:
-    """Return `spec` as an SVG element. Raises ImportError without vl-convert-python."""
-    import vl_convert
+    """Return `spec` as an SVG element. Raises ConfigError without vl-convert-python."""
+    try:
+        import vl_convert
+    except ImportError:
+        raise ConfigError('report.html: its charts need vl-convert: pip install "ragspec[report]"') from None
 
     svg: str = vl_convert.vegalite_to_svg({**spec, "config": STYLE})
     return svg[svg.index("<svg") :]

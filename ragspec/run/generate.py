@@ -52,10 +52,25 @@ def generate(
     report: Report | None = None,
     say: Say = ignore_note,
 ) -> RunSummary:
-    """Answer every record of `config.input` into `config.output` and return the totals.
+    """Answer every record of `config.input` into `config.output`, as `ragspec generate` does.
 
-    limit: read only this many lines; with `retry_failed`, only their records are tried again. report: called as records
-    finish. say: is told what `prompt.order` saves, before anything is answered. Raises ConfigError and ModelError.
+    Args:
+        config: What to run, from `load_config`. It needs an `input`.
+        limit: Number of lines to read; all by default. With `retry_failed`, only their records are tried again.
+        resume: Skip the records that the output already answers. False moves an existing output to `NAME.1`.
+        retry_failed: Drop the error lines of the output and try those records again.
+        stats_path: Where the statistics go; by default `NAME.stats.json` next to the output.
+        notes: Notes to put before those of the run.
+        report: Called after each record with the totals so far, and the number of lines of the input (None if it is not
+            known).
+        say: Called with a line of text about what `prompt.order` saves, before anything is answered.
+
+    Returns:
+        The totals of this run.
+
+    Raises:
+        ConfigError: The config, the input or the output is not usable.
+        ModelError: The model or its backend could not start, or stopped working.
     """
     if config.input is None:
         raise ConfigError("input: missing; set it in the config, or give --input FILE (- for stdin)")

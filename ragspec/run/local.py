@@ -138,10 +138,20 @@ def _since(now: float | None, before: float | None) -> float | None:
 
 
 class Pipeline:
-    """What a config names, loaded on enter and freed on exit. `input`, `output` and `scale` of the config are not
-    used.
+    """A model that is loaded once and answers records in memory.
 
-    summary: totals of the latest `answers`. Raises ConfigError and ModelError.
+    Use it as a context manager: the model loads on enter and is freed on exit. `input`, `output` and `scale` of the
+    config are not used.
+
+    Args:
+        config: What to run, from `load_config`.
+
+    Attributes:
+        summary: Totals of the latest call of `answers`, complete once its iterator is exhausted.
+
+    Raises:
+        ConfigError: The config cannot run here. Raised before any weights load.
+        ModelError: The model or its backend could not start.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -162,10 +172,20 @@ class Pipeline:
         self._session.runner.__exit__(*exc)
 
     def answers(self, records: Iterable[Any]) -> Iterator[dict[str, Any]]:
-        """Yield the output line of each record as soon as its turn comes (`order: finish`: as soon as it is answered).
+        """Yield the output line of each record.
 
-        records: what the lines of an input file would say. A record that cannot be answered yields its error line.
-        Raises ConfigError while earlier answers are still being taken.
+        Records are read as they are needed, so `records` may be an endless generator.
+
+        Args:
+            records: Records as the lines of an input file would have them, such as
+                `{"id": "q1", "query": "Why?", "contexts": ["a passage"]}`.
+
+        Returns:
+            An iterator over output lines, in the order of the records; with `order: finish`, as they finish. A record
+            that cannot be answered yields a line with `error` instead of `output`.
+
+        Raises:
+            ConfigError: The iterator of an earlier call is neither exhausted nor closed.
         """
         if self._answering:
             raise ConfigError(

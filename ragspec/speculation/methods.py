@@ -29,7 +29,14 @@ AUTO = "auto"  # the word for "choose": of a runner, as of a method
 
 @dataclass(frozen=True, slots=True)
 class DrafterSettings:
-    """What a config says to drafters. ngram_min, ngram_max: None for the drafter's own. vocabulary: number of ids."""
+    """What a config says to a drafter.
+
+    Attributes:
+        ngram_min, ngram_max: Shortest and longest n-gram (`speculation.ngram_min`, `ngram_max`); None for the drafter's
+            own choice.
+        isolate: Draft from the record's own text only (`speculation.isolate`).
+        vocabulary: Number of token ids of the target model; None if it is not known.
+    """
 
     ngram_min: int | None = None
     ngram_max: int | None = None
@@ -179,15 +186,25 @@ def drafters_on(runner: str, method: str, settings: DrafterSettings) -> dict[str
 GROUP = "ragspec.drafters"
 PRIOR_HITS, PRIOR_TRIALS = 1.0, 2.0  # of guesses that come without a probability
 log = logging.getLogger(__name__)
-_registered: dict[str, Callable[[Any], Drafter]] = {}
+REGISTERED: dict[str, Callable[[Any], Drafter]] = {}
 
 
 def register(name: str, make: Callable[[Any], Drafter]) -> None:
-    """Let `speculation.method: name` be the drafter that `make` returns for DrafterSettings. Raises ConfigError."""
+    """Make `speculation.method: name` use a drafter of yours, in this process.
+
+    Workers and other processes do not know it; an entry point in the group `ragspec.drafters` makes it known to all.
+
+    Args:
+        name: The word for `speculation.method`.
+        make: Called with `DrafterSettings`, once per run; returns a `Drafter`. A class that takes the settings will do.
+
+    Raises:
+        ConfigError: ragspec has a method of that name.
+    """
 
     if name in METHODS:
         raise ConfigError(f'drafter "{name}": ragspec has a method of that name; choose another')
-    _registered[name] = make
+    REGISTERED[name] = make
 
 
 def plugins() -> dict[str, Callable[[DrafterSettings], Drafter]]:
@@ -195,7 +212,7 @@ def plugins() -> dict[str, Callable[[DrafterSettings], Drafter]]:
     installed: dict[str, Callable[[Any], Drafter]] = {
         point.name: _Installed(point) for point in entry_points(group=GROUP)
     }
-    return {name: _Guarding(name, make) for name, make in {**installed, **_registered}.items()}
+    return {name: _Guarding(name, make) for name, make in {**installed, **REGISTERED}.items()}
 
 
 def failures(drafters: Iterable[Drafter]) -> list[str]:

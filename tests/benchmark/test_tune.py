@@ -33,16 +33,18 @@ def test_the_verdict_says_how_sure_it_is_and_what_may_be_as_fast():
         return choose(plan(*speeds), speeds).verdict
 
     sure = verdict(none=[10.0, 10.1, 10.0], context=[15.0, 15.1, 15.0], prompt_lookup=[12.0, 12.1, 12.0])
-    assert sure == "context is chosen: 1.50x (1.49 to 1.51) none"
+    assert sure == "context is chosen: 1.50x (1.49 to 1.51) the speed of none"
     chance = verdict(none=[10.0, 10.0], context=[15.0, 11.0], prompt_lookup=[13.0, 11.0])
     assert chance == (
-        "context is chosen: 1.30x (0.18 to 9.21) none, but 2 passes may show that by chance; a larger --budget would "
-        "tell; not clearly slower: prompt_lookup"
+        "context is chosen: 1.30x (0.18 to 9.21) the speed of none, which may be chance after 2 passes; "
+        "a larger --budget would tell; not clearly slower: prompt_lookup"
     )
-    assert "context is chosen: 1.50x (one pass) none, but 1 passes may" in verdict(none=[10.0], context=[15.0])
+    assert "1.50x (one pass) the speed of none, which may be chance after 1 pass;" in verdict(
+        none=[10.0], context=[15.0]
+    )
     assert verdict(none=[10.0], context=[9.0]).startswith("none is chosen: nothing else was faster in every pass")
     assert (
-        "context: 15.0 tokens/s, 1.50x (one pass) none, 1 passes"
+        "context: 15.0 tokens/s, 1.50x (one pass) the speed of none, 1 pass"
         in choose(plan("none", "context"), {"none": [10.0], "context": [15.0]}).evidence
     )
 

@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -20,6 +21,7 @@ from ragspec.benchmark.results import (
     Sample,
     StepCost,
 )
+from ragspec.errors import ConfigError
 from ragspec.report.charts import figures, rows
 from ragspec.report.page import render, shown_answers, summary, write_report
 
@@ -73,6 +75,12 @@ def test_the_page_has_words_figures_charts_and_answers(results):
     assert "written by the model" in page
     assert 'title="guessed by a draft, accepted; found in passage d1"' in page
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/", "")  # names of XML, no links
+
+
+def test_a_report_without_its_extra_says_in_one_line_what_to_install(results, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    with pytest.raises(ConfigError, match=r'report.html: its charts need vl-convert: pip install "ragspec\[report\]"'):
+        render(results)
 
 
 class Elements(HTMLParser):

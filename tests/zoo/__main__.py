@@ -1,4 +1,4 @@
-"""Writes docs/models.md: `python -m tests.zoo`; with `--check`, fails where it is out of date. Takes minutes.
+"""Writes docs/reference/models.md: `python -m tests.zoo`; with `--check`, fails where it is out of date. Takes minutes.
 
 With `--kernels`, layers are run by our own kernels, too: some minutes more.
 """

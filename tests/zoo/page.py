@@ -1,4 +1,4 @@
-"""docs/models.md: who answers for which model, as the zoo found it."""
+"""docs/reference/models.md: who answers for which model, as the zoo found it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.zoo.entry import Entry, Outcome
 from tests.zoo.others import ABSENT
 from tests.zoo.table import CLASSES, FAMILIES
 
-PATH = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+PATH = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
 
 PAGE = """\
 # Which models run on the engine

@@ -32,7 +32,7 @@ def _pages(size: int) -> mmap.mmap:
     """Return `size` bytes, in small pages.
 
     In huge ones a row's first token would bring all of the row's room with it, which takes its time to clear and may
-    never be used; attention reads them no faster (docs/log.md).
+    never be used; attention reads them no faster (docs/lab/log.md).
     """
     try:
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -48,7 +48,7 @@ def keeps_state(model: Any) -> bool:
 
 # -- tell glibc's malloc to keep what is freed: tensors of megabytes come and go in every step, and memory han --------
 #
-# the system has to be paged in again (docs/performance.md).
+# the system has to be paged in again (docs/lab/performance.md).
 
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # names of mallopt(3)

@@ -1,4 +1,5 @@
-"""What a drafter is: it sees token ids and guesses the next ones. It may be wrong; it can never change an answer.
+"""The drafter protocol: a drafter sees token ids and guesses the next ones. It may be wrong; it can never change an
+answer.
 
     >>> row = PromptLookup().open([5, 6, 7, 5, 6])
     >>> row.propose(3).token_ids
@@ -18,9 +19,16 @@ from typing import Any, Protocol
 class Draft:
     """A chain of guessed tokens.
 
-    survival[j]: the probability that tokens 0 to j are all right; it never rises. sources[j]: the position in the
-    row's own prompt that token j was copied from, or None. probabilities: (tokens, vocab), what a draft model
-    sampled its tokens from; None where they were not sampled.
+    Only `token_ids` is required. An empty draft means that the drafter has no guess.
+
+    Attributes:
+        token_ids: The guesses, in order. Length k, at most the `limit` of `propose`.
+        survival: Length k, or empty. `survival[j]` is the probability that tokens 0 to j are all right, from 0 to 1; it
+            never rises. If it is empty, the probability is measured from earlier drafts of the same drafter.
+        sources: Length k, or empty. `sources[j]` is the position in the record's own prompt that token j was copied
+            from, or None. Answers cite passages by it (`copied`).
+        probabilities: Tensor of shape (k, vocabulary) from which a draft model sampled its tokens; None if they were
+            not sampled.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -29,7 +37,14 @@ class Draft:
     probabilities: Any = None
 
     def cut(self, length: int) -> Draft:
-        """Return the first `length` tokens of the chain."""
+        """Shorten the chain.
+
+        Args:
+            length: Number of tokens to keep.
+
+        Returns:
+            A draft of the first `length` tokens; the same draft if it has no more.
+        """
         if length >= len(self.token_ids):
             return self
         probabilities = None if self.probabilities is None else self.probabilities[:length]
@@ -37,23 +52,46 @@ class Draft:
 
 
 class RowDrafter(Protocol):
-    """Drafts for one record."""
+    """Drafts for one record. `extend` is called after each step of the model, `propose` before some of them."""
 
     def propose(self, limit: int) -> Draft:
-        """Return up to `limit` guesses for the tokens that follow what this row has seen."""
+        """Guess the tokens that follow what this drafter has seen.
+
+        Args:
+            limit: Largest number of tokens to guess. Any beyond it are ignored.
+
+        Returns:
+            The guesses; an empty `Draft` if there are none.
+        """
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Take in what the target really wrote, right after each step."""
+        """Take in the tokens that the target model wrote, right after each step.
+
+        Args:
+            token_ids: The new tokens: those of the draft that were accepted, and the model's own next one.
+        """
 
     def close(self) -> None:
-        """The answer is finished."""
+        """Release what the record holds: its answer is finished."""
 
 
 class Drafter(Protocol):
-    """Opens a RowDrafter for each record. What it keeps between records may only make guesses better."""
+    """Opens a `RowDrafter` for each record.
+
+    Several records are open at once. What a drafter keeps between records may only make its guesses better.
+    """
 
     def open(self, prompt: Sequence[int], passages: Sequence[tuple[int, int]] = ()) -> RowDrafter:
-        """prompt: token ids. passages: (start, end) positions in it of the retrieved passages, where known."""
+        """Start drafting for a record.
+
+        Args:
+            prompt: Token ids of the whole prompt.
+            passages: (start, end) token positions of the retrieved passages in `prompt`, end excluded; empty if they
+                are not known.
+
+        Returns:
+            The drafter of this record.
+        """
 
 
 # -- no guesses of its own: what a record's grammar forces is drafted all the same, with every drafter ----------------

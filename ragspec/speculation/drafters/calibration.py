@@ -5,7 +5,7 @@
 A guess has one feature of each family: its leading match (where it is, how long), the vote (how much of it agrees, from
 how many origins), the guessed token, the token before it, and how its chain began. Every weight learns at its own pace
 (Adagrad, Duchi et al. 2011), and never stops learning. Weights start from priors that
-other records taught (docs/log.md; benchmarks/fit_priors.py fits such priors to recorded answers).
+other records taught (docs/lab/log.md; benchmarks/fit_priors.py fits such priors to recorded answers).
 """
 
 from __future__ import annotations
