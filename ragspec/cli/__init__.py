@@ -8,15 +8,19 @@ from typing import Annotated
 
 import typer
 
-from ragspec.cli.answer import generate
-from ragspec.cli.batch import run_batch
-from ragspec.cli.look import inspect
-from ragspec.cli.measure import benchmark, report
+from ragspec.cli.benchmark import benchmark
+from ragspec.cli.doctor import doctor
+from ragspec.cli.evaluate import evaluate
+from ragspec.cli.generate import generate
+from ragspec.cli.index import index
+from ragspec.cli.inspect import inspect
 from ragspec.cli.options import INTERRUPTED, Debug, set_debug
-from ragspec.cli.prove import doctor, tune, verify
-from ragspec.cli.quality import evaluate
-from ragspec.cli.search import index, retrieve
-from ragspec.cli.train import train_draft
+from ragspec.cli.report import report
+from ragspec.cli.retrieve import retrieve
+from ragspec.cli.run_batch import run_batch
+from ragspec.cli.train_draft import train_draft
+from ragspec.cli.tune import tune
+from ragspec.cli.verify import verify
 from ragspec.errors import RagspecError, flat
 
 app = typer.Typer(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from ragspec.config.io import InputConfig
     from ragspec.config.run import RunConfig
+    from ragspec.config.sections import RetrievalConfig
 
 INTERRUPTED = 130
 
@@ -58,6 +59,9 @@ Columns = Annotated[
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
+OptionalConfig = Annotated[
+    str | None, typer.Option("--config", "-c", metavar="FILE", help="Config with a retrieval section.")
+]
 
 
 def set_debug(debug: bool) -> None:
@@ -141,3 +145,16 @@ def quiet_pipe() -> Iterator[None]:
         # silence the interpreter's own flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit from None
+
+
+def retrieval_settings(
+    console: Console, path: str | None, override: list[str] | None, *, builds: bool, **given: Any
+) -> RetrievalConfig:
+    """Return the retrieval section: the config's, if there is one, overridden by the command line."""
+    from ragspec.cli.tables import print_notes
+    from ragspec.config.load import load_retrieval
+
+    direct = {key: value for key, value in given.items() if value is not None}
+    settings, notes = load_retrieval(path, override or (), direct, builds=builds)
+    print_notes(console, notes)
+    return settings

@@ -1,4 +1,4 @@
-"""`ragspec benchmark` and `ragspec report`: how fast methods are."""
+"""`ragspec benchmark`: how fast methods are on an input."""
 
 from __future__ import annotations
 
@@ -130,19 +130,3 @@ def benchmark(
         console.print(f"report in {write_report(results, output)}", markup=False)
     except ConfigError as error:  # the figures are there; what draws them is an extra
         console.print(f"no report: {error}; then: ragspec report {output}", markup=False)
-
-
-def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Output folder of a finished benchmark.")],
-    answers: Annotated[
-        bool, typer.Option(help="Show answers token by token, with their questions and passages.")
-    ] = True,
-    debug: Debug = False,
-) -> None:
-    """Redraw the report of a finished benchmark."""
-    from ragspec.benchmark.results import read_results
-    from ragspec.cli.tables import stderr
-    from ragspec.report.page import write_report
-
-    set_debug(debug)
-    stderr().print(f"report in {write_report(read_results(folder), folder, quote=answers)}", markup=False)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ragspec.cli.answer import run
+from ragspec.cli.generate import run
 from ragspec.cli.options import Debug, Limit, MaxFailures, Resume, RetryFailed, Set, Stats, failures_allowed, set_debug
 
 # what a body means that does not say: OpenAI's temperature, and room for a long answer

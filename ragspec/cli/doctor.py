@@ -1,0 +1,52 @@
+"""`ragspec doctor`: what this machine has, and what a config would do on it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ragspec.cli.options import Debug, InputOrStdin, Set, overrides, set_debug
+
+
+def doctor(
+    config: Annotated[
+        str | None, typer.Option("--config", "-c", metavar="FILE", help="Config to examine on this machine.")
+    ] = None,
+    input: InputOrStdin = None,
+    clear_speeds: Annotated[
+        bool, typer.Option("--clear-speeds", help="Forget the speeds of earlier runs, which runner: auto goes by.")
+    ] = False,
+    override: Set = None,
+    debug: Debug = False,
+) -> None:
+    """Show what this machine has, and what a config would do on it."""
+    from ragspec.cli.tables import stderr
+    from ragspec.config.io import InputConfig
+    from ragspec.config.redaction import Redactor
+    from ragspec.run.doctor import Finding, examine_config, examine_input, examine_machine, examine_passages
+    from ragspec.run.runner_choice import SPEEDS, forget
+
+    set_debug(debug)
+    findings = []
+    if clear_speeds:
+        findings.append(Finding("ok", f"cleared the speeds of {forget()} models in {SPEEDS.folder}"))
+    findings += examine_machine()
+    given: InputConfig | None = None
+    if config is not None:
+        from ragspec.config.load import load_config
+
+        run_config, notes = load_config(config, overrides(override), input=input)
+        given = run_config.input
+        findings += examine_config(run_config, notes)
+        findings += examine_passages(run_config)
+    elif input is not None:
+        given = InputConfig(path=[input])
+    if given is not None:
+        findings.append(examine_input(given))
+    redactor = Redactor(given.model_dump() if given is not None else {})
+    console, styles = stderr(), {"ok": "green", "note": "yellow", "error": "red"}
+    for finding in findings:
+        console.print(f"{finding.level:5} {redactor(finding.text)}", markup=False, style=styles[finding.level])
+    if any(finding.level == "error" for finding in findings):
+        raise typer.Exit(2)

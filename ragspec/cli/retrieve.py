@@ -1,0 +1,70 @@
+"""`ragspec retrieve`: contexts for records."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ragspec.cli.options import (
+    Columns,
+    Debug,
+    Limit,
+    OptionalConfig,
+    Set,
+    input_of,
+    quiet_pipe,
+    retrieval_settings,
+    set_debug,
+)
+
+if TYPE_CHECKING:
+    pass
+
+
+def retrieve(
+    source: Annotated[str | None, typer.Argument(metavar="FILE|-", help="The same as --input.")] = None,
+    index: Annotated[str | None, typer.Option(metavar="DIR", help="Index to search.")] = None,
+    input: Annotated[
+        str | None,
+        typer.Option("--input", "-i", metavar="FILE|-", help="Records with queries, in any format; stdin by default."),
+    ] = None,
+    columns: Columns = None,
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE|-", help="Where the records go.")] = "-",
+    top_k: Annotated[int | None, typer.Option("--top-k", "-k", metavar="N", help="Passages per query (5).")] = None,
+    mode: Annotated[str | None, typer.Option(metavar="MODE", help="Search: auto, bm25, dense or hybrid.")] = None,
+    reranker_model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Cross-encoder that reorders the best passages.")
+    ] = None,
+    order: Annotated[
+        str | None, typer.Option(metavar="ORDER", help="Order of passages: score, or canonical (by id).")
+    ] = None,
+    evaluate: Annotated[
+        bool, typer.Option("--evaluate", help="Print recall, MRR and time instead; records need gold_doc_ids.")
+    ] = False,
+    config: OptionalConfig = None,
+    limit: Limit = None,
+    override: Set = None,
+    debug: Debug = False,
+) -> None:
+    """Add retrieved contexts to records that have none."""
+    from ragspec.cli.tables import stderr
+    from ragspec.config.redaction import Redactor
+    from ragspec.run.retrieve import measure, stream
+
+    set_debug(debug)
+    console = stderr()
+    found_as = {"top_k": top_k, "mode": mode, "reranker_model": reranker_model, "order": order}
+    settings = retrieval_settings(console, config, override, builds=False, index=index, **found_as)
+    where = input_of(input or source or "-", columns)
+    with quiet_pipe(), Redactor(settings.model_dump()).over_errors():
+        if evaluate:
+            measure(settings, where, output, limit)
+            return
+        passed = stream(settings, where, output, limit)
+    if passed.untouched:
+        note = f"{passed.untouched:,} lines have contexts or no query: passed on unchanged"
+        console.print(f"note: {note}", markup=False)
+    console.print(f"{passed.searched:,} queries, {passed.failed:,} error lines", markup=False)
+    if passed.failed:
+        raise typer.Exit(1)

@@ -1,0 +1,62 @@
+"""`ragspec tune`: the fastest method for a config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ragspec.cli.options import Config, Debug, Input, MaxNewTokens, Set, load, set_debug
+
+
+def tune(
+    config: Config,
+    input: Input = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Where the fastest config goes.")
+    ] = Path("tuned.yaml"),
+    max_new_tokens: MaxNewTokens = None,
+    limit: Annotated[int, typer.Option(min=1, metavar="N", help="Read only the first N records.")] = 32,
+    budget: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Roughly how long to spend.")] = 300,
+    tries: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--try",
+            metavar="WHAT",
+            help="Also time what may change answers (order, passages, dtype, quantization); repeatable. "
+            "Records need references.",
+        ),
+    ] = None,
+    max_loss: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="POINTS",
+            help="Let an option of --try win if its F1 loss, interval included, is at most this.",
+        ),
+    ] = None,
+    override: Set = None,
+    debug: Debug = False,
+) -> None:
+    """Find the fastest method for a config, and write a config that uses it."""
+    from tempfile import TemporaryDirectory
+
+    from ragspec.benchmark import tune as tuning
+
+    set_debug(debug)
+    run_config, console = load(config, override, input, max_new_tokens)
+    with TemporaryDirectory() as folder:
+        tuned = tuning.tune(
+            run_config,
+            Path(folder),
+            budget_s=budget,
+            limit=limit,
+            console=console,
+            tries=tries or (),
+            max_loss=max_loss,
+        )
+    tuning.write_config(tuned, output, f"the first {limit} records of {run_config.input}")
+    for line in tuned.evidence:
+        console.print(line, markup=False)
+    console.print(f"{tuned.verdict}; its config is in {output}", markup=False)

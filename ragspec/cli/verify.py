@@ -1,0 +1,40 @@
+"""`ragspec verify`: the proof that speculation changes no answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ragspec.cli.options import Config, Debug, Input, Limit, MaxNewTokens, Set, load, set_debug
+
+
+def verify(
+    config: Config,
+    input: Input = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Where findings and answers go.")
+    ] = Path("out/verify"),
+    max_new_tokens: MaxNewTokens = None,
+    limit: Limit = None,
+    reference: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="N", help="Records to also answer with stock transformers (at least 2; 0 for none)."
+        ),
+    ] = 8,
+    seed: Annotated[int, typer.Option(metavar="SEED", help="Seed for choosing the --reference records.")] = 0,
+    override: Set = None,
+    debug: Debug = False,
+) -> None:
+    """Check that speculation changes no answer."""
+    from ragspec.audit.lossless import print_findings
+    from ragspec.audit.verify import run_verify
+
+    set_debug(debug)
+    run_config, console = load(config, override, input, max_new_tokens)
+    found = run_verify(run_config, output, limit=limit, console=console, reference=reference, seed=seed)
+    print_findings(console, found, output)
+    if found.failed:
+        raise typer.Exit(1)
