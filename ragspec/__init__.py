@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ragspec.speculation.methods import register as register_drafter
     from ragspec.stats import RunSummary
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "ConfigError",
     "Draft",
