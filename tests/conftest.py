@@ -1,4 +1,4 @@
-"""Tiny real models, built here from configs, and the demo model."""
+"""What the tests need and which of them are fast; tiny real models, built here from configs, and the demo model."""
 
 import os
 
@@ -7,7 +7,11 @@ os.environ["TQDM_DISABLE"] = "1"
 if "PYTEST_XDIST_WORKER" in os.environ:  # test processes share the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import importlib.util
+import inspect
 import json
+import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,21 +20,103 @@ from hypothesis import settings
 settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing about the code
 settings.load_profile("any machine")
 
-ROOT = Path(__file__).resolve().parent.parent
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
 SAMPLE = ROOT / "sample_data" / "questions.jsonl"
 
 
-def pytest_collection_modifyitems(items):
-    """Leave out what has a shorter test beside it, so that all others take less than half an hour.
+# What a test needs beyond Python, told from the fixtures that it asks for; a test that brings it otherwise says so.
+BRINGS = {
+    "demo": {"demo", "demo_draft"},
+    "ray": {"cluster", "address"},
+    "slow": {"tiny", "tiny_draft", "tiny_padded", "tiny_stranger", "tiny_gpt2", "s3", "place", "judged", "thinker"},
+}
+# folders and files whose tests run models; `make test-fast` names what else takes long
+SLOW = ("audit/", "engine/", "training/", "models/test_weights.py", "models/test_control_tokens.py")
+SLOW_PATHS = tuple(f"tests/{path}" for path in SLOW)
+NEEDS = ("vllm", "ray", "demo", "slow", "wide", "long")
+IMPORTED = {name: importlib.util.find_spec(name) is not None for name in ("vllm", "ray")}
+STARTING = {"subprocess", "multiprocessing", "fork", "warm"}  # what a function that starts a process names
+brought = set()  # what this process has imported so far, of IMPORTED
+started = []  # the processes that the current test has started
 
-    Files with tests of vLLM come first: they take longest, and one that came last would leave the other core idle.
-    """
-    slow = {item.path for item in items if item.get_closest_marker("vllm")}
-    items.sort(key=lambda item: item.path not in slow)
-    if "RAGSPEC_LONG" not in os.environ:
-        for item in items:
-            if item.get_closest_marker("long"):
-                item.add_marker(pytest.mark.skip(reason="long: make test-long"))
+
+def pytest_configure(config):
+    """Leave out the longest tests unless they are asked for; see which processes are started."""
+    if not config.option.markexpr:
+        config.option.markexpr = "not long"
+    sys.addaudithook(lambda event, given: event in ("subprocess.Popen", "os.fork") and started.append(given[:1]))
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Do not even read, for the fast tests, what has none of them."""
+    slow = config.option.markexpr == "fast" and collection_path.relative_to(ROOT).as_posix().startswith(SLOW_PATHS)
+    return True if slow else None
+
+
+def pytest_itemcollected(item):
+    """Mark a test by what it needs; `fast` is one that needs nothing."""
+    asked, path = set(item.fixturenames), item.path.relative_to(TESTS).as_posix()
+    for name, fixtures in BRINGS.items():
+        if asked & fixtures:
+            item.add_marker(name)
+    if path.startswith(SLOW) or starts_processes(item.function):
+        item.add_marker("slow")
+    if not any(item.get_closest_marker(name) for name in NEEDS):
+        item.add_marker("fast")
+
+
+@cache
+def starts_processes(function):
+    """Return whether a function of the tests starts processes: by what it names, and what is named there."""
+    known, coming = {function}, [function]
+    while coming:
+        now = coming.pop()
+        code, names = [now.__code__], set()
+        while code:
+            names.update((found := code.pop()).co_names)
+            code += [each for each in found.co_consts if inspect.iscode(each)]
+        if names & STARTING:
+            return True
+        named = {one for name in names if inspect.isfunction(one := now.__globals__.get(name))} - known
+        coming += [one for one in named if one.__module__.startswith("tests")]
+        known |= named
+    return False
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the files whose tests take longest: one that came last would leave the other core idle."""
+    ranks = {}
+    for item in items:
+        rank = next((n for n, name in enumerate(NEEDS) if item.get_closest_marker(name)), len(NEEDS))
+        ranks[item.path] = min(rank, ranks.get(item.path, rank))
+    items.sort(key=lambda item: ranks[item.path])
+
+
+def pytest_runtest_setup(item):
+    """Skip what needs a package that is not here."""
+    started.clear()
+    for name, there in IMPORTED.items():
+        if not there and item.get_closest_marker(name):
+            pytest.skip(f"{name} is not installed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    """Keep the marks true: what is `fast` imports neither vLLM nor Ray, and starts no process."""
+    yield
+    new = {name for name in IMPORTED if name in sys.modules} - brought
+    brought.update(new)
+    if item.get_closest_marker("fast"):
+        assert not new, f"this test imports {new}: mark it so"
+        assert not started, f"this test starts {started}: mark it pytest.mark.slow"
+
+
+def wide(*values):
+    """Return parameters of a test that has others of the kind in `make test`; these are tried in `make test-all`."""
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.wide) for value in values
+    ]
 
 
 def write_jsonl(path, records):

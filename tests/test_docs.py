@@ -22,6 +22,7 @@ PAGES = sorted((DOCS / "reference" / "commands").glob("*.md"))
 REMEDY = "run `python docs/generate.py`"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_a_commands_page_has_its_help(path):
     assert path.read_text() == generate.page_of(path), REMEDY
@@ -54,10 +55,10 @@ def test_the_chart_is_drawn_from_the_result_files():
 
 
 def test_the_chart_shows_losses_as_losses():
-    assert chart._colour(chart.Point("", 0.9, 0.8, 0.95)) == chart.LOSS
-    assert chart._colour(chart.Point("", 0.9, None, None)) == chart.LOSS
-    assert chart._colour(chart.Point("", 0.9, 0.8, 1.1)) == chart.EVEN
-    assert chart._colour(chart.Point("", 1.2, 1.1, 1.3)) == chart.GAIN
+    assert chart.colour(chart.Point("", 0.9, 0.8, 0.95)) == chart.LOSS
+    assert chart.colour(chart.Point("", 0.9, None, None)) == chart.LOSS
+    assert chart.colour(chart.Point("", 0.9, 0.8, 1.1)) == chart.EVEN
+    assert chart.colour(chart.Point("", 1.2, 1.1, 1.3)) == chart.GAIN
 
 
 def test_the_overview_compares_drafts_with_the_faster_of_vllms_methods(tmp_path):

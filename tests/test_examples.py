@@ -48,14 +48,14 @@ def test_answers_in_memory(capsys):
 
 
 def test_a_drafter_of_ones_own_is_registered_where_it_is_not_installed(tiny, monkeypatch, capsys):
-    monkeypatch.setattr(methods, "REGISTERED", {})
+    monkeypatch.setattr(methods, "registered", {})
     example("custom_drafter").main(["--model", tiny, "--tokens", "16"])
-    assert list(methods.REGISTERED) == ["pairs"]
+    assert list(methods.registered) == ["pairs"]
     assert re.search(r"[1-9]\d* of [1-9]\d* drafted tokens accepted", capsys.readouterr().out)
 
 
 def test_a_drafter_of_ones_own_comes_through_its_entry_point(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(methods, "REGISTERED", {})
+    monkeypatch.setattr(methods, "registered", {})
     info = tmp_path / "pairs-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pairs\nVersion: 1.0\n")
@@ -65,7 +65,7 @@ def test_a_drafter_of_ones_own_comes_through_its_entry_point(tiny, tmp_path, mon
     (tmp_path / "custom_drafter.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     example("custom_drafter").main(["--model", tiny, "--tokens", "16"])
-    assert methods.REGISTERED == {}
+    assert methods.registered == {}
     assert re.search(r"[1-9]\d* of [1-9]\d* drafted tokens accepted", capsys.readouterr().out)
 
 

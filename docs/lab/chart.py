@@ -84,7 +84,7 @@ def _x(ratio: float) -> float:
     return round(LEFT + share * (WIDTH - LEFT - RIGHT), 1)
 
 
-def _colour(point: Point) -> str:
+def colour(point: Point) -> str:
     """Return a gain's or a loss's colour where the interval excludes 1, or where there is none."""
     if (point.low or point.middle) > 1:
         return GAIN
@@ -104,7 +104,7 @@ def chart() -> str:
         drawn.append(_text(12, y, title, 'font-weight="600" fill="#111827"'))
         for point in points:
             y += STEP
-            colour = _colour(point)
+            colour = colour(point)
             drawn.append(_text(LEFT - 14, y + 4, point.label, 'text-anchor="end"'))
             if point.low and point.high:
                 drawn.append(

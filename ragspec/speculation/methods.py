@@ -186,7 +186,7 @@ def drafters_on(runner: str, method: str, settings: DrafterSettings) -> dict[str
 GROUP = "ragspec.drafters"
 PRIOR_HITS, PRIOR_TRIALS = 1.0, 2.0  # of guesses that come without a probability
 log = logging.getLogger(__name__)
-REGISTERED: dict[str, Callable[[Any], Drafter]] = {}
+registered: dict[str, Callable[[Any], Drafter]] = {}
 
 
 def register(name: str, make: Callable[[Any], Drafter]) -> None:
@@ -204,7 +204,7 @@ def register(name: str, make: Callable[[Any], Drafter]) -> None:
 
     if name in METHODS:
         raise ConfigError(f'drafter "{name}": ragspec has a method of that name; choose another')
-    REGISTERED[name] = make
+    registered[name] = make
 
 
 def plugins() -> dict[str, Callable[[DrafterSettings], Drafter]]:
@@ -212,7 +212,7 @@ def plugins() -> dict[str, Callable[[DrafterSettings], Drafter]]:
     installed: dict[str, Callable[[Any], Drafter]] = {
         point.name: _Installed(point) for point in entry_points(group=GROUP)
     }
-    return {name: _Guarding(name, make) for name, make in {**installed, **REGISTERED}.items()}
+    return {name: _Guarding(name, make) for name, make in {**installed, **registered}.items()}
 
 
 def failures(drafters: Iterable[Drafter]) -> list[str]:

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from ragspec.cli import app
 from ragspec.errors import ConfigError
 from ragspec.speculation.methods import METHODS
-from tests.conftest import ROOT, read_jsonl, write_jsonl
+from tests import warm
+from tests.conftest import ROOT, read_jsonl, wide, write_jsonl
 from tests.processes import start_interruptible
 
 RAGSPEC = [sys.executable, "-m", "ragspec"]
@@ -138,7 +139,7 @@ def test_a_closed_pipe_ends_quietly(config, tmp_path):
 def test_what_cannot_start_is_one_line_and_exit_code_2(tmp_path, questions, text, args, code, message):
     path = tmp_path / "c.yaml"
     path.write_text(text)
-    done = ragspec("generate", "-c", path, *(arg.replace("{in}", questions) for arg in args), cwd=tmp_path)
+    done = warm.ragspec(tmp_path, "generate", "-c", path, *(arg.replace("{in}", questions) for arg in args))
     assert done.returncode == code
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
@@ -358,7 +359,7 @@ def test_interrupt_keeps_what_is_finished_and_says_how_to_go_on(config, question
     assert [line["id"] for line in read_jsonl(out)] == [f"q{i}" for i in range(200)]
 
 
-@pytest.mark.parametrize("order", ["input", "finish"])
+@pytest.mark.parametrize("order", ["input", *wide("finish")])
 def test_twenty_kills_lose_and_repeat_nothing(config, tmp_path, order):
     records = [{"id": f"q{i}", "query": f"question {i}"} if i % 17 else {"id": f"q{i}"} for i in range(200)]
     questions = write_jsonl(tmp_path / "in.jsonl", records)

@@ -18,7 +18,7 @@ from ragspec.errors import ConfigError, ModelError
 from ragspec.outputs.folder import write_json
 from ragspec.outputs.journal import Journal
 from tests.cli.test_cli import ragspec
-from tests.conftest import SAMPLE
+from tests.conftest import SAMPLE, wide
 
 WORD = "correct horse battery"  # a secret by its key alone
 SHAPED = "hf_QwErTyUiOpAsDfGhJkLz"  # by what it looks like alone
@@ -393,7 +393,8 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param(name, marks=pytest.mark.long) if name in ("tune", "verify") else name for name in COMMANDS]
+    "command",
+    ["generate", *wide("benchmark"), *(pytest.param(name, marks=pytest.mark.long) for name in ("verify", "tune"))],
 )
 def test_no_command_writes_or_says_a_secret(secretive, tmp_path, command):
     config, environment = secretive
@@ -417,6 +418,7 @@ def test_no_command_writes_or_says_a_secret(secretive, tmp_path, command):
         assert list((tmp_path / "run" / "bugs").iterdir())
 
 
+@pytest.mark.wide
 def test_a_model_that_does_not_load_shows_no_secret(tmp_path, tiny, monkeypatch):
     """An error line, stderr and a traceback with --debug."""
     (tmp_path / "sitecustomize.py").write_text(

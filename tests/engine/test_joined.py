@@ -5,6 +5,8 @@ import torch
 
 from ragspec.config.load import build_config
 from ragspec.config.run import to_sampling
+from ragspec.engine import backend
+from ragspec.engine.engine import EngineSettings
 from ragspec.engine.model.loaded import prepare
 from ragspec.engine.proposers import base as proposers
 from ragspec.engine.proposers.base import AutoProposer, RowProposer
@@ -17,6 +19,7 @@ from ragspec.speculation.draft_length import Confidence, DraftLength
 from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.method_selector import MethodSelector
 from ragspec.speculation.step_cost import StepCost
+from tests.conftest import wide
 from tests.engine.test_engine import CHEAP, NEW, Fixed, answers, ids, loaded, oracle, plain, requests_for  # noqa: F401
 
 SAMPLED = Sampling(max_new_tokens=NEW, temperature=0.8, seed=3)
@@ -82,6 +85,13 @@ def test_what_is_sampled_is_repeatable_with_both(loaded, tiny, tiny_draft):  # n
 def test_auto_tries_the_passages_and_the_draft_model_together(tiny, tiny_draft, monkeypatch):
     monkeypatch.setattr(trial_module, "SHARE", 1e6)  # turns from the first steps on,
     monkeypatch.setattr(trial_module, "UNKNOWN", 1e3)  # whatever they lose
+    expected = []  # of plain steps, and what it said at first
+
+    def settings(**given):
+        expected.append((given["plain"], given["plain"](3, 3, 9)))
+        return EngineSettings(**given)
+
+    monkeypatch.setattr(backend, "EngineSettings", settings)
     config = build_config(
         {
             "model": tiny,
@@ -97,12 +107,12 @@ def test_auto_tries_the_passages_and_the_draft_model_together(tiny, tiny_draft, 
         requests = list(requests_for(runner.tokenizer, to_sampling(config.sampling)))
         outcomes = list(runner.generate(requests))
         assert len(outcomes) == len(requests)
-        assert "context+draft_model" in runner._backend._trial.about()["trial"], "it had turns, whatever came of them"
-        assert runner._backend._probed._scale == 1, "what is expected of plain steps learns from none that draft"
+        assert "context+draft_model" in runner.about()["trial"], "it had turns, whatever came of them"
+        assert all(plain(3, 3, 9) == before for plain, before in expected), "it learns from no steps that draft"
         assert any("context+draft_model" in note for note in runner.notes)
 
 
-@pytest.mark.parametrize("least", [0.0, 0.36])
+@pytest.mark.parametrize("least", [*wide(0.0), 0.36])
 def test_how_long_a_sampled_draft_is_does_not_bend_the_distribution(loaded, tiny, monkeypatch, least):  # noqa: F811
     """Pairs of tokens against their exact probabilities, with a cost that would drop what the draft found unlikely.
 

@@ -15,7 +15,7 @@ from ragspec.engine.proposers.base import NoProposer
 from ragspec.engine.scheduler import Scheduler
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Request, Sampling
-from tests.conftest import train_tokenizer
+from tests.conftest import train_tokenizer, wide
 from tests.engine.test_compiled import COMPILER
 from tests.engine.test_engine_models import build
 
@@ -80,7 +80,7 @@ class Rows:
 
 
 @pytest.mark.parametrize("least", [1, 5, 1000])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(8), *wide(*range(8, 40))])
 def test_every_row_reads_its_own_text_whoever_holds_it(monkeypatch, least, seed):
     monkeypatch.setattr(caches, "LEAST", least)
     rng = random.Random(seed)
@@ -166,7 +166,7 @@ def test_what_waiting_requests_may_begin_with_is_not_idle():
 
 
 @COMPILER
-@pytest.mark.parametrize("name", ["llama-heads-of-16", "gemma2-wide"])
+@pytest.mark.parametrize("name", [*wide("llama-heads-of-16"), "gemma2-wide"])
 def test_no_loan_changes_an_answer(sample_texts, monkeypatch, name):
     words = HFTokenizer(train_tokenizer(300, sample_texts))
     model = prepared.prepare(build(name, words))
@@ -176,7 +176,7 @@ def test_no_loan_changes_an_answer(sample_texts, monkeypatch, name):
     some = requests(heads, 40)
     alone = answered(model, words, some, 1, 1)
     lent, copied = [], []
-    share_prefix, copy = PrefixBlocks.share_prefix, RaggedCache._copy
+    share_prefix, copy = PrefixBlocks.share_prefix, RaggedCache.copy_part
 
     def lending(self, donor, row, tokens):
         lent.append(tokens if donor != row else 0)
@@ -187,7 +187,7 @@ def test_no_loan_changes_an_answer(sample_texts, monkeypatch, name):
         copy(self, part, target)
 
     monkeypatch.setattr(PrefixBlocks, "share_prefix", lending)
-    monkeypatch.setattr(RaggedCache, "_copy", copying)
+    monkeypatch.setattr(RaggedCache, "copy_part", copying)
     for rows, lookahead in ((2, 4), (8, 40), (8, 5), (5, 3)):
         assert answered(model, words, some, rows, lookahead) == alone
     prefix_blocks = sum(tokens >= LEAST for tokens in lent)

@@ -7,7 +7,7 @@ import torch
 
 from ragspec.engine.engine import Engine, EngineSettings
 from ragspec.engine.kv.budget import AHEAD, PATIENCE, Backoff, KvBudget
-from ragspec.engine.kv.cache import LayerCache, RaggedCache
+from ragspec.engine.kv.cache import RaggedCache
 from ragspec.engine.model import forward
 from ragspec.engine.model.layout import Segment
 from ragspec.engine.proposers.base import NoProposer, RowProposer
@@ -72,8 +72,9 @@ def test_a_cache_that_is_resized_keeps_what_fits():
     cache = RaggedCache(3)
     cache.reserve(64)
     keys, values = torch.randn(2, 2, 3, 64, 4)
-    layer = LayerCache(keys, values)
-    cache._layers.append(layer)
+    layer = cache.layer_of(2, 4, keys)
+    layer.keys.copy_(keys)
+    layer.values.copy_(values)
     cache.resize(5, 128)
     assert layer.keys.shape == (2, 5, 128, 4)
     assert torch.equal(layer.keys[:, :3, :64], keys)
@@ -256,25 +257,23 @@ def test_a_forward_that_fails_for_another_reason_ends_the_run_as_itself(loaded, 
         run(model, tokenizer, requests_for(tokenizer))
 
 
-def test_records_that_finished_beside_an_error_are_handed_on(loaded, tiny, plain, monkeypatch):  # noqa: F811
+def test_records_that_finished_beside_an_error_are_handed_on(loaded, tiny, plain):  # noqa: F811
     """All end in one step; taking in the third answer raises, the two before it are there."""
     model, tokenizer = loaded(tiny)
-    original, seen = Engine._within, []
+    seen = []
 
-    def within(self, row, token_ids):
-        kept = original(self, row, token_ids)
-        if row.room <= len(kept):
-            seen.append(row.request.index)
-            if len(seen) == 3:
-                raise ValueError("a tokenizer that cannot decode this")
-        return kept
+    class Failing(NoProposer):
+        def extend(self, row, token_ids):
+            if row.room <= 0:
+                seen.append(row.request.index)
+                if len(seen) == 3:
+                    raise ValueError("a drafter that cannot take this")
 
-    monkeypatch.setattr(Engine, "_within", within)
     requests = [Request(i, f"r{i}", [5, 6, 7 + i], Sampling(max_new_tokens=3)) for i in range(4)]
     model.resize(4)
-    answering = Engine(model, NoProposer(), tokenizer, frozenset()).run(requests)
+    answering = Engine(model, Failing(), tokenizer, frozenset()).run(requests)
     outcomes = [next(answering), next(answering)]
-    with pytest.raises(ValueError, match="cannot decode"):
+    with pytest.raises(ValueError, match="cannot take"):
         next(answering)
     assert [outcome.index for outcome in outcomes] == seen[:2]
     assert len(seen) == 3

@@ -21,7 +21,7 @@ from ragspec.retrieval.stage import AHEAD, BATCH, Stage
 from ragspec.run.generate import generate as run
 from ragspec.run.retrieve import query_of, stream, with_hits
 from tests.cli.test_cli import start_interruptible
-from tests.conftest import ROOT, SAMPLE, read_jsonl, write_jsonl
+from tests.conftest import ROOT, SAMPLE, read_jsonl, wide, write_jsonl
 from tests.retrieval.test_corpus import pdf_bytes
 
 DOCUMENTS = ROOT / "sample_data" / "documents"
@@ -199,8 +199,8 @@ def killed(tmp_path, size, at):
     return subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), str(size), at], cwd=ROOT).returncode
 
 
-@pytest.mark.parametrize("size", [512, 256], ids=["update", "anew"])
-@pytest.mark.parametrize("at", ["add", "finish", "optimize"])
+@pytest.mark.parametrize("size", [512, *wide(256)], ids=["update", "anew"])
+@pytest.mark.parametrize("at", [*wide("add"), "finish", *wide("optimize")])
 def test_a_killed_build_leaves_the_old_index_and_the_next_one_ends_it(tmp_path, at, size):
     built(tmp_path)
     write_jsonl(tmp_path / "docs.jsonl", COMETS)
@@ -215,7 +215,7 @@ def test_a_killed_build_leaves_the_old_index_and_the_next_one_ends_it(tmp_path, 
     assert Retriever(config(tmp_path)).index.rows == 3004
 
 
-@pytest.mark.parametrize("at", ["add", "create_index", "optimize"])
+@pytest.mark.parametrize("at", [*wide("add"), "create_index", *wide("optimize")])
 def test_a_killed_first_build_is_no_index_and_the_next_one_begins_anew(tmp_path, at):
     write_jsonl(tmp_path / "docs.jsonl", COMETS)
     assert killed(tmp_path, 512, at) == -signal.SIGKILL
@@ -697,6 +697,7 @@ def test_commands_without_an_index_or_a_corpus_say_so(tmp_path):
 
 
 def test_many_vectors_are_searched_through_an_index_and_stay_searchable_after_an_update(tmp_path, monkeypatch):
+    import lancedb
     import numpy
 
     from ragspec.retrieval import index as store
@@ -717,7 +718,8 @@ def test_many_vectors_are_searched_through_an_index_and_stay_searchable_after_an
 
     vectors = add([f"a{i}" for i in range(3000)]) | add([f"b{i}" for i in range(10)])
     index = store.Index(uri)
-    assert {name for entry in index._table.list_indices() for name in entry.columns} == {"text", "vector"}
+    table = lancedb.connect(uri).open_table(store.TABLE)
+    assert {name for entry in table.list_indices() for name in entry.columns} == {"text", "vector"}
     for name in ("a0", "a2999", "b9"):
         best = index.near(vectors[name], 1)[0]
         assert best["id"] == name
@@ -726,6 +728,7 @@ def test_many_vectors_are_searched_through_an_index_and_stay_searchable_after_an
         assert index.fused(name, vectors[name], 5)[0]["id"] == name
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_passages_take_little_more_disk_than_their_texts(tmp_path):
     from ragspec.retrieval.index import Chunk, Index, Settings, Writer
 

@@ -16,13 +16,10 @@ from ragspec.records import Failure, Passage, Request
 from ragspec.run.generate import generate as run
 from ragspec.structured.form import Form
 from tests.cli.test_cli import RAGSPEC, ragspec, start_interruptible, wait_for_lines
-from tests.conftest import SAMPLE, read_jsonl, write_jsonl
+from tests.conftest import SAMPLE, read_jsonl, wide, write_jsonl
 from tests.speculation.test_plugins import install
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make setup-vllm)"),
-]
+pytestmark = pytest.mark.vllm
 ARGS = {"enforce_eager": True, "max_model_len": 512, "batch_size": 4, "kv_cache_memory_bytes": 36 << 20, "lookahead": 8}
 RECORDS = 4
 
@@ -76,7 +73,7 @@ TEXTS = [" ".join(passage["text"] for passage in record["contexts"]) for record 
 
 
 def counters(engine):
-    found = {metric.name: metric for metric in engine._engine.get_metrics()}
+    found = {metric.name: metric for metric in engine.engine.get_metrics()}
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
     return [found[f"vllm:spec_decode_{name}"].value for name in names]
 
@@ -104,12 +101,12 @@ def test_whoever_leaves_early_leaves_nothing_to_the_next_run(engine):
         break
     again = {one.index: one.token_ids for one in engine.generate(requests(engine, texts[::-1]))}
     assert again == alone
-    assert not engine._engine.has_unfinished_requests()
+    assert not engine.engine.has_unfinished_requests()
 
 
 def test_a_prompt_of_which_all_but_one_token_is_cached_begins_without_drafts(engine):
     """vLLM would fill up its row with drafts of -1, and sample its first token among them."""
-    block = engine._engine.vllm_config.cache_config.block_size
+    block = engine.engine.vllm_config.cache_config.block_size
     (request,) = requests(engine, TEXTS[:1], max_new_tokens=1)
     plain = replace(request, token_ids=request.token_ids[: 2 * block + 1])
     (first,) = engine.generate([plain])
@@ -147,7 +144,7 @@ def test_requests_are_pulled_as_the_engine_has_room(engine):
         next(answers)
         assert pulled - finished <= 2 * ARGS["batch_size"] + ARGS["lookahead"]
     answers.close()
-    engine._engine.abort_request([str(i) for i in range(pulled + 1)])
+    engine.engine.abort_request([str(i) for i in range(pulled + 1)])
 
 
 def test_a_shared_prefix_is_reported_as_cached(engine):
@@ -397,7 +394,7 @@ runner_args: {{enforce_eager: true, max_model_len: 512, batch_size: 4, kv_cache_
     "method",
     [
         pytest.param("none", marks=pytest.mark.long),
-        "prompt_lookup",
+        *wide("prompt_lookup"),
         pytest.param("suffix", marks=pytest.mark.long),
         "context",
         pytest.param("auto", marks=pytest.mark.long),
@@ -416,6 +413,7 @@ def test_the_answers_are_those_of_hugging_face(demo, tmp_path, expected, method)
                 assert line["output"][copy["start"] : copy["end"]] in passages[copy["context"]]
 
 
+@pytest.mark.wide
 def test_samples_that_cannot_be_drafted_are_those_of_an_engine_that_does_not_speculate(demo, tmp_path):
     sampled = "temperature: 0.9, min_p: 0.03, seed: 3, logit_bias: {28: 1.5}, max_new_tokens: 24"
     texts = {}
@@ -432,6 +430,7 @@ def test_samples_that_cannot_be_drafted_are_those_of_an_engine_that_does_not_spe
     assert texts["context"] == texts["none"]
 
 
+@pytest.mark.wide
 def test_a_drafter_of_another_package_drafts_in_vllm_and_changes_no_answer(demo, tmp_path, expected, monkeypatch):
     site = install(tmp_path / "site")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
@@ -455,7 +454,7 @@ def test_our_drafter_in_vllm_changes_no_answer_where_rows_are_preempted(demo, en
         expected = {outcome.index: outcome.token_ids for outcome in plain.generate(asked)}
     found = {outcome.index: outcome for outcome in engine.generate(asked)}
     assert {index: outcome.token_ids for index, outcome in found.items()} == expected
-    metrics = {metric.name: metric for metric in engine._engine.get_metrics()}
+    metrics = {metric.name: metric for metric in engine.engine.get_metrics()}
     assert metrics["vllm:num_preemptions"].value > 0
     cited = 0
     for request in asked:
@@ -467,8 +466,8 @@ def test_our_drafter_in_vllm_changes_no_answer_where_rows_are_preempted(demo, en
             assert outcome.token_ids[copy.start : copy.end] == request.token_ids[copy.source : copy.source + length]
             cited += length
     assert cited > 20
-    assert not engine._proposer._rows._slots
-    assert not engine._proposer._expected
+    (proposer,) = engine.engine.collective_rpc(lambda worker: worker.model_runner.drafter)
+    assert proposer.expected == proposer.known == 0
 
 
 def test_records_that_begin_alike_are_answered_together(engine):
@@ -489,8 +488,8 @@ def test_another_vllm_than_tried_drafts_by_prompt_lookup(demo, monkeypatch):
     runner = Runner(make_config(demo, method="context"))
     runner.check()
     assert runner.method == "prompt_lookup"
-    assert runner._plan.engine_args["speculative_config"]["method"] == "ngram"
-    assert "additional_config" not in runner._plan.engine_args
+    assert runner.engine_args["speculative_config"]["method"] == "ngram"
+    assert "additional_config" not in runner.engine_args
     assert any("prompt_lookup is used instead" in note for note in runner.notes)
 
 
@@ -503,6 +502,7 @@ generator_model_platform_args:
 """
 
 
+@pytest.mark.wide
 def test_autogluons_vllm_example_runs_with_local_model_names(demo, demo_draft, tmp_path, expected):
     lines, stderr = in_vllm(tmp_path, AUTOGLUON.format(model=demo, draft=demo_draft))
     assert [line["output"] for line in lines] == expected
@@ -511,6 +511,7 @@ def test_autogluons_vllm_example_runs_with_local_model_names(demo, demo_draft, t
     assert "speculative_model: from vLLM before 0.8" in stderr
 
 
+@pytest.mark.wide
 def test_an_interruption_keeps_finished_answers_and_ends_the_process(demo, tmp_path):
     source = write_jsonl(tmp_path / "in.jsonl", [{"query": f"Count to {i}."} for i in range(500)])
     config, output = tmp_path / "c.yaml", tmp_path / "out.jsonl"
@@ -525,6 +526,7 @@ def test_an_interruption_keeps_finished_answers_and_ends_the_process(demo, tmp_p
     assert 3 <= len(read_jsonl(output)) < 500
 
 
+@pytest.mark.wide
 def test_an_audit_of_vllm_has_stock_generate_beside_it(demo, tmp_path):
     config = tmp_path / "c.yaml"
     written = NATIVE.format(model=demo, method="context")
@@ -546,6 +548,6 @@ def test_a_secret_reaches_vllm_and_nothing_that_is_written(demo):
     raw["runner_args"] |= {"hf_token": "correct horse battery"}
     runner = Runner(build_config(raw))
     runner.check()
-    assert revealed(runner._plan.engine_args)["hf_token"] == "correct horse battery"
+    assert revealed(runner.engine_args)["hf_token"] == "correct horse battery"
     assert "horse" not in json.dumps(runner.about())
     assert runner.about()["dtype"] == "float32"

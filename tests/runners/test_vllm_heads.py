@@ -1,6 +1,6 @@
 """Real vLLM (its CPU build will do) with heads of random weights: no draft of theirs may change an answer.
 
-Each takes most of a minute: `make test-long` runs all of them, `make test` one.
+Each takes most of a minute: `make test-all` runs one, `make test-long` all others.
 """
 
 import importlib.util
@@ -17,10 +17,7 @@ from tests.cli.test_cli import ragspec
 from tests.conftest import read_jsonl, write_jsonl
 from tests.runners import heads
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make setup-vllm)"),
-]
+pytestmark = pytest.mark.vllm
 QUESTIONS = [
     "Why is the sky blue?",
     "Name three colours of autumn leaves.",
@@ -86,6 +83,7 @@ MAKE = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "method", ["eagle3", *(pytest.param(name, marks=pytest.mark.long) for name in MAKE if name != "eagle3")]
 )

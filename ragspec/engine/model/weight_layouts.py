@@ -164,7 +164,7 @@ def measure(weights: Iterable[torch.Tensor], forms: Makers, *, patient: bool = F
         taken: dict[tuple[Shape, str], list[float]] = defaultdict(list)
         for _ in range(REPEATS):
             for name, each in made.items():
-                for shape, spent in _timed(each[:count], tokens):
+                for shape, spent in timings(each[:count], tokens):
                     taken[shape, name].append(spent)
             passed = time.perf_counter() - started
             share = (time.process_time() - worked) / passed / torch.get_num_threads()
@@ -192,7 +192,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _timed(made: Sequence[tuple[torch.Size, WeightLayout]], tokens: int) -> Iterator[tuple[Shape, float]]:
+def timings(made: Sequence[tuple[torch.Size, WeightLayout]], tokens: int) -> Iterator[tuple[Shape, float]]:
     """Yield the seconds of each layer, one layer after the other as in a forward."""
     inputs = {shape[1]: torch.ones(1, tokens, shape[1]) for shape, _ in made}
     for shape, form in made:
@@ -313,7 +313,7 @@ def pack_linears(model: torch.nn.Module, kernels: Kernels | None = None) -> list
     makes = makers(kernels)
     if len(makes) == 1 or not found:
         return []
-    choices = _choices([getattr(module, name) for module, name, _ in found], kernels)
+    choices = chosen_forms([getattr(module, name) for module, name, _ in found], kernels)
     shared = _shared(model)
     left = []
     known: set[Shape] = set()
@@ -323,7 +323,7 @@ def pack_linears(model: torch.nn.Module, kernels: Kernels | None = None) -> list
         weight, choice = child.weight.detach(), choices[shape]
         forms = {each: makes[each](weight) for each in dict.fromkeys(choice)}
         packed = PackedLinear(child, forms, choice, child.weight if child.weight.data_ptr() in shared else None)
-        if _differs(forms, child, TRIED if shape in known else (*TRIED, MANY)):
+        if packed_differs(forms, child, TRIED if shape in known else (*TRIED, MANY)):
             left.append(path)
         else:
             setattr(module, name, packed)
@@ -331,7 +331,7 @@ def pack_linears(model: torch.nn.Module, kernels: Kernels | None = None) -> list
     return left
 
 
-def _choices(linears: Sequence[torch.nn.Linear], kernels: Kernels | None) -> dict[Shape, tuple[str, ...]]:
+def chosen_forms(linears: Sequence[torch.nn.Linear], kernels: Kernels | None) -> dict[Shape, tuple[str, ...]]:
     """Return which form serves how many tokens, for each shape."""
     weights = [linear.weight.detach() for linear in linears]
     try:
@@ -366,7 +366,7 @@ def _shared(model: torch.nn.Module) -> set[int]:
 
 
 @torch.inference_mode()
-def _differs(forms: Mapping[str, WeightLayout], linear: torch.nn.Linear, tried: Sequence[int]) -> bool:
+def packed_differs(forms: Mapping[str, WeightLayout], linear: torch.nn.Linear, tried: Sequence[int]) -> bool:
     """Return whether one of a layer's forms computes something else. tried: numbers of tokens."""
     for tokens in tried:
         x = torch.linspace(-1, 1, tokens * linear.in_features).view(tokens, -1).sin()

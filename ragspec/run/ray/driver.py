@@ -143,7 +143,7 @@ class RayPass:
                 if isinstance(event, LostWorker):
                     self._mark_dead(event)
                 else:
-                    self._take_output(event.handle, event.word)
+                    self.take_output(event.handle, event.word)
 
     def _to_come(self) -> int | None:
         """Return how many records will come, about; None if nobody knows."""
@@ -190,7 +190,7 @@ class RayPass:
         if fullest.waiting > 1:
             fullest.ask_back(fullest.waiting // 2)
 
-    def _take_output(self, handle: WorkerHandle, word: WorkerMessage) -> None:
+    def take_output(self, handle: WorkerHandle, word: WorkerMessage) -> None:
         for answered in word.lines:
             if self._leases.settle(handle.name, answered.index):
                 self._writer.put(answered)

@@ -243,7 +243,7 @@ class WorkerPool:
         """Place another worker in a dead one's stead. fruitful: it died, but not in vain. Raises ModelError."""
         handle.fruitless = 0 if fruitful else handle.fruitless + 1
         if handle.fruitless < TRIES:
-            self._place(handle)
+            self.place(handle)
             return
         handle.state = "gone"
         self.note(f"{handle.name} is not replaced any more: it died {TRIES} times without finishing a record")
@@ -281,7 +281,7 @@ class WorkerPool:
         if room < len(self.handles):
             self.note(f"the cluster has room for {room} of {len(self.handles)} workers; others start when it has more")
         for handle in self.handles:
-            self._place(handle)
+            self.place(handle)
         expected = min(room, len(self.handles))
         deadline = time.monotonic() + PLACING_S
         while sum(handle.state != "placing" for handle in self.handles) < expected and time.monotonic() < deadline:
@@ -291,7 +291,7 @@ class WorkerPool:
         if all(handle.state == "placing" for handle in self.handles):
             raise ConfigError(f"scale: no worker has started within {PLACING_S:g} s, though the cluster has room")
 
-    def _place(self, handle: WorkerHandle) -> None:
+    def place(self, handle: WorkerHandle) -> None:
         handle.begin(self._cluster.start(Worker, *self._share, self._config, os.getcwd(), self.details))
 
     def _admit(self, handle: WorkerHandle, place: WorkerLocation) -> None:

@@ -62,9 +62,7 @@ def test_what_the_runner_has_not_taken_can_be_taken_back():
 
 def test_lines_travel_together_and_nobody_waits_longer_than_told():
     outbox = ResultBuffer()
-    began = time.monotonic()
-    assert outbox.take(0.05) == ([], [])
-    assert time.monotonic() - began < 5
+    assert outbox.take(0.05) == ([], [])  # with nobody there to write
     lines = [RecordResult(index, b"{}", 0, []) for index in range(3)]
 
     def write():
@@ -82,9 +80,11 @@ def test_lines_travel_together_and_nobody_waits_longer_than_told():
     assert outbox.take(60) == ([], [])  # at once
 
 
-def test_a_message_that_comes_again_is_taken_in_once_and_answered_alike(tmp_path):
+def test_a_message_that_comes_again_is_taken_in_once_and_answered_alike(tmp_path, monkeypatch):
+    outbox = ResultBuffer()
+    outbox.put(RecordResult(0, b"{}", 0, []))
+    monkeypatch.setattr("ragspec.run.ray.worker.ResultBuffer", lambda: outbox)
     worker = Worker({"runner": "fake"}, str(tmp_path / "nowhere"))
-    worker._outbox.put(RecordResult(0, b"{}", 0, []))
     first = worker.exchange(1, pack(asked(1, 2)), None, 0, 0.0)
     assert worker.exchange(1, pack(asked(1, 2)), None, 0, 0.0) is first
     word = unpack(first)

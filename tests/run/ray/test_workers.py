@@ -13,7 +13,7 @@ from ragspec.run.generate import generate
 from tests.conftest import ROOT, SAMPLE, read_jsonl, write_jsonl
 from tests.run.ray.helpers import answered, records, scaled, settings
 
-pytest.importorskip("ray")
+pytestmark = pytest.mark.ray
 
 CITED = {
     "type": "object",
@@ -75,17 +75,17 @@ def test_records_that_share_passages_stay_together(tmp_path, address):
     workers = {}
     from ragspec.run.ray import driver
 
-    heard = driver.RayPass._take_output
+    heard = driver.RayPass.take_output
 
     def hear(self, handle, word):
         workers.update((answered.index, handle.name) for answered in word.lines)
         heard(self, handle, word)
 
-    driver.RayPass._take_output = hear
+    driver.RayPass.take_output = hear
     try:
         answered(tmp_path, "out", source, **slow, **scaled(address))
     finally:
-        driver.RayPass._take_output = heard
+        driver.RayPass.take_output = heard
     homes = [Counter(workers[i] for i in range(passage, 140, 7)) for passage in range(7)]
     assert len(set(workers.values())) == 2
     assert sum(max(home.values()) for home in homes) >= 0.8 * 140
@@ -125,15 +125,13 @@ def test_a_resumed_run_may_have_another_number_of_workers(tmp_path, address):
     assert counts[0] == counts[1]
 
 
-@pytest.mark.demo
 @pytest.mark.parametrize(
     ("model", "sampling", "structured"),
     [
-        ("demo", {}, {}),
-        ("tiny", {"temperature": 0.9, "seed": 5}, {}),
-        ("tiny", {"max_new_tokens": 60}, {"json_schema": CITED}),
+        pytest.param("demo", {}, {}, id="greedy", marks=[pytest.mark.demo, pytest.mark.wide]),
+        pytest.param("tiny", {"temperature": 0.9, "seed": 5}, {}, id="sampled", marks=pytest.mark.wide),
+        pytest.param("tiny", {"max_new_tokens": 60}, {"json_schema": CITED}, id="structured", marks=pytest.mark.wide),
     ],
-    ids=["greedy", "sampled", "structured"],
 )
 def test_workers_write_the_same_texts_as_one_process(tmp_path, request, address, model, sampling, structured):
     source = write_jsonl(tmp_path / "in.jsonl", read_jsonl(SAMPLE)[:6])
@@ -174,6 +172,7 @@ def test_what_cannot_be_is_said_in_one_line(tmp_path, address, scale, said):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.wide
 def test_a_machine_without_the_model_is_named_before_any_loads(tmp_path, address, monkeypatch, demo):
     import shutil
 
@@ -181,19 +180,20 @@ def test_a_machine_without_the_model_is_named_before_any_loads(tmp_path, address
 
     model = tmp_path / "model"
     shutil.copytree(demo, model)
-    place = WorkerPool._place
+    place = WorkerPool.place
 
     def without(self, handle):
         shutil.rmtree(model, ignore_errors=True)  # what this process sees and workers do not
         place(self, handle)
 
-    monkeypatch.setattr(WorkerPool, "_place", without)
+    monkeypatch.setattr(WorkerPool, "place", without)
     source = write_jsonl(tmp_path / "in.jsonl", records(3))
     with pytest.raises(ConfigError, match=r"worker \d on .*model") as caught:
         answered(tmp_path, "out", source, **{"runner": "huggingface", "model": str(model)}, **scaled(address))
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.wide
 def test_a_machine_without_ragspec_is_told_of(tmp_path):
     from ray.cluster_utils import Cluster
 
@@ -221,6 +221,7 @@ sys.meta_path.insert(0, Missing())
         there.shutdown()
 
 
+@pytest.mark.wide
 def test_a_cluster_of_another_version_is_told_of(tmp_path, address):
     source = write_jsonl(tmp_path / "in.jsonl", records(3))
     command = ["generate", "-c", "sample_configs/quickstart.yaml", "-i", source, "-o", str(tmp_path / "out.jsonl")]
