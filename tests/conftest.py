@@ -1,4 +1,4 @@
-"""Tiny real models, built here from configs, and the demo model."""
+"""What the tests need and which of them are fast; tiny real models, built here from configs, and the demo model."""
 
 import os
 
@@ -7,7 +7,9 @@ os.environ["TQDM_DISABLE"] = "1"
 if "PYTEST_XDIST_WORKER" in os.environ:  # test processes share the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,21 +18,66 @@ from hypothesis import settings
 settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing about the code
 settings.load_profile("any machine")
 
-ROOT = Path(__file__).resolve().parent.parent
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
 SAMPLE = ROOT / "sample_data" / "questions.jsonl"
 
 
-def pytest_collection_modifyitems(items):
-    """Leave out what has a shorter test beside it, so that all others take less than half an hour.
+# What a test needs beyond Python, told from the fixtures that it asks for; a test that brings it otherwise says so.
+BRINGS = {
+    "demo": {"demo", "demo_draft"},
+    "ray": {"cluster", "address"},
+    "slow": {"tiny", "tiny_draft", "tiny_padded", "tiny_stranger", "tiny_gpt2", "s3"},
+}
+# folders and files whose tests run models or start processes: `make durations` names what else takes long
+SLOW = ("audit", "engine", "models/test_weights.py", "training")
+NEEDS = ("vllm", "ray", "demo", "slow", "wide", "long")
+IMPORTED = {name: importlib.util.find_spec(name) is not None for name in ("vllm", "ray")}
+seen = set()
 
-    Files with tests of vLLM come first: they take longest, and one that came last would leave the other core idle.
-    """
-    slow = {item.path for item in items if item.get_closest_marker("vllm")}
-    items.sort(key=lambda item: item.path not in slow)
-    if "RAGSPEC_LONG" not in os.environ:
-        for item in items:
-            if item.get_closest_marker("long"):
-                item.add_marker(pytest.mark.skip(reason="long: make test-long"))
+
+def pytest_configure(config):
+    """Leave out the longest tests unless they are asked for."""
+    if not config.option.markexpr:
+        config.option.markexpr = "not long"
+
+
+def pytest_itemcollected(item):
+    """Mark a test by what it needs; `fast` is one that needs nothing."""
+    asked, path = set(item.fixturenames), item.path.relative_to(TESTS).as_posix()
+    for name, fixtures in BRINGS.items():
+        if asked & fixtures:
+            item.add_marker(name)
+    if path.startswith(SLOW):
+        item.add_marker("slow")
+    if not any(item.get_closest_marker(name) for name in NEEDS):
+        item.add_marker("fast")
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the files whose tests take longest: one that came last would leave the other core idle."""
+    ranks = {}
+    for item in items:
+        rank = next((n for n, name in enumerate(NEEDS) if item.get_closest_marker(name)), len(NEEDS))
+        ranks[item.path] = min(rank, ranks.get(item.path, rank))
+    items.sort(key=lambda item: ranks[item.path])
+
+
+def pytest_runtest_setup(item):
+    """Skip what needs a package that is not here."""
+    for name, there in IMPORTED.items():
+        if not there and item.get_closest_marker(name):
+            pytest.skip(f"{name} is not installed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    """Keep the marks true: a test that is not marked so has imported neither vLLM nor Ray."""
+    yield
+    new = {name for name in IMPORTED if name in sys.modules} - seen
+    seen.update(new)
+    for name in new:
+        assert item.get_closest_marker(name), f"this test imports {name}: mark it pytest.mark.{name}"
 
 
 def write_jsonl(path, records):

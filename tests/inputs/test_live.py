@@ -106,7 +106,6 @@ def test_a_partner_that_waits_for_each_answer_gets_it(tmp_path, tiny, name, orde
 
 @pytest.mark.vllm
 def test_a_partner_of_vllm_gets_each_answer(tmp_path, demo):
-    pytest.importorskip("vllm")
     args = {"enforce_eager": True, "max_model_len": 512, "batch_size": 4, "kv_cache_memory_bytes": 36 << 20}
     raw = {"model": demo, "runner": "vllm", "sampling": {"max_new_tokens": 4}, "runner_args": args}
     partner, _ = converse(tmp_path, raw)

@@ -83,8 +83,8 @@ def test_a_false_that_says_something_is_kept(field, value):
     assert record.reasoning == (field != "include_reasoning")
 
 
+@pytest.mark.vllm
 def test_all_fields_of_vllms_bodies_are_known_with_their_defaults():
-    pytest.importorskip("vllm")
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 

@@ -1,6 +1,5 @@
 """Whose code may run: trust in the target is none in the draft, nor in any other model."""
 
-import importlib.util
 import json
 import shutil
 
@@ -120,7 +119,6 @@ def test_drafts_without_a_model_bring_no_code(config):
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make setup-vllm)")
 @pytest.mark.parametrize("method", ["draft_model", "speculative_config"])
 def test_the_vllm_runner_refuses_a_draft_with_code_unless_both_are_trusted(tiny, coded, method):
     from ragspec.runners.vllm.runner import Runner

@@ -162,11 +162,11 @@ def test_a_broken_checkpoint_does_not_load_either(broken):
         load_model(resolve(str(folder)), device="cpu", dtype="auto")
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize(
     "word", [word for word in BROKEN if word not in ("no weights", "pickled weights", "a lost index")]
 )
 def test_vllm_does_not_start_with_a_broken_checkpoint(word, tiny, tmp_path):
-    pytest.importorskip("vllm")
     from ragspec.runners.vllm import runner as vllm
 
     make, why = BROKEN[word]

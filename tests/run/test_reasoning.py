@@ -178,7 +178,6 @@ def test_openais_lines_have_the_reasoning_too_unless_it_is_not_wanted(thinker, t
 
 @pytest.mark.vllm
 def test_vllm_tells_thoughts_apart_and_stops_in_the_answer(tmp_path_factory, sample_texts, tmp_path):
-    pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("thinkers") / "model"
     thinker = save_thinker(folder, [*sample_texts, THOUGHT, ANSWER], OPENS, hidden=256)  # heads that its kernels have
     args = {"enforce_eager": True, "max_model_len": 256, "kv_cache_memory_bytes": 36 << 20}

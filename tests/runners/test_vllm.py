@@ -19,10 +19,7 @@ from tests.cli.test_cli import RAGSPEC, ragspec, start_interruptible, wait_for_l
 from tests.conftest import SAMPLE, read_jsonl, write_jsonl
 from tests.speculation.test_plugins import install
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make setup-vllm)"),
-]
+pytestmark = pytest.mark.vllm
 ARGS = {"enforce_eager": True, "max_model_len": 512, "batch_size": 4, "kv_cache_memory_bytes": 36 << 20, "lookahead": 8}
 RECORDS = 4
 

@@ -17,10 +17,7 @@ from tests.cli.test_cli import ragspec
 from tests.conftest import read_jsonl, write_jsonl
 from tests.runners import heads
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make setup-vllm)"),
-]
+pytestmark = pytest.mark.vllm
 QUESTIONS = [
     "Why is the sky blue?",
     "Name three colours of autumn leaves.",

@@ -5,7 +5,6 @@ import pytest
 
 @pytest.fixture(scope="session")
 def cluster():
-    pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
     found = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})

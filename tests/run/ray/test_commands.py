@@ -8,7 +8,7 @@ import pytest
 from tests.conftest import ROOT, write_jsonl
 from tests.run.ray.helpers import ragspec, records, scaled
 
-pytest.importorskip("ray")
+pytestmark = pytest.mark.ray
 
 
 def test_the_doctor_says_what_machines_have_and_lack(tmp_path, address):

@@ -15,7 +15,7 @@ from tests.conftest import ROOT, read_jsonl, write_jsonl
 from tests.processes import actors, start_interruptible
 from tests.run.ray.helpers import answered, lines_of, once, records, scaled, settings, until, while_it_runs
 
-pytest.importorskip("ray")
+pytestmark = pytest.mark.ray
 
 SLOW = {"runner_args": {"delay_s": 0.1, "batch_size": 4}}
 

@@ -13,7 +13,7 @@ from ragspec.run.generate import generate
 from tests.conftest import ROOT, SAMPLE, read_jsonl, write_jsonl
 from tests.run.ray.helpers import answered, records, scaled, settings
 
-pytest.importorskip("ray")
+pytestmark = pytest.mark.ray
 
 CITED = {
     "type": "object",
