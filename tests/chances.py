@@ -16,12 +16,12 @@ def penalise(logits, penalty, seen):
 
 def probabilities(logits, sampling):
     """Return (n, vocab) in float64: temperature, top-k, top-p, min-p, softmax. temperature must be over 0."""
-    for warper in _warpers(sampling):
+    for warper in warpers_of(sampling):
         logits = warper(None, logits)
     return torch.softmax(logits.double(), dim=-1)
 
 
-def _warpers(sampling):
+def warpers_of(sampling):
     from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     warpers = []

@@ -59,3 +59,21 @@ def become_ragspec(folder, args, stdout, stderr):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def family(root):
+    """Return the processes that `root` has started, themselves or through others: their numbers, and when they began.
+
+    Where a number is given to another process later on, it began at another time.
+    """
+    born = {int(pid): birth(pid) for pid in os.listdir("/proc") if pid.isdigit()}
+    return {pid: when for pid, when in born.items() if when and pid != root and is_below(pid, root)}
+
+
+def birth(pid):
+    """Return when a process began; None if there is none, or only what its parent has not asked for yet."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else fields[18]

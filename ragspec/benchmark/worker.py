@@ -6,7 +6,9 @@ does.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from ragspec.run.ray.crew import Crew
 
 Say = Callable[[Any], None]
+PR_SET_PDEATHSIG = 1  # in <sys/prctl.h>
 
 
 def serve(source: IO[bytes], sink: IO[bytes]) -> None:
@@ -153,7 +156,14 @@ def details(runner: Runner, output: Path) -> Details:
     )
 
 
+def _end_with_parent() -> None:
+    """Have the system end this process if its parent is killed: it reads of that only after its pass."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 if __name__ == "__main__":
+    _end_with_parent()
     # libraries may print: only our own lines go to the real stdout
     private = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -172,13 +172,13 @@ class RaggedCache:
             first = min(first, parts.pop()[1])
         lost = self._vacate(row, first, self.slots, idle)
         for part in self.loans.parts(row, first, self.loans.end(row)):
-            self._copy(part, row)
+            self.copy_part(part, row)
         self.loans.shorten(row, first)
         return lost
 
     def copy(self, donor: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` slots of row `donor` to row `target`."""
-        self._copy((donor, 0, tokens), target)
+        self.copy_part((donor, 0, tokens), target)
 
     def settle(self) -> None:
         """Lend nothing any more: somebody reads rows where they are, and will again."""
@@ -230,14 +230,14 @@ class RaggedCache:
                 chosen = max(able, key=lambda other: found[other][-1][2])
                 lost |= self._vacate(chosen, found[chosen][0][1], found[chosen][-1][2], idle, waiting | {row})
                 for part in self.loans.from_row(row, first, last).get(chosen, ()):
-                    self._copy(part, chosen)
+                    self.copy_part(part, chosen)
                     self.loans.move(part, chosen)
             elif found:  # each holds what another needs
                 self._part()
         return lost
 
     @torch.inference_mode()
-    def _copy(self, part: Part, target: int) -> None:
+    def copy_part(self, part: Part, target: int) -> None:
         """Copy slots of one row to the same slots of another."""
         holder, first, last = part
         if holder == target:

@@ -170,7 +170,7 @@ def measure(weights: Iterable[torch.Tensor], forms: Makers, *, patient: bool = F
         taken: dict[tuple[Shape, str], list[float]] = defaultdict(list)
         for _ in range(REPEATS):
             for name, each in made.items():
-                for shape, spent in _timed(each[:count], tokens):
+                for shape, spent in timings(each[:count], tokens):
                     taken[shape, name].append(spent)
             passed = time.perf_counter() - started
             share = (time.process_time() - worked) / passed / torch.get_num_threads()
@@ -198,7 +198,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _timed(made: Sequence[tuple[torch.Size, Form]], tokens: int) -> Iterator[tuple[Shape, float]]:
+def timings(made: Sequence[tuple[torch.Size, Form]], tokens: int) -> Iterator[tuple[Shape, float]]:
     """Yield the seconds of each layer, one layer after the other as in a forward."""
     inputs = {shape[1]: torch.ones(1, tokens, shape[1]) for shape, _ in made}
     for shape, form in made:

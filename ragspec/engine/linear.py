@@ -93,7 +93,7 @@ def pack_linears(model: torch.nn.Module, kernels: Kernels | None = None) -> list
     makes = makers(kernels)
     if len(makes) == 1 or not found:
         return []
-    choices = _choices([getattr(module, name) for module, name, _ in found], kernels)
+    choices = chosen_forms([getattr(module, name) for module, name, _ in found], kernels)
     shared = _shared(model)
     left = []
     known: set[Shape] = set()
@@ -103,7 +103,7 @@ def pack_linears(model: torch.nn.Module, kernels: Kernels | None = None) -> list
         weight, choice = child.weight.detach(), choices[shape]
         forms = {each: makes[each](weight) for each in dict.fromkeys(choice)}
         packed = PackedLinear(child, forms, choice, child.weight if child.weight.data_ptr() in shared else None)
-        if _differs(forms, child, TRIED if shape in known else (*TRIED, MANY)):
+        if packed_differs(forms, child, TRIED if shape in known else (*TRIED, MANY)):
             left.append(path)
         else:
             setattr(module, name, packed)
@@ -111,7 +111,7 @@ def pack_linears(model: torch.nn.Module, kernels: Kernels | None = None) -> list
     return left
 
 
-def _choices(linears: Sequence[torch.nn.Linear], kernels: Kernels | None) -> dict[Shape, tuple[str, ...]]:
+def chosen_forms(linears: Sequence[torch.nn.Linear], kernels: Kernels | None) -> dict[Shape, tuple[str, ...]]:
     """Return which form serves how many tokens, for each shape."""
     weights = [linear.weight.detach() for linear in linears]
     try:
@@ -146,7 +146,7 @@ def _shared(model: torch.nn.Module) -> set[int]:
 
 
 @torch.inference_mode()
-def _differs(forms: Mapping[str, Form], linear: torch.nn.Linear, tried: Sequence[int]) -> bool:
+def packed_differs(forms: Mapping[str, Form], linear: torch.nn.Linear, tried: Sequence[int]) -> bool:
     """Return whether one of a layer's forms computes something else. tried: numbers of tokens."""
     for tokens in tried:
         x = torch.linspace(-1, 1, tokens * linear.in_features).view(tokens, -1).sin()

@@ -80,7 +80,7 @@ def _on_hub(name: str, revision: str | None, key: str) -> ModelSource:
     folder = _cached_folder(name, revision)
     if folder is not None and constants.HF_HUB_OFFLINE:
         return ModelSource(name, name, revision)
-    problem = _hub_problem(name, revision)
+    problem = hub_problem(name, revision)
     if problem is None:
         return ModelSource(name, name, revision)
     if folder is not None:
@@ -101,7 +101,7 @@ def _cached_folder(name: str, revision: str | None) -> Path | None:
 
 
 @lru_cache(maxsize=64)
-def _hub_problem(name: str, revision: str | None) -> str | None:
+def hub_problem(name: str, revision: str | None) -> str | None:
     """Return why the hub does not give a model, for the end of a message; None if it does."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub import errors as hub
@@ -112,7 +112,7 @@ def _hub_problem(name: str, revision: str | None) -> str | None:
             "is not a local folder and not in the cache, and HF_HUB_OFFLINE is set; check the name, or unset "
             "HF_HUB_OFFLINE to download it"
         )
-    if not _hub_answers():
+    if not hub_answers():
         return (
             f"is not a local folder and not in the cache, and {constants.ENDPOINT} does not answer; check the name "
             "and the connection, or give a folder"
@@ -138,7 +138,7 @@ def _hub_problem(name: str, revision: str | None) -> str | None:
 
 
 @lru_cache(maxsize=1)
-def _hub_answers() -> bool:
+def hub_answers() -> bool:
     """Return whether the hub can be reached. A lookup of its name may hang for longer than any timeout allows."""
     from huggingface_hub import constants, get_session
 
@@ -244,7 +244,7 @@ def _converted(file: Path) -> Path:
     It is made anew for another version of transformers: before 5.18, it took the wrong token for the end of an answer.
     """
     _check_gguf(file)
-    return made_once(file.stem, [file], partial(_convert, file))
+    return made_once(file.stem, [file], partial(convert, file))
 
 
 def made_once(stem: str, files: Sequence[Path], make: Callable[[Path], None]) -> Path:
@@ -281,7 +281,8 @@ def _check_gguf(file: Path) -> None:
         raise ConfigError(f'model: "{file}": has no tensors ({file.stat().st_size:,} bytes); get it again')
 
 
-def _convert(file: Path, folder: Path) -> None:
+def convert(file: Path, folder: Path) -> None:
+    """Write what a .gguf file holds into `folder`, as transformers has it."""
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError(f'model: "{file}": reading .gguf files needs another package: pip install "ragspec[demo]"')
     from ragspec.host.quiet import quiet

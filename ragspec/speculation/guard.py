@@ -77,7 +77,7 @@ class Guard:
     """Judges one method in one run. plain: what it is judged by."""
 
     def __init__(self, plain: PlainSteps | None = None) -> None:
-        self._plain = PlainSteps() if plain is None else plain
+        self.plain = PlainSteps() if plain is None else plain
         self._pauses, self._pauses_beside = _Pauses(), _Pauses()  # of all steps, and of those that compute prompts
         self._asking, self._asking_beside = _Asking(), _Asking()  # of the other steps, and of those
         self._savings = Savings()  # of the steps that drafted
@@ -96,7 +96,7 @@ class Guard:
                 pauses.left -= 1
                 self._paused += 1
                 return False
-        if not mixed and self._plain.wanted(rows, self._every):
+        if not mixed and self.plain.wanted(rows, self._every):
             self._asked += 1
             return False
         return True
@@ -110,14 +110,14 @@ class Guard:
         """
         if not drafted:
             without = seconds - asking_s
-            self._plain.learn(rows, without, expected_s)
+            self.plain.learn(rows, without, expected_s)
             if asking_s and self._catches_up:
                 self._catches_up = False
             elif asking_s and self._asking.loses(rows, without, min(seconds, WILD * without)):
                 self._rest()
             return
-        self._plain.drafted(rows)
-        plain = self._plain.seconds(rows, expected_s)
+        self.plain.drafted(rows)
+        plain = self.plain.seconds(rows, expected_s)
         if self._catches_up:
             self._catches_up = False
         elif plain is not None:
@@ -140,7 +140,7 @@ class Guard:
             self._catches_up = False
             return
         without = seconds - asking_s
-        plain = self._plain.seconds(rows, expected_s)
+        plain = self.plain.seconds(rows, expected_s)
         worth = accepted / rows * (without if plain is None else min(plain, without))  # a plain one takes no longer
         if self._asking_beside.loses(rows, without + worth, min(seconds, WILD * without)):
             self._pauses_beside.begin()

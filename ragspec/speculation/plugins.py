@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 GROUP = "ragspec.drafters"
 PRIOR_HITS, PRIOR_TRIALS = 1.0, 2.0  # of guesses that come without a probability
 log = logging.getLogger(__name__)
-_registered: dict[str, Callable[[Any], Drafter]] = {}
+registered: dict[str, Callable[[Any], Drafter]] = {}
 
 
 def register(name: str, make: Callable[[Any], Drafter]) -> None:
@@ -33,7 +33,7 @@ def register(name: str, make: Callable[[Any], Drafter]) -> None:
 
     if name in METHODS:
         raise ConfigError(f'drafter "{name}": ragspec has a method of that name; choose another')
-    _registered[name] = make
+    registered[name] = make
 
 
 def plugins() -> dict[str, Callable[[DrafterSettings], Drafter]]:
@@ -41,7 +41,7 @@ def plugins() -> dict[str, Callable[[DrafterSettings], Drafter]]:
     installed: dict[str, Callable[[Any], Drafter]] = {
         point.name: _Installed(point) for point in entry_points(group=GROUP)
     }
-    return {name: _Guarding(name, make) for name, make in {**installed, **_registered}.items()}
+    return {name: _Guarding(name, make) for name, make in {**installed, **registered}.items()}
 
 
 def failures(drafters: Iterable[Drafter]) -> list[str]:

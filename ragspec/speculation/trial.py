@@ -49,8 +49,8 @@ class Trial:
     """names: the methods; the first drafts from the beginning. `chosen` is who drafts at present."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._plain = PlainSteps()
-        self._methods = {name: _Method(Guard(self._plain)) for name in names}
+        self.plain = PlainSteps()
+        self._methods = {name: _Method(Guard(self.plain)) for name in names}
         self.chosen, *self._others = names
         self.current = self.chosen  # who drafts in the coming step
         self._left = 0  # steps of a turn
@@ -81,7 +81,7 @@ class Trial:
 
     def _begin(self, rows: int, expected_s: float) -> None:
         """Begin the turn of the method that had fewest, if it can be paid for."""
-        plain = self._plain.seconds(rows, expected_s)
+        plain = self.plain.seconds(rows, expected_s)
         if not self._others or plain is None:
             return
         name = min(self._others, key=lambda other: self._methods[other].turns)
@@ -109,7 +109,7 @@ class Trial:
         """
         method = self._methods[self.current]
         seconds, asking_s = self._own(seconds, asking_s)
-        plain = self._plain.seconds(rows, expected_s) if drafted else seconds - asking_s
+        plain = self.plain.seconds(rows, expected_s) if drafted else seconds - asking_s
         if plain is not None:
             seconds = min(seconds, WILD * max(plain, method.savings.mean_s or inf))  # more was something else's
             asking_s = asking_s if drafted else seconds - plain

@@ -73,7 +73,7 @@ class Head:
         """Learn the answers, a lesson at a time, with the loss of its kind."""
         total = 0.0
         for lesson in batch:
-            loss, _ = self._forward(lesson, turn)
+            loss, _ = self.forward(lesson, turn)
             (loss / len(batch)).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         return total / len(batch)
@@ -88,7 +88,7 @@ class Head:
         name = "full_acc_0" if self._kind == "eagle3" else "full_acc"
         right = total = 0.0
         for lesson in lessons:
-            _, found = self._forward(lesson, 0)
+            _, found = self.forward(lesson, 0)
             right, total = right + float(found[f"{name}_sum"]), total + float(found[f"{name}_total"])
         return right / total if total else 0.0
 
@@ -101,11 +101,11 @@ class Head:
         for code in folder.glob("*.py"):
             code.unlink()
 
-    def _forward(self, lesson: Lesson, turn: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    def forward(self, lesson: Lesson, turn: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return the loss of a lesson, and what its kind measures. turn: decides where blocks of DFlash begin."""
         ids = lesson.token_ids
         said = min(len(ids) - lesson.prompt_tokens, len(ids) - 1)
-        states, last = self._read(ids)
+        states, last = self.read(ids)
         example = {
             "input_ids": torch.tensor(ids),
             "hidden_states": states,
@@ -132,7 +132,7 @@ class Head:
         return loss, found
 
     @torch.no_grad()
-    def _read(self, ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the target's layers say of a text: (tokens, 3 * size), and the last one's, (tokens, size)."""
         with _before(self._norm) as last:
             states = self._target(
@@ -152,7 +152,7 @@ class Head:
         own = self._target(input_ids=torch.tensor([ids], device=self._target.device), use_cache=False).logits[0].float()
         if self.model.t2d is not None:
             own = own[:, self.model.t2d]
-        _, last = self._read(ids)
+        _, last = self.read(ids)
         taught = self.model.verifier_lm_head(self.model.verifier_norm(last)).float()
         away = float((torch.log_softmax(taught, -1) - torch.log_softmax(own, -1)).abs().max() / own.abs().max())
         if not away < ALIKE:

@@ -85,15 +85,19 @@ def test_an_answer_that_ends_early_is_never_a_tie():
 
 
 @pytest.fixture(scope="module")
-def referee(tiny):
-    target = Target(build_config({"model": str(tiny)}), {})
+def target(tiny):
+    return Target(build_config({"model": str(tiny)}), {})
+
+
+@pytest.fixture(scope="module")
+def referee(target):
     return ModelReferee(target.model, target.rules)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, replace(GREEDY, repetition_penalty=1.3)])
-def test_the_referee_knows_the_models_choice(referee, sampling):
+def test_the_referee_knows_the_models_choice(target, referee, sampling):
     prompt = list(range(5, 30))
-    logits = referee._model(torch.tensor([prompt])).logits[0, -1]
+    logits = target.model(torch.tensor([prompt])).logits[0, -1]
     if sampling.repetition_penalty != 1:
         seen = torch.tensor(prompt)
         logits[seen] = torch.where(logits[seen] < 0, logits[seen] * 1.3, logits[seen] / 1.3)
@@ -105,14 +109,14 @@ def test_the_referee_knows_the_models_choice(referee, sampling):
     assert shortfall > 100 * SAFETY * noise
 
 
-def test_the_referee_draws_as_the_engine_does(referee):
+def test_the_referee_draws_as_the_engine_does(target, referee):
     """The token that the record's own noise chooses has no shortfall; its neighbours have one."""
     from ragspec.engine.sampling import Noise, draw
     from tests.chances import probabilities
 
     sampling = replace(GREEDY, temperature=1.0, seed=7)
     prompt = list(range(5, 30))
-    logits = referee._model(torch.tensor([prompt])).logits[:, -1].float()
+    logits = target.model(torch.tensor([prompt])).logits[:, -1].float()
     weights = probabilities(logits.detach(), sampling)
     chosen = draw(weights, [Noise(7, "x").at(0)])[0]
     other = (chosen + 3) % weights.shape[1]

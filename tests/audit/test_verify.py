@@ -329,8 +329,8 @@ def test_a_sample_is_drawn_from_what_generate_would_draw_from(stock, asked):
 
 
 def test_another_order_of_the_processors_is_caught(stock, monkeypatch):
-    right = chances._warpers
-    monkeypatch.setattr(chances, "_warpers", lambda sampling: right(sampling)[::-1])
+    right = chances.warpers_of
+    monkeypatch.setattr(chances, "warpers_of", lambda sampling: right(sampling)[::-1])
     asked = {"temperature": 1.7, "top_k": 12, "top_p": 0.7, "min_p": 0.2}
     theirs = torch.softmax(stock(some_ids(), some_logits(), asked).double(), -1)
     assert not torch.allclose(weights_of(some_logits(), some_ids(), asked), theirs)

@@ -1,12 +1,12 @@
 import io
 import json
+import subprocess
 
 import pytest
 from rich.console import Console
 
 from ragspec.benchmark.measure import run_benchmark
 from ragspec.benchmark.plan import make_plan
-from ragspec.benchmark.process import Worker
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from tests import warm
@@ -120,13 +120,14 @@ def test_methods_are_timed_in_processes_of_their_own_and_compared(tiny, tmp_path
 @pytest.mark.parametrize(("restart", "processes"), [(False, 1), (True, 3)])
 def test_a_pass_can_have_a_process_of_its_own(tmp_path, monkeypatch, restart, processes):
     config = build_config({"runner": "fake", "input": str(SAMPLE)})
-    started, start = [], Worker._start
+    started = []
 
-    def counted(self):
-        start(self)
-        started.append(self._process.pid)
+    class Counted(subprocess.Popen):
+        def __init__(self, command, **more):
+            super().__init__(command, **more)
+            started.append(self.pid)
 
-    monkeypatch.setattr(Worker, "_start", counted)
+    monkeypatch.setattr(subprocess, "Popen", Counted)
     plan = make_plan(config, ["none"], [], [])
     console = Console(file=io.StringIO())
     results = run_benchmark(plan, tmp_path, repeat=3, limit=2, sequential=True, console=console, restart=restart)

@@ -103,10 +103,10 @@ def test_on_a_busy_machine_forms_are_timed_with_one_thread_and_the_result_is_not
     monkeypatch.setattr(forms, "LEAST_S", 0.0)
     monkeypatch.setattr(forms.time, "process_time", lambda: 0.0)  # others have all of the processor
     threads, seen = torch.get_num_threads(), []
-    timed = forms._timed
-    monkeypatch.setattr(forms, "_timed", lambda *given: seen.append(torch.get_num_threads()) or timed(*given))
+    timed = forms.timings
+    monkeypatch.setattr(forms, "timings", lambda *given: seen.append(torch.get_num_threads()) or timed(*given))
     layers = [torch.nn.Linear(16, 32, bias=False), torch.nn.Linear(64, 128, bias=False)]
-    choices = linear._choices(layers, kernels())
+    choices = linear.chosen_forms(layers, kernels())
     assert {name for choice in choices.values() for name in choice} <= set(FORMS)
     assert set(choices) == {(32, 16), (128, 64)}
     assert seen[-1] == 1
@@ -115,7 +115,7 @@ def test_on_a_busy_machine_forms_are_timed_with_one_thread_and_the_result_is_not
     monkeypatch.undo()
     monkeypatch.setenv("RAGSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(forms, "UNDISTURBED", 0.0)
-    linear._choices(layers, kernels())
+    linear.chosen_forms(layers, kernels())
     assert len(list(tmp_path.rglob("*.json"))) == 1
 
 
@@ -129,7 +129,7 @@ def test_a_moment_that_slows_the_machine_down_decides_nothing(monkeypatch):
         slow = 40 if calls[name] % forms.REPEATS in (1, 2) else 1  # two of five times
         yield (32, 16), slow * (1.0 if name == "torch" else 2.0)
 
-    monkeypatch.setattr(forms, "_timed", timed)
+    monkeypatch.setattr(forms, "timings", timed)
     seconds = measure([torch.randn(32, 16)], FORMS, patient=True)[32, 16]
     assert {name: set(each) for name, each in seconds.items()} == {
         name: {1.0 if name == "torch" else 2.0} for name in FORMS
@@ -139,10 +139,10 @@ def test_a_moment_that_slows_the_machine_down_decides_nothing(monkeypatch):
 def test_a_weight_too_large_to_try_has_the_form_of_the_largest_that_was(monkeypatch):
     layers = [torch.nn.Linear(16, 32, bias=False), torch.nn.Linear(64, 128, bias=False)]
     monkeypatch.setattr(forms, "STREAMED", layers[0].weight.nbytes)
-    choices = linear._choices(layers, kernels())
+    choices = linear.chosen_forms(layers, kernels())
     assert choices[128, 64] == choices[32, 16]
     monkeypatch.setattr(forms, "STREAMED", 0)
-    assert linear._choices(layers, kernels())[128, 64] == ("torch",)
+    assert linear.chosen_forms(layers, kernels())[128, 64] == ("torch",)
 
 
 def test_forms_are_timed_for_every_shape_and_size():
@@ -185,16 +185,18 @@ def test_what_memory_was_too_short_to_try_is_measured_again(tmp_path, monkeypatc
 
 def test_a_weight_is_freed_as_soon_as_it_is_packed(monkeypatch):
     """Or a model would need twice its memory to begin with."""
-    monkeypatch.setattr(linear, "_choices", lambda linears, kernels: dict.fromkeys(map(shape, linears), ("onednn",)))
+    monkeypatch.setattr(
+        linear, "chosen_forms", lambda linears, kernels: dict.fromkeys(map(shape, linears), ("onednn",))
+    )
     model = llama()
     weights = [weakref.ref(layer.weight) for layer in model.modules() if type(layer) is torch.nn.Linear]
-    compared, held = linear._differs, []
+    compared, held = linear.packed_differs, []
 
     def counted(*given):
         held.append(sum(weight() is not None for weight in weights))
         return compared(*given)
 
-    monkeypatch.setattr(linear, "_differs", counted)
+    monkeypatch.setattr(linear, "packed_differs", counted)
     assert pack_linears(model) == []
     assert held == list(range(len(weights), 0, -1))
 
@@ -219,7 +221,9 @@ def test_a_layer_that_computes_something_else_when_packed_is_left_as_it_was_and_
         return out * 1.001 if out.shape[-1] == 48 and x.shape[-2] > 8 else out
 
     monkeypatch.setattr(OneDnn, "__call__", wrong)
-    monkeypatch.setattr(linear, "_choices", lambda linears, kernels: dict.fromkeys(map(shape, linears), ("onednn",)))
+    monkeypatch.setattr(
+        linear, "chosen_forms", lambda linears, kernels: dict.fromkeys(map(shape, linears), ("onednn",))
+    )
     notes = []
     model = prepared.prepare(llama(), notes)
     kinds = {name: type(module) for name, module in model.inner.named_modules() if name.endswith("_proj")}

@@ -176,7 +176,7 @@ def test_no_loan_changes_an_answer(sample_texts, monkeypatch, name):
     some = requests(heads, 40)
     alone = answered(model, words, some, 1, 1)
     lent, copied = [], []
-    lend, copy = Loans.lend, RaggedCache._copy
+    lend, copy = Loans.lend, RaggedCache.copy_part
 
     def lending(self, donor, row, tokens):
         lent.append(tokens if donor != row else 0)
@@ -187,7 +187,7 @@ def test_no_loan_changes_an_answer(sample_texts, monkeypatch, name):
         copy(self, part, target)
 
     monkeypatch.setattr(Loans, "lend", lending)
-    monkeypatch.setattr(RaggedCache, "_copy", copying)
+    monkeypatch.setattr(RaggedCache, "copy_part", copying)
     for rows, lookahead in ((2, 4), (8, 40), (8, 5), (5, 3)):
         assert answered(model, words, some, rows, lookahead) == alone
     loans = sum(tokens >= LEAST for tokens in lent)

@@ -7,7 +7,7 @@ import torch
 
 from ragspec.engine import forward
 from ragspec.engine.admission import Admission
-from ragspec.engine.cache import LayerCache, RaggedCache
+from ragspec.engine.cache import RaggedCache
 from ragspec.engine.decode import Engine, EngineSettings
 from ragspec.engine.layout import Segment
 from ragspec.engine.proposers import ByRow, NoDrafts
@@ -72,8 +72,9 @@ def test_a_cache_that_is_resized_keeps_what_fits():
     cache = RaggedCache(3)
     cache.reserve(64)
     keys, values = torch.randn(2, 2, 3, 64, 4)
-    layer = LayerCache(keys, values)
-    cache._layers.append(layer)
+    layer = cache.layer_of(2, 4, keys)
+    layer.keys.copy_(keys)
+    layer.values.copy_(values)
     cache.resize(5, 128)
     assert layer.keys.shape == (2, 5, 128, 4)
     assert torch.equal(layer.keys[:, :3, :64], keys)

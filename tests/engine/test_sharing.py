@@ -63,14 +63,14 @@ def test_what_new_rows_copy_is_no_drafting(sample_texts, monkeypatch):
     model.resize(2)
     copied = []
 
-    original = RaggedCache._copy
+    original = RaggedCache.copy_part
 
     def slowly(self, part, target):
         time.sleep(0.2)
         copied.append(part)
         original(self, part, target)
 
-    monkeypatch.setattr(RaggedCache, "_copy", slowly)
+    monkeypatch.setattr(RaggedCache, "copy_part", slowly)
     head = [3 + i % 50 for i in range(LEAST // 2)]
     requests = [Request(i, str(i), [*head, 60 + i], Sampling(max_new_tokens=8)) for i in range(2)]
     engine = Engine(model, NoDrafts(), words, frozenset())

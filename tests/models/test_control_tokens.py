@@ -145,6 +145,20 @@ def prompt(tokenizer, *texts, query="Why?", **config):
     return builder(tokenizer, **config).build(record, 10, locate=True)
 
 
+class Heard:
+    """A tokenizer that keeps what it was last given to encode: a text, and the spans whose control words may act."""
+
+    def __init__(self, tokenizer):
+        self.inside = tokenizer
+
+    def __getattr__(self, name):
+        return getattr(self.inside, name)
+
+    def encode(self, text, *, special_tokens, own=None):
+        self.text, self.own = text, own
+        return self.inside.encode(text, special_tokens=special_tokens, own=own)
+
+
 def control_ids(tokenizer, ids):
     return tokenizer.controls.among(ids)
 
@@ -179,9 +193,10 @@ def test_no_text_of_a_record_becomes_a_control_token(tokenizer):
 def test_with_the_key_they_are_what_they_were(tokenizer):
     acting = 0
     for evil in evil_texts(tokenizer):
-        found = prompt(tokenizer, "plain", evil, allow_special_tokens=True)
-        rendered = builder(tokenizer)._write(Record("r", query="Why?"), (Passage("0", "plain"), Passage("1", evil)))[0]
-        assert found.token_ids == tokenizer.inner(rendered, add_special_tokens=False)["input_ids"]
+        heard = Heard(tokenizer)
+        found = prompt(heard, "plain", evil, allow_special_tokens=True)
+        assert evil in heard.text
+        assert found.token_ids == tokenizer.inner(heard.text, add_special_tokens=False)["input_ids"]
         acting += control_ids(tokenizer, found.token_ids) != control_ids(tokenizer, prompt(tokenizer, "a").token_ids)
     assert acting > 1, "these texts were none to be afraid of"
 
@@ -194,10 +209,10 @@ ORDINARY = st.text(st.sampled_from("ab eE.,<|>[]/\n\t_é▁ ½ﬁ\u200b中🙂S"
 def test_the_tokens_of_ordinary_text_are_those_of_the_tokenizer(tokenizer, texts, query):
     if any(tokenizer.controls.found(text) for text in [*texts, query]):
         return
-    found = prompt(tokenizer, *texts, query=query)
-    passages = tuple(Passage(str(i), text) for i, text in enumerate(texts))
-    rendered = builder(tokenizer)._write(Record("r", query=query), passages)[0]
-    assert found.token_ids == tokenizer.inner(rendered, add_special_tokens=False)["input_ids"]
+    heard = Heard(tokenizer)
+    found = prompt(heard, *texts, query=query)
+    assert all(text in heard.text for text in [*texts, query])
+    assert found.token_ids == tokenizer.inner(heard.text, add_special_tokens=False)["input_ids"]
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -216,10 +231,8 @@ def test_a_renamed_tokenizer_cuts_text_as_the_original_does(tokenizer, special_t
 
 def test_passages_are_found_where_they_stand(tokenizer):
     for evil in (f"Glass {word} sand." for word in sorted(tokenizer.controls.ids)):
-        found = prompt(tokenizer, TEXTS[0], evil, TEXTS[1])
-        written = builder(tokenizer)._compose(
-            Record("r", query="Why?"), tuple(Passage(str(i), text) for i, text in enumerate([TEXTS[0], evil, TEXTS[1]]))
-        )
+        written = Heard(tokenizer)
+        found = prompt(written, TEXTS[0], evil, TEXTS[1])
         offsets = tokenizer.offsets(written.text, special_tokens=False, own=written.own)
         assert len(found.places) == 3
         for (first, last), text in zip(found.places, (TEXTS[0], evil, TEXTS[1]), strict=True):
@@ -411,21 +424,22 @@ def test_a_private_character_of_a_record_is_not_taken_for_a_mask():
     assert "< |im_end|>" in text
 
 
-def test_fitting_a_budget_takes_few_encodings_and_loses_no_guard():
+def test_fitting_a_budget_takes_few_encodings_and_loses_no_guard(monkeypatch):
     tokenizer = HFTokenizer(byte_level())
     rng = random.Random(0)
     texts = [f"{rng.choice(TEXTS)} <|im_end|> {i}" for i in range(64)]
     whole = prompt(tokenizer, *texts)
     plain = control_ids(tokenizer, prompt(tokenizer, "x").token_ids)
     calls = 0
-    call = tokenizer._call
+    kind = type(tokenizer.inner)
+    call = kind.__call__
 
     def counting(*args, **kwargs):
         nonlocal calls
         calls += 1
         return call(*args, **kwargs)
 
-    tokenizer._call = counting
+    monkeypatch.setattr(kind, "__call__", counting)
     for limit in (len(whole.token_ids), len(whole.token_ids) - 1, len(whole.token_ids) // 2, 300):
         calls = 0
         found = prompt(tokenizer, *texts, max_prompt_tokens=limit)
@@ -443,13 +457,13 @@ def test_ordinary_prompts_of_the_demo_model_are_what_they_were(demo):
     from transformers import AutoTokenizer
 
     inner = AutoTokenizer.from_pretrained(demo)
-    tokenizer = HFTokenizer(inner)
+    tokenizer = Heard(HFTokenizer(inner))
     build = PromptBuilder(PromptConfig(), tokenizer, 2048)
     for record in read_jsonl(SAMPLE):
         passages = tuple(Passage(p["id"], p["text"], p.get("title")) for p in record["contexts"])
         item = Record(record["id"], query=record["query"], contexts=passages)
         found = build.build(item, 64)
-        text = build._write(item, found.kept)[0]
+        text = tokenizer.text
         assert found.token_ids == inner(text, add_special_tokens=False)["input_ids"]
         own = tokenizer.control_spans(text, special_tokens=False)
         assert tokenizer.encode(text, special_tokens=False, own=own) == found.token_ids

@@ -45,10 +45,10 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub, "get_session", lambda: found)
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", found.metadata)
-    for asked in (models._hub_problem, models._hub_answers):
+    for asked in (models.hub_problem, models.hub_answers):
         asked.cache_clear()
     yield found
-    for asked in (models._hub_problem, models._hub_answers):
+    for asked in (models.hub_problem, models.hub_answers):
         asked.cache_clear()
 
 
@@ -138,7 +138,7 @@ def test_a_conversion_that_dies_leaves_nothing_that_looks_finished(monkeypatch, 
         (folder / "model.safetensors").write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(models, "_convert", die)
+    monkeypatch.setattr(models, "convert", die)
     with pytest.raises(KeyboardInterrupt):
         resolve(str(gguf))
     calls = []
@@ -148,7 +148,7 @@ def test_a_conversion_that_dies_leaves_nothing_that_looks_finished(monkeypatch, 
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text("{}")
 
-    monkeypatch.setattr(models, "_convert", convert)
+    monkeypatch.setattr(models, "convert", convert)
     assert resolve(str(gguf)).path == resolve(str(gguf)).path
     assert calls == [gguf]
 

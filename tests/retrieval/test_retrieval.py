@@ -697,6 +697,7 @@ def test_commands_without_an_index_or_a_corpus_say_so(tmp_path):
 
 
 def test_many_vectors_are_searched_through_an_index_and_stay_searchable_after_an_update(tmp_path, monkeypatch):
+    import lancedb
     import numpy
 
     from ragspec.retrieval import store, writer
@@ -716,7 +717,8 @@ def test_many_vectors_are_searched_through_an_index_and_stay_searchable_after_an
 
     vectors = add([f"a{i}" for i in range(3000)]) | add([f"b{i}" for i in range(10)])
     index = store.Index(uri)
-    assert {name for entry in index._table.list_indices() for name in entry.columns} == {"text", "vector"}
+    table = lancedb.connect(uri).open_table(store.TABLE)
+    assert {name for entry in table.list_indices() for name in entry.columns} == {"text", "vector"}
     for name in ("a0", "a2999", "b9"):
         best = index.near(vectors[name], 1)[0]
         assert best["id"] == name

@@ -105,7 +105,7 @@ def test_the_compiler_is_named_or_missed(monkeypatch):
 def test_memory_is_an_error_only_where_the_weights_do_not_fit(tiny, monkeypatch, free, level):
     """Room for no record of 2,048 tokens says nothing of shorter ones."""
     size = sum(path.stat().st_size for path in Path(tiny).glob("*.safetensors"))
-    monkeypatch.setattr(doctor, "_free", lambda: size + 1000 if free is None else free)
+    monkeypatch.setattr(doctor, "free_bytes", lambda: size + 1000 if free is None else free)
     config = build_config({"model": tiny, "runner": "huggingface", "speculation": {"method": "none"}})
     (found,) = [each for each in doctor.examine_config(config, []) if "keys and values" in each.text]
     assert found.level == level

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from ragspec.records import Failure, Request, Sampling
-from ragspec.runners.huggingface.stock import StockBackend
 from tests.engine.test_scores import ASKED, close, expected_of, plain_model  # noqa: F401
 from tests.runners.test_huggingface import METHODS, answer, make_requests, make_runner, speculation, tokens  # noqa: F401
 
@@ -67,10 +67,13 @@ def test_stock_drafts_change_no_answer_and_no_logprob(tiny, plain_model, prompts
 
 def test_penalties_need_no_batch_of_their_own(tiny, monkeypatch):
     """They look at the answer alone, which padding does not change; repetition_penalty looks at the prompt too."""
-    sizes, call = [], StockBackend._call
-    monkeypatch.setattr(
-        StockBackend, "_call", lambda self, batch, *rest: sizes.append(len(batch)) or call(self, batch, *rest)
-    )
+    sizes, call = [], LlamaForCausalLM.generate
+
+    def counted(self, *given, **asked):
+        sizes.append(len(asked["input_ids"]))
+        return call(self, *given, **asked)
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", counted)
     answer(tiny, sampling=as_config(ASKED[2] | {"logit_bias": ASKED[3]["logit_bias"]}), runner_args={"batch_size": 4})
     assert sizes == [4, 1]
     del sizes[:]

@@ -73,7 +73,7 @@ TEXTS = [" ".join(passage["text"] for passage in record["contexts"]) for record 
 
 
 def counters(engine):
-    found = {metric.name: metric for metric in engine._engine.get_metrics()}
+    found = {metric.name: metric for metric in engine.engine.get_metrics()}
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
     return [found[f"vllm:spec_decode_{name}"].value for name in names]
 
@@ -101,12 +101,12 @@ def test_whoever_leaves_early_leaves_nothing_to_the_next_run(engine):
         break
     again = {one.index: one.token_ids for one in engine.generate(requests(engine, texts[::-1]))}
     assert again == alone
-    assert not engine._engine.has_unfinished_requests()
+    assert not engine.engine.has_unfinished_requests()
 
 
 def test_a_prompt_of_which_all_but_one_token_is_cached_begins_without_drafts(engine):
     """vLLM would fill up its row with drafts of -1, and sample its first token among them."""
-    block = engine._engine.vllm_config.cache_config.block_size
+    block = engine.engine.vllm_config.cache_config.block_size
     (request,) = requests(engine, TEXTS[:1], max_new_tokens=1)
     plain = replace(request, token_ids=request.token_ids[: 2 * block + 1])
     (first,) = engine.generate([plain])
@@ -144,7 +144,7 @@ def test_requests_are_pulled_as_the_engine_has_room(engine):
         next(answers)
         assert pulled - finished <= 2 * ARGS["batch_size"] + ARGS["lookahead"]
     answers.close()
-    engine._engine.abort_request([str(i) for i in range(pulled + 1)])
+    engine.engine.abort_request([str(i) for i in range(pulled + 1)])
 
 
 def test_a_shared_prefix_is_reported_as_cached(engine):
@@ -452,7 +452,7 @@ def test_our_drafter_in_vllm_changes_no_answer_where_rows_are_preempted(demo, en
         expected = {outcome.index: outcome.token_ids for outcome in plain.generate(asked)}
     found = {outcome.index: outcome for outcome in engine.generate(asked)}
     assert {index: outcome.token_ids for index, outcome in found.items()} == expected
-    metrics = {metric.name: metric for metric in engine._engine.get_metrics()}
+    metrics = {metric.name: metric for metric in engine.engine.get_metrics()}
     assert metrics["vllm:num_preemptions"].value > 0
     cited = 0
     for request in asked:
@@ -464,8 +464,8 @@ def test_our_drafter_in_vllm_changes_no_answer_where_rows_are_preempted(demo, en
             assert outcome.token_ids[copy.start : copy.end] == request.token_ids[copy.source : copy.source + length]
             cited += length
     assert cited > 20
-    assert not engine._proposer._rows._slots
-    assert not engine._proposer._expected
+    (proposer,) = engine.engine.collective_rpc(lambda worker: worker.model_runner.drafter)
+    assert proposer.expected == proposer.known == 0
 
 
 def test_records_that_begin_alike_are_answered_together(engine):
@@ -486,8 +486,8 @@ def test_another_vllm_than_tried_drafts_by_prompt_lookup(demo, monkeypatch):
     runner = Runner(make_config(demo, method="context"))
     runner.check()
     assert runner.method == "prompt_lookup"
-    assert runner._plan.engine_args["speculative_config"]["method"] == "ngram"
-    assert "additional_config" not in runner._plan.engine_args
+    assert runner.engine_args["speculative_config"]["method"] == "ngram"
+    assert "additional_config" not in runner.engine_args
     assert any("prompt_lookup is used instead" in note for note in runner.notes)
 
 
@@ -543,6 +543,6 @@ def test_a_secret_reaches_vllm_and_nothing_that_is_written(demo):
     raw["runner_args"] |= {"hf_token": "correct horse battery"}
     runner = Runner(build_config(raw))
     runner.check()
-    assert revealed(runner._plan.engine_args)["hf_token"] == "correct horse battery"
+    assert revealed(runner.engine_args)["hf_token"] == "correct horse battery"
     assert "horse" not in json.dumps(runner.about())
     assert runner.about()["dtype"] == "float32"

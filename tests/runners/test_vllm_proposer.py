@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from ragspec.runners.vllm import proposer as proposer_module
 from ragspec.runners.vllm import rows
 from ragspec.runners.vllm.proposer import Proposer, least_survival
 from ragspec.speculation.drafters.calibration import Calibration
@@ -135,8 +136,9 @@ def jobs(count, seed=0):
 @pytest.mark.parametrize("silent", [0.0, 0.2])
 def test_every_row_is_known_by_its_tokens(seed, silent):
     """Whatever moves, a row's draft is that of its own record: prompt lookup's, made from its tokens alone."""
-    proposer = make("prompt_lookup", num_tokens=LIMIT)
-    proposer._drafters = {"prompt_lookup": PromptLookup()}  # alone, it would be vLLM's own
+    with pytest.MonkeyPatch.context() as patch:  # alone, it would be vLLM's own
+        patch.setattr(proposer_module, "drafters_on", lambda *given: {"prompt_lookup": PromptLookup()})
+        proposer = make("prompt_lookup", num_tokens=LIMIT)
     scheduler = Scheduler(proposer, jobs(12, seed), seed=seed, silent=silent)
     compared = 0
 
@@ -164,12 +166,12 @@ def test_every_row_is_known_by_its_tokens(seed, silent):
             assert len(known.tokens) == len(whole)
             assert known.prompt_tokens == len(job.prompt)
             assert known.guessed == b"".join(b"\1" * (n - 1) + b"\0" for n in job.emissions)
-    assert silent or not proposer._rows._slots
-    assert not proposer._expected
+    assert silent or not proposer.known
+    assert not proposer.expected
 
 
 def test_a_row_taken_for_another_would_be_noticed(monkeypatch):
-    monkeypatch.setattr(rows, "_continues", lambda row, tokens, before: True)
+    monkeypatch.setattr(rows, "continues", lambda row, tokens, before: True)
     with pytest.raises(AssertionError):
         test_every_row_is_known_by_its_tokens(1, 0.0)
 
@@ -251,7 +253,7 @@ def test_a_forgotten_record_is_given_up_when_too_many_are_away(monkeypatch):
     proposer = make("context")
     proposer.finish = lambda prompt, answer: None  # a runner in another process tells nothing
     Scheduler(proposer, jobs(20)).run()
-    assert len(proposer._rows._away) <= 3
+    assert proposer.known <= 3 + 4  # in the slots
 
 
 def test_the_line_is_found_in_noise():

@@ -464,7 +464,7 @@ def test_the_pool_forgets_before_it_outgrows_its_limit(monkeypatch):
     pool = SharedPool()
     for n in range(30):
         pool.add([1000 + 10 * n + i for i in range(10)], 3)
-        assert len(pool._index.tokens) <= 100
+        assert len(pool) <= 100
         assert pool.matches([1000 + 10 * n + i for i in range(5)])
     assert not pool.matches([1000 + i for i in range(5)])
     pool.add([1000 + i for i in range(10)], 3)  # what was forgotten is not known any more
@@ -475,5 +475,5 @@ def test_a_text_longer_than_the_pool_is_cut(monkeypatch):
     monkeypatch.setattr(context, "SHARED_TOKENS", 100)
     pool = SharedPool()
     pool.add(range(1000), OTHER_OUTPUT)
-    assert len(pool._index.tokens) == 100
+    assert len(pool) == 100
     assert pool.matches([50, 51, 52])

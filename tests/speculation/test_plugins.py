@@ -42,7 +42,7 @@ class Row:
 
 @pytest.fixture(autouse=True)
 def nothing_registered(monkeypatch):
-    monkeypatch.setattr(plugins, "_registered", {})
+    monkeypatch.setattr(plugins, "registered", {})
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance.hf import from_tokenizer
 from transformers import AutoTokenizer
 
 from ragspec.config.load import build_config
@@ -211,7 +212,7 @@ def test_asking_leaves_a_matcher_where_it_was(grammars, tokenizer, seed):
     form = chance.choice(
         [Form("json_schema", QUOTES), Form("choice", ["one two", "one three"]), Form("regex", "a{2,9}b")]
     )
-    text, bytes_of = form.grammar(PASSAGES), grammars._tokenizer.decode_bytes
+    text, bytes_of = form.grammar(PASSAGES), from_tokenizer(tokenizer).decode_bytes
     matcher, written = grammars.matcher(text), []
     for _ in range(60):
         mask = allowed(matcher, len(tokenizer))

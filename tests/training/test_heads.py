@@ -79,7 +79,7 @@ def test_what_a_head_reads_is_what_the_targets_layers_are_given(checkpoint):
     target = checkpoint.load()
     ids = [7, 30, 12, 99, 5, 250]
     head = Head("eagle3", checkpoint, target, None, taught(target, 2))
-    states, last = head._read(ids)
+    states, last = head.read(ids)
     given = {}
     hooks = [
         layer.register_forward_pre_hook(lambda _, args, i=i: given.update({i: args[0][0]}))
@@ -109,7 +109,7 @@ def test_a_course_of_dflash_does_not_depend_on_where_it_was_interrupted(checkpoi
     target = checkpoint.load()
     lessons = taught(target, 2)
     head = Head("dflash", checkpoint, target, 1, lessons)
-    losses = [float(head._forward(lessons[0], turn)[0]) for turn in (0, 1, 0, 1)]
+    losses = [float(head.forward(lessons[0], turn)[0]) for turn in (0, 1, 0, 1)]
     assert losses[:2] == losses[2:]
     assert losses[0] != losses[1]
 

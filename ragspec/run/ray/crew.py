@@ -134,7 +134,7 @@ class Crew:
         """Place another worker in a dead one's stead. fruitful: it died, but not in vain. Raises ModelError."""
         hand.fruitless = 0 if fruitful else hand.fruitless + 1
         if hand.fruitless < TRIES:
-            self._place(hand)
+            self.place(hand)
             return
         hand.state = "gone"
         self.note(f"{hand.name} is not replaced any more: it died {TRIES} times without finishing a record")
@@ -172,7 +172,7 @@ class Crew:
         if room < len(self.hands):
             self.note(f"the cluster has room for {room} of {len(self.hands)} workers; others start when it has more")
         for hand in self.hands:
-            self._place(hand)
+            self.place(hand)
         expected = min(room, len(self.hands))
         deadline = time.monotonic() + PLACING_S
         while sum(hand.state != "placing" for hand in self.hands) < expected and time.monotonic() < deadline:
@@ -182,7 +182,7 @@ class Crew:
         if all(hand.state == "placing" for hand in self.hands):
             raise ConfigError(f"scale: no worker has started within {PLACING_S:g} s, though the cluster has room")
 
-    def _place(self, hand: Hand) -> None:
+    def place(self, hand: Hand) -> None:
         hand.begin(self._cluster.start(Worker, *self._share, self._config, os.getcwd(), self.details))
 
     def _admit(self, hand: Hand, place: Place) -> None:

@@ -105,7 +105,7 @@ class RayPass:
                 if isinstance(event, Lost):
                     self._bury(event)
                 else:
-                    self._hear(event.hand, event.word)
+                    self.hear(event.hand, event.word)
 
     def _to_come(self) -> int | None:
         """Return how many records will come, about; None if nobody knows."""
@@ -152,7 +152,7 @@ class RayPass:
         if fullest.waiting > 1:
             fullest.ask_back(fullest.waiting // 2)
 
-    def _hear(self, hand: Hand, word: Word) -> None:
+    def hear(self, hand: Hand, word: Word) -> None:
         for answered in word.lines:
             if self._leases.settle(hand.name, answered.index):
                 self._desk.put(answered)

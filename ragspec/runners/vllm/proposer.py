@@ -89,6 +89,16 @@ class Proposer:
         key = np.asarray(prompt, dtype=np.int32).tobytes()
         self._expected.setdefault(key, []).append(_Expected(passages, drafts, grammar, most))
 
+    @property
+    def expected(self) -> int:
+        """Prompts that it was told of, and whose answers are not finished."""
+        return len(self._expected)
+
+    @property
+    def known(self) -> int:
+        """Records that it follows, those outside the batch among them."""
+        return len(self._rows)
+
     def finish(self, prompt: Sequence[int], answer: Sequence[int]) -> Tracked | None:
         """Return what is known of a finished answer, None where nothing is."""
         ids = np.asarray(prompt, dtype=np.int32)

@@ -60,6 +60,10 @@ class Rows:
         self._slots: dict[int, Tracked] = {}
         self._away: list[Tracked] = []  # not in the batch; longest away first
 
+    def __len__(self) -> int:
+        """Records that it knows, those outside the batch among them."""
+        return len(self._slots) + len(self._away)
+
     def update(
         self, sampled: Sequence[Sequence[int]], lengths: np.ndarray, tokens: np.ndarray
     ) -> tuple[dict[int, Tracked], bool]:
@@ -73,7 +77,7 @@ class Rows:
         seen: dict[int, Tracked] = {}
         for slot, length in writing.items():
             row = self._slots.get(slot)
-            if row is not None and _continues(row, tokens[slot], length - len(sampled[slot])):
+            if row is not None and continues(row, tokens[slot], length - len(sampled[slot])):
                 seen[slot] = row
         there, away = set(map(id, seen.values())), set(map(id, self._away))
         # in the batch before but not recognised in its slot: it moved, was preempted, or is finished
@@ -93,7 +97,7 @@ class Rows:
         return dict(sorted(seen.items())), fresh or len(writing) < len(sampled)
 
     def _came_back(self, tokens: np.ndarray, before: int) -> Tracked | None:
-        fitting = [row for row in self._away if _continues(row, tokens, before)]
+        fitting = [row for row in self._away if continues(row, tokens, before)]
         if not fitting:
             return None
         row = max(fitting, key=lambda row: len(row.tokens))
@@ -116,7 +120,7 @@ class Rows:
         yield from sorted([*self._away, *self._slots.values()], key=lambda row: -len(row.tokens))
 
 
-def _continues(row: Tracked, tokens: np.ndarray, before: int) -> bool:
+def continues(row: Tracked, tokens: np.ndarray, before: int) -> bool:
     """Return whether a slot whose first `before` tokens are not of this step can be this record."""
     length = len(row.tokens)
     return before - SKIPPED <= length <= before and np.array_equal(row.tokens, tokens[:length])

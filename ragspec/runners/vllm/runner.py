@@ -61,6 +61,16 @@ class Runner:
         self.tokenizer = plan.tokenizer
         self.context_length: int | None = plan.context_length
 
+    @property
+    def engine(self) -> Any:
+        """vLLM's engine, while there is one."""
+        return self._engine
+
+    @property
+    def engine_args(self) -> dict[str, Any]:
+        """What vLLM's engine is made with, once check() is done; secrets are veiled."""
+        return self._plan.engine_args
+
     def __enter__(self) -> Self:
         plan = self._plan
         with redirect_stdout(sys.stderr):

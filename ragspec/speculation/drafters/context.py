@@ -32,6 +32,10 @@ class SharedPool:
         self._documents: list[tuple[int, int, int]] = []  # start, end, origin
         self._known: set[int] = set()
 
+    def __len__(self) -> int:
+        """Tokens that it holds."""
+        return len(self._index.tokens)
+
     def add(self, token_ids: Sequence[int], origin: int) -> None:
         """Take in a text, once; only the beginning of a very long one."""
         token_ids = token_ids[:SHARED_TOKENS]

@@ -83,9 +83,11 @@ def test_lines_travel_together_and_nobody_waits_longer_than_told():
     assert outbox.take(60) == ([], [])  # at once
 
 
-def test_a_message_that_comes_again_is_taken_in_once_and_answered_alike(tmp_path):
+def test_a_message_that_comes_again_is_taken_in_once_and_answered_alike(tmp_path, monkeypatch):
+    outbox = Outbox()
+    outbox.put(Answered(0, b"{}", 0, []))
+    monkeypatch.setattr("ragspec.run.ray.worker.Outbox", lambda: outbox)
     worker = Worker({"runner": "fake"}, str(tmp_path / "nowhere"))
-    worker._outbox.put(Answered(0, b"{}", 0, []))
     first = worker.exchange(1, pack(asked(1, 2)), None, 0, 0.0)
     assert worker.exchange(1, pack(asked(1, 2)), None, 0, 0.0) is first
     word = unpack(first)

@@ -75,17 +75,17 @@ def test_records_that_share_passages_stay_together(tmp_path, address):
     workers = {}
     from ragspec.run.ray import driver
 
-    heard = driver.RayPass._hear
+    heard = driver.RayPass.hear
 
     def hear(self, hand, word):
         workers.update((answered.index, hand.name) for answered in word.lines)
         heard(self, hand, word)
 
-    driver.RayPass._hear = hear
+    driver.RayPass.hear = hear
     try:
         answered(tmp_path, "out", source, **slow, **scaled(address))
     finally:
-        driver.RayPass._hear = heard
+        driver.RayPass.hear = heard
     homes = [Counter(workers[i] for i in range(passage, 140, 7)) for passage in range(7)]
     assert len(set(workers.values())) == 2
     assert sum(max(home.values()) for home in homes) >= 0.8 * 140
@@ -181,13 +181,13 @@ def test_a_machine_without_the_model_is_named_before_any_loads(tmp_path, address
 
     model = tmp_path / "model"
     shutil.copytree(demo, model)
-    place = Crew._place
+    place = Crew.place
 
     def without(self, hand):
         shutil.rmtree(model, ignore_errors=True)  # what this process sees and workers do not
         place(self, hand)
 
-    monkeypatch.setattr(Crew, "_place", without)
+    monkeypatch.setattr(Crew, "place", without)
     source = write_jsonl(tmp_path / "in.jsonl", records(3))
     with pytest.raises(ConfigError, match=r"worker \d on .*model") as caught:
         answered(tmp_path, "out", source, **{"runner": "huggingface", "model": str(model)}, **scaled(address))
