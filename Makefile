@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 VLLM_READY := $(VENV)/.vllm-ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo demo-draft demo-vllm test test-long test-newest test-oldest setup setup-vllm check clean
+.PHONY: demo demo-draft demo-vllm test test-fast test-all test-long test-newest test-oldest setup setup-vllm check clean
 
 demo: setup
 	$(BIN)/ragspec generate --config sample_configs/quickstart.yaml --no-resume
@@ -21,15 +21,29 @@ demo-draft: setup
 	$(BIN)/ragspec train-draft --config benchmarks/rag.yaml --input $(INPUT) --output out/draft
 	$(BIN)/python benchmarks/demo_drafts.py out/draft
 
-# `make test VLLM=` leaves vLLM out: its tests are then skipped
+# Which tests each of these runs is told by marks, which tests/conftest.py sets where it can.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Under a minute, for every save: no model, no vLLM, no Ray, no processes. It names what has become slow.
+test-fast: setup
+	$(PYTEST) -m fast --junit-xml=$(VENV)/fast.xml
+	$(BIN)/python -m tests.durations $(VENV)/fast.xml --fast
+
+# Before a push: lint, types, and all kinds of tests, those of the demo model, of real vLLM and of Ray among them.
+# `make test VLLM=` leaves vLLM out: its tests are then skipped.
 VLLM ?= setup-vllm
 test: setup $(VLLM) check
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not wide and not long"
 
-# what has a shorter test beside it in `make test`, among them every trained head that vLLM loads here: ten minutes,
-# forty on slow cores
+# What CI runs: also the wide tests, which are more cases of what others show. It ends with what took longest.
+test-all: setup $(VLLM) check
+	$(PYTEST) --junit-xml=$(VENV)/all.xml
+	$(BIN)/python -m tests.durations $(VENV)/all.xml
+
+# What has a shorter test beside it and takes most of a minute each, among them every trained head that vLLM loads here:
+# ten minutes, forty on slow cores. No other target runs them.
 test-long: setup $(VLLM)
-	RAGSPEC_LONG=1 $(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m long
 
 # The engine with the newest torch and transformers it is known to work with, and with the oldest that pyproject.toml
 # allows, each in an environment of its own.

@@ -8,8 +8,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # test processes share the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import importlib.util
+import inspect
 import json
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,19 +29,22 @@ SAMPLE = ROOT / "sample_data" / "questions.jsonl"
 BRINGS = {
     "demo": {"demo", "demo_draft"},
     "ray": {"cluster", "address"},
-    "slow": {"tiny", "tiny_draft", "tiny_padded", "tiny_stranger", "tiny_gpt2", "s3"},
+    "slow": {"tiny", "tiny_draft", "tiny_padded", "tiny_stranger", "tiny_gpt2", "s3", "place"},
 }
-# folders and files whose tests run models or start processes: `make durations` names what else takes long
-SLOW = ("audit", "engine", "models/test_weights.py", "training")
+# folders and files whose tests run models; `make test-fast` names what else takes long
+SLOW = ("audit/", "engine/", "training/", "models/test_weights.py", "models/test_control_tokens.py")
 NEEDS = ("vllm", "ray", "demo", "slow", "wide", "long")
 IMPORTED = {name: importlib.util.find_spec(name) is not None for name in ("vllm", "ray")}
-seen = set()
+STARTING = {"subprocess", "multiprocessing", "fork"}  # what a function that starts a process names
+brought = set()  # what this process has imported so far, of IMPORTED
+started = []  # the processes that the current test has started
 
 
 def pytest_configure(config):
-    """Leave out the longest tests unless they are asked for."""
+    """Leave out the longest tests unless they are asked for; see which processes are started."""
     if not config.option.markexpr:
         config.option.markexpr = "not long"
+    sys.addaudithook(lambda event, given: event in ("subprocess.Popen", "os.fork") and started.append(given[:1]))
 
 
 def pytest_itemcollected(item):
@@ -48,10 +53,28 @@ def pytest_itemcollected(item):
     for name, fixtures in BRINGS.items():
         if asked & fixtures:
             item.add_marker(name)
-    if path.startswith(SLOW):
+    if path.startswith(SLOW) or starts_processes(item.function):
         item.add_marker("slow")
     if not any(item.get_closest_marker(name) for name in NEEDS):
         item.add_marker("fast")
+
+
+@cache
+def starts_processes(function):
+    """Return whether a function of the tests starts processes: by what it names, and what is named there."""
+    known, coming = {function}, [function]
+    while coming:
+        now = coming.pop()
+        code, names = [now.__code__], set()
+        while code:
+            names.update((found := code.pop()).co_names)
+            code += [each for each in found.co_consts if inspect.iscode(each)]
+        if names & STARTING:
+            return True
+        named = {one for name in names if inspect.isfunction(one := now.__globals__.get(name))} - known
+        coming += [one for one in named if one.__module__.startswith("tests")]
+        known |= named
+    return False
 
 
 def pytest_collection_modifyitems(items):
@@ -65,6 +88,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_runtest_setup(item):
     """Skip what needs a package that is not here."""
+    started.clear()
     for name, there in IMPORTED.items():
         if not there and item.get_closest_marker(name):
             pytest.skip(f"{name} is not installed")
@@ -72,12 +96,20 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item):
-    """Keep the marks true: a test that is not marked so has imported neither vLLM nor Ray."""
+    """Keep the marks true: what is not marked so has imported neither vLLM nor Ray, and `fast` starts no process."""
     yield
-    new = {name for name in IMPORTED if name in sys.modules} - seen
-    seen.update(new)
+    new = {name for name in IMPORTED if name in sys.modules} - brought
+    brought.update(new)
     for name in new:
         assert item.get_closest_marker(name), f"this test imports {name}: mark it pytest.mark.{name}"
+    assert not (started and item.get_closest_marker("fast")), f"this test starts {started}: mark it pytest.mark.slow"
+
+
+def wide(*values):
+    """Return parameters of a test that has others of the kind in `make test`; these are tried in `make test-all`."""
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.wide) for value in values
+    ]
 
 
 def write_jsonl(path, records):

@@ -18,7 +18,7 @@ from ragspec.errors import ConfigError
 from ragspec.records import Request, Sampling
 from tests import warm
 from tests.cli.test_cli import ragspec
-from tests.conftest import SAMPLE, write_jsonl
+from tests.conftest import SAMPLE, wide, write_jsonl
 
 GREEDY = Sampling(max_new_tokens=8)
 
@@ -187,7 +187,7 @@ def verify_with(fault, config, tmp_path, *args):
     [
         ("attention 1.05 times too sharp", 0.0),
         pytest.param("attention 1.05 times too sharp", 0.8, marks=pytest.mark.long),
-        ("another base of the rotary positions", 0.0),
+        *wide(("another base of the rotary positions", 0.0)),
     ],
 )
 def test_a_fault_of_the_engine_itself_is_found(tiny, tmp_path, fault, temperature):
@@ -206,7 +206,7 @@ def test_a_fault_of_the_engine_itself_is_found(tiny, tmp_path, fault, temperatur
     assert "BUG: " in done.stderr
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [*wide(0.0), 0.8])
 def test_verify_proves_that_nothing_changed(tiny, tmp_path, temperature):
     sampling = {"max_new_tokens": 24, "temperature": temperature, "top_p": 0.9, "repetition_penalty": 1.1}
     done, audit, against = verify_with("", config_of(tiny, tmp_path, sampling=sampling), tmp_path)
@@ -220,6 +220,7 @@ def test_verify_proves_that_nothing_changed(tiny, tmp_path, temperature):
     assert audit["not_compared"] == []
 
 
+@pytest.mark.wide
 def test_the_reference_can_be_left_out(tiny, tmp_path):
     fault = SELF_CHECK_OFF + FAULTS["attention 1.05 times too sharp"]
     done, _, against = verify_with(fault, config_of(tiny, tmp_path), tmp_path, "--reference", 0)
@@ -294,6 +295,7 @@ def test_a_run_without_a_reference_says_why(tmp_path):
     assert json.loads((tmp_path / "v" / "verify.json").read_text())["not_compared"] == [why]
 
 
+@pytest.mark.wide
 def test_sampled_records_of_a_draft_model_are_left_out_and_said_so(tiny, tiny_draft, tmp_path):
     """They have the same distribution with a draft model, and another text."""
     body = {"prompt": "A kiln is", "max_tokens": 8}
@@ -320,6 +322,7 @@ def test_verify_refuses_what_it_cannot_compare(tiny, tmp_path, more, message):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.wide
 def test_sampled_records_of_a_draft_of_other_tokens_are_compared(tiny, tiny_gpt2, tmp_path):
     """They are drawn with the noise of their places: one seed, one text."""
     records = [{"id": f"r{i}", "query": f"A kiln is {i}", "reference": "hot"} for i in range(3)]

@@ -90,6 +90,7 @@ def test_a_benchmark_without_plain_decoding_claims_nothing_of_it(tmp_path):
     assert "3 of 3" not in page
 
 
+@pytest.mark.wide
 def test_a_method_that_came_to_run_alone_is_not_held_against_batches(tiny, tmp_path):
     """Stock generate() answers eight at once without drafts and one at a time with them."""
     stock = f"model: {tiny}\nprompt: {{max_prompt_tokens: 100}}\nrunner_args: {{engine: transformers}}"

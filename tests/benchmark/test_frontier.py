@@ -85,6 +85,7 @@ def test_without_references_nothing_lossy_is_tried(tmp_path):
         tune(config, tmp_path, budget_s=1, limit=4, console=None, tries=("ordr",))
 
 
+@pytest.mark.wide
 def test_tune_shows_the_frontier_and_stays_lossless(tiny, tmp_path):
     config = tmp_path / "c.yaml"
     config.write_text(

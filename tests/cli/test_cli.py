@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from ragspec.cli import app
 from ragspec.errors import ConfigError
 from ragspec.speculation.methods import METHODS
-from tests.conftest import ROOT, read_jsonl, write_jsonl
+from tests.conftest import ROOT, read_jsonl, wide, write_jsonl
 from tests.processes import start_interruptible
 
 RAGSPEC = [sys.executable, "-m", "ragspec"]
@@ -358,7 +358,7 @@ def test_interrupt_keeps_what_is_finished_and_says_how_to_go_on(config, question
     assert [line["id"] for line in read_jsonl(out)] == [f"q{i}" for i in range(200)]
 
 
-@pytest.mark.parametrize("order", ["input", "finish"])
+@pytest.mark.parametrize("order", ["input", *wide("finish")])
 def test_twenty_kills_lose_and_repeat_nothing(config, tmp_path, order):
     records = [{"id": f"q{i}", "query": f"question {i}"} if i % 17 else {"id": f"q{i}"} for i in range(200)]
     questions = write_jsonl(tmp_path / "in.jsonl", records)

@@ -86,6 +86,7 @@ def test_a_killed_run_leaves_neither_workers_nor_their_cluster(tmp_path, how):
     assert not killed(tmp_path, how, config, lines(tmp_path / "out"), least=4)  # workers, and what Ray starts for them
 
 
+@pytest.mark.wide
 @pytest.mark.vllm
 @signals
 def test_a_killed_run_of_vllm_leaves_no_process_of_its_engine(tmp_path, demo, how):

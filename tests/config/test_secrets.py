@@ -20,7 +20,7 @@ from ragspec.errors import ConfigError, ModelError
 from ragspec.outputs.documents import write_json
 from ragspec.outputs.journal import Journal
 from tests.cli.test_cli import ragspec
-from tests.conftest import SAMPLE
+from tests.conftest import SAMPLE, wide
 
 WORD = "correct horse battery"  # a secret by its key alone
 SHAPED = "hf_QwErTyUiOpAsDfGhJkLz"  # by what it looks like alone
@@ -395,7 +395,8 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param(name, marks=pytest.mark.long) if name in ("tune", "verify") else name for name in COMMANDS]
+    "command",
+    ["generate", *wide("benchmark"), *(pytest.param(name, marks=pytest.mark.long) for name in ("verify", "tune"))],
 )
 def test_no_command_writes_or_says_a_secret(secretive, tmp_path, command):
     config, environment = secretive

@@ -20,19 +20,16 @@ from ragspec.engine.proposers import ByRow, NoDrafts
 from ragspec.engine.watch import Watch
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.speculation.drafters.context import ContextDrafter
-from tests.conftest import train_tokenizer
+from tests.conftest import train_tokenizer, wide
 from tests.engine.test_engine_models import build, requests_for
 
 COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 CAPTURED = [
     "llama-heads-of-16",
-    "llama-bias",
-    "qwen2",
     "qwen3",
-    "phi3",
     "gemma3-sliding",
-    "mistral-sliding",
     "gpt_neox",
+    *wide("llama-bias", "qwen2", "phi3", "mistral-sliding"),
 ]
 
 
@@ -140,7 +137,7 @@ def without_kernels(model):
 
 
 @COMPILER
-@pytest.mark.parametrize(("way", "before"), [("kernels", lambda model: model), ("inductor", without_kernels)])
+@pytest.mark.parametrize(("way", "before"), [("kernels", lambda model: model), *wide(("inductor", without_kernels))])
 def test_a_compiled_model_answers_the_same(way, before, words, cached):
     if way == "inductor" and not hasattr(importlib.import_module("torch._inductor"), "standalone_compile"):
         pytest.skip("this torch has no standalone_compile")
@@ -227,6 +224,7 @@ def test_layers_that_compute_something_else_compiled_are_not_used(words, cached,
     assert model.compiled is None
 
 
+@pytest.mark.wide
 @COMPILER
 def test_kernels_that_compute_something_else_are_not_used(words, cached, monkeypatch):
     source = layer.source_of

@@ -13,7 +13,7 @@ from ragspec.models.rounding import tolerance
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Sampling
 from ragspec.speculation.cost import StepCost
-from tests.conftest import train_tokenizer
+from tests.conftest import train_tokenizer, wide
 from tests.engine.test_compiled import interpreted
 from tests.engine.test_engine import NEW, answers, ids, loaded, requests_for  # noqa: F401
 from tests.engine.test_engine_models import FAMILIES, build
@@ -33,8 +33,8 @@ def halves(loaded, tiny):  # noqa: F811
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("rows", [1, 4, 16])
-@pytest.mark.parametrize("num_tokens", [1, 5, None])
+@pytest.mark.parametrize("rows", [1, *wide(4), 16])
+@pytest.mark.parametrize("num_tokens", [*wide(1, 5), None])
 def test_early_exit_changes_no_greedy_answer(loaded, tiny, halves, rows, sampling, num_tokens):  # noqa: F811
     model, tokenizer = loaded(tiny)
     requests = list(requests_for(tokenizer, Sampling(max_new_tokens=NEW, **sampling)))

@@ -17,7 +17,7 @@ from ragspec.speculation.cost import StepCost
 from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.drafters.context import ContextDrafter
 from ragspec.speculation.drafters.prompt_lookup import PromptLookup
-from tests.conftest import SAMPLE, read_jsonl
+from tests.conftest import SAMPLE, read_jsonl, wide
 
 NEW = 24
 CHEAP = StepCost([(1, 1.0), (400, 1.01)])  # a machine on which draft tokens cost next to nothing
@@ -147,7 +147,7 @@ def test_no_draft_changes_an_answer(loaded, tiny, plain, name, num_tokens, rows)
 
 
 @pytest.mark.parametrize("draft", ["tiny", "tiny_draft", "tiny_padded"])
-@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("rows", [*wide(1), 3, *wide(16)])
 def test_a_draft_model_changes_no_answer(loaded, tiny, plain, draft, rows, request):
     from transformers import AutoModelForCausalLM
 

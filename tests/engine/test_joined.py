@@ -19,6 +19,7 @@ from ragspec.speculation.cost import StepCost
 from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.pace import Pace
 from ragspec.speculation.trial import Trial
+from tests.conftest import wide
 from tests.engine.test_engine import CHEAP, NEW, Fixed, answers, ids, loaded, oracle, plain, requests_for  # noqa: F401
 
 SAMPLED = Sampling(max_new_tokens=NEW, temperature=0.8, seed=3)
@@ -102,7 +103,7 @@ def test_auto_tries_the_passages_and_the_draft_model_together(tiny, tiny_draft, 
         assert any("context+draft_model" in note for note in runner.notes)
 
 
-@pytest.mark.parametrize("least", [0.0, 0.36])
+@pytest.mark.parametrize("least", [*wide(0.0), 0.36])
 def test_how_long_a_sampled_draft_is_does_not_bend_the_distribution(loaded, tiny, monkeypatch, least):  # noqa: F811
     """Pairs of tokens against their exact probabilities, with a cost that would drop what the draft found unlikely.
 

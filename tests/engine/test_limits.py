@@ -17,6 +17,7 @@ from ragspec.models.mending import mend
 from ragspec.models.rotary import effective_length, length_dependent
 from ragspec.records import Request, Sampling
 from ragspec.speculation.drafters.context import ContextDrafter
+from tests.conftest import wide
 from tests.engine.test_engine_models import SMALL
 
 TINY = {
@@ -68,7 +69,7 @@ def prompts():
 
 
 @pytest.mark.parametrize("make", [phi3, longrope_llama, dynamic_llama])
-@pytest.mark.parametrize(("rows", "chunk"), [(1, 512), (3, 8), (4, 32)])
+@pytest.mark.parametrize(("rows", "chunk"), [*wide((1, 512)), (3, 8), *wide((4, 32))])
 def test_frequencies_that_depend_on_length_are_those_of_a_record_alone(make, rows, chunk):
     model = make()
     expected = {i: stock_answer(model, ids) for i, ids in enumerate(prompts())}

@@ -15,7 +15,7 @@ from ragspec.engine.loans import LEAST, Loans
 from ragspec.engine.proposers import NoDrafts
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Request, Sampling
-from tests.conftest import train_tokenizer
+from tests.conftest import train_tokenizer, wide
 from tests.engine.test_compiled import COMPILER
 from tests.engine.test_engine_models import build
 
@@ -80,7 +80,7 @@ class Rows:
 
 
 @pytest.mark.parametrize("least", [1, 5, 1000])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(8), *wide(*range(8, 40))])
 def test_every_row_reads_its_own_text_whoever_holds_it(monkeypatch, least, seed):
     monkeypatch.setattr(caches, "LEAST", least)
     rng = random.Random(seed)
@@ -166,7 +166,7 @@ def test_what_waiting_requests_may_begin_with_is_not_idle():
 
 
 @COMPILER
-@pytest.mark.parametrize("name", ["llama-heads-of-16", "gemma2-wide"])
+@pytest.mark.parametrize("name", [*wide("llama-heads-of-16"), "gemma2-wide"])
 def test_no_loan_changes_an_answer(sample_texts, monkeypatch, name):
     words = HFTokenizer(train_tokenizer(300, sample_texts))
     model = prepared.prepare(build(name, words))

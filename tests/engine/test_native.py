@@ -16,10 +16,11 @@ from tests.engine.test_linear import llama
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def fresh(tmp_path, monkeypatch):
-    """A cache of its own, and nothing remembered."""
+    """A cache of its own, nothing remembered, and a compiler that is quick as it improves nothing."""
     monkeypatch.setenv("RAGSPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", compiler(tmp_path / "quick++", 'exec g++ "$@" -O0'))
     build.cache_clear()
     yield tmp_path / "cache"
     build.cache_clear()
@@ -46,7 +47,7 @@ def test_heads_have_libraries_of_their_own(fresh):
     assert len(list((fresh / "native").iterdir())) == 3
 
 
-def test_no_compiler_is_a_note_and_torch_computes(monkeypatch):
+def test_no_compiler_is_a_note_and_torch_computes(fresh, monkeypatch):
     monkeypatch.setattr(native.shutil, "which", lambda name: None)
     notes = []
     model = prepared.prepare(llama(), notes)
@@ -54,7 +55,7 @@ def test_no_compiler_is_a_note_and_torch_computes(monkeypatch):
     assert notes == ["kernels: torch's own are used, which are slower, because there is no C++ compiler (g++)"]
 
 
-def test_a_compiler_that_fails_is_named(tmp_path, monkeypatch):
+def test_a_compiler_that_fails_is_named(fresh, tmp_path, monkeypatch):
     failing = compiler(
         tmp_path / "broken++", 'test "$1" = --version && echo broken 1.0 && exit 0; echo "no luck" >&2; exit 1'
     )
@@ -63,7 +64,7 @@ def test_a_compiler_that_fails_is_named(tmp_path, monkeypatch):
         build(32)
 
 
-def test_a_compiler_that_writes_nonsense_is_no_harm(tmp_path, monkeypatch):
+def test_a_compiler_that_writes_nonsense_is_no_harm(fresh, tmp_path, monkeypatch):
     text = 'test "$1" = --version && exit 0; for last; do :; done; echo nonsense > "$last"'
     monkeypatch.setenv("CXX", compiler(tmp_path / "odd++", text))
     with pytest.raises(Unbuilt, match="cannot be loaded"):

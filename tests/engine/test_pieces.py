@@ -9,6 +9,7 @@ from ragspec.engine.row import Row
 from ragspec.engine.sampling import Noise
 from ragspec.engine.sharing import LEAST, Sharing
 from ragspec.records import Request, Sampling
+from tests.conftest import wide
 
 HEADS = (8, 16, 24, 64, 80)
 
@@ -47,7 +48,7 @@ def numbered(segments):
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 5])
-@pytest.mark.parametrize("threads", [1, 2, 40])
+@pytest.mark.parametrize("threads", [*wide(1), 2, *wide(40)])
 @pytest.mark.parametrize(
     "segments",
     [

@@ -10,6 +10,7 @@ from ragspec.engine.sampling import Noise, draw
 from ragspec.models.generation import GenerationRules, Processors
 from ragspec.records import Request, Sampling
 from ragspec.speculation.drafters.context import ContextDrafter
+from tests.conftest import wide
 from tests.engine.test_engine import NEW, Fixed, answers, ids, loaded, oracle, ragged, requests_for  # noqa: F401
 
 BIAS = ((7, 3.0), (31, -4.5), (200, 2.5), (201, 2.5), (399, 1.0))
@@ -71,7 +72,7 @@ def expected_of(plain_model, requests):
     return {request.index: by_hand(plain_model, request)[0] for request in requests}
 
 
-@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: "-".join(asked))
+@pytest.mark.parametrize("asked", [*wide(*ASKED[:4]), *ASKED[4:]], ids=lambda asked: "-".join(asked))
 def test_scores_are_changed_as_in_a_plain_loop_whatever_is_drafted(loaded, tiny, plain_model, asked):  # noqa: F811
     sampling = Sampling(max_new_tokens=NEW, seed=5, **asked)
     expected = expected_of(plain_model, requests_for(loaded(tiny)[1], sampling))
@@ -106,6 +107,7 @@ def test_a_draft_position_that_does_not_see_the_draft_before_it_is_caught(
     assert ids(ruled(loaded, tiny, ByRow(drafter, 5, None), sampling=sampling)) != expected
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("asked", ASKED[:5], ids=lambda asked: "-".join(asked))
 def test_a_draft_model_is_penalised_as_the_target_is(loaded, tiny, plain_model, asked):  # noqa: F811
     """It is the target, so all that it drafts is right."""
@@ -149,7 +151,7 @@ def close(told, expected, tokens, most):
     return True
 
 
-@pytest.mark.parametrize("most", [0, 1, 5])
+@pytest.mark.parametrize("most", [*wide(0, 1), 5])
 @pytest.mark.parametrize("asked", [{}, ASKED[4], ASKED[5]], ids=["greedy", "penalised", "sampled"])
 def test_logprobs_are_the_models_own_whatever_is_drafted(loaded, tiny, plain_model, asked, most):  # noqa: F811
     sampling = Sampling(max_new_tokens=NEW, seed=5, logprobs=most, **asked)

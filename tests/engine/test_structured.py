@@ -20,6 +20,7 @@ from ragspec.speculation.drafters.nothing import Nothing
 from ragspec.speculation.drafters.prompt_lookup import PromptLookup
 from ragspec.structured.form import Form
 from ragspec.structured.grammars import Grammars
+from tests.conftest import wide
 from tests.engine.test_engine import CHEAP, Fixed, answers, ids, loaded, texts  # noqa: F401
 
 NEW = 40
@@ -174,7 +175,7 @@ def drafter_of(name, tokenizer, whole):
     return made[name]
 
 
-@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("rows", [*wide(1), 4, *wide(16)])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "penalties"])
 @pytest.mark.parametrize("name", [None, "junk", "right", "forced", "context", "lookup"])
 def test_no_draft_changes_a_structured_answer(run, expected, loaded, tiny, name, sampling, rows):  # noqa: F811
@@ -308,6 +309,7 @@ def test_without_an_end_token_an_answer_ends_where_nothing_may_follow(loaded, ti
     assert (tokenizer.decode(outcome.token_ids), outcome.finish_reason) == ("Ann wrote it.", "stop")
 
 
+@pytest.mark.wide
 @pytest.mark.demo
 def test_with_a_real_tokenizer_too_the_engine_writes_what_masks_admit(demo):
     """Where the text is certain a mask admits one division into tokens; the demo's tokenizer has many."""

@@ -8,7 +8,7 @@ from ragspec.engine.prepared import prepare
 from ragspec.models.translation import Translation
 from ragspec.records import Request, Sampling
 from ragspec.speculation.cost import StepCost
-from tests.conftest import save_llama, train_tokenizer
+from tests.conftest import save_llama, train_tokenizer, wide
 from tests.engine.test_engine import NEW, answers, ids, loaded, requests_for  # noqa: F401
 from tests.families import FAMILIES, learn_by_heart, tokenizer_of
 
@@ -36,7 +36,7 @@ def proposer(target, folder, rows, num_tokens=4, cost=None, tokenizer=None):
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", list(FAMILIES))
-@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("rows", [*wide(1), 4, *wide(16)])
 def test_a_draft_of_other_tokens_changes_no_answer(loaded, tiny, drafts, family, rows, sampling):  # noqa: F811
     tokenizer = loaded(tiny)[1]
     requests = list(requests_for(tokenizer, Sampling(max_new_tokens=NEW, **sampling)))

@@ -104,6 +104,7 @@ def test_a_partner_that_waits_for_each_answer_gets_it(tmp_path, tiny, name, orde
     assert not [thread for thread in threading.enumerate() if thread.name == "input"]
 
 
+@pytest.mark.wide
 @pytest.mark.vllm
 def test_a_partner_of_vllm_gets_each_answer(tmp_path, demo):
     args = {"enforce_eager": True, "max_model_len": 512, "batch_size": 4, "kv_cache_memory_bytes": 36 << 20}

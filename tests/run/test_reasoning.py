@@ -176,6 +176,7 @@ def test_openais_lines_have_the_reasoning_too_unless_it_is_not_wanted(thinker, t
     assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"]
 
 
+@pytest.mark.wide
 @pytest.mark.vllm
 def test_vllm_tells_thoughts_apart_and_stops_in_the_answer(tmp_path_factory, sample_texts, tmp_path):
     folder = tmp_path_factory.mktemp("thinkers") / "model"

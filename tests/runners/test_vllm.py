@@ -16,7 +16,7 @@ from ragspec.records import Failure, Passage, Request
 from ragspec.run.generate import generate as run
 from ragspec.structured.form import Form
 from tests.cli.test_cli import RAGSPEC, ragspec, start_interruptible, wait_for_lines
-from tests.conftest import SAMPLE, read_jsonl, write_jsonl
+from tests.conftest import SAMPLE, read_jsonl, wide, write_jsonl
 from tests.speculation.test_plugins import install
 
 pytestmark = pytest.mark.vllm
@@ -394,7 +394,7 @@ runner_args: {{enforce_eager: true, max_model_len: 512, batch_size: 4, kv_cache_
     "method",
     [
         pytest.param("none", marks=pytest.mark.long),
-        "prompt_lookup",
+        *wide("prompt_lookup"),
         pytest.param("suffix", marks=pytest.mark.long),
         "context",
         pytest.param("auto", marks=pytest.mark.long),
@@ -413,6 +413,7 @@ def test_the_answers_are_those_of_hugging_face(demo, tmp_path, expected, method)
                 assert line["output"][copy["start"] : copy["end"]] in passages[copy["context"]]
 
 
+@pytest.mark.wide
 def test_samples_that_cannot_be_drafted_are_those_of_an_engine_that_does_not_speculate(demo, tmp_path):
     sampled = "temperature: 0.9, min_p: 0.03, seed: 3, logit_bias: {28: 1.5}, max_new_tokens: 24"
     texts = {}
@@ -429,6 +430,7 @@ def test_samples_that_cannot_be_drafted_are_those_of_an_engine_that_does_not_spe
     assert texts["context"] == texts["none"]
 
 
+@pytest.mark.wide
 def test_a_drafter_of_another_package_drafts_in_vllm_and_changes_no_answer(demo, tmp_path, expected, monkeypatch):
     site = install(tmp_path / "site")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
@@ -500,6 +502,7 @@ generator_model_platform_args:
 """
 
 
+@pytest.mark.wide
 def test_autogluons_vllm_example_runs_with_local_model_names(demo, demo_draft, tmp_path, expected):
     lines, stderr = in_vllm(tmp_path, AUTOGLUON.format(model=demo, draft=demo_draft))
     assert [line["output"] for line in lines] == expected
@@ -508,6 +511,7 @@ def test_autogluons_vllm_example_runs_with_local_model_names(demo, demo_draft, t
     assert "speculative_model: from vLLM before 0.8" in stderr
 
 
+@pytest.mark.wide
 def test_an_interruption_keeps_finished_answers_and_ends_the_process(demo, tmp_path):
     source = write_jsonl(tmp_path / "in.jsonl", [{"query": f"Count to {i}."} for i in range(500)])
     config, output = tmp_path / "c.yaml", tmp_path / "out.jsonl"
@@ -522,6 +526,7 @@ def test_an_interruption_keeps_finished_answers_and_ends_the_process(demo, tmp_p
     assert 3 <= len(read_jsonl(output)) < 500
 
 
+@pytest.mark.wide
 def test_an_audit_of_vllm_has_stock_generate_beside_it(demo, tmp_path):
     config = tmp_path / "c.yaml"
     written = NATIVE.format(model=demo, method="context")

@@ -1,6 +1,6 @@
 """Real vLLM (its CPU build will do) with heads of random weights: no draft of theirs may change an answer.
 
-Each takes most of a minute: `make test-long` runs all of them, `make test` one.
+Each takes most of a minute: `make test-all` runs one, `make test-long` all others.
 """
 
 import importlib.util
@@ -83,6 +83,7 @@ MAKE = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "method", ["eagle3", *(pytest.param(name, marks=pytest.mark.long) for name in MAKE if name != "eagle3")]
 )
