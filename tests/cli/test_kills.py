@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked up in /proc"),
 ]
-PATIENCE_S = 60  # that the last of them may take to end
+PATIENCE_S = 150  # that the last of them may take to end
 signals = pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
 
 
@@ -80,7 +80,11 @@ def test_a_killed_benchmark_leaves_no_process_that_goes_on_with_its_pass(tmp_pat
 
 
 @pytest.mark.ray
-@signals
+@pytest.mark.parametrize(
+    "how",
+    [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.wide)],  # Ray's agents notice it after a minute
+    ids=lambda how: how.name,
+)
 def test_a_killed_run_leaves_neither_workers_nor_their_cluster(tmp_path, how):
     config = {"runner": "fake", "runner_args": {"delay_s": 0.3}, "scale": {"workers": 2, "cpus_per_worker": 1}}
     assert not killed(tmp_path, how, config, lines(tmp_path / "out"), least=4)  # workers, and what Ray starts for them

@@ -156,27 +156,30 @@ def test_a_compiled_model_answers_the_same(way, before, words, cached):
 
 
 @pytest.mark.parametrize("known", ['{"seconds": 0.0, "gain": 0.5}', '{"seconds": 1e9, "gain": 0.5}', "nonsense", "[]"])
-def test_what_was_found_the_last_time_says_whether_compiling_is_earned(known, words, cached):
-    model = prepared.prepare(build("llama", words))
-    name = speedup._name_of(model)
-    assert not speedup._earned(model, speedup.KERNELS, 2, 100)
-    (cached / "kernels").mkdir(parents=True)
-    (cached / "kernels" / name).write_text(known)
-    assert speedup._earned(model, speedup.KERNELS, 2, 100) is known.startswith('{"seconds": 0.0')
+def test_what_was_found_the_last_time_says_whether_compiling_is_earned(known, words, cached, monkeypatch):
+    monkeypatch.setattr(speedup, "inductor", interpreted)
+    speedup.compile_layers(without_kernels(prepared.prepare(build("llama", words))), 2, None, "on", [])
+    (path,) = (cached / "inductor").glob("*.json")
+    path.write_text(known)
+    model, notes = without_kernels(prepared.prepare(build("llama", words))), []
+    speedup.compile_layers(model, 2, 100, "auto", notes)
+    assert bool(notes) is known.startswith('{"seconds": 0.0')
 
 
 def test_steps_that_wait_for_a_core_earn_no_compiling(words, cached, monkeypatch):
-    model = prepared.prepare(build("llama", words))
-    way = speedup.Way("kernels", "layers of one call each", seconds=20.0, gain=0.5)
-    compute = model.logits
+    monkeypatch.setattr(speedup, "inductor", interpreted)
+    model = without_kernels(prepared.prepare(build("llama", words)))
+    compute, waited, notes = model.logits, [], []
 
     def waits(*args):
-        time.sleep(0.1)
+        waited.append(time.sleep(0.1))
         return compute(*args)
 
     monkeypatch.setattr(model, "logits", waits)
-    assert min(speedup._steps(model, 2, 2)) >= 0.1
-    assert not speedup._earned(model, way, 2, 1000)  # by the clock these steps would save 25 s
+    tokens = int(2 * speedup.INDUCTOR.seconds * 2 / (speedup.INDUCTOR.gain * 0.1))
+    speedup.compile_layers(model, 2, tokens, "auto", notes)
+    assert notes == []
+    assert len(waited) > speedup.GLANCES, "by the clock, compiling would save twice what it takes"
 
 
 @pytest.mark.parametrize(
@@ -237,14 +240,33 @@ def test_kernels_that_compute_something_else_are_not_used(words, cached, monkeyp
     assert "compiled layers take" in notes[0], "inductor's turn"
 
 
+def watched(builder, runs):
+    """Return a builder whose layers say in `runs` how many tokens they compute, each time that they do."""
+
+    def build_graph(graph):
+        bind = builder(graph)
+
+        def bound(*given):
+            run = bind(*given)
+
+            def ran(tensors, rule):
+                results = run(tensors, rule)
+                if results is not None:
+                    runs.append(tensors[0].shape[1])
+                return results
+
+            return ran
+
+        return bound
+
+    return build_graph
+
+
 @COMPILER
 def test_forwards_that_kernels_are_slow_at_are_left_to_the_layers(words):
     model = prepared.prepare(build("llama-heads-of-16", words))
-    builder = Builder(model)
-    CompiledLayers(model, builder).on()
-    runs = []
-    take = builder._begin
-    builder._begin = lambda layout, *sizes: runs.append(layout.tokens) or take(layout, *sizes)
+    builder, runs = Builder(model), []
+    CompiledLayers(model, watched(builder, runs)).on()
     for most, expected in ((None, {4, 9}), (8, {4})):
         builder.most = most
         runs.clear()
@@ -258,11 +280,8 @@ def test_forwards_that_kernels_are_slow_at_are_left_to_the_layers(words):
 def test_a_last_layer_that_computes_some_tokens_only_is_left_alone(words):
     model = prepared.prepare(build("llama-heads-of-16", words))
     plain = model.logits([Segment(0, 0, 9, alone=True)], range(9), [8])
-    builder = Builder(model)
-    CompiledLayers(model, builder).on()
-    layers = len(model.layers)
-    runs = []
-    builder._begin = lambda layout, *sizes: runs.append(1) or Builder._begin(builder, layout, *sizes)
+    layers, runs = len(model.layers), []
+    CompiledLayers(model, watched(Builder(model), runs)).on()
     for wanted, expected in (([8], layers - 1), (range(9), layers)):
         runs.clear()
         model.resize(1)

@@ -6,7 +6,7 @@ import transformers
 
 from ragspec.config.load import build_config
 from ragspec.config.run import to_sampling
-from ragspec.engine import attention, prepared, selfcheck
+from ragspec.engine import attention, backend, prepared, selfcheck
 from ragspec.engine.decode import Engine, EngineSettings
 from ragspec.engine.proposers import ByRow
 from ragspec.errors import ConfigError, ModelError
@@ -14,6 +14,7 @@ from ragspec.models.mending import mend
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Request, Sampling
 from ragspec.runners.huggingface import runner as huggingface
+from ragspec.speculation.cost import StepCost
 from ragspec.speculation.drafters.context import ContextDrafter
 from tests.conftest import SAMPLE, read_jsonl, train_tokenizer
 
@@ -283,15 +284,13 @@ def test_sampling_with_a_draft_model_is_the_targets_own_distribution(tiny, tiny_
 
 
 def passes(runner, config, count=2):
-    """Yield, pass by pass, the outcomes and what the backend had learnt from them."""
+    """Yield, pass by pass, the outcomes."""
     requests = [
         Request(i, f"r{i}", runner.tokenizer.encode(r["query"], special_tokens=True), to_sampling(config.sampling))
         for i, r in enumerate(read_jsonl(SAMPLE))
     ]
-    backend_ = runner._backend
     for _ in range(count):
-        outcomes = list(runner.generate(requests))
-        yield outcomes, [*backend_._drafters.values(), backend_._trial, backend_._cost or object()]
+        yield list(runner.generate(requests))
 
 
 @pytest.mark.parametrize("method", ["context", "prompt_lookup"])
@@ -302,18 +301,25 @@ def test_a_second_pass_drafts_what_the_first_one_did(tiny, method):
     runner = huggingface.Runner(config)
     runner.check()
     with runner:
-        counts = [[(o.index, o.spec) for o in outcomes] for outcomes, _ in passes(runner, config)]
+        counts = [[(o.index, o.spec) for o in outcomes] for outcomes in passes(runner, config)]
     assert counts[0] == counts[1]
     assert sum(spec.drafted for _, spec in counts[0]) > 0
 
 
 @pytest.mark.parametrize("method", ["context", "prompt_lookup", "auto"])
-def test_nothing_learnt_in_a_pass_is_left_in_the_next(tiny, method):
+def test_nothing_learnt_in_a_pass_is_left_in_the_next(tiny, method, monkeypatch):
+    """What drafts, who drafts and what a step costs are made anew for each pass."""
+    made = []
+    for owner, name in ((backend, "drafters_on"), (backend, "Trial"), (StepCost, "anew")):
+        make = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, name=name, make=make: made.append(name) or make(*given))
     config = build_config({"model": tiny, "sampling": {"max_new_tokens": NEW}, "speculation": {"method": method}})
     runner = huggingface.Runner(config)
     runner.check()
     with runner:
         runner.warm_up()
-        (_, first), (_, second) = passes(runner, config)
-    assert not any(one is other for one, other in zip(first, second, strict=True))
+        del made[:]
+        for _ in passes(runner, config):
+            assert set(made) == {"drafters_on", "Trial", "anew"}
+            del made[:]
     assert not runner.remembers

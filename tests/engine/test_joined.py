@@ -5,7 +5,8 @@ import torch
 
 from ragspec.config.load import build_config
 from ragspec.config.run import to_sampling
-from ragspec.engine import proposers
+from ragspec.engine import backend, proposers
+from ragspec.engine.decode import EngineSettings
 from ragspec.engine.draft_model import DraftModel
 from ragspec.engine.joined import Joined
 from ragspec.engine.prepared import prepare
@@ -83,6 +84,13 @@ def test_what_is_sampled_is_repeatable_with_both(loaded, tiny, tiny_draft):  # n
 def test_auto_tries_the_passages_and_the_draft_model_together(tiny, tiny_draft, monkeypatch):
     monkeypatch.setattr(trial_module, "SHARE", 1e6)  # turns from the first steps on,
     monkeypatch.setattr(trial_module, "UNKNOWN", 1e3)  # whatever they lose
+    expected = []  # of plain steps, and what it said at first
+
+    def settings(**given):
+        expected.append((given["plain"], given["plain"](3, 3, 9)))
+        return EngineSettings(**given)
+
+    monkeypatch.setattr(backend, "EngineSettings", settings)
     config = build_config(
         {
             "model": tiny,
@@ -98,8 +106,8 @@ def test_auto_tries_the_passages_and_the_draft_model_together(tiny, tiny_draft, 
         requests = list(requests_for(runner.tokenizer, to_sampling(config.sampling)))
         outcomes = list(runner.generate(requests))
         assert len(outcomes) == len(requests)
-        assert "context+draft_model" in runner._backend._trial.about()["trial"], "it had turns, whatever came of them"
-        assert runner._backend._probed._scale == 1, "what is expected of plain steps learns from none that draft"
+        assert "context+draft_model" in runner.about()["trial"], "it had turns, whatever came of them"
+        assert all(plain(3, 3, 9) == before for plain, before in expected), "it learns from no steps that draft"
         assert any("context+draft_model" in note for note in runner.notes)
 
 

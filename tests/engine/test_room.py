@@ -245,25 +245,23 @@ def test_what_no_forward_raises_ends_the_run_as_itself(loaded, tiny, monkeypatch
         run(model, tokenizer, requests_for(tokenizer))
 
 
-def test_records_that_finished_beside_an_error_are_handed_on(loaded, tiny, plain, monkeypatch):  # noqa: F811
+def test_records_that_finished_beside_an_error_are_handed_on(loaded, tiny, plain):  # noqa: F811
     """All end in one step; taking in the third answer raises, the two before it are there."""
     model, tokenizer = loaded(tiny)
-    original, seen = Engine._within, []
+    seen = []
 
-    def within(self, row, token_ids):
-        kept = original(self, row, token_ids)
-        if row.room <= len(kept):
-            seen.append(row.request.index)
-            if len(seen) == 3:
-                raise ValueError("a tokenizer that cannot decode this")
-        return kept
+    class Failing(NoDrafts):
+        def extend(self, row, token_ids):
+            if row.room <= 0:
+                seen.append(row.request.index)
+                if len(seen) == 3:
+                    raise ValueError("a drafter that cannot take this")
 
-    monkeypatch.setattr(Engine, "_within", within)
     requests = [Request(i, f"r{i}", [5, 6, 7 + i], Sampling(max_new_tokens=3)) for i in range(4)]
     model.resize(4)
-    answering = Engine(model, NoDrafts(), tokenizer, frozenset()).run(requests)
+    answering = Engine(model, Failing(), tokenizer, frozenset()).run(requests)
     outcomes = [next(answering), next(answering)]
-    with pytest.raises(ValueError, match="cannot decode"):
+    with pytest.raises(ValueError, match="cannot take"):
         next(answering)
     assert [outcome.index for outcome in outcomes] == seen[:2]
     assert len(seen) == 3

@@ -11,7 +11,7 @@ from ragspec.config.run import to_sampling
 from ragspec.models.generation import asked_beyond_sampling
 from ragspec.records import Request
 from ragspec.runners.huggingface import runner as huggingface
-from tests.conftest import SAMPLE, read_jsonl
+from tests.conftest import SAMPLE, read_jsonl, wide
 
 NEW = 24
 ASKED = {
@@ -69,7 +69,10 @@ def ids(outcomes):
     return {index: outcome.token_ids for index, outcome in outcomes.items()}
 
 
-@pytest.mark.parametrize("key", ASKED)
+SOME = ["no_repeat_ngram_size", "min_length", "sequence_bias", "begin_suppress_tokens"]
+
+
+@pytest.mark.parametrize("key", [*SOME, *wide(*(key for key in ASKED if key not in SOME))])
 def test_the_engine_does_what_generation_config_asks_as_stock_generate_does(asking, tiny, key):
     eos = {"eos_token_id": list(range(250, 300))} if "min" in key or "decay" in key else {}
     folder = asking(**{key: ASKED[key]}, **eos)

@@ -21,7 +21,7 @@ from ragspec.retrieval.stage import AHEAD, BATCH, Stage
 from ragspec.run.generate import generate as run
 from ragspec.run.retrieve import query_of, stream, with_hits
 from tests.cli.test_cli import start_interruptible
-from tests.conftest import ROOT, SAMPLE, read_jsonl, write_jsonl
+from tests.conftest import ROOT, SAMPLE, read_jsonl, wide, write_jsonl
 from tests.retrieval.test_corpus import pdf_bytes
 
 DOCUMENTS = ROOT / "sample_data" / "documents"
@@ -199,8 +199,8 @@ def killed(tmp_path, size, at):
     return subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), str(size), at], cwd=ROOT).returncode
 
 
-@pytest.mark.parametrize("size", [512, 256], ids=["update", "anew"])
-@pytest.mark.parametrize("at", ["add", "finish", "optimize"])
+@pytest.mark.parametrize("size", [512, *wide(256)], ids=["update", "anew"])
+@pytest.mark.parametrize("at", [*wide("add"), "finish", *wide("optimize")])
 def test_a_killed_build_leaves_the_old_index_and_the_next_one_ends_it(tmp_path, at, size):
     built(tmp_path)
     write_jsonl(tmp_path / "docs.jsonl", COMETS)
@@ -215,7 +215,7 @@ def test_a_killed_build_leaves_the_old_index_and_the_next_one_ends_it(tmp_path, 
     assert Retriever(config(tmp_path)).index.rows == 3004
 
 
-@pytest.mark.parametrize("at", ["add", "create_index", "optimize"])
+@pytest.mark.parametrize("at", [*wide("add"), "create_index", *wide("optimize")])
 def test_a_killed_first_build_is_no_index_and_the_next_one_begins_anew(tmp_path, at):
     write_jsonl(tmp_path / "docs.jsonl", COMETS)
     assert killed(tmp_path, 512, at) == -signal.SIGKILL

@@ -180,6 +180,7 @@ def test_the_settings_of_a_model_that_are_kept_are_the_latest():
     assert speeds(config(runner="vllm", runner_args={"batch_size": 2}))
 
 
+@pytest.mark.demo
 def test_the_doctor_says_what_is_known_and_clears_it(tmp_path):
     remember(config(runner="vllm"), summary(10_000, 40, load=50))
     path = tmp_path / "c.yaml"
@@ -213,6 +214,7 @@ def test_a_broken_memory_is_none(text):
     assert speeds(config()) == {}
 
 
+@pytest.mark.demo
 def test_a_run_says_what_was_chosen_and_resumes_whatever_is_chosen_later(tmp_path, monkeypatch):
     path = tmp_path / "in.jsonl"
     path.write_text('{"query": "Who?"}\n')

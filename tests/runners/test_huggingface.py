@@ -2,9 +2,9 @@
 
 import dataclasses
 import gc
-import weakref
 
 import pytest
+from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 from ragspec.config.load import build_config
 from ragspec.config.run import to_sampling
@@ -12,6 +12,7 @@ from ragspec.errors import ConfigError
 from ragspec.records import Failure, Request, Sampling
 from ragspec.run.generate import generate as run
 from ragspec.runners.huggingface import runner as huggingface
+from ragspec.runners.huggingface import stock
 from ragspec.runners.huggingface.comparison import MOST, Comparison
 from tests.conftest import SAMPLE, read_jsonl, save_gpt2, train_tokenizer
 
@@ -116,6 +117,13 @@ def test_num_tokens_is_set_where_transformers_reads_it(tiny, method, spec):
         assert max(len(g.spec.drafted_at) - 1 for g in generations) == length
 
 
+def held(kind, but=()):
+    """Return the models of a kind that anything in this process still holds; but: others."""
+    gc.collect()
+    known = set(map(id, but))
+    return [found for found in gc.get_objects() if type(found) is kind and id(found) not in known]
+
+
 def test_draft_knobs_land_on_the_drafts_own_generation_config(tiny, tiny_gpt2):
     runner, _ = make_runner(
         tiny,
@@ -127,8 +135,10 @@ def test_draft_knobs_land_on_the_drafts_own_generation_config(tiny, tiny_gpt2):
         num_tokens=4,
         extra={"assistant_lookbehind": 6, "target_lookbehind": 7},
     )
+    others = held(GPT2LMHeadModel)
     with runner:
-        knobs = runner._backend._spec.draft_model.generation_config
+        (draft,) = held(GPT2LMHeadModel, others)
+        knobs = draft.generation_config
         assert (knobs.num_assistant_tokens, knobs.num_assistant_tokens_schedule) == (4, "heuristic_transient")
         assert (knobs.assistant_confidence_threshold, knobs.assistant_lookbehind, knobs.target_lookbehind) == (
             0.2,
@@ -270,8 +280,10 @@ def test_arguments_of_autogluon_reach_transformers(tiny):
         "num_gpus": 0,
     }
     runner, sampling = make_runner(tiny, runner_args=args)
+    others = held(LlamaForCausalLM)
     with runner:
-        assert runner._backend._model.config._attn_implementation == "eager"
+        (model,) = held(LlamaForCausalLM, others)
+        assert model.config._attn_implementation == "eager"
         assert runner.tokenizer.inner.model_max_length == 77
         requests = make_requests(runner, sampling)
         assert {len(request.token_ids) for request in requests} == {5}
@@ -406,26 +418,25 @@ def test_a_clock_decides_for_no_sampled_record_among_greedy_ones(tiny, monkeypat
 
 def test_a_runner_that_was_left_holds_no_weights(tiny):
     runner, asked = make_runner(tiny, "prompt_lookup", runner_args={"engine": "auto"})
+    others = held(LlamaForCausalLM)
     with runner:
         assert list(runner.generate(make_requests(runner, asked)))
-        weights = weakref.ref(runner._checkpoint.rules._model)
-        assert weights() is not None
-    gc.collect()
-    assert weights() is None
+        assert len(held(LlamaForCausalLM, others)) == 1
+    assert held(LlamaForCausalLM, others) == []
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9}])
-def test_the_first_records_are_answered_both_ways_and_nobody_sees_it(tiny, sampling):
+def test_the_first_records_are_answered_both_ways_and_nobody_sees_it(tiny, sampling, monkeypatch):
     """Answers, counts and tokens are those of the drafted run; the records are the first ones."""
-    runner, asked = make_runner(tiny, "prompt_lookup", sampling={"max_new_tokens": 12, **sampling})
-    with runner:
-        requests = make_requests(runner, asked)
-        runner._backend._compared = None
-        alone = list(runner.generate(requests))
-        count = runner.decode_tokens
-        runner._backend._compared = compared = Comparison("prompt_lookup")
-        beside = list(runner.generate(requests))
-        assert runner.decode_tokens == 2 * count
+    compared, found, counts = Comparison("prompt_lookup"), [], []
+    for comparison in (None, compared):
+        monkeypatch.setattr(stock, "Comparison", lambda method, made=comparison: made)
+        runner, asked = make_runner(tiny, "prompt_lookup", sampling={"max_new_tokens": 12, **sampling})
+        with runner:
+            found.append(list(runner.generate(make_requests(runner, asked))))
+            counts.append(runner.decode_tokens)
+    alone, beside = found
+    assert counts[0] == counts[1]
     assert tokens(beside) == tokens(alone)
     assert [outcome.spec for outcome in beside] == [outcome.spec for outcome in alone]
     assert compared.records >= 2

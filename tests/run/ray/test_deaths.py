@@ -30,6 +30,7 @@ def test_what_a_killed_worker_had_is_answered_by_others(tmp_path, address):
     assert any("died" in note for note in summary.notes)
 
 
+@pytest.mark.wide
 def test_a_worker_that_falls_silent_is_taken_for_dead_and_not_listened_to_any_more(tmp_path, address):
     source = write_jsonl(tmp_path / "in.jsonl", records(200))
     stopped = []
@@ -60,6 +61,7 @@ def test_a_record_that_kills_two_workers_becomes_an_error_line(tmp_path, address
     assert sum(part["deaths"] for part in summary.to_json()["workers"]) == 2
 
 
+@pytest.mark.wide
 def test_a_worker_that_dies_of_every_record_is_not_replaced_for_ever(tmp_path, address):
     source = write_jsonl(tmp_path / "in.jsonl", records(4))
     summary, _ = answered(
@@ -76,6 +78,7 @@ def test_no_worker_left_is_the_end(tmp_path, address, monkeypatch):
         answered(tmp_path, "out", source, runner_args={"exit_ids": ["q0"]}, **scaled(address, workers=1))
 
 
+@pytest.mark.wide
 def test_a_machine_that_vanishes_loses_nothing_and_one_that_joins_is_used(tmp_path):
     from ray.cluster_utils import Cluster
 

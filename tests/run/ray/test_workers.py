@@ -125,15 +125,13 @@ def test_a_resumed_run_may_have_another_number_of_workers(tmp_path, address):
     assert counts[0] == counts[1]
 
 
-@pytest.mark.demo
 @pytest.mark.parametrize(
     ("model", "sampling", "structured"),
     [
-        ("demo", {}, {}),
-        ("tiny", {"temperature": 0.9, "seed": 5}, {}),
-        ("tiny", {"max_new_tokens": 60}, {"json_schema": CITED}),
+        pytest.param("demo", {}, {}, id="greedy", marks=[pytest.mark.demo, pytest.mark.wide]),
+        pytest.param("tiny", {"temperature": 0.9, "seed": 5}, {}, id="sampled", marks=pytest.mark.wide),
+        pytest.param("tiny", {"max_new_tokens": 60}, {"json_schema": CITED}, id="structured"),
     ],
-    ids=["greedy", "sampled", "structured"],
 )
 def test_workers_write_the_same_texts_as_one_process(tmp_path, request, address, model, sampling, structured):
     source = write_jsonl(tmp_path / "in.jsonl", read_jsonl(SAMPLE)[:6])
