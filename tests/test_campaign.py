@@ -20,6 +20,7 @@ FEW = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("part", "count"), FEW.items())
 def test_a_few_faults_at_random_break_no_guarantee(part, count, tiny):
     command = [sys.executable, "-m", "tests.campaign", "--only", part, f"--{part}", str(count), "--seed", "1"]

@@ -14,7 +14,7 @@ from ragspec.run.generate import generate as run
 from ragspec.runners.huggingface import runner as huggingface
 from ragspec.runners.huggingface import stock
 from ragspec.runners.huggingface.comparison import MOST, Comparison
-from tests.conftest import SAMPLE, read_jsonl, save_gpt2, train_tokenizer
+from tests.conftest import SAMPLE, read_jsonl, save_gpt2, train_tokenizer, wide
 
 PROMPTS = [
     f"{record['contexts'][0]['text'][: 60 + 25 * i]}\n\nQuestion: {record['query']}"
@@ -65,7 +65,13 @@ METHODS = [
 ]
 
 
-@pytest.fixture(params=METHODS, ids=lambda m: "-".join([m[0], *map(str, m[1].values())]))
+MOST_KINDS = [METHODS[i] for i in (0, 2, 6, 7)]
+
+
+@pytest.fixture(
+    params=[*MOST_KINDS, *wide(*((m,) for m in METHODS if m not in MOST_KINDS))],
+    ids=lambda m: "-".join([m[0], *map(str, m[1].values())]),
+)
 def speculation(request):
     method, spec = request.param
     folders = {key: request.getfixturevalue(value) for key, value in spec.items() if str(value).startswith("tiny")}

@@ -221,6 +221,7 @@ def run_openai(tmp_path, model, form):
     return read_jsonl(tmp_path / "b.out.jsonl")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("temperature", [pytest.param(0, marks=pytest.mark.long), 0.8])
 def test_verify_knows_grammars(tiny, tmp_path, temperature):
     from rich.console import Console

@@ -172,6 +172,7 @@ def test_what_cannot_be_is_said_in_one_line(tmp_path, address, scale, said):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.wide
 def test_a_machine_without_the_model_is_named_before_any_loads(tmp_path, address, monkeypatch, demo):
     import shutil
 
