@@ -29,7 +29,7 @@ SAMPLE = ROOT / "sample_data" / "questions.jsonl"
 BRINGS = {
     "demo": {"demo", "demo_draft"},
     "ray": {"cluster", "address"},
-    "slow": {"tiny", "tiny_draft", "tiny_padded", "tiny_stranger", "tiny_gpt2", "s3", "place"},
+    "slow": {"tiny", "tiny_draft", "tiny_padded", "tiny_stranger", "tiny_gpt2", "s3", "place", "judged"},
 }
 # folders and files whose tests run models; `make test-fast` names what else takes long
 SLOW = ("audit/", "engine/", "training/", "models/test_weights.py", "models/test_control_tokens.py")

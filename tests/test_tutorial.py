@@ -9,7 +9,7 @@ from ragspec.config.load import config_of, load_config
 from ragspec.inputs.record import parse_record
 from ragspec.run.generate import generate
 from ragspec.run.session import prepare
-from tests.conftest import ROOT, SAMPLE, read_jsonl, save_llama, train_tokenizer
+from tests.conftest import ROOT, SAMPLE, read_jsonl, save_llama, train_tokenizer, wide
 from tests.families import learn_by_heart
 
 pytestmark = pytest.mark.demo
@@ -55,8 +55,8 @@ def other_draft(demo, plain, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("batch_size", [1, 16])
-@pytest.mark.parametrize("tutorial", ["autogluon_draft_model.yaml", "autogluon_universal.yaml"])
+@pytest.mark.parametrize("batch_size", [*wide(1), 16])
+@pytest.mark.parametrize("tutorial", ["autogluon_draft_model.yaml", *wide("autogluon_universal.yaml")])
 def test_a_tutorial_config_runs_on_the_engine(tutorial, batch_size, tmp_path, demo, demo_draft, other_draft, plain):
     raw = yaml.safe_load((ROOT / "sample_configs" / tutorial).read_text())
     generate_params = raw["generator_model_platform_args"]["hf_generate_params"]

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import transformers
 
+from tests.conftest import wide
 from tests.zoo.crew import judging
 from tests.zoo.others import ABSENT
 from tests.zoo.page import PATH, class_names, page
@@ -40,7 +41,7 @@ def judged(request):
         yield lambda entry: coming[entry.name].result()
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=name_of)
+@pytest.mark.parametrize("entry", [*ENTRIES[::8], *wide(*(e for e in ENTRIES if e not in ENTRIES[::8]))], ids=name_of)
 def test_a_model_is_answered_with_the_tokens_of_stock_generate(entry, judged):
     if entry.model_type not in class_names():
         pytest.skip(f"transformers {transformers.__version__} has no {entry.model_type}")
@@ -79,6 +80,7 @@ def unread(kind, settings):
             yield name
 
 
+@pytest.mark.wide
 def test_the_page_says_who_answers(judged):
     """Last: it takes what the tests above have found."""
     text = PATH.read_text(encoding="utf-8")

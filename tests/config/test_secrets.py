@@ -420,6 +420,7 @@ def test_no_command_writes_or_says_a_secret(secretive, tmp_path, command):
         assert list((tmp_path / "run" / "bugs").iterdir())
 
 
+@pytest.mark.wide
 def test_a_model_that_does_not_load_shows_no_secret(tmp_path, tiny, monkeypatch):
     """An error line, stderr and a traceback with --debug."""
     (tmp_path / "sitecustomize.py").write_text(

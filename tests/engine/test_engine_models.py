@@ -253,6 +253,7 @@ def test_a_model_that_does_not_fit_falls_back_and_says_why(tokenizer, tmp_path):
         run(str(tmp_path), "context")
 
 
+@pytest.mark.wide
 def test_sampling_with_a_draft_model_is_the_targets_own_distribution(tiny, tiny_draft):
     """The first two sampled tokens of many records against plain sampling, by chi-square over the common tokens."""
     counts = []

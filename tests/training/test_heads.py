@@ -16,7 +16,7 @@ from ragspec.training.distil import teach
 from ragspec.training.heads import Head, read_layers
 from ragspec.training.lessons import Lesson
 from ragspec.training.train import train_draft
-from tests.conftest import save_llama, train_tokenizer
+from tests.conftest import save_llama, train_tokenizer, wide
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("speculators") is None, reason="speculators is not installed (make setup-vllm)"
@@ -44,7 +44,7 @@ def test_three_layers_are_read(count, read):
 
 
 @installed
-@pytest.mark.parametrize("kind", ["eagle3", pytest.param("dflash", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", [*wide("eagle3"), pytest.param("dflash", marks=pytest.mark.long)])
 def test_a_head_learns_what_it_is_taught(kind, checkpoint, tmp_path):
     target = checkpoint.load()
     lessons = taught(target)

@@ -110,6 +110,7 @@ def config_of(folder, path, **more):
     return build_config({**raw, "runner_args": {"compile": "off"}, **more})
 
 
+@pytest.mark.wide
 def test_train_draft_writes_a_draft_that_runs_and_says_whether_it_pays(target, tmp_path, sample_texts):
     from rich.console import Console
 

@@ -130,7 +130,7 @@ def test_a_resumed_run_may_have_another_number_of_workers(tmp_path, address):
     [
         pytest.param("demo", {}, {}, id="greedy", marks=[pytest.mark.demo, pytest.mark.wide]),
         pytest.param("tiny", {"temperature": 0.9, "seed": 5}, {}, id="sampled", marks=pytest.mark.wide),
-        pytest.param("tiny", {"max_new_tokens": 60}, {"json_schema": CITED}, id="structured"),
+        pytest.param("tiny", {"max_new_tokens": 60}, {"json_schema": CITED}, id="structured", marks=pytest.mark.wide),
     ],
 )
 def test_workers_write_the_same_texts_as_one_process(tmp_path, request, address, model, sampling, structured):
@@ -193,6 +193,7 @@ def test_a_machine_without_the_model_is_named_before_any_loads(tmp_path, address
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.wide
 def test_a_machine_without_ragspec_is_told_of(tmp_path):
     from ray.cluster_utils import Cluster
 
@@ -220,6 +221,7 @@ sys.meta_path.insert(0, Missing())
         there.shutdown()
 
 
+@pytest.mark.wide
 def test_a_cluster_of_another_version_is_told_of(tmp_path, address):
     source = write_jsonl(tmp_path / "in.jsonl", records(3))
     command = ["generate", "-c", "sample_configs/quickstart.yaml", "-i", source, "-o", str(tmp_path / "out.jsonl")]
