@@ -29,13 +29,14 @@ SAMPLE = ROOT / "sample_data" / "questions.jsonl"
 BRINGS = {
     "demo": {"demo", "demo_draft"},
     "ray": {"cluster", "address"},
-    "slow": {"tiny", "tiny_draft", "tiny_padded", "tiny_stranger", "tiny_gpt2", "s3", "place", "judged"},
+    "slow": {"tiny", "tiny_draft", "tiny_padded", "tiny_stranger", "tiny_gpt2", "s3", "place", "judged", "thinker"},
 }
 # folders and files whose tests run models; `make test-fast` names what else takes long
 SLOW = ("audit/", "engine/", "training/", "models/test_weights.py", "models/test_control_tokens.py")
+SLOW_PATHS = tuple(f"tests/{path}" for path in SLOW)
 NEEDS = ("vllm", "ray", "demo", "slow", "wide", "long")
 IMPORTED = {name: importlib.util.find_spec(name) is not None for name in ("vllm", "ray")}
-STARTING = {"subprocess", "multiprocessing", "fork"}  # what a function that starts a process names
+STARTING = {"subprocess", "multiprocessing", "fork", "warm"}  # what a function that starts a process names
 brought = set()  # what this process has imported so far, of IMPORTED
 started = []  # the processes that the current test has started
 
@@ -45,6 +46,12 @@ def pytest_configure(config):
     if not config.option.markexpr:
         config.option.markexpr = "not long"
     sys.addaudithook(lambda event, given: event in ("subprocess.Popen", "os.fork") and started.append(given[:1]))
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Do not even read, for the fast tests, what has none of them."""
+    slow = config.option.markexpr == "fast" and collection_path.relative_to(ROOT).as_posix().startswith(SLOW_PATHS)
+    return True if slow else None
 
 
 def pytest_itemcollected(item):

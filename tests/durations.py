@@ -9,7 +9,7 @@ from collections import Counter
 from xml.etree import ElementTree
 
 SHOWN = 40
-LONG_S, REFUSED_S = 1.0, 10.0  # of a fast test; the latter is more than a busy machine makes of a quick one
+LONG_S, REFUSED_S = 2.0, 30.0  # of a fast test; the latter is more than a busy machine makes of a quick one
 
 
 def durations(path):

@@ -18,6 +18,7 @@ PAGES = sorted((ROOT / "docs" / "commands").glob("*.md"))
 REMEDY = "run `python docs/generate.py`"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_a_commands_page_has_its_help(path):
     assert path.read_text() == generate.page_of(path), REMEDY

@@ -304,6 +304,7 @@ def test_items_that_are_no_records_are_error_lines_of_their_own(tmp_path):
     assert between[6:] == [{"query": '"]}'}, -1e5]
 
 
+@pytest.mark.slow
 def test_an_array_is_read_in_constant_memory(tmp_path):
     record = json.dumps({"query": "Why?", "contexts": ["x" * 1000]})
     with (tmp_path / "in.json").open("w") as file:

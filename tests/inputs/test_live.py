@@ -114,6 +114,7 @@ def test_a_partner_of_vllm_gets_each_answer(tmp_path, demo):
     assert [line["id"] for line in read_jsonl(tmp_path / "out.jsonl")] == IDS
 
 
+@pytest.mark.slow
 def test_a_partner_gets_each_answer_with_contexts_found_on_the_fly(tmp_path):
     built(tmp_path)
     raw = {"runner": "fake", "retrieval": {"index": str(tmp_path / "idx"), "top_k": 1}}

@@ -727,6 +727,7 @@ def test_many_vectors_are_searched_through_an_index_and_stay_searchable_after_an
         assert index.fused(name, vectors[name], 5)[0]["id"] == name
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_passages_take_little_more_disk_than_their_texts(tmp_path):
     from ragspec.retrieval.store import Index, Settings
     from ragspec.retrieval.writer import Chunk, Writer

@@ -119,6 +119,7 @@ def wheel(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_whole_package_and_its_types(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     package = {

@@ -90,6 +90,7 @@ def test_what_would_stop_the_run_is_an_error(tiny, tmp_path, config, message):
     assert message in done.stderr
 
 
+@pytest.mark.slow
 def test_the_compiler_is_named_or_missed(monkeypatch):
     from ragspec.engine.native import kernels as native
     from ragspec.run.doctor import examine_machine

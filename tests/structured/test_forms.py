@@ -296,6 +296,7 @@ FORMS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=600)
 @given(FORMS)
 def test_whatever_a_record_asks_for_is_a_grammar_or_a_line(form):
