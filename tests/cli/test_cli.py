@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from ragspec.cli import app
 from ragspec.errors import ConfigError
 from ragspec.speculation.methods import METHODS
+from tests import warm
 from tests.conftest import ROOT, read_jsonl, wide, write_jsonl
 from tests.processes import start_interruptible
 
@@ -138,7 +139,7 @@ def test_a_closed_pipe_ends_quietly(config, tmp_path):
 def test_what_cannot_start_is_one_line_and_exit_code_2(tmp_path, questions, text, args, code, message):
     path = tmp_path / "c.yaml"
     path.write_text(text)
-    done = ragspec("generate", "-c", path, *(arg.replace("{in}", questions) for arg in args), cwd=tmp_path)
+    done = warm.ragspec(tmp_path, "generate", "-c", path, *(arg.replace("{in}", questions) for arg in args))
     assert done.returncode == code
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
