@@ -95,5 +95,5 @@ def test_a_killed_run_leaves_neither_workers_nor_their_cluster(tmp_path, how):
 @signals
 def test_a_killed_run_of_vllm_leaves_no_process_of_its_engine(tmp_path, demo, how):
     args = {"enforce_eager": True, "max_model_len": 256, "batch_size": 2, "kv_cache_memory_bytes": 36 << 20}
-    config = {"runner": "vllm", "model": demo, "runner_args": args}
+    config = {"runner": "vllm", "model": demo, "runner_args": args, "sampling": {"max_new_tokens": 4}}
     assert not killed(tmp_path, how, config, lines(tmp_path / "out"), least=0)
