@@ -75,10 +75,10 @@ def test_penalties_need_no_batch_of_their_own(tiny, monkeypatch):
 
     monkeypatch.setattr(LlamaForCausalLM, "generate", counted)
     answer(tiny, sampling=as_config(ASKED[2] | {"logit_bias": ASKED[3]["logit_bias"]}), runner_args={"batch_size": 4})
-    assert sizes == [4, 1]
+    assert sizes[-2:] == [4, 1]  # after those that try how the model takes padding
     del sizes[:]
     answer(tiny, sampling={"repetition_penalty": 1.2, "presence_penalty": 0.5}, runner_args={"batch_size": 4})
-    assert sizes == [1] * 5
+    assert sizes[-5:] == [1] * 5
 
 
 @pytest.mark.parametrize("runner_args", [{}, {"batch_size": 1}, {"generate_args": {"num_beams": 3}}], ids=str)
