@@ -132,7 +132,7 @@ def judge(parting: Divergence, referee: Callable[[], Referee]) -> Verdict:
     )
 
 
-# -- what an audit found, for verify.json and for people --------------------------------------------------------------
+# -- what an audit found, for verify.json and for people -------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

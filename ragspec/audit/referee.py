@@ -95,7 +95,7 @@ def check_same_answers(config: RunConfig, ran: dict[str, Any]) -> None:
         raise ConfigError("the weights that vLLM computes with are not the checkpoint's in transformers")
 
 
-# -- asks the model, in transformers itself and without any speculation, what it thinks of a token --------------------
+# -- asks the model, in transformers itself and without any speculation, what it thinks of a token -
 
 
 SPLITS = (1, 4, 16)  # tokens of the last forward, after a first one that filled the cache: the shapes of decoding
@@ -218,7 +218,7 @@ def _shortfall(scores: torch.Tensor, token: int, point: float | None) -> float:
     return max(0.0, low - point, point - float(scores[token]))
 
 
-# -- a sample of the records answered outside our engine, and the audited runs compared with it -----------------------
+# -- a sample of the records answered outside our engine, and the audited runs compared with it ----
 #
 # `verify` compares two runs of one engine, so it cannot see what is wrong in both. Some records are therefore answered
 # by stock transformers generate() too, one at a time. Where the run samples with its own noise, which generate()

@@ -58,7 +58,7 @@ def _quantile(freedom: int) -> float:
     return NORMAL95 + (NORMAL95**3 + NORMAL95) / (4 * freedom)
 
 
-# -- how good the answers of candidates are, where records have references --------------------------------------------
+# -- how good the answers of candidates are, where records have references -------------------------
 
 
 def graded(outputs: Mapping[str, Path], baselines: Mapping[str, str]) -> dict[str, Quality]:

@@ -96,7 +96,7 @@ def roofline(device: str, dtype: str) -> Roofline | None:
     )
 
 
-# -- the benchmark's results as a table on stderr ---------------------------------------------------------------------
+# -- the benchmark's results as a table on stderr --------------------------------------------------
 
 
 WIDEST = 1000  # columns of a console for which a table is measured

@@ -146,7 +146,7 @@ def _identical(answers: Mapping[str, str], plain: Mapping[str, str]) -> int:
     return sum(plain.get(name) == answer for name, answer in answers.items())
 
 
-# -- running a plan: one process per candidate, passes in turn (A B, B A, ...) ----------------------------------------
+# -- running a plan: one process per candidate, passes in turn (A B, B A, ...) ---------------------
 #
 # Limit: passes in turn need room for all candidates' models at once; `sequential` gives that up.
 

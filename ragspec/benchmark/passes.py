@@ -61,7 +61,7 @@ def read_answers(path: Path) -> Answers:
     return Answers(answered, tuple(line["id"] for line in lines if "error" in line))
 
 
-# -- finished passes on disk, so that an interrupted benchmark can continue where it stopped --------------------------
+# -- finished passes on disk, so that an interrupted benchmark can continue where it stopped -------
 
 
 @dataclass(slots=True)

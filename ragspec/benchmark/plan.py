@@ -131,7 +131,7 @@ def _setting_of(run: Run) -> Setting:
     return Setting(run.name, run.runner, run.method, run.batch_size, run.peer, run.workers, run.order)
 
 
-# -- what to run: every runner x method x batch size x draft length that was asked for, baselines first, peers --------
+# -- what to run: every runner x method x batch size x draft length that was asked for, baselines first, peers
 #
 # A candidate is an ordinary config, checked like any other, so a benchmark starts nothing that a run would refuse. A
 # peer is one too: another tool, configured as its users run it.

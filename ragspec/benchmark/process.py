@@ -51,7 +51,7 @@ class Ready:
     remembers: bool
 
 
-# -- the process of one candidate, seen from outside (worker.py is the inside) ----------------------------------------
+# -- the process of one candidate, seen from outside (worker.py is the inside) ---------------------
 
 
 T = TypeVar("T")

@@ -117,7 +117,7 @@ class Drafting:
             self._trial.observe(rows, drafted, tokens, *measured)
 
 
-# -- the loop: admit, plan, forward, accept, commit; a finished row makes room for the next one at once ---------------
+# -- the loop: admit, plan, forward, accept, commit; a finished row makes room for the next one at once
 #
 #     >>> for outcome in Engine(model, NoProposer(), tokenizer, eos).run(requests): ...
 #
@@ -206,7 +206,7 @@ class Engine:
         row.grammar = begin(self._settings.grammars, request.grammar)
         return row
 
-    # -- one step -------------------------------------------------------------------------------------------------
+    # -- one step ----------------------------------------------------------------------------------
 
     def _step(
         self, scheduler: Scheduler, oom_policy: OomPolicy, starts: Sequence[Start]
@@ -325,7 +325,7 @@ class Engine:
         together = self._sharing.among([item.row for item in work]) if self._model.kernels else []
         return self._model.logits([item.segment for item in work], token_ids, wanted, together)
 
-    # -- tokens ---------------------------------------------------------------------------------------------------
+    # -- tokens ------------------------------------------------------------------------------------
 
     def _commit(
         self, written: StepOutput, timer: StepTimer, scheduler: Scheduler, oom_policy: OomPolicy

@@ -76,7 +76,7 @@ class StepTimer:
         return spent
 
 
-# -- where the seconds of a model's forwards go, and how few they could be: for `ragspec benchmark --profile` ---------
+# -- where the seconds of a model's forwards go, and how few they could be: for `ragspec benchmark --profile`
 #
 #     with Watch(model, bytes_per_s, flops_per_s) as watch: ...
 #
@@ -202,7 +202,7 @@ class Profiler:
         return time.perf_counter()
 
 
-# -- what a step costs on this machine: a few timed forwards before the first record ----------------------------------
+# -- what a step costs on this machine: a few timed forwards before the first record ---------------
 
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

@@ -122,7 +122,7 @@ def reach_of(rows: Sequence[RequestState]) -> int:
     return sum(len(row.tokens) for row in rows) // max(1, len(rows))
 
 
-# -- places: the rows of the cache, and what each of them offers to requests that begin alike -------------------------
+# -- places: the rows of the cache, and what each of them offers to requests that begin alike ------
 
 
 class CacheRow:
@@ -165,7 +165,7 @@ class Start:
     tokens: int
 
 
-# -- what one row does in a step, and what the target makes of it: the items of plan, forward, accept and comm --------
+# -- what one row does in a step, and what the target makes of it: the items of plan, forward, accept and comm
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ def draw(weights: torch.Tensor, uniforms: Sequence[float]) -> list[int]:
     return tokens
 
 
-# -- the accept rules: pure functions from the target's choice and the draft to what is emitted -----------------------
+# -- the accept rules: pure functions from the target's choice and the draft to what is emitted ----
 
 
 def agreement(draft: Sequence[int], chosen: Sequence[int]) -> int:

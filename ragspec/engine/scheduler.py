@@ -64,7 +64,7 @@ class PrefixGroups:
         return tokens if self._agree(one.base, other.base, tokens) else 0
 
 
-# -- which request gets which place (a row of the cache): requests are read ahead, grouped by prefix, and star --------
+# -- which request gets which place (a row of the cache): requests are read ahead, grouped by prefix, and star
 #
 # another row has already computed.
 #

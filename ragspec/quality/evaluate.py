@@ -68,7 +68,7 @@ def _asked(answers: Mapping[str, Graded], questions: Mapping[str, str]) -> Itera
             yield {"id": name, "query": text}
 
 
-# -- `ragspec evaluate`: the means of every score over a run's answers, and their differences from another run --------
+# -- `ragspec evaluate`: the means of every score over a run's answers, and their differences from another run
 #
 #     >>> found = evaluate("out/answers.jsonl", against="out/others.jsonl")
 #     >>> found.scores["f1"].told(), found.differences["f1"].told(sign=True)

@@ -56,7 +56,7 @@ def estimate(values: Sequence[float]) -> Estimate | None:
     return Estimate(float(given.mean()), float(low), float(high), len(given))
 
 
-# -- scores of one answer against its references: the best of them counts. All are between 0 and 1 --------------------
+# -- scores of one answer against its references: the best of them counts. All are between 0 and 1 -
 #
 # exact_match and f1 are SQuAD's (Rajpurkar et al. 2016, arXiv:1606.05250): without case, punctuation and English
 # articles; f1 is over words. Where a script has no spaces (Chinese, Japanese, Thai), every character is a word, as in
@@ -118,7 +118,7 @@ def _scorer() -> Callable[[str, str], Any]:
     return score
 
 
-# -- what an answer cites: passages by number in its text ([1], [2, 3]), or by id in the fields of a structure --------
+# -- what an answer cites: passages by number in its text ([1], [2, 3]), or by id in the fields of a structure
 
 
 NUMBERS = re.compile(r"\[(\d+(?:\s*[,;]\s*\d+)*)\]")

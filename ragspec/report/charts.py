@@ -109,7 +109,7 @@ def histogram(values: list[dict[str, Any]], x: str) -> Spec:
     }
 
 
-# -- the report's table: one row per candidate ------------------------------------------------------------------------
+# -- the report's table: one row per candidate -----------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def rows(results: Results) -> list[TableRow]:
     return table
 
 
-# -- which charts the results have something for, each with a title and a line that says what it shows ----------------
+# -- which charts the results have something for, each with a title and a line that says what it shows
 
 
 POSITIONS = 16  # of a draft that the chart shows

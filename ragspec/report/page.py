@@ -108,7 +108,7 @@ def _prompt_share(run: Run) -> float | None:
     return run.prefill_s / (run.prefill_s + run.decode_s) if run.prefill_s and run.decode_s else None
 
 
-# -- answers token by token: which tokens a draft had guessed, and which passage they were copied from ----------------
+# -- answers token by token: which tokens a draft had guessed, and which passage they were copied from
 
 
 COLOURS = 8  # of passages; their classes are in the page's style
@@ -163,7 +163,7 @@ def _source(piece: Piece) -> str:
     return how if piece.context is None else f"{how}; found in passage {piece.context}"
 
 
-# -- results.json -> report.html: the summary in words, charts, tables, answers token by token ------------------------
+# -- results.json -> report.html: the summary in words, charts, tables, answers token by token -----
 #
 # The page is one file without scripts or links; it forbids both to itself (Content-Security-Policy), and everything
 # that a model or a user wrote is escaped.

@@ -146,7 +146,7 @@ def _renumbered(weights: Mapping[str, torch.Tensor], kept: list[int], layers: in
     return new
 
 
-# -- the lessons' loop: what a draft learns, step by step, kept every minute and gone on with -------------------------
+# -- the lessons' loop: what a draft learns, step by step, kept every minute and gone on with ------
 #
 # A draft is taught what the target said. Learning from the words that a target chose is sequence-level knowledge
 # distillation (Kim and Rush, arXiv:1606.07947); what exactly is asked of a draft is the learner's own (student.py,

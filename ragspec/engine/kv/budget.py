@@ -80,7 +80,7 @@ class Backoff:
             self.limit = min(self.most, self.limit * 2)
 
 
-# -- how many rows at once: as many as add speed, which all but CUDA devices are timed for, and fit into memor --------
+# -- how many rows at once: as many as add speed, which all but CUDA devices are timed for, and fit into memor
 
 
 FEWEST, MOST = 16, 128  # rows, where memory allows them

@@ -46,7 +46,7 @@ def _pages(size: int) -> mmap.mmap:
     return pages
 
 
-# -- keys and values of all rows: a row's slot is its token's position ------------------------------------------------
+# -- keys and values of all rows: a row's slot is its token's position -----------------------------
 #
 # Every row has its own length; nothing is ever realigned. Stale slots beyond that length are masked, and overwritten
 # when the row gets there. What a row begins with may be in another's slots (prefix_blocks.py), until that row needs
@@ -188,7 +188,7 @@ class RaggedCache:
                 new[:, :kept, :most] = old[:, :kept, :most]
                 setattr(layer, name, new)
 
-    # -- what rows have in common ---------------------------------------------------------------------------------
+    # -- what rows have in common ------------------------------------------------------------------
 
     def share_prefix(self, donor: int, row: int, tokens: int) -> None:
         """Let `row` begin with the first `tokens` tokens of `donor`; claim() its slots before they are written."""

@@ -103,7 +103,7 @@ def _within(parts: Iterable[Part], first: int, last: int) -> list[Part]:
     return [part for part in cut if part[1] < part[2]]
 
 
-# -- shared prefixes: the order that brings records of one prefix together. Pure; the engine does the copying ---------
+# -- shared prefixes: the order that brings records of one prefix together. Pure; the engine does the copying
 #
 # Source of the idea: BatchLLM, arXiv:2412.03594. Limit: sharing is found only among records read ahead together.
 

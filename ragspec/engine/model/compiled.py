@@ -196,7 +196,7 @@ def _calls(model: Model, layers: Sequence[torch.nn.Module]) -> list[LayerCall]:
     return [calls[id(layer)] for layer in layers]
 
 
-# -- whether a model's layers are compiled: where the work ahead earns it, and only if they measure faster ------------
+# -- whether a model's layers are compiled: where the work ahead earns it, and only if they measure faster
 
 
 Wish = Literal["auto", "on", "off"]

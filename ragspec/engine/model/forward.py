@@ -103,7 +103,7 @@ def _join(parts: list[tuple[torch.Tensor, Any]], tokens: int) -> Any:
     return whole
 
 
-# -- one forward of a Hugging Face model over packed segments ---------------------------------------------------------
+# -- one forward of a Hugging Face model over packed segments --------------------------------------
 
 
 class Switch(Protocol):

@@ -97,7 +97,7 @@ for _name, _arguments, _does, _shape in (
     library.register_fake(f"ragspec::{_name}", _shape, lib=_library)
 
 
-# -- a decoder layer as one graph of torch's operators, captured by running it once on tensors without content --------
+# -- a decoder layer as one graph of torch's operators, captured by running it once on tensors without content
 #
 # What runs is the layer's own Python, so its masks and caches do as ever; attention and packed linear layers become one
 # operator each (layer_graph.py). How many tokens there are stays open, from two on.

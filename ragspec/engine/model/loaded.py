@@ -46,7 +46,7 @@ def keeps_state(model: Any) -> bool:
     return hasattr(config, "num_hidden_layers") and any(DynamicCache(config=config).is_linear)
 
 
-# -- tell glibc's malloc to keep what is freed: tensors of megabytes come and go in every step, and memory han --------
+# -- tell glibc's malloc to keep what is freed: tensors of megabytes come and go in every step, and memory han
 #
 # the system has to be paged in again (docs/performance.md).
 
@@ -65,7 +65,7 @@ def keep_freed_memory() -> None:
             libc.mallopt(MMAP_THRESHOLD, LARGEST)
 
 
-# -- a loaded model made ready for the engine: packed weights, kernels, halves, and the self-check --------------------
+# -- a loaded model made ready for the engine: packed weights, kernels, halves, and the self-check -
 
 
 log = logging.getLogger(__name__)

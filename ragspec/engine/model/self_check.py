@@ -135,7 +135,7 @@ def token_ids(inner: Any, count: int) -> list[int]:
     return [(7919 * i + 11) % width for i in range(count)]
 
 
-# -- whether the kernels' attention is right here, and no slower than torch's: it depends on what a compiler m --------
+# -- whether the kernels' attention is right here, and no slower than torch's: it depends on what a compiler m
 #
 #     >>> attention_is_exact(kernels) and kernels_are_faster(kernels)
 #     True

@@ -243,8 +243,8 @@ def best(seconds: Mapping[str, Sequence[float]], several: bool) -> tuple[str, ..
     return tuple(at_points[bisect_left(edges, tokens)] for tokens in range(edges[-1] + 2))
 
 
-# -- linear layers whose weights have the form, or forms, that this machine is fastest with ---
-# -- linear layers whose weights have the form, or forms, that this machine is fastest with ---
+# -- linear layers whose weights have the form, or forms, that this machine is fastest with --------
+# -- linear layers whose weights have the form, or forms, that this machine is fastest with --------
 # A second form is kept where that takes little of the free memory: decoding and prompts often want different ones.
 # Limit: float32 on CPUs. Weights that another module shares (tied embeddings) are kept beside the others.
 

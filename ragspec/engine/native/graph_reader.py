@@ -137,7 +137,7 @@ VIEWS: dict[str, Callable[[View, Any], View | list[View]]] = {
 }
 
 
-# -- a captured layer (layer_graph.py), read as a program for our own kernels (program.py) ---
+# -- a captured layer (layer_graph.py), read as a program for our own kernels (program.py) ---------
 #
 # Limit: float32, one token axis, and the operators of OPERATORS; anything else raises NotCaptured.
 
@@ -173,7 +173,7 @@ class _Reader:
         stored = [array for array in self._arrays if array.kind == STORED]
         return Program(self._stages, self._once, self._given, stored, results)
 
-    # -- tensors --------------------------------------------------------------------------------------------------
+    # -- tensors -----------------------------------------------------------------------------------
 
     def _input(self, node: Any, number: int) -> View | None:
         """Return a tensor that the layer has or is given; None where it is not made of float32, and may not be used."""
@@ -234,7 +234,7 @@ class _Reader:
         view.array.kind, view.array.number = RESULT, number
         return view
 
-    # -- calls ----------------------------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------
 
     def _call(self, node: Any) -> Any:
         value = node.meta["val"]

@@ -59,7 +59,7 @@ class SameTokensView:
         return list(drafted), list(range(1, len(drafted) + 1))
 
 
-# -- a smaller model that drafts for all rows at once, with keys and values of its own --------------------------------
+# -- a smaller model that drafts for all rows at once, with keys and values of its own -------------
 #
 #     speculation: {method: draft_model, draft_model: ...}
 #
@@ -113,7 +113,7 @@ class DraftModel(NoProposer):
         self._constraint = Constraint(Clock())  # its time is drafting's
         self.outgrown = 0  # rows that outgrew the draft and went on without it
 
-    # -- what the engine tells ------------------------------------------------------------------------------------
+    # -- what the engine tells ---------------------------------------------------------------------
 
     def admit(self, row: RequestState, donor: int, tokens: int) -> None:
         self._scripts.pop(row.place, None)
@@ -144,7 +144,7 @@ class DraftModel(NoProposer):
     def forget(self) -> None:
         self.resize(self._model.cache.rows)  # its cache may have grown by half
 
-    # -- drafting -------------------------------------------------------------------------------------------------
+    # -- drafting ----------------------------------------------------------------------------------
 
     def propose(self, rows: Sequence[RequestState], prefill_tokens: int) -> list[Draft]:
         return cut(self.drafts(rows, rows), rows, self._cost, prefill_tokens)
@@ -277,7 +277,7 @@ class DraftModel(NoProposer):
         token = int(scores.argmax())
         return float(torch.softmax(scores[0], dim=-1)[token]), token
 
-    # -- what became of it ----------------------------------------------------------------------------------------
+    # -- what became of it -------------------------------------------------------------------------
 
     def _draft(self, sketch: Sketch) -> Draft:
         """Return a sketch in the target's tokens."""
@@ -311,7 +311,7 @@ def _agreed(held: Sequence[int], tokens: Sequence[int], known: int) -> int:
     return max(0, min(len(held), len(tokens) - 1, known + shared(held[known:], tokens[known:])))
 
 
-# -- passages and a draft model together: the model drafts for the rows for which the passages promise less th --------
+# -- passages and a draft model together: the model drafts for the rows for which the passages promise less th
 #
 # Whichever promises more tokens, by what was learnt of both, is taken whole. Where a row samples, the model's draft is
 # taken if it was asked for: what it drew must not decide whether it counts.

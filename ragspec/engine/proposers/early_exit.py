@@ -193,7 +193,7 @@ def _list_of(model: Model) -> torch.nn.ModuleList:
     return next((each for each in lists if layers and list(each) == layers), torch.nn.ModuleList())
 
 
-# -- the model's own first layers draft for all rows at once, on the target's keys and values -------------------------
+# -- the model's own first layers draft for all rows at once, on the target's keys and values ------
 #
 #     speculation: {method: early_exit, early_exit_layer: 8}
 #

@@ -66,7 +66,7 @@ class Args(RunnerArgs):
         return {"batch_size", "lookahead", "compile"}
 
 
-# -- what a config may pass to transformers, which silently accepts most misspelt keys: they are refused here ---------
+# -- what a config may pass to transformers, which silently accepts most misspelt keys: they are refused here
 #
 # And what only its generate() does.
 

@@ -57,7 +57,7 @@ class Comparison:
         )
 
 
-# -- what stock `generate()` does not tell: how many tokens each step drafted and how many it accepted ----------------
+# -- what stock `generate()` does not tell: how many tokens each step drafted and how many it accepted
 #
 # transformers exposes no acceptance statistics; its model builds a candidate generator per call, and this hook counts
 # in that object's two methods. The same hook decides whether drafts are re-tokenised, which transformers judges by
@@ -195,7 +195,7 @@ def _readable(candidates: Any, logits: Any, length: int, width: int) -> tuple[An
     return candidates, torch.nn.functional.pad(narrow, (0, width - narrow.shape[-1]), value=float("-inf"))
 
 
-# -- how speculation is put to stock `generate()`: on the drafting model, in the generation config, as argumen --------
+# -- how speculation is put to stock `generate()`: on the drafting model, in the generation config, as argumen
 
 
 LOOKUP_TOKENS = 10  # transformers' own default

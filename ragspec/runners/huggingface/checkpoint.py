@@ -111,7 +111,7 @@ def load(
     )
 
 
-# -- the draft model beside a target: found before any weights, loaded, and what stands between their tokens ----------
+# -- the draft model beside a target: found before any weights, loaded, and what stands between their tokens
 
 
 ARGS_KEY = "speculation.draft_model_args"

@@ -57,7 +57,7 @@ class Runner:
         self.cites = self._row.cites_on(HF)
         self.notes: list[str] = []
 
-    # -- before any weights ---------------------------------------------------------------------------------------
+    # -- before any weights ------------------------------------------------------------------------
 
     def check(self) -> None:
         """Find model, draft and tokenizers. Raises ConfigError for whatever could not work."""
@@ -109,7 +109,7 @@ class Runner:
     def _only_stock(self) -> str:
         return only_stock(self._args, self._spec)
 
-    # -- weights --------------------------------------------------------------------------------------------------
+    # -- weights -----------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         draft = self._draft
@@ -222,7 +222,7 @@ class Runner:
         assert self._backend is not None
         self._backend.warm_up(records, self._expected_tokens)
 
-    # -- answering ------------------------------------------------------------------------------------------------
+    # -- answering ---------------------------------------------------------------------------------
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield outcomes as they finish."""

@@ -66,7 +66,7 @@ class StopText(StoppingCriteria):  # type: ignore[misc]
         return ends_with_stop(self._tokenizer, answer, fresh, request.sampling.stop, least)
 
 
-# -- stock transformers `generate()`: every speculation it has, at batch size 1; padded batches without any -----------
+# -- stock transformers `generate()`: every speculation it has, at batch size 1; padded batches without any
 #
 # It answers what the engine does not support: arguments of generate(), devices and models that do not fit the engine.
 # Limit: transformers speculates one record at a time, so `rows` only counts for method `none`.

@@ -45,7 +45,7 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:400]}"
 
 
-# -- the `speculation` section in vLLM's words, and what this vLLM or this machine lacks, before any weights l --------
+# -- the `speculation` section in vLLM's words, and what this vLLM or this machine lacks, before any weights l
 #
 #     >>> speculative_config(SpeculationConfig(method="prompt_lookup"))
 #     {'method': 'ngram', 'num_speculative_tokens': 8, 'prompt_lookup_min': 2, 'prompt_lookup_max': 4}

@@ -132,7 +132,7 @@ def _continues(row: Tracked, tokens: np.ndarray, before: int) -> bool:
     return before - SKIPPED <= length <= before and np.array_equal(row.tokens, tokens[:length])
 
 
-# -- our drafters inside vLLM: the class that it loads for `speculative_config={"method": "custom_class", ...} --------
+# -- our drafters inside vLLM: the class that it loads for `speculative_config={"method": "custom_class", ...}
 #
 #     additional_config={"ragspec": {"method": "context", "num_tokens": None, "drafting": {"isolate": False}}}
 #
@@ -182,7 +182,7 @@ class Proposer:
     def load_model(self, target: Any) -> None:
         """Do nothing: vLLM's CPU build asks every proposer to load."""
 
-    # -- what the runner tells ------------------------------------------------------------------------------------
+    # -- what the runner tells ---------------------------------------------------------------------
 
     def expect(
         self,
@@ -229,7 +229,7 @@ class Proposer:
             about |= found if self._settings["method"] == AUTO else {"guard": found["guard"]}
         return about | judged(self._drafters.get(self.trial.chosen))
 
-    # -- what vLLM asks -------------------------------------------------------------------------------------------
+    # -- what vLLM asks ----------------------------------------------------------------------------
 
     def propose(
         self,

@@ -99,7 +99,7 @@ def spec_stats(metrics: Any, written: int, output_tokens: int) -> SpecStats:
     return stats
 
 
-# -- a bounded number of records in flight in one engine, those that begin alike together -----------------------------
+# -- a bounded number of records in flight in one engine, those that begin alike together ----------
 #
 #     >>> for outcome in Stream(engine, proposer, tokenizer, rows=16, ...).run(requests): ...
 #

@@ -84,7 +84,7 @@ def test_lines_travel_together_and_nobody_waits_longer_than_told():
 
 def test_a_message_that_comes_again_is_taken_in_once_and_answered_alike(tmp_path):
     worker = Worker({"runner": "fake"}, str(tmp_path / "nowhere"))
-    worker._outbox.put(RecordResult(0, b"{}", 0, []))
+    worker._results.put(RecordResult(0, b"{}", 0, []))
     first = worker.exchange(1, pack(asked(1, 2)), None, 0, 0.0)
     assert worker.exchange(1, pack(asked(1, 2)), None, 0, 0.0) is first
     word = unpack(first)
