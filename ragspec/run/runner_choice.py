@@ -186,7 +186,7 @@ def choose_for_input(config: RunConfig, limit: int | None = None) -> RunnerChoic
     try:
         with open_source(config.input) as source:
             return choose_runner(config, source.count(), limit=limit)
-    except ConfigError:  # whoever opens it next says so
+    except ConfigError:  # reported when the input is opened for the run
         return choose_runner(config, None)
 
 
