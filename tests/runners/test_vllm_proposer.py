@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ragspec.runners.vllm import proposer as tracked
+from ragspec.runners.vllm import proposer as rows
 from ragspec.runners.vllm.proposer import Proposer, least_acceptance
 from ragspec.speculation.drafters.calibration import Calibration
 from ragspec.speculation.drafters.prompt_lookup import PromptLookup
@@ -169,7 +169,7 @@ def test_every_row_is_known_by_its_tokens(seed, silent):
 
 
 def test_a_row_taken_for_another_would_be_noticed(monkeypatch):
-    monkeypatch.setattr(tracked, "_continues", lambda row, tokens, before: True)
+    monkeypatch.setattr(rows, "_continues", lambda row, tokens, before: True)
     with pytest.raises(AssertionError):
         test_every_row_is_known_by_its_tokens(1, 0.0)
 
@@ -247,7 +247,7 @@ def test_a_step_of_records_that_nobody_follows_is_not_drafted_for(method):
 
 
 def test_a_forgotten_record_is_given_up_when_too_many_are_away(monkeypatch):
-    monkeypatch.setattr(tracked, "KEEP", 3)
+    monkeypatch.setattr(rows, "KEEP", 3)
     proposer = make("context")
     proposer.finish = lambda prompt, answer: None  # a runner in another process tells nothing
     Scheduler(proposer, jobs(20)).run()

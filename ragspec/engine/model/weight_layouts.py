@@ -292,7 +292,7 @@ class PackedLinear(torch.nn.Module):
         return linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (..., in_features). Returns (..., out_features)."""
+        """Return (..., out_features) for x of (..., in_features)."""
         parts = CAPTURING.get()
         if parts is not None:
             return parts.linear(x, self, self.out_features)
