@@ -104,15 +104,15 @@ def chart() -> str:
         drawn.append(_text(12, y, title, 'font-weight="600" fill="#111827"'))
         for point in points:
             y += STEP
-            colour = colour(point)
+            stroke = colour(point)
             drawn.append(_text(LEFT - 14, y + 4, point.label, 'text-anchor="end"'))
             if point.low and point.high:
                 drawn.append(
-                    f'<line x1="{_x(point.low)}" y1="{y}" x2="{_x(point.high)}" y2="{y}" stroke="{colour}" '
+                    f'<line x1="{_x(point.low)}" y1="{y}" x2="{_x(point.high)}" y2="{y}" stroke="{stroke}" '
                     'stroke-width="3" stroke-opacity="0.35"/>'
                 )
-            drawn.append(f'<circle cx="{_x(point.middle)}" cy="{y}" r="4.5" fill="{colour}"/>')
-            drawn.append(_text(WIDTH - 10, y + 4, f"{point.middle:.2f}x", f'text-anchor="end" fill="{colour}"'))
+            drawn.append(f'<circle cx="{_x(point.middle)}" cy="{y}" r="4.5" fill="{stroke}"/>')
+            drawn.append(_text(WIDTH - 10, y + 4, f"{point.middle:.2f}x", f'text-anchor="end" fill="{stroke}"'))
         y += STEP + 8
     bottom = y - 8
     grid = [

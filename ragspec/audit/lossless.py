@@ -1,8 +1,8 @@
-"""The audit: does speculation change any answer? Exact matches, numeric ties with their margins, and bugs.
+"""The audit: does speculation change any answer? Counts exact matches, numeric ties with their margins, and bugs.
 
-Two runs of the same records are compared token by token. Where two answers part, the model itself is asked (referee.py)
-how much worse the speculative token is than the one it would choose. Sums of floats depend on their order, so a forward
-of another shape may turn a tie; by how much is measured on this machine. Anything beyond that is a bug.
+Two runs of the same records are compared token by token. Where they diverge, the model itself (referee.py) says how far
+the speculative token is below its best one. Float sums depend on their order, so a forward of another shape may flip a
+tie; by how much is measured on this machine. Anything beyond that is a bug.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ragspec.benchmark.passes import Answer, Answers
 from ragspec.benchmark.results import Quality
 from ragspec.records import Sampling
 
-SAFETY = 8.0  # a tie is within this many times the difference that shapes make
+SAFETY = 8.0  # a tie is within this many times the difference between shapes
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where two answers to one record part. A token is None where its answer had ended."""
+    """Where two answers to one record diverge. A token is None if its answer had ended."""
 
     id: str
     position: int
@@ -38,7 +38,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the referee found. Shortfalls: how far each token is below the best, in logits (or in probability)."""
+    """The referee's finding. Shortfalls: how far each token is below the best, in logits (or in probability)."""
 
     id: str
     position: int
@@ -53,13 +53,13 @@ class Verdict:
 class Referee(Protocol):
     """Judges one token after a prefix."""
 
-    def judge(self, parting: Divergence) -> tuple[float, float, float]:
-        """Return the shortfalls of the speculative and of the plain token, and the difference that shapes make."""
+    def judge(self, divergence: Divergence) -> tuple[float, float, float]:
+        """Return the shortfalls of the speculative and the plain token, and the difference between shapes."""
 
 
 @dataclass(slots=True)
 class Audit:
-    """The result: every record is identical, a tie, a bug, or was answered in one run only."""
+    """Counts: every record is identical, a tie, a bug, or answered in one run only."""
 
     identical: int = 0
     ties: list[Verdict] = field(default_factory=list)
@@ -67,17 +67,17 @@ class Audit:
     unanswered: list[str] = field(default_factory=list)
 
     def add(self, verdict: Verdict) -> bool:
-        """Count a verdict; return whether it is a tie."""
+        """Add a verdict; return whether it is a tie."""
         (self.ties if verdict.tie else self.bugs).append(verdict)
         return verdict.tie
 
     @property
     def records(self) -> int:
-        """Records that were looked at."""
+        """Number of records compared."""
         return self.identical + len(self.ties) + len(self.bugs) + len(self.unanswered)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the audit as verify.json holds it."""
+        """Return the audit as in verify.json."""
         return {
             "records": self.records,
             "identical": self.identical,
@@ -88,7 +88,7 @@ class Audit:
 
 
 def divergences(plain: Answers, speculative: Answers, audit: Audit) -> Iterator[Divergence]:
-    """Yield where answers part; count the identical and the unanswered ones in `audit`."""
+    """Yield where answers diverge; count identical and unanswered records in `audit`."""
     for run, other_run in ((plain, speculative), (speculative, plain)):
         lacking = [name for name in run.answered if name not in other_run.answered]
         audit.unanswered += [name for name in (*run.failed, *lacking) if name not in audit.unanswered]
@@ -103,7 +103,7 @@ def divergences(plain: Answers, speculative: Answers, audit: Audit) -> Iterator[
 
 
 def _divergence(plain: Answer, speculative: Answer) -> Divergence:
-    """Return where two answers that differ do so first."""
+    """Return the first divergence of two different answers."""
     one, two = plain.token_ids, speculative.token_ids
     at = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
     return Divergence(
@@ -118,21 +118,30 @@ def _divergence(plain: Answer, speculative: Answer) -> Divergence:
     )
 
 
-def judge(parting: Divergence, referee: Callable[[], Referee]) -> Verdict:
-    """Return whether a parting is a tie. An answer that ended where the other went on is never one.
+def judge(divergence: Divergence, referee: Callable[[], Referee]) -> Verdict:
+    """Return whether a divergence is a tie. It never is if one answer ended where the other goes on.
 
-    referee: gives the one to ask, which has to be loaded only then.
+    referee: returns the referee, loaded on first use.
     """
-    if parting.plain is None or parting.speculative is None:
-        return Verdict(parting.id, parting.position, parting.plain, parting.speculative, None, None, 0.0, False)
-    shortfall, plain_shortfall, noise = referee().judge(parting)
+    if divergence.plain is None or divergence.speculative is None:
+        return Verdict(
+            divergence.id, divergence.position, divergence.plain, divergence.speculative, None, None, 0.0, False
+        )
+    shortfall, plain_shortfall, noise = referee().judge(divergence)
     tie = max(shortfall, plain_shortfall) <= SAFETY * noise
     return Verdict(
-        parting.id, parting.position, parting.plain, parting.speculative, shortfall, plain_shortfall, noise, tie
+        divergence.id,
+        divergence.position,
+        divergence.plain,
+        divergence.speculative,
+        shortfall,
+        plain_shortfall,
+        noise,
+        tie,
     )
 
 
-# -- what an audit found, for verify.json and for people --------------------------------------------------------------
+# -- findings --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +153,7 @@ class Comparison:
     audit: Audit
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as verify.json holds it."""
+        """Return it as in verify.json."""
         return {"run": self.run, "against": self.against, **self.audit.to_json()}
 
 
@@ -152,7 +161,7 @@ class Comparison:
 class Findings:
     """All comparisons, the method against plain decoding first, and what could not be compared.
 
-    quality: of both runs' answers, where records have references.
+    quality: of both runs' answers, if records have references.
     """
 
     comparisons: list[Comparison] = field(default_factory=list)
@@ -161,7 +170,7 @@ class Findings:
     quality: dict[str, Quality] = field(default_factory=dict)
 
     def to_json(self, reference: str, seed: int) -> dict[str, Any]:
-        """Return what verify.json holds: the first comparison on top, those with the reference under its name."""
+        """Return the content of verify.json: the first comparison on top, those with the reference below it."""
         first, *others = self.comparisons
         return first.to_json() | {
             "reference": {
@@ -176,13 +185,13 @@ class Findings:
 
     @property
     def failed(self) -> bool:
-        """Whether an answer changed, or one of the two runs lacks some."""
+        """Whether an answer changed, or one of the two runs lacks answers."""
         audits = [comparison.audit for comparison in self.comparisons]
         return any(audit.bugs for audit in audits) or bool(audits[0].unanswered)
 
 
 def print_findings(console: Console, found: Findings, folder: Path) -> None:
-    """Print what was compared with what, and a line for each difference."""
+    """Print the comparisons, and a line for each difference."""
     for comparison in found.comparisons:
         audit, what = comparison.audit, f"{comparison.run} against {comparison.against}"
         same = f"{audit.identical} of {audit.records} answers are identical, token for token"

@@ -1,6 +1,8 @@
-"""The model of a run in stock transformers, loaded as its runner loads it: the audit's outside view.
+"""Stock transformers as the audit's reference, loaded as the runner loads the model but computing without our code.
 
-None of our code computes here: no cache rows, no packing, no drafts. Only the weights are shared with what it judges.
+`verify` compares two runs of one engine, so it cannot see an error in both. Some records are therefore answered by
+stock generate() too, one at a time. Where a run samples with its own noise, which generate() lacks, the model is asked
+token by token instead whether the record's noise draws that token from its distribution.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ from ragspec.models.logits_processors import GenerationRules, GrammarFollower
 from ragspec.records import Failure, Generation, Request, Sampling
 from ragspec.structured.grammars import Grammars
 
-# vLLM arguments that make it compute something other than transformers does with the same checkpoint
-OTHERWISE = ("hf_overrides", "kv_cache_dtype", "enable_lora", "sampling_args")
+# vLLM arguments with which it computes something other than transformers does from the same checkpoint
+VLLM_ONLY_ARGS = ("hf_overrides", "kv_cache_dtype", "enable_lora", "sampling_args")
 
 
 class Target:
-    """The loaded target model of `config`. Raises ConfigError and ModelError where transformers cannot load it.
+    """The loaded target model of `config`. Raises ConfigError and ModelError if transformers cannot load it.
 
-    ran: what a run said of itself (`Runner.about`): vLLM chooses its dtype as it starts.
+    ran: `Runner.about()` of a run, for the dtype that vLLM chose.
     """
 
     def __init__(self, config: RunConfig, ran: dict[str, Any]) -> None:
@@ -47,7 +49,7 @@ class Target:
         self.grammars = self._checkpoint.grammars
 
     def answers(self, requests: Sequence[Request]) -> Iterator[Generation | Failure]:
-        """Yield what stock generate() answers, one record at a time."""
+        """Yield the answers of stock generate(), one record at a time."""
         from ragspec.runners.huggingface.assisted import Speculation
         from ragspec.runners.huggingface.stock import StockBackend
 
@@ -82,11 +84,11 @@ def stock_config(config: RunConfig, ran: dict[str, Any]) -> RunConfig:
 
 
 def check_same_answers(config: RunConfig, ran: dict[str, Any]) -> None:
-    """Raise ConfigError if the runner and transformers rightly differ by more than rounding."""
+    """Raise ConfigError if the runner and transformers legitimately differ by more than rounding."""
     given = config.runner_args
     if config.runner != "vllm":
         return
-    for key in OTHERWISE:
+    for key in VLLM_ONLY_ARGS:
         if given.get(key) not in (None, "auto", False, {}):
             raise ConfigError(f"runner_args.{key} is vLLM's own: stock generate() would answer differently")
     if asked := ran.get("not_done"):
@@ -95,52 +97,52 @@ def check_same_answers(config: RunConfig, ran: dict[str, Any]) -> None:
         raise ConfigError("the weights that vLLM computes with are not the checkpoint's in transformers")
 
 
-# -- asks the model, in transformers itself and without any speculation, what it thinks of a token --------------------
+# -- referee ---------------------------------------------------------------------------------------
 
 
-SPLITS = (1, 4, 16)  # tokens of the last forward, after a first one that filled the cache: the shapes of decoding
-LEAST = {torch.float32: 1e-6, torch.float64: 1e-12}  # of the largest score; what one rounding may do, or LEAST_HALF
+SPLITS = (1, 4, 16)  # tokens of the last forward after a prefill: the shapes of decoding
+LEAST = {torch.float32: 1e-6, torch.float64: 1e-12}  # one rounding, relative to the largest score; else LEAST_HALF
 LEAST_HALF = 4e-3
 
 
 class ModelReferee:
-    """Computes the same logits in several shapes: their difference is this machine's noise.
+    """Judges a token by the model's logits, computed in several shapes: their difference is this machine's noise.
 
-    rules: what logits go through before a token is chosen. grammars: makes those of the model's tokenizer.
+    rules: how logits become choices. grammars: builds the model's grammars on demand.
     """
 
     def __init__(self, model: Any, rules: GenerationRules, grammars: Callable[[], Grammars] | None = None) -> None:
         self._model = model
-        self._handed = cache_argument(type(model).forward)
+        self._cache_name = cache_argument(type(model).forward)
         self._grammars = grammars
         self._rules = rules
-        self._rotary = length_dependent(model)
+        self._length_dependent = length_dependent(model)
 
     @torch.inference_mode()
-    def judge(self, parting: Divergence) -> tuple[float, float, float]:
-        """Return the shortfalls of the speculative and of the plain token, and the difference that shapes make."""
-        sampling = parting.sampling
-        found = self._logits(parting.prompt, parting.common)
-        scores = [self._scores(logits, parting, sampling) for logits in found]
-        allowed = scores[0].isfinite()  # processors forbid tokens by -inf
+    def judge(self, divergence: Divergence) -> tuple[float, float, float]:
+        """Return the shortfalls of the speculative and the plain token, and the difference between shapes."""
+        sampling = divergence.sampling
+        found = self._logits(divergence.prompt, divergence.common)
+        scores = [self._scores(logits, divergence, sampling) for logits in found]
+        allowed = scores[0].isfinite()  # processors mask tokens with -inf
         noise = max((float((other - scores[0])[allowed].abs().max()) for other in scores[1:]), default=0.0)
         least = LEAST.get(self._model.dtype, LEAST_HALF) * float(scores[0][allowed].abs().max())
-        assert parting.speculative is not None
-        assert parting.plain is not None
+        assert divergence.speculative is not None
+        assert divergence.plain is not None
         point = None
         if sampling.temperature > 0:
-            point = Noise(sampling.seed, parting.id).at(parting.position) * float(scores[0][-1])
-        shortfalls = [_shortfall(scores[0], token, point) for token in (parting.speculative, parting.plain)]
+            point = Noise(sampling.seed, divergence.id).at(divergence.position) * float(scores[0][-1])
+        shortfalls = [_shortfall(scores[0], token, point) for token in (divergence.speculative, divergence.plain)]
         return shortfalls[0], shortfalls[1], max(noise, least)
 
     @torch.inference_mode()
     def choices(
         self, name: str, prompt: list[int], answer: list[int], sampling: Sampling, grammar: str = ""
     ) -> list[int]:
-        """Return what model and noise choose at each place of a sampled answer, given what precedes it."""
+        """Return the token that model and noise choose at each position of a sampled answer, given its prefix."""
         if not answer:
             return []
-        if self._rotary:
+        if self._length_dependent:
             logits = torch.stack(list(self._steps(prompt, answer[:-1])))
         else:
             logits = self._forward(prompt + answer[:-1], len(answer))
@@ -154,22 +156,22 @@ class ModelReferee:
         return draw(torch.softmax(logits.double(), -1), [noise.at(at) for at in range(len(answer))])
 
     def _follower(self, grammar: str) -> GrammarFollower:
-        """Return what holds an answer to its grammar, from its beginning."""
+        """Return a follower of the grammar, at its start."""
         assert self._grammars is not None
         return GrammarFollower(self._grammars().matcher(grammar))
 
     def _forward(self, ids: list[int], last: int) -> torch.Tensor:
-        """Return the logits of the `last` of some tokens, (last, vocab) in float32, in one forward."""
+        """Return the logits of the last `last` positions, (last, vocab) in float32, from one forward."""
         keep = {"logits_to_keep": last} if "logits_to_keep" in signature(self._model.forward).parameters else {}
         text = torch.tensor([ids], device=self._model.device)
         return self._model(text, **keep).logits[0, -last:].float()  # type: ignore[no-any-return]
 
     def _logits(self, prompt: list[int], common: list[int]) -> list[torch.Tensor]:
-        """Return the logits after prompt and `common`, (vocab,), in one forward and in two of several shapes.
+        """Return the logits after prompt and `common`, (vocab,), from one forward and from splits of several shapes.
 
-        Where frequencies depend on the length of the text, as generate() computes them, and no other way.
+        Models whose rotary frequencies depend on the length are only run as generate() runs them.
         """
-        if self._rotary:
+        if self._length_dependent:
             return [list(self._steps(prompt, common))[-1]]
         ids = prompt + common
         text = torch.tensor([ids], device=self._model.device)
@@ -177,13 +179,13 @@ class ModelReferee:
         for last in SPLITS:
             if last < len(ids):
                 first = self._model(text[:, :-last], use_cache=True)
-                second = self._model(text[:, -last:], use_cache=True, **{self._handed: first.past_key_values})
+                second = self._model(text[:, -last:], use_cache=True, **{self._cache_name: first.past_key_values})
                 found.append(second.logits[0, -1].float())
         return found
 
     def _steps(self, prompt: list[int], answer: list[int]) -> Iterator[torch.Tensor]:
-        """Yield the logits, (vocab,), after the prompt and after each token of the answer, as generate() steps."""
-        for module in self._rotary:
+        """Yield the logits, (vocab,), after the prompt and after each token of the answer, stepping as generate()."""
+        for module in self._length_dependent:
             forget(module)
         restart = restart_length(self._model)
         cache, fresh = None, prompt
@@ -194,40 +196,35 @@ class ModelReferee:
             if restart is not None and at and len(text) == restart + 1:
                 cache, fresh = None, text
             ids = torch.tensor([fresh], device=self._model.device)
-            output = self._model(ids, use_cache=True, **{self._handed: cache})
+            output = self._model(ids, use_cache=True, **{self._cache_name: cache})
             cache = output.past_key_values
             yield output.logits[0, -1].float()
 
-    def _scores(self, logits: torch.Tensor, parting: Divergence, sampling: Sampling) -> torch.Tensor:
-        """Return what a token is chosen by: processed logits, or the running sum of probabilities."""
-        if parting.grammar:
-            logits = self._follower(parting.grammar).masked(logits, parting.common)
-        processors = self._rules.processors(sampling, len(parting.prompt))
+    def _scores(self, logits: torch.Tensor, divergence: Divergence, sampling: Sampling) -> torch.Tensor:
+        """Return the scores to choose by: processed logits, or cumulative probabilities if sampled."""
+        if divergence.grammar:
+            logits = self._follower(divergence.grammar).masked(logits, divergence.common)
+        processors = self._rules.processors(sampling, len(divergence.prompt))
         if processors is not None:
-            logits = processors(logits[None], parting.prompt + parting.common)[0]
+            logits = processors(logits[None], divergence.prompt + divergence.common)[0]
         if sampling.temperature == 0:
             return logits
         return torch.softmax(logits.double(), -1).cumsum(0)
 
 
 def _shortfall(scores: torch.Tensor, token: int, point: float | None) -> float:
-    """Return by how much `token` is not the choice: below the largest logit, or outside of where the draw fell."""
+    """Return how far `token` is from being chosen: below the largest logit, or outside the drawn point."""
     if point is None:
         return float(scores.max() - scores[token])
     low = float(scores[token - 1]) if token else 0.0
     return max(0.0, low - point, point - float(scores[token]))
 
 
-# -- a sample of the records answered outside our engine, and the audited runs compared with it -----------------------
-#
-# `verify` compares two runs of one engine, so it cannot see what is wrong in both. Some records are therefore answered
-# by stock transformers generate() too, one at a time. Where the run samples with its own noise, which generate()
-# lacks, the model is asked token by token instead: is this the one that the record's noise draws from its
-# distribution?
+# -- reference answers -----------------------------------------------------------------------------
 
 
 def sample(answers: Iterable[Answer], count: int, seed: int) -> list[Answer]:
-    """Return `count` of the answers, two at least: the longest and the shortest prompt, and a draw of the others."""
+    """Return `count` of the answers, at least two: the longest and shortest prompt, and a draw of the others."""
     answers = list(answers)
     ranked = sorted(answers, key=lambda answer: (len(answer.prompt_token_ids), answer.id))
     if len(ranked) <= max(2, count):
@@ -238,7 +235,7 @@ def sample(answers: Iterable[Answer], count: int, seed: int) -> list[Answer]:
 
 
 def greedy(target: Target, answers: Iterable[Answer]) -> tuple[Answers, list[str]]:
-    """Return the greedy ones of `answers` as stock generate() gives them, and why it could not give some."""
+    """Return stock generate()'s answers for the greedy ones of `answers`, and why some are missing."""
     asked = [answer for answer in answers if answer.sampling.temperature == 0]
     requests = [
         Request(place, answer.id, answer.prompt_token_ids, answer.sampling, grammar=answer.grammar)
@@ -255,24 +252,26 @@ def greedy(target: Target, answers: Iterable[Answer]) -> tuple[Answers, list[str
 
 
 def compare(reference: Answers, run: Answers, referee: Callable[[], Referee], audit: Audit) -> list[Divergence]:
-    """Count in `audit` how `run` differs from the reference's answers; return the partings that are bugs."""
+    """Count in `audit` how `run` differs from the reference; return the divergences that are bugs."""
     same = Answers({name: answer for name, answer in run.answered.items() if name in reference.answered})
-    return [parting for parting in divergences(reference, same, audit) if not audit.add(judge(parting, referee))]
+    return [
+        divergence for divergence in divergences(reference, same, audit) if not audit.add(judge(divergence, referee))
+    ]
 
 
 def compare_draws(answers: Iterable[Answer], referee: ModelReferee, audit: Audit) -> list[Divergence]:
     """Count in `audit` whether sampled answers are, token by token, what their noise draws from the model.
 
-    A record is a bug at its first token that is more than rounding away, a tie where others are only rounding away.
-    Returns the partings that are bugs.
+    A record is a bug at its first token that is off by more than rounding, a tie if tokens are only off by rounding.
+    Returns the divergences that are bugs.
     """
     bugs = []
     for answer in answers:
         last = None
-        for parting in _misses(answer, referee):
-            last = judge(parting, lambda: referee)
+        for divergence in _misses(answer, referee):
+            last = judge(divergence, lambda: referee)
             if not last.tie:
-                bugs.append(parting)
+                bugs.append(divergence)
                 break
         if last is None:
             audit.identical += 1
@@ -282,7 +281,7 @@ def compare_draws(answers: Iterable[Answer], referee: ModelReferee, audit: Audit
 
 
 def _misses(answer: Answer, referee: ModelReferee) -> Iterator[Divergence]:
-    """Yield the tokens of an answer that are not those the model and the record's noise choose after what precedes."""
+    """Yield the tokens of an answer that model and noise would not choose after its prefix."""
     prompt, ids = answer.prompt_token_ids, answer.token_ids
     chosen = referee.choices(answer.id, prompt, ids, answer.sampling, answer.grammar)
     for at, (own, theirs) in enumerate(zip(chosen, ids, strict=True)):

@@ -1,4 +1,4 @@
-"""`ragspec verify`: answers the input without and with speculation, and a sample of it in stock transformers."""
+"""`ragspec verify`: answer the input with and without speculation, and a sample of it in stock transformers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,24 @@ from ragspec.outputs.folder import write_json
 from ragspec.speculation.methods import PLAIN
 
 STOCK = "stock generate()"
-KEYED = ("context", "prompt_lookup", "grammar")  # methods of our engine that sample with noise of a place
+POSITION_NOISE = ("context", "prompt_lookup", "grammar")  # methods of our engine whose noise belongs to a position
 
 
 def run_verify(
     config: RunConfig, folder: Path, *, limit: int | None, console: Console, reference: int = 8, seed: int = 0
 ) -> Findings:
-    """Audit `config` on its own input; write `folder`/verify.json and a reproducer for each bug. Raises ConfigError.
+    """Audit `config` on its own input; write `folder`/verify.json and a reproducer for each bug.
 
-    reference: how many records stock generate() answers too, drawn by `seed`; 0 for none.
+    Args:
+        config: The config, with the method to verify.
+        folder: For outputs, findings and reproducers.
+        limit: Records to answer, None for all.
+        console: For progress.
+        reference: How many records stock generate() answers too; 0 for none.
+        seed: Of that sample.
+
+    Raises:
+        ConfigError: If there is nothing to verify, or texts cannot be compared.
     """
     if config.speculation.method == PLAIN:
         raise ConfigError("speculation.method: none has nothing to verify; set the method that you use")
@@ -44,7 +53,7 @@ def run_verify(
 
 
 class _Verification:
-    """One audit: the runs' answers, the model they are judged by (loaded when it is needed), and what was found."""
+    """One audit: the runs' answers, the model that judges them (loaded on demand), and the findings."""
 
     def __init__(self, config: RunConfig, folder: Path, limit: int | None, console: Console) -> None:
         self.findings = Findings()
@@ -53,8 +62,8 @@ class _Verification:
         self._console = console
         self._plan = make_plan(config)
         check_input(config)
-        self._ran: dict[str, Any] = {}  # what the plain run said of itself
-        self._drafted: dict[str, Any] = {}  # what the other did
+        self._plain_about: dict[str, Any] = {}  # Runner.about() of the plain run
+        self._method_about: dict[str, Any] = {}  # of the run with speculation
         self._outputs: dict[str, Path] = {}
         self._answers = [self._answer(candidate, limit) for candidate in self._plan]
         self.findings.quality = graded(self._outputs, {self._plan[1].name: self._plan[0].name})
@@ -63,47 +72,49 @@ class _Verification:
         with open_worker(candidate, self._folder, limit, self._console) as worker:
             self._console.print(f"{candidate.name}: answering ...", markup=False)
             worker.measure()
-            self._drafted = worker.ready.about["runner"]
-            self._ran = self._ran or self._drafted
+            self._method_about = worker.ready.about["runner"]
+            self._plain_about = self._plain_about or self._method_about
             self._outputs[candidate.name] = worker.answers
             return read_answers(worker.answers)
 
     def compare_runs(self) -> None:
         """Compare the method with plain decoding."""
         (plain, method), audit = self._plan, Audit()
-        one, two = (self._repeated(answers) for answers in self._answers)
+        one, two = (self._reproducible(answers) for answers in self._answers)
         if left := len(self._answers[0].answered) - len(one.answered):
             self.findings.left_out.append(
                 f"{left} sampled records: with {method.name} they have the same distribution, not the same text"
             )
-        for parting in divergences(one, two, audit):
-            if not audit.add(judge(parting, self._referee)):
-                self._write_reproducer(method, PLAIN, parting, audit.bugs[-1])
+        for divergence in divergences(one, two, audit):
+            if not audit.add(judge(divergence, self._referee)):
+                self._write_reproducer(method, PLAIN, divergence, audit.bugs[-1])
         self.findings.comparisons.append(Comparison(method.name, plain.name, audit))
 
-    def _repeated(self, answers: Answers) -> Answers:
-        """Return those answers whose text would be the same in any run."""
-        same = {name: answer for name, answer in answers.answered.items() if self._repeats(answer)}
+    def _reproducible(self, answers: Answers) -> Answers:
+        """Return the answers whose text is the same in any run."""
+        same = {name: answer for name, answer in answers.answered.items() if self._is_reproducible(answer)}
         return Answers(same, answers.failed)
 
-    def _repeats(self, answer: Answer) -> bool:
-        """Return whether an answer has one text: greedy, or sampled with noise that belongs to its positions."""
+    def _is_reproducible(self, answer: Answer) -> bool:
+        """Return whether an answer is reproducible: greedy, or sampled with noise that belongs to positions."""
         if answer.sampling.temperature == 0:
             return True
-        keyed = self._config.speculation.method in KEYED or self._drafted.get("draft_vocabulary") == "other"
-        return self._ran.get("engine") == "ragspec" and keyed
+        keyed = (
+            self._config.speculation.method in POSITION_NOISE or self._method_about.get("draft_vocabulary") == "other"
+        )
+        return self._plain_about.get("engine") == "ragspec" and keyed
 
     def compare_with_reference(self, count: int, seed: int) -> None:
-        """Compare both runs with stock transformers, on a sample, or say why that is impossible."""
+        """Compare a sample of both runs with stock transformers, or say why that is impossible."""
         from ragspec.audit import referee as reference
         from ragspec.audit.referee import check_same_answers
 
-        plain, method = (self._repeated(answers).answered for answers in self._answers)
+        plain, method = (self._reproducible(answers).answered for answers in self._answers)
         asked = reference.sample([answer for name, answer in plain.items() if name in method], count, seed)
         if not asked:
             return
         try:
-            check_same_answers(self._config, self._ran)
+            check_same_answers(self._config, self._plain_about)
             target = self._target
         except (ConfigError, ModelError) as error:
             self.findings.left_out.append(f"{STOCK}: {error}")
@@ -119,23 +130,23 @@ class _Verification:
             drawn = [answer for name, answer in run.answered.items() if name in sampled]
             bugs += reference.compare_draws(drawn, self._referee(), audit)
             self.findings.comparisons.append(Comparison(candidate.name, STOCK, audit))
-            for parting, verdict in zip(bugs, audit.bugs, strict=True):
-                self._write_reproducer(candidate, STOCK, parting, verdict)
+            for divergence, verdict in zip(bugs, audit.bugs, strict=True):
+                self._write_reproducer(candidate, STOCK, divergence, verdict)
 
     @cached_property
     def _target(self) -> Any:
         from ragspec.audit.referee import Target
 
         self._console.print(f"{STOCK}: loading ...", markup=False)
-        return Target(self._config, self._ran)
+        return Target(self._config, self._plain_about)
 
     def _referee(self) -> Any:
         from ragspec.audit.referee import ModelReferee
 
         return ModelReferee(self._target.model, self._target.rules, self._target.grammars)
 
-    def _write_reproducer(self, candidate: Candidate, against: str, parting: Divergence, verdict: Verdict) -> None:
-        name = "".join(c if c.isalnum() or c in "-_." else "_" for c in parting.id)[:80]
+    def _write_reproducer(self, candidate: Candidate, against: str, divergence: Divergence, verdict: Verdict) -> None:
+        name = "".join(c if c.isalnum() or c in "-_." else "_" for c in divergence.id)[:80]
         if against == STOCK:
             name = f"{candidate.name}-stock-{name}"
         write_json(
@@ -144,10 +155,10 @@ class _Verification:
                 "run": candidate.name,
                 "against": against,
                 "verdict": asdict(verdict),
-                "prompt_token_ids": parting.prompt,
-                "answer_before": parting.common,
-                "sampling": asdict(parting.sampling),
-                "grammar": parting.grammar,
+                "prompt_token_ids": divergence.prompt,
+                "answer_before": divergence.common,
+                "sampling": asdict(divergence.sampling),
+                "grammar": divergence.grammar,
                 "config": candidate.config.model_dump(mode="json"),
                 "note": "others in its batch can matter: if this one shows nothing alone, run the whole input",
             },
@@ -158,7 +169,7 @@ def check_comparable(config: RunConfig) -> None:
     """Raise ConfigError if answers are equal only in distribution, so that texts cannot be compared."""
     spec, sampled = config.speculation, config.sampling.temperature > 0
     stock = config.runner_args.get("engine") == "transformers"
-    keyed = spec.method in KEYED or (spec.method == "draft_model" and spec.draft_tokenizer is not None)
+    keyed = spec.method in POSITION_NOISE or (spec.method == "draft_model" and spec.draft_tokenizer is not None)
     if sampled and (config.runner == "vllm" or stock or not keyed):
         raise ConfigError(
             f"sampling.temperature: {config.sampling.temperature}: with {spec.method} on {config.runner} sampled "

@@ -1,7 +1,7 @@
-"""Ratios of paired passes with a confidence interval.
+"""Compare candidates: paired speed ratios with a confidence interval, and answer quality where references exist.
 
-Two passes that ran one after the other saw the same machine, so ratios are taken pair by pair. Speeds are products of
-many causes, so the interval is Student's t on logarithms. Limit: a few pairs say little, and the interval shows it.
+Two passes that ran one after the other saw the same machine, so ratios are taken pair by pair. A speed is a product of
+many causes, so the interval is Student's t on logarithms. Limit: a few pairs say little, and the interval is wide.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ NORMAL95 = 1.960
 
 
 def paired(mine: Sequence[float | None], theirs: Sequence[float | None]) -> list[float]:
-    """Return the ratio of each pair of passes whose speeds are both known; passes without a partner are left out."""
+    """Return the ratio of each pair of passes with two known speeds; unpaired passes are left out."""
     return [one / other for one, other in zip(mine, theirs, strict=False) if one and other]
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float | None, float | None]:
-    """Return the median of positive ratios and a 95% interval of their geometric mean; None for one ratio alone.
+    """Return the median ratio and a 95% interval of the geometric mean, None for a single ratio.
 
     If the median lies outside the interval, the interval is widened to include it.
     """
@@ -40,31 +40,31 @@ def interval(ratios: Sequence[float]) -> tuple[float, float | None, float | None
 
 
 def sides(ratios: Sequence[float]) -> tuple[float, float]:
-    """Return what the ratio is at least and at most: anything, where one pair alone tells."""
+    """Return the ends of the interval: 0 and infinity for a single pair."""
     _, low, high = interval(ratios)
     return (0.0, inf) if low is None or high is None else (low, high)
 
 
 def format_ratio(ratios: Sequence[float]) -> str:
-    """Return the median for a reader, with its interval: 1.50x (1.40 to 1.60)."""
+    """Return the median with its interval as text: 1.50x (1.40 to 1.60)."""
     middle, low, high = interval(ratios)
     return f"{middle:.2f}x ({'one pass' if low is None or high is None else f'{low:.2f} to {high:.2f}'})"
 
 
 def _quantile(freedom: int) -> float:
-    """Beyond the table, the first term of the Cornish-Fisher expansion: within 0.01."""
+    """Return the quantile; beyond the table by the first term of the Cornish-Fisher expansion, within 0.01."""
     if freedom <= len(T95):
         return T95[freedom - 1]
     return NORMAL95 + (NORMAL95**3 + NORMAL95) / (4 * freedom)
 
 
-# -- how good the answers of candidates are, where records have references --------------------------------------------
+# -- quality ---------------------------------------------------------------------------------------
 
 
 def graded(outputs: Mapping[str, Path], baselines: Mapping[str, str]) -> dict[str, Quality]:
-    """Return the quality of each candidate; nothing where no record has a reference.
+    """Return the quality of each candidate's answers; empty if no record has a reference.
 
-    outputs: by candidate. baselines: of those that are compared, with whom.
+    outputs: by candidate. baselines: candidate -> the candidate to compare it with.
     """
     read: dict[str, Answers] = {}
     for name, path in outputs.items():
@@ -82,7 +82,7 @@ def graded(outputs: Mapping[str, Path], baselines: Mapping[str, str]) -> dict[st
 
 
 def describe_quality(quality: Mapping[str, Quality]) -> Iterator[str]:
-    """Yield the F1 of each candidate, and its difference from its baseline; once for those of which it is the same."""
+    """Yield F1 scores and differences from the baseline, one line per group of candidates with the same figures."""
     names: dict[str, list[str]] = {}
     for name, own in quality.items():
         apart = own.differences.get("f1")

@@ -1,4 +1,4 @@
-"""What a report shows besides speeds: answers token by token, acceptance record by record, the machine's limits."""
+"""What a benchmark shows besides speeds: sample answers, acceptance by record, the roofline; and the printed table."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from ragspec.benchmark.plan import baselines, ratios_to_fewer, ratios_to_peers, 
 from ragspec.benchmark.results import NAME, RECORD_SPEED, SPEED, Piece, Profile, Quote, Ratio, Results, Roofline, Sample
 from ragspec.records import Tokenizer
 
-SHOWN = 6  # answers
-PASSAGE = 1200  # characters of a passage that is shown
-READ = 1 << 28  # bytes read to time memory
-SIDE = 1024  # of the square matrices multiplied to time arithmetic
-LEAST_S = 0.3  # seconds of trying: a busy machine is at its best for moments
+SAMPLES = 6  # answers shown
+PASSAGE_CHARS = 1200  # shown of a passage
+READ_BYTES = 1 << 28  # to measure memory bandwidth
+MATRIX_SIDE = 1024  # of the square matrices multiplied to measure arithmetic
+MEASURE_S = 0.3  # seconds per measurement: a busy machine reaches its peak for moments only
 
 
 def samples(answers: Sequence[Answer], tokenizer: Tokenizer) -> tuple[Sample, ...]:
-    """Return the first of a pass's answers as pieces of text, each with where it came from."""
+    """Return the first answers of a pass as pieces of text with their origin."""
     return tuple(
         Sample(
             id=answer.id,
             question=answer.question,
             pieces=pieces(answer, tokenizer),
-            passages=tuple(Quote(passage.id, passage.text[:PASSAGE]) for passage in answer.passages),
+            passages=tuple(Quote(passage.id, passage.text[:PASSAGE_CHARS]) for passage in answer.passages),
             guessed_known=bool(answer.guessed),
             speculation=answer.speculation,
         )
-        for answer in answers[:SHOWN]
+        for answer in answers[:SAMPLES]
     )
 
 
 def pieces(answer: Answer, tokenizer: Tokenizer) -> tuple[Piece, ...]:
-    """Return an answer's tokens as text; a token that ends within a character has none."""
+    """Return an answer's tokens as text; a token that ends inside a character has none."""
     ids = answer.token_ids
     sources: list[str | None] = [None] * len(ids)
     for start, end, passage in answer.copied_tokens:
@@ -52,7 +52,7 @@ def pieces(answer: Answer, tokenizer: Tokenizer) -> tuple[Piece, ...]:
     for i in range(len(ids)):
         text = tokenizer.decode(ids[: i + 1])
         if text.endswith("�") and i + 1 < len(ids):
-            text = text[:done]  # a character that the next token completes
+            text = text[:done]  # the next token completes the character
         drafted = bool(answer.guessed) and bool(answer.guessed[i])
         found.append(Piece(text[done:], "draft" if drafted else "target", sources[i]))
         done = max(done, len(text))
@@ -60,14 +60,14 @@ def pieces(answer: Answer, tokenizer: Tokenizer) -> tuple[Piece, ...]:
 
 
 def acceptance_by_record(answers: Sequence[Answer]) -> tuple[float, ...]:
-    """Return the share of drafted tokens that was accepted, for every answer that had a draft."""
+    """Return the acceptance rate of every answer that had a draft."""
     rates = [answer.speculation["acceptance_rate"] for answer in answers]
     return tuple(rate for rate in rates if rate is not None)
 
 
 @cache
 def roofline(device: str, dtype: str) -> Roofline | None:
-    """Return what this device reads and computes at best, measured once; None without torch."""
+    """Return the device's peak memory bandwidth and arithmetic, measured once; None without torch."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return None
@@ -75,14 +75,14 @@ def roofline(device: str, dtype: str) -> Roofline | None:
 
     def best(work: Callable[[], Any]) -> float:
         least, began = float("inf"), time.perf_counter()
-        while time.perf_counter() < began + LEAST_S:
+        while time.perf_counter() < began + MEASURE_S:
             started = time.perf_counter()
-            work().sum().item()  # waits for the device
+            work().sum().item()  # synchronises with the device
             least = min(least, time.perf_counter() - started)
         return least
 
-    block = torch.ones(READ // kind.itemsize, dtype=kind, device=device)
-    square = torch.ones(SIDE, SIDE, dtype=kind, device=device)
+    block = torch.ones(READ_BYTES // kind.itemsize, dtype=kind, device=device)
+    square = torch.ones(MATRIX_SIDE, MATRIX_SIDE, dtype=kind, device=device)
     products: list[Callable[[], Any]] = [lambda: square @ square]
     if device == "cpu" and kind == torch.float32:
         from ragspec.engine.model.weight_layouts import (
@@ -91,20 +91,20 @@ def roofline(device: str, dtype: str) -> Roofline | None:
 
         products = [partial(make(square), square, None) for make in makers(None).values()]
     return Roofline(
-        bytes_per_s=READ / min(best(lambda: block), best(lambda: block.view(-1, SIDE) @ square[0])),
-        flops_per_s=2 * SIDE**3 / min(best(product) for product in products),
+        bytes_per_s=READ_BYTES / min(best(lambda: block), best(lambda: block.view(-1, MATRIX_SIDE) @ square[0])),
+        flops_per_s=2 * MATRIX_SIDE**3 / min(best(product) for product in products),
     )
 
 
-# -- the benchmark's results as a table on stderr ---------------------------------------------------------------------
+# -- table -----------------------------------------------------------------------------------------
 
 
-WIDEST = 1000  # columns of a console for which a table is measured
+MAX_WIDTH = 1000  # columns of the console for which the table is measured
 COLUMNS = ("method", "tokens/s", "vs plain", "decode tokens/s", "acceptance", "tokens/step", "output", "identical")
 
 
 def print_results(console: Console, results: Results, folder: Path) -> None:
-    """Print one row per candidate, its passes as one, and the paired ratio to its plain decoding."""
+    """Print one row per candidate, its passes combined, with the paired ratio to plain decoding."""
     machine = results.machine
     about = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
     console.print(about, *machine["gpus"], markup=False)
@@ -112,13 +112,15 @@ def print_results(console: Console, results: Results, folder: Path) -> None:
         console.print(f"note: {note}", markup=False, style="yellow")
     _print_figures(console, results)
     for ratio in ratios_to_peers(results):
-        console.print(f"{_compared(ratio)}{_unit(ratio)}", markup=False)
+        console.print(f"{_describe_ratio(ratio)}{_unit_suffix(ratio)}", markup=False)
     for ratio in ratios_to_rank(results):
-        console.print(f"{_compared(ratio)}{_unit(ratio)}{_computed(results, ratio)}", markup=False)
+        console.print(
+            f"{_describe_ratio(ratio)}{_unit_suffix(ratio)}{_prompt_tokens_suffix(results, ratio)}", markup=False
+        )
     for line in describe_quality(results.quality):
         console.print(line, markup=False)
     for ratio in ratios_to_fewer(results, SPEED):
-        console.print(f"{_compared(ratio)}{_efficiency(results, ratio)}", markup=False)
+        console.print(f"{_describe_ratio(ratio)}{_scaling_suffix(results, ratio)}", markup=False)
     for name, detail in results.details.items():
         if detail is not None and detail.profile is not None:
             console.print(_profile(name, detail.profile))
@@ -126,14 +128,14 @@ def print_results(console: Console, results: Results, folder: Path) -> None:
 
 
 def _print_figures(console: Console, results: Results) -> None:
-    """Print a table, or, where that is too wide for the console, the figures of each candidate below its name."""
+    """Print a table or, if it is too wide for the console, each candidate's figures below its name."""
     rows = list(_rows(results))
     table = Table(box=None, pad_edge=False)
     for title in COLUMNS:
         table.add_column(title, justify="left" if title == "method" else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(Text, row))
-    if console.measure(table, options=console.options.update(max_width=WIDEST)).maximum <= console.width:
+    if console.measure(table, options=console.options.update(max_width=MAX_WIDTH)).maximum <= console.width:
         console.print(table)
         return
     for name, *figures in rows:
@@ -143,7 +145,7 @@ def _print_figures(console: Console, results: Results) -> None:
 
 
 def _rows(results: Results) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of each candidate, by COLUMNS."""
+    """Yield the cells of each candidate, in the order of COLUMNS."""
     plain = baselines(results.runs)
     to_plain = {ratio.name: ratio for ratio in ratios_to_plain(results, SPEED)}
     for name in results.names:
@@ -161,7 +163,7 @@ def _rows(results: Results) -> Iterator[tuple[str, ...]]:
 
 
 def _profile(name: str, profile: Profile) -> Table:
-    """Return where the time of a pass went, a row per part."""
+    """Return a table of where the time of a pass went, one row per part."""
     table = Table(box=None, pad_edge=False, title=f"{name}: where {profile.seconds:.1f} s went", title_justify="left")
     for title in ("step", "part", "seconds", "share", "of its bound"):
         table.add_column(title, justify="left" if title in ("step", "part") else "right", overflow="fold")
@@ -177,19 +179,19 @@ def _profile(name: str, profile: Profile) -> Table:
     return table
 
 
-def _unit(ratio: Ratio) -> str:
-    """Return what the ratio is of, where it is not tokens."""
+def _unit_suffix(ratio: Ratio) -> str:
+    """Return the ratio's unit if it is not tokens."""
     return " in records/s" if ratio.metric == RECORD_SPEED else ""
 
 
-def _computed(results: Results, ratio: Ratio) -> str:
-    """Return how many prompt tokens two candidates computed, where that is known."""
+def _prompt_tokens_suffix(results: Results, ratio: Ratio) -> str:
+    """Return how many prompt tokens both candidates computed, if known."""
     one, other = (results.runs_of(name)[0].computed_prompt_tokens for name in (ratio.name, ratio.baseline))
     return "" if one is None or other is None else f", with {one:,} prompt tokens computed against {other:,}"
 
 
-def _efficiency(results: Results, ratio: Ratio) -> str:
-    """Return what share of so many workers' worth a ratio is."""
+def _scaling_suffix(results: Results, ratio: Ratio) -> str:
+    """Return the ratio as a share of a linear speed-up over its workers."""
     workers = {run.name: run.workers for run in results.runs}
     more, fewer = workers[ratio.name] or 1, workers[ratio.baseline] or 1
     return f", {ratio.median * fewer / more:.0%} of a linear speed-up on {more} workers" if more > fewer else ""
@@ -199,5 +201,5 @@ def _speed(speed: float | None) -> str:
     return f"{speed:.1f}" if speed else "-"
 
 
-def _compared(ratio: Ratio) -> str:
+def _describe_ratio(ratio: Ratio) -> str:
     return f"{ratio.name} runs at {ratio.formatted()} the speed of {ratio.baseline}"

@@ -1,7 +1,7 @@
-"""What makes a run faster and may change its answers: each tried beside the fastest lossless config, quality beside it.
+"""Variants that are faster but may change answers, timed beside the fastest lossless config with their quality.
 
-What is tried: another order of passages, fewer of them, 16-bit arithmetic, quantised weights where the stack quantises
-as it loads. Nothing of it is chosen unless the user says how much quality it may cost.
+Variants: another order of passages, fewer passages, 16-bit arithmetic, and quantised weights where the stack quantises
+at load. None is chosen unless the user says how much quality it may cost.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ SCORE = "f1"
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A candidate on the plane of speed and quality. ratio: of its speed to the lossless one's; at least `low`.
+    """A candidate's speed and quality.
 
-    speed: the same, with its interval, for a reader.
+    ratio: its speed to the lossless config's; at least `low`. speed: the same with its interval, as text.
     """
 
     candidate: Candidate
@@ -37,14 +37,14 @@ class Point:
 
     @property
     def loss(self) -> float | None:
-        """By how many points of F1 it may be below the lossless one: the far end of the interval; None if unknown."""
+        """The most F1 points that it may lose, by the far end of the interval; None if unknown."""
         if self.lossless:
             return 0.0
         apart = self.quality.differences.get(SCORE) if self.quality else None
         return None if apart is None or apart.low is None else max(0.0, -apart.low)
 
     def formatted(self, *, best: bool) -> str:
-        """Return a line about it. best: nothing else is both faster and better."""
+        """Return a line about it. best: whether it is on the frontier."""
         quality = self.quality
         score = "" if quality is None or SCORE not in quality.scores else f", F1 {quality.scores[SCORE].formatted()}"
         apart = quality.differences.get(SCORE) if quality is not None else None
@@ -54,7 +54,7 @@ class Point:
 
 
 def variants(winner: Candidate, tries: Sequence[str], passages: int, *, on_gpu: bool) -> list[Candidate]:
-    """Return what is tried beside the winner. passages: of a record at most."""
+    """Return the variants of the winner to try. passages: the most that a record has."""
     config, found = winner.config, []
     if "order" in tries and config.prompt.order != "shared":
         found.append(_changed(winner, "shared-order", prompt={"order": "shared"}))
@@ -65,7 +65,7 @@ def variants(winner: Candidate, tries: Sequence[str], passages: int, *, on_gpu: 
                 found.append(_changed(winner, f"{count}-passages", prompt={"max_passages": count}))
     if "dtype" in tries and config.runner_args.get("dtype") != "bfloat16":
         found.append(_changed(winner, "bfloat16", runner_args={"dtype": "bfloat16"}))
-    if "quantization" in tries and config.runner == "vllm" and on_gpu:  # vLLM quantises as it loads on GPUs only
+    if "quantization" in tries and config.runner == "vllm" and on_gpu:  # vLLM quantises at load on GPUs only
         found.append(_changed(winner, "fp8", runner_args={"quantization": "fp8"}))
     return found
 
@@ -84,7 +84,7 @@ def points(
     speeds: Mapping[str, Sequence[float | None]],
     quality: Mapping[str, Quality],
 ) -> list[Point]:
-    """Return the winner and what was tried beside it, in the passes that both ran in turn."""
+    """Return the winner and its variants as points, by the passes that ran in pairs."""
     found = [Point(winner, 1.0, quality.get(winner.name), lossless=True)]
     for candidate in others:
         ratios = paired(speeds[candidate.name], speeds[winner.name])
@@ -97,7 +97,7 @@ def points(
 
 
 def frontier(given: Sequence[Point]) -> list[Point]:
-    """Return the points that no other one beats in both speed and F1, the slowest first."""
+    """Return the points that no other beats in both speed and F1, slowest first."""
 
     def score(point: Point) -> float:
         scored = point.quality is not None and SCORE in point.quality.scores
@@ -118,9 +118,9 @@ def frontier(given: Sequence[Point]) -> list[Point]:
 
 
 def allowed(given: Sequence[Point], max_loss: float | None) -> Point:
-    """Return the fastest point that may lose no more than `max_loss` points of F1; the lossless one without it.
+    """Return the fastest point that loses no more than `max_loss` points of F1; the lossless one if that is None.
 
-    What is not surely faster is not worth any loss.
+    A variant has to be faster by its whole interval.
     """
     fit = [point for point in given if point.lossless or (max_loss is not None and _within(point, max_loss))]
     return max(fit, key=lambda point: point.ratio)

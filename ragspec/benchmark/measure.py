@@ -1,4 +1,7 @@
-"""Passes -> Results: who is compared with whom, the paired ratios, and whose answers are the same."""
+"""Run a benchmark plan, one process per candidate with alternating passes (A B, B A, ...), and summarise the results.
+
+Limit: alternating passes need memory for all candidates' models at once; `sequential` gives that up.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +33,10 @@ from ragspec.outputs.folder import write_json
 def summarise(
     plan: Sequence[Candidate], entries: Mapping[str, Entry], folder: Path, repeat: int, notes: Sequence[str]
 ) -> Results:
-    """Return what `repeat` passes of every candidate say; `notes` come last in those of the results."""
+    """Return the results of `repeat` passes of every candidate. notes: appended to those of the results."""
     passes = {candidate.name: entries[candidate.name].passes[:repeat] for candidate in plan}
     ready = {candidate.name: _ready(entries[candidate.name]) for candidate in plan}
-    # how many records were answered at once, as far as the runner says so, else what was asked of it
+    # records in one batch, as far as the runner reports it, else as configured
     sizes = {
         candidate.name: entries[candidate.name].passes[-1].batch_size or candidate.batch_size for candidate in plan
     }
@@ -64,7 +67,7 @@ def summarise(
 
 
 def _by_rank(settings: Sequence[Setting]) -> dict[str, str]:
-    """Return, by candidate, the same with passages by rank, for those of another order."""
+    """Return, for candidates with another passage order, the same candidate with passages by rank."""
     places = {setting.name: by_rank_of(setting, settings) for setting in settings}
     return {name: settings[place].name for name, place in places.items() if place is not None}
 
@@ -100,10 +103,9 @@ def _ratios(
     settings: Sequence[Setting],
     passes: Mapping[str, Sequence[Pass]],
 ) -> Iterator[Ratio]:
-    """Yield the candidate's ratios; a peer itself has none.
+    """Yield the candidate's ratios to its baseline, to the fewest workers, to passages by rank, and to every peer.
 
-    They are to its baseline where it has one, to the same on the fewest workers, to the same with passages by rank, and
-    to every peer.
+    A peer has none of its own.
     """
     if candidate.peer:
         return
@@ -126,7 +128,7 @@ def _ratios(
 def _ratio(
     candidate: Candidate, other: Candidate, metric: str, passes: Mapping[str, Sequence[Pass]]
 ) -> Iterator[Ratio]:
-    """Yield the one ratio of a metric, or none where no pair of passes knows it."""
+    """Yield the ratio of a metric; nothing if no pair of passes has it."""
     ratios = paired(*([getattr(each, metric) for each in passes[name]] for name in (candidate.name, other.name)))
     if ratios:
         middle, low, high = interval(ratios)
@@ -142,13 +144,11 @@ def _ratio(
 
 
 def _identical(answers: Mapping[str, str], plain: Mapping[str, str]) -> int:
-    """Return how many answers of a pass are, token for token, those of plain decoding in its first pass."""
+    """Return how many answers of a pass equal, token for token, those of plain decoding's first pass."""
     return sum(plain.get(name) == answer for name, answer in answers.items())
 
 
-# -- running a plan: one process per candidate, passes in turn (A B, B A, ...) ----------------------------------------
-#
-# Limit: passes in turn need room for all candidates' models at once; `sequential` gives that up.
+# -- running ---------------------------------------------------------------------------------------
 
 
 def run_benchmark(
@@ -163,10 +163,22 @@ def run_benchmark(
     profile: bool = False,
     restart: bool = False,
 ) -> Results:
-    """Run `plan` and return what `folder`/results.json then holds. Raises ConfigError and ModelError.
+    """Run a plan, write `folder`/results.json and return its content.
 
-    resume: keep the passes that an interrupted run of the same plan left in `folder`. profile: watch one more pass of
-    each candidate, and say where its time goes. restart: have each pass in a new process.
+    Args:
+        plan: The candidates.
+        folder: For outputs, logs and results.
+        repeat: Passes per candidate.
+        limit: Records per pass, None for all.
+        sequential: Load one model at a time, without alternating passes.
+        console: For progress.
+        resume: Keep the passes that an interrupted run of the same plan left in `folder`.
+        profile: Profile one more pass of each candidate.
+        restart: Run each pass in a new process.
+
+    Raises:
+        ConfigError: If the input or a candidate's config cannot work.
+        ModelError: If a candidate's process fails.
     """
     check_input(plan[0].config)
     benchmark = _Benchmark(plan, folder, repeat, limit, console, resume, profile, restart)
@@ -180,7 +192,7 @@ def run_benchmark(
 
 
 class _Benchmark:
-    """The passes of a plan: those that are done, and how the others are run."""
+    """The passes of a plan: finished ones, and how to run the rest."""
 
     def __init__(
         self,
@@ -204,7 +216,7 @@ class _Benchmark:
         self._entries: dict[str, Entry] = {candidate.name: self._store.open(candidate) for candidate in plan}
 
     def run_in_turn(self) -> None:
-        """Run what is left, all models in memory: each pass of a pair then sees the same machine."""
+        """Run the rest with all models in memory, so that each pair of passes sees the same machine."""
         with ExitStack() as stack:
             workers = [self._start(candidate, stack) for candidate in self._unfinished()]
             for number in range(1, self._repeat + 1):
@@ -212,7 +224,7 @@ class _Benchmark:
                     self._measure(worker, number)
 
     def run_one_by_one(self) -> None:
-        """Run what is left, one model in memory at a time."""
+        """Run the rest with one model in memory at a time."""
         for candidate in self._unfinished():
             with ExitStack() as stack:
                 worker = self._start(candidate, stack)
@@ -220,7 +232,7 @@ class _Benchmark:
                     self._measure(worker, number)
 
     def results(self) -> Results:
-        """Return what was found."""
+        """Return the results so far."""
         notes = []
         if self._store.kept:
             notes.append(f"passes kept from an earlier run: {self._store.kept}, timed under that run's conditions")
@@ -239,7 +251,7 @@ class _Benchmark:
         return worker
 
     def _measure(self, worker: Worker, number: int) -> None:
-        """Run a candidate's pass `number` and keep it, unless an earlier run has done it."""
+        """Run a candidate's pass `number` and store it, unless an earlier run has done so."""
         name = worker.candidate.name
         entry = self._entries[name]
         if len(entry.passes) >= number:

@@ -1,4 +1,4 @@
-"""The answers of a pass, read back from its output: what an audit and a report look at."""
+"""The answers of a pass, read back for the audit and the report; and finished passes on disk, to resume a benchmark."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from ragspec.records import Sampling
 class Answer:
     """One record's answer.
 
-    guessed: a 1 per token that a draft had guessed; empty where that is not known. copied_tokens: (start, end, id of
-    the passage). speculation: as in an output line.
+    guessed: a 1 per token that came from a draft, empty if unknown. copied_tokens: (start, end, passage id).
+    speculation: as in an output line.
     """
 
     id: str
@@ -42,34 +42,34 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """A pass's answers by record, in the order of its output, and the ids of its error lines."""
+    """A pass's answers by record id, in output order, and the ids of its error lines."""
 
     answered: dict[str, Answer]
     failed: tuple[str, ...] = ()
 
 
 def fingerprints(path: Path) -> dict[str, str]:
-    """Return a hash of each answer's tokens, by record, of an output that was written with details."""
+    """Return a hash of each answer's tokens by record id, from an output written with details."""
     answers = read_answers(path).answered
     return {name: sha256(dumps(answer.token_ids)).hexdigest()[:16] for name, answer in answers.items()}
 
 
 def read_answers(path: Path) -> Answers:
-    """Return the answers of an output that was written with details."""
+    """Return the answers of an output written with details."""
     lines = [loads(line) for line in path.read_bytes().splitlines()]
     answered = {line["id"]: parse(Answer, line) for line in lines if "error" not in line}
     return Answers(answered, tuple(line["id"] for line in lines if "error" in line))
 
 
-# -- finished passes on disk, so that an interrupted benchmark can continue where it stopped --------------------------
+# -- resume ----------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Entry:
-    """A candidate's passes so far.
+    """A candidate's finished passes.
 
-    identity: a hash of what they depend on. answers: of each pass, a hash of every answer, by record. details: once all
-    passes are done.
+    identity: a hash of what they depend on. answers: per pass, a hash of each answer by record id. details: set once
+    all passes are done.
     """
 
     identity: str
@@ -80,18 +80,18 @@ class Entry:
 
 
 class Passes:
-    """The entries of a benchmark, each in `folder`/passes/NAME.json."""
+    """The entries of a benchmark, one file each: `folder`/passes/NAME.json."""
 
     def __init__(self, folder: Path, limit: int | None, resume: bool) -> None:
         self._folder = folder / "passes"
         self._limit = limit
         self._entries: dict[str, Entry] = {}
-        self.kept = 0  # passes of an earlier run
+        self.kept = 0  # passes taken over from an earlier run
         if not resume:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def open(self, candidate: Candidate) -> Entry:
-        """Return the candidate's entry: an earlier run's, if config, input and limit are the same, else a new one."""
+        """Return the candidate's entry from an earlier run if config, input and limit are equal, else a new one."""
         identity = self._identity(candidate)
         entry = _read(self._path(candidate))
         if entry is None or entry.identity != identity or len(entry.answers) != len(entry.passes):
@@ -108,13 +108,13 @@ class Passes:
         return self._folder / f"{candidate.name}.json"
 
     def _identity(self, candidate: Candidate) -> str:
-        """Return a hash of what a pass depends on: config, limit, and the input's bytes."""
+        """Return a hash of what a pass depends on: config, limit and input bytes."""
         what = [digest(candidate.config.input), candidate.config.model_dump(mode="json"), self._limit]
         return hashlib.sha256(dumps(what)).hexdigest()
 
 
 def _read(path: Path) -> Entry | None:
-    """Return the entry of a file, None if there is none, or if another version wrote it."""
+    """Return the entry in a file, None if there is none or another version wrote it."""
     if not path.is_file():
         return None
     try:

@@ -1,10 +1,12 @@
-"""Which run another may be compared with: plain decoding on the same runner, with as many records at once.
+"""The candidates of a benchmark, and which run each is compared with.
 
     >>> plain = Setting("none-b8", "vllm", "none", 8)
     >>> plain_of(Setting("a", "vllm", "context", 8), [plain]), plain_of(Setting("b", "vllm", "context", 4), [plain])
     (0, None)
 
-Everything that says "plain" (results.json, the table, the report) asks here.
+The baseline of a run is plain decoding on the same runner at the same batch size; results.json, the table and the
+report all use it. A candidate is an ordinary config, checked like any other. A peer is another tool, configured as its
+users run it.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from ragspec.speculation.methods import PLAIN, check_method, known_methods, meth
 
 
 class Setting(NamedTuple):
-    """What makes two runs comparable. batch_size: None if unknown. peer: whether it is another tool.
+    """What makes two runs comparable.
 
-    workers: None if it answers in one process. order: of passages in prompts.
+    batch_size: None if unknown. peer: whether it is another tool. workers: None for a single process. order: of
+    passages in prompts.
     """
 
     name: str
@@ -43,16 +46,16 @@ class Setting(NamedTuple):
 
 
 def plain_of(setting: Setting, others: Sequence[Setting]) -> int | None:
-    """Return the place in `others` of the run to compare `setting` with, None if there is none."""
+    """Return the index in `others` of the plain run to compare `setting` with, None if there is none."""
     for place, other in enumerate(others):
-        alike = _place(other) == _place(setting)
+        alike = _comparison_key(other) == _comparison_key(setting)
         if other.method == PLAIN and alike and not other.peer:
             return place
     return None
 
 
 def fewest_of(setting: Setting, others: Sequence[Setting]) -> int | None:
-    """Return the place in `others` of the same run on the fewest workers, None if that is `setting` itself."""
+    """Return the index in `others` of the same run on the fewest workers, None if that is `setting` itself."""
     alike = [
         (other.workers or 0, place)
         for place, other in enumerate(others)
@@ -63,18 +66,18 @@ def fewest_of(setting: Setting, others: Sequence[Setting]) -> int | None:
 
 
 def by_rank_of(setting: Setting, others: Sequence[Setting]) -> int | None:
-    """Return the place in `others` of the same run with passages by rank, None if that is `setting` itself."""
+    """Return the index in `others` of the same run with passages by rank, None if that is `setting` itself."""
     wanted = setting._replace(name="", order="rank")
     places = [place for place, other in enumerate(others) if other._replace(name="") == wanted]
     return places[0] if places and setting.order != "rank" else None
 
 
-def _place(setting: Setting) -> tuple[str, int | None, int | None, str]:
+def _comparison_key(setting: Setting) -> tuple[str, int | None, int | None, str]:
     return setting.runner, setting.batch_size, setting.workers, setting.order
 
 
 def baselines(runs: Sequence[Run]) -> dict[str, str | None]:
-    """Return, by candidate, the name of the one to compare it with, None if that did not run."""
+    """Return, by candidate, the name of its baseline, None if that did not run."""
     settings = list({run.name: _setting_of(run) for run in runs}.values())
     places = {setting.name: plain_of(setting, settings) for setting in settings}
     return {name: None if place is None else settings[place].name for name, place in places.items()}
@@ -87,7 +90,7 @@ def ratios_to_plain(results: Results, metric: str) -> list[Ratio]:
 
 
 def ratios_to_peers(results: Results) -> list[Ratio]:
-    """Return the ratios of whole runs between candidates and other tools."""
+    """Return the end-to-end ratios between candidates and other tools."""
     peers = {run.name for run in results.runs if run.peer}
     return [ratio for ratio in results.ratios if ratio.metric in (SPEED, RECORD_SPEED) and ratio.baseline in peers]
 
@@ -103,7 +106,7 @@ def ratios_to_fewer(results: Results, metric: str) -> list[Ratio]:
 
 
 def ratios_to_rank(results: Results) -> list[Ratio]:
-    """Return the ratios of whole runs between candidates and the same with passages by rank."""
+    """Return the end-to-end ratios between candidates and the same with passages by rank."""
     orders = {run.name: run.order for run in results.runs}
     peers = {run.name for run in results.runs if run.peer}
     return [
@@ -117,7 +120,7 @@ def ratios_to_rank(results: Results) -> list[Ratio]:
 
 
 def missing(setting: Setting, others: Sequence[Setting]) -> str:
-    """Return which plain run `setting` lacks among `others`, and the flag that adds it."""
+    """Return a note on the plain run that `setting` lacks, with the flag that adds it."""
     ran = any(other.runner == setting.runner and other.method == PLAIN and not other.peer for other in others)
     size = "its own batch size" if setting.batch_size is None else f"batch size {setting.batch_size}"
     flag = f"--batch-size {setting.batch_size}" if ran and setting.batch_size is not None else f"--method {PLAIN}"
@@ -131,30 +134,26 @@ def _setting_of(run: Run) -> Setting:
     return Setting(run.name, run.runner, run.method, run.batch_size, run.peer, run.workers, run.order)
 
 
-# -- what to run: every runner x method x batch size x draft length that was asked for, baselines first, peers --------
-#
-# A candidate is an ordinary config, checked like any other, so a benchmark starts nothing that a run would refuse. A
-# peer is one too: another tool, configured as its users run it.
+# -- candidates ------------------------------------------------------------------------------------
 
-
-STOCK = {"runner": "huggingface", "runner_args": {"engine": "transformers", "batch_size": 1}}
-# records in the order given, blocks of its own size, its drafts whether they pay or not
-AS_IT_COMES = {"runner": "vllm", "runner_args": {"lookahead": 1, "guard": False}}
+STOCK_HF = {"runner": "huggingface", "runner_args": {"engine": "transformers", "batch_size": 1}}
+# vLLM as users run it: records in the given order, its own block size, drafts whether they pay or not
+STOCK_VLLM = {"runner": "vllm", "runner_args": {"lookahead": 1, "guard": False}}
 PEERS: dict[str, dict[str, Any]] = {
-    "hf": STOCK | {"speculation": {"method": PLAIN}},  # one record at a time, as AutoGluon-RAG does
-    "hf-structured": STOCK | {"speculation": {"method": PLAIN}},  # the same, llguidance's masks as a logits processor
-    "hf-lookup": STOCK | {"speculation": {"method": "prompt_lookup"}},
-    "vllm": AS_IT_COMES | {"speculation": {"method": PLAIN}},
-    "vllm-ngram": AS_IT_COMES
+    "hf": STOCK_HF | {"speculation": {"method": PLAIN}},  # one record at a time, as AutoGluon-RAG does
+    "hf-structured": STOCK_HF | {"speculation": {"method": PLAIN}},  # with llguidance's masks as a logits processor
+    "hf-lookup": STOCK_HF | {"speculation": {"method": "prompt_lookup"}},
+    "vllm": STOCK_VLLM | {"speculation": {"method": PLAIN}},
+    "vllm-ngram": STOCK_VLLM
     | {"speculation": {"method": "prompt_lookup", "num_tokens": 8, "ngram_min": 2, "ngram_max": 4}},
-    "vllm-suffix": AS_IT_COMES | {"speculation": {"method": "suffix"}},
+    "vllm-suffix": STOCK_VLLM | {"speculation": {"method": "suffix"}},
 }
 ORDERS = get_args(PromptConfig.model_fields["order"].annotation)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One thing to time. `name` is unique and names its files."""
+    """One config to time. `name` is unique and names its files."""
 
     name: str
     config: RunConfig
@@ -173,9 +172,20 @@ def make_plan(
     workers: Sequence[int] = (),
     orders: Sequence[str] = (),
 ) -> list[Candidate]:
-    """Return the candidates, baselines first. Without `methods`: plain decoding and what the config says.
+    """Return every runner x method x batch size x draft length that was asked for, baselines first, peers last.
 
-    workers: how many; 0 is this process alone. orders: of passages in prompts (`prompt.order`).
+    Args:
+        config: The user's config.
+        methods: Speculation methods; by default plain decoding and the config's own.
+        batch_sizes: Batch sizes; by default the config's.
+        num_tokens: Draft lengths; by default the config's.
+        runner_names: Runners; by default the config's.
+        peers: Other tools, by their names in PEERS.
+        workers: Worker counts; 0 is this process alone.
+        orders: Passage orders (`prompt.order`).
+
+    Raises:
+        ConfigError: For unknown words, or a combination that a run would refuse.
     """
     if config.input is None or config.input.is_stdin:
         raise ConfigError("input: a benchmark reads its input several times; give a file with --input")
@@ -193,19 +203,19 @@ def make_plan(
     sizes: Sequence[int | None] = list(dict.fromkeys(batch_sizes)) or [None]
     lengths: Sequence[int | None] = list(dict.fromkeys(num_tokens)) or [None]
     candidates = []
-    crews: Sequence[int | None] = list(dict.fromkeys(workers)) or [None]
-    arranged: Sequence[str | None] = list(dict.fromkeys(orders)) or [None]
-    for runner, method, batch_size, crew, order in product(several, wanted, sizes, crews, arranged):
+    worker_counts: Sequence[int | None] = list(dict.fromkeys(workers)) or [None]
+    wanted_orders: Sequence[str | None] = list(dict.fromkeys(orders)) or [None]
+    for runner, method, batch_size, count, order in product(several, wanted, sizes, worker_counts, wanted_orders):
         if len(several) > 1 and method not in methods_of(runner):
             continue  # a method that only one of the runners has is timed there
         prefix = f"{runner}-" if len(several) > 1 else ""
         for tokens in lengths if method != PLAIN else [None]:
-            candidates.append(_candidate(config, prefix, runner, method, batch_size, tokens, crew, order))
+            candidates.append(_candidate(config, prefix, runner, method, batch_size, tokens, count, order))
     return candidates + [_peer(config, name, sizes[0]) for name in dict.fromkeys(peers)]
 
 
 def check_input(config: RunConfig) -> None:
-    """Raise ConfigError if the input of a plan cannot be opened: that is known before anything loads."""
+    """Raise ConfigError if the input of a plan cannot be opened, before anything loads."""
     assert config.input is not None
     with advising("--input takes a file of records", revealed(config.input.path)), open_source(config.input):
         pass
@@ -214,7 +224,7 @@ def check_input(config: RunConfig) -> None:
 def baseline_of(
     candidate: Candidate, plan: Sequence[Candidate], sizes: Mapping[str, int | None] | None = None
 ) -> Candidate | None:
-    """Return the plain decoding to compare `candidate` with, None if the plan has none.
+    """Return the plain candidate to compare `candidate` with, None if the plan has none.
 
     sizes: the batch sizes that candidates really ran with, by name; by default those asked for.
     """
@@ -223,7 +233,7 @@ def baseline_of(
 
 
 def setting_of(candidate: Candidate, sizes: Mapping[str, int | None] | None = None) -> Setting:
-    """Return what makes `candidate` comparable with another."""
+    """Return what makes `candidate` comparable with others. sizes: as in baseline_of."""
     config = candidate.config
     size = candidate.batch_size if sizes is None else sizes[candidate.name]
     method, order = config.speculation.method, config.prompt.order
@@ -231,7 +241,7 @@ def setting_of(candidate: Candidate, sizes: Mapping[str, int | None] | None = No
 
 
 def _check_words(flag: str, words: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ConfigError, with the nearest word, for one that is not known."""
+    """Raise ConfigError, with the nearest known word, for an unknown one."""
     choices = list(known)
     for word in words:
         if word not in choices:
@@ -269,13 +279,13 @@ def _candidate(
         raw["scale"] = (raw["scale"] or {}) | {"workers": workers} if workers else None
         name += f"-w{workers}"
     if order is not None:
-        raw["prompt"] = raw["prompt"] | _ordered(raw["prompt"], order)
+        raw["prompt"] = raw["prompt"] | _order_keys(raw["prompt"], order)
         name += f"-{order}"
     return Candidate(name, build_config(raw, f"--method {method}"), batch_size, tokens)
 
 
-def _ordered(prompt: dict[str, Any], order: str) -> dict[str, Any]:
-    """Return the keys of a prompt section that give its passages this order."""
+def _order_keys(prompt: dict[str, Any], order: str) -> dict[str, Any]:
+    """Return the keys of a prompt section for this passage order."""
     return {"order": order, "keep_first": prompt["keep_first"] if order == "shared" else 0}
 
 
@@ -283,7 +293,7 @@ def _peer(config: RunConfig, name: str, batch_size: int | None) -> Candidate:
     if name == "hf-structured" and config.structured is None:
         raise ConfigError("--peer hf-structured: the config has no `structured` section; use --peer hf")
     raw = config.model_dump() | {"runner_args": {}, "scale": None} | PEERS[name]
-    raw["prompt"] = raw["prompt"] | _ordered(raw["prompt"], "rank")  # as records come
+    raw["prompt"] = raw["prompt"] | _order_keys(raw["prompt"], "rank")
     if raw["runner"] == "vllm" and batch_size is not None:
         raw["runner_args"] = raw["runner_args"] | {"batch_size": batch_size}
     checked = build_config(raw, f"--peer {name}")

@@ -1,6 +1,6 @@
-"""What the benchmark and a candidate's process say to each other, a JSON line each.
+"""The process of one candidate, seen from the benchmark, and the messages between them (worker.py is the other side).
 
-In: a Task, then "go" per pass, or "details", with a profile or without.
+Each message is one JSON line. In: a Task, then "go" per pass, or "details" with or without a profile.
 Out: {"value": Ready, Pass or Details}, or {"error", "exit_code"}.
 """
 
@@ -29,7 +29,7 @@ GO, DETAILS, PROFILE = b"go", b"details", b"details with a profile"
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a process is to do. config: as the user wrote it, secrets in the clear."""
+    """What a process has to run. config: as the user wrote it, secrets in the clear."""
 
     name: str
     config: dict[str, Any]
@@ -39,10 +39,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What a process says of itself once its model is loaded. about: as in a stats file.
-
-    remembers: whether a pass leaves drafts behind for the next one.
-    """
+    """Reported once the model is loaded. about: as in a stats file. remembers: see Runner.remembers."""
 
     about: dict[str, Any]
     load_s: float
@@ -51,15 +48,15 @@ class Ready:
     remembers: bool
 
 
-# -- the process of one candidate, seen from outside (worker.py is the inside) ----------------------------------------
+# -- worker ----------------------------------------------------------------------------------------
 
 
 T = TypeVar("T")
-LOG_S = 5.0  # that the last lines of a log may take, where a child of the process holds on to it
+LOG_S = 5.0  # wait for the last log lines, if a child process keeps stderr open
 
 
 class Worker:
-    """Loads the candidate's model; then a pass over the input per measure()."""
+    """Loads the candidate's model; each measure() is one pass over the input."""
 
     def __init__(self, candidate: Candidate, folder: Path, limit: int | None) -> None:
         self.candidate = candidate
@@ -83,14 +80,14 @@ class Worker:
             target=copy_log, args=(self._process.stderr, log, self.candidate.config.redactor()), daemon=True
         )
         self._copying.start()
-        config = self.candidate.config.as_given()  # goes to its stdin: no file holds it
+        config = self.candidate.config.as_given()  # passed on stdin, so that no file contains its secrets
         self._send(dumps(Task(self.candidate.name, config, self._limit, str(self.answers))))
         self.ready = self._receive(Ready)
 
     def measure(self, restart: bool = False) -> Pass:
         """Return the figures of one pass over the input.
 
-        It is from a new process if that is wished for (restart), or if the last pass left drafts behind.
+        The process is restarted first if `restart` is set, or if the last pass left drafts behind.
         """
         if self._passes and (restart or self.ready.remembers):
             self.close()
@@ -100,15 +97,15 @@ class Worker:
         return self._receive(Pass)
 
     def details(self, profile: bool = False) -> Details:
-        """Return what is not timed: answers token by token, what a step costs, what the machine could do.
+        """Return what is not timed: sample answers, the cost of a step, the machine's roofline.
 
-        profile: also where the time of one more pass goes.
+        profile: also profile one more pass.
         """
         self._send(PROFILE if profile else DETAILS)
         return self._receive(Details)
 
     def close(self) -> None:
-        """End the process."""
+        """Stop the process."""
         if self._process.stdin:
             self._process.stdin.close()
         try:
@@ -144,7 +141,7 @@ class Worker:
 
 
 def copy_log(source: IO[bytes], log: IO[bytes], redactor: Redactor) -> None:
-    """Copy what a process says on its stderr to its log, without the secrets of its config."""
+    """Copy a process's stderr to its log, with the config's secrets redacted."""
     with source, log:
         for line in source:
             log.write(redactor(line.decode(errors="replace")).encode())
@@ -152,13 +149,13 @@ def copy_log(source: IO[bytes], log: IO[bytes], redactor: Redactor) -> None:
 
 
 def answers_of(candidate: Candidate, folder: Path) -> Path:
-    """Return where the candidate's answers are."""
+    """Return the path of the candidate's output."""
     return folder / "outputs" / f"{candidate.name}.jsonl"
 
 
 @contextmanager
 def open_worker(candidate: Candidate, folder: Path, limit: int | None, console: Console) -> Iterator[Worker]:
-    """Start a worker, and end it afterwards."""
+    """Start a worker; stop it on exit."""
     console.print(f"{candidate.name}: loading ...", markup=False)
     worker = Worker(candidate, folder, limit)
     try:

@@ -1,9 +1,9 @@
-"""What a benchmark found, as data, and the only way between that and results.json.
+"""The results of a benchmark as data; the only reader and writer of results.json.
 
     results = read_results(Path("out/benchmark"))
     max(results.runs, key=lambda run: run.tokens_per_s or 0).name
 
-Seconds are wall-clock; None means that a runner does not know. Limit: a file of another shape is refused.
+Seconds are wall-clock; None means unknown to the runner. Limit: a file of another shape is refused.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ragspec.json_text import JSONDecodeError, loads
 from ragspec.quality.metrics import Estimate
 
 NAME = "results.json"
-# what ratios are taken of; records where prompts differ, as answers of other lengths are no gain
+# metrics of ratios; records per second where prompts differ, since longer answers are no gain
 SPEED, DECODE_SPEED, RECORD_SPEED = "tokens_per_s", "decode_tokens_per_s", "records_per_s"
-# what differs from pass to pass: speeds, and how drafts fare where what is drafted follows what pays
+# figures that vary between passes: speeds, and acceptance where draft lengths follow measured costs
 VARYING = (SPEED, DECODE_SPEED, "acceptance_rate", "mean_acceptance_length", "tokens_per_step")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of a time per record, in seconds."""
+    """Percentiles of a time per record, in seconds."""
 
     p50: float
     p95: float
@@ -38,13 +38,13 @@ class Percentiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """The figures of one pass over the input. batch_size: records answered at once, where the runner says."""
+    """The figures of one pass over the input. batch_size: records in one batch, if the runner says."""
 
     batch_size: int | None
     records: int
     failed: int
     prompt_tokens: int
-    cached_prompt_tokens: int | None = None  # of them, those that were not computed
+    cached_prompt_tokens: int | None = None  # prompt tokens served from the prefix cache
     output_tokens: int
     generate_s: float
     prefill_s: float | None
@@ -63,21 +63,21 @@ class Pass:
 
     @property
     def records_per_s(self) -> float | None:
-        """Answered records per second: what is compared where answers, and so their lengths, may be others."""
+        """Answered records per second: the speed to compare where answers may differ in length."""
         return self.records / self.generate_s if self.generate_s else None
 
     @property
     def computed_prompt_tokens(self) -> int | None:
-        """Prompt tokens that no cache held; None where the cache does not tell."""
+        """Prompt tokens not served from the prefix cache; None if unknown."""
         return None if self.cached_prompt_tokens is None else self.prompt_tokens - self.cached_prompt_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Pass):
-    """A pass and whose it is: an entry of `runs`.
+    """A pass with the candidate that ran it: an entry of `runs`.
 
-    repeat: its number, from 1. identical: its answers that are, token for token, those of the first pass of plain
-    decoding; None if that did not run. workers: of a cluster; None for one process.
+    repeat: the number of the pass, from 1. identical: answers that equal, token for token, those of plain decoding's
+    first pass; None if that did not run. workers: of a cluster; None for one process.
     """
 
     name: str
@@ -90,12 +90,12 @@ class Run(Pass):
     warmup_s: float
     identical: int | None
     workers: int | None = None
-    order: str = "rank"  # of the passages in prompts
+    order: str = "rank"  # of passages in prompts
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times as fast as `baseline` a candidate was, over paired passes. low, high: its interval."""
+    """A candidate's speed over its baseline's, in paired passes. low, high: the interval."""
 
     name: str
     baseline: str
@@ -107,28 +107,28 @@ class Ratio:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Its 95% interval; None for one pair alone."""
+        """The 95% interval; None for a single pair."""
         return None if self.low is None or self.high is None else (self.low, self.high)
 
     def formatted(self) -> str:
-        """Return it for a reader: 1.50x (1.40 to 1.60)."""
+        """Return it as text: 1.50x (1.40 to 1.60)."""
         span = "one pass" if self.low is None or self.high is None else f"{self.low:.2f} to {self.high:.2f}"
         return f"{self.median:.2f}x ({span})"
 
     @property
     def is_faster(self) -> bool:
-        """Whether all of its interval is a gain."""
+        """Whether the whole interval is above 1."""
         return self.low is not None and self.low > 1
 
     @property
     def is_slower(self) -> bool:
-        """Whether all of its interval is a loss."""
+        """Whether the whole interval is below 1."""
         return self.high is not None and self.high < 1
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The scores of a candidate's answers, and their differences from those of `baseline`, record by record."""
+    """The scores of a candidate's answers, and their record-by-record differences from the baseline's."""
 
     scores: dict[str, Estimate]
     baseline: str | None = None
@@ -137,7 +137,7 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One token of an answer: who wrote it, and the id of the passage it was copied from."""
+    """One token of an answer. by: the model that proposed it. context: id of the passage it was copied from."""
 
     text: str
     by: Literal["target", "draft"]
@@ -154,7 +154,7 @@ class Quote:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """An answer, token by token. guessed_known: whether the runner says which tokens a draft had guessed."""
+    """An answer, token by token. guessed_known: whether the runner reports which tokens came from a draft."""
 
     id: str
     question: str | None
@@ -166,7 +166,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of a forward by its number of tokens, and the model that it ran."""
+    """Seconds of a forward by its number of tokens, and the size of the model."""
 
     points: tuple[tuple[int, float], ...]
     parameters: int
@@ -175,7 +175,7 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """What a device reads and computes at best."""
+    """A device's peak memory bandwidth and arithmetic."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -183,7 +183,7 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of some steps. bound_s: what it takes at the device's best speeds; None where that is not known."""
+    """A part of a step. bound_s: its time at the device's peak speeds, None if unknown."""
 
     seconds: float
     bound_s: float | None
@@ -191,7 +191,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The steps that compute prompts, or those that only decode, and the parts of their forwards."""
+    """The steps that compute prompts or those that only decode, and the parts of their forwards."""
 
     steps: int
     seconds: float
@@ -200,7 +200,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Where a pass's time went. seconds: of all of it; what is in no phase and no draft is the rest."""
+    """Where a pass's time went. seconds: all of it; what is in no phase and no draft is the rest."""
 
     seconds: float
     drafting_s: float
@@ -208,7 +208,7 @@ class Profile:
 
     @property
     def rest_s(self) -> float:
-        """Sampling, admission, reading and writing."""
+        """Sampling, scheduling, reading and writing."""
         return self.seconds - self.drafting_s - sum(phase.seconds for phase in self.phases.values())
 
 
@@ -225,7 +225,7 @@ class Details:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """A finished benchmark. details, configs: by candidate; ratio_interval: what low and high of a ratio are."""
+    """A finished benchmark. details, configs: by candidate. ratio_interval: the meaning of a ratio's low and high."""
 
     machine: dict[str, Any]
     versions: dict[str, str]
@@ -236,11 +236,11 @@ class Results:
     details: dict[str, Details | None]
     configs: dict[str, dict[str, Any]]
     notes: tuple[str, ...]
-    quality: dict[str, Quality] = field(default_factory=dict)  # by candidate, where records have references
+    quality: dict[str, Quality] = field(default_factory=dict)  # by candidate, if records have references
 
     @property
     def names(self) -> list[str]:
-        """The candidates, in the order in which they were given."""
+        """The candidates, in the order given."""
         return list(dict.fromkeys(run.name for run in self.runs))
 
     def runs_of(self, name: str) -> list[Run]:
@@ -248,14 +248,14 @@ class Results:
         return [run for run in self.runs if run.name == name]
 
     def typical(self, name: str) -> Run:
-        """Return a candidate's passes as one: its first, with medians for what varies and the fewest identical."""
+        """Return a candidate's passes as one: the first, with medians of what varies and the fewest identical."""
         runs = self.runs_of(name)
         identical = [run.identical for run in runs if run.identical is not None]
         medians: dict[str, Any] = {figure: _median([getattr(run, figure) for run in runs]) for figure in VARYING}
         return replace(runs[0], **medians, identical=min(identical, default=None))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that results.json holds; a person who reads a run sees its name first."""
+        """Return the content of results.json, each run's name first."""
         return asdict(self) | {"runs": [{"name": run.name, **asdict(run)} for run in self.runs]}
 
 
@@ -265,12 +265,12 @@ def _median(values: list[float | None]) -> float | None:
 
 
 def parse(kind: type[T], value: Any) -> T:
-    """Return JSON's `value` as a `kind`; unknown keys are dropped. Raises ValidationError."""
+    """Return a JSON value as a `kind`; unknown keys are dropped. Raises ValidationError."""
     return TypeAdapter(kind).validate_python(value)
 
 
 def read_results(folder: Path) -> Results:
-    """Return what `folder`/results.json holds. Raises ConfigError."""
+    """Return the results in a folder. Raises ConfigError."""
     path = folder / NAME
     try:
         return parse(Results, loads(path.read_bytes()))

@@ -1,9 +1,9 @@
-"""`ragspec tune`: times candidates on a sample of the user's own input, and writes the config of the winner.
+"""`ragspec tune`: time candidates on a sample of the user's input, and write the config of the winner.
 
-Passes alternate until the budget is spent; what is clearly behind after a round is not timed again. Speculation has to
-beat plain decoding in every pair of passes, and by a margin, or plain decoding wins; the verdict says how sure that is.
-What may change answers is tried beside the winner where that is asked for (frontier.py). Limit: only the config's own
-batch size is tried.
+Passes alternate until the budget is spent; a candidate clearly behind after a round is dropped. Speculation has to beat
+plain decoding in every pair of passes, and by a margin, or plain decoding wins. The verdict says how sure that is. On
+request, variants that may change answers are tried beside the winner (frontier.py). Limit: only the config's batch size
+is tried.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from ragspec.records import Record
 from ragspec.run.runner_choice import choose_for_input
 from ragspec.speculation.methods import FAKE, PLAIN, model_free
 
-BEHIND = 0.85  # of the fastest of a round; what is slower is not timed again
-MARGIN = 1.03  # that speculation has to win by
-Speeds = dict[str, list[float | None]]  # by candidate, of each pass
-LENGTHS = {"vllm": {"prompt_lookup": (4, 8)}}  # to try, where no engine chooses them step by step
+BEHIND = 0.85  # of the fastest speed in a round; slower candidates are dropped
+MARGIN = 1.03  # by which speculation has to win
+Speeds = dict[str, list[float | None]]  # candidate -> speed of each pass
+LENGTHS = {"vllm": {"prompt_lookup": (4, 8)}}  # draft lengths to try where the engine does not choose them itself
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What was chosen, and the evidence: a line per candidate. verdict: how sure the choice is, in a sentence."""
+    """The choice, with a line of evidence per candidate. verdict: how sure the choice is, in a sentence."""
 
     winner: Candidate
     evidence: list[str]
@@ -61,27 +61,37 @@ def tune(
     tries: Sequence[str] = (),
     max_loss: float | None = None,
 ) -> Tuned:
-    """Time candidates within about `budget_s` seconds, loading included. Raises ConfigError and ModelError.
+    """Time candidates within about `budget_s` seconds, loading included, and return the choice.
 
-    tries: what may change answers (frontier.TRIES), timed beside the winner for as long again. max_loss: points of F1
-    that the choice may lose by it; None for none of it.
+    Args:
+        config: The user's config.
+        folder: For outputs and logs.
+        budget_s: Seconds for the lossless candidates; `tries` get as many again.
+        limit: Records per pass.
+        console: For progress.
+        tries: Variants that may change answers (frontier.TRIES), timed beside the winner.
+        max_loss: F1 points that the choice may lose to a variant; None: choose no variant.
+
+    Raises:
+        ConfigError: If there is nothing to try, or quality cannot be measured.
+        ModelError: If a candidate's process fails.
     """
     if max_loss is not None and not tries:
         raise ConfigError(
             "--max-loss: says what --try may lose; give --try order (or passages, dtype, quantization) too"
         )
     records = _records_to_try(tries, config, limit)
-    tuned = _lossless(config, folder, budget_s=budget_s, limit=limit, console=console)
+    tuned = _tune_lossless(config, folder, budget_s=budget_s, limit=limit, console=console)
     if not tries:
         return tuned
     passages = max([config.retrieval.top_k if config.retrieval else 0, *(len(each.contexts) for each in records)])
     plan = [tuned.winner, *variants(tuned.winner, tries, passages, on_gpu=bool(machine()["gpus"]))]
     if len(plan) == 1:
         return replace(tuned, evidence=[*tuned.evidence, f"nothing to try for {', '.join(tries)}"])
-    return _beside(tuned, plan, max_loss, folder, budget_s=budget_s, limit=limit, console=console)
+    return _try_variants(tuned, plan, max_loss, folder, budget_s=budget_s, limit=limit, console=console)
 
 
-def _lossless(config: RunConfig, folder: Path, *, budget_s: float, limit: int, console: Console) -> Tuned:
+def _tune_lossless(config: RunConfig, folder: Path, *, budget_s: float, limit: int, console: Console) -> Tuned:
     deadline = time.monotonic() + budget_s
     plan = candidates(config)
     if len(plan) < 2:
@@ -97,12 +107,12 @@ def _lossless(config: RunConfig, folder: Path, *, budget_s: float, limit: int, c
                 console.print(f"{candidate.name}: skipped, too little of the budget is left", markup=False)
                 continue
             alive.append(stack.enter_context(open_worker(candidate, folder, limit, console)))
-        _time_rounds(alive, deadline, speeds, console, _promising)
+        _time_rounds(alive, deadline, speeds, console, _still_competitive)
     return choose([candidate for candidate in plan if speeds[candidate.name]], speeds)
 
 
 def _records_to_try(tries: Sequence[str], config: RunConfig, limit: int) -> list[Record]:
-    """Return the first records, if something is tried. Raises ConfigError where their quality could not be told."""
+    """Return the first records if there are `tries`. Raises ConfigError if their quality cannot be measured."""
     for word in tries:
         if word not in TRIES:
             raise ConfigError(f'--try: "{word}" is not known{did_you_mean(word, TRIES)}')
@@ -116,7 +126,7 @@ def _records_to_try(tries: Sequence[str], config: RunConfig, limit: int) -> list
     return records
 
 
-def _beside(
+def _try_variants(
     tuned: Tuned,
     plan: Sequence[Candidate],
     max_loss: float | None,
@@ -126,7 +136,7 @@ def _beside(
     limit: int,
     console: Console,
 ) -> Tuned:
-    """Time what may change answers beside the winner, the plan's first, and choose it only within `max_loss`."""
+    """Time variants beside the winner (first in the plan); choose one only within `max_loss`."""
     deadline = time.monotonic() + budget_s
     speeds: Speeds = {candidate.name: [] for candidate in plan}
     refused: dict[str, str] = {}
@@ -135,7 +145,7 @@ def _beside(
         for candidate in plan[1:]:
             try:
                 workers.append(stack.enter_context(open_worker(candidate, folder, limit, console)))
-            except (ConfigError, ModelError) as error:  # what cannot run here costs nothing but itself
+            except (ConfigError, ModelError) as error:  # a variant that cannot run here is only ruled out
                 refused[candidate.name] = str(error)
         failed = _time_rounds(workers, deadline, speeds, console, lambda workers, speeds: workers, _records_per_s)
         answers = {worker.candidate.name: worker.answers for worker in workers}
@@ -158,7 +168,7 @@ def _tokens_per_s(figures: Pass) -> float | None:
 
 
 def _records_per_s(figures: Pass) -> float | None:
-    """Return what is compared where answers, and so their lengths, may be others."""
+    """Return the speed to compare where answers may differ in length."""
     return figures.records_per_s
 
 
@@ -167,12 +177,12 @@ def _time_rounds(
     deadline: float,
     speeds: Speeds,
     console: Console,
-    going: Callable[[list[Worker], Speeds], list[Worker]],
+    keep: Callable[[list[Worker], Speeds], list[Worker]],
     speed: Callable[[Pass], float | None] = _tokens_per_s,
 ) -> dict[str, int]:
-    """Time rounds until the deadline, one at least, while there are two to compare; return how many records failed.
+    """Time rounds until the deadline, at least one, while two candidates are left; return failed records by name.
 
-    going: those of another round. speed: of a pass.
+    keep: returns the workers of the next round. speed: of a pass.
     """
     number, took = 0, 0.0
     failed: dict[str, int] = {}
@@ -183,12 +193,12 @@ def _time_rounds(
             speeds[name].append(speed(figures))
             failed[name] = figures.failed
         took = time.monotonic() - started
-        workers = going(workers, speeds)
+        workers = keep(workers, speeds)
     return failed
 
 
 def _time_round(workers: list[Worker], number: int, console: Console) -> dict[str, Pass]:
-    """Run a pass of every worker, in an order that turns from round to round."""
+    """Run one pass of every worker, reversing the order every other round."""
     passes = {}
     for worker in workers if number % 2 else reversed(workers):
         name = worker.candidate.name
@@ -199,8 +209,8 @@ def _time_round(workers: list[Worker], number: int, console: Console) -> dict[st
     return passes
 
 
-def _promising(workers: list[Worker], speeds: Speeds) -> list[Worker]:
-    """Return plain decoding and the workers that were not far behind in the last round."""
+def _still_competitive(workers: list[Worker], speeds: Speeds) -> list[Worker]:
+    """Return plain decoding and the workers not far behind in the last round."""
     last = {worker.candidate.name: speeds[worker.candidate.name][-1] or 0.0 for worker in workers}
     least = BEHIND * max(last.values())
     return [
@@ -211,7 +221,7 @@ def _promising(workers: list[Worker], speeds: Speeds) -> list[Worker]:
 
 
 def candidates(config: RunConfig) -> list[Candidate]:
-    """Return plain decoding, what the config says, and every method of the runner that needs no further settings."""
+    """Return plain decoding, the config's method, and every method of the runner that needs no further settings."""
     config = choose_for_input(config).config
     free = () if config.runner == FAKE else model_free(config.runner)
     methods = [PLAIN, config.speculation.method, *free]
@@ -243,7 +253,7 @@ def choose(plan: list[Candidate], speeds: Speeds) -> Tuned:
 
 
 def _verdict(winner: Candidate, plan: Sequence[Candidate], speeds: Speeds) -> str:
-    """Return why `winner` is chosen, how sure that is, and what may be as fast."""
+    """Return why `winner` is chosen, how sure that is, and which candidates may be as fast."""
     plain = plan[0]
     if winner is plain:
         return f"{plain.name} is chosen: nothing else was faster in every pass, by {MARGIN - 1:.0%} or more"
@@ -265,7 +275,7 @@ def _may_be_as_fast(other: Candidate, winner: Candidate, speeds: Speeds) -> bool
 
 
 def write_config(tuned: Tuned, path: Path, sample: str) -> None:
-    """Write the winner's config with the evidence as comments. It needs no other file: a template is in it as text."""
+    """Write the winner's config with the evidence as comments. It is self-contained: a template is included as text."""
     about = machine()
     comments = [
         f"Chosen by `ragspec tune`: {tuned.winner.name}. Timed on {sample},",

@@ -1,7 +1,6 @@
-"""One method in a process of its own: loads once, then answers the whole input each time it is told to.
+"""The process of one candidate: it loads once, then runs a pass over the input on each "go" (see process.py).
 
-messages.py says what is read and written. A pass is the pipeline itself, so what is timed is what `ragspec generate`
-does.
+A pass is the ordinary pipeline, so it times what `ragspec generate` does.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ PR_SET_PDEATHSIG = 1  # in <sys/prctl.h>
 
 
 def serve(source: IO[bytes], sink: IO[bytes]) -> None:
-    """Do one task: load, say that it is ready, then do what `source` says until it ends."""
+    """Run one task: load, report Ready, then obey `source` until it ends."""
 
     def send(message: dict[str, Any]) -> None:
         sink.write(dumps(message) + b"\n")
@@ -57,7 +56,7 @@ def serve(source: IO[bytes], sink: IO[bytes]) -> None:
 
 
 def _answer(config: RunConfig, task: Task, source: IO[bytes], say: Say) -> None:
-    """Load what `config` names, and do what `source` says."""
+    """Load the config's model, and obey `source`."""
     session = prepare(config)
     if config.scale is not None:
         _answer_on_workers(session, config.scale, task, source, say)
@@ -73,7 +72,7 @@ def _answer(config: RunConfig, task: Task, source: IO[bytes], say: Say) -> None:
         for command in source:
             if command.strip() in (DETAILS, PROFILE):
                 found = details(runner, output)
-                if command.strip() == PROFILE:  # last: watched steps are slower, and teach what a step costs
+                if command.strip() == PROFILE:  # last, since profiled steps are slower and would skew the step cost
                     found = replace(found, profile=_profile(session, output, task.limit))
                 say(found)
             else:
@@ -81,7 +80,7 @@ def _answer(config: RunConfig, task: Task, source: IO[bytes], say: Say) -> None:
 
 
 def _answer_on_workers(session: Session, scale: ScaleConfig, task: Task, source: IO[bytes], say: Say) -> None:
-    """Do the same with workers. What a step costs, and where its time goes, they do not tell."""
+    """Do the same on workers, which report neither step costs nor profiles."""
     from ragspec.run.ray.worker_pool import WorkerPool
 
     started = time.perf_counter()
@@ -98,7 +97,7 @@ def _answer_on_workers(session: Session, scale: ScaleConfig, task: Task, source:
 
 
 def _records(config: RunConfig, limit: int | None) -> int | None:
-    """Return how many records a pass answers."""
+    """Return how many records a pass answers, None if unknown."""
     assert config.input is not None
     with open_source(config.input) as rows:
         return count_of(rows, limit)
@@ -111,7 +110,7 @@ def _run_pass(session: Session, output: Path, limit: int | None, pool: WorkerPoo
     with open_source(session.config.input) as rows, Journal(str(output)) as journal:
         summary = _stream(session, rows, journal, limit, pool)
     stats = summary.to_json()
-    # only now known: a runner may choose it by the records
+    # read after the pass, since a runner may choose its batch size by the records
     batch_size = (pool.about["runner"] if pool else session.runner.about()).get("batch_size")
     return parse(Pass, stats | stats["speculation"] | {"batch_size": batch_size})
 
@@ -130,7 +129,7 @@ def _stream(session: Session, rows: Source, journal: Journal, limit: int | None,
 
 
 def _profile(session: Session, output: Path, limit: int | None) -> Profile | None:
-    """Return where the time of one more pass goes; None for a runner that does not tell."""
+    """Profile one more pass; None if the runner has no profiler."""
     ran = session.runner.about()
     best = roofline(ran["device"], ran["dtype"]) if "device" in ran and "dtype" in ran else None
     watched = session.runner.watched(best.bytes_per_s, best.flops_per_s) if best else None
@@ -164,7 +163,7 @@ def _end_with_parent() -> None:
 
 if __name__ == "__main__":
     _end_with_parent()
-    # libraries may print: only our own lines go to the real stdout
+    # libraries may print to stdout, so keep the real one for our own lines
     private = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     serve(sys.stdin.buffer, private)

@@ -1,4 +1,4 @@
-"""The engine and everything around it: models made ready, the batch size, who drafts, the cost of a step."""
+"""The engine behind the Hugging Face runner: prepares models, chooses the batch size, builds proposers, reports."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from ragspec.speculation.step_cost import StepCost
 from ragspec.structured.grammars import Grammars
 
 log = logging.getLogger(__name__)
-JOINED = "context+draft_model"  # what "auto" makes of a draft model
-SAMPLE = 64  # requests by which the batch size is chosen
+JOINED = "context+draft_model"  # what "auto" tries if there is a draft model
+SAMPLE = 64  # requests that the batch size is chosen by
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What drafts. method: a word of speculation/methods.py, "auto" for the best of them. num_tokens None: what pays.
+    """How the engine speculates.
 
-    draft: the loaded draft model. context_length: tokens that it attends to; None where there is no limit.
-    translation: between its tokens and the target's, where they are other ones. exit_layer: after how many of its own
-    layers the model drafts.
+    method: a word of speculation/methods.py, "auto" for the best of them. num_tokens: draft length, None for as long
+    as pays. draft: the loaded draft model. context_length: its context, None for no limit. translation: between its
+    tokens and the target's, if they differ. exit_layer: draft with this many of the target's own first layers.
     """
 
     method: str
@@ -56,12 +56,21 @@ class Speculation:
 
 
 class EngineBackend:
-    """Answers with the batched engine. rows None: chosen by memory and device. rules: how logits become choices.
+    """Answers with the batched engine. Each run starts afresh: drafters know no records of an earlier one.
 
-    compile: whether code is compiled for this machine. grammars: makes those of the tokenizer; it raises ConfigError.
+    Args:
+        inner: The loaded target model.
+        tokenizer: The target's.
+        eos: Token ids that end an answer.
+        speculation: How to draft.
+        rows: Batch size; None: by memory and device.
+        lookahead: Requests read ahead, to group those with a common prefix.
+        rules: How logits become choices.
+        compile: Whether to compile code for this machine.
+        grammars: Builds the tokenizer's grammars; raises ConfigError.
 
-    Every run begins as the first did: no drafter knows the records of an earlier one. Raises Refused where the model
-    does not compute the same in here.
+    Raises:
+        Refused: If the model does not compute the same in the engine as in transformers.
     """
 
     def __init__(
@@ -84,11 +93,11 @@ class EngineBackend:
         self._eos = eos
         self._method = speculation.method
         self._num_tokens = speculation.num_tokens
-        self._context_length = speculation.context_length  # of the draft model
+        self._context_length = speculation.context_length
         self._translation = speculation.translation
         self._rows = rows
-        self._most = untimed_rows(inner.device)  # rows, where their number is chosen
-        self._all_at_once = False  # whether there are no more records than that
+        self._most = untimed_rows(inner.device)  # most rows, if their number is chosen
+        self._all_at_once = False  # whether all records fit in one batch
         self._lookahead = lookahead
         self._rules = rules
         self._grammars = grammars
@@ -117,7 +126,7 @@ class EngineBackend:
         self._start_anew()
 
     def _compare(self, weights: int) -> None:
-        """Say so if the draft is no smaller than the target. weights: those of the draft's linear layers."""
+        """Note a draft that is no smaller than the target. weights: of the draft's linear layers."""
         ratio = weights / max(1, self._weights[0])
         if ratio >= 1:
             self.notes.add(
@@ -126,7 +135,7 @@ class EngineBackend:
             )
 
     def _start_anew(self) -> None:
-        """Forget what was learnt."""
+        """Forget what drafters and measurements of an earlier run have learned."""
         self._drafters = drafters_on(HF, self._method, self._drafting)
         self._candidates = [self._method]
         if self._method == AUTO:
@@ -136,14 +145,13 @@ class EngineBackend:
 
     @property
     def _judged(self) -> bool:
-        """Whether drafts are made only where they pay, or by whom they pay most."""
+        """Whether drafts are limited to what pays, or methods are compared."""
         return self._method == AUTO or (self._method != PLAIN and self._num_tokens is None)
 
     def warm_up(self, records: int | None = None, each: int = 0) -> None:
-        """Run what the first record would pay for; measure what steps cost, where that decides the drafts' length.
+        """Run once what the first record would otherwise pay for, and measure step costs if draft lengths need them.
 
-        records: that will come, None if that is not known. each: tokens that one of them will write, as far as can be
-        told.
+        records: expected number of records, None if unknown. each: expected output tokens per record.
         """
         rows, tokens = self._rows or self._most, None if records is None else records * each
         rows = rows if records is None else max(1, min(rows, records))
@@ -162,7 +170,7 @@ class EngineBackend:
             self._probed = probe(self._model, rows)
 
     def _measured(self, records: int | None) -> int:
-        """Return the rows beyond which more would add little speed, or there are no records or no memory for them."""
+        """Return the batch size beyond which speed hardly grows, or records or memory run out."""
         memory = budget_of(self._model.device) // (self._bytes_per_token * REACHES[0])
         limit = memory if records is None else min(records, memory)
         rows = most_rows(self._model.device, limit, partial(seconds_of, self._model))
@@ -266,11 +274,11 @@ class EngineBackend:
             model.rest()
 
     def watched(self, bytes_per_s: float, flops_per_s: float) -> Profiler:
-        """Return what times the parts of the model's forwards while it is entered."""
+        """Return a profiler of the model's forwards."""
         return Profiler(self._model, bytes_per_s, flops_per_s)
 
     def about(self) -> dict[str, Any]:
-        """Return what ran: rows, packed layers, how well drafts were judged, where the time went."""
+        """Return what ran: rows, compiled layers, calibration of drafts, where the time went."""
         clock = self.clock
         about: dict[str, Any] = {"engine": "ragspec", "batch_size": self.batch_size}
         about["compiled"] = self._model.compiled is not None

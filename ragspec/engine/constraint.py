@@ -1,10 +1,10 @@
-"""Grammars in a step: which tokens may follow at every place of every draft.
+"""Grammars in a step: which tokens may follow at each position of each draft.
 
     >>> constraint.greedy(row.grammar, draft, best, logits)
     >>> constraint.masks(work).applied(logits[at:end], at)
 
-A mask is laid on the model's logits before anything else changes them: what is minus infinity stays so. The masks of
-all rows that sample, or have processors, are found in one call; a greedy row's one by one, where it needs them.
+Masks are applied to the model's logits before anything else changes them; minus infinity stays so. Rows that sample or
+have processors get their masks in one call; greedy rows one by one, and only where the best token is not allowed.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ragspec.engine.profiler import Clock
 from ragspec.engine.request_state import ScheduledRequest
 from ragspec.structured.grammars import Matcher
 
-FEW = 32  # words of 32 tokens that are looked at one by one
+FEW = 32  # mask words (of 32 tokens) up to which tokens are checked one by one
 
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """What a step's rows of logits may become. bits: (rows of logits, vocabulary / 32), a bit per token."""
+    """The masks of a step's rows of logits. bits: (rows of logits, vocabulary / 32) int32, a bit per token."""
 
     bits: np.ndarray
     clock: Clock
 
     def applied(self, logits: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """Return logits, (n, vocab), of the rows from `start`; tokens that may not be chosen have minus infinity."""
+        """Return logits, (n, vocab), of the rows from `start`, with minus infinity for tokens that are not allowed."""
         started = time.perf_counter()
         masked = _laid(self.bits[start : start + len(logits)], logits)
         self.clock.masks_s += time.perf_counter() - started
@@ -41,11 +41,11 @@ class Masks:
 
 
 def _best(bits: np.ndarray, logits: torch.Tensor) -> int:
-    """Return the best of the tokens that a mask admits. logits: (vocab,)."""
+    """Return the best token that a mask allows. logits: (vocab,)."""
     words = np.flatnonzero(bits[0])
     if len(words) > FEW:
         return int(_laid(bits, logits[None]).argmax())
-    # mostly there is one: the text is certain
+    # mostly one token is left: the text is forced
     tokens = [token for word in words.tolist() for token in range(32 * word, 32 * word + 32) if _admits(bits, token)]
     return tokens[0] if len(tokens) == 1 else tokens[int(logits[tokens].argmax())]
 
@@ -62,16 +62,16 @@ def _laid(bits: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
 
 
 class Constraint:
-    """Finds what the grammars of a step's rows admit. clock: counts the seconds that this takes."""
+    """Applies the grammars of a step's rows. clock: counts the seconds that this takes."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._executor: Any = None
 
     def masks(self, work: Sequence[ScheduledRequest]) -> Masks | None:
-        """Return the masks of the rows of logits of `work`, for those that are not simply greedy.
+        """Return masks for the logits of `work`, filled for rows that are not greedy; None if none has a grammar.
 
-        None where no such row has a grammar.
+        The rows of the masks are those of the logits that `work` wants, in its order.
         """
         started = time.perf_counter()
         plain: list[Any] = []
@@ -92,10 +92,10 @@ class Constraint:
         return Masks(bits, self._clock)
 
     def greedy(self, grammar: Matcher, guesses: Sequence[int], best: Sequence[int], logits: torch.Tensor) -> list[int]:
-        """Return the best tokens that may follow, up to the first that is not the guess.
+        """Return the best allowed tokens, up to the first that differs from the guess.
 
-        best: of each row of the logits, (len(guesses) + 1, vocab), the best of all tokens. Where that token may follow,
-        as it mostly does, asking is enough; else a mask is made, for no place behind the first wrong guess.
+        best: the argmax of each row of the logits, (len(guesses) + 1, vocab). If the grammar allows it, as it mostly
+        does, no mask is needed; otherwise a mask is made, but for no position after the first wrong guess.
         """
         started = time.perf_counter()
         chosen: list[int] = []
@@ -112,7 +112,7 @@ class Constraint:
         return chosen
 
     def masked(self, grammar: Matcher, guesses: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits, (1, vocab), of what follows `guesses`; as they are where nothing may follow these."""
+        """Return the masked logits, (1, vocab), after `guesses`; unmasked if the grammar allows nothing there."""
         started = time.perf_counter()
         bits = grammar.mask(guesses)
         self._clock.masks_s += time.perf_counter() - started

@@ -1,12 +1,12 @@
-"""What the user should be told about a run."""
+"""Notes for the user about a run."""
 
 from __future__ import annotations
 
 
 class Notes(list[str]):
-    """Sentences, each of them once."""
+    """A list of sentences without duplicates."""
 
     def add(self, text: str) -> None:
-        """Say `text`, unless it has been said."""
+        """Append `text` unless it is there already."""
         if text not in self:
             self.append(text)

@@ -1,4 +1,4 @@
-"""What happens to the rows when a forward runs out of memory: fewer at once, one alone, and later all again."""
+"""What happens to rows when a forward runs out of memory: smaller batches, one row alone, and later full ones again."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from ragspec.records import Failure
 
 
 class OomPolicy:
-    """Decides, for one run, how many rows go on after a failure.
-
-    most: places that may be used now. together: rows of one forward.
-    """
+    """Decides, for one run, how many rows continue after a failure. together: rows per forward."""
 
     def __init__(self, model: Model, proposer: Proposer, room: KvBudget, notes: Notes) -> None:
         self._model = model
@@ -27,26 +24,26 @@ class OomPolicy:
         self._notes = notes
         self._rows = Backoff(model.cache.rows)
         self.together = Backoff(model.cache.rows)
-        self._suspect: RequestState | None = None  # a row that is tried alone
-        self._beside = 0  # places that there were when it failed
+        self._suspect: RequestState | None = None  # a row that is retried alone
+        self._beside = 0  # slots in use when it failed
 
     @property
     def most(self) -> int:
-        """Places that may be used now."""
+        """Slots that may be used now."""
         return 1 if self._suspect else self._rows.limit
 
     def succeeded(self) -> None:
-        """A step went well."""
+        """Count a step without failure."""
         self._rows.succeeded()
 
     def finished(self, row: RequestState) -> None:
-        """`row` is answered. If it was tried alone, it had failed for want of memory."""
+        """Note a finished row. If it was retried alone, its first failure was due to the batch size."""
         if row is self._suspect:
             self._suspect = None
             self._rows.failed(self._beside)
 
     def preempt(self, scheduler: Scheduler, text: str) -> list[Failure]:
-        """Go on with half as many rows, the others back in the queue; a row that is alone fails."""
+        """Halve the number of rows and preempt all of them; a row that was alone fails."""
         places = len(scheduler.places)
         failed = []
         if places == 1:
@@ -58,7 +55,7 @@ class OomPolicy:
         return failed
 
     def shrink_batch(self, scheduler: Scheduler, work: Sequence[ScheduledRequest]) -> list[Failure]:
-        """Go on with as many rows as there is memory for, now that one of them is so long."""
+        """Continue with as many rows as fit, now that one of them is so long."""
         longest = max(work, key=lambda item: item.slots)
         places = self._room.rows(longest.slots)
         failed = []
@@ -71,7 +68,7 @@ class OomPolicy:
         return failed
 
     def run_alone(self, scheduler: Scheduler, row: RequestState, text: str) -> list[Failure]:
-        """Try a row that failed in a forward of its own without any others; if it is alone already, it fails."""
+        """Retry a row alone after its own forward failed; if it is alone already, it fails."""
         if len(scheduler.rows()) == 1:
             self._suspect = None
             return [self._fail(scheduler, row, text)]
@@ -85,7 +82,7 @@ class OomPolicy:
         return Failure(row.request.index, text)
 
     def _begin_anew(self, scheduler: Scheduler, places: int, first: RequestState | None = None) -> None:
-        """Send all rows back to the queue, and have an empty cache of `places` rows."""
+        """Preempt all rows, and start with an empty cache of `places` rows."""
         scheduler.interrupt(places, first)
         self._model.resize(places)
         self._proposer.resize(places)

@@ -1,4 +1,10 @@
-"""Where the seconds of a run went."""
+"""Time: of a run by phase, of a model's forwards by part, and of a step by its size.
+
+    with Profiler(model, bytes_per_s, flops_per_s) as profiler: ...    # `ragspec benchmark --profile`
+
+A part's bound is the time to read its weights, keys and values once, or to multiply by them, at the device's peak
+speeds, whichever is more (roofline; Williams et al., 2009). Limit: profiling makes steps a little slower.
+"""
 
 from __future__ import annotations
 
@@ -20,37 +26,37 @@ from ragspec.speculation.step_cost import StepCost
 
 @dataclass(slots=True)
 class Clock:
-    """Where the seconds went. A step that decodes and computes prompts is split between the two by its tokens."""
+    """Seconds of a run. A step that decodes and computes prompts is split between the two by its tokens."""
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
     decode_tokens: int = 0
-    drafting_s: float = 0.0  # within the two
-    masks_s: float = 0.0  # of grammars; within the two
-    steps: int = 0  # of decode
+    drafting_s: float = 0.0  # included in the two above
+    masks_s: float = 0.0  # of grammars; included in the two above
+    steps: int = 0  # that decode
     drafted_steps: int = 0
-    prompt_tokens: int = 0  # computed, prefixes of other rows not counted
+    prompt_tokens: int = 0  # computed; without prefixes taken from other rows
 
 
 class StepTimer:
-    """One step, timed from its construction on."""
+    """One step, timed from its construction."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
         self._begun = self._drafted = self._started
 
     def begun(self) -> None:
-        """Say that new rows have their places and drafts are made now."""
+        """Mark the start of drafting, after new rows got their slots."""
         self._begun = time.perf_counter()
 
     def drafted(self) -> None:
-        """Say that the drafts are made and the forward begins."""
+        """Mark the end of drafting and the start of the forward."""
         self._drafted = time.perf_counter()
 
     def count(self, work: Sequence[ScheduledRequest], written: int, clock: Clock, cost: StepCost | None) -> float:
-        """Take the step, which ends now, into `clock` and `cost`; return its seconds.
+        """Add the step, which ends now, to `clock` and `cost`; return its seconds.
 
-        written: tokens that the decoding rows' answers grew by.
+        written: tokens by which the decoding rows' answers grew.
         """
         ended = time.perf_counter()
         spent = ended - self._started
@@ -76,14 +82,7 @@ class StepTimer:
         return spent
 
 
-# -- where the seconds of a model's forwards go, and how few they could be: for `ragspec benchmark --profile` ---------
-#
-#     with Watch(model, bytes_per_s, flops_per_s) as watch: ...
-#
-# A part's bound is what reading its weights, keys and values once, or multiplying by them, takes at the device's best
-# speeds, whichever is more (the roofline of Williams et al., 2009). Watching makes steps a little slower.
-
-
+# -- profiler --------------------------------------------------------------------------------------
 LINEAR, ATTENTION = "linear layers", "attention"
 PROMPTS, DECODING = "prompts", "decoding"
 FLOAT = 4  # bytes
@@ -91,7 +90,7 @@ FLOAT = 4  # bytes
 
 @dataclass(slots=True)
 class Part:
-    """A part of some forwards. bound_s: what it takes at the least; None where that is not known."""
+    """A part of some forwards. bound_s: its least possible time, None if unknown."""
 
     seconds: float = 0.0
     bound_s: float | None = 0.0
@@ -103,14 +102,14 @@ class Part:
 
 @dataclass(slots=True)
 class Phase:
-    """Forwards of one kind: those that compute prompts, beside rows that decode or not, and those that do not."""
+    """Forwards of one kind: those that compute prompts (beside decoding rows or not), or those that only decode."""
 
     steps: int = 0
     seconds: float = 0.0
     parts: dict[str, Part] = field(default_factory=lambda: {LINEAR: Part(), ATTENTION: Part()})
 
     def to_json(self) -> dict[str, Any]:
-        """Return the phase; what is in no part are small operators."""
+        """Return the phase; what is in no part is small operators."""
         rest = self.seconds - sum(part.seconds for part in self.parts.values())
         parts = {name: asdict(part) for name, part in self.parts.items()}
         return {
@@ -121,7 +120,7 @@ class Phase:
 
 
 class Profiler:
-    """Watches a model's forwards while it is entered. bytes_per_s, flops_per_s: the device's best."""
+    """Times a model's forwards while it is entered. bytes_per_s, flops_per_s: the device's peak speeds."""
 
     def __init__(self, model: Model, bytes_per_s: float, flops_per_s: float) -> None:
         self._model = model
@@ -151,7 +150,7 @@ class Profiler:
 
     @contextmanager
     def forward(self, layout: Layout) -> Iterator[None]:
-        """Take what happens as one forward of `layout`."""
+        """Time the body as one forward of `layout`."""
         self._phase = self._phases[PROMPTS if any(segment.alone for segment in layout.segments) else DECODING]
         started = self._now()
         yield
@@ -159,9 +158,9 @@ class Profiler:
         self._phase.seconds += self._now() - started
 
     def attend(self, layout: Layout, query: torch.Tensor, slot: int, do: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Do a layer's attention of queries (1, heads, T, head_dim). slot: bytes of a token's keys and values.
+        """Run and time one layer's attention of queries (1, heads, T, head_dim). slot: bytes of a token's KV.
 
-        The bound is that of the plain causal mask; windows that show less can be faster.
+        The bound is that of the plain causal mask; sliding windows can be faster.
         """
         started = self._now()
         result = do()
@@ -169,7 +168,7 @@ class Profiler:
         return result
 
     def layer(self, layout: Layout, shape: Sequence[Any], seconds: Sequence[float]) -> None:
-        """Take in a layer that was one call. shape: as in program.py; seconds: that each of these took."""
+        """Add a layer that ran as one call. shape: as in program.py. seconds: of each of its parts."""
         for part, taken in zip(shape, seconds, strict=True):
             if isinstance(part, Attention):
                 self._attended(layout, taken, part.heads * part.size, 2 * part.kv_heads * part.size * FLOAT)
@@ -178,7 +177,7 @@ class Profiler:
                 self._phase.parts[LINEAR].add(taken, bound)
 
     def _attended(self, layout: Layout, seconds: float, width: int, slot: int) -> None:
-        """Take in a layer's attention. width: numbers of a query. slot: bytes of a token's keys and values."""
+        """Add a layer's attention. width: numbers per query. slot: bytes of a token's keys and values."""
         pairs = sum(s.count * s.start + s.count * (s.count + 1) // 2 for s in layout.segments)
         self._phase.parts[ATTENTION].add(seconds, self._bound(layout.distinct_slots * slot, 4 * width * pairs))
 
@@ -202,14 +201,14 @@ class Profiler:
         return time.perf_counter()
 
 
-# -- what a step costs on this machine: a few timed forwards before the first record ----------------------------------
+# -- step cost -------------------------------------------------------------------------------------
 
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-SHORT = 32  # slots that a row sees while the curve is measured
-REACHES = (64, 576)  # slots seen; the difference is attention's cost
-PER_ROW = 8  # tokens of a row while the curve is measured
-REPEATS = 2  # the first of a shape also pays for the libraries' setup
+SHORT = 32  # context tokens of a row while the curve is measured
+REACHES = (64, 576)  # context lengths; their difference is attention's cost
+PER_ROW = 8  # tokens per row while the curve is measured
+REPEATS = 2  # the first run of a shape also pays for libraries' set-up
 
 
 def probe(model: Model, rows: int) -> StepCost:
@@ -224,7 +223,7 @@ def probe(model: Model, rows: int) -> StepCost:
 
 
 def seconds_of(model: Model, rows: int) -> float:
-    """Return what a plain step of `rows` rows takes."""
+    """Return the seconds of a plain step of `rows` rows."""
     reach = REACHES[0]
     occupy(model, rows, reach)
     return _least(model, [Segment(row, reach - 1, 1) for row in range(rows)])
@@ -236,7 +235,7 @@ def _spread(tokens: int) -> list[Segment]:
 
 
 def _attention(model: Model, rows: int) -> tuple[float, float]:
-    """Return seconds per token and slot, and per row and slot, beyond what a short context costs."""
+    """Return seconds per token and context slot, and per row and slot, beyond those of a short context."""
     few, many = 1, PER_ROW
     near, far = REACHES
     occupy(model, rows, far)
@@ -249,7 +248,7 @@ def _attention(model: Model, rows: int) -> tuple[float, float]:
 
 
 def occupy(model: Model, rows: int, slots: int) -> None:
-    """Have a cache of `rows` rows and at least `slots` slots, all of it written, as memory is that rows have used."""
+    """Make a cache of `rows` rows and at least `slots` slots, all written, like memory that rows have used."""
     model.resize(rows)
     model.logits([Segment(row, slots - 1, 1) for row in range(rows)], [1] * rows, [0])
     model.cache.touch()

@@ -1,17 +1,15 @@
-"""A record while the engine answers it.
+"""The state of a request in the engine, and what it does in one step.
 
-The life of a row, and who moves it on:
+    waiting   a request in the queue, read ahead and grouped by prefix; no state yet    Scheduler._look_ahead
+    admitted  it has a state, a slot in the cache, and a prefix that another computed   Scheduler.admit, Engine._begin
+    filling   a chunk of its text is computed in each step, without drafts              Engine._plan (not `ready`)
+    ready     all but its last token are computed: each step verifies a draft after     Engine._plan (`ready`)
+              that token, and generates at least one token
+    finished  its answer has ended: the slot is freed and the outcome yielded           Engine._commit
 
-    waiting   a request in the queue, read ahead, grouped by prefix; no Row yet          Scheduler._look_ahead
-    admitted  it has a Row, a place in the cache and the prefix another place computed   Scheduler.admit, Engine._begin
-    filling   a piece of its text is computed in each step, without drafts               Engine._plan (not `ready`)
-    ready     all but its last token are computed: each step verifies a draft behind     Engine._plan (`ready`)
-              that token and writes one token at least
-    finished  its answer has ended: the place is free, the outcome is handed on          Engine._commit
-
-A row may go back. One that outgrows the length its model restarts at is filled anew where it is (Engine._extend).
-When a forward fails, or memory is short, all rows are sent back to the head of the queue: they keep what they wrote,
-lose their places and what was computed, and are admitted again (OomPolicy, Scheduler.interrupt).
+A request may go back. One that outgrows the length at which its model restarts is recomputed in its slot
+(Engine._extend). After a failed forward or a lack of memory all requests are preempted: they keep their tokens but lose
+slot and KV cache, and are admitted again from the head of the queue (OomPolicy, Scheduler.interrupt).
 """
 
 from __future__ import annotations
@@ -40,10 +38,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RequestState:
-    """tokens: prompt and answer; the keys and values of the first `computed` of them are at `place` in the cache.
+    """A request under way. tokens: prompt and answer; the first `computed` of them are in the cache at `place`.
 
-    place: -1 while it has none. base: tokens of the text that generate() would have begun with: the prompt, or all that
-    there were when it was last filled anew.
+    place: its slot in the cache, -1 for none. base: the text length that generate() would have started with: the
+    prompt's, or that of the whole text when it was last recomputed.
     """
 
     request: Request
@@ -53,14 +51,14 @@ class RequestState:
     place: int = -1
     computed: int = 0
     base: int = 0
-    processors: Processors | None = None  # what its logits go through, where anything changes them
-    grammar: Matcher | None = None  # where its answer is in its grammar, where it has one
-    cached: int = 0  # prompt tokens whose keys and values came from another row
+    processors: Processors | None = None  # logits processors, None if nothing changes its logits
+    grammar: Matcher | None = None  # state of the answer's grammar, if it has one
+    cached: int = 0  # prompt tokens taken from another row's cache
     spec: SpecStats = field(default_factory=SpecStats)
     first_at: float | None = None
-    reason: str = ""  # why the answer has ended; "" while it has not
-    guessed: bytearray = field(default_factory=bytearray)  # per token of the answer: 1 where a draft had it
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # per token of the answer, where they are asked for
+    reason: str = ""  # why the answer has ended, "" if it has not
+    guessed: bytearray = field(default_factory=bytearray)  # per token of the answer: 1 if it was an accepted draft
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # per token of the answer, if requested
     copies: CopiedSpans = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,26 +77,26 @@ class RequestState:
 
     @property
     def room(self) -> int:
-        """Tokens that the answer may still have."""
+        """Maximum number of further tokens."""
         return self.request.sampling.max_new_tokens - self.written
 
     @property
     def samples(self) -> bool:
-        """Whether its tokens are drawn."""
+        """Whether its tokens are sampled."""
         return self.request.sampling.temperature > 0
 
     @property
     def greedy(self) -> bool:
-        """Whether its tokens are simply the best ones."""
+        """Whether its tokens are the argmax of the raw logits."""
         return self.processors is None and not self.samples
 
     @property
     def ready(self) -> bool:
-        """Whether all but the last token are computed: the next forward writes."""
+        """Whether all but the last token are computed, so that the next forward generates."""
         return self.computed == len(self.tokens) - 1
 
     def outcome(self) -> Generation | Failure:
-        """Return the finished answer."""
+        """Return the finished answer, or the failure of its grammar."""
         if self.grammar is not None and self.grammar.problem:
             return Failure(self.request.index, self.grammar.problem, "RecordError")
         answer = self.tokens[self.prompt_tokens :]
@@ -118,15 +116,15 @@ class RequestState:
 
 
 def reach_of(rows: Sequence[RequestState]) -> int:
-    """Return how many tokens the rows have, on average."""
+    """Return the mean number of tokens of the rows."""
     return sum(len(row.tokens) for row in rows) // max(1, len(rows))
 
 
-# -- places: the rows of the cache, and what each of them offers to requests that begin alike -------------------------
+# -- cache rows ------------------------------------------------------------------------------------
 
 
 class CacheRow:
-    """A row of the cache, and whose keys and values it holds: those of the row under way, or of the last one."""
+    """A slot of the cache, and the tokens whose keys and values it holds: its request's, or the previous one's."""
 
     __slots__ = ("group", "left", "left_base", "row")
 
@@ -138,17 +136,17 @@ class CacheRow:
 
     @property
     def base(self) -> int:
-        """Tokens that the row there began with, or the last one (Row.base)."""
+        """The base of its request, or of the previous one (RequestState.base)."""
         return self.row.base if self.row else self.left_base
 
     def leave(self) -> None:
-        """Free the place; what its row computed stays until another row needs the place."""
+        """Free the slot; its keys and values stay until another request needs it."""
         assert self.row is not None
         self.left, self.left_base = array("i", self.row.tokens[: self.row.computed]), self.row.base
         self.row = None
 
     def offers(self, tokens: array[int]) -> tuple[int, int]:
-        """Return how many of `tokens` it holds now, and how many it will."""
+        """Return how many of the leading `tokens` it holds now, and how many it will."""
         if self.row is None:
             held = shared(tokens, self.left)
             return held, held
@@ -158,22 +156,22 @@ class CacheRow:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """`row` begins at its place with the first `tokens` tokens of place `donor`, which may be its own."""
+    """`row` starts in its slot with the first `tokens` tokens of slot `donor`, which may be its own."""
 
     row: RequestState
     donor: int
     tokens: int
 
 
-# -- what one row does in a step, and what the target makes of it: the items of plan, forward, accept and comm --------
+# -- one step --------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class ScheduledRequest:
-    """What one row does in a step: its last token and a draft behind it (decodes), or a piece of its text.
+    """What one request does in a step: verify a draft after its last token (decodes), or compute a chunk of its text.
 
-    writes: whether the last of `token_ids` is the row's last, so that a token follows. logprobs: of what the target
-    wrote, where the record asks for them.
+    writes: whether the last of `token_ids` is the row's last, so that a token is generated. logprobs: of the generated
+    tokens, if requested.
     """
 
     row: RequestState
@@ -185,28 +183,28 @@ class ScheduledRequest:
 
     @property
     def wanted(self) -> int:
-        """Of how many of its last tokens logits are wanted."""
+        """Number of its last tokens whose logits are needed."""
         return 1 + len(self.draft.token_ids) if self.writes else 0
 
     @property
     def segment(self) -> Segment:
-        """Where its tokens go."""
+        """Where its tokens go in the forward."""
         row = self.row
         return Segment(row.place, row.computed, len(self.token_ids), alone=not self.decodes, base=row.base)
 
     @property
     def slots(self) -> int:
-        """How many slots its row needs for it."""
+        """Cache slots (token positions) that its row needs."""
         return self.row.computed + len(self.token_ids)
 
 
-StepOutput = list[tuple[ScheduledRequest, list[int]]]  # each row's work and the tokens that the target wrote
+StepOutput = list[tuple[ScheduledRequest, list[int]]]  # each request with its generated tokens
 
 
 def accept(work: Sequence[ScheduledRequest], logits: torch.Tensor, constraint: Constraint) -> StepOutput:
-    """Return what the target writes after each row's tokens, up to its first disagreement with the draft.
+    """Return each request's tokens, up to and including the target's first disagreement with the draft.
 
-    logits: (sum of what is wanted, vocab), row after row. constraint: knows what grammars admit.
+    logits: (sum of wanted, vocab), request after request. constraint: applies grammars.
     """
     masks = constraint.masks(work)
     greedy = any(item.writes and item.row.greedy for item in work)
@@ -233,7 +231,7 @@ def accept(work: Sequence[ScheduledRequest], logits: torch.Tensor, constraint: C
 
 
 def _choose(item: ScheduledRequest, logits: torch.Tensor) -> list[int]:
-    """Return what one row writes, by its own processors, and its own noise where it samples."""
+    """Return one request's tokens by its own processors, and its own noise if it samples."""
     row, guesses = item.row, item.draft.token_ids
     if row.processors is not None:
         logits = row.processors(logits, row.tokens, guesses)

@@ -1,7 +1,7 @@
-"""How probabilities become tokens: with noise that belongs to a position.
+"""Sampling with noise that belongs to a position, and the rules by which drafts are accepted.
 
 A token's noise depends on seed, record and position only, so a sampled answer does not depend on batch, order or
-speculation: emitting the sample, and going on while the draft equals it, gives exactly the text of plain decoding.
+speculation: taking the sample, and continuing while the draft equals it, gives exactly the text of plain decoding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ragspec.records import record_seed
 
 
 class Noise:
-    """Uniform numbers in [0, 1) of one record: `noise.at(position)`."""
+    """Uniform numbers in [0, 1) for one record: `noise.at(position)`."""
 
     def __init__(self, seed: int, record_id: str) -> None:
         self._key = record_seed(seed, record_id).to_bytes(8)
@@ -27,25 +27,25 @@ class Noise:
 
 
 def draw(weights: torch.Tensor, uniforms: Sequence[float]) -> list[int]:
-    """Return one token per row of `weights` (n, vocab), which need not add up to 1, by inversion."""
+    """Return one token per row of `weights` (n, vocab), which need not be normalised, by inversion."""
     sums = weights.cumsum(-1)
     points = torch.tensor(uniforms, dtype=sums.dtype, device=sums.device)[:, None] * sums[:, -1:]
     found = torch.searchsorted(sums, points, right=True).squeeze(1)
-    # rounding may put a point at the very end: it belongs to the last token that has any weight
+    # rounding may put a point past the end: it belongs to the last token with any weight
     last = weights.shape[1] - 1 - (weights.flip(1) > 0).int().argmax(1)
     tokens: list[int] = torch.minimum(found, last).tolist()
     return tokens
 
 
-# -- the accept rules: pure functions from the target's choice and the draft to what is emitted -----------------------
+# -- acceptance ------------------------------------------------------------------------------------
 
 
 def agreement(draft: Sequence[int], chosen: Sequence[int]) -> int:
     """Return how many leading draft tokens are the target's own choice.
 
-    chosen: k+1 tokens, chosen[i] being the target's after draft[:i]: its argmax, or its sample with the noise of that
-    position. Emit chosen[: result + 1]. Source: Leviathan et al. 2023, arXiv:2211.17192, at temperature 0; with
-    samples, the coupling of a deterministic draft.
+    chosen: k+1 tokens; chosen[i] is the target's after draft[:i]: its argmax, or its sample with that position's noise.
+    Emit chosen[: result + 1]. Source: Leviathan et al. 2023, arXiv:2211.17192, at temperature 0; with samples, the
+    coupling of a deterministic draft.
     """
     for accepted, (guess, token) in enumerate(zip(draft, chosen, strict=False)):
         if guess != token:
@@ -66,7 +66,7 @@ def reject(target: torch.Tensor, drafted: torch.Tensor, draft: Sequence[int], no
             emitted.append(token)
             continue
         left = (target[i] - drafted[i]).clamp_(min=0)
-        if float(left.sum()) <= 0.0:  # the two are equal but for rounding
+        if float(left.sum()) <= 0.0:  # equal up to rounding
             left = target[i]
         return emitted + draw(left[None], [noise.at(position + i, b"residual")])
     return emitted + draw(target[len(draft)][None], [noise.at(position + len(draft))])

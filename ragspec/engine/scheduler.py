@@ -1,4 +1,8 @@
-"""Which rows of a step hold the same first tokens, so that they may attend to them together (kv_splits.py)."""
+"""The scheduler: which request gets which slot of the cache, with which prefix; and which rows share prefixes.
+
+Requests are read ahead and grouped by prefix, and start from the longest prefix that another row has computed. Nothing
+here touches the cache: a Start says what to copy.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +22,28 @@ from ragspec.errors import RecordError
 from ragspec.inputs.feed import Feed
 from ragspec.records import Failure, Request
 
-REMEMBERED = 1 << 14  # pairs of requests
+REMEMBERED = 1 << 14  # pairs of requests whose common prefix is cached
 
 
 class PrefixGroups:
-    """Finds the rows of a step that hold the same first tokens, by their prompts.
+    """Finds rows of a step with a common prompt prefix, which then attend to it together (kv_splits.py).
 
     agree: whether the tokens of two rows may be shared (Frequencies.agree).
     """
 
     def __init__(self, agree: Callable[[int, int, int], bool]) -> None:
         self._agree = agree
-        self._common: dict[tuple[int, int], int] = {}  # by the indices of two requests
+        self._common: dict[tuple[int, int], int] = {}  # prefix length by the indices of two requests
 
     def among(self, rows: Sequence[RequestState]) -> list[PrefixGroup]:
-        """Return groups of rows; no row is in two of them."""
+        """Return disjoint groups of rows."""
         alike: dict[tuple[int, ...], list[RequestState]] = {}
         for row in rows:
             alike.setdefault(tuple(row.request.token_ids[:LEAST]), []).append(row)
         return [group for some in alike.values() if len(some) > 1 for group in self._groups(some)]
 
     def read(self, rows: Sequence[RequestState]) -> float:
-        """Return the share of the rows' tokens that a step reads which reads once what they have in common."""
+        """Return the share of the rows' tokens that a step reads, if common prefixes are read once."""
         common = sum(sum(group.tokens.values()) for group in self.among(rows))
         return 1 - common / max(1, sum(len(row.tokens) for row in rows))
 
@@ -64,44 +68,38 @@ class PrefixGroups:
         return tokens if self._agree(one.base, other.base, tokens) else 0
 
 
-# -- which request gets which place (a row of the cache): requests are read ahead, grouped by prefix, and star --------
-#
-# another row has already computed.
-#
-# Nothing here touches the cache: a Start says what is to be copied.
-
-
-WAIT = 16  # tokens that another row is computing just now, for which a request waits
-SCAN = 256  # waiting requests looked at for one that can start
+# -- scheduler -------------------------------------------------------------------------------------
+WAIT = 16  # a request waits if another row is about to compute this many more tokens of its prefix
+SCAN = 256  # waiting requests considered when choosing the next
 
 Agree = Callable[[int, int, int], bool]
 
 
 class WaitingRequest:
-    """A request, or a row that was sent back, waiting for a place. Tokens are packed: thousands may wait."""
+    """A request, or a preempted row, in the queue. Tokens are packed: thousands may wait."""
 
     __slots__ = ("group", "request", "row", "tokens")
 
     def __init__(self, request: Request, group: int = -1, row: RequestState | None = None) -> None:
         self.request = request
-        self.group = group  # shared by requests of one prefix
+        self.group = group  # common to requests with a common prefix
         self.row = row
         self.tokens = array("i", row.tokens if row else request.token_ids)
 
     @property
     def base(self) -> int:
-        """Tokens that its row begins with (Row.base)."""
+        """The base with which its row starts (RequestState.base)."""
         return self.row.base if self.row else len(self.tokens)
 
     @property
     def most(self) -> int:
-        """Tokens that its row may come to have."""
+        """Maximum number of tokens of its row."""
         return len(self.request.token_ids) + self.request.sampling.max_new_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """What starts next: its number in the queue, and the rest of its Start."""
+    """The next request to start: its index in the queue, and the fields of its Start."""
 
     number: int
     donor: int
@@ -110,11 +108,18 @@ class _Choice:
 
 
 class Scheduler:
-    """The queue and the places.
+    """The queue and the slots.
 
-    step: most tokens that a row grows by in a step. agree(base, other, tokens): whether rows that began with `base` and
-    `other` tokens compute the same for the first `tokens` (Frequencies.agree). start: makes the row of a request.
-    refusal: why a request cannot be answered, "" where it can.
+    Args:
+        requests: The input.
+        places: Number of slots.
+        lookahead: Requests read ahead.
+        start: Makes the state of a request; may raise RecordError.
+        room: Memory for the KV cache.
+        step: Maximum growth of a row in one step, in tokens.
+        agree: agree(base, other, tokens): whether rows with these bases compute the same for the first `tokens` tokens
+            (Frequencies.agree).
+        refusal: Returns why a request cannot be answered, or "".
     """
 
     def __init__(
@@ -142,20 +147,20 @@ class Scheduler:
 
     def _clear(self, places: int) -> None:
         self.places = [CacheRow() for _ in range(places)]
-        self._free = list(range(places))  # longest unused first
-        self._latest = 0  # a place that holds at least what all prompts have in common
+        self._free = list(range(places))  # least recently used first
+        self._latest = 0  # a slot that holds at least the prefix common to all prompts
 
     def rows(self) -> list[RequestState]:
-        """Return the rows under way, by place."""
+        """Return the rows under way, by slot."""
         return [place.row for place in self.places if place.row is not None]
 
     def release(self, row: RequestState) -> None:
-        """Free the place of a finished row."""
+        """Free the slot of a finished row."""
         self.places[row.place].leave()
         self._free.append(row.place)
 
     def interrupt(self, places: int, first: RequestState | None = None) -> None:
-        """Send all rows back to the head of the queue, `first` before the others; have `places` empty places."""
+        """Preempt all rows to the head of the queue, `first` before the others; continue with `places` empty slots."""
         rows = sorted(self.rows(), key=lambda row: (row is not first, row.started))
         self._clear(places)
         for row in reversed(rows):
@@ -163,7 +168,7 @@ class Scheduler:
             self._queue.appendleft(WaitingRequest(row.request, next(self._groups), row))
 
     def widen(self, most: int) -> int:
-        """Add places, up to `most`, while every row could finish in them; return how many there are."""
+        """Add slots, up to `most`, while every row could finish in them; return how many there are."""
         needs = [len(row.request.token_ids) + row.request.sampling.max_new_tokens for row in self.rows()]
         longest = max([*needs, *(waiting.most for waiting in islice(self._queue, 1))], default=1)
         for _ in range(len(self.places), min(most, self._room.rows(longest))):
@@ -172,31 +177,31 @@ class Scheduler:
         return len(self.places)
 
     def forget_beyond(self, slots: int) -> None:
-        """Places hold `slots` tokens at most from now on."""
+        """Forget tokens that slots hold beyond the first `slots`."""
         for place in self.places:
             del place.left[slots:]
 
     def idle(self) -> list[int]:
-        """Return the places without a row whose tokens no waiting request may begin with."""
+        """Return the free slots whose tokens no waiting request may start with."""
         wanted = {waiting.group for waiting in self._queue}
         places = enumerate(self.places)
         return [number for number, place in places if place.row is None and place.group not in wanted]
 
     def forget(self, lost: Mapping[int, int]) -> None:
-        """Places hold no more than so many tokens of the rows that left them."""
+        """Forget all but the first tokens of these slots' previous rows. lost: slot -> tokens kept."""
         for number, tokens in lost.items():
             del self.places[number].left[tokens:]
 
     def coming(self) -> tuple[int, int]:
-        """Return the longest prompt of the rows under way and of those read ahead, and the most tokens one may get."""
+        """Return the longest prompt among rows and queue, and the most tokens that one of them may reach."""
         requests = [*(row.request for row in self.rows()), *(waiting.request for waiting in self._queue)]
         prompt = max((len(request.token_ids) for request in requests), default=0)
         return prompt, max((len(r.token_ids) + r.sampling.max_new_tokens for r in requests), default=0)
 
     def admit(self) -> list[Start | Failure]:
-        """Give free places to waiting requests, each with the longest prefix that some place has computed.
+        """Assign free slots to waiting requests, each with the longest prefix that some slot holds.
 
-        Begin them in this order. A Failure is a request that not even an empty cache has room for.
+        Start them in this order. A Failure is a request that does not fit even an empty cache.
         """
         decided: list[Start | Failure] = []
         while self._free:
@@ -208,7 +213,7 @@ class Scheduler:
         return decided
 
     def _settle(self, chosen: _Choice) -> Start | Failure:
-        """Take the chosen one from the queue and give it its place."""
+        """Take the chosen request from the queue and give it its slot."""
         waiting = self._queue[chosen.number]
         del self._queue[chosen.number]
         try:
@@ -228,9 +233,9 @@ class Scheduler:
         return len(waiting.tokens) + self._step
 
     def _look_ahead(self) -> list[Failure]:
-        """Fill an empty queue with the requests that are there; block for one only while no row is under way.
+        """Fill an empty queue with the requests that have arrived; block only if no row is under way.
 
-        Return those that cannot be answered.
+        Return the requests that cannot be answered.
         """
         refused: list[Failure] = []
         while not self._queue:
@@ -245,7 +250,7 @@ class Scheduler:
         return refused
 
     def _grouped(self, ahead: Sequence[WaitingRequest]) -> Iterator[WaitingRequest]:
-        """Yield those that share a prefix one after the other."""
+        """Yield requests with a common prefix one after the other."""
         for indices in grouped([waiting.tokens for waiting in ahead]):
             group = next(self._groups)
             for index in indices:
@@ -253,7 +258,7 @@ class Scheduler:
                 yield ahead[index]
 
     def _refusal(self, waiting: WaitingRequest) -> Failure | None:
-        """Return why a request cannot be answered, None where it can."""
+        """Return why a request cannot be answered, None if it can."""
         needs, index = self._needs(waiting), waiting.request.index
         if waiting.tokens and needs > self._room.slots(1):
             return Failure(index, self._room.why(needs))
@@ -261,13 +266,12 @@ class Scheduler:
         return Failure(index, why, "RecordError") if why else None
 
     def _choose(self) -> _Choice | None:
-        """Return what starts next; None while nothing can.
+        """Return the next request to start, None if none can.
 
-        A request whose prefix is being computed right now waits for it, and one that has no room beside the others
-        waits until they finish; others overtake both. A free place that holds the prefix of waiting requests is kept
-        for them.
+        A request whose prefix is being computed waits for it, and one without room beside the others waits for them to
+        finish; later requests overtake both. A free slot with the prefix of waiting requests is kept for them.
         """
-        heads: dict[int, int] = {}  # of each group, the first in the queue
+        heads: dict[int, int] = {}  # the first request of each group in the queue
         for number, waiting in enumerate(islice(self._queue, SCAN)):
             heads.setdefault(waiting.group, number)
         spare = next((i for i in self._free if self.places[i].group not in heads), None)
@@ -290,8 +294,8 @@ class Scheduler:
         return _Choice(0, donor, donor if donor in self._free else self._free[0], now)
 
     def _best_donor(self, waiting: WaitingRequest) -> tuple[int, int, int]:
-        """Return the place that holds most of a request's tokens, how many, and how many some place will hold."""
-        last = len(waiting.tokens) - 1  # the last token is always computed: its logits are wanted
+        """Return the slot with the longest prefix of a request, its length, and the longest that any slot will have."""
+        last = len(waiting.tokens) - 1  # the last token is always computed, since its logits are needed
         donor, best, most = self._latest, 0, 0
         for index, place in enumerate(self.places):
             if place.group == waiting.group or index == self._latest:
@@ -303,7 +307,7 @@ class Scheduler:
         return donor, best, most
 
     def _usable(self, base: int, other: int, tokens: int) -> int:
-        """Return how many of the first `tokens` of a row that began with `other` tokens serve one of `base`."""
+        """Return how many of the first `tokens` of a row with base `other` can be used by one of `base`."""
         for part in (tokens, min(tokens, other)):
             if self._agree(base, other, part):
                 return part
@@ -311,6 +315,6 @@ class Scheduler:
 
 
 def new_row(request: Request) -> RequestState:
-    """Return the row of a request."""
+    """Return the initial state of a request."""
     noise = Noise(request.sampling.seed, request.id)
     return RequestState(request, list(request.token_ids), noise, time.perf_counter())

@@ -1,4 +1,4 @@
-"""What this machine is, and how much of its memory is free. Nothing heavy is imported at the top."""
+"""The machine and its free memory. Imports nothing heavy at module level."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-UNKNOWN = 8 << 30  # taken for free where the system does not tell
+UNKNOWN_FREE_BYTES = 8 << 30  # assumed free if the system does not say
 CGROUP = Path("/sys/fs/cgroup")
-WIDEST = {"amx_tile": "AMX", "avx512f": "AVX-512", "avx2": "AVX2", "sve": "SVE"}  # by the system's names for them
+INSTRUCTION_SETS = {"amx_tile": "AMX", "avx512f": "AVX-512", "avx2": "AVX2", "sve": "SVE"}  # by CPU flag, widest first
 
 
 def machine() -> dict[str, Any]:
-    """Return what a figure depends on: processor, cores, memory, GPUs (where torch is loaded)."""
+    """Return what performance depends on: processor, cores, memory, and GPUs if torch is loaded."""
     torch = sys.modules.get("torch")
     gpus = []
     if torch is not None and torch.cuda.is_available():
@@ -32,7 +32,7 @@ def machine() -> dict[str, Any]:
 
 
 def installed(names: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those packages that are installed."""
+    """Return the versions of the installed ones of these packages."""
     found = {}
     for name in names:
         with suppress(PackageNotFoundError):
@@ -48,7 +48,7 @@ def has_gpu() -> bool:
 
 
 def cpu_features() -> str:
-    """Return what tells whether code built on one machine runs on another: the processor's instruction sets."""
+    """Return the processor's instruction sets, which decide whether native code built elsewhere runs here."""
     try:
         return _cpuinfo("flags", "Features")
     except OSError:
@@ -56,7 +56,7 @@ def cpu_features() -> str:
 
 
 def memory_bytes() -> int:
-    """Return the memory of the system, or of its container where that is less; 0 where neither tells."""
+    """Return the memory of the system, or of its container if that is less; 0 if unknown."""
     limit = _container_bytes()
     return _memory() if limit is None else min(_memory(), limit)
 
@@ -66,7 +66,7 @@ def _memory() -> int:
 
 
 def _container_bytes() -> int | None:
-    """Return the memory that this process's container may take; None where there is no limit."""
+    """Return the container's memory limit; None if there is none."""
     try:
         return int((CGROUP / "memory.max").read_text())
     except (OSError, ValueError):  # "max"
@@ -74,39 +74,39 @@ def _container_bytes() -> int | None:
 
 
 def free_bytes() -> int:
-    """Return the memory that a process here may still take: the system's, or its container's where that is less."""
+    """Return the memory still available to a process: the system's, or its container's if that is less."""
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
-        return UNKNOWN
+        return UNKNOWN_FREE_BYTES
     limit = _container_bytes()
     if limit is not None:
         with suppress(OSError, KeyError, ValueError):
             counts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-            used = int((CGROUP / "memory.current").read_text()) - int(counts["inactive_file"])  # files can be dropped
+            used = int((CGROUP / "memory.current").read_text()) - int(counts["inactive_file"])  # reclaimable page cache
             free = min(free, max(0, limit - used))
     return free
 
 
 def free_gpu_bytes() -> int:
-    """Return the memory that is free on all GPUs together."""
+    """Return the free memory of all GPUs together."""
     import torch
 
     return sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
 
 
 def _processor() -> str:
-    """Return the processor's name and its widest instructions: virtual machines call several generations the same."""
+    """Return the processor's name and widest instruction set, since VMs give several generations the same name."""
     name = ""
     with suppress(OSError):
         name = _cpuinfo("model name")
     name = name or platform.processor() or platform.machine()
     features = cpu_features().split()
-    return ", ".join([name, *[what for flag, what in WIDEST.items() if flag in features][:1]])
+    return ", ".join([name, *[what for flag, what in INSTRUCTION_SETS.items() if flag in features][:1]])
 
 
 def _cpuinfo(*names: str) -> str:
-    """Return what the system says of its first processor under one of these names, "" for nothing. Raises OSError."""
+    """Return the first processor's value of one of these fields, "" if it has none. Raises OSError."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")

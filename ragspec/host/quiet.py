@@ -1,4 +1,4 @@
-"""transformers and the hub's client talk on stderr while they load; the run's own bar and messages are enough."""
+"""Silence transformers and the hub client on stderr while they load; the run has its own progress bar and messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from logging import ERROR, getLogger
 
 
 def quiet() -> None:
-    """Silence progress bars and messages below errors, the hub client's retries among them."""
+    """Silence progress bars and messages below errors, including the hub client's retries."""
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is first imported
     from transformers.utils import logging

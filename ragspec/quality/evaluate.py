@@ -1,7 +1,11 @@
-"""A model as the judge of answers: is each right, going by its references? A second opinion beside the scores.
+"""`ragspec evaluate`: mean scores of a run's answers, their differences from another run, and a model as the judge.
 
-The judge is any config. It sees PROMPT, is held to the words yes and no, and decodes greedily. How often it agrees with
-F1 is told, and a judge that does not is not worth listening to: small models say yes to everything.
+    >>> found = evaluate("out/answers.jsonl", against="out/others.jsonl")
+    >>> found.scores["f1"].formatted(), found.differences["f1"].formatted(sign=True)
+    ('41.3 (38.2 to 44.0)', '-0.4 (-1.9 to +1.0)')
+
+Scores are per cent, output_tokens are tokens. A judge is any config; it gets PROMPT, is constrained to yes and no, and
+decodes greedily. Its agreement with F1 is reported, since small models say yes to everything.
 """
 
 from __future__ import annotations
@@ -16,13 +20,12 @@ from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError
 from ragspec.inputs.storage import advising
 from ragspec.outputs.target import target_of
-from ragspec.quality import metrics as citations
 from ragspec.quality.graded import NAMED, REFUSAL, Answers, Graded, read_graded, read_questions
-from ragspec.quality.metrics import Estimate, estimate, exact_match, f1, has_rouge, rouge_l
+from ragspec.quality.metrics import Estimate, estimate, exact_match, f1, has_rouge, precision, recall, rouge_l
 from ragspec.run.local import Pipeline
 
-RIGHT = 0.5  # the F1 from which an answer counts as right
-LEAST = 16  # tokens of a verdict; what a judge thinks before it comes on top
+RIGHT_F1 = 0.5  # F1 from which an answer counts as right
+MIN_VERDICT_TOKENS = 16  # tokens for a verdict; reasoning comes on top
 VERDICTS = ("yes", "no")
 PROMPT = """\
 Question: {question}
@@ -38,19 +41,20 @@ nothing that contradicts them. Reply with yes or no."""
 
 
 def judge_config(config: RunConfig) -> RunConfig:
-    """Return a config as the judge's: the same model, held to its verdicts. How it thinks, and how long, stays."""
+    """Return a config for judging: the same model, constrained to verdicts. Its reasoning settings stay."""
     raw: dict[str, Any] = config.model_dump()
     kept = {key: raw["prompt"][key] for key in ("system", "chat", "chat_template_kwargs", "split_reasoning")}
     raw["prompt"] = {"source": "query", "template": "{{ query }}", **kept}
-    raw["sampling"] = {"max_new_tokens": max(LEAST, config.sampling.longest)}
+    raw["sampling"] = {"max_new_tokens": max(MIN_VERDICT_TOKENS, config.sampling.longest)}
     raw |= {"structured": {"choice": list(VERDICTS)}, "retrieval": None, "scale": None, "input": None}
     return build_config(raw, "--judge")
 
 
 def verdicts(config: RunConfig, answers: Mapping[str, Graded], questions: Mapping[str, str]) -> dict[str, bool]:
-    """Return whether the judge finds each answer right; an answer without reference or question has no verdict.
+    """Return by id whether the judge finds an answer right.
 
-    Raises ConfigError and ModelError. What the judge leaves unsaid, or cannot be asked, has no verdict either.
+    Answers without reference or question have no verdict, nor do those on which the judge fails. Raises ConfigError and
+    ModelError.
     """
     found: dict[str, bool] = {}
     with Pipeline(judge_config(config)) as pipeline:
@@ -68,16 +72,9 @@ def _asked(answers: Mapping[str, Graded], questions: Mapping[str, str]) -> Itera
             yield {"id": name, "query": text}
 
 
-# -- `ragspec evaluate`: the means of every score over a run's answers, and their differences from another run --------
-#
-#     >>> found = evaluate("out/answers.jsonl", against="out/others.jsonl")
-#     >>> found.scores["f1"].told(), found.differences["f1"].told(sign=True)
-#     ('41.3 (38.2 to 44.0)', '-0.4 (-1.9 to +1.0)')
-#
-# exact_match, f1, rougeL, refusals and the citation scores are per cent; output_tokens are tokens.
+# -- scores ----------------------------------------------------------------------------------------
 
-
-Score = Callable[[Graded], float | None]  # None: the record does not have it
+Score = Callable[[Graded], float | None]  # None: the record does not have this score
 
 
 def _referenced(score: Callable[[str, tuple[str, ...]], float]) -> Score:
@@ -85,7 +82,7 @@ def _referenced(score: Callable[[str, tuple[str, ...]], float]) -> Score:
 
 
 def _cited(score: Callable[[set[str], set[str]], float]) -> Score:
-    """An answer that is to cite and does not has found nothing."""
+    """Return the score; an answer that has gold passages and cites nothing counts as citing an empty set."""
     return lambda one: 100 * score(one.cited or set(), one.gold) if one.gold else None
 
 
@@ -95,21 +92,22 @@ SCORES: dict[str, Score] = {
     "rougeL": _referenced(rouge_l),
     "refusals": lambda one: 100.0 * one.refuses,
     "output_tokens": lambda one: one.output_tokens,
-    "citation_precision": _cited(citations.precision),
-    "citation_recall": _cited(citations.recall),
+    "citation_precision": _cited(precision),
+    "citation_recall": _cited(recall),
 }
-OUTPUT = "takes the output of a run: a file, a folder of parts, or a URL"
-JUDGED = "judged_right"  # per cent, where there is a judge
-CITING = ("citation_precision", "citation_recall")
+OUTPUT_HINT = "takes the output of a run: a file, a folder of parts, or a URL"
+JUDGED = "judged_right"  # per cent; only with a judge
+CITATION_SCORES = ("citation_precision", "citation_recall")
 
-Scores = dict[str, dict[str, float]]  # by name, then by record
+Scores = dict[str, dict[str, float]]  # score name -> record id -> value
 
 
 @dataclass(slots=True)
 class Evaluation:
-    """What was found. differences: from the other run, where there is one. speed: over the other's, where both say.
+    """The result of `ragspec evaluate`.
 
-    agreement: how often a judge and F1 say the same, in per cent; None without a judge.
+    differences: from the other run, if given. speed: relative to the other run's, if both have statistics. agreement:
+    of judge and F1 in per cent; None without a judge.
     """
 
     answers: str
@@ -148,16 +146,24 @@ def evaluate(
     refusal: str = REFUSAL,
     judge: RunConfig | None = None,
 ) -> Evaluation:
-    """Return the scores of a run's answers. against: another run's over the same records.
+    """Return the scores of a run's answers.
 
-    references: records that have them, with the names of their columns; else the answers' metadata has. judge: the
-    config of a model that judges answers too; `references` then has the questions. Raises ConfigError and ModelError.
+    Args:
+        answers: The run's output.
+        references: Records with references (and questions, for a judge); by default the answers' own metadata.
+        against: The output of another run over the same records.
+        refusal: Regular expression of answers that refuse.
+        judge: Config of a model that judges answers too; needs `references`.
+
+    Raises:
+        ConfigError: For inputs that cannot be read or do not belong together.
+        ModelError: If the judge's model fails.
     """
     if judge is not None and references is None:
         raise ConfigError("--judge needs the questions: give the records with --references")
-    with advising(f"ANSWERS {OUTPUT}", [answers]):
+    with advising(f"ANSWERS {OUTPUT_HINT}", [answers]):
         own = read_graded(answers, references, refusal)
-    with advising(f"--against {OUTPUT}", [against] if against else []):
+    with advising(f"--against {OUTPUT_HINT}", [against] if against else []):
         other = None if against is None else read_graded(against, references, refusal)
     citing = cites(own) if other is None else cites(own, other)
     scores = scores_of(own, citing=citing)
@@ -190,15 +196,15 @@ def _judged(judge: RunConfig, answers: Answers, questions: dict[str, str]) -> Sc
 
 
 def _agreement(scores: Scores) -> Estimate | None:
-    """Return how often the judge finds an answer right whose F1 is high, and wrong whose F1 is low."""
-    judged, by_words = scores.get(JUDGED, {}), scores.get("f1", {})
+    """Return how often judge and F1 agree that an answer is right or wrong."""
+    judged, by_f1 = scores.get(JUDGED, {}), scores.get("f1", {})
     return estimate(
-        [100.0 * ((judged[name] > 0) == (by_words[name] >= 100 * RIGHT)) for name in judged if name in by_words]
+        [100.0 * ((judged[name] > 0) == (by_f1[name] >= 100 * RIGHT_F1)) for name in judged if name in by_f1]
     )
 
 
 def _notes(answers: Answers) -> list[str]:
-    """Return what could not be scored."""
+    """Return notes on what could not be scored."""
     notes = []
     if answers.unusable:
         notes.append(f"{len(answers.unusable)} records have unusable references ({_some(answers.unusable)})")
@@ -219,25 +225,25 @@ def _some(names: list[str]) -> str:
 
 
 def _speed(path: str) -> float | None:
-    """Return the tokens per second that the statistics beside an output tell."""
+    """Return the tokens per second in the statistics beside an output, None if there are none."""
     target = target_of(OutputConfig(path=path))
     try:
         value = target.statistics.read().get("tokens_per_s") if target is not None else None
-    except OSError:  # a place that shows its answers, and nothing beside them
+    except OSError:  # the answers are readable, but nothing beside them
         return None
     return value if isinstance(value, float) else None
 
 
 def cites(*runs: Answers) -> bool:
-    """Return whether any answer of any of them cites a passage."""
+    """Return whether any answer of these runs cites a passage."""
     return any(one.cited is not None for answers in runs for one in answers.graded.values())
 
 
 def scores_of(answers: Answers, *, citing: bool) -> Scores:
-    """Return every score of every record that has it. citing: whether those of citations are among them."""
+    """Return every score of every record that has it. citing: include the citation scores."""
     found: Scores = {}
     for name, score in SCORES.items():
-        if (name == "rougeL" and not has_rouge()) or (name in CITING and not citing):
+        if (name == "rougeL" and not has_rouge()) or (name in CITATION_SCORES and not citing):
             continue
         values = {key: value for key, one in answers.graded.items() if (value := score(one)) is not None}
         if values:
@@ -252,7 +258,7 @@ def means(scores: Scores) -> dict[str, Estimate]:
 
 
 def differences(scores: Scores, others: Scores) -> dict[str, Estimate]:
-    """Return by how much each score is above the other run's, over the records that both have."""
+    """Return the mean difference of each score from the other run's, over records that both have."""
     found = {}
     for name, values in scores.items():
         other = others.get(name, {})

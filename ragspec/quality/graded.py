@@ -1,4 +1,4 @@
-"""Answers with what they are to be measured by, read from an output and, where given, a file of references."""
+"""Read answers with what they are measured by: from an output and, if given, a file of references."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ragspec.outputs.codecs import line_of
 from ragspec.quality.metrics import cited, numbered
 
 GOLD = ("gold_ids", "gold_doc_ids")
-NAMED = 5  # ids in a message
-# the ways in which instruction-tuned models say that they have no answer, in English
+NAMED = 5  # ids listed in a message
+# how instruction-tuned models say, in English, that they have no answer
 REFUSAL = (
     r"\b(I (do not|don't) know|I('m| am) (not sure|unable|sorry)|(cannot|can't|could not|couldn't) (be )?"
     r"(answer|determine|find)|(does not|do not|doesn't|don't) (mention|contain|provide|specify|state|say)|"
@@ -30,7 +30,7 @@ REFUSAL = (
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """One answer. cited: ids of passages, None if it cites none and is not of a form that does. gold: ids to cite."""
+    """One answer. cited: passage ids, None if it has neither citations nor a field for them. gold: ids to cite."""
 
     id: str
     text: str
@@ -43,7 +43,10 @@ class Graded:
 
 @dataclass(slots=True)
 class Answers:
-    """A run's answers by record. failed: ids of error lines. unusable: what is no reference, with where."""
+    """A run's answers by record id.
+
+    failed: ids of error lines. without: ids without reference. unusable: ids with their unusable references.
+    """
 
     graded: dict[str, Graded] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
@@ -52,10 +55,15 @@ class Answers:
 
 
 def read_graded(path: str, references: InputConfig | str | None = None, refusal: str = REFUSAL) -> Answers:
-    """Return the answers of an output. references: records that have them; else the lines' metadata has.
+    """Return the answers of an output.
 
-    refusal: a regular expression. Raises ConfigError for a file that cannot be read, or is no output, and for
-    references that are not of these records.
+    Args:
+        path: The output.
+        references: Records with references; by default the metadata of the output's lines.
+        refusal: Regular expression of answers that refuse.
+
+    Raises:
+        ConfigError: If a file cannot be read or is not an output, or references are of other records.
     """
     paths = references.path if isinstance(references, InputConfig) else [references] if references else []
     with advising("--references takes a file of records that have a reference", paths):
@@ -96,7 +104,7 @@ def read_questions(references: InputConfig | str) -> dict[str, str]:
 
 
 def references_of(source: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
-    """Return a record's references, and why they cannot be used if they cannot."""
+    """Return a record's references, and why they are unusable if they are."""
     key = next((key for key in REFERENCES if source.get(key) is not None), None)
     if key is None:
         return (), ""
@@ -125,13 +133,13 @@ def _graded(
 
 
 def _by_rank(source: Mapping[str, Any], contexts: list[str]) -> list[str]:
-    """Return the ids of a record's passages in its own order, which is what a reference counts by.
+    """Return the ids of a record's passages in its own order, by which references number them.
 
-    The prompt's order, `contexts`, may be another one; it counts where nothing tells the record's.
+    The prompt's order, `contexts`, may differ; it is used if the record's own order is unknown.
     """
     try:
         own = passage_ids(listed(source.get("contexts")))
-    except RecordError:  # none that a reference could count
+    except RecordError:  # no passages that a reference could number
         own = []
     if own:
         return own
@@ -171,7 +179,7 @@ def _named(line: Mapping[str, Any]) -> str | None:
 
 
 def _name(given: Any) -> str | None:
-    """Return an id in the form that records have; None for what is none."""
+    """Return an id in the form that records have; None if it is not an id."""
     try:
         return id_text(given)
     except RecordError:
@@ -179,7 +187,7 @@ def _name(given: Any) -> str | None:
 
 
 def _text(line: Mapping[str, Any]) -> str | None:
-    """Return a line's answer, in either form; None if it has none."""
+    """Return a line's answer, in either output format; None if it has none."""
     if isinstance(line.get("output"), str):
         return str(line["output"])
     try:

@@ -1,6 +1,9 @@
-"""Intervals of a mean over records, and of the difference of two runs on the same records.
+"""Scores of an answer against its references, citation scores, and bootstrap intervals of their means.
 
-Source: Efron and Tibshirani 1993, percentile bootstrap; paired, as in Koehn 2004. Records are drawn, not words.
+exact_match and f1 are SQuAD's (Rajpurkar et al. 2016, arXiv:1606.05250): without case, punctuation and English
+articles; f1 is over words. In scripts without spaces (Chinese, Japanese, Thai) every character is a word, as in MLQA's
+evaluation. rougeL is rouge-score's, whose words are Latin letters and digits only. Intervals are percentile bootstraps
+over records (Efron and Tibshirani 1993), paired as in Koehn 2004.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ LEVEL = 95  # per cent
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over `count` records with its interval; without one for a single record."""
+    """A mean over `count` records with its interval; no interval for a single record."""
 
     mean: float
     low: float | None
@@ -32,19 +35,19 @@ class Estimate:
     count: int
 
     def formatted(self, *, sign: bool = False) -> str:
-        """Return it for a reader: -0.4 (-1.9 to +1.0)."""
+        """Return it as text: -0.4 (-1.9 to +1.0)."""
         form = "+.1f" if sign else ".1f"
         interval = "" if self.low is None else f" ({self.low:{form}} to {self.high:{form}})"
         return f"{self.mean:{form}}{interval}"
 
     def to_json(self) -> dict[str, float | int | None]:
-        """Return the object of a report."""
+        """Return it as a JSON object."""
         low, high = (None if end is None else round(end, 4) for end in (self.low, self.high))
         return {"mean": round(self.mean, 4), "low": low, "high": high, "count": self.count}
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """Return the mean of values, or of paired differences, with its 95% interval; None of no values."""
+    """Return the mean of values, or of paired differences, with its 95% interval; None for no values."""
     if not values:
         return None
     given = np.asarray(values, dtype=float)
@@ -56,24 +59,19 @@ def estimate(values: Sequence[float]) -> Estimate | None:
     return Estimate(float(given.mean()), float(low), float(high), len(given))
 
 
-# -- scores of one answer against its references: the best of them counts. All are between 0 and 1 --------------------
-#
-# exact_match and f1 are SQuAD's (Rajpurkar et al. 2016, arXiv:1606.05250): without case, punctuation and English
-# articles; f1 is over words. Where a script has no spaces (Chinese, Japanese, Thai), every character is a word, as in
-# MLQA's evaluation. rougeL is rouge-score's, whose words are Latin letters and digits only.
-
-
+# -- scores ----------------------------------------------------------------------------------------
+# Between 0 and 1; of several references, the best one counts.
 ARTICLES = frozenset(("a", "an", "the"))
-# characters that are words by themselves: CJK, kana, Thai, Lao, Khmer, Myanmar
-ALONE = re.compile(
+# CJK, kana, Thai, Lao, Khmer, Myanmar
+SINGLE_CHARACTER_WORDS = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002ffff]"
 )
 
 
 def words(text: str) -> list[str]:
-    """Return the words that scores compare."""
+    """Return the normalised words that scores compare."""
     plain = "".join("" if _is_punctuation(char) else char for char in text.lower())
-    return [word for word in ALONE.sub(r" \g<0> ", plain).split() if word not in ARTICLES]
+    return [word for word in SINGLE_CHARACTER_WORDS.sub(r" \g<0> ", plain).split() if word not in ARTICLES]
 
 
 def _is_punctuation(char: str) -> bool:
@@ -81,7 +79,7 @@ def _is_punctuation(char: str) -> bool:
 
 
 def exact_match(answer: str, references: Sequence[str]) -> float:
-    """Return 1 if the answer is one of the references, word for word, else 0."""
+    """Return 1.0 if the answer equals a reference, word for word, else 0.0."""
     own = words(answer)
     return float(any(own == words(reference) for reference in references))
 
@@ -118,17 +116,16 @@ def _scorer() -> Callable[[str, str], Any]:
     return score
 
 
-# -- what an answer cites: passages by number in its text ([1], [2, 3]), or by id in the fields of a structure --------
-
-
-NUMBERS = re.compile(r"\[(\d+(?:\s*[,;]\s*\d+)*)\]")
-FIELDS = ("citations", "sources", "cited", "passages")  # of a structured answer, that hold ids
+# -- citations -------------------------------------------------------------------------------------
+NUMBERS = re.compile(r"\[(\d+(?:\s*[,;]\s*\d+)*)\]")  # [1], [2, 3]
+FIELDS = ("citations", "sources", "cited", "passages")  # of a structured answer, with passage ids
 
 
 def cited(text: str, parsed: Any, contexts: Sequence[str]) -> set[str] | None:
-    """Return the ids of the passages that an answer cites; None if it is not one that cites.
+    """Return the ids of the passages that an answer cites, by number in its text or by id in its fields.
 
-    contexts: ids of the passages in its prompt, in that order. A number that no passage has counts as a wrong id.
+    None if the answer cites nothing and has no such field. contexts: passage ids in the prompt's order. A number
+    without a passage counts as a wrong id.
     """
     if isinstance(parsed, dict):
         found = [parsed[field] for field in FIELDS if field in parsed]
@@ -137,7 +134,7 @@ def cited(text: str, parsed: Any, contexts: Sequence[str]) -> set[str] | None:
 
 
 def numbered(text: str, contexts: Sequence[str]) -> set[str]:
-    """Return the ids of the passages whose numbers stand in brackets in a text."""
+    """Return the ids of the passages whose numbers are in brackets in a text."""
     numbers = {int(number) for group in NUMBERS.findall(text) for number in re.split(r"[,;]", group)}
     return {contexts[number - 1] if 0 < number <= len(contexts) else f"[{number}]" for number in numbers}
 

@@ -1,4 +1,4 @@
-"""Charts as Vega-Lite specifications, drawn to SVG by vl-convert: no script in the page, no network."""
+"""The report's charts as Vega-Lite specifications, and its table rows. vl-convert draws SVG: no scripts, no network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ragspec.benchmark.plan import baselines, ratios_to_peers, ratios_to_plain
 from ragspec.benchmark.results import DECODE_SPEED, SPEED, Ratio, Results, Run
 from ragspec.errors import ConfigError
 
-WIDTH, HEIGHT = 430, 240  # of the plot, without axes and legend
+WIDTH, HEIGHT = 430, 240  # pixels of the plot, without axes and legend
 PALETTE = ["#4c5b6b", "#0b7285", "#c2410c", "#6d28d9", "#15803d", "#b91c1c", "#a16207", "#1d4ed8"]
 STYLE = {
     "background": None,
@@ -35,7 +35,7 @@ def draw(spec: Spec) -> str:
 
 
 def speed_ups(ratios: list[dict[str, Any]]) -> Spec:
-    """Return the ratios as points with their intervals. ratios: {name, median, low, high}; low and high may be None."""
+    """Return a chart of ratios with intervals. ratios: {name, median, low, high}; low and high may be None."""
     names = [ratio["name"] for ratio in ratios]
     name: Spec = {
         "field": "name",
@@ -75,7 +75,7 @@ def speed_ups(ratios: list[dict[str, Any]]) -> Spec:
 
 
 def lines(values: list[dict[str, Any]], x: str, y: str, *, log: bool = False, ordinal: bool = False) -> Spec:
-    """Return one line per series. values: {series, x, y}. x, y: titles of the axes."""
+    """Return a chart with one line per series. values: {series, x, y}. x, y: axis titles."""
     scale: Spec = {"scale": {"type": "log", "nice": False}} if log else {}
     kind = "ordinal" if ordinal else "quantitative"
     axis: Spec = {"axis": {"labelAngle": 0}} if ordinal else {"axis": {"format": "~s", "grid": log}}
@@ -93,7 +93,7 @@ def lines(values: list[dict[str, Any]], x: str, y: str, *, log: bool = False, or
 
 
 def histogram(values: list[dict[str, Any]], x: str) -> Spec:
-    """Return how many values fall into each tenth. values: {series, value}, value between 0 and 1."""
+    """Return a chart of how many values are in each tenth. values: {series, value}, value between 0 and 1."""
     return {
         "width": WIDTH,
         "height": HEIGHT,
@@ -113,12 +113,12 @@ def histogram(values: list[dict[str, Any]], x: str) -> Spec:
     }
 
 
-# -- the report's table: one row per candidate ------------------------------------------------------------------------
+# -- table -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """A candidate. run: its passes as one. ratio: to plain decoding."""
+    """A candidate. run: its passes combined. ratio: to plain decoding."""
 
     run: Run
     passes: int
@@ -126,7 +126,7 @@ class TableRow:
 
 
 def rows(results: Results) -> list[TableRow]:
-    """Return the rows; `ratio` and `run.identical` are None where there is no plain run to compare with."""
+    """Return the table; `ratio` and `run.identical` are None without a plain run to compare with."""
     plain = baselines(results.runs)
     to_plain = {ratio.name: ratio for ratio in ratios_to_plain(results, SPEED)}
     table = []
@@ -138,10 +138,10 @@ def rows(results: Results) -> list[TableRow]:
     return table
 
 
-# -- which charts the results have something for, each with a title and a line that says what it shows ----------------
+# -- figures ---------------------------------------------------------------------------------------
 
 
-POSITIONS = 16  # of a draft that the chart shows
+POSITIONS = 16  # draft positions in the chart
 COST_TEXT = (
     "What it costs here to verify more tokens at once (measured at start-up, short context), and what reading the "
     "weights and multiplying by them would cost at this machine's own best speeds."
@@ -150,7 +150,7 @@ COST_TEXT = (
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A chart of the report."""
+    """A chart with its title and a line on what it shows."""
 
     title: str
     text: str
@@ -158,7 +158,7 @@ class Figure:
 
 
 def figures(results: Results) -> list[Figure]:
-    """Return the charts in the order of the page."""
+    """Return the charts that the results have data for, in page order."""
     table = rows(results)
     return [
         *_speed_ups(results, SPEED, "Speed-up, end to end"),
@@ -215,7 +215,7 @@ def _acceptance_by_record(results: Results) -> Iterator[Figure]:
 
 
 def _step_cost(results: Results) -> Iterator[Figure]:
-    """Yield the curve of the candidate that measured the largest steps, with the roofline."""
+    """Yield the step cost of the candidate that measured the largest steps, with the roofline."""
     measured = [
         (detail.step_cost, detail.roofline) for detail in results.details.values() if detail and detail.step_cost
     ]

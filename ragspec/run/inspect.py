@@ -1,4 +1,4 @@
-"""`ragspec inspect`: what an input holds, and how ragspec reads it. No model.
+"""`ragspec inspect`: the columns of an input and how ragspec reads them, without a model.
 
 >>> inspect(InputConfig(path=["questions.parquet"])).columns
 {'question': 'text', 'passages': 'list of objects'}
@@ -21,14 +21,15 @@ from ragspec.inputs.storage import advising
 from ragspec.records import Record
 
 LOOKED_AT = 20  # rows
-BESIDES = ("contexts", "id", "reference")  # what a mapping can do without
+OPTIONAL = ("contexts", "id", "reference")  # keys that a mapping can do without
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What was found. columns: of the first rows, each with the kind of its values. record: the first, as it is read.
+    """What an input contains.
 
-    error: why the first row is no record. mapping: `input.columns` that would make it one, where there is one.
+    columns: those of the first rows, each with the kind of its values. record: the first row, parsed. error: why the
+    first row is not a record. mapping: `input.columns` that would make it one, if there is such a mapping.
     """
 
     rows: int | None
@@ -39,7 +40,7 @@ class Inspection:
 
 
 def inspect(given: InputConfig) -> Inspection:
-    """Return what the input holds. Raises ConfigError for one that cannot be opened."""
+    """Inspect an input. Raises ConfigError if it cannot be opened."""
     with advising("INPUT takes files, folders, patterns or a dataset", given.path), open_source(given) as source:
         rows = list(islice(source, LOOKED_AT))
         count = source.count()
@@ -62,9 +63,9 @@ def inspect(given: InputConfig) -> Inspection:
 
 
 def suggestion(values: Sequence[Any]) -> dict[str, str | dict[str, str]]:
-    """Return the mapping that makes a record of the first row; empty where none is needed, or none is seen.
+    """Return a mapping that turns the first row into a record; empty if none is needed or found.
 
-    values: of the first rows.
+    values: those of the first rows.
     """
     records = [value for value in values if isinstance(value, dict)]
     names = {name for record in records for name in record}
@@ -80,8 +81,8 @@ def suggestion(values: Sequence[Any]) -> dict[str, str | dict[str, str]]:
     if found["reference"] not in ("", *REFERENCES) and _are_references(records, found["reference"]):
         mapping["reference"] = found["reference"]
     mapping = {ours: theirs for ours, theirs in mapping.items() if theirs != ours}
-    for count in range(len(BESIDES) + 1):
-        for left_out in combinations(BESIDES, count):
+    for count in range(len(OPTIONAL) + 1):
+        for left_out in combinations(OPTIONAL, count):
             some = {ours: theirs for ours, theirs in mapping.items() if ours not in left_out}
             try:
                 parse_record(Columns(some).of(records[0]), 1)
@@ -92,7 +93,7 @@ def suggestion(values: Sequence[Any]) -> dict[str, str | dict[str, str]]:
 
 
 def _passages(records: Sequence[dict[str, Any]]) -> str | dict[str, str]:
-    """Return where passages are, and what their fields are called; "" where there are none."""
+    """Return the path of the passages, with the names of their fields where they are unusual; "" if there are none."""
     names = [name for name in GUESSES["contexts"] if any(record.get(name) for record in records)]
     for path in [*names, *(f"{outer}.{inner}" for outer in names for inner in GUESSES["contexts"])]:
         values = [value for record in records if isinstance(value := look_up(record, path), str | list | dict)]
@@ -113,7 +114,7 @@ def _are_references(records: Sequence[dict[str, Any]], name: str) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """Return what a JSON value is, in a word or three."""
+    """Return a short name for the kind of a JSON value."""
     if isinstance(value, list):
         inner = {kind_of(item) for item in value[:LOOKED_AT]}
         return f"list of {inner.pop()}s" if len(inner) == 1 else "list"

@@ -1,4 +1,11 @@
-"""A run in this process: rows -> what is asked -> answers -> output lines, all of it pulled by the runner."""
+"""Runs in this process: `LocalPass` answers a source into a journal, `Pipeline` answers records in memory.
+
+    with Pipeline(config) as pipeline:
+        for answer in pipeline.answers([{"query": "Who wrote it?", "contexts": ["Ann wrote it."]}]):
+            print(answer["output"])
+
+The runner pulls everything: rows, prompts and output lines.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +31,21 @@ from ragspec.run.result_writer import Report, ResultWriter
 from ragspec.run.session import Session, peak_memory_gib, prepare
 from ragspec.stats import RunSummary
 
-AHEAD = 256  # requests that are looked at before the first: more than any batch
+AHEAD = 256  # requests counted before warm-up: more than any batch
 
 
 class LocalPass:
-    """One pass of a session over a source, in this process. limit: read only this many rows. total: how many will come.
+    """One pass of a session over a source, in this process.
 
-    report: called as records finish. say: is told what `prompt.order` saves, before anything is answered. keep_details:
-    also write what an audit and a report need.
+    Args:
+        session: The runner, prompts and retriever.
+        source: The input rows.
+        journal: Receives the output lines.
+        limit: Read only this many rows.
+        total: Expected number of rows, None if unknown.
+        report: Called as records finish.
+        say: Called with a line on what `prompt.order` saves, before anything is answered.
+        keep_details: Also write what an audit and a report need.
     """
 
     def __init__(
@@ -53,16 +67,16 @@ class LocalPass:
         self._record_reader = RecordReader(session.config, self._writer, source)
         self._ordering = ordering_of(session, source, self._record_reader, limit, say)
         self._answering = Answering(session, shape, self._writer, details=keep_details)
-        self._none = f"{session.config.input}: contains no records; nothing to answer"
+        self._no_records = f"{session.config.input}: contains no records; nothing to answer"
         self.summary = self._writer.summary
 
     def answer(self) -> None:
         """Load the model if there is anything to answer, and answer it."""
-        with self._reading() as requests:
-            first = next(requests, None)  # errors before it are written without a model
+        with self._requests() as requests:
+            first = next(requests, None)  # rows with errors before it need no model
             if first is None:
                 if not (self.summary.failed or self.summary.skipped):
-                    self.summary.notes.append(self._none)
+                    self.summary.notes.append(self._no_records)
                 return
             requests.put_back([first])
             self._load_and_stream(requests)
@@ -79,14 +93,14 @@ class LocalPass:
         with runner:
             summary.load_s = time.perf_counter() - started
             started = time.perf_counter()
-            runner.warm_up(self._to_come(requests))
+            runner.warm_up(self._expected_requests(requests))
             summary.warmup_s = time.perf_counter() - started
             for _ in self._outcomes(requests):
                 pass
 
-    def _to_come(self, requests: Feed[Request]) -> int | None:
-        """Return how many requests will come, None if nobody knows: a warm-up must not take longer than they do."""
-        known = self._writer.to_come()
+    def _expected_requests(self, requests: Feed[Request]) -> int | None:
+        """Return about how many requests will come, None if unknown: a warm-up must not outlast them."""
+        known = self._writer.expected_rows()
         if known is not None and known > AHEAD:
             return known
         head = requests.take(AHEAD, wait=False)
@@ -95,8 +109,8 @@ class LocalPass:
         return len(head) if all_there else known
 
     def stream(self) -> Iterator[None]:
-        """Answer the input with a runner that is loaded, and time it; yield after each record that it answered."""
-        with self._reading() as requests:
+        """Answer the input with a runner that is already loaded, and time it; yield after each outcome."""
+        with self._requests() as requests:
             yield from self._outcomes(requests)
 
     def _outcomes(self, requests: Feed[Request]) -> Iterator[None]:
@@ -109,16 +123,16 @@ class LocalPass:
                 yield
         finally:
             summary.generate_s = time.perf_counter() - started
-            summary.method = runner.method  # a runner may have chosen another one while it loaded
+            summary.method = runner.method  # the runner may have chosen another one while loading
             summary.prefill_s = _since(runner.prefill_s, prefill_s)
             summary.decode_s = _since(runner.decode_s, decode_s)
             summary.decode_tokens = runner.decode_tokens - decode_tokens
             summary.peak_memory_gib = peak_memory_gib()
 
     @contextmanager
-    def _reading(self) -> Iterator[Feed[Request]]:
-        """Yield the input as requests; what is read and searched ahead of them ends with this, however it ends."""
-        requests = self._answering.requests(self._ordering.asked())
+    def _requests(self) -> Iterator[Feed[Request]]:
+        """Yield the input as requests; on exit, stop reading and searching ahead."""
+        requests = self._answering.requests(self._ordering.tasks())
         try:
             yield requests
         finally:
@@ -130,11 +144,7 @@ def _since(now: float | None, before: float | None) -> float | None:
     return None if now is None or before is None else now - before
 
 
-# -- answers in memory: a model that is loaded once, and asked as often as a program likes ----------------------------
-#
-# with Pipeline(config) as pipeline:
-#     for answer in pipeline.answers([{"query": "Who wrote it?", "contexts": ["Ann wrote it."]}]):
-#         print(answer["output"])
+# -- in memory -------------------------------------------------------------------------------------
 
 
 class Pipeline:

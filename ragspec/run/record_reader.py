@@ -1,4 +1,7 @@
-"""Rows -> what is asked: records that have no line yet, each id once. The others become lines here, or need none."""
+"""Parse input rows into tasks: the records that have no output line yet, each id once.
+
+A row that is not a record gets its error line here. A row that is finished is skipped.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,14 @@ from ragspec.run.answering import RecordTask
 
 @dataclass(frozen=True, slots=True)
 class ReadRow:
-    """What a row asks for. wanted: whether it has no line yet, and is among the rows that are to have one."""
+    """A parsed row. wanted: whether it has no output line yet and is within the limit."""
 
-    asked: RecordTask
+    task: RecordTask
     wanted: bool
 
 
 class FinishedRows(Protocol):
-    """Who knows which rows are finished: the desk."""
+    """Knows which rows are finished, and takes failures: implemented by ResultWriter."""
 
     def has(self, index: int, key: str) -> bool: ...
 
@@ -35,8 +38,8 @@ class FinishedRows(Protocol):
     def fail(self, index: int, failed: FailedRecord) -> None: ...
 
 
-class _NothingPending:
-    """Books in which all is finished; they only say which rows were asked for."""
+class _KeyCollector:
+    """FinishedRows that calls every row finished and collects the keys that were looked up."""
 
     def __init__(self) -> None:
         self.found: set[str] = set()
@@ -53,8 +56,8 @@ class _NothingPending:
 
 
 def keys_of(config: RunConfig, source: Source, limit: int | None) -> set[str]:
-    """Return what the first `limit` rows of an input are recognised by in its output."""
-    keys = _NothingPending()
+    """Return the keys that identify the first `limit` rows of an input in its output."""
+    keys = _KeyCollector()
     record_reader = RecordReader(config, keys, source)
     for row in islice(source, limit):
         record_reader.read(row)
@@ -73,13 +76,13 @@ class RecordReader:
         self._numbers = count()
         self._changed = 0
 
-    def asked(self, row: InputRow) -> list[RecordTask]:
-        """Return what a row asks for; nothing if it needs no answer any more, or can have none."""
+    def tasks(self, row: InputRow) -> list[RecordTask]:
+        """Return the row's task; empty if it is finished or is not a record."""
         read = self.read(row)
-        return [read.asked] if read is not None and read.wanted else []
+        return [read.task] if read is not None and read.wanted else []
 
     def read(self, row: InputRow) -> ReadRow | None:
-        """Return what a row asks for, wanted or not; None if it can have no answer."""
+        """Return the parsed row, wanted or not; None if it is not a record, after writing its error line."""
         index, given = next(self._numbers), None
         try:
             given = self._ids.given(row)
@@ -88,7 +91,7 @@ class RecordReader:
             record = self._record(row, given)
             wanted = not self._writer.has(index, key)
             self._changed += wanted and self._writer.has_another(record.id)
-            return ReadRow(self._asked(index, key, row, record), wanted)
+            return ReadRow(self._task(index, key, row, record), wanted)
         except RecordError as error:
             key = fingerprint(row, None)
             if not self._writer.has(index, key):
@@ -96,19 +99,19 @@ class RecordReader:
                 self._writer.fail(index, FailedRecord(name, key, "RecordError", str(error), row.number))
             return None
 
-    def beyond(self, row: InputRow) -> ReadRow | None:
-        """Return what a row asks for that is read but not answered; it may be nothing, and costs no line."""
+    def read_past_limit(self, row: InputRow) -> ReadRow | None:
+        """Return a row past the limit, which only counts for its window; None if it is not a record. Writes no line."""
         try:
-            return ReadRow(self._asked(-1, "", row, self._record(row, self._ids.given(row))), wanted=False)
+            return ReadRow(self._task(-1, "", row, self._record(row, self._ids.given(row))), wanted=False)
         except RecordError:
             return None
 
-    def _asked(self, index: int, key: str, row: InputRow, record: Record) -> RecordTask:
+    def _task(self, index: int, key: str, row: InputRow, record: Record) -> RecordTask:
         searches = self._searches and record.query is not None and lacks_contexts(row.value)
         return RecordTask(index, key, row.number, record, row.value["query"] if searches else None)
 
     def notes(self) -> list[str]:
-        """Return what the user should know about the rows that were read."""
+        """Return notes for the user about the rows that were read."""
         found = []
         if self._changed:
             found.append(
@@ -123,7 +126,7 @@ class RecordReader:
         return found
 
     def _record(self, row: InputRow, given: str | None) -> Record:
-        """Return the record that a row is. given: its id. Raises RecordError, also for a duplicate id."""
+        """Return the row's record. given: its own id. Raises RecordError, also for a duplicate id."""
         if isinstance(row.value, RecordError):
             raise row.value
         record = parse_record(row.value, row.number, self._form)

@@ -1,4 +1,8 @@
-"""Records -> what the runner is asked: prompts, sampling, how many answers. What cannot be is a RecordError."""
+"""Turn records into requests, and collect the outcomes until a record has all of its own.
+
+Mostly a record is one prompt and one answer; `n` asks for several answers per prompt, and a text completion may have
+several prompts. A record that cannot become a request raises RecordError.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +23,12 @@ from ragspec.structured.form import Form
 from ragspec.structured.grammars import problem_of
 from ragspec.structured.schema import SOME
 
-MODELS_NAMED = 5  # in a note
-BODY_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}  # what bodies call them
+MODELS_NAMED = 5  # models listed in a note
+BODY_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}  # our key: OpenAI's key
 
 
 class RequestBuilder:
-    """Reads the records of one pass."""
+    """Builds the prompts, sampling parameters and grammar of the records of one pass."""
 
     def __init__(self, session: Session) -> None:
         config = session.config
@@ -34,10 +38,10 @@ class RequestBuilder:
         self._default = to_sampling(config.sampling)
         self._default_form = config.structured.form if config.structured else None
         self._names = {str(config.model), str(config.model).rstrip("/").rpartition("/")[2], config.output.model}
-        self._other_models: set[str] = set()  # that records ask for
+        self._other_models: set[str] = set()  # models named by records, other than the config's
 
-    def flight(self, index: int, record: Record, fingerprint: str) -> RecordInFlight:
-        """Return what is asked for line number `index`. Raises RecordError."""
+    def in_flight(self, index: int, record: Record, fingerprint: str) -> RecordInFlight:
+        """Return what line `index` asks the runner for. Raises RecordError."""
         sampling, n, shrinks = self._sampling(record)
         parts = [replace(record, prompt=each) for each in record.prompts] or [record]
         longest = sampling.max_new_tokens
@@ -55,7 +59,7 @@ class RequestBuilder:
         return RecordInFlight(index, record, tuple(prompts), sampling, n, fingerprint, form, grammar)
 
     def _form(self, record: Record) -> Form | None:
-        """Return what a record's answer is to look like, None where it may be anything."""
+        """Return the form of a record's answer, None for free text."""
         if record.structured is None:
             return self._default_form
         if not record.structured:
@@ -71,14 +75,14 @@ class RequestBuilder:
         return form
 
     def notes(self) -> list[str]:
-        """Return what the user should know about the records that were read."""
+        """Return notes for the user about the records that were read."""
         if not self._other_models:
             return []
         others = ", ".join(sorted(self._other_models))
         return [f"records ask for {others}; {self._config.model} answers them"]
 
     def _sampling(self, record: Record) -> tuple[Sampling, int, bool]:
-        """Return how a record is sampled, how many answers each prompt has, and whether an answer may be shorter."""
+        """Return a record's sampling, its answers per prompt, and whether max_new_tokens may shrink to fit."""
         if not record.sampling:
             return self._default, self._config.sampling.n, self._config.sampling.max_new_tokens is None
         try:
@@ -90,42 +94,39 @@ class RequestBuilder:
         return to_sampling(merged), merged.n, merged.max_new_tokens is None
 
 
-# -- records as requests, and their outcomes until a record has all of its own ----------------------------------------
-#
-# One prompt and one answer, mostly. `n` asks for several answers to each prompt; a text completion may bring several
-# prompts.
+# -- pending requests ------------------------------------------------------------------------------
 
 
 class FinishedRecord(NamedTuple):
-    """A record with all its outcomes. answers: in order, `n` of each prompt; or why there are none."""
+    """A record with all its outcomes. answers: `n` for each prompt, in order; or the failure."""
 
     flight: RecordInFlight
     answers: list[Generation] | Failure
 
 
-class _Waiting(NamedTuple):
+class _PendingRecord(NamedTuple):
     flight: RecordInFlight
     outcomes: list[Generation | Failure | None]
 
 
 class PendingRequests:
-    """Which request belongs to which record."""
+    """Maps requests to records until all outcomes of a record are in."""
 
     def __init__(self) -> None:
         self._numbers = count()
-        self._waiting: dict[int, tuple[int, _Waiting]] = {}
+        self._waiting: dict[int, tuple[int, _PendingRecord]] = {}
 
     def requests(self, flight: RecordInFlight) -> list[Request]:
-        """Return the requests of a record. Greedy answers to a prompt are all the same, and written once."""
+        """Return the requests of a record. Greedy answers to a prompt are equal, so one request serves all `n`."""
         times = 1 if flight.sampling.temperature == 0 else flight.n
-        waiting = _Waiting(flight, [None] * (times * len(flight.prompts)))
+        waiting = _PendingRecord(flight, [None] * (times * len(flight.prompts)))
         requests = []
-        for place in range(len(waiting.outcomes)):
-            prompt = flight.prompts[place // times]
-            # the first is sampled as a record's only answer is
-            name = flight.record.id if place == 0 else f"{flight.record.id}#{place}"
+        for position in range(len(waiting.outcomes)):
+            prompt = flight.prompts[position // times]
+            # the first is sampled as a record's only answer would be
+            name = flight.record.id if position == 0 else f"{flight.record.id}#{position}"
             index = next(self._numbers)
-            self._waiting[index] = place, waiting
+            self._waiting[index] = position, waiting
             request = Request(
                 index,
                 name,
@@ -139,10 +140,10 @@ class PendingRequests:
         return requests
 
     def take(self, outcome: Generation | Failure) -> FinishedRecord | None:
-        """Take in an outcome; return the record if it was the last that was missing."""
-        place, waiting = self._waiting.pop(outcome.index)
+        """Add an outcome; return the record if it was the last one missing."""
+        position, waiting = self._waiting.pop(outcome.index)
         flight, outcomes = waiting
-        outcomes[place] = outcome
+        outcomes[position] = outcome
         if any(each is None for each in outcomes):
             return None
         answers = [each for each in outcomes if isinstance(each, Generation)]

@@ -1,4 +1,4 @@
-"""What becomes of rows: lines in the journal, counts in the totals, and word of it to whoever shows the progress."""
+"""Write results and failures to the journal, count them in the totals, and report progress."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ragspec.run.answering import RecordResult
 from ragspec.run.session import Session
 from ragspec.stats import RunSummary
 
-Report = Callable[[RunSummary, int | None], None]  # called after each record with the totals and the input's lines
+Report = Callable[[RunSummary, int | None], None]  # called after each record with the totals and the input's row count
 
 
 @dataclass(slots=True)
 class PassageCount:
-    """Questions that were answered, and those of them whose prompts have no passages.
+    """Counts of answered questions and of those whose prompt has no passages.
 
-    unfit: because none of theirs fits. unread: a field of theirs that looks like passages, and how many have one.
+    without: had none. unfit: none of theirs fits. unread: had none, but a field that looks like passages.
     """
 
     questions: int = 0
@@ -32,7 +32,7 @@ class PassageCount:
     unread_name: str = ""
 
     def add(self, kept: int, dropped: int, unread: str) -> None:
-        """Count a question."""
+        """Count one question."""
         self.questions += 1
         if kept:
             return
@@ -44,7 +44,7 @@ class PassageCount:
         self.unread_name = self.unread_name or unread
 
     def notes(self, config: RunConfig) -> list[str]:
-        """Return what the user should know: where passages were to be expected, and there are none."""
+        """Return notes for the user on questions without passages, if passages were to be expected."""
         found = []
         columns = config.input.columns if config.input else None
         expected = (
@@ -64,7 +64,7 @@ class PassageCount:
 
 
 class ResultWriter:
-    """Keeps the books of one pass. total: rows to come, None if nobody knows. shape: of the lines."""
+    """Writes the lines and keeps the totals of one pass. shape: of the lines. total: expected rows, None if unknown."""
 
     def __init__(
         self,
@@ -86,49 +86,49 @@ class ResultWriter:
         self._config = session.config
         self._passages = PassageCount()
 
-    def to_come(self) -> int | None:
-        """Return how many rows want an answer, about; None if it is not known how many there are."""
+    def expected_rows(self) -> int | None:
+        """Return about how many rows still need an answer, None if the total is unknown."""
         return None if self.total is None else max(0, self.total - self._ledger.resumed)
 
     def has(self, index: int, key: str) -> bool:
-        """Return whether an earlier run finished a row; if so, its line is passed over."""
+        """Return whether an earlier run finished a row; if so, skip its line."""
         if key not in self._ledger:
             return False
         self.summary.skipped += 1
         self.summary.failed_before += self._ledger.failed(key)
         self._journal.skip(index, key)
-        self._tell()
+        self._report_progress()
         return True
 
     def has_another(self, record_id: str) -> bool:
-        """Return whether an earlier run answered a row with this id, whatever it was then."""
+        """Return whether an earlier run answered a row with this id, whatever its content was."""
         return self._ledger.resumed > 0 and self._ledger.answered(record_id)
 
-    def put(self, answered: RecordResult) -> None:
-        """Write an answer's line, and count it."""
-        line, config = answered.line, self._journal.signature
+    def put(self, result: RecordResult) -> None:
+        """Write the line of an answered record, and count it."""
+        line, config = result.line, self._journal.signature
         if config:
             line = self._shape.signed(line, config)
-        self._journal.put(answered.index, line, counted=lambda: self._count(answered))
-        self._tell()
+        self._journal.put(result.index, line, counted=lambda: self._count(result))
+        self._report_progress()
 
     def fail(self, index: int, failed: FailedRecord) -> None:
-        """Write the line of a record that has no answer, and count it."""
+        """Write the line of a failed record, and count it."""
         message = failed.message if failed.line is None else f"{self._source.where(failed.line)}: {failed.message}"
         failed = replace(failed, message=self._redact(message))
         self._journal.put(index, self._shape.error(failed), counted=lambda: self._count_failure(failed))
-        self._tell()
+        self._report_progress()
 
     def notes(self) -> list[str]:
-        """Return what the user should know about the records that were answered."""
+        """Return notes for the user about the records that were answered."""
         return self._passages.notes(self._config)
 
-    def _count(self, answered: RecordResult) -> None:
+    def _count(self, result: RecordResult) -> None:
         summary = self.summary
-        if answered.passages is not None:
-            self._passages.add(*answered.passages, answered.unread)
-        summary.count(answered.prompt_tokens, answered.costs)
-        for cost in answered.costs:
+        if result.passages is not None:
+            self._passages.add(*result.passages, result.unread)
+        summary.count(result.prompt_tokens, result.costs)
+        for cost in result.costs:
             summary.latency_s.add(cost.latency_s)
             if cost.time_to_first_token_s is not None:
                 summary.time_to_first_token_s.add(cost.time_to_first_token_s)
@@ -143,7 +143,7 @@ class ResultWriter:
         if note not in self.summary.notes:
             self.summary.notes.append(note)
 
-    def _tell(self) -> None:
+    def _report_progress(self) -> None:
         if self.summary.records or self.summary.failed:
             self._journal.keep_spent(self.summary)
         if self._report:

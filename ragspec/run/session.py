@@ -1,4 +1,7 @@
-"""What identifies a run in its stats file: config, runner, versions, hashes, seed; and the memory it took."""
+"""A run's set-up: choose and check the runner, build prompts and open the index before any weights load.
+
+Also holds what a stats file records about a run: config, runner, versions, hashes, seed and peak memory.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ LIBRARIES = ("torch", "transformers", "vllm")
 
 
 def about(config: RunConfig, runner: Runner) -> dict[str, Any]:
-    """Return what identifies a run."""
+    """Return what identifies a run in its stats file."""
     versions = {name: sys.modules[name].__version__ for name in LIBRARIES if name in sys.modules}
     return {
         "config": config.model_dump(mode="json"),
@@ -34,7 +37,7 @@ def about(config: RunConfig, runner: Runner) -> dict[str, Any]:
 
 
 def peak_memory_gib() -> float:
-    """Return this process's largest resident size, or CUDA's peak allocation if that is larger."""
+    """Return this process's peak resident size in GiB, or CUDA's peak allocation if that is larger."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform != "darwin" else 1 << 30)
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -42,14 +45,15 @@ def peak_memory_gib() -> float:
     return peak
 
 
-# -- a run's set-up, written once: the config's runner, prompts and index, found and judged before any weights --------
+# -- session ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What a pass over an input needs; an executor (local.py) drives it. retriever: None: records bring contexts.
+    """What a pass over an input needs; an executor (local.py, ray/driver.py) drives it.
 
-    config: with the runner that was chosen. choice: why that one, "" if it was named.
+    config: with the runner resolved. choice: why that runner was chosen, "" if the config named it. retriever: None if
+    records bring their own contexts.
     """
 
     config: RunConfig
@@ -59,11 +63,11 @@ class Session:
     retriever: Retriever | None
 
     def identity(self) -> dict[str, Any]:
-        """Return what an answer depends on; a resumed run must agree on it."""
+        """Return what answers depend on; a resumed run must match it."""
         return self.config.identity() | ({"index": self.retriever.index.identity} if self.retriever else {})
 
     def notes(self) -> list[str]:
-        """Return what the user should know so far, secrets hidden."""
+        """Return the notes for the user so far, with secrets hidden."""
         own = [self.choice] if self.choice else []
         return [*dict.fromkeys(map(self.config.redactor(), [*own, *self.runner.notes])), *self.prompts.notes]
 
@@ -73,9 +77,9 @@ class Session:
 
 
 def prepare(config: RunConfig, choice: RunnerChoice | None = None) -> Session:
-    """Return the session of a config; the model's weights are not loaded. choice: of its runner.
+    """Return the session of a config, without loading the model's weights.
 
-    Raises ConfigError.
+    choice: the runner, if it has been chosen already. Raises ConfigError.
     """
     choice = choice or choose_runner(config, None)
     config = choice.config
@@ -86,7 +90,7 @@ def prepare(config: RunConfig, choice: RunnerChoice | None = None) -> Session:
 
 
 def check_runner(config: RunConfig) -> Runner:
-    """Return the config's runner, model and tokenizers found. Raises ConfigError."""
+    """Return the config's runner after its check(). Raises ConfigError."""
     runner = runners.module(config.runner).Runner(config)
     runner.check()
     return runner

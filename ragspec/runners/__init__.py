@@ -1,4 +1,4 @@
-"""Runners by name: the module, or folder, of that name is the word in the YAML and in every message."""
+"""Runners by name: the name of a module or folder in this package is the `runner:` word of configs and messages."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 
 class RunnerModule(Protocol):
-    """What a runner's module holds."""
+    """What a runner's module provides."""
 
     @property
     def Args(self) -> type[RunnerArgs]:
-        """Return the model of the runner's `runner_args`."""
+        """Return the pydantic model of the runner's `runner_args`."""
 
     def Runner(self, config: RunConfig, /) -> Runner:
-        """Return the runner of a config, nothing loaded."""
+        """Return the runner of a config, with nothing loaded."""
 
 
 def names() -> list[str]:
-    """Return the `runner:` words."""
+    """Return the known `runner:` words."""
     return sorted(found.name for found in pkgutil.iter_modules(__path__) if found.name != "base")
 
 
 def module(name: str) -> RunnerModule:
-    """Return the module of runner `name`. Raises ConfigError, with the known names, for any other."""
+    """Return the module of runner `name`. Raises ConfigError, listing the known names, for any other."""
     for found in pkgutil.iter_modules(__path__):
         if found.name == name and name != "base":
             path = f"{__name__}.{name}.runner" if found.ispkg else f"{__name__}.{name}"
@@ -41,7 +41,7 @@ def module(name: str) -> RunnerModule:
     raise ConfigError(f'runner: "{name}" is not known{did_you_mean(name, names())}')
 
 
-if TYPE_CHECKING:  # a type error here: a runner that is none
+if TYPE_CHECKING:  # each runner module has to match the protocol
     _fake: RunnerModule = fake
     _huggingface: RunnerModule = huggingface
     _vllm: RunnerModule = vllm

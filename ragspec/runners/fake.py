@@ -1,9 +1,9 @@
-"""A runner without a model, for tests of the pipeline and for trying a config: it repeats the end of the prompt.
+"""A runner without a model, to test the pipeline and try a config: it repeats the end of the prompt.
 
     runner: fake
     runner_args: {fail_ids: [q7], delay_s: 0.01}
 
-Its "tokens" are bytes, its "speculation" a fixed pattern: never a source of claims about models.
+Its tokens are bytes and its speculation is a fixed pattern, so its numbers say nothing about models.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Runner:
         self.decode_tokens = 0
 
     def check(self) -> None:
-        """There is nothing to find."""
+        """Do nothing: there is no model to find."""
 
     def __enter__(self) -> Self:
         return self
@@ -106,10 +106,10 @@ class Runner:
         pass
 
     def warm_up(self, records: int | None = None) -> None:
-        """There is nothing to warm up."""
+        """Do nothing."""
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
-        """Yield batch after batch, each in the order it came (or, on request, the other way round)."""
+        """Yield batch by batch, each in input order or, with `reverse`, in reverse."""
         source = Feed(requests)
         while batch := source.take(self._batch_size, wait=True):
             if self._args.delay_s:
@@ -140,12 +140,12 @@ class Runner:
         return Generation(request.index, token_ids, "length", spec, latency_s=latency_s, logprobs=certain)
 
     def outlook(self) -> str:
-        """Return that nothing real will answer."""
+        """Return that no model will answer."""
         return "the fake runner will answer: no model, for tests of the pipeline"
 
     def watched(self, bytes_per_s: float, flops_per_s: float) -> None:
-        """There are no parts."""
+        """Return None: there is nothing to profile."""
 
     def about(self) -> dict[str, Any]:
-        """Return the one thing there is to know."""
+        """Return the batch size; there is no model to describe."""
         return {"model": "none", "batch_size": self._batch_size}

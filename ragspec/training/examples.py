@@ -1,4 +1,4 @@
-"""What a draft learns from: the target's answers to the user's records, written by an ordinary run that resumes."""
+"""Training examples for a draft: the target's answers to the user's records, from an ordinary run that can resume."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from ragspec.run.local import LocalPass
 from ragspec.run.session import prepare
 from ragspec.speculation.methods import find
 
-LEAST = 24  # answers; a draft of fewer learns them, and nothing else
-HELD_OUT = 8  # one answer in so many is kept for measuring
-LONGEST = 1024  # tokens of a lesson; the beginnings of longer ones are cut off
+LEAST = 24  # examples; fewer would only be memorised
+HELD_OUT = 8  # one example in this many is kept for measuring
+MAX_TOKENS = 1024  # of an example; longer ones lose their beginning
 ANSWERS, INPUT = "answers.jsonl", "held_out.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A prompt and the target's answer in one, or its last tokens. prompt_tokens: how many of them are the prompt's."""
+    """A prompt with the target's answer, or its last tokens. prompt_tokens: how many of token_ids are the prompt's."""
 
     id: str
     token_ids: list[int]
@@ -42,19 +42,19 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class ExampleSplit:
-    """taught: what is learnt from. held_out: what acceptance is measured on."""
+    """taught: to train on. held_out: to measure acceptance on."""
 
     taught: list[Example]
     held_out: list[Example]
 
     @property
     def tokens(self) -> int:
-        """Tokens of the answers that are learnt from."""
+        """Number of answer tokens to train on."""
         return sum(len(example.token_ids) - example.prompt_tokens for example in self.taught)
 
 
 def without_draft(config: RunConfig) -> RunConfig:
-    """Return `config` without the draft that is to be made."""
+    """Return `config` without the draft that is to be trained."""
     row = find(config.speculation.method)
     drafted = row is not None and "draft_model" in row.needs
     speculation = {"method": "none"} if drafted else config.speculation.model_dump()
@@ -63,14 +63,14 @@ def without_draft(config: RunConfig) -> RunConfig:
 
 
 def check_records(config: RunConfig) -> None:
-    """Raise ConfigError if the input cannot be read again and again."""
+    """Raise ConfigError if the input cannot be read repeatedly."""
     if config.input is None or config.input.is_stdin:
         raise ConfigError("input: a draft is measured on records that are read again; give a file with --input")
     check_input(config)
 
 
 def answer(config: RunConfig, folder: Path, limit: int | None) -> ExampleSplit:
-    """Let the target answer what it has not answered yet, and return its answers. Raises ConfigError and ModelError."""
+    """Run the target on records it has not answered yet, and return all answers. Raises ConfigError and ModelError."""
     assert config.input is not None
     with open_source(config.input) as source:
         records = sum(1 for _ in islice(source, min(LEAST, limit or LEAST)))
@@ -88,13 +88,13 @@ def answer(config: RunConfig, folder: Path, limit: int | None) -> ExampleSplit:
 
 
 def _example(line: dict[str, Any]) -> Example | None:
-    """Return what an output line teaches, None for nothing: an error, or an answer of a token."""
-    said = line.get("token_ids", [])
-    if "error" in line or len(said) < 2:
+    """Return the example in an output line; None for an error line or an answer of one token."""
+    answer_ids = line.get("token_ids", [])
+    if "error" in line or len(answer_ids) < 2:
         return None
     prompt = line["prompt_token_ids"]
-    kept = (prompt + said)[-LONGEST:]
-    return Example(line["id"], kept, max(0, len(kept) - len(said)))
+    kept = (prompt + answer_ids)[-MAX_TOKENS:]
+    return Example(line["id"], kept, max(0, len(kept) - len(answer_ids)))
 
 
 def _check_enough(config: RunConfig, count: int, what: str) -> None:
@@ -106,21 +106,21 @@ def _check_enough(config: RunConfig, count: int, what: str) -> None:
 
 
 def split_examples(examples: Sequence[Example]) -> ExampleSplit:
-    """Return the lessons in two parts; which of them is held out depends on its id alone."""
+    """Return the examples in two parts; which ones are held out depends only on their ids."""
     order = sorted(examples, key=lambda example: blake2b(example.id.encode(), digest_size=8).digest())
     count = max(4, len(order) // HELD_OUT)
     return ExampleSplit(order[count:], order[:count])
 
 
 def write_held_out(config: RunConfig, examples: ExampleSplit, folder: Path) -> Path:
-    """Write the rows of the records that are held out to a file of their own, and return it."""
+    """Write the input rows of the held-out examples to a file, and return its path."""
     wanted = {example.id for example in examples.held_out}
     assert config.input is not None
     lines = []
     with open_source(config.input) as source:
         ids = RecordIds(source)
         for row in source:
-            with suppress(RecordError):  # what is no record has no answer either
+            with suppress(RecordError):  # not a record, so it has no answer either
                 parse_record(row.value, row.number, config.prompt.source)
                 if ids.of(row) in wanted:
                     lines.append(row.text.strip())

@@ -1,8 +1,9 @@
-"""A draft cut from its target: a few of its layers, evenly spread, with its own embeddings, norms and head.
+"""Train a draft: a student cut from its target, and the training loop, which resumes.
 
-It learns to say what the target said, at every place of its answers, and to read: of the prompts one place in four is
-learnt in each epoch, another one each time, as they are ten times as long as answers and a model of few layers has lost
-its language when it is cut.
+The student keeps a few evenly spread layers of the target, with its embeddings, norms and head. It learns the target's
+answers at every position, and of prompts one position in four per epoch, another one each time: prompts are ten times
+as long as answers, and a model cut to few layers has to learn language again. Training on the target's own text is
+sequence-level knowledge distillation (Kim and Rush, arXiv:1606.07947).
 """
 
 from __future__ import annotations
@@ -22,19 +23,18 @@ from ragspec.host.files import replacing
 from ragspec.models.draft import width_of
 from ragspec.training.examples import Example
 
-RATE = 1e-3
-EVERY = 4  # of the places of prompts, one in so many is learnt at a time
-UNSAID = -100  # torch's label for what is not learnt
+LEARNING_RATE = 1e-3
+PROMPT_STRIDE = 4  # one prompt position in this many is learned per epoch
+IGNORE_INDEX = -100  # torch's label for positions without loss
 
 
 class Student:
-    """A small causal model that is taught. model: as cut_student() returns it. tokenizer, dtype: that it is
-    written with.
+    """A small causal model to train. model: from cut_student(). tokenizer, dtype: to save it with.
 
-    It learns in float32, and is written in its target's dtype, in which it would load with it.
+    It trains in float32 and is saved in its target's dtype, with which it would load.
     """
 
-    rate = RATE
+    rate = LEARNING_RATE
 
     def __init__(self, model: Any, tokenizer: Any = None, dtype: torch.dtype = torch.float32) -> None:
         self.model = model
@@ -42,7 +42,7 @@ class Student:
         self._dtype = dtype
 
     def learn(self, batch: Sequence[Example], turn: int) -> float:
-        """Learn the answers, and of the prompts the places that are this epoch's. Lessons are padded at their ends."""
+        """Add the gradients for the answers and this epoch's prompt positions. Examples are padded at the end."""
         length = max(len(example.token_ids) for example in batch)
         ids = torch.zeros(len(batch), length, dtype=torch.long)
         mask, answered = torch.zeros_like(ids), torch.zeros(len(batch), length, dtype=torch.bool)
@@ -51,32 +51,36 @@ class Student:
             ids[row, :end] = torch.tensor(example.token_ids)
             mask[row, :end] = 1
             answered[row, example.prompt_tokens : end] = True
-        wanted = (answered[:, 1:].any(0) | (torch.arange(1, length) % EVERY == turn % EVERY)).nonzero()[:, 0]
-        labels = ids.masked_fill(mask == 0, UNSAID)  # the head is most of a small model: what it is asked for is learnt
+        due = torch.arange(1, length) % PROMPT_STRIDE == turn % PROMPT_STRIDE
+        wanted = (answered[:, 1:].any(0) | due).nonzero()[:, 0]
+        # only the wanted positions get logits: the output layer is most of a small model
+        labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
         device = self.model.device
         logits = self.model(
             input_ids=ids.to(device), attention_mask=mask.to(device), logits_to_keep=wanted.to(device)
         ).logits
-        aims = labels[:, 1:][:, wanted].to(device)
-        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), aims.flatten(), ignore_index=UNSAID)
+        targets = labels[:, 1:][:, wanted].to(device)
+        loss = torch.nn.functional.cross_entropy(
+            logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX
+        )
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
 
     @torch.inference_mode()
     def agreement(self, examples: Sequence[Example]) -> float:
-        """Return the share of the answers' tokens that are its best guess, given all before them."""
+        """Return the share of answer tokens that are the model's best guess, given all tokens before them."""
         self.model.eval()
         right = total = 0
         for example in examples:
             ids = torch.tensor([example.token_ids], device=self.model.device)
-            said = min(len(example.token_ids) - example.prompt_tokens, ids.shape[1] - 1)
-            guesses = self.model(input_ids=ids[:, :-1], logits_to_keep=said).logits[0].argmax(-1)
-            right += int((guesses == ids[0, -said:]).sum())
-            total += said
+            answer_tokens = min(len(example.token_ids) - example.prompt_tokens, ids.shape[1] - 1)
+            guesses = self.model(input_ids=ids[:, :-1], logits_to_keep=answer_tokens).logits[0].argmax(-1)
+            right += int((guesses == ids[0, -answer_tokens:]).sum())
+            total += answer_tokens
         return right / total if total else 0.0
 
     def save(self, folder: Path) -> None:
-        """Write the model and its tokenizer. It is of no more use for learning."""
+        """Write the model and its tokenizer. The model cannot be trained further afterwards."""
         self.model.to(self._dtype)
         self.model.save_pretrained(folder, safe_serialization=True)
         if self._tokenizer is not None:
@@ -84,16 +88,16 @@ class Student:
 
 
 def spread_layers(layers: int, count: int) -> list[int]:
-    """Return `count` of the numbers below `layers`, the first and the last among them.
+    """Return `count` of the layers below `layers`, including the first and the last.
 
-    >>> spread(30, 3)
+    >>> spread_layers(30, 3)
     [0, 14, 29]
     """
     return [0] if count == 1 else [i * (layers - 1) // (count - 1) for i in range(count)]
 
 
 def check_layers(count: int, layers: int) -> None:
-    """Raise ConfigError where a target of `layers` layers has no draft of `count`."""
+    """Raise ConfigError if a target of `layers` layers cannot have a draft of `count`."""
     if not 0 < count < layers:
         raise ConfigError(f"--layers: must be between 1 and {layers - 1}, fewer than the target has")
 
@@ -101,7 +105,7 @@ def check_layers(count: int, layers: int) -> None:
 def cut_student(target: Any, count: int) -> Any:
     """Return a model of `count` layers of `target`, a loaded causal model, with copies of its weights.
 
-    Raises ConfigError where the model's layers cannot be told apart.
+    Raises ConfigError if the model's layers cannot be identified.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -117,14 +121,15 @@ def cut_student(target: Any, count: int) -> Any:
             setattr(text, key, [value[i] for i in kept])
     try:
         student = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        weights = _renumbered(target.state_dict(), kept, layers)
+        weights = _renumber(target.state_dict(), kept, layers)
         missing = student.load_state_dict({name: value.float() for name, value in weights.items()}, strict=False)
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
         raise ConfigError(f"train-draft: {type(target).__name__} cannot be cut to fewer layers ({error})") from error
     tied = set(getattr(student, "_tied_weights_keys", None) or ())
     if missing.unexpected_keys or set(missing.missing_keys) - tied:
         raise ConfigError(f"train-draft: {type(target).__name__} cannot be cut to fewer layers: its weights do not fit")
-    ends = target.generation_config  # nothing else of it: transformers would not write some of what it loads
+    # only the token ids: transformers refuses to save some other settings that it loads
+    ends = target.generation_config
     student.generation_config = GenerationConfig(
         bos_token_id=ends.bos_token_id, eos_token_id=ends.eos_token_id, pad_token_id=ends.pad_token_id
     )
@@ -132,8 +137,8 @@ def cut_student(target: Any, count: int) -> Any:
     return student.to(target.device)
 
 
-def _renumbered(weights: Mapping[str, torch.Tensor], kept: list[int], layers: int) -> dict[str, torch.Tensor]:
-    """Return the weights of the layers that are kept, under their new numbers, and of everything else."""
+def _renumber(weights: Mapping[str, torch.Tensor], kept: list[int], layers: int) -> dict[str, torch.Tensor]:
+    """Return the weights of the kept layers under their new numbers, and all other weights."""
     found = re.compile(r"^(?P<before>.*\.(?:layers|h|blocks)\.)(?P<number>\d+)(?P<after>\..*)$")
     new: dict[str, torch.Tensor] = {}
     for name, value in weights.items():
@@ -145,49 +150,43 @@ def _renumbered(weights: Mapping[str, torch.Tensor], kept: list[int], layers: in
     return new
 
 
-# -- the lessons' loop: what a draft learns, step by step, kept every minute and gone on with -------------------------
-#
-# A draft is taught what the target said. Learning from the words that a target chose is sequence-level knowledge
-# distillation (Kim and Rush, arXiv:1606.07947); what exactly is asked of a draft is the learner's own (student.py,
-# heads.py).
-
-
-BATCH = 8  # lessons of a step
-WARM = 0.05  # of all steps, in which the rate rises
+# -- training loop ---------------------------------------------------------------------------------
+BATCH = 8  # examples per step
+WARMUP = 0.05  # share of the steps in which the learning rate rises
 STATE = "state.pt"
 KEEP_EVERY_S = 60.0
-KEEPING = 20  # times as long as keeping takes, at least, lie between two
+KEEPING = 20  # the time between two saves is at least this many times the time of a save
 
-Progress = Callable[[int, int, float], None]  # steps done, of all, loss
+Progress = Callable[[int, int, float], None]  # steps done, total steps, loss
 
 
 class Trainable(Protocol):
-    """What is taught. model: a torch module. rate: the highest learning rate."""
+    """A draft to train. model: a torch module. rate: the peak learning rate."""
 
     model: Any
     rate: float
 
     def learn(self, batch: Sequence[Example], turn: int) -> float:
-        """Add a batch's gradients to the parameters' and return its mean loss. turn: the epoch."""
+        """Add a batch's gradients to the parameters and return its mean loss. turn: the epoch."""
 
     def agreement(self, examples: Sequence[Example]) -> float:
-        """Return the share of the answers' tokens that it guesses, given all before them."""
+        """Return the share of answer tokens that the draft guesses, given all tokens before them."""
 
     def save(self, folder: Path) -> None:
         """Write what `speculation.draft_model` loads."""
 
 
 def distill(learner: Trainable, examples: Sequence[Example], epochs: int, folder: Path, progress: Progress) -> int:
-    """Train for some epochs, going on where an earlier call stopped; return the steps of this call.
+    """Train for some epochs, resuming an earlier call; return the steps of this call.
 
-    progress: called after every step. Raises ConfigError for a state that belongs to another draft or other lessons.
+    progress: called after every step. Raises ConfigError for a saved state of another draft or other examples.
     """
     steps = epochs * -(-len(examples) // BATCH)
-    learnt = [each for each in learner.model.parameters() if each.requires_grad]
-    optimizer = torch.optim.AdamW(learnt, lr=learner.rate, weight_decay=0.01)
+    parameters = [each for each in learner.model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=learner.rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
-    course = _TrainingState(learner.model, optimizer, schedule, _about(learnt, examples, epochs), folder / STATE)
-    done = course.resume()
+    state = _TrainingState(learner.model, optimizer, schedule, _about(parameters, examples, epochs), folder / STATE)
+    done = state.resume()
     learner.model.train()
     kept, took, began = time.monotonic(), 0.0, done
     for number, (turn, batch) in enumerate(_batches(examples, epochs)):
@@ -195,23 +194,23 @@ def distill(learner: Trainable, examples: Sequence[Example], epochs: int, folder
             continue
         optimizer.zero_grad()
         loss = learner.learn(batch, turn)
-        torch.nn.utils.clip_grad_norm_(learnt, 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         schedule.step()
         done = number + 1
         progress(done, steps, loss)
         now = time.monotonic()
         if now - kept > max(KEEP_EVERY_S, KEEPING * took):
-            course.keep(done)
+            state.keep(done)
             kept = time.monotonic()
             took = kept - now
-    course.keep(done)
+    state.keep(done)
     learner.model.eval()
     return done - began
 
 
 class _TrainingState:
-    """How far a draft has learnt, in a file. about: what tells one course from another."""
+    """The training state in a file. about: identifies the training; another one is not resumed."""
 
     def __init__(self, model: Any, optimizer: Any, schedule: Any, about: list[int], path: Path) -> None:
         self._model = model
@@ -221,15 +220,15 @@ class _TrainingState:
         self._device = next(model.parameters()).device
 
     def keep(self, done: int) -> None:
-        """Write the state, whole or not at all."""
+        """Write the state atomically."""
         state: dict[str, Any] = {name: part.state_dict() for name, part in self._parts.items()}
-        # of a head, what is the target's does not change
+        # the target's frozen weights in a head do not change
         state["draft"] = {name: each.data for name, each in self._model.named_parameters() if each.requires_grad}
         with replacing(self._path) as file:
             torch.save(state | {"done": done, "about": self._about}, file)
 
     def resume(self) -> int:
-        """Take up the state that was kept; return the steps that were done."""
+        """Load the saved state; return the steps done."""
         if not self._path.exists():
             return 0
         state = torch.load(self._path, weights_only=True, map_location=self._device)
@@ -244,13 +243,13 @@ class _TrainingState:
         return int(state["done"])
 
 
-def _about(learnt: Sequence[torch.Tensor], examples: Sequence[Example], epochs: int) -> list[int]:
-    sizes = [len(learnt), sum(each.numel() for each in learnt)]
+def _about(parameters: Sequence[torch.Tensor], examples: Sequence[Example], epochs: int) -> list[int]:
+    sizes = [len(parameters), sum(each.numel() for each in parameters)]
     return [epochs, len(examples), sum(len(example.token_ids) for example in examples), *sizes]
 
 
 def _batches(examples: Sequence[Example], epochs: int) -> Iterator[tuple[int, list[Example]]]:
-    """Yield each batch with its epoch, always in the same order; lessons of a batch are about as long as each other."""
+    """Yield each batch with its epoch, in a reproducible order; examples of a batch have similar lengths."""
     for epoch in range(epochs):
         rng = Random(epoch)
         order = sorted(examples, key=lambda example: (len(example.token_ids) // 64, rng.random()))
@@ -261,7 +260,7 @@ def _batches(examples: Sequence[Example], epochs: int) -> Iterator[tuple[int, li
 
 def _rate(step: int, steps: int) -> float:
     """Return the share of the full learning rate: it rises, then falls as a cosine."""
-    rising = max(1, int(WARM * steps))
-    if step < rising:
-        return (step + 1) / rising
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - rising) / max(1, steps - rising))))
+    warmup = max(1, int(WARMUP * steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, steps - warmup))))

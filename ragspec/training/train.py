@@ -1,10 +1,10 @@
-"""`ragspec train-draft`: answers, lessons, a draft or a head, and whether it pays here.
+"""`ragspec train-draft`: train a draft model or head on the target's answers, and measure whether it pays here.
 
 DIR/answers.jsonl   the target's answers, resumed as any run
-DIR/state.pt        how far the draft has learnt
-DIR/draft           what was taught: `speculation: {method: draft_model, draft_model: DIR/draft}`
-DIR/check           the benchmark on the records that were held out
-DIR/draft.json      what was found
+DIR/state.pt        the training state
+DIR/draft           the draft: `speculation: {method: draft_model, draft_model: DIR/draft}`
+DIR/check           a benchmark on the held-out records
+DIR/draft.json      the result
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from ragspec.training.student import Progress, Student, Trainable, check_layers,
 
 DRAFT_MODEL = "draft_model"
 METHODS = (DRAFT_MODEL, "eagle3", "dflash")
-LAYERS = 2  # of a draft model, where nobody says how many
-DRAFT, FOUND, CHECK = "draft", "draft.json", "check"
-LOADED = ("device", "num_gpus", "revision", "trust_remote_code", "model_args", "tokenizer_args")
+LAYERS = 2  # of a draft model, by default
+DRAFT, RESULT, CHECK = "draft", "draft.json", "check"
+LOAD_ARGS = ("device", "num_gpus", "revision", "trust_remote_code", "model_args", "tokenizer_args")
 PASSES = 3
-CHECKED = 32  # records of the check, at most
+CHECK_RECORDS = 32  # most records of the check
 
 
-def ignore_note(done: int, steps: int, loss: float) -> None:
-    """Nobody wants to know."""
+def ignore_progress(done: int, steps: int, loss: float) -> None:
+    """Ignore progress: the default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What became of it. method: that runs it. before, after: share of held-out tokens that the draft guesses.
+    """The result. method: that runs the draft. before, after: share of held-out tokens that the draft guesses.
 
-    acceptance: of its drafts in a run over them. ratio: of that run's speed to one without drafts; low, high: its
+    acceptance: acceptance rate on held-out records. ratio: speed of that run to one without drafts; low, high: its
     interval. untimed: why there was no such run.
     """
 
@@ -67,13 +67,13 @@ class Trained:
 
     @property
     def pays(self) -> bool | None:
-        """Whether runs with the draft are faster here; None where the runs do not tell."""
+        """Whether runs with the draft are faster here; None if the runs leave it open."""
         if self.low is None or self.high is None or self.low <= 1 <= self.high:
             return None
         return self.low > 1
 
     def verdict(self) -> str:
-        """Return what to do with it, in a sentence."""
+        """Return the conclusion in a sentence."""
         if self.ratio is None:
             return f"it was not timed: {self.untimed or 'no run came to its end'}"
         span = "one pass" if self.low is None else f"{self.low:.2f} to {self.high:.2f}"
@@ -97,12 +97,23 @@ def train_draft(
     epochs: int,
     limit: int | None,
     console: Console,
-    progress: Progress = ignore_note,
+    progress: Progress = ignore_progress,
 ) -> Trained:
-    """Teach a draft of `layers` layers (None: as many as its method has) and measure it.
+    """Train a draft and measure it.
 
-    progress: called after every step of learning, with those done, all of them, and the loss. Raises ConfigError and
-    ModelError.
+    Args:
+        config: The run to speed up.
+        folder: For answers, state, draft and result.
+        method: One of METHODS.
+        layers: Of the draft; None: the default of its method.
+        epochs: Passes over the examples.
+        limit: Records to answer, None for all.
+        console: For progress.
+        progress: Called after every training step with steps done, total steps, and loss.
+
+    Raises:
+        ConfigError: If the target or input does not allow it.
+        ModelError: If the target fails.
     """
     plain = without_draft(config)
     target = _target(plain, method, layers)
@@ -110,7 +121,7 @@ def train_draft(
     console.print("the target answers the records ...")
     examples = answer(plain, folder, limit)
     started = time.monotonic()
-    before, after = _taught(_learner(target, method, layers, examples), examples, folder, epochs, progress)
+    before, after = _teach(_make_learner(target, method, layers, examples), examples, folder, epochs, progress)
     target.forget()
     free_memory()
     spent = time.monotonic() - started
@@ -130,20 +141,20 @@ def train_draft(
         ratio.high if ratio else None,
         untimed,
     )
-    write_json(folder / FOUND, asdict(trained) | {"pays": trained.pays, "verdict": trained.verdict()})
+    write_json(folder / RESULT, asdict(trained) | {"pays": trained.pays, "verdict": trained.verdict()})
     return trained
 
 
 def _target(config: RunConfig, method: str, layers: int | None) -> Checkpoint:
-    """Return the target in transformers, to be loaded in float32, in which a draft learns.
+    """Return the target's checkpoint in float32, in which drafts are trained.
 
-    Raises ConfigError where it cannot be loaded so, or cannot have such a draft.
+    Raises ConfigError if it cannot be loaded so, or cannot have such a draft.
     """
     if method not in METHODS:
         raise ConfigError(f'--method: "{method}" cannot be trained; one of {", ".join(METHODS)}')
     if config.model is None or config.runner == "fake":
         raise ConfigError("model: train-draft needs a model that transformers loads")
-    given = {key: value for key, value in config.runner_args.items() if key in LOADED}
+    given = {key: value for key, value in config.runner_args.items() if key in LOAD_ARGS}
     target = Checkpoint(config.model, Args.model_validate(given | {"dtype": "float32"}))
     if method == DRAFT_MODEL:
         check_layers(layers or LAYERS, target.config.get_text_config().num_hidden_layers)
@@ -152,18 +163,18 @@ def _target(config: RunConfig, method: str, layers: int | None) -> Checkpoint:
     return target
 
 
-def _learner(target: Checkpoint, method: str, layers: int | None, examples: ExampleSplit) -> Trainable:
-    """Load the target, and return the draft that is made of it."""
+def _make_learner(target: Checkpoint, method: str, layers: int | None, examples: ExampleSplit) -> Trainable:
+    """Load the target, and return the untrained draft."""
     if method != DRAFT_MODEL:
         return Head(method, target, target.load(), layers, examples.taught)
     dtype = getattr(target.config, "dtype", None) or torch.float32
     return Student(cut_student(target.load(), layers or LAYERS), target.tokenizer.inner, dtype)
 
 
-def _taught(
+def _teach(
     learner: Trainable, examples: ExampleSplit, folder: Path, epochs: int, progress: Progress
 ) -> tuple[float, float]:
-    """Teach a draft and write it; return what it guessed before and what it guesses after."""
+    """Train and save a draft; return its agreement with the target before and after."""
     before = learner.agreement(examples.held_out)
     distill(learner, examples.taught, epochs, folder, progress)
     learner.save(folder / DRAFT)
@@ -173,19 +184,19 @@ def _taught(
 def _check(
     config: RunConfig, method: str, examples: ExampleSplit, folder: Path, console: Console
 ) -> tuple[Ratio | None, float | None, str]:
-    """Time runs over the held-out records with the draft and without any, in turn; or say why there were none."""
+    """Time runs over the held-out records with and without the draft, alternating; or say why that failed."""
     if method != DRAFT_MODEL and find_spec("vllm") is None:
         return None, None, "vLLM, which runs such heads, is not installed"
     try:
         results = run_benchmark(
-            make_plan(_checked(config, method, examples, folder), ["none", method]),
+            make_plan(_check_config(config, method, examples, folder), ["none", method]),
             folder / CHECK,
             repeat=PASSES,
-            limit=CHECKED,
+            limit=CHECK_RECORDS,
             sequential=torch.cuda.is_available(),  # two engines would each take the whole of a GPU
             console=console,
         )
-    except (ConfigError, ModelError) as error:  # what was learnt is there all the same
+    except (ConfigError, ModelError) as error:  # the trained draft is kept all the same
         return None, None, str(error)
     ratio = next((each for each in results.ratios if each.metric == SPEED), None)
     run = next((run for run in results.runs if run.name == method), None)
@@ -193,7 +204,7 @@ def _check(
     return ratio, run.acceptance_rate if run else None, why
 
 
-def _checked(config: RunConfig, method: str, examples: ExampleSplit, folder: Path) -> RunConfig:
+def _check_config(config: RunConfig, method: str, examples: ExampleSplit, folder: Path) -> RunConfig:
     """Return the config of a run over the held-out records with the draft."""
     assert config.input is not None
     held_out = write_held_out(config, examples, folder)

@@ -14,7 +14,7 @@ from ragspec.records import Failure, Request, Sampling
 from ragspec.run.generate import generate as run
 from ragspec.runners.huggingface import runner as huggingface
 from ragspec.runners.huggingface import stock
-from ragspec.runners.huggingface.assisted import MOST, Comparison
+from ragspec.runners.huggingface.assisted import MAX_RECORDS, Comparison
 from tests.conftest import SAMPLE, read_jsonl, save_gpt2, train_tokenizer, wide
 
 PROMPTS = [
@@ -397,7 +397,7 @@ def test_a_comparison_that_may_be_chance_takes_more_records_and_then_says_nothin
     compared = Comparison("prompt_lookup")
     while not compared.done:
         compared.add(20, times[compared.records % 2], 20, 1.0)
-    assert compared.records == MOST
+    assert compared.records == MAX_RECORDS
     assert not compared.slower
 
 

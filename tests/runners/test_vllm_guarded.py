@@ -7,7 +7,7 @@ import pytest
 
 from ragspec.runners.vllm.patches import guarded_drafts as guarded
 from ragspec.runners.vllm.patches.guarded_drafts import BLIND, GuardedProposer
-from ragspec.runners.vllm.patches.steps import verify_nothing_unasked
+from ragspec.runners.vllm.patches.steps import drop_unproposed
 
 ROWS, TOKENS = 4, 3
 PLAIN, VERIFIED = 1.0, 0.1  # seconds of a plain step, and more for each token of a draft
@@ -136,7 +136,7 @@ def test_what_a_drafter_without_room_leaves_is_not_verified(monkeypatch):
     engine = Engine(monkeypatch, right=0, drafting=0.5)
     engine.room = False
     assert engine.run(20).verified == 19 * ROWS * TOKENS, "vLLM's zeros"
-    verify_nothing_unasked(engine.scheduler, engine.runner)
+    drop_unproposed(engine.scheduler, engine.runner)
     before = engine.run(1).verified
     assert engine.run(20).verified == before
     engine.room = True

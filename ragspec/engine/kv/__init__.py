@@ -1,1 +1,1 @@
-"""kv."""
+"""The KV cache, its memory budget, and prefixes that rows share."""

@@ -1,6 +1,6 @@
-"""How many rows of how many tokens there is memory for, and how to go on after memory ran out. Pure.
+"""Memory for the KV cache: how many rows of how many tokens fit, how many rows pay, and how to back off after OOM.
 
->>> room = Room(bytes_per_token=1000, budget=64_000_000); room.rows(8000), room.slots(4)
+>>> room = KvBudget(bytes_per_token=1000, budget=64_000_000); room.rows(8000), room.slots(4)
 (8, 16000)
 """
 
@@ -14,13 +14,13 @@ import torch
 from ragspec.host.machine import free_bytes, memory_bytes
 from ragspec.records import Request
 
-AHEAD = 1.5  # times the slots needed for sure that a cache may grow to at once
-PATIENCE = 16  # steps without a failure before more is tried; doubled whenever such a try fails
+AHEAD = 1.5  # a cache may grow to this many times the slots needed
+PATIENCE = 16  # steps without a failure before the limit is raised; doubled when raising it fails
 
 
 @dataclass(frozen=True, slots=True)
 class KvBudget:
-    """Memory for keys and values. budget None: as much as is asked for."""
+    """Memory for keys and values. budget: bytes, None for unlimited."""
 
     bytes_per_token: int = 0
     budget: int | None = None
@@ -38,11 +38,11 @@ class KvBudget:
         return self.budget // (max(1, rows) * self.bytes_per_token)
 
     def ahead(self, slots: int, rows: int, prompt: int, coming: int) -> int:
-        """Return how many slots to reserve for each of `rows` rows where `slots` are needed, 0 where they do not fit.
+        """Return how many slots to reserve per row if `slots` are needed, 0 if they do not fit.
 
-        Growing a cache copies it, so it grows at once for the rows that come next too: their longest prompt has
-        `prompt` tokens, and with its answer a row may need up to `coming`, though few do. Not for a row that is alone,
-        which must not fail for what others need.
+        Growing a cache copies it, so it grows for coming rows too: their longest prompt has `prompt` tokens, and with
+        its answer a row may need up to `coming`, though few do. A single row gets only what it needs, since it must not
+        fail because of others.
         """
         most = self.slots(rows)
         if slots > most:
@@ -56,52 +56,50 @@ class KvBudget:
 
 
 class Backoff:
-    """How many of something at once: halved by each failure, doubled again after calm; `most` to begin with."""
+    """A limit that halves on failure and doubles again after calm; starts at `most`."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.limit = most
         self._calm = 0
         self._patience = PATIENCE
-        self._daring = False  # whether the last change was to try more
+        self._daring = False  # whether the last change raised the limit
 
     def failed(self, count: int) -> None:
-        """Halve the limit: `count` at once were too many."""
+        """Halve the limit, since `count` at once were too many."""
         if self._daring:
             self._patience *= 2
         self.limit = max(1, min(self.limit, count) // 2)
         self._calm, self._daring = 0, False
 
     def succeeded(self) -> None:
-        """Count a step that went well."""
+        """Count a step without failure."""
         self._calm += 1
         if self._calm >= self._patience:
             self._calm, self._daring = 0, self.limit < self.most
             self.limit = min(self.most, self.limit * 2)
 
 
-# -- how many rows at once: as many as add speed, which all but CUDA devices are timed for, and fit into memor --------
-
-
-FEWEST, MOST = 16, 128  # rows, where memory allows them
-PAYS = 1.25  # times the tokens a second, from which on twice the rows, and twice their memory, are worth it
+# -- batch size ------------------------------------------------------------------------------------
+FEWEST, MOST = 16, 128  # rows, if memory allows
+PAYS = 1.25  # times the tokens per second that make twice the rows, and twice their memory, worthwhile
 SHARE = 0.5  # of free memory, for keys and values
-KEPT = 8  # times as much memory the machine has as keys and values keep; not of what is free, which changes
-TYPICAL = 0.9  # share of the requests looked at that fit the row size chosen
+KEPT = 8  # the machine's memory is at least this many times the KV memory kept between runs
+TYPICAL = 0.9  # share of the sampled requests that fit the chosen row size
 
 
 def untimed_rows(device: torch.device) -> int:
-    """Return the number of rows where steps were not timed.
+    """Return the number of rows where steps are not timed.
 
-    CUDA devices never are: they compute far more rows in the time in which they read the weights.
+    CUDA devices never time them: they compute far more rows in the time in which they read the weights.
     """
     return MOST if device.type == "cuda" else FEWEST
 
 
 def most_rows(device: torch.device, limit: int, step: Callable[[int], float]) -> int:
-    """Return the number of rows beyond which more would add little speed.
+    """Return the number of rows beyond which speed hardly grows.
 
-    limit: rows that there are records or memory for. step: returns the seconds of a step of so many rows.
+    limit: rows that records and memory allow. step: returns the seconds of a step of so many rows.
     """
     rows, limit = untimed_rows(device), min(limit, MOST)
     seconds = step(rows) if rows < limit else 0.0
@@ -114,14 +112,14 @@ def most_rows(device: torch.device, limit: int, step: Callable[[int], float]) ->
 
 
 def budget_of(device: torch.device, kept: int = 0) -> int:
-    """Return the bytes that keys and values may take on `device`, where they have `kept` already."""
+    """Return the bytes that the KV cache may take on `device`. kept: bytes that it holds already."""
     return int((free_on(device) + kept) * SHARE)
 
 
 def keepable(device: torch.device) -> int:
-    """Return the bytes that may be kept between runs: systems give new memory slowly, some machines at 0.5 s/GB.
+    """Return the bytes to keep between runs: the system gives new memory slowly, on some machines at 0.5 s/GB.
 
-    On a GPU torch itself keeps them.
+    0 on a GPU, where torch itself keeps them.
     """
     return memory_bytes() // KEPT if device.type == "cpu" else 0
 
@@ -129,9 +127,9 @@ def keepable(device: torch.device) -> int:
 def choose_rows(
     requests: Sequence[Request], room: KvBudget, device: torch.device, most: int, *, all_at_once: bool = False
 ) -> tuple[int, str]:
-    """Return the number of rows for requests like these, and why. A few long ones do not count.
+    """Return the number of rows for requests like these, and why. A few long ones are ignored.
 
-    most: rows beyond which more would add little speed. all_at_once: because there are no more records.
+    most: rows beyond which speed hardly grows. all_at_once: whether that limit is the number of records.
     """
     needs = sorted(len(request.token_ids) + request.sampling.max_new_tokens for request in requests)
     slots = needs[int(TYPICAL * (len(needs) - 1))]
@@ -145,5 +143,5 @@ def choose_rows(
 
 
 def free_on(device: torch.device) -> int:
-    """Return the memory that is free on `device`."""
+    """Return the free memory of `device` in bytes."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_bytes()

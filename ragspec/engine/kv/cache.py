@@ -1,4 +1,9 @@
-"""Memory that costs nothing until it is written: the system clears a page when it is first used."""
+"""The KV cache of all rows: a token's slot is its position in the row.
+
+Every row has its own length; nothing is realigned. Stale slots beyond that length are masked, and overwritten when the
+row gets there. A row's prefix may be in another row's slots (prefix_blocks.py) until that row needs them. Limit: every
+row has room for as many tokens as the longest needs (budget.py).
+"""
 
 from __future__ import annotations
 
@@ -18,9 +23,10 @@ from ragspec.engine.model.layout import Layout, Segment
 
 
 def zeros(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return zeros of the type of `like`, on its device. MemoryError where the system has no room for them.
+    """Return zeros like `like`, on its device. Raises MemoryError if the system has no room for them.
 
-    They begin where a page does, and so a line of the processor's cache: vectors are then read in one piece.
+    On CPUs, pages are only allocated when they are first written. The tensor is aligned to a page, and so to a cache
+    line, so that vectors load in one piece.
     """
     size = math.prod(shape) * like.element_size()
     if like.device.type != "cpu" or not size:
@@ -31,8 +37,8 @@ def zeros(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 def _pages(size: int) -> mmap.mmap:
     """Return `size` bytes, in small pages.
 
-    In huge ones a row's first token would bring all of the row's room with it, which takes its time to clear and may
-    never be used; attention reads them no faster (docs/lab/log.md).
+    With huge pages, a row's first token would allocate and clear the row's whole room, which may never be used;
+    attention reads them no faster (docs/lab/log.md).
     """
     try:
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -41,18 +47,12 @@ def _pages(size: int) -> mmap.mmap:
             raise
         raise MemoryError(f"no room for {size:,} bytes") from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages
+        with suppress(OSError):  # kernels without huge pages
             pages.madvise(mmap.MADV_NOHUGEPAGE)
     return pages
 
 
-# -- keys and values of all rows: a row's slot is its token's position ------------------------------------------------
-#
-# Every row has its own length; nothing is ever realigned. Stale slots beyond that length are masked, and overwritten
-# when the row gets there. What a row begins with may be in another's slots (prefix_blocks.py), until that row needs
-# them. Limit: every row has room for as many tokens as the longest needs (budget.py).
-
-
+# -- cache -----------------------------------------------------------------------------------------
 ROUND = 64  # slots are allocated in multiples of this
 
 
@@ -65,30 +65,30 @@ class LayerCache:
 
 
 class RaggedCache:
-    """Passed to models as their Cache, but its update() hands the forward's keys and values straight through.
+    """Passed to models as their Cache; its update() hands the forward's keys and values straight through.
 
-    They are written by attention (attention.py) instead: models may expand, share or halve them on the way there.
+    Attention writes them instead (attention.py): models may expand, share or split them on the way there.
     """
 
     is_compileable = False
-    running: ContextVar[RaggedCache] = ContextVar("running")  # the cache of the forward under way
+    running: ContextVar[RaggedCache] = ContextVar("running")  # the cache of the forward in progress
 
     def __init__(self, rows: int, kept: Sequence[torch.Tensor] = ()) -> None:
-        """kept: memory of an earlier cache, which the first layers are made of where it is large enough."""
+        """kept: memory of an earlier cache, reused for the first layers if it is large enough."""
         self.kept = list(kept)
         self.rows = rows
         self.slots = 0
         self.layout: Layout | None = None
         self.prefix_blocks = PrefixBlocks()
-        self.lends = True  # until somebody reads rows where they are
-        self._layers: list[LayerCache] = []  # in the order in which a forward attends
+        self.lends = True  # False once attention reads rows in place
+        self._layers: list[LayerCache] = []  # in the order of attention in a forward
         self._written: dict[tuple[int, int], tuple[Any, Any, LayerCache]] = {}  # by this forward
-        self.next = 0  # the layer that is written next
-        self.attended = 0  # layers up to the last that attended in the latest forward
+        self.next = 0  # index of the layer to write next
+        self.attended = 0  # index after the last layer that attended in the latest forward
 
     @contextmanager
     def forward(self, layout: Layout, attended: int = 0) -> Iterator[None]:
-        """Let attention write to this cache, where `layout` says. attended: layers before the first that does."""
+        """Let attention write to this cache as `layout` says. attended: layers before the first that attends."""
         self._make_way(layout.segments)
         self.layout, self.next = layout, attended
         token = self.running.set(self)
@@ -102,7 +102,7 @@ class RaggedCache:
     def write(self, keys: torch.Tensor, values: torch.Tensor) -> LayerCache:
         """Write the forward's keys and values, (1, kv_heads, T, head_dim); return the layer with those of all rows.
 
-        What an earlier layer wrote is not written again: later ones may share it.
+        Tensors that an earlier layer wrote are not written again, since later layers may share them.
         """
         assert self.layout is not None
         names = id(keys), id(values)
@@ -118,13 +118,13 @@ class RaggedCache:
         return layer
 
     def layer_of(self, heads: int, size: int, like: torch.Tensor) -> LayerCache:
-        """Return the next layer, for whoever writes to it: keys and values of (heads, rows, slots, size)."""
+        """Return the next layer, (heads, rows, slots, size), for a kernel that writes it itself."""
         if self.next == len(self._layers):
             self._append(heads, size, size, like)
         return self._take()
 
     def _append(self, heads: int, keys: int, values: int, like: torch.Tensor) -> None:
-        """Add an empty layer. keys, values: numbers of a head's."""
+        """Add an empty layer. keys, values: head sizes."""
         self._layers.append(LayerCache(*(self._empty(heads, size, like) for size in (keys, values))))
 
     def _take(self) -> LayerCache:
@@ -156,25 +156,25 @@ class RaggedCache:
 
     @torch.inference_mode()
     def touch(self) -> None:
-        """Write all of it, for whoever times what reads it: pages never written are all the same one, and quick."""
+        """Write the whole cache, before reads are timed: pages never written all map to one, and are fast."""
         for store in self.memory():
             store.zero_()
 
     def memory(self) -> list[torch.Tensor]:
-        """Return what the layers are made of, for another cache: flat, in the order in which they were made."""
+        """Return the layers' memory for reuse by another cache: flat, in the order of allocation."""
         return [store.view(-1) for layer in self._layers for store in (layer.keys, layer.values)]
 
     def reserve(self, slots: int) -> None:
-        """Make room for `slots` tokens in every row."""
+        """Grow every row to at least `slots` slots."""
         if slots > self.slots:
             self.resize(self.rows, slots)
 
     @torch.inference_mode()
     def resize(self, rows: int, slots: int) -> None:
-        """Have room for `rows` rows of `slots` tokens, keeping as much of the present rows as fits.
+        """Resize to `rows` rows of `slots` slots, keeping as much of the present rows as fits.
 
-        Layer by layer, so that only one exists twice at any time. What it has room for is zero, for a masked slot still
-        takes part in the arithmetic, and must not hold a NaN.
+        Layer by layer, so that only one layer exists twice at a time. New room is zero: masked slots still take part in
+        the arithmetic and must not hold NaN.
         """
         slots = -(-slots // ROUND) * ROUND
         kept, most = min(rows, self.rows), min(slots, self.slots)
@@ -188,17 +188,18 @@ class RaggedCache:
                 new[:, :kept, :most] = old[:, :kept, :most]
                 setattr(layer, name, new)
 
-    # -- what rows have in common ---------------------------------------------------------------------------------
+    # -- shared prefixes ---------------------------------------------------------------------------
 
     def share_prefix(self, donor: int, row: int, tokens: int) -> None:
-        """Let `row` begin with the first `tokens` tokens of `donor`; claim() its slots before they are written."""
+        """Start `row` with the first `tokens` tokens of `donor`; call make_writable() before its slots are written."""
         self.prefix_blocks.share_prefix(donor, row, tokens)
 
     def make_writable(self, row: int, first: int, idle: Collection[int] = ()) -> dict[int, int]:
-        """Make sure that nobody needs what is in a row's slots from `first` on.
+        """Evict borrowers of a row's slots from `first` on.
 
-        Others take a copy, one for all of them; `idle` rows lose it, and are returned with the tokens that they keep.
-        Where the row's own loans end in little, or if somebody reads rows where they are, that is copied too.
+        Other rows take a copy, one for all of them; `idle` rows lose theirs, and are returned with the number of tokens
+        that they keep. If the row's own shared prefix ends in a short block, or rows are read in place, that block is
+        copied too.
         """
         parts = self.prefix_blocks.parts(row, 0, self.prefix_blocks.end(row))
         while parts and (not self.lends or parts[-1][2] - parts[-1][1] < LEAST):
@@ -214,7 +215,7 @@ class RaggedCache:
         self.copy_part((donor, 0, tokens), target)
 
     def settle(self) -> None:
-        """Lend nothing any more: somebody reads rows where they are, and will again."""
+        """Stop sharing slots, since attention reads rows in place from now on."""
         self.lends = False
         if self.prefix_blocks:
             self._part()
@@ -223,7 +224,7 @@ class RaggedCache:
 
     @torch.inference_mode()
     def _part(self) -> None:
-        """Give every row its own copy of what it borrows."""
+        """Give every row its own copy of its shared prefix."""
         for layer in self._layers:
             for store in (layer.keys, layer.values):
                 found = {
@@ -238,7 +239,7 @@ class RaggedCache:
         self.prefix_blocks = PrefixBlocks()
 
     def _make_way(self, segments: Sequence[Segment]) -> None:
-        """Make sure that a forward writes to no slot that is lent."""
+        """Evict borrowers of slots that a forward writes."""
         if not self.prefix_blocks:
             return
         held = self.prefix_blocks.held()
@@ -251,9 +252,9 @@ class RaggedCache:
     def _vacate(
         self, row: int, first: int, last: int, idle: Collection[int] = (), waiting: frozenset[int] = frozenset()
     ) -> dict[int, int]:
-        """Let nobody borrow these slots of a row. Returns the idle rows that lost them, with the tokens they keep.
+        """Evict borrowers of these slots of a row. Returns the idle rows that lost them, with the tokens they keep.
 
-        waiting: rows that this is done for, and that cannot take anything.
+        waiting: rows on whose behalf this is done, which cannot take a copy.
         """
         lost = {}
         while found := self.prefix_blocks.from_row(row, first, last):
@@ -261,13 +262,13 @@ class RaggedCache:
                 lost[other] = found.pop(other)[0][1]
                 self.prefix_blocks.shorten(other, lost[other])
             able = found.keys() - waiting
-            if able:  # the one that needs most takes it, once its own slots are free
+            if able:  # the row that needs most takes the copy, once its own slots are free
                 chosen = max(able, key=lambda other: found[other][-1][2])
                 lost |= self._vacate(chosen, found[chosen][0][1], found[chosen][-1][2], idle, waiting | {row})
                 for part in self.prefix_blocks.from_row(row, first, last).get(chosen, ()):
                     self.copy_part(part, chosen)
                     self.prefix_blocks.move(part, chosen)
-            elif found:  # each holds what another needs
+            elif found:  # a cycle: each row holds what another needs
                 self._part()
         return lost
 
@@ -283,7 +284,7 @@ class RaggedCache:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes in all layers; 0 before the first forward."""
+        """Bytes of one token in all layers; 0 before the first forward."""
         stores = (store for layer in self._layers for store in (layer.keys, layer.values))
         return sum(s.shape[0] * s.shape[3] * s.element_size() for s in stores)
 

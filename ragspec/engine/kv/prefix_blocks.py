@@ -1,12 +1,13 @@
-"""Who holds what a row begins with, so that tokens that rows share are in memory once. Pure: the cache copies.
+"""Shared prefixes: which row holds the slots of which other rows, and which prompts to bring together. Pure.
 
-    >>> loans = PrefixBlocks()
-    >>> loans.lend(0, 1, 100)  # row 1 begins with the first 100 tokens of row 0
-    >>> loans.parts(1, 0, 120)
+    >>> blocks = PrefixBlocks()
+    >>> blocks.share_prefix(0, 1, 100)  # row 1 starts with the first 100 tokens of row 0
+    >>> blocks.parts(1, 0, 120)
     [(0, 0, 100), (1, 100, 120)]
 
-A loan always names the row in whose slots the tokens are, so loans of loans do not add up.
-Limit: a slot is borrowed at its own position, for keys and values depend on it.
+An entry always names the row that holds the slots, so chains of sharing do not grow. Limit: a slot is shared at its own
+position, since keys and values depend on it. Source of grouping by prefix: BatchLLM, arXiv:2412.03594; it only sees
+records that are read ahead together.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
-LEAST = 64  # tokens that are worth a piece of their own to attention
+LEAST = 64  # tokens from which a shared prefix is worth a split of its own in attention
 
-Part = tuple[int, int, int]  # the row that holds it, first and last slot
+Part = tuple[int, int, int]  # row that holds the slots, first slot, end slot
 
 
 class PrefixBlocks:
-    """What each row borrows: parts one after the other, from its first slot on."""
+    """The slots that each row takes from others: contiguous parts from its first slot on."""
 
     def __init__(self) -> None:
         self._of: dict[int, list[Part]] = {}
@@ -29,30 +30,30 @@ class PrefixBlocks:
         return bool(self._of)
 
     def __iter__(self) -> Iterator[int]:
-        """The rows that borrow."""
+        """Iterate over the rows that share another row's slots."""
         return iter(list(self._of))
 
     def end(self, row: int) -> int:
-        """Return how many slots, from its first on, the row itself need not hold."""
+        """Return how many leading slots a row does not hold itself."""
         parts = self._of.get(row)
         return parts[-1][2] if parts else 0
 
     def parts(self, row: int, first: int, last: int) -> list[Part]:
-        """Return who holds a row's slots."""
+        """Return which rows hold a row's slots."""
         found = _within(self._of.get(row, ()), first, last)
         own = max(first, self.end(row))
         return [*found, (row, own, last)] if own < last else found
 
     def share_prefix(self, donor: int, row: int, tokens: int) -> None:
-        """Let a row begin with the first tokens of another, or with its own, whatever it borrowed before."""
+        """Start a row with the first tokens of another, or with its own, replacing what it shared before."""
         self._set(row, self.parts(donor, 0, tokens))
 
     def shorten(self, row: int, tokens: int) -> None:
-        """Let a row borrow no more than its first tokens."""
+        """Share no more than a row's first tokens."""
         self._set(row, _within(self._of.get(row, ()), 0, tokens))
 
     def held(self) -> dict[int, int]:
-        """Return, for each row that others borrow from, up to which slot."""
+        """Return, for each row whose slots others share, the end of those slots."""
         ends: dict[int, int] = {}
         for row, parts in self._of.items():
             for holder, _, end in parts:
@@ -61,7 +62,7 @@ class PrefixBlocks:
         return ends
 
     def from_row(self, holder: int, first: int, last: int) -> dict[int, list[Part]]:
-        """Return, for each other row, what it borrows of these slots."""
+        """Return, for each other row, the parts of these slots that it shares."""
         found = {}
         for row, parts in self._of.items():
             mine = [part for part in _within(parts, first, last) if part[0] == holder]
@@ -70,7 +71,7 @@ class PrefixBlocks:
         return found
 
     def move(self, part: Part, to: int) -> None:
-        """Say that `to` holds from now on what `part` names, for all who borrow it."""
+        """Make `to` the holder of the slots in `part`, for all rows that share them."""
         holder, first, last = part
         for row in list(self._of):
             parts: list[Part] = []
@@ -84,7 +85,7 @@ class PrefixBlocks:
             self._set(row, parts)
 
     def _set(self, row: int, parts: Iterable[Part]) -> None:
-        """Keep a row's parts, as few as there can be; what it holds itself at the end is no loan."""
+        """Set a row's parts, merged; a last part that it holds itself is dropped."""
         kept: list[Part] = []
         for holder, first, last in parts:
             if kept and kept[-1][0] == holder:
@@ -103,16 +104,12 @@ def _within(parts: Iterable[Part], first: int, last: int) -> list[Part]:
     return [part for part in cut if part[1] < part[2]]
 
 
-# -- shared prefixes: the order that brings records of one prefix together. Pure; the engine does the copying ---------
-#
-# Source of the idea: BatchLLM, arXiv:2412.03594. Limit: sharing is found only among records read ahead together.
-
-
-WORTH = 32  # tokens shared, beyond what all share, that make it worth bringing records together
+# -- grouping --------------------------------------------------------------------------------------
+WORTH = 32  # shared tokens, beyond those that all prompts share, from which prompts are grouped
 
 
 def shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common prefix. Both must slice alike (two lists, or two arrays)."""
+    """Return the length of the common prefix. Both arguments are lists, or both arrays."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high
@@ -126,9 +123,9 @@ def shared(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def grouped(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the indices of `prompts` in groups that share a prefix, otherwise in the order given.
+    """Return the indices of `prompts` in groups with a common prefix, otherwise in the order given.
 
-    Inside a group the order is lexicographic, so that longer shared prefixes are neighbours too.
+    A group is in lexicographic order, so that longer common prefixes are adjacent too.
     """
     ranked = sorted(range(len(prompts)), key=lambda i: prompts[i])  # type: ignore[arg-type, return-value]
     if len(ranked) < 2:
@@ -146,7 +143,7 @@ def grouped(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def largest_first(groups: list[list[int]], prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the groups that save the most computing first: what a group shares, for all but one of it."""
+    """Return the groups by saving, largest first: the common prefix, for all but one of a group."""
 
     def saved(group: list[int]) -> int:
         return shared(prompts[group[0]], prompts[group[-1]]) * (len(group) - 1)

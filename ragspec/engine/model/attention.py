@@ -1,7 +1,7 @@
-"""Attention of packed rows over the ragged cache, plugged in where transformers lets attention be replaced.
+"""Attention of packed rows over the ragged cache, plugged in through transformers.AttentionInterface.
 
-Grouped heads share their keys without copies: a group's queries become further queries of one head or, where torch does
-the masking, keys are expanded without being repeated. Source of the interface: transformers.AttentionInterface.
+Grouped heads share their keys without copies: a group's queries become further queries of one head or, where torch
+applies the causal mask itself, keys are expanded without being repeated.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ NAME = "ragspec"
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How a layer turns queries and keys into weights. cap: scores are cap * tanh(score / cap); None: as they are.
+    """How a layer turns queries and keys into weights.
 
-    sinks: (heads,) a score per head that takes weight but has no value; None: none.
+    cap: scores become cap * tanh(score / cap); None: unchanged. sinks: (heads,) a score per head that takes weight but
+    has no value; None: none.
     """
 
     scaling: float | None
@@ -40,7 +41,7 @@ class Scores:
 
 
 def register() -> None:
-    """Make the function known to transformers as `attn_implementation` "ragspec"."""
+    """Register the function with transformers as `attn_implementation` "ragspec"."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
@@ -59,7 +60,7 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return (1, T, heads, head_dim) for queries of (1, heads, T, head_dim); the rows' own past is in the cache.
+    """Return (1, T, heads, head_dim) for queries of (1, heads, T, head_dim), attending to the rows' cached past too.
 
     key, value: (1, kv_heads, T, head_dim), of this forward's tokens. attention_mask: what masks.py made of the model's
     mask; a window passed only as an argument is ignored, as torch's own attention ignores it. Raises Unsupported for
@@ -77,7 +78,7 @@ def attend(
 
 @dataclass(frozen=True, slots=True)
 class Attend:
-    """A layer's attention with what it depends on. scaling, cap: as in Scores."""
+    """A layer's attention with its parameters. scaling, cap: as in Scores."""
 
     scaling: float | None
     cap: float | None
@@ -103,7 +104,7 @@ def _attend_now(
     sinks: torch.Tensor | None,
     rule: MaskRule | None,
 ) -> torch.Tensor:
-    """Return (1, T, heads, head_dim), with the cache of the forward under way."""
+    """Return (1, T, heads, head_dim), using the cache of the forward in progress."""
     cache = RaggedCache.running.get(None)
     if cache is None or cache.layout is None or key.shape[2] != cache.layout.tokens + cache.layout.padding:
         raise Unsupported("attends to more than its own tokens")
@@ -117,7 +118,7 @@ def _attend_now(
 def _attend_all(
     layer: LayerCache, layout: Layout, query: torch.Tensor, scores: Scores, rule: MaskRule | None
 ) -> torch.Tensor:
-    """Return (1, T, heads, head_dim); zeros for tokens beyond those of the layout."""
+    """Return (1, T, heads, head_dim); zeros for padding tokens."""
     heads, tokens, _ = query.shape[1:]
     groups = heads // layer.keys.shape[0]
     queries = query[0].reshape(-1, groups, tokens, query.shape[3])  # (kv_heads, groups, T, head_dim)
@@ -139,7 +140,7 @@ def _attend_all(
 def _is_for_kernels(
     layer: LayerCache, layout: Layout, query: torch.Tensor, scores: Scores, rule: MaskRule | None
 ) -> bool:
-    """Return whether the kernels compute this layer's attention: no sinks, and nothing out of sight."""
+    """Return whether the kernels can compute this layer's attention: no sinks, and a plain causal mask."""
     kernels = layout.kernels
     if kernels is None or scores.sinks is not None or not query.shape[3] == layer.values.shape[3] == kernels.head:
         return False
@@ -151,7 +152,7 @@ def _is_for_kernels(
 def _attend_in_pieces(
     layer: LayerCache, layout: Layout, query: torch.Tensor, scores: Scores, out: torch.Tensor
 ) -> None:
-    """Write the results, by queries of (heads, T, head_dim), to `out`."""
+    """Compute queries of (heads, T, head_dim) with the kernels, into `out`."""
     assert layout.kernels is not None
     query = query if query.stride(2) == 1 else query.contiguous()
     scaling = query.shape[2] ** -0.5 if scores.scaling is None else scores.scaling
@@ -201,7 +202,7 @@ def _attend_alone(
 def _weigh(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scores: Scores, groups: int
 ) -> torch.Tensor:
-    """Return the values weighed: (rows, kv_heads, groups x n, head_dim) for queries of that shape.
+    """Return the weighted values, (rows, kv_heads, groups x n, head_dim), for queries of that shape.
 
     keys, values: (rows, kv_heads, slots, head_dim). mask: (rows, 1, groups x n, slots).
     """

@@ -1,9 +1,9 @@
-"""Decoder layers as machine code: each kind is captured once, and run by our own kernels or by what torch's inductor
-compiles.
+"""Compiled decoder layers: each kind is captured once, then run by our own kernels or by torch's inductor.
 
-On CPUs a layer is one call of our kernels (native/layer.py). Elsewhere, and where those cannot, inductor turns small
-operators (norms, rotary embedding, activations) into a few loops in place of dozens of calls.
-Limit: what a graph cannot show (routing by contents, frequencies by length) is not compiled.
+On CPUs a layer is one call of our kernels (native/layer.py). Elsewhere, and where those cannot, inductor fuses small
+operators (norms, rotary embedding, activations) into a few loops instead of dozens of calls. Layers are compiled if the
+work ahead earns it, and kept if they measure faster. Limit: what a graph cannot express (routing by content,
+frequencies by length) is not compiled.
 """
 
 from __future__ import annotations
@@ -43,20 +43,17 @@ from ragspec.models.compat import tolerance
 from ragspec.models.resolve import context_length
 
 log = logging.getLogger(__name__)
-TOKENS = (41, 43, 47, 53)  # of the captured call: one that no tensor of the layer has as a size
+TOKENS = (41, 43, 47, 53)  # of the captured call: the first that is no size of a tensor of the layer
 
 Tensors = Sequence[torch.Tensor]
-Run = Callable[[Tensors, MaskRule | None], Sequence[torch.Tensor] | None]  # None: the layer itself is to compute
-Bind = Callable[[Parts, Tensors, int | None], Run]  # of a layer's parts and own tensors, and its number in the cache
+Run = Callable[[Tensors, MaskRule | None], Sequence[torch.Tensor] | None]  # None: run the layer itself
+Bind = Callable[[Parts, Tensors, int | None], Run]  # of a layer's parts, own tensors, and number in the cache
 Compile = Callable[[Graph], Bind]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """How a forward calls a layer: with what, for how many tokens, and which layer of the cache it writes.
-
-    number: None where it writes none, or several.
-    """
+    """How a forward calls a layer. number: the cache layer that it writes; None if it writes none, or several."""
 
     call: Call
     tokens: int
@@ -64,10 +61,10 @@ class LayerCall:
 
 
 class CompiledLayers:
-    """A model's layers, compiled, and switched on and off. least: tokens of a forward.
+    """A model's compiled layers, which can be switched on and off. least: minimum tokens of a forward.
 
     Layers of a kind that cannot be compiled stay as they are, and so does the last layer in forwards in which it
-    computes some tokens only. Where none can be compiled, raises NotCaptured, or what capturing and `compile_graph` do.
+    computes only some tokens. If none can be compiled, raises NotCaptured, or what capturing and `compile_graph` raise.
     """
 
     def __init__(self, model: Model, compile_graph: Compile, least: int = 1) -> None:
@@ -89,7 +86,7 @@ class CompiledLayers:
             raise failures[0]
 
     def _compile(self, layer: torch.nn.Module, called: LayerCall, compile_graph: Compile) -> None:
-        """Compile a layer's kind, unless that was tried, and have the layer's forward made of it."""
+        """Compile the layer's kind, unless that was tried before, and build the layer's forward from it."""
         what = kind(layer)
         try:
             if what not in self._kinds:
@@ -98,26 +95,26 @@ class CompiledLayers:
             found = self._kinds[what]
             if not isinstance(found, Exception):
                 self._forwards[layer] = self._forward(layer, *found, called)
-        except Exception as error:  # whatever the layer's code and the compiler raise: it runs as it is
+        except Exception as error:  # the layer's code and the compiler may raise anything; it then runs uncompiled
             log.debug("a kind of layers is not compiled", exc_info=error)
             self._kinds[what] = error
 
     def on(self) -> None:
-        """Let the layers run compiled."""
+        """Run the layers compiled."""
         self._model.least = self._least
         self._model.compiled = self
         for layer, forward in self._forwards.items():
             layer.forward = forward
 
     def off(self) -> None:
-        """Let them run as they were."""
+        """Run the layers as they were."""
         self._model.least = 1
         self._model.compiled = None
         for layer in self._forwards:
             layer.__dict__.pop("forward", None)
 
     def _forward(self, layer: torch.nn.Module, graph: Graph, bind: Bind, called: LayerCall) -> Callable[..., Any]:
-        """Return what stands in for `layer.forward`."""
+        """Return the replacement of `layer.forward`."""
         names = {id(module): name for name, module in graph.layer.named_modules()}
         parts = Parts(graph.parts.attends, [layer.get_submodule(names[id(one)]) for one in graph.parts.linears])
         run = bind(parts, [tensor.detach() for tensor in own_tensors(layer).values()], called.number)
@@ -126,7 +123,7 @@ class CompiledLayers:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             given = tensors_of((args, kwargs))
-            if len(given) != expected or (last and model.narrows):  # it is called in a way that was not captured
+            if len(given) != expected or (last and model.narrows):  # a kind of call that was not captured
                 return original(*args, **kwargs)
             results = run(given, next((one for one in (*args, *kwargs.values()) if isinstance(one, MaskRule)), None))
             if results is None:
@@ -149,7 +146,7 @@ def inductor(graph: Graph) -> Bind:
 
 
 def called_with(function: Callable[..., Sequence[torch.Tensor]]) -> Bind:
-    """Return what binds layers to a function of a layer's own tensors and the given ones, as `graph.module` is."""
+    """Return a Bind for a function of a layer's own tensors and the given ones, such as `graph.module`."""
 
     def bind(parts: Parts, own: Tensors, number: int | None) -> Run:
         def run(given: Tensors, rule: MaskRule | None) -> Sequence[torch.Tensor]:
@@ -166,7 +163,7 @@ def called_with(function: Callable[..., Sequence[torch.Tensor]]) -> Bind:
 
 
 def _calls(model: Model, layers: Sequence[torch.nn.Module]) -> list[LayerCall]:
-    """Return how each layer is called in a forward."""
+    """Return how a forward calls each layer."""
     taken = {size for layer in layers for tensor in own_tensors(layer).values() for size in tensor.shape}
     tokens = next((tokens for tokens in TOKENS if tokens not in taken), 0)
     if not tokens:
@@ -193,7 +190,7 @@ def _calls(model: Model, layers: Sequence[torch.nn.Module]) -> list[LayerCall]:
     return [calls[id(layer)] for layer in layers]
 
 
-# -- whether a model's layers are compiled: where the work ahead earns it, and only if they measure faster ------------
+# -- decision --------------------------------------------------------------------------------------
 
 
 Wish = Literal["auto", "on", "off"]
@@ -201,9 +198,9 @@ Wish = Literal["auto", "on", "off"]
 
 @dataclass(frozen=True, slots=True)
 class CompileBackend:
-    """A way to run layers as machine code. what: layers of this kind, in words.
+    """A way to compile layers. what: its description. seconds: to compile. gain: share of a step's time that it saves.
 
-    seconds: that it takes to begin; gain: share of the time of a step that it saves; both until that is known.
+    Both are estimates, until measured.
     """
 
     name: str
@@ -214,20 +211,26 @@ class CompileBackend:
 
 KERNELS = CompileBackend("kernels", "layers of one call each", seconds=8.0, gain=0.2)
 INDUCTOR = CompileBackend("inductor", "compiled layers", seconds=40.0, gain=0.05)
-GLANCES = 5  # steps that must all say that compiling is worth it: the first takes longer
+GLANCES = 5  # steps that must all say that compiling pays: the first takes longer
 PASSES, PATIENCE_S = 7, 2.0
-SLOWER = 1.15  # times, from which on compiled layers are left out of prompts: it is measured once
-ROWS, REACH = 8, 64  # rows of the steps that are compared, and tokens that each sees
-LENGTHS = (65, 512)  # tokens of forwards that are compared, compiled and not
+SLOWER = 1.15  # ratio from which compiled layers are not used for prompts; measured only once
+ROWS, REACH = 8, 64  # rows of the compared steps, and their context length
+LENGTHS = (65, 512)  # tokens of the compared forwards
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def compile_layers(
     model: Model, rows: int, tokens: int | None, wish: Wish, notes: list[str], whose: str = "the model's"
 ) -> None:
-    """Let the model run compiled layers if they are worth it. tokens: that will be written, None if nobody knows.
+    """Compile the model's layers if that pays.
 
-    What the user should know goes to `notes`. The cache holds nothing of use afterwards.
+    Args:
+        model: The model; its cache holds nothing of use afterwards.
+        rows: Batch size.
+        tokens: Expected output tokens of the run, None if unknown.
+        wish: "on" and "off" override the decision.
+        notes: Receives notes for the user.
+        whose: The model's name in notes.
     """
     rows, why = min(rows, ROWS), ""
     for way in [KERNELS, INDUCTOR] if model.kernels else [INDUCTOR]:
@@ -239,12 +242,12 @@ def compile_layers(
             return
         except (NotCaptured, Unbuilt) as reason:
             why = str(reason)
-        except Exception as error:  # compilers and models raise what they like; the layers run uncompiled then
+        except Exception as error:  # compilers and models may raise anything; the layers then run uncompiled
             log.debug("the layers do not compile", exc_info=error)
             why = f"does not compile ({type(error).__name__}: {flat(error, 160)})"
         for each in layers:
             each.off()
-        model.resize(rows)  # a forward may have ended halfway through growing the cache
+        model.resize(rows)  # a forward may have stopped halfway through growing the cache
         log.info("%s: the model %s", way.name, why)
     if why:
         notes.append(f"compile: {whose} layers run uncompiled: it {why}")
@@ -253,7 +256,7 @@ def compile_layers(
 def _compile(
     model: Model, way: CompileBackend, rows: int, wished: bool, made: list[CompiledLayers], notes: list[str]
 ) -> str:
-    """Compile, and return what became of it. made: the layers go there as soon as they exist. Raises NotCaptured."""
+    """Compile the layers and return the outcome. made: receives the layers once they exist. Raises NotCaptured."""
     _check_folder(way, notes)
     started = time.perf_counter()
     builder = Builder(model)
@@ -275,9 +278,9 @@ def _compile(
 
 
 def _compared_at_length(model: Model, layers: CompiledLayers) -> tuple[str, float]:
-    """Return how the compiled layers differ in forwards far larger than the self-check's, and their share of the time.
+    """Return how compiled layers differ in forwards larger than the self-check's, "" if not, and their time ratio.
 
-    The time is that of the largest, "" is no difference. The layers are on afterwards.
+    The ratio is that of the largest forward. The layers are on afterwards.
     """
     share = 1.0
     for tokens in [each for each in LENGTHS if each <= _longest(model)]:
@@ -297,21 +300,21 @@ def _compared_at_length(model: Model, layers: CompiledLayers) -> tuple[str, floa
 
 
 def _earned(model: Model, way: CompileBackend, rows: int, tokens: int | None) -> bool:
-    """Return whether compiling should gain more than it takes, by what was found the last time."""
+    """Return whether compiling should save more time than it takes, by earlier measurements if there are any."""
     if tokens is None:
         return False
     found = JsonCache(way.name).read(*_depends(model))
     known = found if isinstance(found, dict) else {}
     seconds, gain = known.get("seconds", way.seconds), known.get("gain", way.gain)
-    share = gain * tokens / rows  # of a step, saved in all steps together
+    share = gain * tokens / rows  # steps' worth of time that is saved over the run
     looks = all(share * min(_steps(model, rows, 1)) > seconds for _ in range(GLANCES))
     return looks and share * _undisturbed(model, rows) > seconds
 
 
 def _undisturbed(model: Model, rows: int) -> float:
-    """Return what a step takes at most where the machine is free: the processor time of one thread.
+    """Return an upper bound of a step's seconds on an idle machine: the processor time of one thread.
 
-    Several threads wait for each other where other work has their cores, and their waiting is processor time too.
+    With several threads, waiting for each other on a busy machine counts as processor time too.
     """
     with one_thread():
         worked = time.process_time()
@@ -339,7 +342,7 @@ def _check_folder(way: CompileBackend, notes: list[str]) -> None:
 
 
 def _ratio(model: Model, rows: int, layers: CompiledLayers) -> float:
-    """Return what a step takes with compiled layers, as a share of what it takes without; measured in turn."""
+    """Return a step's time with compiled layers as a share of that without, measured alternately."""
     ratios: list[float] = []
     started = time.perf_counter()
     while len(ratios) < PASSES and (not ratios or time.perf_counter() - started < PATIENCE_S):
@@ -352,12 +355,12 @@ def _ratio(model: Model, rows: int, layers: CompiledLayers) -> float:
 
 
 def _longest(model: Model) -> int:
-    """Return how many tokens a text may have."""
+    """Return the model's context length."""
     return context_length(model.inner.config) or LENGTHS[-1]
 
 
 def _steps(model: Model, rows: int, times: int) -> Sequence[float]:
-    """Return what a step of `rows` rows takes, each time."""
+    """Return the seconds of `times` steps of `rows` rows."""
     if model.cache.rows < rows:
         model.resize(rows)
     segments = [Segment(row, min(REACH, _longest(model) - 1), 1) for row in range(rows)]

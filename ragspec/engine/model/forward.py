@@ -1,9 +1,9 @@
-"""Rotary embeddings whose frequencies depend on how long the text is (dynamic NTK, LongRoPE), token by token.
+"""One forward of a Hugging Face model over packed segments, with per-token rotary frequencies where they vary.
 
-transformers takes a forward's frequencies from its largest position. When generate() answers one record alone, that is
-the prompt's length for every token of the prompt, and each later token's own position. So the length that counts for a
-token is known, whatever rows, drafts and chunks share our forward: the model's own code is called once per length, for
-its tokens, as if the text were that long.
+Some models' rotary frequencies depend on the text's length (dynamic NTK, LongRoPE). transformers derives a forward's
+frequencies from its largest position. When generate() answers one record alone, that is the prompt's length for every
+prompt token, and each later token's own position. So the length that counts for a token is known, whatever shares the
+forward: the model's rotary module is called once per length, for its tokens, as if the text were that long.
 Source: transformers 5.19, modeling_rope_utils.dynamic_rope_update. Limit: one device.
 """
 
@@ -34,7 +34,7 @@ from ragspec.models.compat import (
 
 
 class Frequencies:
-    """A model's length-dependent rotary modules, made to work per token; `layout()` says where the tokens are."""
+    """A model's length-dependent rotary modules, patched to work per token. layout: returns the forward's layout."""
 
     def __init__(self, inner: Any, layout: Callable[[], Layout | None]) -> None:
         self._layout = layout
@@ -45,28 +45,28 @@ class Frequencies:
 
     @property
     def vary(self) -> bool:
-        """Whether there is such a module."""
+        """Whether the model has such a module."""
         return bool(self._modules)
 
     def release(self) -> None:
-        """Give the modules back their own forward."""
+        """Restore the modules' own forward."""
         for module in self._modules:
             del module.forward
             forget(module)
 
     def forget(self) -> None:
-        """Make the modules forget the texts they saw in transformers' own forwards."""
+        """Reset the state that modules keep from transformers' own forwards."""
         for module in self._modules:
             forget(module)
 
     def of(self, length: int) -> Hashable:
-        """Return a key of the frequencies of a text of `length` tokens; equal frequencies have equal keys."""
+        """Return a key of the frequencies for a text of `length` tokens; equal frequencies have equal keys."""
         return tuple(effective_length(length, kind, limit) for kind, limit in kinds_of(self._modules))
 
     def agree(self, base: int, other: int, tokens: int) -> bool:
-        """Return whether the first `tokens` of two rows that began with `base` and `other` tokens may be shared.
+        """Return whether the first `tokens` of two rows with bases `base` and `other` may be shared.
 
-        Tokens of the second that lie beyond its base were computed one by one.
+        The second row's tokens beyond its base were computed one by one.
         """
         return not self._modules or self.of(base) == self.of(other) == self.of(max(other, tokens))
 
@@ -81,7 +81,7 @@ class Frequencies:
             parts = []
             for length in sorted(set(effective)):
                 chosen = (lengths == length).nonzero()[:, 0]
-                # one more position, the last of the text that counts: the model chooses by it
+                # one more position, the last of a text of that length: the model chooses frequencies by it
                 last = position_ids.new_full((*position_ids.shape[:-1], 1), length - 1)
                 forget(module)
                 found = forward(x, torch.cat([position_ids[..., chosen], last], -1), *args, **kwargs)
@@ -103,11 +103,11 @@ def _join(parts: list[tuple[torch.Tensor, Any]], tokens: int) -> Any:
     return whole
 
 
-# -- one forward of a Hugging Face model over packed segments ---------------------------------------------------------
+# -- model -----------------------------------------------------------------------------------------
 
 
 class Switch(Protocol):
-    """Something about a model that can be on or off (compiled.py)."""
+    """A part of a model that can be switched on and off (compiled.py)."""
 
     def on(self) -> None: ...
 
@@ -115,7 +115,7 @@ class Switch(Protocol):
 
 
 class SplitForward(Protocol):
-    """Who knows of some tokens what the first layers computed (early_exit.py)."""
+    """Reuses what the first layers computed for some tokens (early_exit.py)."""
 
     def logits(
         self, segments: list[Segment], ids: Sequence[int], wanted: Sequence[int], together: Sequence[PrefixGroup]
@@ -123,7 +123,7 @@ class SplitForward(Protocol):
 
 
 class Model:
-    """A causal model, with the keys and values of its rows. kernels: what attention may be computed with."""
+    """A causal model with the KV cache of its rows. kernels: for attention; None: torch's."""
 
     def __init__(self, inner: Any, rows: int, kernels: Kernels | None = None) -> None:
         register()
@@ -133,18 +133,18 @@ class Model:
         self.cache = RaggedCache(rows)
         self._own_attention = inner.config._attn_implementation
         self.kernels = kernels
-        self.compiled: Switch | None = None  # while compiled layers run
-        self.least = 1  # tokens of a forward
+        self.compiled: Switch | None = None  # set while compiled layers run
+        self.least = 1  # minimum tokens of a forward
         self.watch: ForwardProfiler | None = None
         self.halves: SplitForward | None = None
-        self._wanted: torch.Tensor | None = None  # of the running forward
+        self._wanted: torch.Tensor | None = None  # indices whose logits the running forward needs; None: all
         self._hooks: list[Any] = []
         inner.set_attn_implementation(NAME)
         self.frequencies = Frequencies(inner, lambda: self.cache.layout)
         self._spare_last_layer()
 
     def release(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         if self.compiled is not None:
             self.compiled.off()
         self.inner.set_attn_implementation(self._own_attention)
@@ -156,7 +156,7 @@ class Model:
 
     @contextmanager
     def as_it_was(self) -> Iterator[Any]:
-        """Lend the model with its own attention, for forwards of transformers' own."""
+        """Lend the model with its own attention, for transformers' own forwards."""
         compiled = self.compiled
         if compiled is not None:
             compiled.off()
@@ -172,14 +172,14 @@ class Model:
 
     @property
     def layers(self) -> list[torch.nn.Module]:
-        """The decoder layers, in order; none where the model does not keep them in a list of its depth."""
+        """The decoder layers, in order; empty if the model does not keep them in a list of its depth."""
         depth = self.inner.config.get_text_config().num_hidden_layers
         found = [list(each) for each in self.inner.modules() if isinstance(each, torch.nn.ModuleList)]
         deep = [layers for layers in found if layers and len(layers) == depth]
         return next((layers for layers in deep if hasattr(layers[-1], "mlp")), deep[0] if deep else [])
 
     def _spare_last_layer(self) -> None:
-        """Let the last layer's MLP compute only tokens whose logits are wanted: nothing reads the others."""
+        """Let the last layer's MLP compute only tokens whose logits are needed; nothing reads the others."""
         mlp = next((getattr(layer, "mlp", None) for layer in self.layers[-1:]), None)
         if isinstance(mlp, torch.nn.Module):
             self._hooks.append(mlp.register_forward_pre_hook(self._narrow))
@@ -187,7 +187,7 @@ class Model:
 
     @property
     def narrows(self) -> bool:
-        """Whether the running forward wants the logits of some tokens only."""
+        """Whether the running forward needs the logits of some tokens only."""
         return self._wanted is not None
 
     def _narrow(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -196,16 +196,16 @@ class Model:
     def _widen(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
         if self._wanted is None:
             return output
-        if isinstance(output, tuple):  # mixtures of experts return their router's output too
+        if isinstance(output, tuple):  # mixtures of experts also return the router's output
             return (self._widen(module, inputs, output[0]), *output[1:])
         return output.new_zeros(1, self._tokens, output.shape[2]).index_copy_(1, self._wanted, output)
 
     def resize(self, rows: int) -> None:
-        """Forget all rows; have an empty cache of `rows`, of the memory that rest() kept."""
+        """Drop all rows; start with an empty cache of `rows`, in the memory that rest() kept."""
         self.cache = RaggedCache(rows, self.cache.kept)
 
     def rest(self) -> None:
-        """Forget all rows, but keep their memory for the next ones if it is little."""
+        """Drop all rows, but keep their memory for the next ones if it is small."""
         memory = [*self.cache.memory(), *self.cache.kept]
         little = sum(each.nbytes for each in memory) <= keepable(self.device)
         self.cache = RaggedCache(0, memory if little else ())
@@ -223,10 +223,13 @@ class Model:
         wanted: Sequence[int],
         together: Sequence[PrefixGroup] = (),
     ) -> torch.Tensor:
-        """Run the segments' tokens and return the logits, (wanted, vocab) in float32, of the packed indices `wanted`.
+        """Run the segments' tokens; return the logits, (wanted, vocab) in float32, of the packed indices `wanted`.
 
-        token_ids: the tokens of all segments in packed order. Their keys and values are in the cache afterwards.
-        together: rows that hold the same first tokens.
+        Args:
+            segments: Where the tokens go. Their keys and values are in the cache afterwards.
+            token_ids: The tokens of all segments, in packed order.
+            wanted: Packed indices.
+            together: Rows with a common prefix.
         """
         if self.halves is not None:
             return self.halves.logits(segments, token_ids, wanted, together)
@@ -241,7 +244,7 @@ class Model:
         together: Sequence[PrefixGroup] = (),
         attended: int = 0,
     ) -> torch.Tensor:
-        """The same by one forward. attended: layers before the first that attends in it."""
+        """Do the same in one forward. attended: layers before the first that attends in it."""
         self.cache.reserve(max(segment.start + segment.count for segment in segments))
         padding = max(0, self.least - len(token_ids))
         layout = Layout(

@@ -1,8 +1,7 @@
-"""Attention cut into pieces for the kernels (native/): what no query sees is not computed, and what a row decodes with
-is read once.
+"""Splits of the KV cache for the attention kernels (native/): masked slots are skipped, common prefixes read once.
 
-Rows that hold the same first tokens attend to them together: one of them is read for all. What a query makes of each
-piece is a part of its result, merged by the logarithm of the sum of its weights.
+Rows with a common prefix attend to it together: one row's slots are read for all. Each query's result on a split is
+partial; partial results are merged by their log-sum-exp.
 Sources: Dao et al., Flash-Decoding (2023); Juravsky et al., Hydragen (2024).
 """
 
@@ -16,18 +15,18 @@ import torch
 
 from ragspec.engine.kv.prefix_blocks import PrefixBlocks
 
-LONGEST = 512  # slots of a piece that few queries see, as in kernels.cpp
-DEEPEST = 2048  # slots of a tile: fewer parts to merge
-SHORTEST = 64  # slots that keep a core busy for longer than it takes to hand them over
+LONGEST = 512  # slots of a split that few queries see, as in kernels.cpp
+DEEPEST = 2048  # slots of a split that a full tile of queries sees: fewer partial results to merge
+SHORTEST = 64  # slots that keep a core busy for longer than handing them over takes
 TILE = 32  # queries of a tile, a part of a prompt: they see nearly the same slots
 
-Query = tuple[int, int]  # packed index of a token, and how many slots it sees
-Span = tuple[int, int, int, list[Query]]  # row, first and last slot, and the queries for which they are read
+Query = tuple[int, int]  # packed index of a token, number of slots that it sees
+Span = tuple[int, int, int, list[Query]]  # row, first slot, end slot, queries that read them
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroup:
-    """Rows whose first slots hold what those of `leader` hold. tokens: how many, by row."""
+    """Rows that have their first slots in common with `leader`. tokens: how many, by row."""
 
     leader: int
     tokens: Mapping[int, int]
@@ -35,11 +34,11 @@ class PrefixGroup:
 
 @dataclass(frozen=True, slots=True)
 class KvSplits:
-    """What the kernel does. All int64.
+    """The work of the kernel, all int64.
 
-    pieces: (P, 5) row, first and last slot, first and last of its entries. entries: (E, 3) token, slots it sees, number
-    of its part. parts: (T, 2) first and last part of each token; none for tokens that attend elsewhere. count: how many
-    parts there are.
+    pieces: (P, 5) row, first slot, end slot, first entry, end entry. entries: (E, 3) token, slots it sees, number of
+    its partial result. parts: (T, 2) first and end partial result of each token; empty for tokens that attend
+    elsewhere. count: number of partial results.
     """
 
     pieces: torch.Tensor
@@ -55,9 +54,9 @@ def split_kv(
     threads: int,
     prefix_blocks: PrefixBlocks | None = None,
 ) -> KvSplits:
-    """Return the pieces of a forward of `tokens` tokens. queries: of each row. loans: who holds what rows borrow."""
+    """Return the splits of a forward of `tokens` tokens. queries: by row. prefix_blocks: who holds shared slots."""
     spans = [tile for span in _held(_spans(queries, together), prefix_blocks) for tile in _tiles(*span)]
-    length = sum(last - first for _, first, last, _ in spans) // (2 * threads)  # some pieces for each core
+    length = sum(last - first for _, first, last, _ in spans) // (2 * threads)  # about two splits per core
     length = max(SHORTEST, -(-length // 16) * 16)
     pieces: list[tuple[int, int, int, int, int]] = []
     asked: list[Query] = []
@@ -81,21 +80,21 @@ def split_kv(
 
 
 def _held(spans: Sequence[Span], prefix_blocks: PrefixBlocks | None) -> Iterator[Span]:
-    """Yield the spans, each read where it is."""
+    """Yield the spans, read from the rows that hold them."""
     for row, first, last, who in spans:
         for holder, begin, end in prefix_blocks.parts(row, first, last) if prefix_blocks else [(row, first, last)]:
             yield holder, begin, end, [query for query in who if query[1] > begin]
 
 
 def _tiles(row: int, first: int, last: int, who: list[Query]) -> Iterator[Span]:
-    """Yield a span in parts of at most TILE queries, each as far as they see."""
+    """Yield a span in tiles of at most TILE queries, each no longer than they see."""
     for begin in range(0, len(who), TILE):
         some = who[begin : begin + TILE]
         yield row, first, min(last, max(seen for _, seen in some)), some
 
 
 def _spans(queries: Mapping[int, Sequence[Query]], together: Sequence[PrefixGroup]) -> list[Span]:
-    """Return what is read."""
+    """Return the spans to read: common prefixes first, then each row's own slots."""
     spans: list[Span] = []
     own = dict.fromkeys(queries, 0)  # the first slot that only the row itself reads
     for group in together:

@@ -1,8 +1,8 @@
-"""What a captured layer (layer_graph.py) calls as one operator each: attention over the cache, and packed linear
-layers.
+"""A decoder layer as one graph of torch operators, captured by running it once on fake tensors.
 
-An operator takes tensors and numbers only. What else a call needs is in the Parts of the layer, by number: those that
-are being gathered during a capture, those of the layer under way at run time.
+The layer's own Python runs, so masks and caches work as ever; attention and packed linear layers become one operator
+each. An operator takes only tensors and numbers; whatever else a call needs is in the layer's Parts, by number. The
+number of tokens stays symbolic, from two on. Source: torch.fx.experimental.proxy_tensor.make_fx.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import library
 
-CAPTURING: ContextVar[Parts | None] = ContextVar("CAPTURING", default=None)  # the parts that a capture gathers
-RUNNING: ContextVar[Parts] = ContextVar("RUNNING")  # those of the layer that runs
+CAPTURING: ContextVar[Parts | None] = ContextVar("CAPTURING", default=None)  # parts of the capture in progress
+RUNNING: ContextVar[Parts] = ContextVar("RUNNING")  # parts of the running layer
 
 
 class Attend(Protocol):
@@ -37,7 +37,7 @@ class Attend(Protocol):
 
 @dataclass(slots=True)
 class Parts:
-    """What the operators of one layer stand for, by number. mask: that of the layer's present call."""
+    """What the operators of one layer refer to, by number. mask: of the layer's current call."""
 
     attends: list[Attend] = field(default_factory=list)
     linears: list[torch.nn.Module] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Parts:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Let the calls of a layer leave their parts here, and operators in the graph."""
+        """Collect a layer's parts here, with operators in their place in the graph."""
         token = CAPTURING.set(self)
         try:
             yield
@@ -53,12 +53,12 @@ class Parts:
             CAPTURING.reset(token)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any, do: Attend) -> Any:
-        """Put a call of `do` into the graph that is captured."""
+        """Add a call of `do` to the graph being captured."""
         self.attends.append(do)
         return torch.ops.ragspec.attend(query, key, value, sinks, len(self.attends) - 1)
 
     def linear(self, x: torch.Tensor, layer: torch.nn.Module, size: int) -> torch.Tensor:
-        """Put a call of `layer`, which returns `size` features, into the graph that is captured."""
+        """Add a call of `layer`, which returns `size` features, to the graph being captured."""
         self.linears.append(layer)
         result: torch.Tensor = torch.ops.ragspec.linear(x, len(self.linears) - 1, size)
         return result
@@ -97,13 +97,7 @@ for _name, _arguments, _does, _shape in (
     library.register_fake(f"ragspec::{_name}", _shape, lib=_library)
 
 
-# -- a decoder layer as one graph of torch's operators, captured by running it once on tensors without content --------
-#
-# What runs is the layer's own Python, so its masks and caches do as ever; attention and packed linear layers become one
-# operator each (layer_graph.py). How many tokens there are stays open, from two on.
-# Source: torch.fx.experimental.proxy_tensor.make_fx.
-
-
+# -- capture ---------------------------------------------------------------------------------------
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]  # positional and keyword arguments
 
 
@@ -113,10 +107,9 @@ class NotCaptured(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A captured layer. Its module takes the layer's own tensors, then those of the call.
+    """A captured layer. Its module takes the layer's own tensors, then those of the call, and returns a list.
 
-    layer: the one that was captured. examples: all tensors, without contents. whole: whether the layer returns its
-    result alone, not in a tuple; the module always returns a list.
+    layer: the captured one. examples: all tensors, fake. whole: whether the layer returns a single tensor.
     """
 
     layer: torch.nn.Module
@@ -132,7 +125,7 @@ def own_tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tensors_of(call: Call) -> list[torch.Tensor]:
-    """Return the tensors among a call's arguments, those in tuples and lists too, in a fixed order."""
+    """Return the tensors among a call's arguments, including those in tuples and lists, in a fixed order."""
     found: list[torch.Tensor] = []
     for value in (*call[0], *call[1].values()):
         if isinstance(value, torch.Tensor):
@@ -144,9 +137,9 @@ def tensors_of(call: Call) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def capture(layer: torch.nn.Module, call: Call, tokens: int) -> Graph:
-    """Return `layer` as a graph, by the arguments of a call with `tokens` tokens; no other size may equal that.
+    """Return `layer` as a graph, captured from a call with `tokens` tokens; no other size may equal that.
 
-    Raises NotCaptured, and whatever the layer's code raises on the way.
+    Raises NotCaptured, and whatever the layer's code raises.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -183,7 +176,7 @@ def capture(layer: torch.nn.Module, call: Call, tokens: int) -> Graph:
 
 @contextmanager
 def _hushed() -> Iterator[None]:
-    """Keep torch from logging a traceback of what it cannot trace: the exception says it."""
+    """Keep torch from logging tracebacks of what it cannot trace; the exception says it."""
     logger = getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -208,7 +201,7 @@ def _filled(call: Call, tensors: Sequence[Any]) -> Call:
 
 
 def _open(mode: Any, tensor: torch.Tensor, tokens: int, number: int) -> Any:
-    """Return `tensor` without contents, each size of `tokens` left open."""
+    """Return a fake of `tensor`, with each size of `tokens` symbolic."""
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
@@ -218,7 +211,7 @@ def _open(mode: Any, tensor: torch.Tensor, tokens: int, number: int) -> Any:
 
 
 def kind(layer: torch.nn.Module) -> tuple[Any, ...]:
-    """Return what two layers that become the same graph have in common: classes, settings, shapes of their tensors."""
+    """Return what layers with equal graphs have in common: classes, settings, and shapes of their tensors."""
     plain = (bool, int, float, str, type(None))
     settings = [
         (name, type(module).__qualname__, key, value)

@@ -3,8 +3,8 @@
     >>> Layout([Segment(row=0, start=7, count=3), Segment(row=1, start=4, count=1)], ...)
 
 A slot is an absolute position: a row of length n writes slots n, n+1, ...; rejecting drafts only shortens it. Segments
-that decode or verify attend together, one padded batch per run of neighbouring rows of similar length; those of prefill
-attend alone. What a query sees is the model's own rule (masks.py).
+that decode or verify attend together, one padded batch per run of neighbouring rows of similar length; prefill segments
+attend alone. Masks are the model's own (masks.py).
 Limit: a run's attention is padded to its longest segment and its longest row.
 """
 
@@ -23,16 +23,16 @@ from ragspec.engine.model.kv_splits import KvSplits, PrefixGroup, split_kv
 from ragspec.engine.model.masks import AttentionMask, MaskRule, attention_mask, is_causal
 from ragspec.engine.native.kernels import Kernels
 
-# torch's CPU kernel computes masked scores too, so a prompt attends in pieces, each only to what it may see
+# torch's CPU kernel also computes masked scores, so a prompt attends in pieces, each only to the slots it sees
 PIECE = {"cpu": 128, "cuda": 1 << 30}
-PADDING = {"cpu": 3, "cuda": 1 << 30}  # padded queries that a row may add to a run before it starts a new one
+PADDING = {"cpu": 3, "cuda": 1 << 30}  # padded queries that a row may add to a run; beyond, it starts a new one
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`count` tokens of a row, written to its slots from `start` on. alone: it attends outside of batches (prefill).
+    """`count` tokens of a row, written to its slots from `start` on. alone: attends outside of batches (prefill).
 
-    base: tokens of the text that generate() would have begun with, where frequencies depend on it (forward.py).
+    base: the text length that generate() would have started with, where frequencies depend on it (forward.py).
     """
 
     row: int
@@ -56,7 +56,7 @@ class Run:
     sights: dict[tuple[MaskRule | None, int], AttentionMask] = field(default_factory=dict)
 
     def sight(self, rule: MaskRule | None, groups: int, dtype: torch.dtype) -> AttentionMask:
-        """Return what the run's queries see, its mask (rows, 1, groups x longest, slots)."""
+        """Return the mask of the run's queries, (rows, 1, groups x longest, slots)."""
         if (rule, groups) not in self.sights:
             self.sights[rule, groups] = attention_mask(self.queries, self.reach, rule, groups, dtype)
         return self.sights[rule, groups]
@@ -71,14 +71,14 @@ class Alone:
     sights: dict[tuple[MaskRule | None, int], AttentionMask] = field(default_factory=dict)
 
     def sight(self, rule: MaskRule | None, groups: int, dtype: torch.dtype, device: torch.device) -> AttentionMask:
-        """Return what the piece's queries see, its mask (1, 1, groups x count, slots)."""
+        """Return the mask of the piece's queries, (1, 1, groups x count, slots)."""
         if (rule, groups) not in self.sights:
             self.sights[rule, groups] = attention_mask(self.queries(device), self.end, rule, groups, dtype)
         return self.sights[rule, groups]
 
     @property
     def end(self) -> int:
-        """Slots that its last query sees."""
+        """Number of slots that its last query sees."""
         return self.segment.start + self.segment.count
 
     def queries(self, device: torch.device) -> torch.Tensor:
@@ -90,7 +90,7 @@ Attend = Callable[[], torch.Tensor]
 
 
 class ForwardProfiler(Protocol):
-    """Measures what a forward takes (profiler.py)."""
+    """Times a forward (profiler.py)."""
 
     def forward(self, layout: Layout) -> AbstractContextManager[None]: ...
 
@@ -100,10 +100,16 @@ class ForwardProfiler(Protocol):
 
 
 class Layout:
-    """The packed order of one forward. slots: capacity of a row. Shapes: T is the number of tokens of all segments.
+    """The packed order of one forward of T tokens.
 
-    together: rows that hold the same first tokens. kernels: what attention may be computed with; None: with torch.
-    padding: tokens at the end that are computed and belong to no row.
+    Args:
+        segments: In packed order.
+        slots: Capacity of a row in the cache.
+        device: The model's.
+        together: Rows with a common prefix.
+        kernels: For attention; None: torch's.
+        padding: Tokens at the end that are computed and belong to no row.
+        prefix_blocks: Which rows hold which shared slots.
     """
 
     def __init__(
@@ -118,7 +124,7 @@ class Layout:
     ) -> None:
         self.kernels = kernels
         self.padding = padding
-        self.watch: ForwardProfiler | None = None  # while somebody asks where the time goes
+        self.watch: ForwardProfiler | None = None  # set while the model is profiled
         self._causal: dict[MaskRule | None, bool] = {None: True}
         self._together = together
         self._prefix_blocks = prefix_blocks
@@ -126,7 +132,7 @@ class Layout:
         self.device = device
         positions: list[int] = []
         writes: list[int] = []
-        self.lengths: list[int] = []  # per token, of the text that generate() would have computed it in
+        self.lengths: list[int] = []  # per token, the text length with which generate() would compute it
         self.starts: list[int] = []  # packed index of each segment's first token
         for segment in segments:
             self.starts.append(len(positions))
@@ -140,7 +146,7 @@ class Layout:
 
     @cached_property
     def alone(self) -> list[Alone]:
-        """Segments of prefill, in pieces."""
+        """Prefill segments, in pieces."""
         most = PIECE.get(self.device.type, PIECE["cpu"])
         pieces = []
         for segment, at in zip(self.segments, self.starts, strict=True):
@@ -161,18 +167,18 @@ class Layout:
         return split_kv(queries, self._together, self.tokens, torch.get_num_threads(), self._prefix_blocks)
 
     def forget_pieces(self) -> None:
-        """Have them cut anew: rows hold themselves what others held for them."""
+        """Recompute the splits, since rows now hold their own copies."""
         self._prefix_blocks = None
         self.__dict__.pop("pieces", None)
 
     @property
     def distinct_slots(self) -> int:
-        """Slots that the forward must read, each once: what rows share is read for one of them."""
+        """Slots that the forward has to read, with common prefixes counted once."""
         reach = {segment.row: segment.start + segment.count for segment in self.segments}
         return sum(reach.values()) - sum(sum(group.tokens.values()) for group in self._together)
 
     def causal(self, rule: MaskRule | None) -> bool:
-        """Return whether the layout's queries see what the plain causal mask shows them."""
+        """Return whether `rule` is the plain causal mask for this layout's queries."""
         if rule is not None and rule not in self._causal:
             seen = [(run.queries, run.reach) for run in self.runs]
             seen += [(alone.queries(self.device), alone.end) for alone in self.alone]
@@ -181,7 +187,7 @@ class Layout:
 
     @cached_property
     def runs(self) -> list[Run]:
-        """Segments of decode and verify, gathered by neighbouring rows."""
+        """Segments that decode or verify, gathered by neighbouring rows."""
         together = sorted(
             ((s, at) for s, at in zip(self.segments, self.starts, strict=True) if not s.alone),
             key=lambda pair: pair[0].row,
@@ -195,7 +201,7 @@ class Layout:
         return [self._run(pairs) for pairs in runs]
 
     def _fits(self, run: list[tuple[Segment, int]], count: int) -> bool:
-        """Return whether padding it costs less than a call of its own."""
+        """Return whether adding `count` queries as a row costs less in padding than a call of its own."""
         longest = max(segment.count for segment, _ in run)
         padding = longest - count if count <= longest else len(run) * (count - longest)
         return padding <= PADDING.get(self.device.type, PADDING["cpu"])

@@ -1,4 +1,4 @@
-"""Why a model cannot run in packed rows, by its own declarations and in words for a user. For a failed self-check."""
+"""Make a loaded model ready for the engine: packed weights, kernels, layer split, self-check; or say why not."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from ragspec.models.compat import tolerance
 
 
 def incompatibility(model: Any) -> str:
-    """Return why no engine that replaces cache and attention can run `model` as it stands, or "".
+    """Return why the model cannot run in packed rows, judged by its declarations, or "".
 
-    The words complete a sentence that begins with "it".
+    The text completes a sentence that starts with "it".
     """
     if keeps_state(model):
         return "keeps a recurrent state, which cannot undo a rejected draft"
@@ -37,7 +37,7 @@ def incompatibility(model: Any) -> str:
 
 
 def keeps_state(model: Any) -> bool:
-    """Return whether a layer keeps a state in place of keys and values, as the model declares or its own cache does."""
+    """Return whether a layer keeps a recurrent state instead of keys and values, by its declaration or its cache."""
     from transformers import DynamicCache
 
     if model._is_stateful:
@@ -46,18 +46,18 @@ def keeps_state(model: Any) -> bool:
     return hasattr(config, "num_hidden_layers") and any(DynamicCache(config=config).is_linear)
 
 
-# -- tell glibc's malloc to keep what is freed: tensors of megabytes come and go in every step, and memory han --------
-#
-# the system has to be paged in again (docs/lab/performance.md).
-
-
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # names of mallopt(3)
+# -- malloc ----------------------------------------------------------------------------------------
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # constants of mallopt(3)
 KEEP = 1 << 30  # bytes
 LARGEST = 1 << 25  # bytes; the most that mallopt accepts for MMAP_THRESHOLD
 
 
 def keep_freed_memory() -> None:
-    """Keep freed memory, where the C library is glibc; elsewhere do nothing."""
+    """Make glibc's malloc keep freed memory; do nothing for another C library.
+
+    Every step allocates and frees tensors of megabytes, and memory returned to the system has to be paged in again
+    (docs/performance.md).
+    """
     if platform.libc_ver()[0] == "glibc":
         with suppress(OSError, AttributeError):
             libc = ctypes.CDLL(None)
@@ -65,21 +65,26 @@ def keep_freed_memory() -> None:
             libc.mallopt(MMAP_THRESHOLD, LARGEST)
 
 
-# -- a loaded model made ready for the engine: packed weights, kernels, halves, and the self-check --------------------
+# -- preparation -----------------------------------------------------------------------------------
 
 
 log = logging.getLogger(__name__)
 
 
 class Refused(Exception):
-    """The engine cannot run this model; the message says why. The model is as it was."""
+    """The engine cannot run this model; the message says why. The model is left unchanged."""
 
 
 def prepare(inner: Any, notes: list[str] | None = None, native: bool = True) -> Model:
-    """Return the model ready for packed rows, checked to compute what it computes in transformers.
+    """Return the model for packed rows, checked to compute what it computes in transformers.
 
-    Raises Refused, the model left as it was. notes: what the run should say of it goes there. native: with kernels of
-    our own.
+    Args:
+        inner: The loaded model.
+        notes: Receives notes for the user.
+        native: Whether to use our own kernels.
+
+    Raises:
+        Refused: If the check fails; the model is left unchanged.
     """
     if keeps_state(inner):
         raise Refused(f"it {incompatibility(inner)}")
@@ -96,7 +101,7 @@ def prepare(inner: Any, notes: list[str] | None = None, native: bool = True) -> 
         why = differs(model, tolerance(inner.dtype))
     except Unsupported as reason:
         why = str(reason)
-    except Exception as error:  # whatever a model's code raises here is no reason to fail the run
+    except Exception as error:  # whatever the model's code raises here, transformers may still run it
         log.debug("the model does not run on the engine", exc_info=error)
         why = f"does not take packed rows ({type(error).__name__}: {flat(error, 120)})"
     if why or model is None:
@@ -112,7 +117,7 @@ def prepare(inner: Any, notes: list[str] | None = None, native: bool = True) -> 
 
 
 def halves_of(model: Model, layers: int) -> LayerSplit:
-    """Return the model's halves, checked to compute what the whole does. Raises Refused, the model left whole."""
+    """Return the model split after `layers` layers, checked against the whole. Raises Refused, the model unsplit."""
     halves = LayerSplit(model, layers)
     try:
         off = halves.check()
@@ -127,7 +132,7 @@ def halves_of(model: Model, layers: int) -> LayerSplit:
 
 
 def _kernels(inner: Any, notes: list[str] | None) -> Kernels | None:
-    """Return our own kernels for the model, None where they cannot be built."""
+    """Return our own kernels for the model, None if they cannot be built."""
     config = inner.config.get_text_config()
     own, names = config.to_dict(), config.attribute_map
     sizes = [own.get(names.get(name, name)) for name in ("head_dim", "hidden_size", "num_attention_heads")]
@@ -141,7 +146,7 @@ def _kernels(inner: Any, notes: list[str] | None) -> Kernels | None:
 
 
 def _attends_well(kernels: Kernels, notes: list[str] | None) -> bool:
-    """Return whether attention is left to our own kernels; say so where it is not."""
+    """Return whether our kernels' attention is exact and fast enough; otherwise add a note."""
     if not attention_is_exact(kernels):
         why = "as what the C++ compiler made of ours computes something else"
     elif not kernels_are_faster(kernels):
@@ -154,6 +159,6 @@ def _attends_well(kernels: Kernels, notes: list[str] | None) -> bool:
 
 
 def linear_weights(inner: Any) -> tuple[int, int]:
-    """Return how many weights a token is multiplied by, and their bytes."""
+    """Return the number of weights of linear layers, by which each token is multiplied, and their bytes."""
     weights = [module.weight for module in inner.modules() if isinstance(module, torch.nn.Linear)]
     return sum(weight.numel() for weight in weights), sum(weight.nbytes for weight in weights)

@@ -1,8 +1,8 @@
-"""What a query may see, by the model's own rules: transformers' mask functions, asked about packed rows.
+"""Attention masks by the model's own rules: transformers' mask functions, applied to packed rows.
 
-A model builds its masks (causal, sliding window, chunks, layer by layer) through an interface of transformers. There it
-gets a Rule instead of a tensor, and passes it on to attend() (attention.py).
-Source of the interface: transformers.AttentionMaskInterface. Limit: a mask depends on query and slot only; no padding.
+A model builds its masks (causal, sliding window, chunked, per layer) through transformers.AttentionMaskInterface. There
+it gets a MaskRule instead of a tensor, and passes it on to attend() (attention.py). Limit: a mask depends on query and
+slot only; no padding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 class Unsupported(Exception):
-    """The model asks for something that attention cannot do here; the message completes a sentence after "it"."""
+    """The model needs something that attention here cannot do; the message completes a sentence after "it"."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,9 +27,9 @@ class MaskRule:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMask:
-    """Which slots some queries see; none of them sees any before `first`.
+    """The slots that some queries see; none sees any before `first`.
 
-    mask: 0 or -inf, added to their scores over the slots from `first` on. causal: whether it is the plain causal mask.
+    mask: 0 or -inf, added to scores over the slots from `first` on. causal: whether it is the plain causal mask.
     """
 
     first: int
@@ -38,7 +38,7 @@ class AttentionMask:
 
 
 def register(name: str) -> None:
-    """Make models whose attention is `name` build Rules."""
+    """Make models with attention implementation `name` build MaskRules."""
     from transformers import AttentionMaskInterface
 
     AttentionMaskInterface.register(name, mask_rule_of)
@@ -56,12 +56,12 @@ def mask_rule_of(
 
 
 def is_causal(queries: torch.Tensor, reach: int, rule: MaskRule) -> bool:
-    """Return whether queries at positions (rows, n) see of `reach` slots what the plain causal mask shows them."""
+    """Return whether queries at positions (rows, n) see the same of `reach` slots as under the plain causal mask."""
     return bool(torch.equal(*_seen(queries, reach, rule)))
 
 
 def _seen(queries: torch.Tensor, reach: int, rule: MaskRule) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the rule and what the plain causal mask shows: (rows, n, reach) each."""
+    """Return what the rule shows, and what the plain causal mask shows: (rows, n, reach) each."""
     slots, zero = torch.arange(reach, device=queries.device), torch.zeros((), dtype=torch.long, device=queries.device)
     causal = slots <= queries[..., None]
     return rule.function(zero, zero, queries[..., None], slots).expand_as(causal), causal

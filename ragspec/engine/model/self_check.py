@@ -1,7 +1,8 @@
-"""Does this model compute the same in the engine as in transformers? Every model is asked once, after loading.
+"""Does the model compute the same in the engine as in transformers? Checked once for every model, after loading.
 
-The text is short, so each limit that the model's config names (a window, a chunk, an original length) is lowered and
-the question asked again. A limit that cannot be lowered is crossed by a text of its length, if that is quick.
+The text is short, so each limit in the model's config (a window, a chunk, an original length) is lowered and the check
+repeated. A limit that cannot be lowered is crossed by a text of its length, if that is quick. The kernels' attention is
+checked too, for exactness and speed, since both depend on the C++ compiler.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from ragspec.models.draft import width_of
 
 TOKENS = 48
 STEPS = 7  # of these tokens are computed one by one
-CHUNK = 512  # tokens of a forward while a limit is crossed
+CHUNK = 512  # tokens per forward while crossing a limit
 PATIENCE_S = 30.0  # to cross a limit in full
 
 
 def differs(model: Model, tolerance: float) -> str:
-    """Return how the model computes something else in the engine than in transformers, "" where it does not.
+    """Return how the model's results in the engine differ from transformers', "" if they do not.
 
-    Raises Unsupported where a limit cannot be checked. The cache is empty afterwards.
+    Raises Unsupported if a limit cannot be checked. The cache is empty afterwards.
     """
     ids = token_ids(model.inner, TOKENS)
-    got = packed(model)  # before the reference: a module that remembers long texts must not have seen one
+    got = packed(model)  # before the reference: a module that remembers long texts must not have seen one yet
     started = time.perf_counter()
     expected = reference(model, ids)
     seconds = time.perf_counter() - started
@@ -46,11 +47,11 @@ def differs(model: Model, tolerance: float) -> str:
 
 
 def _differs_beyond_limits(model: Model, expected: torch.Tensor, tolerance: float, seconds: float) -> str:
-    """Return how it differs beyond one of its limits. seconds: what computing `expected` took."""
+    """Return how results differ beyond one of the model's limits. seconds: time to compute `expected`."""
     ids = token_ids(model.inner, TOKENS)
     for limit in limits_of(model.inner):
         if limit.tokens < TOKENS:
-            continue  # the text has crossed it already
+            continue  # the text is longer already
         with lowered(model.inner, limit):
             got, near = packed(model), reference(model, ids)
         error = relative(got, near)
@@ -68,7 +69,7 @@ def _differs_beyond_limits(model: Model, expected: torch.Tensor, tolerance: floa
 def reference(model: Model, ids: list[int]) -> torch.Tensor:
     """Return transformers' own logits, (tokens, vocab), for a text of token ids.
 
-    They are computed as generate() does: the last STEPS tokens one by one, from the model's own cache.
+    Computed as in generate(): the last STEPS tokens one by one, with the model's own cache.
     """
     text = torch.tensor([ids], device=model.device)
     with model.as_it_was() as inner:
@@ -84,8 +85,8 @@ def reference(model: Model, ids: list[int]) -> torch.Tensor:
 def packed(model: Model) -> torch.Tensor:
     """Return the engine's logits, (TOKENS, vocab), for the same text.
 
-    The text goes through two rows at once, in chunks, as a draft with stale slots behind it, and token by token; its
-    neighbour is another, shorter one. The cache is empty afterwards.
+    Covers two rows at once, chunks, a rejected draft that leaves stale slots, and single tokens; the other row is
+    shorter. The cache is empty afterwards.
     """
     ids = token_ids(model.inner, TOKENS)
     rows = model.cache.rows
@@ -108,7 +109,7 @@ def packed(model: Model) -> torch.Tensor:
 
 
 def _cross(model: Model, limit: Limit, seconds: float) -> float:
-    """Return the difference after a text as long as the limit. seconds: what TOKENS tokens take."""
+    """Return the difference after a text as long as the limit. seconds: time for TOKENS tokens."""
     length = limit.tokens + STEPS
     if seconds * length / TOKENS > PATIENCE_S:
         raise Unsupported(f"has a {limit.name} of {limit.tokens} that a short check cannot cross")
@@ -130,43 +131,40 @@ def relative(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def token_ids(inner: Any, count: int) -> list[int]:
-    """Return a text of `count` token ids, always the same."""
+    """Return a reproducible text of `count` token ids."""
     width = width_of(inner.config)
     return [(7919 * i + 11) % width for i in range(count)]
 
 
-# -- whether the kernels' attention is right here, and no slower than torch's: it depends on what a compiler m --------
+# -- kernels ---------------------------------------------------------------------------------------
 #
 #     >>> attention_is_exact(kernels) and kernels_are_faster(kernels)
 #     True
 #
-# The self-check's text is too short to be cut into pieces; this is longer. Linear layers are told by
-# weight_layouts.py and weight_layouts.py. Limit: speed is that of one thread, so that it can be told on a busy
-# machine too.
-
-
-REPEATS = 7  # of each, in turn
-MOST = 1.25  # times torch's seconds
+# Longer than the self-check's text, which is not split. Linear layers are checked in weight_layouts.py. Limit: the
+# speed is that of one thread, so that a busy machine gives the same answer.
+REPEATS = 7  # of each implementation, alternating
+MOST = 1.25  # of torch's time
 GROUPS, KV_HEADS = 3, 2
 SLOTS = 256
-CASES = ((4, 1), (1, 256))  # rows and tokens of each: decoding, and a prompt from its beginning
+CASES = ((4, 1), (1, 256))  # (rows, tokens of each): decoding, and a prompt from its start
 TOLERANCE = 1e-4  # of the largest result; more is not rounding
-TALL = 300  # slots of a row whose result is compared: more than a block of the kernels
-HELD = 128  # of them that two rows hold together
+TALL = 300  # slots of the compared rows: more than a block of the kernels
+HELD = 128  # slots that two rows have in common
 
 
 @torch.inference_mode()
 def kernels_are_faster(kernels: Kernels) -> bool:
-    """Return whether rows decode, and prompts are computed, in about torch's time or less."""
+    """Return whether decoding and prompts take about torch's time or less."""
     with one_thread():
         return all(_ratio(kernels, *case) < MOST for case in CASES)
 
 
 @torch.inference_mode()
 def attention_is_exact(kernels: Kernels) -> bool:
-    """Return whether rows in several pieces, of which two begin alike, attend as torch's matrix products say."""
+    """Return whether rows in several splits, two of them with a common prefix, attend as plain matrix products say."""
     random = torch.Generator().manual_seed(0)
-    row_tokens = [1, 1, TALL]  # two rows decode; a prompt is computed from its beginning
+    row_tokens = [1, 1, TALL]  # two rows decode, one computes a prompt from its start
     tokens, heads = sum(row_tokens), GROUPS * KV_HEADS
     query = torch.randn(heads, tokens, kernels.head, generator=random)
     keys, values = (torch.randn(KV_HEADS, 3, TALL, kernels.head, generator=random) for _ in range(2))
@@ -192,7 +190,7 @@ def attention_is_exact(kernels: Kernels) -> bool:
 
 
 def _ratio(kernels: Kernels, rows: int, tokens: int) -> float:
-    """Return the kernels' seconds over torch's, for the last `tokens` of SLOTS of each row."""
+    """Return the kernels' seconds over torch's, for the last `tokens` of SLOTS in each row."""
     heads = GROUPS * KV_HEADS
     query = torch.ones(heads, rows * tokens, kernels.head)
     keys, values = (torch.ones(KV_HEADS, rows, SLOTS, kernels.head) for _ in range(2))
@@ -218,5 +216,5 @@ def _ratio(kernels: Kernels, rows: int, tokens: int) -> float:
 
 
 def _last(first: int, tokens: int) -> list[Query]:
-    """Return the last `tokens` queries of a row, whose first one is `first` in the packed order."""
+    """Return the last `tokens` queries of a row whose first one has packed index `first`."""
     return [(first + i, SLOTS - tokens + i + 1) for i in range(tokens)]

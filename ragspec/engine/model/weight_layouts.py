@@ -1,7 +1,9 @@
-"""The forms that a linear layer's weight can have on a CPU, and which of them is fastest for how many tokens.
+"""Layouts of a linear layer's weight on a CPU, and PackedLinear, which uses the fastest for each number of tokens.
 
-No form is best everywhere: it depends on the processor, the layer's shape and the number of tokens, so it is measured
-when a model has loaded, if nothing else keeps the machine busy. Limit: float32.
+No layout is best everywhere: it depends on the processor, the layer's shape and the number of tokens, so layouts are
+timed when a model has loaded, if the machine is otherwise idle. A second layout is kept where that takes little of the
+free memory: decoding and prompts often prefer different ones. Limit: float32. Weights that another module shares (tied
+embeddings) are kept besides.
 """
 
 from __future__ import annotations
@@ -25,36 +27,36 @@ from ragspec.engine.native.kernels import Kernels
 from ragspec.host.cache import JsonCache
 from ragspec.host.machine import cpu_features, free_bytes
 
-POINTS = (1, 4, 16, 64, 512)  # tokens at which forms are timed
-FEW = 64  # tokens up to which a step decodes; more are a prompt's
-REPEATS = 5  # of each form, in turn with the others
-STREAMED = 256 << 20  # bytes of weights that few tokens are timed with: more than the processor's cache holds
-COMPUTED = 32 << 20  # bytes that many tokens are timed with: arithmetic is what they cost
-WIDEST = 8192  # outputs; a wider layer is the output layer, which few tokens go through
-LEAST_S = 0.3  # seconds of measuring after which it is known whether others use the processor too
-UNDISTURBED = 0.8  # of the threads' time that they then had; 0.96 on a quiet machine, 0.5 where two others ran
-ROUNDING = 64  # tokens that oneDNN lays weights out for; it makes no difference
+POINTS = (1, 4, 16, 64, 512)  # numbers of tokens at which layouts are timed
+FEW = 64  # most tokens of a decoding step; more belong to a prompt
+REPEATS = 5  # of each layout, alternating
+STREAMED = 256 << 20  # bytes of weights timed with few tokens: more than the processor's cache holds
+COMPUTED = 32 << 20  # bytes of weights timed with many tokens, whose cost is arithmetic
+WIDEST = 8192  # outputs; a wider layer is the output layer, which few tokens pass
+LEAST_S = 0.3  # seconds of timing after which it is known whether the machine is idle
+UNDISTURBED = 0.8  # share of the threads' time needed then; 0.96 on an idle machine, 0.5 beside two other processes
+ROUNDING = 64  # tokens for which oneDNN lays out weights; it makes no difference
 
 Shape = tuple[int, int]  # outputs, inputs
-Seconds = dict[Shape, dict[str, list[float]]]  # at each of POINTS
+Seconds = dict[Shape, dict[str, list[float]]]  # by shape and layout, at each of POINTS
 
 
 class NoisyMachineError(Exception):
-    """Other processes have the cores: what is measured now is theirs, and takes 25 times as long."""
+    """Other processes use the cores, so timings are theirs, and take 25 times as long."""
 
 
 class WeightLayout(Protocol):
-    """A weight of (n, k), laid out for one way of multiplying with it."""
+    """A weight of (n, k), laid out for one way of multiplying by it."""
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return (..., n) for x of (..., k)."""
 
     def dense(self) -> torch.Tensor:
-        """Return the weight as it was."""
+        """Return the weight in torch's layout."""
 
 
 class TorchLayout:
-    """As torch has it."""
+    """torch's own layout."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight
@@ -68,7 +70,7 @@ class TorchLayout:
 
 
 class OneDnnLayout:
-    """In oneDNN's own layout."""
+    """oneDNN's layout."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROUNDING)
@@ -83,7 +85,7 @@ class OneDnnLayout:
 
 
 class NativeLayout:
-    """For our own kernels (native/)."""
+    """The layout of our own kernels (native/)."""
 
     def __init__(self, weight: torch.Tensor, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -102,7 +104,7 @@ Makers = Mapping[str, Callable[[torch.Tensor], WeightLayout]]
 
 
 def makers(kernels: Kernels | None) -> dict[str, Callable[[torch.Tensor], WeightLayout]]:
-    """Return the forms that this machine has, by name. kernels: None where they are not built."""
+    """Return the layouts of this machine, by name. kernels: None if they are not built."""
     forms: dict[str, Callable[[torch.Tensor], WeightLayout]] = {"torch": TorchLayout}
     if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         forms["onednn"] = OneDnnLayout
@@ -112,10 +114,10 @@ def makers(kernels: Kernels | None) -> dict[str, Callable[[torch.Tensor], Weight
 
 
 def measured(weights: Sequence[torch.Tensor], kernels: Kernels | None) -> Seconds:
-    """Return what measure() says of all forms, once and for all: processes that are compared should compute alike.
+    """Return the result of measure() for all layouts, measured once, so that compared processes compute alike.
 
-    It is kept in the user's cache, if that can be written; without the file there it is measured anew. Raises
-    NoisyMachineError, and keeps nothing.
+    It is kept in the user's cache, if that is writable, and otherwise measured each time. Raises NoisyMachineError, and
+    keeps nothing then.
     """
     forms = makers(kernels)
     sizes = {(weight.shape[0], weight.shape[1]): weight.nbytes for weight in weights}
@@ -141,18 +143,17 @@ def measured(weights: Sequence[torch.Tensor], kernels: Kernels | None) -> Second
 
 
 def _kept(weights: Sequence[torch.Tensor], kernels: Kernels) -> list[tuple[Shape, str]]:
-    """Return in which type our kernels read the first weight of each shape."""
+    """Return the type in which our kernels hold the first weight of each shape."""
     firsts = {(weight.shape[0], weight.shape[1]): weight for weight in reversed(weights)}
     return sorted((shape, str(kernels.kept_as(weight))) for shape, weight in firsts.items())
 
 
 @torch.inference_mode()
 def measure(weights: Iterable[torch.Tensor], forms: Makers, *, patient: bool = False) -> Seconds:
-    """Return what a layer of each shape takes in each form, in seconds, at each of POINTS.
+    """Return the seconds of a layer of each shape in each layout, at each of POINTS.
 
-    All forms are timed in turn, and the median counts: whatever slows the machine down for a moment tells nothing of a
-    form. Shapes so large that a copy for a trial would need much memory are left out. Raises NoisyMachineError,
-    unless patient.
+    Layouts are timed alternately, and the median counts, so that a moment's slowdown does not matter. Shapes too large
+    to copy for a trial are left out. Raises NoisyMachineError, unless `patient`.
     """
     started, worked = time.perf_counter(), time.process_time()
     most = min(STREAMED, free_bytes() // (2 * len(forms)))
@@ -176,14 +177,14 @@ def measure(weights: Iterable[torch.Tensor], forms: Makers, *, patient: bool = F
 
 
 def estimated(weights: Iterable[torch.Tensor], forms: Makers) -> Seconds:
-    """Return what measure() says with one thread: where others have the cores, several mostly wait for each other."""
+    """Return the result of measure() with one thread: on a busy machine, several would mostly wait for each other."""
     with one_thread():
         return measure(weights, forms, patient=True)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch compute with one thread."""
+    """Make torch compute with one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -193,7 +194,7 @@ def one_thread() -> Iterator[None]:
 
 
 def timings(made: Sequence[tuple[torch.Size, WeightLayout]], tokens: int) -> Iterator[tuple[Shape, float]]:
-    """Yield the seconds of each layer, one layer after the other as in a forward."""
+    """Yield the seconds of each layer, run one after the other as in a forward."""
     inputs = {shape[1]: torch.ones(1, tokens, shape[1]) for shape, _ in made}
     for shape, form in made:
         if shape[0] > WIDEST and tokens > FEW:
@@ -218,9 +219,9 @@ def _sample(weights: Sequence[torch.Tensor], most: int) -> list[torch.Tensor]:
 
 
 def best(seconds: Mapping[str, Sequence[float]], several: bool) -> tuple[str, ...]:
-    """Return the form for 0, 1, 2, ... tokens; its last one is for all beyond. several: more than one may be kept.
+    """Return the layout for 0, 1, 2, ... tokens, the last one for all beyond. several: more than one may be kept.
 
-    Where only one may be, it is the one that loses least, all points taken together.
+    If only one may be kept, it is the one that loses least over all points.
     """
     timed = [at for at in range(len(POINTS)) if min(each[at] for each in seconds.values()) < float("inf")]
     least = {at: min(each[at] for each in seconds.values()) for at in timed}
@@ -228,29 +229,25 @@ def best(seconds: Mapping[str, Sequence[float]], several: bool) -> tuple[str, ..
         return (min(seconds, key=lambda name: sum(seconds[name][at] / least[at] for at in timed)),)
     fastest = {at: min(seconds, key=lambda name: seconds[name][at]) for at in timed}
     at_points = [fastest[min(at, timed[-1])] for at in range(len(POINTS))]
-    # between two points, that of the nearer one: nearer by their ratio, so up to their geometric mean
+    # between two points, take the layout of the nearer one by ratio, that is, up to their geometric mean
     edges = [int((one * two) ** 0.5) for one, two in pairwise(POINTS)]
     return tuple(at_points[bisect_left(edges, tokens)] for tokens in range(edges[-1] + 2))
 
 
-# -- linear layers whose weights have the form, or forms, that this machine is fastest with ---
-# -- linear layers whose weights have the form, or forms, that this machine is fastest with ---
-# A second form is kept where that takes little of the free memory: decoding and prompts often want different ones.
-# Limit: float32 on CPUs. Weights that another module shares (tied embeddings) are kept beside the others.
-
+# -- packed layers ---------------------------------------------------------------------------------
 
 log = logging.getLogger(__name__)
-TRIED = (1, 17, 65)  # tokens that a layer's forms are compared with
-MANY = 200  # also those of the first layer of each shape: kernels compute so many in another way
+TRIED = (1, 17, 65)  # numbers of tokens at which a layer's layouts are compared
+MANY = 200  # also compared for the first layer of each shape: kernels compute so many tokens in another way
 TOLERANCE = 1e-4  # of the largest output; more is not rounding
-SHARE = 0.1  # of free memory that further forms may take
+SHARE = 0.1  # of free memory that further layouts may take
 
 
 class PackedLinear(torch.nn.Module):
     """Computes what the Linear it was made from computes.
 
-    forms: its weight, by the form's name. choice: the name for 0, 1, 2, ... tokens. shared: its weight, where another
-    module has it as well.
+    forms: its weight by layout name. choice: the layout name for 0, 1, 2, ... tokens. shared: the weight itself, if
+    another module has it too.
     """
 
     def __init__(
@@ -261,7 +258,7 @@ class PackedLinear(torch.nn.Module):
         self.bias = linear.bias
         self._forms = dict(forms)
         self._choice = choice
-        self._shared = [shared]  # in a list: it is the other module's parameter
+        self._shared = [shared]  # in a list, so that it is not registered: it is the other module's parameter
 
     @property
     def weight(self) -> torch.Tensor:
@@ -270,7 +267,7 @@ class PackedLinear(torch.nn.Module):
 
     @property
     def native(self) -> torch.Tensor | None:
-        """Its weight as our own kernels read it, where it has that form."""
+        """Its weight in our kernels' layout, if it has that."""
         form = self._forms.get("native")
         return form.packed if isinstance(form, NativeLayout) else None
 
@@ -285,7 +282,7 @@ class PackedLinear(torch.nn.Module):
         return linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (..., in_features). Returns (..., out_features)."""
+        """Return (..., out_features) for x of (..., in_features)."""
         parts = CAPTURING.get()
         if parts is not None:
             return parts.linear(x, self, self.out_features)
@@ -293,15 +290,15 @@ class PackedLinear(torch.nn.Module):
 
 
 def can_pack(model: torch.nn.Module) -> bool:
-    """Return whether this machine may have better forms of this model's weights."""
+    """Return whether this machine may have better layouts for this model's weights."""
     weight = next(model.parameters())
     return weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 def pack_linears(model: torch.nn.Module, kernels: Kernels | None = None) -> list[str]:
-    """Replace every Linear of `model` in place; return the names of those left, because packed they differ.
+    """Replace every Linear of `model` in place; return the names of those left because their results would change.
 
-    kernels: our own, where they are built. Each weight is freed as it is replaced, unless something else holds it.
+    kernels: our own, if they are built. Each weight is freed as it is replaced, unless something else holds it.
     """
     found = [
         (module, name, f"{path}.{name}")
@@ -332,7 +329,7 @@ def pack_linears(model: torch.nn.Module, kernels: Kernels | None = None) -> list
 
 
 def chosen_forms(linears: Sequence[torch.nn.Linear], kernels: Kernels | None) -> dict[Shape, tuple[str, ...]]:
-    """Return which form serves how many tokens, for each shape."""
+    """Return the layout for each number of tokens, by shape."""
     weights = [linear.weight.detach() for linear in linears]
     try:
         seconds = measured(weights, kernels)
@@ -342,7 +339,7 @@ def chosen_forms(linears: Sequence[torch.nn.Linear], kernels: Kernels | None) ->
     if not seconds:
         return {(linear.out_features, linear.in_features): ("torch",) for linear in linears}
     largest = max(seconds, key=prod)
-    for weight in weights:  # what is too large to be tried is like the largest that was
+    for weight in weights:  # treat shapes too large to time like the largest one timed
         seconds.setdefault((weight.shape[0], weight.shape[1]), seconds[largest])
     several = {shape: best(found, several=True) for shape, found in seconds.items()}
     further = sum((len(set(several[w.shape[0], w.shape[1]])) - 1) * w.nbytes for w in weights)
@@ -360,14 +357,14 @@ def unpack_linears(model: torch.nn.Module) -> None:
 
 
 def _shared(model: torch.nn.Module) -> set[int]:
-    """Return the addresses of weights that several modules have (tied embeddings)."""
+    """Return the addresses of weights that several modules share (tied embeddings)."""
     addresses = [parameter.data_ptr() for _, parameter in model.named_parameters(remove_duplicate=False)]
     return {address for address, count in Counter(addresses).items() if count > 1}
 
 
 @torch.inference_mode()
 def packed_differs(forms: Mapping[str, WeightLayout], linear: torch.nn.Linear, tried: Sequence[int]) -> bool:
-    """Return whether one of a layer's forms computes something else. tried: numbers of tokens."""
+    """Return whether one of a layer's layouts computes something else. tried: numbers of tokens."""
     for tokens in tried:
         x = torch.linspace(-1, 1, tokens * linear.in_features).view(tokens, -1).sin()
         expected = linear(x)

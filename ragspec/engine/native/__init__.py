@@ -1,1 +1,1 @@
-"""Kernels in C++ for what torch is slow at on CPUs: linear layers over few tokens, attention of decoding."""
+"""C++ kernels for what torch does slowly on CPUs: linear layers over few tokens, decode attention, whole layers."""

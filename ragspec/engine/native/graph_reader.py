@@ -1,4 +1,8 @@
-"""Operators of a graph that compute nothing: the same numbers, in another order or fewer of them."""
+"""Read a captured layer (layer_graph.py) as a program for our own kernels (program.py).
+
+VIEWS are operators that only reorder or select numbers; OPERATORS compute. Limit: float32, one token axis, and these
+operators; anything else raises NotCaptured.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +36,12 @@ from ragspec.engine.native.program import (
 
 
 def name_of(node: Any) -> str:
-    """Return what a node does, as torch calls it."""
+    """Return a node's operator, as torch names it."""
     return str(node.target).removeprefix("aten.")
 
 
 def dims_of(node: Any) -> tuple[tuple[int, ...], int | None]:
-    """Return a node's sizes, 1 where the tokens are, and which axis that is."""
+    """Return a node's sizes, with 1 for the token axis, and the index of that axis."""
     shape = node.meta["val"].shape
     tokens = [axis for axis, size in enumerate(shape) if not isinstance(size, int)]
     if len(tokens) > 1 or any(not shape[axis].node.expr.is_symbol for axis in tokens):
@@ -47,7 +51,7 @@ def dims_of(node: Any) -> tuple[tuple[int, ...], int | None]:
 
 
 def _axis(view: View, axis: int, what: str) -> int:
-    """Return an axis counted from the front. what: would be done to the tokens, if it were theirs."""
+    """Return an axis counted from the front. what: the operation on it, for the error if it is the token axis."""
     axis %= len(view.dims)
     if axis == view.token:
         raise NotCaptured(f"{what} tokens")
@@ -137,11 +141,7 @@ VIEWS: dict[str, Callable[[View, Any], View | list[View]]] = {
 }
 
 
-# -- a captured layer (layer_graph.py), read as a program for our own kernels (program.py) ---
-#
-# Limit: float32, one token axis, and the operators of OPERATORS; anything else raises NotCaptured.
-
-
+# -- programs --------------------------------------------------------------------------------------
 def program_of(graph: Graph, owned: int) -> Program:
     """Return a captured layer as a program. owned: how many of its tensors are its own. Raises NotCaptured."""
     return _Reader(graph, owned).read()
@@ -173,10 +173,10 @@ class _Reader:
         stored = [array for array in self._arrays if array.kind == STORED]
         return Program(self._stages, self._once, self._given, stored, results)
 
-    # -- tensors --------------------------------------------------------------------------------------------------
+    # -- tensors -----------------------------------------------------------------------------------
 
     def _input(self, node: Any, number: int) -> View | None:
-        """Return a tensor that the layer has or is given; None where it is not made of float32, and may not be used."""
+        """Return a tensor that the layer owns or is given; None if it is not float32, and must not be used."""
         dims, token = dims_of(node)
         own = number < self._owned
         array = Array(OWN if own else GIVEN, number - self._owned * (not own), prod(dims), shared=token is None)
@@ -200,7 +200,7 @@ class _Reader:
         return array
 
     def _new(self, node: Any, operands: Sequence[Operand]) -> View:
-        """Return room for a node's result, at the level at which its operands are known."""
+        """Return a new array for a node's result, at the level at which its operands are known."""
         dims, token = dims_of(node)
         level = max((one.array.level for one in operands if isinstance(one, View)), default=0)
         return self._array(prod(dims), level, token is None).whole(dims, token)
@@ -213,7 +213,7 @@ class _Reader:
         (self._once if shared else self._stages[level].statements).append(statement)
 
     def _stored(self, view: View) -> View:
-        """Return a tensor as it is, or copied, so that each token's numbers are one behind the other in one place."""
+        """Return a tensor, copied if needed, so that each token's numbers are contiguous in one array."""
         if not view.contiguous or view.array.kind == GIVEN or view.offset or view.size != view.array.size:
             view = self._copied(view)
         view.array.needed(view.array.level, stored=True)
@@ -234,12 +234,12 @@ class _Reader:
         view.array.kind, view.array.number = RESULT, number
         return view
 
-    # -- calls ----------------------------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------
 
     def _call(self, node: Any) -> Any:
         value = node.meta["val"]
         if isinstance(value, torch.SymInt):
-            return None  # sizes: each node says its own
+            return None  # a size: each node has its own
         if node.target is getitem:
             return self._known[node.args[0]][node.args[1]]
         name = name_of(node)
@@ -253,7 +253,7 @@ class _Reader:
         return float(value) if isinstance(value, int | float) else self._view(value)
 
     def map(self, node: Any, expression: str, *values: Any) -> View:
-        """Return what `expression` makes of `values`, number by number."""
+        """Return the elementwise result of `expression` on `values`."""
         operands = tuple(self._operand(value) for value in values)
         to = self._new(node, operands)
         self._add(Map(to, expression, operands), *operands)
@@ -338,7 +338,7 @@ class _Reader:
         return to.whole((1, 1, heads, size), 1)
 
     def _stage(self, level: int) -> Stage:
-        """Return the stage before `level`; there is one of that level then."""
+        """Return the stage before `level`, creating stages up to `level`."""
         while len(self._stages) <= level:
             self._stages.append(Stage())
         return self._stages[level - 1]
@@ -356,7 +356,7 @@ class _Reader:
 
 
 def _changes_something(node: Any) -> bool:
-    """Return whether a node writes to what it is given: the graph does not say who else reads that."""
+    """Return whether a node writes to its inputs: the graph does not say what else reads those."""
     schema = getattr(node.target, "_schema", None)
     return bool(schema is not None and schema.is_mutable)
 

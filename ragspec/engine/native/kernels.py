@@ -1,9 +1,9 @@
-"""The kernels of this folder, built by this machine's C++ compiler once and kept in the user's cache.
+"""This folder's C++ kernels, built once by this machine's compiler and kept in the user's cache.
 
     >>> kernels = build(head=64); kernels.linear(x, kernels.pack(weight), n, bias)
 
-Limit: CPUs, float32, heads of a multiple of 8. Linked against the OpenMP that torch has loaded: a second one would
-fight it for the cores.
+Limit: CPUs, float32, head sizes that are multiples of 8. Linked against the OpenMP that torch has loaded: a second one
+would compete for the cores.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 ARITHMETIC = ("-fno-fast-math", "-ffp-contract=fast", "-fno-math-errno")
 WIDEST_HEAD = 256
 PATIENCE_S = 120  # for the compiler
-PART = 4096  # outputs of a weight that are looked at at once
-KEPT = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in linear.h
+PART = 4096  # outputs of a weight checked at a time
+KEPT = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # type codes, as in linear.h
 POINTER, NUMBER = c_void_p, c_int64
 SIGNATURES: dict[str, list[Any]] = {
     "ragspec_pack": [POINTER, NUMBER, NUMBER, POINTER],
@@ -51,11 +51,11 @@ SIGNATURES: dict[str, list[Any]] = {
 
 
 class Unbuilt(Exception):
-    """There are no kernels here; the message says why."""
+    """The kernels are not available; the message says why."""
 
 
 class Kernels:
-    """The functions of a built library. head: the size of a head that attention is built for."""
+    """The functions of a built library. head: the head size for which attention is built."""
 
     def __init__(self, library: ctypes.CDLL, head: int) -> None:
         self.head = head
@@ -72,7 +72,7 @@ class Kernels:
         self._short = (torch.bfloat16, torch.float16) if self._library.ragspec_halves() else (torch.bfloat16,)
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a weight of (n, k) as linear() reads it: (panels, k, columns), of 16 bits if that is exact."""
+        """Return a weight of (n, k) in the layout of linear(): (panels, k, columns), in 16 bits if that is exact."""
         weight = weight.contiguous()
         n, k = weight.shape
         packed = weight.new_empty(-(-n // self.columns), k, self.columns)
@@ -80,16 +80,16 @@ class Kernels:
         return packed.to(self.kept_as(weight))
 
     def kept_as(self, weight: torch.Tensor) -> torch.dtype:
-        """Return the smallest type that has every number of a weight: most models are published in one of 16 bits."""
+        """Return the smallest type that represents a weight exactly: most models are published in 16 bits."""
         return next((dtype for dtype in self._short if has_all(dtype, weight)), torch.float32)
 
     @staticmethod
     def unpack(packed: torch.Tensor, n: int) -> torch.Tensor:
-        """Return the weight that pack() was given."""
+        """Return the weight that was packed."""
         return packed.transpose(1, 2).flatten(0, 1)[:n].contiguous().float()
 
     def linear(self, x: torch.Tensor, packed: torch.Tensor, n: int, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return (..., n) for x of (..., k). Raises RuntimeError, as torch does, for what does not fit."""
+        """Return (..., n) for x of (..., k). Raises RuntimeError, as torch does, if x does not fit."""
         k = packed.shape[1]
         if x.dtype != torch.float32 or x.shape[-1] != k:
             raise RuntimeError(f"{x.dtype} of {x.shape[-1]} features, where the kernel takes float32 of {k}")
@@ -122,10 +122,10 @@ class Kernels:
         out: torch.Tensor,
         cap: float | None = None,
     ) -> None:
-        """Write to `out`, (T, heads, size), what queries of (heads, T, size) make of the cache.
+        """Write to `out`, (T, heads, size), the attention of queries (heads, T, size) over the cache.
 
-        keys, values: (kv_heads, rows, slots, size). cap: scores become cap * tanh(score / cap). Tokens that have no
-        part in `work` are left alone.
+        keys, values: (kv_heads, rows, slots, size). cap: scores become cap * tanh(score / cap). Tokens without splits
+        in `work` are left unchanged.
         """
         heads, _, size = query.shape
         kv_heads, rows, slots, _ = keys.shape
@@ -139,32 +139,32 @@ class Kernels:
 
 
 def has_all(dtype: torch.dtype, weight: torch.Tensor) -> bool:
-    """Return whether a type has every number of a float32 weight, to the last bit."""
+    """Return whether a type represents every number of a float32 weight exactly."""
     parts = (weight[:1], *torch.split(weight, PART))
     return all(torch.equal(part.to(dtype).float().view(torch.int32), part.view(torch.int32)) for part in parts)
 
 
 @cache
 def build(head: int) -> Kernels:
-    """Return the kernels for heads of size `head`, built unless they are in the cache. Raises Unbuilt."""
-    head = head if head % 8 == 0 and 0 < head <= WIDEST_HEAD else 8  # linear layers do not care
+    """Return the kernels for heads of size `head`, built unless they are cached. Raises Unbuilt."""
+    head = head if head % 8 == 0 and 0 < head <= WIDEST_HEAD else 8  # linear layers do not depend on it
     return Kernels(library_of(SOURCE.read_text(encoding="utf-8"), head), head)
 
 
 def library_of(source: str, head: int) -> ctypes.CDLL:
-    """Return C++ that includes this folder's headers as a loaded library, built unless it is in the cache.
+    """Return C++ that includes this folder's headers as a loaded library, built unless it is cached.
 
-    head: the size of a head that attention is built for. Raises Unbuilt.
+    head: the head size for which attention is built. Raises Unbuilt.
     """
     compiler, version = find_compiler()
     options = [*FLAGS, *ARITHMETIC, f"-DRAGSPEC_HEAD={head}"]
     included = "".join(path.read_text(encoding="utf-8") for path in INCLUDED)
     name = f"{digest_of(source, included, options, version, platform.machine(), cpu_features())}.so"
-    with suppress(OSError, RuntimeError):  # it is not there, or damaged
+    with suppress(OSError, RuntimeError):  # not there, or damaged
         return ctypes.CDLL(str(cache_dir() / "native" / name))
     with tempfile.TemporaryDirectory() as draft:
         built = _compile(compiler, [*options, f"-I{SOURCE.parent}"], source, Path(draft))
-        with suppress(OSError, RuntimeError):  # no folder to write to, or nothing there may be loaded as code
+        with suppress(OSError, RuntimeError):  # not writable, or mounted noexec
             return ctypes.CDLL(str(_kept(built, name)))
         try:
             return ctypes.CDLL(str(built))
@@ -173,7 +173,7 @@ def library_of(source: str, head: int) -> ctypes.CDLL:
 
 
 def _kept(built: Path, name: str) -> Path:
-    """Return a library's place in the user's cache, where it is put whole or not at all."""
+    """Move a library to the user's cache atomically; return its path."""
     folder = cache_dir() / "native"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=folder) as draft:
@@ -182,10 +182,7 @@ def _kept(built: Path, name: str) -> Path:
 
 
 def find_compiler() -> tuple[str, str]:
-    """Return the C++ compiler, GNU's by choice (its OpenMP is the one torch comes with), and its version.
-
-    Raises Unbuilt.
-    """
+    """Return the C++ compiler and its version; GNU's first, since torch comes with its OpenMP. Raises Unbuilt."""
     for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
         path = shutil.which(name) if name else None
         if path:

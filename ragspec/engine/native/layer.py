@@ -1,10 +1,10 @@
-"""Captured layers, run by our own kernels in one call each: what source.py wrote, built and bound to a layer's tensors.
+"""Captured layers as single calls of our own kernels: the C++ of source.py, built, and bound to a layer's tensors.
 
     >>> bind = Builder(model)(graph)
-    >>> run = bind(parts, own, number=0)  # number: which layer of the cache it writes
-    >>> run([hidden, cos, sin], None)  # what the layer returns; None where this forward is not for kernels
+    >>> run = bind(parts, own, number=0)  # number: the cache layer that it writes
+    >>> run([hidden, cos, sin], None)  # the layer's results; None if this forward is not for kernels
 
-Limit: attention under the plain causal mask; of other forwards run() lets the layer itself compute.
+Limit: attention under the plain causal mask; for other forwards the layer itself runs.
 """
 
 from __future__ import annotations
@@ -69,19 +69,19 @@ class LinearLayer(Structure):
 
 
 class Builder:
-    """Builds layers of one model. most: tokens of the largest forward that they compute; None: of any."""
+    """Builds layers of one model. most: most tokens of a forward that they compute; None: any number."""
 
     def __init__(self, model: Model) -> None:
         self.most: int | None = None
         self._model = model
         self._call = Call()
-        self._copied = 0  # bytes of weights
-        self._layout: Layout | None = None  # of the forward that `_call` is filled for
-        self._work: KvSplits | None = None  # with what it attends to
+        self._copied = 0  # bytes of weights copied into the kernels' layout
+        self._layout: Layout | None = None  # the forward for which `_call` is filled in
+        self._work: KvSplits | None = None  # its splits
         self._scratch = self._merging = _room(0)
 
     def __call__(self, graph: Graph) -> Bind:
-        """Return what binds the layers of a graph's kind. Raises NotCaptured, and Unbuilt."""
+        """Return a Bind for layers of the graph's kind. Raises NotCaptured and Unbuilt."""
         kernels = self._model.kernels
         if kernels is None:
             raise NotCaptured("has no kernels here")
@@ -107,7 +107,7 @@ class Builder:
         attention, (scores,) = program.attention, parts.attends
         scale = attention.size**-0.5 if scores.scaling is None else scores.scaling
         linears = (LinearLayer * len(parts.linears))()
-        kept = list(own)  # what the pointers point at
+        kept = list(own)  # keeps the pointers' targets alive
         read = []
         for entry, layer in zip(linears, parts.linears, strict=True):
             assert isinstance(layer, PackedLinear)  # it is in the graph as one operator
@@ -159,7 +159,7 @@ class Builder:
         return run
 
     def _packed(self, layer: PackedLinear) -> torch.Tensor:
-        """Return a weight as our kernels read it; where it has not that form, as one more copy if there is room."""
+        """Return a weight in our kernels' layout; as one more copy if it has another, and memory allows."""
         if layer.native is not None:
             return layer.native
         self._copied += layer.in_features * layer.out_features * 4
@@ -169,13 +169,13 @@ class Builder:
         return self._model.kernels.pack(layer.weight)
 
     def _takes(self, layout: Layout, rule: MaskRule | None) -> bool:
-        """Return whether a layer of this forward is for kernels."""
+        """Return whether the kernels can run a layer in this forward."""
         if layout.kernels is None or (self.most is not None and layout.tokens > self.most):
             return False
         return layout.causal(rule)
 
     def _begin(self, layout: Layout, scratch: int, merging: int) -> None:
-        """Fill in what is the same for all layers of a forward. scratch, merging: numbers per token, and per part."""
+        """Fill in what all layers of a forward share. scratch, merging: numbers per token, and per partial result."""
         call, work = self._call, layout.pieces
         tokens = layout.tokens + layout.padding
         if self._scratch.numel() < scratch * tokens:
@@ -194,5 +194,5 @@ class Builder:
 
 
 def _room(count: int) -> torch.Tensor:
-    """Return room for numbers, whatever torch's defaults are."""
+    """Return an uninitialised float32 array on the CPU, independent of torch's defaults."""
     return torch.empty(count, dtype=torch.float32, device="cpu")

@@ -1,11 +1,11 @@
 """A captured layer (layer_graph.py) as a program for our own kernels.
 
-Linear layers and attention need all tokens at once. Whatever is between two of them is done for one token after the
-other, number by number, so that a layer is a few stages and one call:
+Linear layers and attention need all tokens at once. Everything between two of them runs token by token, number by
+number, so a layer is a few stages and one call:
 
     stage 0: norm | q, k, v | stage 1: rotary embedding | attention | ... | stage 5: residual
 
-graph_reader.py makes it of a graph, source.py makes C++ of it. Limit: float32, and one token axis.
+graph_reader.py builds it from a graph, source.py turns it into C++. Limit: float32 and one token axis.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ OWN, GIVEN, LOCAL, STORED, RESULT = "own", "given", "local", "stored", "result"
 
 @dataclass(eq=False, slots=True)
 class Array:
-    """Numbers of one token, or, where `shared`, the same for all. kind: whose they are; number: which of those.
+    """Numbers of one token or, if `shared`, of all tokens. kind: where they are; number: which one of that kind.
 
-    level: the stage in which they become known. A local one becomes stored if a later stage needs it. last: the stage
-    that reads them last; used: whether any does.
+    level: the stage in which they become known. A local array becomes stored if a later stage needs it. last: the last
+    stage that reads it. used: whether any stage does.
     """
 
     kind: str
@@ -34,20 +34,20 @@ class Array:
     used: bool = False
 
     def needed(self, level: int, stored: bool = False) -> None:
-        """Take note that stage `level` reads them. stored: as something that all tokens have in one place."""
+        """Record that stage `level` reads the array. stored: as one array of all tokens."""
         self.last, self.used = max(self.last, level), True
         if self.kind == LOCAL and not self.shared and (stored or level > self.level):
             self.kind = STORED
 
     def whole(self, dims: Sequence[int], token: int | None, offset: int = 0) -> View:
-        """Return a view of numbers one behind the other, from the one at `offset` on."""
+        """Return a contiguous view from `offset` on."""
         strides = [prod(dims[axis + 1 :]) for axis in range(len(dims))]
         return View(self, offset, tuple(dims), tuple(strides), token)
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Some of an array's numbers, as a tensor whose token axis, `token`, has size 1. token: None where it has none."""
+    """A strided view of an array. token: its token axis, which has size 1 here; None if it has none."""
 
     array: Array
     offset: int
@@ -57,17 +57,17 @@ class View:
 
     @property
     def contiguous(self) -> bool:
-        """Whether they are one behind the other, in order."""
+        """Whether the numbers are contiguous and in order."""
         axes = [(size, stride) for size, stride in zip(self.dims, self.strides, strict=True) if size > 1]
         return all(stride == prod(size for size, _ in axes[i + 1 :]) for i, (_, stride) in enumerate(axes))
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """Number of elements."""
         return prod(self.dims)
 
     def sliced(self, axis: int, first: int, last: int, step: int = 1) -> View:
-        """Return those from `first` up to `last` along an axis."""
+        """Return the view from `first` up to `last` along an axis."""
         dims, strides = list(self.dims), list(self.strides)
         dims[axis] = max(0, -(-(last - first) // step))
         offset = self.offset + first * strides[axis]
@@ -75,13 +75,13 @@ class View:
         return View(self.array, offset, tuple(dims), tuple(strides), self.token)
 
     def unsqueezed(self, axis: int) -> View:
-        """Return the same with one more axis."""
+        """Return the view with one more axis."""
         token = self.token if self.token is None or self.token < axis else self.token + 1
         dims = (*self.dims[:axis], 1, *self.dims[axis:])
         return View(self.array, self.offset, dims, (*self.strides[:axis], 0, *self.strides[axis:]), token)
 
     def without(self, axis: int) -> View:
-        """Return the same without an axis of size 1."""
+        """Return the view without an axis of size 1."""
         token = self.token if self.token is None or self.token < axis else self.token - 1
         dims, strides = (each[:axis] + each[axis + 1 :] for each in (self.dims, self.strides))
         return View(self.array, self.offset, dims, strides, token)
@@ -92,7 +92,7 @@ Operand = View | float
 
 @dataclass(frozen=True, slots=True)
 class Map:
-    """Each number of `to` becomes what `expression` says of a, b, ...: numbers of the operands, broadcast."""
+    """Set each number of `to` to `expression` of a, b, ...: numbers of the operands, broadcast."""
 
     to: View
     expression: str
@@ -101,7 +101,7 @@ class Map:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Each number of `to` becomes the sum of a row of `of`, times `scale`."""
+    """Set each number of `to` to the sum of a row of `of`, times `scale`."""
 
     to: View
     of: View
@@ -110,7 +110,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm:
-    """Rows of `of`, normed. weight, bias: of as many numbers, or None."""
+    """Layer norm of the rows of `of`. weight, bias: as long as a row, or None."""
 
     to: View
     of: View
@@ -133,7 +133,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """query: (heads, size) of each token; key, value: (kv_heads, size)."""
+    """Attention. query: (heads, size) per token; key, value: (kv_heads, size)."""
 
     query: View
     key: View
@@ -146,7 +146,7 @@ class Attention:
 
 @dataclass(slots=True)
 class Stage:
-    """What is done token by token, and then for all tokens at once."""
+    """Statements that run token by token, then linear layers or attention over all tokens."""
 
     statements: list[Statement] = field(default_factory=list)
     linears: list[Linear] = field(default_factory=list)
@@ -155,7 +155,7 @@ class Stage:
 
 @dataclass(slots=True)
 class Program:
-    """What a layer does. once: what depends on no token. results: what it returns, a view of all tokens each."""
+    """A layer. once: statements that depend on no token. results: what it returns, each a view of all tokens."""
 
     stages: list[Stage]
     once: list[Statement]
@@ -166,7 +166,7 @@ class Program:
     def shape(self, sizes: Sequence[int]) -> list[Sequence[tuple[int, int, int]] | Attention]:
         """Return what each stage ends with: linear layers, each (inputs, outputs, bytes), or attention.
 
-        sizes: the bytes of each linear layer's weight.
+        sizes: bytes of each linear layer's weight.
         """
         return [
             stage.attention or [(each.of.size, each.to.size, sizes[each.number]) for each in stage.linears]
@@ -175,5 +175,5 @@ class Program:
 
     @property
     def attention(self) -> Attention:
-        """The layer's attention: it has one."""
+        """The layer's only attention."""
         return next(stage.attention for stage in self.stages if stage.attention is not None)

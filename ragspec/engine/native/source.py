@@ -1,4 +1,4 @@
-"""A program (program.py) as C++: one function for a layer, whose threads wait for each other only between stages.
+"""Turn a program (program.py) into C++: one function per layer, whose threads synchronise only between stages.
 
     void layer(const Call&, const Layer* linears, const float* const* own)
 
@@ -29,7 +29,7 @@ from ragspec.engine.native.program import (
     View,
 )
 
-STACK = 1 << 17  # numbers that a thread keeps on its stack at most, of a stage and of what is computed once
+STACK = 1 << 17  # most numbers on a thread's stack, for a stage and for what is computed once
 HEAD = """#include "rowwise.h"
 #include "layer.h"
 
@@ -51,7 +51,7 @@ NAMES = {OWN: "own", GIVEN: "given", LOCAL: "local", STORED: "stored", RESULT: "
 
 
 def source_of(program: Program) -> tuple[str, int]:
-    """Return the program's C++, and how many numbers of scratch it takes for each token. Raises NotCaptured."""
+    """Return the program's C++, and the scratch numbers that it needs per token. Raises NotCaptured."""
     places, scratch = _places(program)
     lines = ["call.took(-1);", *_pointers(program, places)]
     lines += chain.from_iterable(_statement(each) for each in program.once)
@@ -61,7 +61,7 @@ def source_of(program: Program) -> tuple[str, int]:
 
 
 def _places(program: Program) -> tuple[dict[Array, int], int]:
-    """Return where in the scratch each stored array begins, per token, and how much there is; room is used again."""
+    """Return each stored array's offset in the scratch, per token, and the scratch size; space is reused."""
     places: dict[Array, int] = {}
     for array in sorted(program.stored, key=lambda each: each.level):
         taken = sorted(
@@ -79,7 +79,7 @@ def _places(program: Program) -> tuple[dict[Array, int], int]:
 
 
 def _written(array: Array) -> int:
-    """Return the stage that writes an array: what linear layers and attention write is written by the stage before."""
+    """Return the stage that writes an array: outputs of linear layers and attention are written one stage earlier."""
     return max(0, array.level - 1)
 
 
@@ -126,12 +126,12 @@ def _attention(attention: Attention) -> Iterator[str]:
 
 
 def _array(array: Array) -> str:
-    """Return the numbers of all tokens."""
+    """Return the name of an array of all tokens."""
     return f"{NAMES[array.kind]}{array.number}"
 
 
 def _at(view: View, index: str) -> str:
-    """Return where a token's numbers of a view begin. index: added to that."""
+    """Return the address of a token's numbers in a view. index: added to it."""
     array = view.array
     offset = f" + {view.offset}" if view.offset else ""
     if array.kind == OWN:
@@ -167,7 +167,7 @@ def _layer_norm(statement: LayerNorm) -> str:
 
 
 def _rows(of: View, to: View, what: str) -> Iterator[str]:
-    """Yield `what` for each row of `of`; the results lie one behind the other."""
+    """Yield `what` for each row of `of`; the results are contiguous."""
     each = to.size // max(1, prod(of.dims[:-1]))
     found = [(size, stride) for size, stride in zip(of.dims[:-1], of.strides[:-1], strict=True) if size > 1]
     axes: Axes = []
@@ -199,11 +199,11 @@ def _map(statement: Map) -> Iterator[str]:
     yield f"{_loops(axes)}map({inner[0]}, {target}, {function}, {', '.join(operands)});"
 
 
-Axes = list[tuple[int, tuple[int, ...]]]  # sizes, and each view's strides
+Axes = list[tuple[int, tuple[int, ...]]]  # size, and each view's stride
 
 
 def _broadcast(view: View, count: int, dims: Sequence[int]) -> list[int]:
-    """Return a view's strides along `count` axes of sizes `dims`: 0 where it has one number for all."""
+    """Return a view's strides along `count` axes of sizes `dims`: 0 where it is broadcast."""
     missing = count - len(view.dims)
     strides = [0] * missing + list(view.strides)
     sizes = [1] * missing + list(view.dims)
@@ -211,7 +211,7 @@ def _broadcast(view: View, count: int, dims: Sequence[int]) -> list[int]:
 
 
 def _merged(dims: Sequence[int], strides: Sequence[Sequence[int]]) -> Axes:
-    """Return the axes that have more than one number, neighbours as one where all views allow it."""
+    """Return the axes with more than one number, neighbours merged where all views allow it."""
     axes: Axes = []
     for axis, size in enumerate(dims):
         if size == 1:
@@ -233,5 +233,5 @@ def _index(axes: Axes, which: int) -> str:
 
 
 def _literal(value: float) -> str:
-    """Return a number as C++ writes it, in float32."""
+    """Return a number as a float32 literal of C++."""
     return f"{float(value)!r}f"

@@ -1,4 +1,4 @@
-"""Who drafts for the engine's rows: nobody, a drafter per row, a model for all rows (draft_model.py), or the best."""
+"""Proposers: the protocol, a drafter per row, and a choice between several. draft_model.py drafts with a model."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from ragspec.speculation.forced_tokens import ForcedTokens
 from ragspec.speculation.method_selector import MethodSelector
 from ragspec.speculation.step_cost import Cost
 
-LONGEST = 24  # tokens of a draft at most, where it is as long as pays
+LONGEST = 24  # most tokens of a draft whose length is chosen by what pays
 
 
 class Proposer(Protocol):
-    """Drafts for all rows at once, and is told what became of it. worked: whether a model ran for the last drafts."""
+    """Drafts for all rows at once, and follows what they generate. worked: whether a model ran for the last drafts."""
 
     @property
     def worked(self) -> bool: ...
 
     def admit(self, row: RequestState, donor: int, tokens: int) -> None:
-        """`row` begins at its place with the first `tokens` tokens of place `donor`, which may be its own."""
+        """Start a row in its slot with the first `tokens` tokens of slot `donor`, which may be its own."""
 
     def propose(self, rows: Sequence[RequestState], prefill_tokens: int) -> list[Draft]:
-        """Return a draft per row, no longer than pays. besides: tokens of the coming step that are not these rows'."""
+        """Return a draft per row, no longer than pays. prefill_tokens: tokens of the step that belong to other rows."""
 
     def watch(self, rows: Sequence[RequestState]) -> None:
-        """Another proposer drafts for `rows` in this step; guess too, if it is cheap, and learn from what comes."""
+        """Observe a step for which another proposer drafts: guess too if that is cheap, to learn from the result."""
 
     def extend(self, row: RequestState, token_ids: Sequence[int]) -> None:
-        """The target wrote `token_ids`; row.tokens ends with them already."""
+        """Record that the target generated `token_ids`; row.tokens ends with them already."""
 
     def finish(self, row: RequestState) -> None:
-        """`row` is answered."""
+        """Drop a finished row."""
 
     def resize(self, rows: int) -> None:
-        """All rows are gone; there are `rows` places now."""
+        """Drop all rows; there are `rows` slots now."""
 
     def widen(self, rows: int) -> None:
-        """There are `rows` places now; the rows under way stay."""
+        """Change to `rows` slots; rows under way stay."""
 
     def forget(self) -> None:
-        """propose() failed: what it was computing may not be there."""
+        """Recover after propose() failed: what it was computing may be incomplete."""
 
 
 def cut(drafts: Sequence[Draft], rows: Sequence[RequestState], cost: Cost | None, prefill_tokens: int) -> list[Draft]:
-    """Return the drafts of `rows` as long as pays. cost: None where they stay as they are.
+    """Return the drafts of `rows` cut to the length that pays; unchanged if `cost` is None.
 
-    One that was sampled is not cut: a length by the tokens that were drawn would make what is likely likelier still.
+    A sampled draft is not cut: a length that depends on the sampled tokens would bias the output distribution.
     """
     if cost is None:
         return list(drafts)
@@ -85,18 +85,18 @@ class NoProposer:
 
 
 class RowProposer(NoProposer):
-    """A drafter that needs no model, joined by what a row's grammar forces. num_tokens None: as long as pays."""
+    """A drafter without a model, extended by tokens that a row's grammar forces. num_tokens: None: as long as pays."""
 
     def __init__(self, drafter: Drafter, num_tokens: int | None, cost: Cost | None) -> None:
         self.forced = ForcedTokens()
         self._drafter = drafter
         self._num_tokens = num_tokens
         self._cost = cost
-        self._open: dict[int, RowDrafter] = {}  # by place
+        self._open: dict[int, RowDrafter] = {}  # by slot
 
     def admit(self, row: RequestState, donor: int, tokens: int) -> None:
         drafter = self._open[row.place] = self._drafter.open(row.request.token_ids, row.request.passages)
-        if row.written:  # it was sent back to the queue
+        if row.written:  # it was preempted
             drafter.extend(row.tokens[row.prompt_tokens :])
 
     def propose(self, rows: Sequence[RequestState], prefill_tokens: int) -> list[Draft]:
@@ -108,14 +108,14 @@ class RowProposer(NoProposer):
         self.guess(rows)
 
     def follow(self, rows: Sequence[RequestState], prefill_tokens: int) -> Cost | None:
-        """Have chains end where nothing can pay any more. Return the cost that says so; None where all stay."""
+        """Stop chains where no further token could pay. Return the cost model for that, None for fixed lengths."""
         cost = None if self._num_tokens else self._cost
         if cost is not None:
             follow_to(self._drafter, least_acceptance(len(rows), cost, reach_of(rows), prefill_tokens))
         return cost
 
     def guess(self, rows: Sequence[RequestState]) -> list[Draft]:
-        """Return drafts as long as they can be told."""
+        """Return uncut drafts."""
         return [self._guess_one(row, min(self._num_tokens or LONGEST, row.room - 1)) for row in rows]
 
     def _guess_one(self, row: RequestState, limit: int) -> Draft:
@@ -136,15 +136,15 @@ class RowProposer(NoProposer):
 
 
 class AutoProposer(NoProposer):
-    """Several proposers, of which the trial says who drafts.
+    """Several proposers, one of which drafts in each step, as the trial decides.
 
-    All of them follow every row, so that each can take over from another, and learn from every step.
+    All of them follow every row, so that each can take over at any time and learn from every step.
     """
 
     def __init__(self, proposers: Mapping[str, Proposer], trial: MethodSelector) -> None:
         self._proposers = proposers
         self._trial = trial
-        self._asked: Proposer = NoProposer()  # who drafted last
+        self._asked: Proposer = NoProposer()  # the one that drafted last
 
     @property
     def worked(self) -> bool:  # type: ignore[override]

@@ -1,4 +1,10 @@
-"""What a draft model reads of a row: its tokens, which need not be the target's (models/translation.py)."""
+"""A draft model that drafts for all rows at once, with its own KV cache; alone or together with copied passages.
+
+    speculation: {method: draft_model, draft_model: ...}
+
+It catches up on what the target generated, then generates one token after another for every row: as many as pay, by its
+confidence and by the costs of both models' steps. Its tokens may differ from the target's (models/translation.py).
+"""
 
 from __future__ import annotations
 
@@ -23,26 +29,26 @@ from ragspec.speculation.step_cost import Cost
 
 
 class DraftView(Protocol):
-    """One row in the draft's tokens. tokens: all of them. own_tokens: whether they are other ones than the target's."""
+    """One row in the draft model's tokens. own_tokens: whether they differ from the target's."""
 
     tokens: list[int]
     own_tokens: bool
 
     def extend(self, token_ids: Sequence[int]) -> int:
-        """Take in what the target wrote; return how many of the first tokens are as they were."""
+        """Append what the target generated; return how many leading tokens are unchanged."""
 
     def ends(self, token: int) -> bool:
-        """Return whether nothing follows `token` of the draft."""
+        """Return whether the draft token `token` ends the text."""
 
     def guesses(self, drafted: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the target's tokens for `drafted`, and on how many of these each of them rests."""
+        """Return the target's tokens for `drafted`, and for each the number of draft tokens that it depends on."""
 
 
 Open = Callable[[RequestState], DraftView]
 
 
 class SameTokensView:
-    """A draft of the target's own tokens. The target may end an answer at any of them, so none ends a draft."""
+    """A draft in the target's own tokens. The target may end an answer at any token, so none ends a draft."""
 
     own_tokens = False
 
@@ -59,35 +65,34 @@ class SameTokensView:
         return list(drafted), list(range(1, len(drafted) + 1))
 
 
-# -- a smaller model that drafts for all rows at once, with keys and values of its own --------------------------------
-#
-#     speculation: {method: draft_model, draft_model: ...}
-#
-# It catches up on what the target wrote, then writes one token after another for every row: as many as pay, by how sure
-# it is of them and by what both models' steps cost. Its tokens may be other ones than the target's (draft_model.py).
-
-
-CHUNK = 512  # tokens of a forward while it catches up
+# -- draft model -----------------------------------------------------------------------------------
+CHUNK = 512  # tokens per forward while it catches up
 
 
 @dataclass(slots=True)
 class Sketch:
-    """What the draft writes for a row in a step, in its own tokens. sure: the probability that it gave each of them."""
+    """A row's draft in the making, in the draft model's tokens. sure: the probability of each of them."""
 
     row: RequestState
     script: DraftView
     token_ids: list[int] = field(default_factory=list)
     sure: list[float] = field(default_factory=list)
-    weights: list[torch.Tensor] = field(default_factory=list)  # what each was sampled from, where it was
+    weights: list[torch.Tensor] = field(default_factory=list)  # the distribution of each, if it was sampled
     survival: float = 1.0
     guesses: list[int] = field(default_factory=list)  # the target's tokens
-    rests: list[int] = field(default_factory=list)  # on how many of token_ids each of these rests
+    rests: list[int] = field(default_factory=list)  # for each guess, how many of token_ids it depends on
 
 
 class DraftModel(NoProposer):
-    """The proposer. context_length: tokens that the draft attends to. width: the target's vocabulary.
+    """Drafts with a model.
 
-    num_tokens: of its own that it writes per step; None for as many as pay. open: the rows in its tokens.
+    Args:
+        model: The draft model.
+        width: The target's vocabulary size.
+        context_length: The draft model's, None for no limit.
+        num_tokens: Draft tokens per step; None for as many as pay.
+        cost: Cost of the target's steps.
+        open: Makes the view of a row in the draft model's tokens.
     """
 
     def __init__(
@@ -107,13 +112,13 @@ class DraftModel(NoProposer):
         self._open = open
         self._confidence = Confidence()
         self._pace = DraftLength(self._cost, self._confidence, BLIND if open is SameTokensView else BLIND_OTHER)
-        self._scripts: dict[int, DraftView] = {}  # by place, of rows that were drafted for
-        self._held: dict[int, list[int]] = {}  # by place: the tokens whose keys and values are there
-        self._sketches: dict[int, Sketch] = {}  # by place, of this step
-        self._constraint = Constraint(Clock())  # its time is drafting's
-        self.outgrown = 0  # rows that outgrew the draft and went on without it
+        self._scripts: dict[int, DraftView] = {}  # by slot, of rows that were drafted for
+        self._held: dict[int, list[int]] = {}  # by slot: the tokens in the draft model's cache
+        self._sketches: dict[int, Sketch] = {}  # by slot, of this step
+        self._constraint = Constraint(Clock())  # its time counts as drafting
+        self.outgrown = 0  # rows that outgrew the draft model's context
 
-    # -- what the engine tells ------------------------------------------------------------------------------------
+    # -- engine events -----------------------------------------------------------------------------
 
     def admit(self, row: RequestState, donor: int, tokens: int) -> None:
         self._scripts.pop(row.place, None)
@@ -142,20 +147,20 @@ class DraftModel(NoProposer):
         self._held = {place: held for place, held in self._held.items() if place < rows}
 
     def forget(self) -> None:
-        self.resize(self._model.cache.rows)  # its cache may have grown by half
+        self.resize(self._model.cache.rows)  # its cache may have grown in part
 
-    # -- drafting -------------------------------------------------------------------------------------------------
+    # -- drafting ----------------------------------------------------------------------------------
 
     def propose(self, rows: Sequence[RequestState], prefill_tokens: int) -> list[Draft]:
         return cut(self.drafts(rows, rows), rows, self._cost, prefill_tokens)
 
     def drafts(self, rows: Sequence[RequestState], asked: Sequence[RequestState]) -> list[Draft]:
-        """Return a draft for each of the rows that decode: an empty one where it is not `asked` for, or cannot pay."""
+        """Return a draft for each decoding row: empty for rows not in `asked`, and where a draft cannot pay."""
         reach = reach_of(rows)
         able = [row for row in asked if min(row.room - 1, self._left(row)) > 0]
         picked = self._pace.chosen([self._missing(row) for row in able], [row.room for row in able], reach)
         opened = [Sketch(able[i], self._script(able[i])) for i in picked]
-        # in its tokens a text may be longer, and may be nothing that it can read
+        # in the draft's tokens a text may be longer, or empty
         sketches = [sketch for sketch in opened if sketch.script.tokens and self._left(sketch.row) > 0]
         self.worked = bool(sketches)
         going, expected, depth = sketches, float(len(rows)), 0
@@ -175,12 +180,12 @@ class DraftModel(NoProposer):
 
     @property
     def promise(self) -> float:
-        """How many tokens of a long draft may be right, by what is known."""
+        """Expected number of right tokens in a long draft."""
         mean = self._confidence.mean
         return sum(mean**length for length in range(1, 1 + (self._num_tokens or LONGEST)))
 
     def _left(self, row: RequestState) -> int:
-        """Return how many more tokens of a row the draft can attend to."""
+        """Return how many more tokens of a row fit in the draft model's context."""
         if self._context_length is None:
             return 1 << 30
         script = self._scripts.get(row.place)
@@ -192,12 +197,12 @@ class DraftModel(NoProposer):
         return drafted < limit and not sketch.script.ends(sketch.token_ids[-1])
 
     def _missing(self, row: RequestState) -> int:
-        """Return how many tokens of a row the draft has yet to read, as far as is known."""
+        """Return about how many tokens of a row the draft model has not computed yet."""
         script = self._scripts.get(row.place)
         return len(row.tokens) if script is None else len(script.tokens) - len(self._held[row.place])
 
     def _script(self, row: RequestState) -> DraftView:
-        """Return a row in the draft's tokens, with what other rows' places hold of it taken over."""
+        """Return a row's view, with the longest prefix in any slot of the draft model's cache copied to its own."""
         script = self._scripts.get(row.place)
         if script is None:
             script = self._scripts[row.place] = self._open(row)
@@ -212,7 +217,7 @@ class DraftModel(NoProposer):
         return self._model.logits(segments, token_ids, wanted)
 
     def _catch_up(self, sketches: Sequence[Sketch]) -> torch.Tensor:
-        """Compute what the draft has not read; return the logits, (rows, vocab), after each row's last token."""
+        """Compute what is missing of each row; return the logits, (rows, vocab), after its last token."""
         last: dict[int, torch.Tensor] = {}
         behind = list(sketches)
         while behind:
@@ -238,7 +243,7 @@ class DraftModel(NoProposer):
         return torch.stack([last[sketch.row.place] for sketch in sketches])
 
     def _advance(self, sketches: Sequence[Sketch]) -> torch.Tensor:
-        """Compute the last token of each sketch; return the logits after them."""
+        """Compute the last token of each sketch; return the logits after it."""
         segments = [Segment(sketch.row.place, len(self._held[sketch.row.place]), 1) for sketch in sketches]
         token_ids = [sketch.token_ids[-1] for sketch in sketches]
         for sketch in sketches:
@@ -246,7 +251,7 @@ class DraftModel(NoProposer):
         return self._compute(segments, token_ids, range(len(sketches)))
 
     def _write(self, sketches: Sequence[Sketch], logits: torch.Tensor) -> None:
-        """Append one token to each sketch: the draft's best, or of the target's own tokens what it would choose."""
+        """Append one token to each sketch: the draft's best, or the row's own choice if tokens are the target's."""
         if not sketches[0].script.own_tokens:
             logits = logits[:, : self._width]
             if logits.shape[1] < self._width:
@@ -260,7 +265,7 @@ class DraftModel(NoProposer):
             sketch.survival *= self._confidence.chance(chance)
 
     def _as_the_target(self, sketch: Sketch, scores: torch.Tensor, chance: float, token: int) -> tuple[float, int]:
-        """Return the token that a row's own rules choose from the draft's logits, (1, vocab), and its probability."""
+        """Return the token that the row's own rules choose from the draft's logits, (1, vocab), and its probability."""
         row = sketch.row
         if row.grammar is not None:
             scores = self._constraint.masked(row.grammar, sketch.token_ids, scores)
@@ -277,10 +282,10 @@ class DraftModel(NoProposer):
         token = int(scores.argmax())
         return float(torch.softmax(scores[0], dim=-1)[token]), token
 
-    # -- what became of it ----------------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------
 
     def _draft(self, sketch: Sketch) -> Draft:
-        """Return a sketch in the target's tokens."""
+        """Return a sketch as a draft in the target's tokens."""
         guesses, rests = sketch.script.guesses(sketch.token_ids)
         unknown = next((i for i, guess in enumerate(guesses) if guess >= self._width), len(guesses))
         sketch.guesses, sketch.rests = guesses[: min(unknown, sketch.row.room - 1)], rests
@@ -295,7 +300,7 @@ class DraftModel(NoProposer):
         return Draft(sketch.guesses, survival, [None] * len(survival), probabilities)
 
     def _learn(self, sketch: Sketch, token_ids: Sequence[int]) -> None:
-        """Compare a sketch with what the target wrote."""
+        """Update the confidence by comparing a sketch with what the target generated."""
         known = 0
         for i, (guess, token) in enumerate(zip(sketch.guesses, token_ids, strict=False)):
             upto, right = sketch.rests[i], guess == token
@@ -307,18 +312,17 @@ class DraftModel(NoProposer):
 
 
 def _agreed(held: Sequence[int], tokens: Sequence[int], known: int) -> int:
-    """Return how many of the tokens held are those of a text whose last token is not computed; `known` of them are."""
+    """Return how many leading tokens of `held` match a text whose last token is not computed; `known` are known to."""
     return max(0, min(len(held), len(tokens) - 1, known + shared(held[known:], tokens[known:])))
 
 
-# -- passages and a draft model together: the model drafts for the rows for which the passages promise less th --------
-#
-# Whichever promises more tokens, by what was learnt of both, is taken whole. Where a row samples, the model's draft is
-# taken if it was asked for: what it drew must not decide whether it counts.
-
-
+# -- hybrid ----------------------------------------------------------------------------------------
 class HybridProposer(NoProposer):
-    """The proposer. passages: told of all rows by its owner; here it is only asked."""
+    """Copied passages and a draft model together: the model drafts for rows for which the passages promise less.
+
+    The draft with more expected tokens is used whole. For sampled rows the model's draft is used if it was made: its
+    samples must not decide whether it counts. passages: follows rows through its owner; here it only drafts.
+    """
 
     def __init__(self, passages: RowProposer, model: DraftModel, cost: Cost | None) -> None:
         self._passages = passages
@@ -340,7 +344,7 @@ class HybridProposer(NoProposer):
 
     @property
     def outgrown(self) -> int:
-        """Rows that outgrew the draft model."""
+        """Rows that outgrew the draft model's context."""
         return self._model.outgrown
 
     def admit(self, row: RequestState, donor: int, tokens: int) -> None:

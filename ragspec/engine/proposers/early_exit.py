@@ -1,11 +1,13 @@
-"""A model in two halves: its first layers, after which it can already guess, and the others.
+"""Early exit: the model's own first layers draft for all rows at once, on the target's KV cache.
 
-    >>> halves = Halves(model, layers=8)
-    >>> halves.guess([Segment(0, 7, 1)], [42], [0])  # logits after the first 8 layers and the final norm
-    >>> model.logits([Segment(0, 7, 4)], [42, *draft], range(4))  # of token 42 only the other layers are computed
+    speculation: {method: early_exit, early_exit_layer: 8}
 
-Keys and values of the first layers are written once, by whichever forward computes them. Source: self-speculative
-decoding of LayerSkip, arXiv:2404.16710. Limit: what the layers hand on is one tensor.
+    >>> split = LayerSplit(model, layers=8)
+    >>> split.guess([Segment(0, 7, 1)], [42], [0])  # logits after the first 8 layers and the final norm
+    >>> model.logits([Segment(0, 7, 4)], [42, *draft], range(4))  # computes only the other layers of token 42
+
+Keys and values of the first layers are written once, and their output for a draft is reused when it is verified.
+Source: self-speculative decoding of LayerSkip, arXiv:2404.16710. Limit: layers pass on a single tensor.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from ragspec.engine.proposers.draft_model import DraftModel, DraftView, SameToke
 from ragspec.engine.request_state import RequestState
 from ragspec.speculation.step_cost import Cost
 
-TEXT, TRIED = 24, 8  # tokens of the check, and of those the ones that are guessed from
+TEXT, TRIED = 24, 8  # tokens of the check; how many of them are drafted from
 
 
 @dataclass(slots=True)
 class PartialForward:
-    """Tokens of a row that went through the first layers, from slot `start` on. hidden: (tokens, size) after them."""
+    """Tokens of a row that passed the first layers, from slot `start` on. hidden: (tokens, size), their output."""
 
     start: int
     token_ids: list[int]
@@ -39,20 +41,20 @@ class PartialForward:
 
 
 class LayerSplit:
-    """Splits the forwards of `model` while it exists. layers: of the first half. check() tells whether that works."""
+    """Splits the forwards of `model` while it exists. layers: of the first part. check() tells whether it is exact."""
 
     def __init__(self, model: Model, layers: int) -> None:
         self._model = model
         self._layers = layers
         self._list = _list_of(model)
-        self._attends = 0  # layers of the first half that write keys and values
+        self._attends = 0  # layers of the first part that write keys and values
         self._begun: dict[int, PartialForward] = {}  # by row
-        self._tuples = False  # whether layers hand on a tuple
+        self._tuples = False  # whether layers return a tuple
         self._hidden = torch.empty(0)
         model.halves = self
 
     def guess(self, segments: Sequence[Segment], ids: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
-        """Return the logits, (wanted, vocab), that the first layers give; remember what they computed."""
+        """Return the logits, (wanted, vocab), after the first layers; keep their output."""
         with self._first():
             logits = self._model.whole(list(segments), ids, wanted)
         self._attends = self._model.cache.attended
@@ -71,7 +73,7 @@ class LayerSplit:
     def logits(
         self, segments: list[Segment], ids: Sequence[int], wanted: Sequence[int], together: Sequence[PrefixGroup]
     ) -> torch.Tensor:
-        """Return what Model.logits() does, without computing anew what went through the first layers."""
+        """Return what Model.logits() does, without recomputing tokens that passed the first layers."""
         if not self._begun:
             return self._model.whole(segments, ids, wanted, together)
         known: list[torch.Tensor] = []
@@ -100,11 +102,11 @@ class LayerSplit:
             return self._model.whole(segments, ids, wanted, together, attended=self._attends)
 
     def forget(self) -> None:
-        """Forget what was begun."""
+        """Drop the kept outputs."""
         self._begun = {}
 
     def _known(self, segment: Segment, ids: list[int]) -> torch.Tensor:
-        """Return what the first layers gave for a segment's first tokens, (tokens, size), and forget it."""
+        """Return the first layers' output for a segment's leading tokens, (tokens, size), and drop it."""
         begun = self._begun.pop(segment.row, None)
         if begun is None or begun.start != segment.start:
             return self._hidden[:0]
@@ -112,7 +114,7 @@ class LayerSplit:
 
     @contextmanager
     def _first(self) -> Iterator[None]:
-        """Let the model end after its first layers."""
+        """Make the model end after its first layers."""
 
         def keep(module: torch.nn.Module, inputs: Any, output: Any) -> None:
             self._tuples = isinstance(output, tuple)
@@ -127,14 +129,14 @@ class LayerSplit:
 
     @contextmanager
     def _others(self, hidden: torch.Tensor) -> Iterator[None]:
-        """Let it begin after them. hidden: (tokens, size), what they gave."""
+        """Make the model start after its first layers. hidden: (tokens, size), their output."""
         with self._passing(range(self._layers)) as passed:
             passed[0].given = hidden
             yield
 
     @contextmanager
     def _passing(self, layers: range) -> Iterator[list[PassThrough]]:
-        """Let these layers hand on what they are given."""
+        """Replace these layers by ones that pass on their input."""
         own = [self._list[i] for i in layers]
         passed = [PassThrough(layer, self._tuples) for layer in own]
         try:
@@ -146,7 +148,7 @@ class LayerSplit:
                 self._list[i] = layer
 
     def check(self) -> float:
-        """Return how far logits are off, as a share of the largest, where a text goes through the halves."""
+        """Return how far logits are off for a split text, as a share of the largest."""
         model, rows = self._model, self._model.cache.rows
         ids, at = token_ids(model.inner, TEXT), TEXT - TRIED
         found = []
@@ -164,7 +166,7 @@ class LayerSplit:
 
 
 class PassThrough(torch.nn.Module):
-    """Stands where a layer is, and hands on what it is given, or `given` instead. (tokens, size)"""
+    """Stands in for a layer, and passes on its input, or `given` instead. (tokens, size)"""
 
     def __init__(self, layer: torch.nn.Module, tuples: bool) -> None:
         super().__init__()
@@ -187,21 +189,15 @@ class PassThrough(torch.nn.Module):
 
 
 def _list_of(model: Model) -> torch.nn.ModuleList:
-    """Return the model's list of layers; an empty one where it has none."""
+    """Return the model's list of layers; an empty one if it has none."""
     layers = model.layers
     lists = (each for each in model.inner.modules() if isinstance(each, torch.nn.ModuleList))
     return next((each for each in lists if layers and list(each) == layers), torch.nn.ModuleList())
 
 
-# -- the model's own first layers draft for all rows at once, on the target's keys and values -------------------------
-#
-#     speculation: {method: early_exit, early_exit_layer: 8}
-#
-# What they computed of a draft is not computed again when it is verified (early_exit.py).
-
-
+# -- proposer --------------------------------------------------------------------------------------
 class EarlyExit(DraftModel):
-    """The proposer. width: the model's vocabulary."""
+    """Drafts with the model's first layers. width: the model's vocabulary size."""
 
     def __init__(self, model: Model, halves: LayerSplit, width: int, num_tokens: int | None, cost: Cost | None) -> None:
         super().__init__(model, width, None, num_tokens, cost)
@@ -223,7 +219,7 @@ class EarlyExit(DraftModel):
         self._scripts.pop(row.place, None)
 
     def _left(self, row: RequestState) -> int:
-        """Return for how many tokens the cache has room: it grows by what the engine decides, not by drafts."""
+        """Return for how many tokens the cache has room: the engine grows it, drafts do not."""
         return self._model.cache.slots - len(row.tokens)
 
     def _missing(self, row: RequestState) -> int:

@@ -1,7 +1,7 @@
-"""A Ray cluster: joined or started for one run, asked what it has, and left as it was found.
+"""A Ray cluster, joined or started for one run and left as it was found; and embedding on its workers.
 
 with Cluster(ScaleConfig(workers=2)) as cluster:
-    hand = cluster.start("worker 1", config)
+    actor = cluster.start(Worker, cpus, gpus, config)
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ragspec.errors import ConfigError, ModelError, flat
 from ragspec.host.machine import machine
 from ragspec.retrieval.embedding import Embedder
 from ragspec.run.ray.messages import WorkerLocation
-from ragspec.run.ray.worker import look
+from ragspec.run.ray.worker import probe
 
 CONNECTING_S = 10.0
-LOOKING_S = 120.0  # for machines to say what they have
-OBJECT_STORE = 200 << 20  # bytes, of a cluster of our own: only small messages pass through it
+PROBING_S = 120.0  # for machines to report what they have
+OBJECT_STORE = 200 << 20  # bytes, in a cluster that ragspec starts: only small messages pass through it
 LOCAL, AUTO = "local", "auto"
-SHOWN = 300  # characters of what Ray says
+REASON_CHARS = 300  # of Ray's error messages
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine of the cluster. cpus, gpus: in all, whoever uses them now. key: Ray's name of it."""
+    """A machine of the cluster. cpus, gpus: its total, used or not. key: Ray's node id."""
 
     key: str
     host: str
@@ -41,16 +41,16 @@ class Node:
 
 
 class Cluster:
-    """Ray, as one run sees it. Raises ConfigError where there is none, or none that fits."""
+    """One run's connection to Ray. Raises ConfigError if there is no cluster or none that fits."""
 
     def __init__(self, scale: ScaleConfig) -> None:
         self._scale = scale
         self._ray: Any = None
-        self._joined = False  # somebody else began it in this process
+        self._joined = False  # Ray was already initialised in this process
 
     def __enter__(self) -> Self:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # else workers are started anew through uv
+        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # else Ray starts workers through uv
         try:
             import ray
         except ImportError:
@@ -66,7 +66,7 @@ class Cluster:
                 ray.shutdown()
                 raise ConfigError(f"scale.address: {self._scale.address}: {_reason(error)}") from None
             finally:
-                # Ray takes the signal of whoever calls it
+                # ray.init() replaces the SIGTERM handler
                 if threading.current_thread() is threading.main_thread() and callable(terminated):
                     signal.signal(signal.SIGTERM, terminated)
         return self
@@ -85,14 +85,14 @@ class Cluster:
         wanted = scale.workers * (scale.cpus_per_worker or 1)
         return {
             "address": LOCAL,
-            # more workers than cores are a user's own choice, where a worker need not have several
+            # without cpus_per_worker, more workers than cores is allowed: cores are then shared
             "num_cpus": cores if scale.cpus_per_worker else max(cores, wanted),
             "object_store_memory": OBJECT_STORE,
             **quiet,
         }
 
     def nodes(self) -> list[Node]:
-        """Return the machines that are there."""
+        """Return the machines that are alive."""
         return [
             Node(
                 each["NodeID"],
@@ -105,9 +105,9 @@ class Cluster:
         ]
 
     def share(self, gpus_of_engine: int) -> tuple[float, float]:
-        """Return the CPUs and GPUs of a worker: what the config says, else what the machines have.
+        """Return the CPUs and GPUs of one worker: from the config, else derived from the machines.
 
-        gpus_of_engine: how many the engine takes, where there are any. Raises ConfigError if no machine has room.
+        gpus_of_engine: GPUs that one engine takes, if there are any. Raises ConfigError if no machine has room.
         """
         nodes = self.nodes()
         most = max((node.gpus for node in nodes), default=0.0)
@@ -132,83 +132,83 @@ class Cluster:
         return float(cpus), gpus
 
     def room(self, cpus: float, gpus: float) -> int:
-        """Return how many workers of that size the machines take."""
+        """Return how many workers of that size fit on the machines."""
         return sum(
             int(min(node.cpus // cpus if cpus else 1e9, node.gpus // gpus if gpus else 1e9)) for node in self.nodes()
         )
 
     def start(self, kind: type, cpus: float, gpus: float, *args: Any) -> Any:
-        """Return the handle of a new actor of that class; it runs once a machine has room."""
+        """Return the handle of a new actor of class `kind`; it starts once a machine has room."""
         actor = self._ray.remote(kind)
         options = {
             "num_cpus": cpus,
             "num_gpus": gpus,
             "max_restarts": 0,
             "max_task_retries": 0,
-            "max_concurrency": 8,  # run, exchange and report, and those of them that are called again
+            "max_concurrency": 8,  # run, exchange and report, and their repeated calls
             "scheduling_strategy": "SPREAD",
         }
         return actor.options(**options).remote(*args)
 
-    def look_around(self, config: dict[str, Any], cpus: float, gpus: float) -> list[tuple[Node, WorkerLocation]]:
-        """Return what each machine with room for a worker of that size says; nothing is loaded there."""
+    def probe_nodes(self, config: dict[str, Any], cpus: float, gpus: float) -> list[tuple[Node, WorkerLocation]]:
+        """Return what each machine with room for such a worker reports; no weights are loaded."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         able = [node for node in self.nodes() if node.cpus >= cpus and node.gpus >= gpus]
-        task = self._ray.remote(look)
+        task = self._ray.remote(probe)
         said = [
             task.options(
                 num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.key, soft=False)
             ).remote(config, os.getcwd())
             for node in able
         ]
-        return list(zip(able, self._ray.get(said, timeout=LOOKING_S), strict=True))
+        return list(zip(able, self._ray.get(said, timeout=PROBING_S), strict=True))
 
     def ready(self, refs: list[Any], timeout_s: float) -> list[Any]:
-        """Return those of `refs` that have an outcome; wait for the first."""
+        """Return the refs that have a result; wait for the first one up to `timeout_s` seconds."""
         found, rest = self._ray.wait(refs, num_returns=1, timeout=timeout_s)
         if rest and found:
             found += self._ray.wait(rest, num_returns=len(rest), timeout=0)[0]
         return list(found)
 
     def get(self, ref: Any) -> Any:
-        """Return an outcome. Raises `lost()` where the actor is gone, and what its method raised."""
+        """Return a ref's result. Raises `death_errors()` if the actor is dead, and what its method raised."""
         return self._ray.get(ref)
 
     def kill(self, actor: Any) -> None:
         """End an actor at once."""
         self._ray.kill(actor, no_restart=True)
 
-    def gone(self, node: str) -> bool:
+    def node_is_gone(self, node: str) -> bool:
         """Return whether a machine has left the cluster."""
         return any(each["NodeID"] == node and not each["Alive"] for each in self._ray.nodes())
 
-    def unheard(self) -> type[Exception]:
-        """Return what is raised where a message or its answer got lost; the actor may be well."""
+    def unavailable_error(self) -> type[Exception]:
+        """Return the error of a lost call or result; the actor may still be alive."""
         error: type[Exception] = self._ray.exceptions.ActorUnavailableError
         return error
 
-    def unfit(self, error: Exception) -> bool:
-        """Return whether an actor could not even begin, as where ragspec is not installed."""
+    def failed_to_start(self, error: Exception) -> bool:
+        """Return whether an actor's constructor failed, for instance because ragspec is not installed there."""
         return bool(getattr(error, "actor_init_failed", False))
 
     def reason(self, error: Exception) -> str:
-        """Return why an actor is gone, of all that Ray says about it."""
-        if self.unfit(error):
+        """Return the part of Ray's message that says why an actor died."""
+        if self.failed_to_start(error):
             return str(error).strip().splitlines()[-1]  # of a traceback
         said = flat(error)
         for begin in ("Worker exit detail:", "The actor is dead because", "The actor died because of"):
             said = said.rpartition(begin)[2] or said
-        return said.strip()[:SHOWN]
+        return said.strip()[:REASON_CHARS]
 
-    def lost(self) -> tuple[type[Exception], ...]:
-        """Return what is raised where an actor is gone."""
+    def death_errors(self) -> tuple[type[Exception], ...]:
+        """Return the errors of a call whose actor is dead."""
         errors = self._ray.exceptions
         return (errors.RayActorError, errors.WorkerCrashedError, errors.NodeDiedError, errors.ObjectLostError)
 
 
 def _check_answers(address: str) -> None:
-    """Raise ConfigError if nobody listens at an address; Ray itself would wait for minutes."""
+    """Raise ConfigError if nothing listens at an address; Ray itself would wait for minutes."""
     named = os.environ.get("RAY_ADDRESS", AUTO) if address == AUTO else address
     if named in (LOCAL, AUTO):
         return
@@ -224,22 +224,22 @@ def _check_answers(address: str) -> None:
 
 
 def amount(cpus: float, gpus: float) -> str:
-    """Return how a message says how large a machine or a worker is."""
+    """Return the size of a machine or worker, for messages."""
     return f"{cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
 
 
 def _reason(error: Exception) -> str:
-    said = flat(error, SHOWN)
+    said = flat(error, REASON_CHARS)
     if isinstance(error, ConnectionError | TimeoutError) or "Could not" in said or "failed to connect" in said.lower():
         return f"no Ray cluster answers there ({said})"
     return said
 
 
-# -- passages embedded on several workers: `embedders(scale)` makes what `retrieval.build` asks for vectors -----------
+# -- embedding -------------------------------------------------------------------------------------
 
 
-SLICE = 128  # passages that travel together
-TRIES = 3  # workers that may die of one slice
+SLICE = 128  # passages per call
+SLICE_TRIES = 3  # workers that may die on one slice
 
 
 class EmbeddingWorker:
@@ -254,14 +254,14 @@ class EmbeddingWorker:
 
 
 class SharedEmbedder(Embedder):
-    """An embedder whose passages are embedded by workers; what it says of itself, and questions, are its own."""
+    """An Embedder whose passages are embedded by workers; queries are embedded in this process."""
 
     def __init__(self, name: str, cluster: Cluster, workers: int, share: tuple[float, float]) -> None:
         super().__init__(name)
         self._name = name
         self._cluster = cluster
         self._share = share
-        self._actors = [self._begin() for _ in range(workers)]
+        self._actors = [self._start_worker() for _ in range(workers)]
 
     def documents(self, texts: Sequence[str]) -> Any:
         """Return the vectors of passages: float32 array (len(texts), dimension). Raises ModelError."""
@@ -280,22 +280,24 @@ class SharedEmbedder(Embedder):
                 free.append(worker)
                 try:
                     found[number] = self._cluster.get(ref)
-                except self._cluster.lost() as error:
+                except self._cluster.death_errors() as error:
                     tries[number] += 1
-                    if tries[number] == TRIES:
+                    if tries[number] == SLICE_TRIES:
                         why = self._cluster.reason(error)
-                        raise ModelError(f"{TRIES} workers died while they embedded the same passages: {why}") from None
+                        raise ModelError(
+                            f"{SLICE_TRIES} workers died while they embedded the same passages: {why}"
+                        ) from None
                     waiting.append(number)
-                    self._actors[worker] = self._begin()
+                    self._actors[worker] = self._start_worker()
         return numpy.concatenate([found[number] for number in range(len(slices))])
 
-    def _begin(self) -> Any:
+    def _start_worker(self) -> Any:
         return self._cluster.start(EmbeddingWorker, *self._share, self._name)
 
 
 @contextmanager
 def embedders(scale: ScaleConfig) -> Iterator[Any]:
-    """Yield what makes an Embedder of a model's name, whose passages are embedded by workers."""
+    """Yield a function from a model's name to an Embedder that uses the cluster's workers."""
     with Cluster(scale) as cluster:
         share = cluster.share(1)
         yield lambda name: SharedEmbedder(name, cluster, scale.workers, share)

@@ -1,7 +1,9 @@
-"""What records share with others, so that one worker gets them all: its cache has their prefix, its drafts their words.
+"""The driver of a run on many workers: it reads rows, leases records to workers, and writes the lines they return.
 
 >>> group_of(Record("q1", query="Who wrote it?", contexts=(Passage("1", "Ann wrote it."),)))
 b'...'
+
+Records that start alike form a group and go to one worker, which has their prefix cached and drafts from their text.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from ragspec.run.record_reader import RecordReader
 from ragspec.run.result_writer import Report, ResultWriter
 from ragspec.run.session import Session
 
-HEAD = 1024  # characters at the begin of a prompt without passages; what is shorter is not worth sharing
+HEAD = 1024  # leading characters that name the group of a prompt without passages; shorter prompts have none
 HEAD_TOKENS = 256
 
 
 def group_of(record: Record) -> bytes | None:
-    """Return what names the group of records that begin alike; None for a record that hardly shares anything."""
+    """Return the key of the group of records that start alike; None for a record with little to share."""
     head = _head(record)
     return blake2b(head.encode(), digest_size=16).digest() if head else None
 
@@ -57,18 +59,17 @@ def _long(text: str) -> str:
     return text[:HEAD] if len(text) > HEAD else ""
 
 
-# -- a run on many workers: this process reads rows, leases records, and writes the lines that come back --------------
-#
-# What a dead worker had is leased again; whatever it may still say is not listened to.
-
-
-AHEAD = 512  # records per worker that are read ahead, so that those which belong together meet
-AHEAD_SIZE = 64 << 20  # characters of them, and of those that workers have
-SPAN = 50_000  # lines that may wait for an earlier one
+# -- pass ------------------------------------------------------------------------------------------
+AHEAD = 512  # records read ahead per worker, so that those of one group meet
+AHEAD_SIZE = 64 << 20  # characters of records that are read ahead or leased
+SPAN = 50_000  # output lines that may wait for an earlier one
 
 
 class RayPass:
-    """One pass of a session over a source, on a cluster's workers. The session's own runner is not loaded."""
+    """One pass of a session over a source, on a cluster's workers. The session's own runner is not loaded.
+
+    Records of a dead worker are leased again, and late results from it are ignored. Arguments as in LocalPass.
+    """
 
     def __init__(
         self,
@@ -88,17 +89,17 @@ class RayPass:
         self._writer = ResultWriter(session, source, journal, shape, total, report)
         self._record_reader = RecordReader(session.config, self._writer, source)
         self._ordering = ordering_of(session, source, self._record_reader, limit, say)
-        self._asked = self._ordering.asked()
+        self._tasks = self._ordering.tasks()
         self._leases = Leases()
-        self._none = f"{session.config.input}: contains no records; nothing to answer"
+        self._no_records = f"{session.config.input}: contains no records; nothing to answer"
         self._in_order = session.config.order == "input"
-        self._last = 0  # line that was read
+        self._last = 0  # index of the last line that was read
         self._started = 0.0
         self._loaded_at: float | None = None
         self.summary = self._writer.summary
 
     def answer(self) -> None:
-        """Start workers if there is anything to answer, let them answer it, and let them go."""
+        """Start workers if there is anything to answer, answer it, and shut them down."""
         summary = self.summary
         try:
             self._read_ahead()
@@ -106,12 +107,12 @@ class RayPass:
                 self._started = time.perf_counter()
                 with self._pool as pool:
                     self._stream()
-                    pool.end()
+                    pool.shut_down()
         finally:
-            self._asked.close()
-            self._conclude()
+            self._tasks.close()
+            self._add_worker_totals()
         if not (summary.records or summary.failed or summary.skipped):
-            summary.notes.append(self._none)
+            summary.notes.append(self._no_records)
         summary.notes += self._record_reader.notes() + self._writer.notes() + self._ordering.notes()
 
     def stream(self) -> None:
@@ -119,111 +120,111 @@ class RayPass:
         self._started = time.perf_counter()
         try:
             self._stream()
-            self._pool.rest()
+            self._pool.end_pass()
         finally:
-            self._asked.close()
-            self._conclude()
+            self._tasks.close()
+            self._add_worker_totals()
 
     def about(self) -> dict[str, Any]:
-        """Return what identifies the run in its statistics: what workers said of their runner goes first."""
+        """Return what identifies the run in its statistics. What workers report of their runner takes precedence."""
         return {**self._session.about(), **self._pool.about}
 
     def _stream(self) -> None:
-        """Read, lease, and write what comes, until all is settled."""
+        """Read, lease and write until every record is settled."""
         pool = self._pool
         self.summary.workers = [handle.summary for handle in pool.handles]
         while self._leases.waiting or self._leases.out or self._read_ahead():
             self._read_ahead()
-            pool.load(self._to_come())
+            pool.load(self._expected_records())
             if self._loaded_at is None and any(handle.summary.alive for handle in pool.handles):
                 self._loaded_at = time.perf_counter()
                 self.summary.load_s = self._loaded_at - self._started
             self._send()
             for event in pool.poll_events():
                 if isinstance(event, LostWorker):
-                    self._mark_dead(event)
+                    self._handle_death(event)
                 else:
-                    self.take_output(event.handle, event.word)
+                    self.handle_output(event.handle, event.message)
 
-    def _to_come(self) -> int | None:
-        """Return how many records will come, about; None if nobody knows."""
-        known = self._writer.to_come()
+    def _expected_records(self) -> int | None:
+        """Return about how many records will come, None if unknown."""
+        known = self._writer.expected_rows()
         return None if known is None else max(known, self._leases.waiting + self._leases.out)
 
-    # -- what is read -------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def _read_ahead(self) -> bool:
-        """Read as far as there is room; wait for a record if workers have none. Return whether one came."""
+        """Read as far ahead as allowed; block only if workers have nothing left. Return whether a record came."""
         leases, read = self._leases, 0
         room = AHEAD * self._pool.scale.workers - leases.waiting
         oldest = leases.oldest
         if self._in_order and oldest is not None:
             room = min(room, oldest + SPAN - self._last)
-        while read < room and leases.size < AHEAD_SIZE and (found := self._take_some(room - read)):
-            for asked in found:
-                leases.add(asked, group_of(asked.record), size_of(asked.record))
+        while read < room and leases.size < AHEAD_SIZE and (found := self._read_tasks(room - read)):
+            for task in found:
+                leases.add(task, group_of(task.record), size_of(task.record))
             self._last = found[-1].index
             read += len(found)
         return read > 0
 
-    def _take_some(self, most: int) -> list[RecordTask]:
-        return self._asked.take(min(most, AHEAD), wait=not (self._leases.waiting or self._leases.out))
+    def _read_tasks(self, most: int) -> list[RecordTask]:
+        return self._tasks.take(min(most, AHEAD), wait=not (self._leases.waiting or self._leases.out))
 
-    # -- what goes to workers and comes back --------------------------------------------------------------------------
+    # -- workers -----------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        """Lease records to workers that have few waiting; none gets more than its share of what is left."""
-        share = -(-(self._leases.waiting + self._leases.out) // max(1, self._pool.able()))
+        """Lease records to workers with short queues; none gets more than its share of what is left."""
+        share = -(-(self._leases.waiting + self._leases.out) // max(1, self._pool.active()))
         for handle in self._pool.handles:
             if handle.state != "answering" or "exchange" in handle.refs:
                 continue
-            wanted = max(0, min(handle.wants - handle.waiting, share - self._leases.held(handle.name)))
+            wanted = max(0, min(handle.queue_target - handle.waiting, share - self._leases.held(handle.name)))
             taken = self._leases.take(handle.name, wanted)
-            handle.got_all = len(taken) == wanted
+            handle.filled = len(taken) == wanted
             if not taken and not self._leases.held(handle.name):
-                self._ask_back()
+                self._rebalance()
             handle.send(taken)
 
-    def _ask_back(self) -> None:
-        """Ask the worker with the most records that it has not begun for half of them: another one is idle."""
+    def _rebalance(self) -> None:
+        """Ask the worker with the longest queue to return half of it, since another worker is idle."""
         fullest = max(self._pool.handles, key=lambda handle: handle.waiting)
         if fullest.waiting > 1:
-            fullest.ask_back(fullest.waiting // 2)
+            fullest.request_return(fullest.waiting // 2)
 
-    def take_output(self, handle: WorkerHandle, word: WorkerMessage) -> None:
-        for answered in word.lines:
-            if self._leases.settle(handle.name, answered.index):
-                self._writer.put(answered)
-                handle.summary.count(answered.prompt_tokens, answered.costs)
-        for index, failed in word.failures:
+    def handle_output(self, handle: WorkerHandle, message: WorkerMessage) -> None:
+        for result in message.lines:
+            if self._leases.settle(handle.name, result.index):
+                self._writer.put(result)
+                handle.summary.count(result.prompt_tokens, result.costs)
+        for index, failed in message.failures:
             if self._leases.settle(handle.name, index):
                 self._writer.fail(index, failed)
                 handle.summary.failed += 1
-        if word.returned:
-            self._leases.give_back(handle.name, word.returned)
-        if self._loaded_at is not None and (word.lines or word.failures):
+        if message.returned:
+            self._leases.give_back(handle.name, message.returned)
+        if self._loaded_at is not None and (message.lines or message.failures):
             self.summary.generate_s = time.perf_counter() - self._loaded_at
 
-    def _mark_dead(self, lost: LostWorker) -> None:
-        """Lease again what a dead worker had, and replace it."""
+    def _handle_death(self, lost: LostWorker) -> None:
+        """Lease a dead worker's records again, fail the poisonous ones, and replace the worker."""
         poisonous = self._leases.mark_dead(lost.handle.name, lost.suspicion)
-        for asked in poisonous:
+        for task in poisonous:
             message = f"workers died while answering it, the last one because: {lost.why}"
-            self._writer.fail(asked.index, FailedRecord(asked.record.id, asked.key, "WorkerError", message))
-        self._pool.replace(lost.handle, lost.why, fruitful=bool(poisonous))
+            self._writer.fail(task.index, FailedRecord(task.record.id, task.key, "WorkerError", message))
+        self._pool.replace(lost.handle, lost.why, made_progress=bool(poisonous))
 
-    def _conclude(self) -> None:
-        """Add to the totals what workers know of themselves."""
+    def _add_worker_totals(self) -> None:
+        """Add the workers' own measurements to the totals."""
         summary, pool = self.summary, self._pool
         summary.method = pool.method
         summary.notes += [note for note in pool.notes if note not in summary.notes]
         summary.peak_memory_gib = max(handle.summary.peak_memory_gib for handle in pool.handles)
-        found = _together([handle.retrieval for handle in pool.handles if handle.retrieval])
+        found = _total_retrieval([handle.retrieval for handle in pool.handles if handle.retrieval])
         summary.retrieval = self._ordering.retrieval() or found
 
 
-def _together(searches: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return what all workers' searches took, None if there were none."""
+def _total_retrieval(searches: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the summed search statistics of all workers, None if there were no searches."""
     if not searches:
         return None
     return retrieval_statistics(

@@ -1,13 +1,13 @@
-"""Which worker has which records, and which it may have next: pure bookkeeping, without Ray.
+"""Leases: which worker has which records, and which it may have next. Pure bookkeeping, without Ray.
 
->>> leases = Leases(); leases.add(asked, group=b"passages"); leases.take("worker 1", 8)
+>>> leases = Leases(); leases.add(task, group=b"passages"); leases.take("worker 1", 8)
 
-Records of one group (the same passages) go to the same worker, whose cache and drafts know them. A worker that would
-have nothing to do takes from another's group, and is a home of that group from then on.
+Records of one group (the same passages) go to the same worker, whose cache and drafts know them. An idle worker takes
+from another's group and shares that group from then on.
 
-A record that was with a worker when it died is a suspect. It is leased again, one suspect at a time to a worker; if
-that one dies too, the suspect is guilty, and what else died with it is not suspected. A worker that fell silent may be
-well, so silence weighs half as much.
+A record leased to a worker that dies becomes a suspect. Suspects are leased again, one at a time per worker; if that
+worker dies too, the record is poisonous and the other records it had are not suspected. A silent worker may be alive,
+so silence counts half.
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ from collections import OrderedDict, deque
 from ragspec.run.answering import RecordTask
 
 HOMES = 100_000  # groups whose workers are remembered
-DEATH, SILENCE, POISONOUS = 2, 1, 4  # how suspicious records are, and when they are guilty
+DEATH, SILENCE, POISONOUS = 2, 1, 4  # suspicion added by a death or a silence; the total that makes a record poisonous
 
 
 class Leases:
-    """Records until they are settled. waiting: how many no worker has. out: how many one has. size: of all."""
+    """Records until they are settled. waiting: records not leased. out: records leased. size: characters of both."""
 
     def __init__(self) -> None:
         self.waiting = 0
         self.out = 0
         self.size = 0
-        self._loose: deque[RecordTask] = deque()  # of no group
-        self._groups: OrderedDict[bytes, deque[RecordTask]] = OrderedDict()  # those with records waiting
+        self._ungrouped: deque[RecordTask] = deque()
+        self._groups: OrderedDict[bytes, deque[RecordTask]] = OrderedDict()  # groups with waiting records
         self._homes: OrderedDict[bytes, set[str]] = OrderedDict()
         self._suspects: deque[RecordTask] = deque()
-        self._suspicion: dict[int, int] = {}  # by the line of a suspect, wherever it is
+        self._suspicion: dict[int, int] = {}  # of suspects, waiting or leased, by line index
         self._leased: dict[str, dict[int, RecordTask]] = {}
-        self._group_of: dict[int, bytes | None] = {}  # of all that is not settled
+        self._group_of: dict[int, bytes | None] = {}  # of all records not settled
         self._sizes: dict[int, int] = {}
-        self._lines: deque[int] = deque()  # as they were added
+        self._indexes: deque[int] = deque()  # line indexes as added; settled ones are dropped lazily
 
     @property
     def oldest(self) -> int | None:
-        """The first line that is not settled, None if all are."""
-        while self._lines and self._lines[0] not in self._group_of:
-            self._lines.popleft()
-        return self._lines[0] if self._lines else None
+        """The lowest line index that is not settled, None if all are."""
+        while self._indexes and self._indexes[0] not in self._group_of:
+            self._indexes.popleft()
+        return self._indexes[0] if self._indexes else None
 
     def held(self, worker: str) -> int:
         """Return how many records a worker has."""
         return len(self._leased.get(worker, ()))
 
-    def add(self, asked: RecordTask, group: bytes | None, size: int = 0) -> None:
-        """Take in a record, lines in ascending order. group: what it shares with others; None: nothing."""
-        self._group_of[asked.index] = group
-        self._sizes[asked.index] = size
+    def add(self, task: RecordTask, group: bytes | None, size: int = 0) -> None:
+        """Add a record; call in ascending line order. group: what it shares with others, None if nothing."""
+        self._group_of[task.index] = group
+        self._sizes[task.index] = size
         self.size += size
-        self._lines.append(asked.index)
-        self._queue(asked).append(asked)
+        self._indexes.append(task.index)
+        self._queue(task).append(task)
         self.waiting += 1
 
     def take(self, worker: str, most: int) -> list[RecordTask]:
-        """Lease up to `most` records to a worker, the oldest first as far as groups allow."""
+        """Lease up to `most` records to a worker, oldest first as far as groups allow."""
         leased = self._leased.setdefault(worker, {})
         taken: list[RecordTask] = []
         if most > 0 and self._suspects and self._suspicion.keys().isdisjoint(leased):
@@ -69,37 +69,37 @@ class Leases:
             if not homes or worker in homes:
                 (own if homes else free).append(key)
         for key in own:
-            taken += self._from(key, worker, most - len(taken))
+            taken += self._take_from(key, worker, most - len(taken))
         for key in free:
-            while len(taken) < most and self._loose and self._loose[0].index < self._groups[key][0].index:
-                taken.append(self._loose.popleft())
-            taken += self._from(key, worker, most - len(taken))
-        taken += _first(self._loose, most - len(taken))
+            while len(taken) < most and self._ungrouped and self._ungrouped[0].index < self._groups[key][0].index:
+                taken.append(self._ungrouped.popleft())
+            taken += self._take_from(key, worker, most - len(taken))
+        taken += _first(self._ungrouped, most - len(taken))
         if not taken and most > 0 and self._groups:
-            # half of the others' fullest group, so that neither is soon idle
+            # half of the fullest group, so that neither worker runs dry soon
             key = max(self._groups, key=lambda key: len(self._groups[key]))
-            taken += self._from(key, worker, min(most, (len(self._groups[key]) + 1) // 2))
+            taken += self._take_from(key, worker, min(most, (len(self._groups[key]) + 1) // 2))
         self.waiting -= len(taken)
         self.out += len(taken)
-        leased.update((asked.index, asked) for asked in taken)
+        leased.update((task.index, task) for task in taken)
         return taken
 
     def settle(self, worker: str, index: int) -> bool:
-        """Take note that a line is there; return False if that worker did not have it (any more)."""
+        """Settle a record; return False if that worker no longer had it."""
         if self._leased.get(worker, {}).pop(index, None) is None:
             return False
         self._forget(index)
         return True
 
     def give_back(self, worker: str, indexes: list[int]) -> None:
-        """Let records of a worker wait again, before all others."""
+        """Put records of a worker back at the front of the queue."""
         leased = self._leased[worker]
         self._wait_again([leased.pop(index) for index in indexes if index in leased])
 
     def mark_dead(self, worker: str, suspicion: int) -> list[RecordTask]:
-        """Let a dead worker's records wait again; return the one that is guilty now, if any.
+        """Requeue a dead worker's records; return those that are now poisonous, at most one.
 
-        suspicion: DEATH, SILENCE, or 0 if none of them may be the reason.
+        suspicion: DEATH, SILENCE, or 0 if its records cannot be the cause.
         """
         lost = self._leased.pop(worker, {})
         for homes in self._homes.values():
@@ -120,14 +120,14 @@ class Leases:
         self.out -= 1
 
     def _wait_again(self, lost: list[RecordTask]) -> None:
-        for asked in reversed(lost):
-            (self._suspects if asked.index in self._suspicion else self._queue(asked)).appendleft(asked)
+        for task in reversed(lost):
+            (self._suspects if task.index in self._suspicion else self._queue(task)).appendleft(task)
         self.waiting += len(lost)
         self.out -= len(lost)
 
-    def _queue(self, asked: RecordTask) -> deque[RecordTask]:
-        group = self._group_of[asked.index]
-        return self._loose if group is None else self._groups.setdefault(group, deque())
+    def _queue(self, task: RecordTask) -> deque[RecordTask]:
+        group = self._group_of[task.index]
+        return self._ungrouped if group is None else self._groups.setdefault(group, deque())
 
     def _homes_of(self, group: bytes) -> set[str]:
         homes = self._homes.setdefault(group, set())
@@ -136,7 +136,7 @@ class Leases:
             self._homes.popitem(last=False)
         return homes
 
-    def _from(self, group: bytes, worker: str, most: int) -> list[RecordTask]:
+    def _take_from(self, group: bytes, worker: str, most: int) -> list[RecordTask]:
         taken = _first(self._groups[group], most)
         if taken:
             self._homes_of(group).add(worker)

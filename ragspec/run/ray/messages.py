@@ -1,7 +1,7 @@
-"""What driver and workers say to each other, and records and lines as bytes.
+"""The messages between driver and workers, and the queues on the worker's side.
 
-pickle asks a dataclass for its state in Python, which costs more than all else about a message: here each is its
-class and its fields.
+By default pickle reads a dataclass's state through Python code, which would be most of a message's cost; here each
+dataclass is reduced to its class and its fields.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ Reduction = Callable[[Any], tuple[type, tuple[Any, ...]]]
 
 @dataclass(slots=True)
 class WorkerLocation:
-    """Where a worker is, and what is installed there. node: Ray's name of it. problem: why it cannot work."""
+    """Where a worker runs and what is installed there. node: Ray's node id. problem: why it cannot work, "" if it can.
+
+    identity: what its answers depend on; must equal the driver's.
+    """
 
     host: str
     node: str
@@ -38,10 +41,10 @@ class WorkerLocation:
 
 @dataclass(slots=True)
 class WorkerMessage:
-    """What a worker says each time it is asked.
+    """A worker's reply to an exchange.
 
-    waiting: records that its runner has not taken. dry: whether the runner ran out of them. returned: lines of records
-    that it gives up. state: loading, answering or ended.
+    waiting: records its runner has not taken. dry: whether the runner ran out of records. returned: line indexes of
+    records it gives back. state: loading, answering or ended.
     """
 
     lines: list[RecordResult]
@@ -54,7 +57,7 @@ class WorkerMessage:
 
 @dataclass(slots=True)
 class LoadReport:
-    """What a worker can tell of itself once its model is loaded. Seconds are its own."""
+    """A worker's own measurements, once its model is loaded."""
 
     method: str = "none"
     load_s: float = 0.0
@@ -69,15 +72,15 @@ class LoadReport:
 
 
 def pack(message: Any) -> bytes:
-    """Return a message as bytes: builtin types, and the dataclasses that travel."""
+    """Return a message of builtin types and the dataclasses below as bytes."""
     found = BytesIO()
     _Pickler(found, pickle.HIGHEST_PROTOCOL).dump(message)
     return found.getvalue()
 
 
 def unpack(packed: bytes) -> Any:
-    """Return the message that `pack` was given."""
-    return pickle.loads(packed)  # noqa: S301 - what Ray itself would do: both ends are ragspec
+    """Return the message that was packed."""
+    return pickle.loads(packed)  # noqa: S301 - as Ray itself does; both ends are ragspec
 
 
 def _by_fields(kind: type) -> Reduction:
@@ -92,17 +95,17 @@ class _Pickler(pickle.Pickler):
     }
 
 
-# -- what a worker is to answer and what it has answered, between the thread that talks and the one that works --------
+# -- queues ----------------------------------------------------------------------------------------
 
 
 End = Literal["pass", "run"]
-LINGER_S = 0.02  # that a first line waits for more, so that lines travel together
+LINGER_S = 0.02  # a first line waits this long for others, so that lines travel together
 
 
 class Mailbox:
-    """Records on their way to the runner (a Pollable, see inputs/feed.py), given to it while it works.
+    """Records on their way to the runner (a Pollable, see inputs/feed.py), added while it works.
 
-    over: whether the last pass has ended; otherwise another may be iterated over after this one.
+    over: whether the last pass has ended; if not, the mailbox may be iterated again for the next pass.
     """
 
     def __init__(self) -> None:
@@ -111,16 +114,16 @@ class Mailbox:
         self._changed = Condition()
         self._dry = False  # whether the runner found nothing since the last look
 
-    def add(self, asked: list[RecordTask], end: End | None = None) -> None:
-        """Take in records. end: of what they are the last."""
+    def add(self, tasks: list[RecordTask], end: End | None = None) -> None:
+        """Add records. end: what ends with them, if anything."""
         with self._changed:
-            self._waiting.extend(asked)
+            self._waiting.extend(tasks)
             if end:
                 self._waiting.append(end)
             self._changed.notify()
 
     def take_back(self, most: int) -> list[int]:
-        """Give up the last `most` records that the runner has not taken, and return their lines."""
+        """Remove the last `most` records that the runner has not taken; return their line indexes."""
         found: list[int] = []
         with self._changed:
             while len(found) < most and self._waiting and not isinstance(last := self._waiting[-1], str):
@@ -129,7 +132,7 @@ class Mailbox:
         return found
 
     def look(self) -> tuple[int, bool]:
-        """Return how many records wait, and whether the runner had to wait since the last look."""
+        """Return how many records wait, and whether the runner found none since the last call."""
         with self._changed:
             dry, self._dry = self._dry, False
             return sum(not isinstance(each, str) for each in self._waiting), dry
@@ -145,7 +148,7 @@ class Mailbox:
             return self._next()
 
     def poll(self) -> RecordTask | None:
-        """Return the next record, or None if there is none yet. Raises StopIteration if none will come."""
+        """Return the next record, None if there is none yet. Raises StopIteration at the end of a pass."""
         with self._changed:
             if self._waiting:
                 return self._next()
@@ -161,7 +164,7 @@ class Mailbox:
 
 
 class ResultBuffer:
-    """Lines and failures on their way to the driver: an ResultSink (run/answering.py)."""
+    """Lines and failures on their way to the driver: a ResultSink (run/answering.py)."""
 
     def __init__(self) -> None:
         self._lines: list[RecordResult] = []
@@ -169,26 +172,26 @@ class ResultBuffer:
         self._closed = False
         self._changed = Condition()
 
-    def put(self, answered: RecordResult) -> None:
-        """Take a line."""
+    def put(self, result: RecordResult) -> None:
+        """Add a line."""
         with self._changed:
-            self._lines.append(answered)
+            self._lines.append(result)
             self._changed.notify()
 
     def fail(self, index: int, failed: FailedRecord) -> None:
-        """Take the reason why a record has no line."""
+        """Add a failure."""
         with self._changed:
             self._failures.append((index, failed))
             self._changed.notify()
 
     def close(self) -> None:
-        """Nothing more will come: nobody need wait for it."""
+        """Mark the end, so that take() returns at once."""
         with self._changed:
             self._closed = True
             self._changed.notify()
 
     def take(self, wait_s: float) -> tuple[list[RecordResult], list[tuple[int, FailedRecord]]]:
-        """Return what is there; wait up to `wait_s` seconds for it."""
+        """Remove and return what is there; wait up to `wait_s` seconds for something."""
         with self._changed:
             arrived = self._changed.wait_for(lambda: self._closed or self._lines or self._failures, wait_s)
             closed = self._closed

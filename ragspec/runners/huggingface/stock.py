@@ -1,4 +1,8 @@
-"""What stock generate() is told to stop by, and the clock of its first step."""
+"""Stock transformers `generate()`: speculation at batch size 1, or padded batches without speculation.
+
+It serves what the engine does not: generate()'s own arguments, and devices and models that do not fit the engine.
+Limit: transformers speculates on one record at a time, so `rows` only counts for method `none`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ from ragspec.structured.grammars import Grammars, Matcher, begin
 
 
 class StepClock(StoppingCriteria):  # type: ignore[misc]
-    """Never stops; notes when the first step ended and how many tokens a row had then."""
+    """Never stops; records when the first step ended and how many new tokens rows had then."""
 
     def __init__(self, prompt_length: int) -> None:
         self._prompt_length = prompt_length
@@ -42,15 +46,15 @@ class StepClock(StoppingCriteria):  # type: ignore[misc]
 
 
 class StopText(StoppingCriteria):  # type: ignore[misc]
-    """Stops rows whose new text contains a stop string, wherever in the last step's tokens it ended.
+    """Stops rows whose new text contains a stop string, anywhere in the last step's tokens.
 
-    transformers' own stop_strings only look at the very last token (5.19), so a stop string inside an accepted draft
-    would be missed.
+    transformers' own stop_strings only look at the very last token (5.19), so they miss a stop string inside an
+    accepted draft.
     """
 
     def __init__(self, tokenizer: Tokenizer, requests: Sequence[Request], prompt_length: int) -> None:
         self._tokenizer = tokenizer
-        self._requests = requests  # of one `stop`; a beam's rows are neighbours
+        self._requests = requests  # all with the same `stop`; the beams of one request are adjacent rows
         self._seen = prompt_length
         self._prompt_length = prompt_length
 
@@ -66,23 +70,18 @@ class StopText(StoppingCriteria):  # type: ignore[misc]
         return ends_with_stop(self._tokenizer, answer, fresh, request.sampling.stop, least)
 
 
-# -- stock transformers `generate()`: every speculation it has, at batch size 1; padded batches without any -----------
-#
-# It answers what the engine does not support: arguments of generate(), devices and models that do not fit the engine.
-# Limit: transformers speculates one record at a time, so `rows` only counts for method `none`.
-
-
-# what a model's own code may raise for a padded prompt
-UNPADDED = (RuntimeError, IndexError, ValueError)
+# -- backend ---------------------------------------------------------------------------------------
+# errors that a model's own code may raise for a padded prompt
+PADDING_ERRORS = (RuntimeError, IndexError, ValueError)
 log = logging.getLogger(__name__)
-LEFT = "method auto answers greedy records without it from here on"
-LEFT_ALONE = "method auto: plain decoding is faster here"
-REMEDY = "write `speculation: {method: none}` or remove what keeps ragspec's own engine from answering"
+LEFT_NOTE = "method auto answers greedy records without it from here on"
+PLAIN_IS_FASTER = "method auto: plain decoding is faster here"
+REMEDY_NOTE = "write `speculation: {method: none}` or remove what keeps ragspec's own engine from answering"
 
 
 @dataclass(slots=True)
 class StockClock:
-    """Where the seconds went. prefill_s: until first tokens, summed over batches."""
+    """Time spent. prefill_s: seconds to first tokens, summed over batches."""
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -90,9 +89,9 @@ class StockClock:
 
 
 class StockBackend:
-    """Answers with `generate()`, one call per batch. grammars: makes those of the tokenizer.
+    """Answers with `generate()`, one call per batch. grammars: builds the tokenizer's grammars on demand.
 
-    Raises ModelError if the model cannot undo a draft.
+    Raises ModelError if the model cannot roll back a draft.
     """
 
     def __init__(
@@ -119,13 +118,13 @@ class StockBackend:
         self._rotary = length_dependent(model)
         self._greedy_by_default = greedy_by_default
         self._meter: AcceptanceMeter | None = None
-        self._given_up = False
+        self._stopped_drafting = False
         self._compared = Comparison(speculation.method) if speculation.method != "none" else None
         if speculation.method != "none":
-            self._speculate()
+            self._attach_meter()
         self._assistance = Assistance(speculation, model)
 
-    def _speculate(self) -> None:
+    def _attach_meter(self) -> None:
         spec = self._spec
         if getattr(self._model, "_is_stateful", False):
             raise ModelError("the model keeps a recurrent state, which cannot undo a rejected draft; use method: none")
@@ -144,10 +143,10 @@ class StockBackend:
         self._call([Request(0, "warm-up", ids, sampling)], [None])
         self.clock = StockClock()
         if self._meter is not None:
-            self._meter.outgrown = self._meter.foreign = 0
+            self._meter.outgrown = self._meter.unembedded = 0
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
-        """Yield outcomes in the order of the requests; records of other sampling settings begin a new batch."""
+        """Yield outcomes in request order; a change of sampling settings starts a new batch."""
         source = Feed(requests)
         while batch := source.take(self.batch_size, wait=True):
             sampling = batch[0].sampling
@@ -155,7 +154,7 @@ class StockBackend:
                 yield Failure(batch[0].index, why, "RecordError")
                 source.put_back(batch[1:])
                 continue
-            # padding would change what depends on earlier tokens, or on the length of the text
+            # padding would change anything that depends on earlier tokens or on the text's length
             by_text = self._rules.depends_on_prompt(sampling) or self._rules.only_stock()
             alone = bool(self._rotary or by_text) or not self._takes_padding
             rows = 1 if alone else self.batch_size
@@ -170,14 +169,14 @@ class StockBackend:
                 f"{self._meter.outgrown} records outgrew the draft model's {self._spec.draft.context_length} "
                 "tokens and continued without drafts"
             )
-        if self._meter and self._meter.foreign:
+        if self._meter and self._meter.unembedded:
             self.notes.append(
-                f"{self._meter.foreign} records have tokens that the draft model does not embed, and continued without "
-                "drafts"
+                f"{self._meter.unembedded} records have tokens that the draft model does not embed, and continued "
+                "without drafts"
             )
 
     def _compare(self, request: Request, drafted: Generation, source: Feed[Request]) -> None:
-        """Answer one of the first records without drafts too, and say if that was faster; its answer is not used."""
+        """Decode one of the first records without drafts too, to compare the speed; the second answer is dropped."""
         compared = self._compared
         if compared is None or compared.done or drafted.undrafted:
             return
@@ -188,7 +187,7 @@ class StockBackend:
         clock, self.clock = self.clock, StockClock()
         try:
             plain = self._call([request], [begin(self._grammars, request.grammar)], drafts=False)[0]
-        except MAY_BE_MEMORY as error:  # with drafts it was answered, so only the comparison is lost
+        except MAY_BE_MEMORY as error:  # the answer with drafts is there; only the comparison is lost
             out_of_memory(error)
             self._compared = None
             return
@@ -196,24 +195,24 @@ class StockBackend:
             self.clock = clock
         compared.add(len(drafted.token_ids), drafted.latency_s, len(plain.token_ids), plain.latency_s)
         if compared.done and compared.slower:
-            self._given_up = self._spec.on_trial
-            self.notes.append(compared.note(LEFT if self._given_up else REMEDY))
+            self._stopped_drafting = self._spec.on_trial
+            self.notes.append(compared.note(LEFT_NOTE if self._stopped_drafting else REMEDY_NOTE))
 
     @cached_property
     def _takes_padding(self) -> bool:
-        """Whether a prompt is answered the same in a padded batch as alone."""
+        """Whether a prompt gets the same answer in a padded batch as alone."""
         if self.batch_size == 1:
             return True
         try:
             if takes_padding(self._model, self._rules.pad):
                 return True
-        except UNPADDED as error:
+        except PADDING_ERRORS as error:
             log.debug("the model does not take padded prompts", exc_info=error)
         self.notes.append("records are answered one at a time: padding changes what this model computes")
         return False
 
     def _answer(self, batch: list[Request]) -> Iterator[Generation | Failure]:
-        """Answer a batch; if it fails, answer its records one by one, so that one alone can be at fault."""
+        """Answer a batch; if it fails, answer its records one by one, so that only the faulty one fails."""
         try:
             matchers = [begin(self._grammars, request.grammar) for request in batch]
             yield from self._call(batch, matchers)
@@ -253,9 +252,10 @@ class StockBackend:
             self._meter.start()
         for module in self._rotary:
             forget(module)
-        left = self._given_up and sampling.temperature == 0  # what a sampled answer says must not depend on a clock
-        undrafted = "a comparison" if not drafts else LEFT_ALONE if left else ""
-        undrafted = undrafted or self._assistance.forbidden(sampling, shaped=any(matchers))
+        # a sampled answer must not depend on timing
+        plain_only = self._stopped_drafting and sampling.temperature == 0
+        undrafted = "a comparison" if not drafts else PLAIN_IS_FASTER if plain_only else ""
+        undrafted = undrafted or self._assistance.no_drafts_reason(sampling, shaped=any(matchers))
         processors: list[Any] = [*self._rules.penalties(sampling, width)]
         if any(matchers):
             processors.append(GrammarMasks(matchers, width))
@@ -304,8 +304,8 @@ class StockBackend:
         return config
 
     def watched(self, bytes_per_s: float, flops_per_s: float) -> None:
-        """generate() does not tell."""
+        """Return None: generate() cannot be profiled."""
 
     def about(self) -> dict[str, Any]:
-        """Return what ran."""
+        """Return the engine's name and batch size."""
         return {"engine": "transformers", "batch_size": self.batch_size}

@@ -1,4 +1,10 @@
-"""vLLM's surroundings: its environment variables, which it reads as it is imported, and its errors on one line."""
+"""vLLM's configuration from ours: environment variables, the `speculation` section, and checks before weights load.
+
+    >>> speculative_config(SpeculationConfig(method="prompt_lookup"))
+    {'method': 'ngram', 'num_speculative_tokens': 8, 'prompt_lookup_min': 2, 'prompt_lookup_max': 4}
+
+Source: vLLM 0.32, config/speculative.py. Limit: what only vLLM can judge is left to its own validation.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +21,7 @@ from ragspec.speculation.methods import PLAIN, VLLM, find
 
 
 def prepare() -> None:
-    """Keep vLLM's log off stdout, which is for records, and its usage statistics at home."""
+    """Set vLLM's environment before its import: log to stderr, since stdout is for records, and no usage statistics."""
     from ragspec.host.quiet import quiet
 
     for name, value in {
@@ -23,7 +29,7 @@ def prepare() -> None:
         "VLLM_LOGGING_LEVEL": "INFO" if os.environ.get("RAGSPEC_DEBUG") else "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        # the engine in this process: an interruption ends it cleanly, and a CPU has nothing to overlap
+        # run the engine in this process: an interruption ends it cleanly, and a CPU gains nothing from a second process
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }.items():
         os.environ.setdefault(name, value)
@@ -33,57 +39,49 @@ def prepare() -> None:
 
 
 def device_count() -> int:
-    """Return how many GPUs torch sees."""
+    """Return the number of GPUs that torch sees."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def one_line(error: Exception) -> str:
-    """Return the error's type and text, as one line."""
+    """Return the error's type and message on one line."""
     text = flat(error) or "no message"
     return f"{type(error).__name__}: {text[:400]}"
 
 
-# -- the `speculation` section in vLLM's words, and what this vLLM or this machine lacks, before any weights l --------
-#
-#     >>> speculative_config(SpeculationConfig(method="prompt_lookup"))
-#     {'method': 'ngram', 'num_speculative_tokens': 8, 'prompt_lookup_min': 2, 'prompt_lookup_max': 4}
-#
-# Source: vLLM 0.32, config/speculative.py. Limit: what only vLLM can judge is left to its own check of the
-# configuration.
-
-
-# ragspec's word -> vLLM's, where they differ
+# -- speculation -----------------------------------------------------------------------------------
+# ragspec's method -> vLLM's, where they differ
 NAMES = {"prompt_lookup": "ngram"}
 PROPOSER = "ragspec.runners.vllm.proposer.Proposer"
-MOST_TOKENS = 16  # of its drafts, if the length is chosen by what pays
-# Versions of vLLM that were tried with our drafter inside, and with what: its interface there is experimental.
+MAX_DRAFT_TOKENS = 16  # of our proposer, if draft lengths are chosen during the run
+# vLLM versions tested with our proposer, and how: the custom_class interface is experimental.
 TRIED = {"0.32": "the whole suite passes (CPU build)"}
-# draft lengths for `auto`; the others' come with the draft's own config, or from vLLM
+# draft lengths for `num_tokens: auto`; other methods take theirs from the draft's config, or from vLLM
 AUTO_TOKENS = {"prompt_lookup": 8, "draft_model": 4, "eagle": 3, "eagle3": 3}
 NGRAM_RANGE = (2, 4)  # vLLM's own default is 5 for both
-MODEL_FREE = ("ngram", "ngram_gpu", "suffix", "custom_class")  # there, vLLM's `model` is not a model
-DRAFT_TRUST_KEYS = "speculation.draft_trust_remote_code and runner_args.trust_remote_code"  # vLLM has one for both
+MODEL_FREE = ("ngram", "ngram_gpu", "suffix", "custom_class")  # for these, `model` in vLLM's config is not a model
+DRAFT_TRUST_KEYS = "speculation.draft_trust_remote_code and runner_args.trust_remote_code"  # vLLM has one flag for both
 
 
 def is_ours(method: str) -> bool:
-    """Return whether our own proposer drafts for it."""
+    """Return whether our own proposer drafts for this method."""
     row = find(method)
     return row is not None and VLLM in row.drafts_on
 
 
 def speculative_config(spec: SpeculationConfig, draft_path: str | None = None) -> dict[str, Any] | None:
-    """Return what `LLM(speculative_config=...)` takes, or None for plain decoding. Raises ConfigError.
+    """Return the value of `LLM(speculative_config=...)`, None for plain decoding. Raises ConfigError.
 
-    draft_path: where the draft model was found, in place of its name.
+    draft_path: resolved path of the draft model, used in place of its name.
     """
     if spec.method == PLAIN:
         return None
     if spec.method == "speculative_config":
         return dict(spec.speculative_config or {})
     if is_ours(spec.method):
-        most = spec.draft_tokens or MOST_TOKENS
+        most = spec.draft_tokens or MAX_DRAFT_TOKENS
         return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": most} | spec.extra
     config: dict[str, Any] = {"method": NAMES.get(spec.method, spec.method)}
     tokens = spec.draft_tokens or AUTO_TOKENS.get(spec.method)
@@ -103,13 +101,13 @@ def speculative_config(spec: SpeculationConfig, draft_path: str | None = None) -
 
 
 def _tokens_of_head(path: str) -> int | None:
-    """Return how many tokens a head drafts at a time by its own config, None if that does not say."""
+    """Return how many tokens a draft head proposes per step by its own config, None if that does not say."""
     from transformers import PreTrainedConfig
 
     try:
         config, _ = PreTrainedConfig.get_config_dict(path)
     except (OSError, ValueError):
-        return None  # nothing is there, which vLLM says better
+        return None  # vLLM has the better message for a missing draft
     proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     block = config.get("block_size") or (config.get("dflash_config") or {}).get("block_size")
     heads = config.get("medusa_num_heads") or config.get("num_heads")
@@ -118,7 +116,7 @@ def _tokens_of_head(path: str) -> int | None:
 
 
 def proposer_settings(spec: SpeculationConfig, vocabulary: int | None = None) -> dict[str, Any]:
-    """Return what our proposer reads from vLLM's additional_config."""
+    """Return the settings that our proposer reads from vLLM's additional_config."""
     drafting = replace(spec.drafting, vocabulary=vocabulary)
     return {"method": spec.method, "num_tokens": spec.draft_tokens, "drafting": asdict(drafting)}
 
@@ -136,10 +134,9 @@ def check_build(config: dict[str, Any] | None, on_cpu: bool) -> None:
 
 
 def check_draft_code(config: dict[str, Any] | None, target: str, trust: bool, draft_trust: bool) -> None:
-    """Raise ConfigError if vLLM would run code that comes with the draft, and only the target's was allowed.
+    """Raise ConfigError if vLLM would run the draft's own code although only the target's is trusted.
 
-    vLLM loads both with the target's trust_remote_code (0.32, config/speculative.py): it cannot tell them apart.
-    target: the target's path.
+    vLLM loads both with the target's trust_remote_code (0.32, config/speculative.py). target: the target's path.
     """
     config = config or {}
     name = config.get("model")
@@ -154,7 +151,7 @@ def check_draft_code(config: dict[str, Any] | None, target: str, trust: bool, dr
 
 
 def check_parallel(args: dict[str, Any], config: dict[str, Any] | None, devices: int | None) -> list[str]:
-    """Return notes on multi-GPU arguments. devices: GPUs seen, None on a CPU. Raises ConfigError if none can run."""
+    """Check multi-GPU arguments and return notes. devices: GPUs found, None on a CPU. Raises ConfigError."""
     sizes = {key: int(args.get(key) or 1) for key in ("tensor_parallel_size", "pipeline_parallel_size")}
     wanted = sizes["tensor_parallel_size"] * sizes["pipeline_parallel_size"]
     if devices is not None and wanted > devices:
@@ -182,7 +179,7 @@ def check_parallel(args: dict[str, Any], config: dict[str, Any] | None, devices:
 
 
 def check_memory(name: str, path: str, free_bytes: int) -> None:
-    """Raise ConfigError if the weights alone are larger than the memory that is free."""
+    """Raise ConfigError if the weights alone exceed the free memory."""
     need = weights_bytes(path)
     if need is not None and need > free_bytes:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What an engine of vLLM is to be, settled before any weights load: the model, what drafts, the engine's arguments."""
+"""Resolve the vLLM engine of a config before any weights load: model, speculation method and engine arguments."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from ragspec.runners.vllm.config import (
     proposer_settings,
     speculative_config,
 )
-from ragspec.runners.vllm.patches.undrafted import can_be_undrafted, lost
+from ragspec.runners.vllm.patches.undrafted import is_reachable, lost
 from ragspec.runners.vllm.stream import settings_of
 from ragspec.speculation.methods import PLAIN
 
-CPU_KV_CACHE_BYTES = 2 << 30  # vLLM would take nearly all memory, and a benchmark loads several engines
-CPU_BLOCK = 32  # tokens; vLLM's own 128 leave out more of every shared prefix, and smaller ones its fast kernels
+CPU_KV_CACHE_BYTES = 2 << 30  # vLLM would reserve nearly all memory, and a benchmark loads several engines
+CPU_BLOCK = 32  # tokens; vLLM's 128 cache less of each shared prefix, smaller blocks lose its fast kernels
 
 
 class Plan:
-    """A config's engine. All but `method` and `notes` is known after check()."""
+    """The engine that a config asks for. All attributes but `method` and `notes` are set by check()."""
 
     def __init__(self, config: RunConfig) -> None:
         args = config.args()
@@ -54,7 +54,7 @@ class Plan:
         self.notes: list[str] = []
 
     def check(self) -> None:
-        """Find model, draft and tokenizers, and let vLLM judge its configuration. Raises ConfigError."""
+        """Find the model, draft and tokenizers, and let vLLM validate its configuration. Raises ConfigError."""
         if importlib.util.find_spec("vllm") is None:
             raise ConfigError(
                 'runner: vllm is not installed; pip install "ragspec[vllm]" on a machine with a GPU, '
@@ -75,7 +75,7 @@ class Plan:
             self.notes += check_weights(self.source, self.hf_config, trust_remote_code=trust, by_transformers=False)
         tokenizer = load_tokenizer(self.source, trust_remote_code=trust)
         self.tokenizer = HFTokenizer(tokenizer, width=width_of(self.hf_config))
-        stops = (*self._default_sampling.stop_token_ids, tokenizer.eos_token_id)  # vLLM stops at the tokenizer's too
+        stops = (*self._default_sampling.stop_token_ids, tokenizer.eos_token_id)  # vLLM also stops at the tokenizer's
         self.notes += model_notes(self.source, self.hf_config, self.tokenizer, stops=stops)
         if self._structured:
             Grammars(self.tokenizer.inner, len(self.tokenizer.inner), ())
@@ -87,11 +87,11 @@ class Plan:
         check_draft_code(spec, self.source.path, trust, self.spec.draft_trust_remote_code)
         if spec is not None and other_vocabulary:
             spec["use_heterogeneous_vocab"] = True
-        # vLLM's modules read the environment as they are imported
+        # vLLM's modules read the environment at import
         with redirect_stdout(sys.stderr):
             from vllm.platforms import current_platform
 
-            spec = self._settle(spec)
+            spec = self._resolve_method(spec)
             self.on_cpu = current_platform.is_cpu()
             check_build(spec, self.on_cpu)
             devices = None if self.on_cpu else device_count()
@@ -102,13 +102,13 @@ class Plan:
             self._check_sampling()
 
     def is_tried(self) -> bool:
-        """Return whether what is inside this vLLM is known."""
+        """Return whether our patches were tested with this vLLM version."""
         import vllm
 
         return ".".join(vllm.__version__.split(".")[:2]) in TRIED
 
-    def _settle(self, spec: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return what drafts: prompt lookup in place of our own drafter on a vLLM that it was not tested with."""
+    def _resolve_method(self, spec: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return the speculative config; fall back to prompt lookup if our proposer is untested with this vLLM."""
         import vllm
 
         if not is_ours(self.method):
@@ -126,13 +126,13 @@ class Plan:
         return speculative_config(self.spec)
 
     def _check_draft(self, trust: bool) -> tuple[str | None, bool]:
-        """Return where the draft model is and whether its tokens differ from the target's."""
+        """Return the draft model's path and whether its tokens differ from the target's."""
         name = self.spec.draft_model
         if name is None or self.method == PLAIN or is_ours(self.method):
             return None, False
         source = resolve(name, key="speculation.draft_model")
         if self.method != "draft_model":
-            return source.path, False  # heads: they have the target's vocabulary
+            return source.path, False  # draft heads share the target's vocabulary
         from ragspec.models.checks import check_weights
         from ragspec.models.draft import DRAFT_KEY, find_draft, width_of
 
@@ -146,15 +146,15 @@ class Plan:
             trust_key=DRAFT_TRUST_KEYS,
         )
         check_weights(draft.source, draft.config, key=DRAFT_KEY, by_transformers=False)
-        # vLLM compares sizes only: paddings that differ need its mapping too, which is then the identity
+        # vLLM compares sizes only: with different paddings it needs its vocabulary mapping too, which is an identity
         return draft.source.path, draft.other_tokens or draft.width != width
 
     def lost(self, settings: Mapping[str, Any]) -> str:
-        """Return what of these settings vLLM does not do while it speculates, "" if there is nothing."""
+        """Return which of these settings vLLM gets wrong while it speculates, or ""."""
         return "" if self.method == PLAIN else lost(settings, self.on_cpu)
 
     def _check_sampling(self) -> None:
-        """Say what the config's own settings cost: records without drafts, or, where there can be none, the run."""
+        """Note that records with the config's own sampling get no drafts; raise ConfigError if that is impossible."""
         wrong = self.lost(settings_of(self._default_sampling, revealed(self.args.sampling_args)))
         if wrong and not self.undraftable:
             raise ConfigError(f"sampling.{wrong}; use method: none, or remove it")
@@ -163,7 +163,7 @@ class Plan:
 
     def _make_engine_args(self, extra: dict[str, Any], spec: dict[str, Any] | None) -> dict[str, Any]:
         args: dict[str, Any] = {"model": self.source.path, "disable_log_stats": False, "use_tqdm_on_load": False}
-        args["structured_outputs_config"] = {"backend": "guidance"}  # llguidance, as in our own engine
+        args["structured_outputs_config"] = {"backend": "guidance"}  # llguidance, as in ragspec's engine
         if self.on_cpu:
             args["dtype"] = "float32"  # bfloat16 is emulated on CPUs without AVX-512
             if "kv_cache_memory_bytes" not in extra and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
@@ -184,7 +184,7 @@ class Plan:
         return {"ragspec": proposer_settings(self.spec, width_of(self.hf_config))}
 
     def _configure(self) -> int:
-        """Let vLLM check all its arguments, no weights read; return the model length that applies."""
+        """Let vLLM validate all arguments, without reading weights; return the effective max_model_len."""
         from dataclasses import fields
 
         from vllm.engine.arg_utils import EngineArgs
@@ -195,9 +195,9 @@ class Plan:
                 raise ConfigError(f'"runner_args.{key}" is not an argument of vLLM{did_you_mean(key, known)}')
         try:
             config = EngineArgs(**revealed(self.engine_args)).create_engine_config()
-        except Exception as error:  # vLLM raises whatever its many checks raise; none of them has read weights
+        except Exception as error:  # its many checks raise many types; none of them has read weights
             raise ConfigError(f"vLLM refuses the configuration: {one_line(error)}") from error
-        self.undraftable = self.is_tried() and can_be_undrafted(config)
+        self.undraftable = self.is_tried() and is_reachable(config)
         self.rows = int(config.scheduler_config.max_num_seqs)
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
         self.quantized = config.model_config.quantization is not None

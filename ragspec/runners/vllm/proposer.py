@@ -1,7 +1,10 @@
-"""Which record is in which slot of vLLM's batch: vLLM hands over token ids only, and moves records between steps.
+"""ragspec's drafters inside vLLM, loaded as `speculative_config={"method": "custom_class", "model": ...}`.
 
-A record is recognised by its tokens: first in its own slot, then among the records that were moved, or preempted and
-brought back. Two records with the same tokens so far get the same drafts, whichever is taken for which.
+    additional_config={"ragspec": {"method": "context", "num_tokens": None, "drafting": {"isolate": False}}}
+
+vLLM passes token ids by slot and moves requests between slots, so TrackedRequests recognises requests by their tokens.
+Draft lengths follow the same rule as in ragspec's engine: calibrated cumulative acceptance against the cost of a step.
+Source: vLLM 0.32, v1/spec_decode/custom_class_proposer.py. Limit: Python per row and step, about 0.1 ms each.
 """
 
 from __future__ import annotations
@@ -25,25 +28,25 @@ from ragspec.speculation.methods import AUTO, VLLM, DrafterSettings, drafters_on
 from ragspec.speculation.step_cost import FittedCost
 from ragspec.structured.grammars import Grammars, Matcher
 
-SKIPPED = 64  # tokens that a record may write unseen: near its model length, vLLM asks for no drafts
-KEEP = 256  # records outside the batch, finished or preempted, before the oldest is given up
+MAX_UNSEEN = 64  # tokens that a request may generate unseen: near max_model_len, vLLM asks for no drafts
+KEEP = 256  # requests kept after they left the batch (finished or preempted), oldest dropped first
 
 
 @dataclass(slots=True, eq=False)
 class Tracked:
-    """A record in vLLM's batch. tokens: prompt and answer as far as seen, int32. end: how many there may be."""
+    """A request in vLLM's batch. tokens: prompt and answer as far as seen, int32. end: maximum length of both."""
 
     tokens: np.ndarray
     prompt_tokens: int
     drafters: Mapping[str, RowDrafter]
     copies: CopiedSpans
     end: int
-    draft: Draft = field(default_factory=Draft)  # what was proposed for the coming tokens
-    guessed: bytearray = field(default_factory=bytearray)  # per token of the answer: 1 where a draft had it
-    grammar: Matcher | None = None  # where its answer is in its grammar, where it has one
+    draft: Draft = field(default_factory=Draft)  # proposed for the next step
+    guessed: bytearray = field(default_factory=bytearray)  # per token of the answer: 1 if it was an accepted draft
+    grammar: Matcher | None = None  # state of the answer's grammar, if it has one
 
     def extend(self, fresh: np.ndarray, emitted: int) -> None:
-        """Take in new tokens; the last `emitted` are the last step's, and all but one of these were drafts."""
+        """Append new tokens. The last `emitted` are from the last step; all of those but the final one were drafts."""
         token_ids = fresh.tolist()
         missed, emission = token_ids[: len(token_ids) - emitted], token_ids[len(token_ids) - emitted :]
         draft = self.draft if not missed else Draft()
@@ -57,18 +60,22 @@ class Tracked:
         self.draft = Draft()
 
     def close(self) -> None:
-        """Close its drafters: it is finished."""
+        """Close the drafters."""
         for drafter in self.drafters.values():
             drafter.close()
 
 
 class TrackedRequests:
-    """The records that vLLM is answering. open: makes a Tracked of a prompt."""
+    """The requests that vLLM is answering. open: makes a Tracked from a prompt.
+
+    A request is looked up first in its last slot, then among those that moved or were preempted. Two requests with
+    equal tokens so far get the same drafts, so mixing them up is harmless.
+    """
 
     def __init__(self, open: Callable[[np.ndarray], Tracked]) -> None:
         self._open = open
         self._slots: dict[int, Tracked] = {}
-        self._away: list[Tracked] = []  # not in the batch; longest away first
+        self._away: list[Tracked] = []  # not in the batch, longest away first
 
     def __len__(self) -> int:
         """Records that it knows, those outside the batch among them."""
@@ -77,11 +84,16 @@ class TrackedRequests:
     def update(
         self, sampled: Sequence[Sequence[int]], lengths: np.ndarray, tokens: np.ndarray
     ) -> tuple[dict[int, Tracked], bool]:
-        """Return the record of every slot that wrote, and whether the step was more than one of decoding.
+        """Match slots to requests after a step.
 
-        It was if it computed prompts, those of preempted records too, or if it came after others that nobody saw.
-        sampled: per slot the tokens just written, none where a prompt is not complete yet. lengths: (slots,) tokens of
-        each. tokens: (slots, most tokens) ids.
+        Args:
+            sampled: New tokens of each slot, empty while its prompt is incomplete.
+            lengths: Tokens of each slot, (slots,).
+            tokens: Token ids, (slots, max length).
+
+        Returns:
+            The request of each slot that generated tokens; and whether the step did more than decode: it also
+            computed prompts (including those of preempted requests), or followed steps that were not seen.
         """
         writing = {slot: int(lengths[slot]) for slot, ids in enumerate(sampled) if len(ids)}
         seen: dict[int, Tracked] = {}
@@ -90,12 +102,12 @@ class TrackedRequests:
             if row is not None and continues(row, tokens[slot], length - len(sampled[slot])):
                 seen[slot] = row
         there, away = set(map(id, seen.values())), set(map(id, self._away))
-        # in the batch before but not recognised in its slot: it moved, was preempted, or is finished
+        # in the batch before, but not recognised in its slot: moved, preempted or finished
         self._away += [row for row in self._slots.values() if id(row) not in there]
         fresh = False
         for slot, length in writing.items():
             before = length - len(sampled[slot])
-            row = seen.get(slot) or self._came_back(tokens[slot], before)
+            row = seen.get(slot) or self._find_away(tokens[slot], before)
             if row is None:
                 row, fresh = self._open(tokens[slot, :before].copy()), True
             fresh = fresh or id(row) in away or len(row.tokens) < before
@@ -106,7 +118,7 @@ class TrackedRequests:
             self._away.pop(0).close()
         return dict(sorted(seen.items())), fresh or len(writing) < len(sampled)
 
-    def _came_back(self, tokens: np.ndarray, before: int) -> Tracked | None:
+    def _find_away(self, tokens: np.ndarray, before: int) -> Tracked | None:
         fitting = [row for row in self._away if continues(row, tokens, before)]
         if not fitting:
             return None
@@ -115,10 +127,10 @@ class TrackedRequests:
         return row
 
     def finish(self, prompt: np.ndarray, answer: Sequence[int]) -> Tracked | None:
-        """Return, close and forget the record that wrote `answer`; None where it was never seen writing."""
+        """Remove, close and return the request that generated `answer`; None if it was never seen."""
         whole = np.concatenate([prompt, np.asarray(answer, dtype=np.int32)])
         for row in self._all():
-            length = min(len(row.tokens), len(whole))  # the last step may have written beyond its end
+            length = min(len(row.tokens), len(whole))  # the last step may have run past the end of the answer
             if row.prompt_tokens == len(prompt) < length and np.array_equal(row.tokens[:length], whole[:length]):
                 self._slots = {slot: other for slot, other in self._slots.items() if other is not row}
                 self._away = [other for other in self._away if other is not row]
@@ -131,20 +143,13 @@ class TrackedRequests:
 
 
 def continues(row: Tracked, tokens: np.ndarray, before: int) -> bool:
-    """Return whether a slot whose first `before` tokens are not of this step can be this record."""
+    """Return whether a slot with `before` tokens ahead of this step can hold this request."""
     length = len(row.tokens)
-    return before - SKIPPED <= length <= before and np.array_equal(row.tokens, tokens[:length])
+    return before - MAX_UNSEEN <= length <= before and np.array_equal(row.tokens, tokens[:length])
 
 
-# -- our drafters inside vLLM: the class that it loads for `speculative_config={"method": "custom_class", ...} --------
-#
-#     additional_config={"ragspec": {"method": "context", "num_tokens": None, "drafting": {"isolate": False}}}
-#
-# Drafts are as long as pays, by calibrated survival and by the seconds of vLLM's own steps: the rule of our own engine.
-# Source: vLLM 0.32, v1/spec_decode/custom_class_proposer.py. Limit: Python for every row and step, some 0.1 ms each.
-
-
-KEY = "ragspec"  # of our settings in vLLM's additional_config
+# -- proposer --------------------------------------------------------------------------------------
+KEY = "ragspec"  # our key in vLLM's additional_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,41 +157,41 @@ class _Expected:
     passages: Sequence[tuple[int, int]] = ()
     drafts: bool = True
     grammar: str = ""
-    most: int | None = None  # tokens of its answer
+    most: int | None = None  # maximum tokens of the answer
 
 
 class Proposer:
-    """Drafts for vLLM's batch. A runner that can reach it tells it of requests (`expect`) and their end (`finish`)."""
+    """Drafts for vLLM's batch. A runner in the same process announces requests (`expect`) and ends them (`finish`)."""
 
     def __init__(self, vllm_config: Any) -> None:
         self._settings = vllm_config.additional_config[KEY]
-        self._most = int(vllm_config.speculative_config.num_speculative_tokens)
+        self._max_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
         self._model_config = vllm_config.model_config
         self._context_length = int(vllm_config.model_config.max_model_len)
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything: a run starts as a fresh one does."""
+        """Forget all requests and measurements, as for a new run."""
         method = self._settings["method"]
         self._drafters = drafters_on(VLLM, method, DrafterSettings(**self._settings["drafting"]))
         self.trial = MethodSelector(list(self._drafters) if method == AUTO else [method])
         self.cost = FittedCost()
-        # what is expected of plain steps: the shape that it begins with, for it never learns
+        # expected cost of plain steps: the initial shape, never fitted
         self._plain = FittedCost()
-        self._judged = method == AUTO or self._settings["num_tokens"] is None
+        self._is_guarded = method == AUTO or self._settings["num_tokens"] is None
         self.drafting_s = 0.0
-        # without the end: vLLM counts its tokens differently once a grammar has taken one
+        # no end token: vLLM counts tokens differently once a grammar has consumed one
         self.forced = {name: ForcedTokens(end=False) for name in self._drafters}
-        self._expected: dict[bytes, list[_Expected]] = {}  # by the prompt's tokens
+        self._expected: dict[bytes, list[_Expected]] = {}  # by prompt tokens
         self._rows = TrackedRequests(self._open)
-        self._asked = (0, 0)  # tokens and rows of the step under way, if it only decodes
-        self._since = 0.0  # when that step began
-        self._spent = self._asking_s = 0.0  # seconds that we took before it, and those of them that asking did
+        self._step_size = (0, 0)  # (tokens, rows) of the step in progress, if it only decodes
+        self._step_started = 0.0
+        self._own_s = self._propose_s = 0.0  # seconds spent here before that step; the part of it spent on proposing
 
     def load_model(self, target: Any) -> None:
-        """Do nothing: vLLM's CPU build asks every proposer to load."""
+        """Do nothing; vLLM's CPU build calls this on every proposer."""
 
-    # -- what the runner tells ------------------------------------------------------------------------------------
+    # -- calls of the runner -----------------------------------------------------------------------
 
     def expect(
         self,
@@ -197,9 +202,14 @@ class Proposer:
         grammar: str = "",
         most: int | None = None,
     ) -> None:
-        """Take in where the passages are in a prompt, before it is answered. drafts: whether any are wanted for it.
+        """Announce a request before it is submitted.
 
-        grammar: of its answer, "" where it has none. most: tokens that the answer may have.
+        Args:
+            prompt: Its token ids.
+            passages: Token spans of the passages in the prompt.
+            drafts: Whether to draft for it.
+            grammar: Of the answer, "" for none.
+            most: Maximum tokens of the answer.
         """
         key = np.asarray(prompt, dtype=np.int32).tobytes()
         self._expected.setdefault(key, []).append(_Expected(passages, drafts, grammar, most))
@@ -215,35 +225,35 @@ class Proposer:
         return len(self._rows)
 
     def finish(self, prompt: Sequence[int], answer: Sequence[int]) -> Tracked | None:
-        """Return what is known of a finished answer, None where nothing is."""
+        """Remove a finished request and return what was tracked of it, None if nothing was."""
         ids = np.asarray(prompt, dtype=np.int32)
         key = ids.tobytes()
         if key in self._expected and len(self._expected[key]) > 1:
-            self._expected[key].pop()  # another record has the same prompt
+            self._expected[key].pop()  # another request has the same prompt
         else:
             self._expected.pop(key, None)
         row = self._rows.finish(ids, answer)
         for forced in self.forced.values():
             forced.forget(id(row))
-        if row is not None:  # it has no part in the step to come
-            tokens, rows = self._asked
-            self._asked = (max(0, tokens - 1 - len(row.draft.token_ids)), max(0, rows - 1))
+        if row is not None:  # it is not part of the next step
+            tokens, rows = self._step_size
+            self._step_size = (max(0, tokens - 1 - len(row.draft.token_ids)), max(0, rows - 1))
         return row
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know of the drafters."""
+        """Notes for the user on the drafters."""
         return failures(self._drafters.values())
 
     def about(self) -> dict[str, Any]:
-        """Return what the drafts cost and how well they were calibrated."""
+        """Return the drafting time and how well the drafters were calibrated."""
         about: dict[str, Any] = {"drafting_s": round(self.drafting_s, 3)}
-        if self._judged:
+        if self._is_guarded:
             found = self.trial.about()
             about |= found if self._settings["method"] == AUTO else {"guard": found["guard"]}
         return about | judged(self._drafters.get(self.trial.chosen))
 
-    # -- what vLLM asks -------------------------------------------------------------------------------------------
+    # -- calls of vLLM -----------------------------------------------------------------------------
 
     def propose(
         self,
@@ -252,7 +262,10 @@ class Proposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Return drafts per slot, after a step. sampled_token_ids: what each slot wrote; the rest as in rows.py."""
+        """Return the draft of each slot after a step. sampled_token_ids: new tokens of each slot.
+
+        num_tokens_no_spec and token_ids_cpu are `lengths` and `tokens` of TrackedRequests.update.
+        """
         started = time.perf_counter()
         rows, prompts = self._rows.update(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         written = sum(len(ids) for ids in sampled_token_ids)
@@ -260,27 +273,29 @@ class Proposer:
             if row.grammar is not None:
                 for forced in self.forced.values():
                     forced.score(id(row), sampled_token_ids[slot])
-        if all(self._asked) and not prompts and written:
-            seconds = started - self._since
-            self.cost.observe(*self._asked, seconds)
-            tokens, before = self._asked
-            seconds, expected = seconds + self._spent, self._plain(before, before)
-            self.trial.observe(before, tokens - before, written, seconds, expected, self._asking_s)
+        if all(self._step_size) and not prompts and written:
+            seconds = started - self._step_started
+            self.cost.observe(*self._step_size, seconds)
+            tokens, before = self._step_size
+            seconds, expected = seconds + self._own_s, self._plain(before, before)
+            self.trial.observe(before, tokens - before, written, seconds, expected, self._propose_s)
         drafts: dict[int, Draft] = {}
         count = len(rows)
-        self._asking_s = 0.0
-        if rows and (not self._judged or self.trial.allows(count, self._plain(count, count), mixed=bool(prompts))):
+        self._propose_s = 0.0
+        if rows and (not self._is_guarded or self.trial.allows(count, self._plain(count, count), mixed=bool(prompts))):
             asked = time.perf_counter()
-            drafts = self.trial.ask(lambda name: self._choose(name, rows), lambda name: self._guess(name, rows))
-            self._asking_s = time.perf_counter() - asked
+            drafts = self.trial.ask(
+                lambda name: self._propose_paying(name, rows), lambda name: self._propose_all(name, rows)
+            )
+            self._propose_s = time.perf_counter() - asked
         proposed: list[list[int]] = [[] for _ in sampled_token_ids]
         for slot, draft in drafts.items():
             rows[slot].draft = draft
             proposed[slot] = draft.token_ids
-        self._asked = (len(rows) + sum(len(draft.token_ids) for draft in drafts.values()), len(rows))
-        self._since = time.perf_counter()
-        self._spent = self._since - started
-        self.drafting_s += self._spent
+        self._step_size = (len(rows) + sum(len(draft.token_ids) for draft in drafts.values()), len(rows))
+        self._step_started = time.perf_counter()
+        self._own_s = self._step_started - started
+        self.drafting_s += self._own_s
         return proposed
 
     def _open(self, prompt: np.ndarray) -> Tracked:
@@ -298,13 +313,13 @@ class Proposer:
         )
 
     def _matcher(self, expected: Sequence[_Expected]) -> Matcher | None:
-        """Return the beginning of an answer's grammar; None where it has none, or another record's is unlike it."""
+        """Return the initial state of the answer's grammar; None without one, or if it is ambiguous by the prompt."""
         texts = {one.grammar for one in expected}
         if len(texts) != 1 or not (text := texts.pop()):
             return None
         try:
             return self._grammars.matcher(text)
-        except RagspecError:  # vLLM compiles it too, and says so of the record
+        except RagspecError:  # vLLM compiles it too, and reports the error for the record
             return None
 
     @cached_property
@@ -314,26 +329,26 @@ class Proposer:
         tokenizer: Any = cached_tokenizer_from_config(self._model_config)
         return Grammars(tokenizer, int(self._model_config.get_vocab_size()), {tokenizer.eos_token_id})
 
-    def _choose(self, method: str, rows: dict[int, Tracked]) -> dict[int, Draft]:
-        """Return the drafts of `method` by slot, no longer than pays."""
-        drafts = self._guess(method, rows)
+    def _propose_paying(self, method: str, rows: dict[int, Tracked]) -> dict[int, Draft]:
+        """Return the drafts of `method` by slot, cut to the length that pays."""
+        drafts = self._propose_all(method, rows)
         if self._settings["num_tokens"] is None and drafts:
             chains = [drafts[slot].survival if slot in drafts else [] for slot in rows]
             lengths = allocate(chains, self.cost, 0)
             drafts = {slot: drafts[slot].cut(n) for slot, n in zip(rows, lengths, strict=True) if n}
         return drafts
 
-    def _guess(self, method: str, rows: dict[int, Tracked]) -> dict[int, Draft]:
-        if self._settings["num_tokens"] is None:  # chains end where nothing can pay any more
+    def _propose_all(self, method: str, rows: dict[int, Tracked]) -> dict[int, Draft]:
+        if self._settings["num_tokens"] is None:  # stop drafting where no further token could pay
             follow_to(self._drafters[method], least_acceptance(len(rows), self.cost, 0))
         limits = {slot: self._limit(row) for slot, row in rows.items() if method in row.drafters}
-        return {slot: self._guess_one(method, rows[slot], limit) for slot, limit in limits.items() if limit > 0}
+        return {slot: self._propose_one(method, rows[slot], limit) for slot, limit in limits.items() if limit > 0}
 
-    def _guess_one(self, method: str, row: Tracked, limit: int) -> Draft:
+    def _propose_one(self, method: str, row: Tracked, limit: int) -> Draft:
         draft = row.drafters[method].propose(limit)
         if row.grammar is None or row.grammar.ended or row.grammar.problem:
             return draft
         return self.forced[method].join(id(row), row.grammar, draft, limit)
 
     def _limit(self, row: Tracked) -> int:
-        return min(self._settings["num_tokens"] or self._most, row.end - len(row.tokens) - 1)
+        return min(self._settings["num_tokens"] or self._max_tokens, row.end - len(row.tokens) - 1)

@@ -1,9 +1,9 @@
-"""vLLM, driven step by step: records stream in, answers stream out, one bad record stops nothing.
+"""The vLLM runner: records stream in, answers stream out, and one bad record stops nothing.
 
     runner: vllm
     runner_args: {max_model_len: 4096, gpu_memory_utilization: 0.9}     # any argument of LLM(...)
 
-The records in flight are in vllm/stream.py. Limit: one engine in one process; several GPUs by tensor_parallel_size.
+Limit: one engine in this process; several GPUs by tensor_parallel_size.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class Runner:
         self.method = self._plan.method
         self.remembers = not config.speculation.speculative_config and VLLM in method_named(self.method).remembers
         self.cites = is_ours(self.method)
-        self._proposer: Any = None  # our drafter inside the engine, if it can be reached
-        self._drafting: dict[str, Any] = {}  # what it says about itself
-        self._undrafted: UndraftedRequests | None = None  # how records are answered without drafts, if they can be
-        self._guarded: GuardedProposer | None = None  # what judges vLLM's own drafts, if they are to be judged
+        self._proposer: Any = None  # our proposer inside the engine, if it is in this process
+        self._drafting: dict[str, Any] = {}  # its statistics
+        self._undrafted: UndraftedRequests | None = None  # runs single records without drafts, if possible
+        self._guarded: GuardedProposer | None = None  # pauses vLLM's own drafter, if possible
         self._notes: list[str] = []
-        self._judgement: list[str] = []  # what the latest run is to say of its drafts
-        self.prefill_s: float | None = None  # prefill and decoding share the engine's steps
+        self._judgement: list[str] = []  # notes of the latest run
+        self.prefill_s: float | None = None  # unknown: prefill and decoding share the engine's steps
         self.decode_s: float | None = None
         self.decode_tokens = 0
 
     def check(self) -> None:
-        """Find model, draft and tokenizers, and let vLLM judge its configuration. Raises ConfigError."""
+        """Find the model, draft and tokenizers, and let vLLM validate its configuration. Raises ConfigError."""
         plan = self._plan
         plan.check()
         self._notes += plan.notes
@@ -80,7 +80,7 @@ class Runner:
                 patch_seeds()
             try:
                 self._engine = LLMEngine.from_engine_args(EngineArgs(**revealed(plan.engine_args)))
-            except Exception as error:  # whatever stops an engine from starting
+            except Exception as error:  # anything may stop an engine from starting
                 self._free()
                 with_method = "" if self.method == PLAIN else f" with method {self.method}"
                 raise ModelError(
@@ -99,13 +99,13 @@ class Runner:
         return self
 
     def _find_proposer(self) -> None:
-        """Reach for our drafter in the engine; if it cannot be reached, it still drafts but reports nothing."""
+        """Find our proposer in the engine. In another process it still drafts, but reports nothing."""
         if hasattr(self._engine, "model_executor"):  # the engine is in this process
             found = self._engine.collective_rpc(lambda worker: getattr(worker.model_runner, "drafter", None))
             self._proposer = found[0] if len(found) == 1 else None
         if self._proposer is None:
             self.cites = False
-            self.remembers = True  # it cannot be told that a pass begins
+            self.remembers = True  # it cannot be reset between passes
             self._notes.append(f"method {self.method}: vLLM runs in other processes; passages are not cited or shared")
 
     def __exit__(self, *exc: object) -> None:
@@ -123,7 +123,7 @@ class Runner:
             cleanup_dist_env_and_memory()
 
     def warm_up(self, records: int | None = None) -> None:
-        """Answer a few tokens, so that the first record does not pay for lazy initialisation."""
+        """Answer a short prompt, so that the first record does not pay for lazy initialisation."""
         ids = self.tokenizer.encode("one two three one two three one two", special_tokens=True)
         for _ in self._stream().run([Request(-1, "warm-up", ids, Sampling(max_new_tokens=8))]):
             pass
@@ -135,7 +135,7 @@ class Runner:
             self._guarded.reset()
         stream = self._stream()
         yield from stream.run(requests)
-        if stream.tells_masked:
+        if stream.masked_logprobs:
             self._judgement.append(
                 "logprobs of structured answers are those under their grammar (-9999: not allowed there), not the "
                 "model's own: vLLM masks before it tells them"
@@ -151,7 +151,7 @@ class Runner:
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know of the engine, and of the latest run's drafts."""
+        """Notes for the user on the engine and on the latest run's drafts."""
         return self._notes + self._judgement
 
     def _stream(self) -> Stream:
@@ -169,15 +169,15 @@ class Runner:
         )
 
     def outlook(self) -> str:
-        """Return what will answer; needs check()."""
+        """Return what will answer; call check() first."""
         place = "its CPU build" if self._plan.on_cpu else "on a GPU"
         return f"vLLM ({place}) will answer, with method {self.method} and up to {self._plan.rows} records at once"
 
     def watched(self, bytes_per_s: float, flops_per_s: float) -> None:
-        """vLLM's steps are its own."""
+        """Return None: vLLM's steps cannot be profiled from here."""
 
     def about(self) -> dict[str, Any]:
-        """Return what ran: model, revision, batch size, the arguments that vLLM got."""
+        """Return the model, revision, batch size and the arguments passed to vLLM."""
         plan = self._plan
         return {
             "model": plan.source.path,

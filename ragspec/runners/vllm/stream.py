@@ -1,4 +1,10 @@
-"""A request in vLLM's words, and its counts in ours. Source: vLLM 0.32, sampling_params.py and v1/spec_decode."""
+"""Keep a bounded number of requests in flight in one vLLM engine, and convert requests and outputs.
+
+    >>> for outcome in Stream(engine, proposer, tokenizer, rows=16, ...).run(requests): ...
+
+The engine is driven step by step: `LLM.generate` returns only at the end, and one refused prompt aborts all others.
+Source: vLLM 0.32, v1/engine/llm_engine.py, sampling_params.py and v1/spec_decode.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +29,7 @@ from ragspec.stats import SpecStats
 
 
 def settings_of(sampling: Sampling, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of vLLM's SamplingParams. extra: those that win over the record's own."""
+    """Return the arguments of vLLM's SamplingParams. extra: arguments that override the record's own."""
     greedy = sampling.temperature == 0
     ours = {
         "max_tokens": sampling.max_new_tokens,
@@ -44,17 +50,17 @@ def settings_of(sampling: Sampling, extra: Mapping[str, Any]) -> dict[str, Any]:
     return ours | dict(extra)
 
 
-def is_watched(request: Request) -> bool:
-    """Return whether stop strings are looked for here: vLLM would look for them in what the model thinks, too."""
+def finds_stops_here(request: Request) -> bool:
+    """Return whether we search for stop strings: vLLM would also find them in the model's reasoning."""
     return request.thinking is not None and bool(request.sampling.stop)
 
 
 def sampling_params(kind: Any, request: Request, settings: Mapping[str, Any]) -> Any:
-    """Return the SamplingParams, of class `kind`, of one request with these settings."""
+    """Return SamplingParams (of class `kind`) for a request."""
     from vllm.sampling_params import RequestOutputKind
 
     kept = RequestOutputKind.FINAL_ONLY
-    if is_watched(request):
+    if finds_stops_here(request):
         settings, kept = {**settings, "stop": None}, RequestOutputKind.CUMULATIVE
     seed = None if request.sampling.temperature == 0 else record_seed(request.sampling.seed, request.id)
     if request.grammar:
@@ -65,26 +71,26 @@ def sampling_params(kind: Any, request: Request, settings: Mapping[str, Any]) ->
 
 
 def is_requests_fault(error: Exception) -> bool:
-    """Return whether vLLM's own checks refused a request, rather than its engine failed."""
+    """Return whether vLLM refused the request, as opposed to an engine failure."""
     from vllm import exceptions
 
     return isinstance(error, ValueError | getattr(exceptions, "VLLMClientError", ValueError))
 
 
-def logprobs_of(told: Sequence[Mapping[int, Any]], token_ids: Sequence[int], most: int) -> tuple[TokenLogprob, ...]:
-    """Return how likely each token was. told: what vLLM says of each token, and of the `most` likeliest beside it."""
+def logprobs_of(reported: Sequence[Mapping[int, Any]], token_ids: Sequence[int], most: int) -> tuple[TokenLogprob, ...]:
+    """Return the logprob of each token and of the `most` likeliest alternatives. reported: vLLM's, per token."""
     found = []
-    for ids, token in zip(told, token_ids, strict=False):
+    for ids, token in zip(reported, token_ids, strict=False):
         ranked = sorted(((other, one.logprob) for other, one in ids.items()), key=lambda pair: -pair[1])
         found.append(TokenLogprob(ids[token].logprob, tuple(ranked[:most])))
     return tuple(found)
 
 
 def spec_stats(metrics: Any, written: int, output_tokens: int) -> SpecStats:
-    """Return one request's counts. vLLM lists the steps that drafted; steps.py counts them all.
+    """Return one request's counts. vLLM lists only the steps that drafted; patches/steps.py counts all.
 
-    written: tokens that vLLM returned. output_tokens: those of them up to the end of the answer. Where nobody counted,
-    the other steps wrote a token each, and the last draft is taken not to have outrun the answer.
+    written: tokens that vLLM returned. output_tokens: those up to the end of the answer. Without the patch, every
+    other step is assumed to have generated one token, and the last draft not to have run past the answer.
     """
     stats = SpecStats()
     if metrics is not None:
@@ -99,31 +105,32 @@ def spec_stats(metrics: Any, written: int, output_tokens: int) -> SpecStats:
     return stats
 
 
-# -- a bounded number of records in flight in one engine, those that begin alike together -----------------------------
-#
-#     >>> for outcome in Stream(engine, proposer, tokenizer, rows=16, ...).run(requests): ...
-#
-# Source: vLLM 0.32, v1/engine/llm_engine.py, driven step by step: `LLM.generate` returns only at the end, and one
-# refused prompt aborts all that are queued.
-
-
+# -- stream ----------------------------------------------------------------------------------------
 log = logging.getLogger(__name__)
-AHEAD = 2  # records submitted per row of the engine's batch, so that a row never waits for one
+AHEAD = 2  # requests submitted per row of the engine's batch, so that no row waits for one
 
 
 @dataclass(slots=True)
 class _Submitted:
     request: Request
     at: float
-    undrafted: str = ""  # why nothing is drafted for it
-    seen: int = 0  # tokens of its answer in which a stop string was looked for
+    undrafted: str = ""  # why it gets no drafts
+    seen: int = 0  # answer tokens already searched for stop strings
 
 
 class Stream:
-    """One run. proposer: our drafter in the engine, or None.
+    """One run of requests through an engine.
 
-    lost: returns what of a record's settings the engine would not do where it drafts, "" for nothing. undrafted: how it
-    answers such records without drafts; None where it cannot. method: what drafts, for messages.
+    Args:
+        engine: A vLLM LLMEngine.
+        proposer: Our proposer inside it, or None.
+        tokenizer: The target's.
+        rows: Maximum batch size of the engine.
+        lookahead: Requests read ahead, to submit those with a common prefix together.
+        sampling_args: Arguments of SamplingParams that override a record's own.
+        lost: Returns which of a request's settings the engine gets wrong where it drafts, or "".
+        undrafted: Marks such requests to run without drafts; None if that is impossible, and they fail.
+        method: Name of the speculation method, for messages.
     """
 
     def __init__(
@@ -147,33 +154,33 @@ class Stream:
         self._sampling_args = dict(sampling_args)
         self._lost = lost
         self._undrafted = undrafted
-        self.tells_masked = False  # whether logprobs were told of structured answers
+        self.masked_logprobs = False  # whether logprobs of structured answers were returned
         self._method = method
-        self._flying: dict[str, _Submitted] = {}
+        self._in_flight: dict[str, _Submitted] = {}
 
     def run(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
-        """Yield outcomes as they finish. Raises ModelError where the engine itself fails."""
-        self._engine.reset_prefix_cache()  # an earlier pass must leave nothing behind
+        """Yield outcomes as they finish. Raises ModelError if the engine itself fails."""
+        self._engine.reset_prefix_cache()  # each pass starts cold
         if self._proposer is not None:
             self._proposer.reset()
         feed, queue = Feed(requests), deque[Request]()
         try:
             while True:
-                while len(self._flying) < AHEAD * self._rows:
+                while len(self._in_flight) < AHEAD * self._rows:
                     if not queue:
-                        queue.extend(_by_prefix(feed.take(self._lookahead, wait=not self._flying)))
+                        queue.extend(_by_prefix(feed.take(self._lookahead, wait=not self._in_flight)))
                     if not queue:
                         break
                     if (refused := self._submit(queue.popleft())) is not None:
                         yield refused
-                if not self._flying:
+                if not self._in_flight:
                     return
                 for output in self._step():
                     if output.finished or self._has_stopped(output):
-                        yield self._outcome(self._flying.pop(output.request_id), output)
-        finally:  # who leaves early must not find these answers in the next run
-            if self._flying:
-                self._engine.abort_request(list(self._flying))
+                        yield self._outcome(self._in_flight.pop(output.request_id), output)
+        finally:  # if the caller stops early, these answers must not show up in the next run
+            if self._in_flight:
+                self._engine.abort_request(list(self._in_flight))
 
     def _submit(self, request: Request) -> Failure | None:
         from vllm import SamplingParams
@@ -188,7 +195,7 @@ class Stream:
         prompt = {"prompt_token_ids": request.token_ids}
         try:
             self._engine.add_request(name, prompt, sampling_params(kind, request, settings))
-        except Exception as error:  # whatever the engine refuses is this record's failure
+        except Exception as error:  # a refused request fails alone
             log.debug("vLLM refuses a record", exc_info=error)
             return Failure(
                 request.index,
@@ -203,14 +210,14 @@ class Stream:
                 grammar=request.grammar,
                 most=request.sampling.max_new_tokens,
             )
-        self._flying[name] = _Submitted(request, perf_counter(), lost)
+        self._in_flight[name] = _Submitted(request, perf_counter(), lost)
         return None
 
     def _step(self) -> list[Any]:
         try:
             outputs: list[Any] = self._engine.step()
-        except Exception as error:  # an engine that fails in a step has lost its rows
-            self._flying.clear()
+        except Exception as error:  # after a failed step the engine's requests are lost
+            self._in_flight.clear()
             raise ModelError(
                 f"vLLM's engine stopped (method {self._method}): {one_line(error)}; finished answers are kept, "
                 "run again to continue"
@@ -218,21 +225,21 @@ class Stream:
         return outputs
 
     def _has_stopped(self, output: Any) -> bool:
-        """Return whether an answer that is under way has a stop string, and end it."""
-        submitted = self._flying[output.request_id]
+        """Return whether an unfinished answer contains a stop string, after aborting it in the engine."""
+        submitted = self._in_flight[output.request_id]
         request, answer = submitted.request, output.outputs[0].token_ids
-        if not is_watched(request):
+        if not finds_stops_here(request):
             return False
         fresh, submitted.seen = len(answer) - submitted.seen, len(answer)
         least = stop_strings_from(request, answer, self._tokenizer)
-        # only in what is new: a thought has thousands of tokens, and every step would read them all
+        # search only the new tokens: reasoning has thousands, and every step would read them all
         if least >= len(answer) or not ends_with_stop(self._tokenizer, answer, fresh, request.sampling.stop, least):
             return False
         self._engine.abort_request([output.request_id])
         return True
 
     def _trimmed(self, request: Request, answer: Sequence[int]) -> tuple[list[int], str]:
-        """Return an answer up to its first stop string: vLLM's ends with a whole step."""
+        """Return the answer up to its first stop string; vLLM's ends with a whole step."""
         least = stop_strings_from(request, answer, self._tokenizer)
         return trim(list(answer), frozenset(), request.sampling.stop, self._tokenizer, least)
 
@@ -247,7 +254,7 @@ class Stream:
                 return Failure(request.index, "structured: vLLM cannot go on with its grammar", "RecordError")
             return Failure(request.index, f"vLLM ended it with {reason!r}")
         metrics, most = output.metrics, request.sampling.logprobs
-        self.tells_masked |= most is not None and bool(request.grammar)
+        self.masked_logprobs |= most is not None and bool(request.grammar)
         return Generation(
             request.index,
             token_ids,
@@ -264,6 +271,6 @@ class Stream:
 
 
 def _by_prefix(requests: list[Request]) -> list[Request]:
-    """Return requests ordered for the prefix cache: by prefix, those that save the most first."""
+    """Return the requests grouped by common prefix for the prefix cache, largest saving first."""
     prompts = [array("i", request.token_ids) for request in requests]
     return [requests[index] for group in largest_first(grouped(prompts), prompts) for index in group]

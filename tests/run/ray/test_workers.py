@@ -75,17 +75,17 @@ def test_records_that_share_passages_stay_together(tmp_path, address):
     workers = {}
     from ragspec.run.ray import driver
 
-    heard = driver.RayPass.take_output
+    handle_output = driver.RayPass.handle_output
 
-    def hear(self, handle, word):
-        workers.update((answered.index, handle.name) for answered in word.lines)
-        heard(self, handle, word)
+    def record(self, handle, message):
+        workers.update((answered.index, handle.name) for answered in message.lines)
+        handle_output(self, handle, message)
 
-    driver.RayPass.take_output = hear
+    driver.RayPass.handle_output = record
     try:
         answered(tmp_path, "out", source, **slow, **scaled(address))
     finally:
-        driver.RayPass.take_output = heard
+        driver.RayPass.handle_output = handle_output
     homes = [Counter(workers[i] for i in range(passage, 140, 7)) for passage in range(7)]
     assert len(set(workers.values())) == 2
     assert sum(max(home.values()) for home in homes) >= 0.8 * 140

@@ -1,6 +1,6 @@
-"""What is changed in vLLM's own code, a module each; every one says what it changes, why, and until when.
+"""Changes to vLLM's own code, one module each; every one says what it changes, why, and until when.
 
-A test resolves each name in `changes` in the installed vLLM, so a release that moves one is noticed before users do.
+A test resolves each name in `changes` in the installed vLLM, so that a release that moves one fails there first.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A change to vLLM's code, made in an engine of this process only.
+    """A change to vLLM's code, made in engines of this process only.
 
-    changes: the attributes that are replaced, as "module:object.attribute". versions: of vLLM for which it was read.
-    why: what is wrong without it. upstream: the thread about it, "" where none is known. until: when it can go.
+    changes: replaced attributes, as "module:object.attribute". versions: of vLLM that it was written for. why: what
+    goes wrong without it. upstream: the thread about it, "" if none is known. until: when it can be removed.
     """
 
     changes: tuple[str, ...]

@@ -1,13 +1,13 @@
-"""vLLM's own drafters, judged by the seconds of its steps and paused while they lose.
+"""Time the steps of vLLM's own drafters, and pause drafting while it makes steps slower.
 
-    guarded = Guarded.within(engine, pauses=True)        # None where the engine cannot be reached
+    guarded = GuardedProposer.within(engine, pauses=True)        # None if the engine cannot be reached
 
-While drafts are paused, vLLM is told that the batch does not fit its drafter, a case that it knows. For a single plain
-step the drafter runs all the same, so that its keys and values have no gap, and what it drafts is dropped. Batches
-that sample are left alone, or a clock would decide on their text. Steps that compute prompts teach nothing, so the
-first ones go without drafts until other steps have shown what these are worth. Source: vLLM 0.32,
-v1/worker/gpu_model_runner.py (sample_tokens), v1/core/sched/scheduler.py. Limits: those of undrafted.py; rows that
-were answered during a pause have gaps in the drafter's cache, and are guessed worse after it.
+During a pause vLLM is told that the batch does not fit its drafter, a case that it handles. For a single plain step the
+drafter still runs, so that its KV cache has no gap, and its drafts are dropped. Batches with sampled records are left
+alone, or their text would depend on timing. Steps that compute prompts are not compared, so the first ones go without
+drafts until other steps have shown whether drafts pay. Source: vLLM 0.32, v1/worker/gpu_model_runner.py
+(sample_tokens), v1/core/sched/scheduler.py. Limits: those of undrafted.py; rows answered during a pause have gaps in
+the drafter's KV cache and get worse drafts afterwards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from typing import Any, Self
 
 from ragspec.runners.vllm.patches import Patch
-from ragspec.runners.vllm.patches.undrafted import drop_drafts, reached
+from ragspec.runners.vllm.patches.undrafted import drop_drafts, reach
 from ragspec.speculation.speculation_guard import SpeculationGuard
 from ragspec.speculation.step_cost import FittedCost
 
@@ -33,44 +33,44 @@ PATCH = Patch(
     upstream="https://github.com/vllm-project/vllm/issues/6993",
     until="vLLM chooses draft lengths by what steps take",
 )
-BLIND = 32  # steps that compute prompts and go without drafts, as long as nobody knows what those are worth
+BLIND = 32  # maximum steps with prompts that go without drafts because nothing is known yet
 
 
 class GuardedProposer:
-    """What has been changed in an engine. pauses: whether drafts are paused, or only judged."""
+    """Wraps one engine. pauses: whether drafts are paused, or only timed."""
 
     def __init__(self, core: Any, model_runner: Any, *, pauses: bool) -> None:
         self._pauses = pauses
         spec = model_runner.speculative_config
-        self._reads = bool(spec.use_eagle() or spec.uses_draft_model())  # a drafter with keys and values of its own
-        # what is expected of plain steps: the shape that it begins with, for it never learns
+        self._has_kv_cache = bool(spec.use_eagle() or spec.uses_draft_model())  # of the drafter itself
+        # expected cost of plain steps: the initial shape, never fitted
         self._plain = FittedCost()
         self.reset()
-        self._watch(model_runner)
-        self._decide(model_runner)
+        self._time_steps(model_runner)
+        self._gate_drafter(model_runner)
         drop_drafts(core.scheduler, lambda _: self._dropping)
 
     @classmethod
     def within(cls, engine: Any, *, pauses: bool) -> Self | None:
-        """Return what judges the drafts of an engine that speculates, None where it cannot be reached."""
-        found = reached(engine)
+        """Wrap a speculating engine; return None if it cannot be reached."""
+        found = reach(engine)
         return cls(*found, pauses=pauses) if found else None
 
     def reset(self) -> None:
-        """Forget everything: a run starts as a fresh one does."""
+        """Forget all measurements, as for a new run."""
         self._guard = SpeculationGuard()
-        self._rows = self._drafted = 0  # of the step under way; tokens of drafts that it verifies
+        self._rows = self._drafted = 0  # rows of the step in progress; draft tokens that it verifies
         self._prompts = self._dropping = False
-        self._blind = 0  # steps that went without drafts as nothing was known of them
-        self._since = 0.0  # when it began
-        self._spent = self._spending = 0.0  # seconds that its drafts took, if wanted, and that those of the next one do
+        self._unknown_steps = 0  # steps that went without drafts because nothing was known yet
+        self._step_started = 0.0
+        self._draft_s = self._next_draft_s = 0.0  # seconds to draft for this step, if its drafts are used; for the next
 
     def about(self) -> dict[str, Any]:
-        """Return what the statistics say."""
+        """Return the guard's statistics."""
         return {"guard": self._guard.about()}
 
     def note(self, method: str) -> str:
-        """Return what the user should know, "" if drafts were no loss."""
+        """Return a note for the user if drafts were a loss, or ""."""
         found = self._guard.about()
         if not found["pauses"]:
             return ""
@@ -79,8 +79,8 @@ class GuardedProposer:
             return f"{slower}; {found['paused_steps']} steps did without them"
         return f"{slower}; leave out num_tokens to have them paused, or use method: none or context"
 
-    def _watch(self, model_runner: Any) -> None:
-        """Take the time of each step, of its drafts too, and count what it does."""
+    def _time_steps(self, model_runner: Any) -> None:
+        """Wrap the model runner to time each step and its drafting, and to count tokens."""
         execute, sample = model_runner.execute_model, model_runner.sample_tokens
         propose = model_runner.propose_draft_token_ids
 
@@ -91,7 +91,7 @@ class GuardedProposer:
         def timed_propose(*arguments: Any, **named: Any) -> Any:
             started = time.perf_counter()
             drafts = propose(*arguments, **named)
-            self._spending = time.perf_counter() - started
+            self._next_draft_s = time.perf_counter() - started
             return drafts
 
         def timed_sample(*arguments: Any, **named: Any) -> Any:
@@ -106,22 +106,22 @@ class GuardedProposer:
         model_runner.propose_draft_token_ids = timed_propose
 
     def _begin(self, tokens: dict[str, int], drafts: dict[str, list[int]]) -> None:
-        """A step begins. tokens, drafts: of its records, by name."""
-        spent = 0.0 if self._dropping else self._spending
-        self._since, self._spent, self._spending = time.perf_counter(), spent, 0.0
+        """Start timing a step. tokens, drafts: scheduled for each request, by id."""
+        spent = 0.0 if self._dropping else self._next_draft_s
+        self._step_started, self._draft_s, self._next_draft_s = time.perf_counter(), spent, 0.0
         self._rows = len(tokens)
         self._drafted = sum(len(draft) for draft in drafts.values())
         self._prompts = any(count > 1 + len(drafts.get(name, ())) for name, count in tokens.items())
 
     def _end(self, written: int) -> None:
-        """The step wrote so many tokens."""
+        """Report the step to the guard. written: tokens that it generated."""
         if self._rows and not self._prompts:
-            seconds = time.perf_counter() - self._since - self._spending + self._spent
+            seconds = time.perf_counter() - self._step_started - self._next_draft_s + self._draft_s
             expected = self._plain(self._rows, self._rows)
-            self._guard.observe(self._rows, self._drafted, written, seconds, expected, self._spent)
+            self._guard.observe(self._rows, self._drafted, written, seconds, expected, self._draft_s)
 
-    def _decide(self, model_runner: Any) -> None:
-        """Let the guard say whether the next step drafts, where vLLM asks whether its drafter has room."""
+    def _gate_drafter(self, model_runner: Any) -> None:
+        """Let the guard decide whether the next step drafts, where vLLM asks whether the batch fits its drafter."""
         fits = model_runner._input_fits_in_drafter
 
         def fits_and_pays(*arguments: Any) -> bool:
@@ -132,13 +132,13 @@ class GuardedProposer:
                 return True
             paused = self._guard.pausing
             allowed = self._guard.allows(self._rows, self._plain(self._rows, self._rows), self._prompts)
-            self._dropping = self._waits() or (not allowed and (self._pauses or not paused))
-            return not (self._dropping and self._reads and self._guard.pausing)
+            self._dropping = self._skips_unknown() or (not allowed and (self._pauses or not paused))
+            return not (self._dropping and self._has_kv_cache and self._guard.pausing)
 
         model_runner._input_fits_in_drafter = fits_and_pays
 
-    def _waits(self) -> bool:
-        """Return whether the next step goes without drafts as it probably computes prompts, and nothing is known."""
-        waits = self._pauses and self._prompts and not self._guard.knows and self._blind < BLIND
-        self._blind += waits
+    def _skips_unknown(self) -> bool:
+        """Return whether to go without drafts because the next step likely computes prompts and nothing is known."""
+        waits = self._pauses and self._prompts and not self._guard.knows and self._unknown_steps < BLIND
+        self._unknown_steps += waits
         return waits

@@ -1,9 +1,9 @@
-"""Seeds in vLLM's CPU build: a sampled record whose prompt is computed in pieces would end the engine.
+"""Seeds in vLLM's CPU build: a sampled record with a chunked prefill would end the engine.
 
-vLLM draws a token after every piece, drops it, and sets the record's generator back by its offset, which a generator of
-a CPU does not have ("CPU Generator does not use offset"). Nothing has been written by then, so setting it to its seed
-is the same. Source: vLLM 0.32, GPUModelRunner._bookkeeping_sync. Limit: an engine in this process; a record that was
-preempted after its first token begins its noise anew.
+vLLM samples a token after every chunk, drops it, and rewinds the record's generator by its offset, which CPU generators
+do not have ("CPU Generator does not use offset"). At that point nothing has been generated, so re-seeding is
+equivalent. Source: vLLM 0.32, GPUModelRunner._bookkeeping_sync. Limit: an engine in this process; a record that is
+preempted after its first token restarts its noise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PATCH = Patch(
 
 
 def patch_seeds() -> None:
-    """Let records with seeds be computed in pieces, in engines of this process."""
+    """Allow seeds with chunked prefill, in engines of this process."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     keep_books = GPUModelRunner._bookkeeping_sync

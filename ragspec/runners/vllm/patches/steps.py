@@ -1,14 +1,13 @@
-"""vLLM's steps without drafts that nobody drafted, and counted.
+"""Count vLLM's steps per request, and keep placeholder drafts out of the counts.
 
     patch_steps(engine)
-    written_in(answer.spec_decode_metrics)      # steps that wrote tokens of a record, None where they are not counted
+    written_in(answer.spec_decode_metrics)      # steps that generated tokens of a request, None if not counted
 
-vLLM fills up a row of which one token is left to compute with drafts of -1, for the shapes of a GPU's graphs; where one
-row is too long for the drafter, all verify zeros. Both would count as drafts, and records that are to have none would
-be sampled with them. What it says of a record is what each draft was worth, also beyond the end of the answer, so how
-many other steps there were cannot be told from it.
-Source: vLLM 0.32, v1/core/sched/scheduler.py (schedule, _update_request_with_output), v1/worker/gpu_model_runner.py
-(sample_tokens). Limits: those of undrafted.py.
+vLLM pads a row with one token left to compute with drafts of -1, to match the shapes of CUDA graphs; if one row is too
+long for the drafter, all rows verify zeros. Both would count as drafts, and records without drafts would be sampled
+with them. Its metrics list only steps with drafts, including tokens past the end of the answer, so the number of other
+steps cannot be derived from them. Source: vLLM 0.32, v1/core/sched/scheduler.py (schedule,
+_update_request_with_output), v1/worker/gpu_model_runner.py (sample_tokens). Limits: those of undrafted.py.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from ragspec.runners.vllm.patches import Patch
-from ragspec.runners.vllm.patches.undrafted import drop_drafts, reached
+from ragspec.runners.vllm.patches.undrafted import drop_drafts, reach
 
 PATCH = Patch(
     changes=(
@@ -30,26 +29,26 @@ PATCH = Patch(
     upstream="",
     until="vLLM's metrics of a request say how many steps wrote its tokens",
 )
-WRITTEN = "ragspec_steps"  # of vLLM's metrics of a record
+WRITTEN = "ragspec_steps"  # attribute added to vLLM's metrics of a request
 
 
 def patch_steps(engine: Any) -> None:
-    """Change an engine that speculates, if it can be reached."""
-    found = reached(engine)
+    """Patch a speculating engine, if it can be reached."""
+    found = reach(engine)
     if found is not None:
         core, model_runner = found
-        fill_up_nothing(core.scheduler)
-        verify_nothing_unasked(core.scheduler, model_runner)
+        skip_placeholders(core.scheduler)
+        drop_unproposed(core.scheduler, model_runner)
         count_steps(core.scheduler)
 
 
 def written_in(metrics: Any) -> int | None:
-    """Return in how many steps a record was written, None where nobody counted."""
+    """Return in how many steps tokens of a request were generated, None if not counted."""
     return getattr(metrics, WRITTEN, None)
 
 
-def fill_up_nothing(scheduler: Any) -> None:
-    """Let rows begin without drafts: vLLM fills them up as long as it knows of speculation."""
+def skip_placeholders(scheduler: Any) -> None:
+    """Start rows without placeholder drafts, which vLLM adds whenever speculation is configured."""
     schedule = scheduler.schedule
 
     def schedule_unfilled(*arguments: Any, **named: Any) -> Any:
@@ -64,8 +63,8 @@ def fill_up_nothing(scheduler: Any) -> None:
     scheduler.schedule = schedule_unfilled
 
 
-def verify_nothing_unasked(scheduler: Any, model_runner: Any) -> None:
-    """Let rows verify nothing where the drafter had no room."""
+def drop_unproposed(scheduler: Any, model_runner: Any) -> None:
+    """Drop the zeros that rows would verify if the batch did not fit the drafter."""
     fits, room = model_runner._input_fits_in_drafter, [True]
 
     def fits_noted(*arguments: Any) -> bool:
@@ -77,7 +76,7 @@ def verify_nothing_unasked(scheduler: Any, model_runner: Any) -> None:
 
 
 def count_steps(scheduler: Any) -> None:
-    """Count the steps in which each record was written."""
+    """Count the steps in which each request got tokens."""
     update = scheduler._update_request_with_output
 
     def update_counted(request: Any, *arguments: Any, **named: Any) -> Any:

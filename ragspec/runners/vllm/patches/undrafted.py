@@ -1,12 +1,12 @@
-"""Records that vLLM would get wrong while it speculates, answered without drafts by the same engine.
+"""Run single records without drafts in a speculating engine, where vLLM would sample them wrongly with drafts.
 
-    undrafted = UndraftedRequests.within(engine)        # None where the engine cannot be reached
+    undrafted = UndraftedRequests.within(engine)        # None if the engine cannot be reached
     engine.add_request(name, prompt, undrafted.params(logit_bias={7: 2.0}))
 
-A row without a draft is sampled as in plain decoding, whatever the others do: so the drafts of such rows are dropped,
-the processors that vLLM leaves out of an engine that speculates are put back (min_p, logit_bias), and its check, which
-refuses them for the whole engine, is passed. Source: vLLM 0.32, v1/sample/rejection_sampler.py, sampling_params.py.
-Limit: the model runner "V1" in this process, one device, without asynchronous scheduling.
+A row without a draft is sampled as in plain decoding, whatever other rows do. So the drafts of such rows are dropped,
+the processors that vLLM leaves out of a speculating engine (min_p, logit_bias) are restored, and its check, which
+refuses them for the whole engine, is skipped. Source: vLLM 0.32, v1/sample/rejection_sampler.py, sampling_params.py.
+Limit: model runner "V1" in this process, one device, no asynchronous scheduling.
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ LOST = {
 
 
 def lost(settings: Mapping[str, Any], on_cpu: bool) -> str:
-    """Return what of SamplingParams' arguments vLLM would not do right while speculating, "" if there is nothing."""
+    """Return which of SamplingParams' arguments vLLM gets wrong while it speculates, or ""."""
     wrong = [key for key in ("logit_bias", "min_p") if settings.get(key)]
     if on_cpu and settings.get("temperature"):
         wrong.append("temperature")
     return f"{wrong[0]}: {LOST[wrong[0]]}" if wrong else ""
 
 
-def can_be_undrafted(config: Any) -> bool:
-    """Return whether an engine of this VllmConfig could be reached."""
+def is_reachable(config: Any) -> bool:
+    """Return whether an engine of this VllmConfig can be patched."""
     from vllm import envs
 
     one = config.parallel_config.world_size == 1 and not envs.VLLM_ENABLE_V1_MULTIPROCESSING
     return bool(one and not config.scheduler_config.async_scheduling and not config.use_v2_model_runner)
 
 
-def reached(engine: Any) -> tuple[Any, Any] | None:
-    """Return the core and the model runner of an engine in this process, None where they cannot be reached."""
+def reach(engine: Any) -> tuple[Any, Any] | None:
+    """Return the core and model runner of an engine in this process, None if they cannot be reached."""
     core = getattr(engine.engine_core, "engine_core", None)
-    if core is None or not can_be_undrafted(engine.vllm_config):
+    if core is None or not is_reachable(engine.vllm_config):
         return None
     found = engine.collective_rpc(lambda worker: worker.model_runner)
     return (core, found[0]) if len(found) == 1 else None
 
 
 def drop_drafts(scheduler: Any, dropped: Callable[[str], bool]) -> None:
-    """Let vLLM's scheduler forget what was drafted for the records that are `dropped`, by name, whoever drafted it."""
+    """Make vLLM's scheduler drop the drafts of requests for which `dropped(request id)` is true."""
     update = scheduler.update_draft_token_ids
 
     def update_some(drafted: Any) -> None:
@@ -77,7 +77,7 @@ def drop_drafts(scheduler: Any, dropped: Callable[[str], bool]) -> None:
 
 
 class UndraftedRequests:
-    """What has been changed in an engine. params: makes the SamplingParams of a record without drafts."""
+    """Patches an engine. params: the SamplingParams class of a record without drafts."""
 
     def __init__(self, core: Any, model_runner: Any, *, on_cpu: bool) -> None:
         self.params = _unchecked_params()
@@ -85,12 +85,12 @@ class UndraftedRequests:
         drop_drafts(scheduler, lambda name: self._is_undrafted(scheduler.requests.get(name)))
         _restore_processors(model_runner)
         if on_cpu:
-            _mend_cpu_sampling()
+            _patch_cpu_sampling()
 
     @classmethod
     def within(cls, engine: Any, *, on_cpu: bool) -> UndraftedRequests | None:
-        """Return what makes undrafted records possible in an engine that speculates, None where nothing can."""
-        found = reached(engine)
+        """Patch a speculating engine; return None if it cannot be reached."""
+        found = reach(engine)
         return cls(*found, on_cpu=on_cpu) if found else None
 
     def _is_undrafted(self, request: Any) -> bool:
@@ -98,7 +98,7 @@ class UndraftedRequests:
 
 
 def _unchecked_params() -> Any:
-    """Return SamplingParams that vLLM does not check for speculation."""
+    """Return a SamplingParams class that skips vLLM's check for speculation."""
     from vllm import SamplingParams
 
     class Params(SamplingParams):  # type: ignore[misc]
@@ -108,7 +108,7 @@ def _unchecked_params() -> Any:
 
 
 def _restore_processors(model_runner: Any) -> None:
-    """Give an engine that speculates the processors of one that does not; drafts do not pass through them."""
+    """Add the logits processors that a speculating engine lacks; drafts do not pass through them."""
     from vllm.utils.torch_utils import PIN_MEMORY
     from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS
 
@@ -119,11 +119,11 @@ def _restore_processors(model_runner: Any) -> None:
             (there.argmax_invariant if made.is_argmax_invariant() else there.non_argmax_invariant).append(made)
 
 
-def _mend_cpu_sampling() -> None:
-    """Let sampled rows without drafts be in a batch of vLLM's CPU build, beside greedy ones that have some.
+def _patch_cpu_sampling() -> None:
+    """Let sampled rows without drafts share a batch with greedy rows with drafts, in vLLM's CPU build.
 
-    Its kernel fills a copy that is dropped, and greedy drafts would be judged by what is in memory; top_k without any
-    draft in the batch ends the engine, as the most of no numbers is asked for.
+    Its kernel writes the sampling settings into a copy that is dropped, so greedy drafts would be verified against
+    uninitialised memory; top_k with no draft in the batch fails on the maximum of an empty tensor.
     """
     from vllm.v1.sample import rejection_sampler
 
@@ -139,9 +139,9 @@ def _mend_cpu_sampling() -> None:
 def expanded(
     x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0
 ) -> torch.Tensor:
-    """Return each row's number once per draft token. x: (rows,). cu_num_tokens: (rows,) running sums of draft tokens.
+    """Return each row's number once per draft token, with `replace_from` replaced by `replace_to`.
 
-    `replace_from` becomes `replace_to`.
+    x: (rows,). cu_num_tokens: (rows,) running sums of draft tokens.
     """
     import torch
 
