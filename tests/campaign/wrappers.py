@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError, RecordError
-from ragspec.inputs.values import FIELDS as STRUCTURE
+from ragspec.inputs.values import FORM_FIELDS as STRUCTURE
 from ragspec.inputs.values import structured_of
 from ragspec.structured.schema import nodes, unwrapped
 from tests.campaign.damage import change_value
