@@ -1,4 +1,9 @@
-"""Files that only their owner can read: everything written about a run, since a config may contain private values."""
+"""Files and folders of an output: private files, folders here and on object stores, small JSON documents.
+
+>>> folder = LocalFolder(Path("answers.parquet")); folder.create("part-00000.parquet", b"...")
+
+Files about a run are readable only by their owner (mode 0600), since a config may contain private values.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +26,19 @@ MODE = 0o600
 
 
 def open_private(path: Path, *, append: bool = False) -> IO[bytes]:
-    """Return `path` open for writing, empty unless `append`, readable by its owner only from before the first byte."""
+    """Return `path` open for writing, truncated unless `append`, with mode 0600 before the first byte is written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kind = os.O_APPEND if append else os.O_TRUNC
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | kind, MODE)
-    with suppress(OSError):  # a file system without owners
-        os.fchmod(file, MODE)  # an older file may be readable by all
+    with suppress(OSError):  # file systems without owners
+        os.fchmod(file, MODE)  # an existing file may be readable by all
     return os.fdopen(file, "wb")
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write `content` to `path` whole or not at all, so that it survives a power cut, readable by its owner only."""
-    path = Path(os.path.realpath(path))  # a link stays one
-    draft = path.with_name(f".{path.name}.draft")  # one name: what a killed run leaves is written over
+    """Write `content` to `path` atomically and durably, readable only by its owner."""
+    path = Path(os.path.realpath(path))  # keeps a symbolic link
+    draft = path.with_name(f".{path.name}.draft")  # a fixed name, so that the draft of a killed run is overwritten
     with open_private(draft) as file:
         file.write(content)
         file.flush()
@@ -42,12 +47,9 @@ def write_private(path: Path, content: bytes) -> None:
     sync_folder(path.parent)
 
 
-# -- folders that take whole files: one on this machine, or an object store's -----------------------------------------
-#
-# >>> folder = LocalFolder(Path("answers.parquet")); folder.create("part-00000.parquet", b"...")
+# -- folders ---------------------------------------------------------------------------------------
 
-
-OBJECTS = {"s3", "s3a", "gs", "gcs"}  # stores whose files can be created exclusively
+OBJECTS = {"s3", "s3a", "gs", "gcs"}  # stores that can create a file exclusively
 TAKEN = "is there already, with other answers: another run is writing this output"
 
 
@@ -55,26 +57,26 @@ class Folder(Protocol):
     """Files by name. Every method raises OSError."""
 
     def names(self) -> list[str]:
-        """Return the names of the files in it; none where it is not there."""
+        """Return the names of the files, none if the folder does not exist."""
 
     def read(self, name: str) -> bytes:
         """Return a file's content."""
 
     def create(self, name: str, data: bytes) -> None:
-        """Write a file whole or not at all. Raises FileExistsError if one of that name holds something else."""
+        """Write a new file atomically. Raises FileExistsError if the name exists with other content."""
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file whole or not at all, over one of that name."""
+        """Write a file atomically, replacing one of the same name."""
 
     def delete(self, name: str) -> None:
-        """Delete a file, if it is there."""
+        """Delete a file if it exists."""
 
     def set_aside(self, names: list[str]) -> None:
-        """Move files to the first of FOLDER.1, FOLDER.2, ... that is free."""
+        """Move files to the first free one of FOLDER.1, FOLDER.2, ..."""
 
 
 class LocalFolder:
-    """A folder on this machine. Whoever writes it has locked it (parts.py)."""
+    """A folder on this machine, locked by its writer (parts.py)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -111,7 +113,7 @@ class LocalFolder:
 
 
 class RemoteFolder:
-    """A prefix of an object store, or a folder of any file system that fsspec knows."""
+    """A prefix of an object store, or a folder of any file system that fsspec supports."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self.url = url.rstrip("/")
@@ -145,14 +147,14 @@ class RemoteFolder:
                 else:
                     self.put(name, data)
             except FileExistsError:
-                # ours, if the connection broke after it was stored, and it was sent again
+                # equal content: our own write was retried after the connection broke
                 if self.read(name) != data:
                     raise FileExistsError(errno.EEXIST, TAKEN, url) from None
 
     def put(self, name: str, data: bytes) -> None:
         path = f"{self._path}/{name}"
         with address_errors(f"{self.url}/{name}"):
-            if self._exclusive:  # an object is there as a whole, or not at all
+            if self._exclusive:  # objects appear atomically
                 self._system.pipe_file(path, data)
                 return
             self._system.makedirs(self._path, exist_ok=True)
@@ -176,18 +178,16 @@ class RemoteFolder:
                 self._system.rm_file(f"{self._path}/{name}")
 
 
-# -- small JSON files beside the lines of an output: in a file of this machine, or in a folder of any kind ------------
-#
-# >>> LocalDocument(Path("out/answers.stats.json")).write({"records": 10})
+# -- documents -------------------------------------------------------------------------------------
 
 
 def encoded(value: Any) -> bytes:
-    """Return a document's content: JSON for people to read."""
+    """Return a document as indented JSON."""
     return dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE)
 
 
 def decoded(data: bytes) -> dict[str, Any]:
-    """Return what a document says; nothing where it is not one."""
+    """Return a document's content, {} if it is invalid."""
     try:
         value = loads(data)
     except ValueError:
@@ -196,12 +196,15 @@ def decoded(data: bytes) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` to `path` whole or not at all, for its owner's eyes, to survive a power cut. Raises OSError."""
+    """Write `value` to `path` as JSON, atomically and durably, readable only by its owner. Raises OSError."""
     write_private(path, encoded(value))
 
 
 class LocalDocument:
-    """A file on this machine, which only its owner can read."""
+    """A JSON file on this machine, readable only by its owner.
+
+    >>> LocalDocument(Path("out/answers.stats.json")).write({"records": 10})
+    """
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
@@ -218,7 +221,7 @@ class LocalDocument:
 
 
 class FolderDocument:
-    """A file in a folder."""
+    """A JSON file in a folder."""
 
     def __init__(self, folder: Folder, name: str) -> None:
         self.name = name
