@@ -1,10 +1,10 @@
-"""What a drafter is: it sees token ids and guesses the next ones. It may be wrong; it can never change an answer.
+"""The drafter protocol: guess the next token ids from those seen. A wrong guess costs time and never changes an answer.
 
     >>> row = PromptLookup().open([5, 6, 7, 5, 6])
     >>> row.propose(3).token_ids
     [7, 5, 6]
 
-Standard library only, so that any engine can serve it.
+Standard library only, so that any engine can use it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from typing import Any, Protocol
 class Draft:
     """A chain of guessed tokens.
 
-    survival[j]: the probability that tokens 0 to j are all right; it never rises. sources[j]: the position in the
-    row's own prompt that token j was copied from, or None. probabilities: (tokens, vocab), what a draft model
-    sampled its tokens from; None where they were not sampled.
+    Attributes:
+        token_ids: the guesses.
+        survival: at [j], the probability that tokens 0 to j are all right; never rises.
+        sources: at [j], the position in the row's own prompt that token j was copied from, or None.
+        probabilities: (tokens, vocab), the distributions that a draft model sampled from; None if not sampled.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -40,29 +42,27 @@ class RowDrafter(Protocol):
     """Drafts for one record."""
 
     def propose(self, limit: int) -> Draft:
-        """Return up to `limit` guesses for the tokens that follow what this row has seen."""
+        """Return up to `limit` guesses for the tokens that follow those seen."""
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Take in what the target really wrote, right after each step."""
+        """Add the tokens that the target emitted. Called after each step."""
 
     def close(self) -> None:
-        """The answer is finished."""
+        """Finish: the answer is complete."""
 
 
 class Drafter(Protocol):
-    """Opens a RowDrafter for each record. What it keeps between records may only make guesses better."""
+    """Opens a RowDrafter per record. State kept between records may only affect the quality of guesses."""
 
     def open(self, prompt: Sequence[int], passages: Sequence[tuple[int, int]] = ()) -> RowDrafter:
-        """prompt: token ids. passages: (start, end) positions in it of the retrieved passages, where known."""
+        """Return the drafter of one record. prompt: token ids. passages: (start, end) of each in it, if known."""
 
 
-# -- no guesses of its own: what a record's grammar forces is drafted all the same, with every drafter ----------------
-#
-# speculation: {method: grammar}
+# -- no drafts -------------------------------------------------------------------------------------
 
 
 class NoDrafter:
-    """Drafts nothing."""
+    """Drafts nothing itself (method `grammar`). What a record's grammar forces is drafted with every drafter."""
 
     def open(self, prompt: Sequence[int], passages: Sequence[tuple[int, int]] = ()) -> NoRowDrafter:
         """Return the drafter of one record."""
@@ -70,14 +70,14 @@ class NoDrafter:
 
 
 class NoRowDrafter:
-    """Nothing, for one record."""
+    """Empty drafts for one record."""
 
     def propose(self, limit: int) -> Draft:
         """Return an empty draft."""
         return Draft()
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Learn nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Keep nothing."""
+        """Do nothing."""
