@@ -99,12 +99,12 @@ def _type_of(keys: list[str], runner: Any) -> Any:
     """Return the type of a key, Any if no model defines it."""
     if keys[0] == "runner_args" and len(keys) > 1:
         names = CHOICES if runner in (None, AUTO) else (runner,)
-        found = (_inside(runners.module(name).Args, keys[1:]) for name in names if name in runners.names())
+        found = (_nested_type(runners.module(name).Args, keys[1:]) for name in names if name in runners.names())
         return next((kind for kind in found if kind is not Any), Any)
-    return _inside(RunConfig, keys)
+    return _nested_type(RunConfig, keys)
 
 
-def _inside(kind: Any, keys: list[str]) -> Any:
+def _nested_type(kind: Any, keys: list[str]) -> Any:
     for key in keys:
         forms = list(_forms(kind))
         section = next((form for form in forms if _is_section(form)), None)

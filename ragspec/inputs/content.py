@@ -171,7 +171,7 @@ class Stream:
         self._stack = ExitStack()
         if member is None:
             self._raw: Any = self._open()
-            if _waits(self._raw):
+            if _may_block(self._raw):
                 self._raw = self.pipe = self._stack.enter_context(Pipe(self._raw.fileno()))
         else:
             archive = self._stack.enter_context(opened_archive(path, options))
@@ -211,10 +211,10 @@ class Stream:
     def look(self) -> Self:
         """Detect the content and return self; waits for the first line of a pipe."""
         file = _PeekReader(self._raw)
-        while (packing := _named(PACKINGS, file.first_bytes())) in UNPACK and len(self.packed) < LAYERS:
+        while (packing := _kind_by_magic(PACKINGS, file.first_bytes())) in UNPACK and len(self.packed) < LAYERS:
             file = _PeekReader(self._stack.enter_context(UNPACK[packing](file)))
             self.packed = (*self.packed, packing)
-        self.kind = "zip" if packing == "zip" else _named(TABLES, file.seen)
+        self.kind = "zip" if packing == "zip" else _kind_by_magic(TABLES, file.seen)
         self.encoding = encoding_of(file.seen)
         if self.encoding is not None:
             file = _PeekReader(_Utf8(file, self.encoding))
@@ -236,7 +236,7 @@ def opened_archive(path: str, options: Mapping[str, Any] | None = None) -> zipfi
 def unpacked(content: bytes) -> bytes:
     """Return a file's content, decompressed if necessary. A zip archive stays packed."""
     for _ in range(LAYERS):
-        unpack = UNPACK.get(_named(PACKINGS, content[:LONGEST_MAGIC]))
+        unpack = UNPACK.get(_kind_by_magic(PACKINGS, content[:LONGEST_MAGIC]))
         if unpack is None:
             break
         with unpack(io.BytesIO(content)) as file:
@@ -285,7 +285,7 @@ UNPACK: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _waits(file: IO[bytes]) -> bool:
+def _may_block(file: IO[bytes]) -> bool:
     try:
         return not stat.S_ISREG(os.fstat(file.fileno()).st_mode)
     except io.UnsupportedOperation:  # stdin replaced by a buffer
@@ -296,7 +296,7 @@ def _may_be_magic(found: bytes) -> bool:
     return any(magic.startswith(found) or found.startswith(magic) for magic in MAGICS)
 
 
-def _named(magics: Mapping[str, tuple[bytes, ...]], first: bytes) -> str:
+def _kind_by_magic(magics: Mapping[str, tuple[bytes, ...]], first: bytes) -> str:
     return next((name for name, starts in magics.items() if first.startswith(starts)), "")
 
 
@@ -323,7 +323,7 @@ class _PeekReader(io.RawIOBase):
     def first_bytes(self) -> bytes:
         """Return enough bytes to recognise a magic number."""
         while len(self.seen) < LONGEST_MAGIC and (len(self.seen) < 4 or _may_be_magic(self.seen)):
-            if b"\n" in self.seen or not self._see(LONGEST_MAGIC):
+            if b"\n" in self.seen or not self._inspect(LONGEST_MAGIC):
                 break
         return self.seen
 
@@ -332,11 +332,11 @@ class _PeekReader(io.RawIOBase):
         while len(self.seen) < HEAD:
             if not patient and b"\n" in self.seen.lstrip():
                 return False
-            if not self._see(HEAD):
+            if not self._inspect(HEAD):
                 return self._error is None
         return False
 
-    def _see(self, most: int) -> bool:
+    def _inspect(self, most: int) -> bool:
         """Inspect up to `most` bytes in all; return whether there were more."""
         try:
             more = self._read(most - len(self.seen))

@@ -213,7 +213,7 @@ class LivePipe(Generic[T]):
         self._size = size
         self._items: deque[T] = deque()
         self._bytes = 0
-        self._quiet = False  # whether the thread is blocked on the pipe
+        self._blocked = False  # whether the thread is blocked on the pipe
         self._ended = False
         self._broken: BaseException | None = None
         self._changed = Condition()
@@ -232,7 +232,7 @@ class LivePipe(Generic[T]):
     def poll(self) -> T | None:
         """Return the next item, or None if the writer has written no more yet."""
         with self._changed:
-            self._changed.wait_for(lambda: self._items or self._ended or self._quiet)
+            self._changed.wait_for(lambda: self._items or self._ended or self._blocked)
             return self._pop() if self._items or self._ended else None
 
     def close(self) -> None:
@@ -255,7 +255,7 @@ class LivePipe(Generic[T]):
 
     def _waits(self, quiet: bool) -> None:
         with self._changed:
-            self._quiet = quiet
+            self._blocked = quiet
             self._changed.notify_all()
 
     def _read(self) -> None:

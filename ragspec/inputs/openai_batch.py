@@ -141,7 +141,7 @@ def parse_batch_line(value: dict[str, Any]) -> Record:
         raise RecordError('"custom_id" is missing; a line with "body" needs one')
     if value.get("url") is not None and value["url"] not in (CHAT, COMPLETION):
         raise RecordError(f'"url": {value["url"]!r} is not supported; known: {CHAT}, {COMPLETION}')
-    given = _given(body)
+    given = _given_fields(body)
     structured = structured_of({key: field for key, field in given.items() if key != "structured"}, "body.")
     _refuse_undoable(given)
     chat = body.get("messages") is not None
@@ -166,7 +166,7 @@ def parse_batch_line(value: dict[str, Any]) -> Record:
     )
 
 
-def _given(body: dict[str, Any]) -> dict[str, Any]:
+def _given_fields(body: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that are neither null nor neutral."""
     given = {key: field for key, field in body.items() if field is not None and not _is_neutral(key, field)}
     if given.get("best_of") == body.get("n"):

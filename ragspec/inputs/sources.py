@@ -42,7 +42,7 @@ KINDS = {
     "arrow": (".arrow", ".feather", ".ipc"),
 }
 SAVED = "dataset_info.json", "dataset_dict.json"  # files in a folder written by save_to_disk
-BESIDE = {"run.json", "stats.json", "manifest.json"}  # files beside the parts in a folder of answers
+SIDECARS = {"run.json", "stats.json", "manifest.json"}  # files beside the parts in a folder of answers
 
 
 def kind_of(path: str) -> str:
@@ -121,7 +121,7 @@ def _at_url(url: str, options: Mapping[str, Any] | None) -> list[str]:
                 if not found:
                     raise ConfigError(f"input: no file matches {url}")
             elif system.isdir(path):
-                found = _records(url, (name.removeprefix(path).lstrip("/") for name in system.find(path)))
+                found = _record_files(url, (name.removeprefix(path).lstrip("/") for name in system.find(path)))
                 found = [f"{path.rstrip('/')}/{name}" for name in found]
             else:
                 return [url]
@@ -132,10 +132,10 @@ def _at_url(url: str, options: Mapping[str, Any] | None) -> list[str]:
 
 def _in_folder(path: str) -> list[str]:
     inside = (str(each.relative_to(path)) for each in Path(path).rglob("*") if each.is_file())
-    return [str(Path(path) / name) for name in _records(path, inside)]
+    return [str(Path(path) / name) for name in _record_files(path, inside)]
 
 
-def _records(folder: str, names: Iterable[str]) -> list[str]:
+def _record_files(folder: str, names: Iterable[str]) -> list[str]:
     """Return the names in a folder that may be files of records. Raises ConfigError if there are none."""
     files = records_among(names)
     if not files:
@@ -152,7 +152,7 @@ def records_among(names: Iterable[str]) -> list[str]:
         name
         for name in names
         if name.lower().endswith(endings)
-        and name.rpartition("/")[2] not in BESIDE
+        and name.rpartition("/")[2] not in SIDECARS
         and not any(part.startswith((".", "_")) for part in name.split("/"))
     )
 

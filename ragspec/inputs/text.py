@@ -168,7 +168,7 @@ def format_of(head: bytes, whole: bool, name: str, columns: Columns) -> tuple[st
 
     whole: `head` is the entire text. name: the format that the file's name suggests.
     """
-    text = _begun(head)
+    text = _stripped(head)
     line, _, rest = text.partition(b"\n")
     if _is_json(head):
         ended = whole or len(line) < len(text)
@@ -185,13 +185,13 @@ def format_of(head: bytes, whole: bool, name: str, columns: Columns) -> tuple[st
     return ("jsonl", ",") if delimiter is None else ("csv", delimiter)
 
 
-def _begun(head: bytes) -> bytes:
+def _stripped(head: bytes) -> bytes:
     """Return a text without leading marks and white space."""
     return head.removeprefix(BOM_UTF8).lstrip(b" \t\r\n\x1e")
 
 
 def _is_json(head: bytes) -> bool:
-    return _begun(head)[:1] in (b"{", b"[")
+    return _stripped(head)[:1] in (b"{", b"[")
 
 
 def _is_document(text: bytes, line: bytes, rest: bytes, name: str, ended: bool, whole: bool) -> bool:
@@ -293,7 +293,7 @@ class LineReader:
             except EOFError:
                 return
             except jsonlines.InvalidLineError as error:
-                value = RecordError(self._why(error))
+                value = RecordError(self._reason_for(error))
             except RecordError as error:
                 value = error
             yield InputRow(number, raw.rstrip(b"\r\n"), value)
@@ -326,7 +326,7 @@ class LineReader:
             return f"~{found.hexdigest()}\n".encode()
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def _why(self, error: jsonlines.InvalidLineError) -> str:
+    def _reason_for(self, error: jsonlines.InvalidLineError) -> str:
         """Return why the last line is invalid."""
         if self._too_long:
             return f"the line has {self._too_long >> 20:,} MiB, {LONGEST >> 20} at most; one record per line"

@@ -235,7 +235,7 @@ def structured_of(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any] 
         return {"json_object": True}
     if not isinstance(value, dict):
         raise RecordError(f'"{prefix}{field}" must be an object, got {kind(value)}')
-    found = _READ[field](value, f"{prefix}{field}")
+    found = _READERS[field](value, f"{prefix}{field}")
     if isinstance(schema := found.get("json_schema"), str):
         found["json_schema"] = _parsed(schema, f"{prefix}{field}")
     return found
@@ -286,4 +286,4 @@ def _parsed(text: str, name: str) -> Any:
     return schema
 
 
-_READ = {"response_format": _response_format, "structured_outputs": _structured_outputs, "structured": _structured}
+_READERS = {"response_format": _response_format, "structured_outputs": _structured_outputs, "structured": _structured}

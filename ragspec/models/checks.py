@@ -22,7 +22,7 @@ from ragspec.models.tokenizer import HFTokenizer
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 WRITES_TEXT = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-ELSEWHERE = ("variant", "subfolder", "gguf_file", "state_dict")  # arguments that select other files
+OTHER_FILES = ("variant", "subfolder", "gguf_file", "state_dict")  # arguments that select other files
 PLACEMENT = ("device_map", "max_memory", "offload_folder", "tp_plan", "attn_implementation")
 SHOWN = 4  # names in a message
 LFS = b"version https://git-lfs"
@@ -57,7 +57,7 @@ def check_weights(
         check_task(config)
         if not by_transformers and not any((folder / name).is_file() for name in (ONE, INDEX)):
             return []  # vLLM also reads other formats
-        if folder.is_dir() and not any(word in extra for word in ELSEWHERE):
+        if folder.is_dir() and not any(word in extra for word in OTHER_FILES):
             check_files(
                 folder,
                 args_key,

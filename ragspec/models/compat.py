@@ -165,13 +165,13 @@ def restart_length(model: Any) -> int | None:
         if kind == "longrope":
             text = torch.zeros(1, limit + 1, dtype=torch.long, device=model.device)
             word = cache_argument(type(model).prepare_inputs_for_generation)
-            inputs = model.prepare_inputs_for_generation(text, **{word: _Seen(limit)}, use_cache=True)
+            inputs = model.prepare_inputs_for_generation(text, **{word: _CacheStub(limit)}, use_cache=True)
             if inputs.get(word) is None:
                 return limit
     return None
 
 
-class _Seen:
+class _CacheStub:
     """A stand-in for a cache of `tokens` tokens."""
 
     is_compileable = False

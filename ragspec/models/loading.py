@@ -53,12 +53,12 @@ def _with_all_tokens(model: Any, input_ids: Any, **kwargs: Any) -> dict[str, Any
 # -- weights ---------------------------------------------------------------------------------------
 
 
-def pick_device(asked: str, num_gpus: int | None) -> str:
+def pick_device(requested: str, num_gpus: int | None) -> str:
     """Return the torch device to run on; "auto" prefers CUDA, then MPS, then the CPU."""
     import torch
 
-    if asked != "auto":
-        return asked
+    if requested != "auto":
+        return requested
     if num_gpus == 0:
         return "cpu"
     if torch.cuda.is_available():
@@ -66,17 +66,19 @@ def pick_device(asked: str, num_gpus: int | None) -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def check_device(asked: str) -> None:
+def check_device(requested: str) -> None:
     """Raise ConfigError if this machine has no such device."""
     import torch
 
     try:
-        kind = "cpu" if asked == "auto" else torch.device(asked).type
+        kind = "cpu" if requested == "auto" else torch.device(requested).type
     except RuntimeError:
-        raise ConfigError(f'runner_args.device: "{asked}" is not known; use auto, cpu, cuda, cuda:1 or mps') from None
+        raise ConfigError(
+            f'runner_args.device: "{requested}" is not known; use auto, cpu, cuda, cuda:1 or mps'
+        ) from None
     here: dict[str, Callable[[], bool]] = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
     if kind in here and not here[kind]():
-        raise ConfigError(f'runner_args.device: "{asked}" is not on this machine; use auto or cpu')
+        raise ConfigError(f'runner_args.device: "{requested}" is not on this machine; use auto or cpu')
 
 
 def load_model(

@@ -216,11 +216,11 @@ def context_length(config: Any) -> int | None:
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         value = getattr(text, name, None)
         if isinstance(value, int) and value > 0:
-            return int(value * _stretch(text))
+            return int(value * _rope_factor(text))
     return None
 
 
-def _stretch(text: Any) -> float:
+def _rope_factor(text: Any) -> float:
     """Return the factor by which dynamic rotary frequencies extend the length in a config."""
     rope = getattr(text, "rope_parameters", None) or {}
     return max(1.0, float(rope.get("factor") or 1.0)) if rope.get("rope_type") == "dynamic" else 1.0

@@ -129,10 +129,10 @@ class HFTokenizer:
             own: spans of control words that become control tokens, the rest being text; None: all control words do.
         """
         ids = list(self._call(text, own, special_tokens)["input_ids"])
-        ids = ids if own is None else self._twin.ids(ids)
-        return ids[self._beyond_one(ids, special_tokens) :]
+        ids = ids if own is None else self._masked.ids(ids)
+        return ids[self._redundant_bos(ids, special_tokens) :]
 
-    def _beyond_one(self, ids: list[int], special_tokens: bool) -> int:
+    def _redundant_bos(self, ids: list[int], special_tokens: bool) -> int:
         """Return how many leading begin-of-sequence tokens are redundant.
 
         The tokenizer adds one to a text that may already begin with one, written by a template or a user.
@@ -151,7 +151,7 @@ class HFTokenizer:
     def control_ids(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[int]:
         """Return the control tokens in encode()'s result for the untruncated `text`, in order."""
         ids = self._call(text, own, special_tokens, truncation=False)["input_ids"]
-        return self.controls.among(ids if own is None else self._twin.ids(ids))
+        return self.controls.among(ids if own is None else self._masked.ids(ids))
 
     def control_spans(self, text: str, *, special_tokens: bool) -> Spans | None:
         """Return the spans in `text` of encode()'s control tokens, None if they cannot be located."""
@@ -173,19 +173,19 @@ class HFTokenizer:
             return None
         found = self._call(text, own, special_tokens, return_offsets_mapping=True)
         offsets = [(start, end) for start, end in found["offset_mapping"]]
-        offsets = offsets if own is None else self._twin.places(offsets, text, own)
+        offsets = offsets if own is None else self._masked.places(offsets, text, own)
         ids = list(found["input_ids"])
-        return offsets[self._beyond_one(ids if own is None else self._twin.ids(ids), special_tokens) :]
+        return offsets[self._redundant_bos(ids if own is None else self._masked.ids(ids), special_tokens) :]
 
     @cached_property
-    def _twin(self) -> MaskedTokenizer:
+    def _masked(self) -> MaskedTokenizer:
         return MaskedTokenizer(self.inner, self.controls.ids)
 
     def _call(self, text: str, own: Spans | None, special_tokens: bool, **more: Any) -> Any:
         args = {"add_special_tokens": special_tokens, **self._encode_args, **more}
         if own is None:
             return self.inner(text, **args)
-        return self._twin.inner(self._twin.rename(text, own), **args)
+        return self._masked.inner(self._masked.rename(text, own), **args)
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of `token_ids` without special tokens."""

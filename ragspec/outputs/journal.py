@@ -253,7 +253,7 @@ class Journal:
             if began and (identity is None or not resume):
                 store.set_aside(spill)
             elif began and identity is not None and spill is not None:
-                kept = self._agrees(target, identity, store, spill)
+                kept = self._keeps_answers(target, identity, store, spill)
                 spent = _spent(target)
                 self._resume(store, spill)
             if identity is not None:
@@ -261,7 +261,7 @@ class Journal:
             opened.pop_all()
         return store
 
-    def _agrees(self, target: Target, identity: dict[str, Any], store: Store, spill: Spill) -> bool:
+    def _keeps_answers(self, target: Target, identity: dict[str, Any], store: Store, spill: Spill) -> bool:
         """Return whether existing answers stay; False if all are retried, so that any config may do it.
 
         Raises ConfigError if answers of another config would stay.

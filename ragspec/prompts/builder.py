@@ -51,10 +51,10 @@ class PromptBuilder:
         # the fake runner's tokenizer has no control words and needs no template
         self._lacks_template = config.chat == "auto" and not self._chat and tokenizer.controls is not None
         self._unformatted = 0  # prompts of messages or queries written without a chat template
-        self._headless = 0  # token id prompts without a begin-of-sequence token
+        self._without_bos = 0  # token id prompts without a begin-of-sequence token
         self._own_words = lru_cache(maxsize=256)(self._find_own_words)
-        self._controlled = False  # whether the current record contains control words
-        self._held = 0  # records that contained some
+        self._has_control_words = False  # whether the current record contains control words
+        self._with_control_words = 0  # records that contained some
         self._template = compiled(config.template, ranks=config.show_ranks)
 
     def build(self, record: Record, max_new_tokens: int, *, locate: bool = False, shrinks: bool = False) -> Prompt:
@@ -69,7 +69,7 @@ class PromptBuilder:
         Raises:
             RecordError: the prompt is empty, does not fit, or cannot be made.
         """
-        self._controlled = False
+        self._has_control_words = False
         prompt = self._build(record, max_new_tokens, shrinks)
         if not prompt.token_ids:
             raise RecordError("the prompt is empty; there is nothing to continue")
@@ -78,7 +78,7 @@ class PromptBuilder:
                 f'the tokenizer writes token {highest} ("{self._tokenizer.piece(highest)}"), but the model embeds only '
                 f"0 to {width - 1}: they do not belong together"
             )
-        self._held += self._controlled
+        self._with_control_words += self._has_control_words
         self._unformatted += self._lacks_template and (record.query is not None or record.messages is not None)
         return replace(prompt, places=self._places(record, prompt)) if locate and prompt.kept else prompt
 
@@ -166,13 +166,13 @@ class PromptBuilder:
         if isinstance(record.prompt, tuple):
             if (highest := max(record.prompt)) >= self._tokenizer.size:
                 raise RecordError(f'"prompt": the model has no token {highest}, only 0 to {self._tokenizer.size - 1}')
-            self._headless += self._tokenizer.bos not in (None, record.prompt[0])
+            self._without_bos += self._tokenizer.bos not in (None, record.prompt[0])
             return Prompt(list(record.prompt), ())
         written = self._compose(record, kept)
         ids = self._tokenizer.encode(written.text, special_tokens=written.special_tokens, own=written.own)
         thinking = None
         if self._thinking is not None and not record.raw:
-            thinking = thinking_after_prompt(self._thinking, written.text, _begun(record))
+            thinking = thinking_after_prompt(self._thinking, written.text, _continued_message(record))
         return Prompt(ids, kept, dropped, thinking=thinking)
 
     def _compose(self, record: Record, contexts: tuple[Passage, ...]) -> PromptText:
@@ -185,7 +185,7 @@ class PromptBuilder:
         if not record.template_args and controls.found(written.text) == self._own_words(roles):
             return written
         guarded = as_text(record, contexts, written, self._write, self._tokenizer)
-        self._controlled |= guarded is not written
+        self._has_control_words |= guarded is not written
         return guarded
 
     def _find_own_words(self, roles: tuple[str, ...]) -> list[str] | None:
@@ -229,10 +229,10 @@ class PromptBuilder:
         """Return notes for the user about the prompts built so far."""
         counted = {
             "records contain control words of the model (such as <|im_end|>); they are encoded as text unless "
-            "prompt.allow_special_tokens is true": self._held,
+            "prompt.allow_special_tokens is true": self._with_control_words,
             "records are queries or messages, and the model has no chat template: they are written as plain "
             "text": self._unformatted,
-            "prompts of token ids do not begin with the model's begin-of-sequence token": self._headless,
+            "prompts of token ids do not begin with the model's begin-of-sequence token": self._without_bos,
         }
         notes = [f"{count} {what}" for what, count in counted.items() if count]
         if self._template_of_chat is not None and self._template_of_chat.folded:
@@ -285,7 +285,7 @@ class PromptBuilder:
             raise RecordError(f"prompt.template: {type(error).__name__}: {error}") from None
 
 
-def _begun(record: Record) -> str:
+def _continued_message(record: Record) -> str:
     """Return the message that the model is to continue, "" for a new one."""
     if record.messages is None or not record.template_args.get("continue_final_message"):
         return ""

@@ -136,11 +136,11 @@ def _trie(
             orders[group[0]] += left[group[0]]
             sequence += group
         else:
-            waiting += reversed(_parted(group, orders, left, weights))
+            waiting += reversed(_split_group(group, orders, left, weights))
     return orders, sequence
 
 
-def _parted(
+def _split_group(
     group: list[int], orders: list[list[int]], left: list[dict[int, None]], weights: Mapping[int, int]
 ) -> list[list[int]]:
     """Give each record of a group its next passage; return the subgroups that continue together, then the rest."""

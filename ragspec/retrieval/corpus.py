@@ -281,13 +281,13 @@ def documents(paths: Sequence[str], file_types: Sequence[str] = ()) -> Iterator[
     wanted = tuple(f".{ending.lstrip('.').lower()}" for ending in file_types)
     for root in roots:
         if not root.is_dir():
-            yield from _of_file(root, root.name)
+            yield from _file_documents(root, root.name)
             continue
         for item in _files(root):
             if isinstance(item, Skipped):
                 yield item
             elif not wanted or item.name.lower().endswith(wanted) or _unpacked(item.name).endswith(wanted):
-                yield from _of_file(item, item.relative_to(root).as_posix(), asked_for=bool(wanted))
+                yield from _file_documents(item, item.relative_to(root).as_posix(), asked_for=bool(wanted))
 
 
 def _files(root: Path) -> Iterator[Path | Skipped]:
@@ -310,7 +310,7 @@ def _unpacked(name: str) -> str:
     return small.removesuffix(next((ending for ending in PACKED if small.endswith(ending)), ""))
 
 
-def _of_file(file: Path, name: str, *, asked_for: bool = True) -> Iterator[Document | Skipped | NonDocument]:
+def _file_documents(file: Path, name: str, *, asked_for: bool = True) -> Iterator[Document | Skipped | NonDocument]:
     """Yield the documents of a file. asked_for: named, or of a requested type, rather than found in a folder."""
     try:
         name.encode()
@@ -318,7 +318,7 @@ def _of_file(file: Path, name: str, *, asked_for: bool = True) -> Iterator[Docum
         yield Skipped(ascii(str(file)), "its name is not UTF-8; rename it")
         return
     if _unpacked(name).endswith(JSONL):
-        yield from _of_jsonl(file, name)
+        yield from _jsonl_documents(file, name)
         return
     try:
         if file.exists() and not file.is_file():
@@ -337,19 +337,19 @@ def _of_file(file: Path, name: str, *, asked_for: bool = True) -> Iterator[Docum
     yield Document(name, str(file), _digest(name, ending, content), lambda: (reader or read_text)(content))
 
 
-def _of_jsonl(file: Path, name: str) -> Iterator[Document | Skipped]:
+def _jsonl_documents(file: Path, name: str) -> Iterator[Document | Skipped]:
     try:
         with open_source(InputConfig(path=[str(file)], format="jsonl")) as lines:
             for line in lines:
                 try:
-                    yield _of_line(line, file, name)
+                    yield _line_document(line, file, name)
                 except RecordError as error:
                     yield Skipped(lines.where(line.number), str(error))
     except ConfigError as error:  # documents before the damage are kept
         yield Skipped(str(file), str(error).removeprefix(f"{file}:").strip(), many=True)
 
 
-def _of_line(row: InputRow, file: Path, name: str) -> Document:
+def _line_document(row: InputRow, file: Path, name: str) -> Document:
     value: Any = row.value
     if isinstance(value, RecordError):
         raise value

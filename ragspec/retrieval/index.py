@@ -276,7 +276,7 @@ class Writer:
             table.optimize(cleanup_older_than=FOR_EVER)  # adds new rows to the indexes, deletes nothing
             table.tags.update(READY, table.version)
             stamps = [version["timestamp"] for version in table.list_versions()]
-            if age := spent(stamps, datetime.now()):
+            if age := replaced_age(stamps, datetime.now()):
                 table.optimize(cleanup_older_than=age)
         else:  # after a first build no reader uses an older version
             with warnings.catch_warnings():
@@ -285,7 +285,7 @@ class Writer:
             table.tags.create(READY, table.version)
 
 
-def spent(stamps: Sequence[datetime], now: datetime) -> timedelta | None:
+def replaced_age(stamps: Sequence[datetime], now: datetime) -> timedelta | None:
     """Return the minimum age of versions that were replaced more than `KEPT` ago, None without any.
 
     stamps: when the versions were made. The time of replacement counts: until then readers may open a version.

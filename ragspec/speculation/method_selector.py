@@ -117,7 +117,7 @@ class MethodSelector:
             if not self._in_turn:
                 method.savings.add(would, seconds)
             else:
-                self._count(method, would, seconds, UNKNOWN * TURN * plain)
+                self._observe_turn(method, would, seconds, UNKNOWN * TURN * plain)
             method.steps += 1
         self._asked = self._in_turn = False
         method.guard.observe(rows, drafted, tokens, seconds, expected_s, asking_s)
@@ -133,11 +133,11 @@ class MethodSelector:
         watching_s, self._watching_s = self._watching_s, 0.0
         return seconds - watching_s, max(0.0, asking_s - watching_s)
 
-    def _count(self, method: _Method, would: float, seconds: float, most_s: float) -> None:
+    def _observe_turn(self, method: _Method, would: float, seconds: float, most_s: float) -> None:
         """Record a step of a turn. most_s: the loss that ends the turn early."""
         if self._left < TURN:
             method.savings.add(would, seconds)
-        saved = would / self._usual() - seconds  # compared with the active method
+        saved = would / self._active_speed() - seconds  # compared with the active method
         method.lost_s -= saved
         self._saved_up_s += saved
         self._turn_lost_s -= saved
@@ -145,14 +145,14 @@ class MethodSelector:
         if not self._left and method.turns >= TURNS:
             self._decide(method)
 
-    def _usual(self) -> float:
+    def _active_speed(self) -> float:
         """Return the speed of the active method relative to plain steps."""
         chosen = self._methods[self.chosen]
         return 1.0 if chosen.guard.pausing else max(1.0, chosen.savings.ratio or 1.0)
 
     def _decide(self, method: _Method) -> None:
         """Let the method whose turn ended take over, or exclude it, if the result is clear."""
-        (low, high), usual = method.savings.interval, self._usual()
+        (low, high), usual = method.savings.interval, self._active_speed()
         if low > usual and (method.savings.ratio or 0.0) > LEAST_GAIN * usual:
             before = self._methods[self.chosen]
             before.turns, before.lost_s = 0, 0.0

@@ -208,7 +208,7 @@ class SpeculationGuard:
         self._asking, self._asking_beside = _Asking(), _Asking()  # without prefill, and with it
         self._savings = Savings()  # of steps with drafts
         self._every = EVERY
-        self._paused = self._asked = 0
+        self._paused = self._plain_requests = 0
         self._wait = SOON  # steps with drafts before the next judgement
         self._catches_up = False  # whether the next step is the first after a pause, in which drafters catch up
 
@@ -223,7 +223,7 @@ class SpeculationGuard:
                 self._paused += 1
                 return False
         if not mixed and self._plain.wanted(rows, self._every):
-            self._asked += 1
+            self._plain_requests += 1
             return False
         return True
 
@@ -240,7 +240,7 @@ class SpeculationGuard:
             if asking_s and self._catches_up:
                 self._catches_up = False
             elif asking_s and self._asking.loses(rows, without, min(seconds, WILD * without)):
-                self._rest()
+                self._pause()
             return
         self._plain.drafted(rows)
         plain = self._plain.seconds(rows, expected_s)
@@ -250,7 +250,7 @@ class SpeculationGuard:
             usual = max(plain, self._savings.mean_s or inf)
             would, took = tokens * plain / rows, min(seconds, WILD * usual)
             if self._asking.loses(rows, would, took):
-                self._rest()
+                self._pause()
             else:
                 self._judge(would, took)
 
@@ -282,13 +282,13 @@ class SpeculationGuard:
             return
         low, high = self._savings.interval
         if high < 1:
-            self._rest()
+            self._pause()
         elif low > SURE:
             self._pauses.shorten()
             if self._savings.steps > self._every / 2:
                 self._every = min(RARE, 2 * self._every)
 
-    def _rest(self) -> None:
+    def _pause(self) -> None:
         """Begin a pause of all steps."""
         self._pauses.begin()
         self._every, self._wait, self._catches_up = EVERY, SOON, True
@@ -315,5 +315,5 @@ class SpeculationGuard:
         return {name: None if ratio is None else round(ratio, 3) for name, ratio in ratios.items()} | {
             "pauses": self._pauses.count + self._pauses_beside.count,
             "paused_steps": self._paused,
-            "plain_steps": self._asked,
+            "plain_steps": self._plain_requests,
         }
