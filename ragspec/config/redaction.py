@@ -153,7 +153,7 @@ class Secret(str):
 
     @property
     def is_reference(self) -> bool:
-        """Return whether this names environment variables and hides nothing."""
+        """Return whether this names environment variables and contains no secret itself."""
         return bool(str(self) == self.hidden)
 
     def reveal(self) -> Any:

@@ -12,10 +12,10 @@ from typing import Any, Literal, NamedTuple
 
 from ragspec.errors import RecordError, did_you_mean
 from ragspec.inputs.values import (
+    id_text,
     kind,
     messages_of,
     names,
-    record_id,
     structured_of,
     template_args_of,
     text_of,
@@ -150,7 +150,7 @@ def parse_batch_line(value: dict[str, Any]) -> Record:
     others = {key: field for key, field in value.items() if key not in ENVELOPE}
     prompts = () if chat else _prompts(body)
     return Record(
-        id=record_id(value["custom_id"], 0),
+        id=id_text(value["custom_id"]) or "0",
         messages=messages_of(body["messages"]) if chat else None,
         prompt=prompts[0] if prompts else None,
         prompts=prompts if len(prompts) > 1 else (),

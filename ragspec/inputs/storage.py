@@ -91,21 +91,18 @@ def filesystem(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any,
     return system, path
 
 
-def open_url(url: str, options: Mapping[str, Any] | None = None, *, seeks: bool = False) -> IO[bytes]:
-    """Return a remote file open for reading, fetched in pieces. seeks: allow reading at any position.
+def open_binary(path: str, options: Mapping[str, Any] | None = None, *, seeks: bool = False) -> IO[bytes]:
+    """Return a local or remote file open for reading; remote ones are fetched in pieces. seeks: allow any position.
 
     Raises ConfigError and OSError.
     """
-    system, path = filesystem(url, options)
-    web = url.lower().startswith(("http://", "https://"))  # not every server supports range requests
-    with address_errors(url):
-        file = system.open(path, "rb", **({"block_size": 0} if web and not seeks else {}))
-        return io.BufferedReader(_RemoteFile(url, file))
-
-
-def open_binary(path: str, options: Mapping[str, Any] | None = None, *, seeks: bool = False) -> IO[bytes]:
-    """Return a local or remote file open for reading. Raises ConfigError and OSError."""
-    return open_url(path, options, seeks=seeks) if is_url(path) else Path(local_path(path)).open("rb")
+    if not is_url(path):
+        return Path(local_path(path)).open("rb")
+    system, inner = filesystem(path, options)
+    web = path.lower().startswith(("http://", "https://"))  # not every server supports range requests
+    with address_errors(path):
+        file = system.open(inner, "rb", **({"block_size": 0} if web and not seeks else {}))
+        return io.BufferedReader(_RemoteFile(path, file))
 
 
 class _RemoteFile(io.RawIOBase):
@@ -150,11 +147,11 @@ def address_errors(url: str) -> Iterator[None]:
             raise
         number = next((number for kind, number in NUMBERS.items() if isinstance(error, kind)), errno.EIO)
         raise OSError(number, reason(error), url) from error
-    except refusals() as error:
+    except _library_errors() as error:
         raise OSError(errno.EIO, reason(error), url) from error
 
 
-def refusals() -> tuple[type[Exception], ...]:
+def _library_errors() -> tuple[type[Exception], ...]:
     """Return the errors of fsspec and the libraries behind it that are not OSErrors."""
     return (ValueError, *network_errors())  # ValueError: for instance, a server without range requests
 

@@ -89,7 +89,7 @@ class TableSource(NumberedRows):
         return reader.schema
 
     def reopen(self) -> TableSource | None:
-        """Return a second source over the same file; None if it would have to be downloaded or unpacked again."""
+        """Return a second source over the same file; None for a URL or a zip member."""
         if self._once:
             return None
         return TableSource(Stream(self._path, self._options).look(), self._columns, self._kind, self._options)

@@ -37,12 +37,6 @@ def id_text(given: Any) -> str | None:
     return str(given)
 
 
-def record_id(given: Any, line: int) -> str:
-    """Return the record's id, by default the line number."""
-    own = id_text(given)
-    return str(line) if own is None else own
-
-
 def is_text(value: Any) -> bool:
     """Return whether a value is text rather than base64 of binary data."""
     return isinstance(value, str) and not isinstance(value, Base64)

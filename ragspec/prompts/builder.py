@@ -22,7 +22,7 @@ from ragspec.prompts.untrusted_text import PromptText, as_text
 from ragspec.records import Passage, Record, Thinking, Tokenizer
 
 log = logging.getLogger(__name__)
-ANSWER = 4  # without a given length, an answer gets at least 1/ANSWER of the model's context
+ANSWER = 4  # passages leave at most 1/ANSWER of the context for an answer without a given length
 
 
 @dataclass(frozen=True, slots=True)
