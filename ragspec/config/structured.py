@@ -51,8 +51,10 @@ class StructuredConfig(Section):
     def _only_one(self) -> StructuredConfig:
         given = list(self.model_dump(exclude_none=True))
         if len(given) != 1:
-            said = f"has {' and '.join(given)}" if given else "is empty"
-            raise ValueError(f"{given[-1] if given else 'json_schema'}: the section {said}; it takes exactly one key")
+            problem = f"has {' and '.join(given)}" if given else "is empty"
+            raise ValueError(
+                f"{given[-1] if given else 'json_schema'}: the section {problem}; it takes exactly one key"
+            )
         return self
 
     @property

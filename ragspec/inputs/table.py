@@ -246,8 +246,8 @@ class DatasetSource(NumberedRows):
                 return datasets.load_from_disk(self._path)
             return datasets.load_dataset(self._path, name, revision=revision, streaming=True)
         except Exception as error:  # the hub, the network and the files each raise their own errors
-            said = f"{type(error).__name__}: {flat(error, 200)}"
-            raise ConfigError(f"{self._path}: the dataset cannot be opened ({said})") from None
+            problem = f"{type(error).__name__}: {flat(error, 200)}"
+            raise ConfigError(f"{self._path}: the dataset cannot be opened ({problem})") from None
 
     def _chosen(self, found: Any, split: str | None) -> Any:
         if not isinstance(found, dict):  # one split only
@@ -255,8 +255,8 @@ class DatasetSource(NumberedRows):
         if split is None and len(found) == 1:
             return next(iter(found.values()))
         if split not in found:
-            asked = "input.split: missing" if split is None else f'input.split: "{split}" is not there'
-            raise ConfigError(f"{asked}; {self._path} has {listed(found)}")
+            problem = "input.split: missing" if split is None else f'input.split: "{split}" is not there'
+            raise ConfigError(f"{problem}; {self._path} has {listed(found)}")
         return found[split]
 
     def __iter__(self) -> Iterator[InputRow]:
@@ -266,8 +266,8 @@ class DatasetSource(NumberedRows):
             try:
                 batch = next(batches, None)
             except Exception as error:  # as above, in the middle
-                said = f"{type(error).__name__}: {flat(error, 200)}"
-                raise ConfigError(f"{self.where(number + 1)}: cannot be read ({said})") from None
+                problem = f"{type(error).__name__}: {flat(error, 200)}"
+                raise ConfigError(f"{self.where(number + 1)}: cannot be read ({problem})") from None
             if batch is None:
                 return
             for value in values_of(batch):

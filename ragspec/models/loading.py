@@ -208,8 +208,8 @@ def _base(config: dict[str, Any], path: Path, what: str) -> str:
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ConfigError(f"{what}: {CONFIG} does not name the base model (base_model_name_or_path); add it")
-    beside = path / base
-    return str(beside) if not Path(base).is_absolute() and not Path(base).exists() and beside.is_dir() else base
+    relative = path / base
+    return str(relative) if not Path(base).is_absolute() and not Path(base).exists() and relative.is_dir() else base
 
 
 def _merge(path: Path, base: str, revision: str | None, what: str, folder: Path) -> None:

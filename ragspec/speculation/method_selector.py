@@ -113,11 +113,11 @@ class MethodSelector:
             asking_s = asking_s if drafted else seconds - plain
         self._saved_up_s += SHARE * seconds
         if self._asked and plain is not None:
-            would = tokens * plain / rows
+            plain_s = tokens * plain / rows
             if not self._in_turn:
-                method.savings.add(would, seconds)
+                method.savings.add(plain_s, seconds)
             else:
-                self._observe_turn(method, would, seconds, UNKNOWN * TURN * plain)
+                self._observe_turn(method, plain_s, seconds, UNKNOWN * TURN * plain)
             method.steps += 1
         self._asked = self._in_turn = False
         method.guard.observe(rows, drafted, tokens, seconds, expected_s, asking_s)
@@ -133,11 +133,11 @@ class MethodSelector:
         watching_s, self._watching_s = self._watching_s, 0.0
         return seconds - watching_s, max(0.0, asking_s - watching_s)
 
-    def _observe_turn(self, method: _Method, would: float, seconds: float, most_s: float) -> None:
+    def _observe_turn(self, method: _Method, plain_s: float, seconds: float, most_s: float) -> None:
         """Record a step of a turn. most_s: the loss that ends the turn early."""
         if self._left < TURN:
-            method.savings.add(would, seconds)
-        saved = would / self._active_speed() - seconds  # compared with the active method
+            method.savings.add(plain_s, seconds)
+        saved = plain_s / self._active_speed() - seconds  # compared with the active method
         method.lost_s -= saved
         self._saved_up_s += saved
         self._turn_lost_s -= saved

@@ -26,17 +26,17 @@ class Savings:
     def __init__(self) -> None:
         self._weight = self._weight2 = 0.0  # sums of weights and of squared weights
         self._saved = self._spread = 0.0  # mean seconds saved, and weighted squared deviations from it
-        self._would = self._took = 0.0  # seconds of the plain steps replaced, and of these steps
+        self._plain_s = self._step_s = 0.0  # seconds of the plain steps replaced, and of these steps
 
-    def add(self, would: float, took: float) -> None:
-        """Add a step of `took` seconds that replaces `would` seconds of plain steps."""
+    def add(self, plain_s: float, step_s: float) -> None:
+        """Add a step of `step_s` seconds that replaces `plain_s` seconds of plain steps."""
         self._weight = FADE * self._weight + 1
         self._weight2 = FADE**2 * self._weight2 + 1
-        self._would = FADE * self._would + would
-        self._took = FADE * self._took + took
-        away = would - took - self._saved
+        self._plain_s = FADE * self._plain_s + plain_s
+        self._step_s = FADE * self._step_s + step_s
+        away = plain_s - step_s - self._saved
         self._saved += away / self._weight
-        self._spread = FADE * self._spread + away * (would - took - self._saved)
+        self._spread = FADE * self._spread + away * (plain_s - step_s - self._saved)
 
     def forget(self, kept: float) -> None:
         """Reduce the weight of the past to `kept` steps."""
@@ -44,8 +44,8 @@ class Savings:
         self._weight *= share
         self._weight2 *= share**2
         self._spread *= share
-        self._would *= share
-        self._took *= share
+        self._plain_s *= share
+        self._step_s *= share
 
     @property
     def steps(self) -> float:
@@ -55,23 +55,23 @@ class Savings:
     @property
     def mean_s(self) -> float | None:
         """Return the mean seconds of a step, None before the first."""
-        return self._took / self._weight if self._weight else None
+        return self._step_s / self._weight if self._weight else None
 
     @property
     def ratio(self) -> float | None:
         """Return the speed relative to plain steps, None before the first step."""
-        return self._would / self._took if self._took else None
+        return self._plain_s / self._step_s if self._step_s else None
 
     @property
     def interval(self) -> tuple[float, float]:
         """Return the likely range of the ratio."""
-        if not self._took:
+        if not self._step_s:
             return 0.0, inf
         spread = sqrt(self._spread / self._weight / max(1.0, self.steps - 1))
         few = ENOUGH / self.steps
         error = SIDE * (1 + max(few, few**2)) * spread * self._weight
         saved = self._saved * self._weight
-        return 1 + (saved - error) / self._took, 1 + (saved + error) / self._took
+        return 1 + (saved - error) / self._step_s, 1 + (saved + error) / self._step_s
 
 
 # -- plain steps -----------------------------------------------------------------------------------
@@ -176,12 +176,12 @@ class _Asking:
         self.savings = Savings()
         self._steps = self._rows = 0  # since the last pause
 
-    def loses(self, rows: int, would: float, took: float) -> bool:
+    def loses(self, rows: int, plain_s: float, step_s: float) -> bool:
         """Add a step of `rows` rows; return whether these steps certainly lose.
 
-        would: seconds that its tokens would have taken without asking. took: its seconds.
+        plain_s: seconds that its tokens would have taken without asking. step_s: its seconds.
         """
-        self.savings.add(would, took)
+        self.savings.add(plain_s, step_s)
         self._steps += 1
         self._rows += rows
         enough = self._steps >= TRIED and self._rows >= WITNESSES
@@ -248,11 +248,11 @@ class SpeculationGuard:
             self._catches_up = False
         elif plain is not None:
             usual = max(plain, self._savings.mean_s or inf)
-            would, took = tokens * plain / rows, min(seconds, WILD * usual)
-            if self._asking.loses(rows, would, took):
+            plain_s, step_s = tokens * plain / rows, min(seconds, WILD * usual)
+            if self._asking.loses(rows, plain_s, step_s):
                 self._pause()
             else:
-                self._judge(would, took)
+                self._judge(plain_s, step_s)
 
     def observe_beside(self, rows: int, accepted: int, seconds: float, expected_s: float, asking_s: float) -> None:
         """Learn from a step with prefill, in which `accepted` draft tokens were right.
@@ -274,9 +274,9 @@ class SpeculationGuard:
         elif self._asking_beside.savings.interval[0] > SURE:
             self._pauses_beside.shorten()
 
-    def _judge(self, would: float, took: float) -> None:
-        """Add a step that replaces `would` seconds of plain steps, and decide."""
-        self._savings.add(would, took)
+    def _judge(self, plain_s: float, step_s: float) -> None:
+        """Add a step that replaces `plain_s` seconds of plain steps, and decide."""
+        self._savings.add(plain_s, step_s)
         self._wait -= 1
         if self._wait > 0:
             return

@@ -56,10 +56,10 @@ def unwrapped(value: Any) -> Any:
         if not key and value.get("type") != "json_object":
             _check_annotations(value)
             return value
-        beside = sorted(each for each in value.keys() - LABELS - {key, "type"} if value[each] is not None)
-        if beside or str(value.get("type", "json")) not in WRAPPERS:
+        extra = sorted(each for each in value.keys() - LABELS - {key, "type"} if value[each] is not None)
+        if extra or str(value.get("type", "json")) not in WRAPPERS:
             raise RecordError(
-                f'structured.json_schema: "{(beside or ["type"])[0]}" beside "{key or "type"}" is not known; '
+                f'structured.json_schema: "{(extra or ["type"])[0]}" beside "{key or "type"}" is not known; '
                 "json_schema takes the schema alone"
             )
         if not key:
