@@ -173,11 +173,14 @@ class Controls(Protocol):
 
     words: frozenset[str]  # including their normalised forms, if the tokenizer normalises
 
-    def normal(self, text: str) -> str: ...
+    def normal(self, text: str) -> str:
+        """Return `text` as the tokenizer normalises it."""
 
-    def found(self, text: str) -> list[str]: ...
+    def found(self, text: str) -> list[str]:
+        """Return the control words in `text`, in order."""
 
-    def apart(self, text: str) -> str: ...
+    def apart(self, text: str) -> str:
+        """Return `text` with a space inside each control word, which makes it text."""
 
 
 class Tokenizer(Protocol):
@@ -202,16 +205,23 @@ class Tokenizer(Protocol):
     def controls(self) -> Controls | None:
         """Return the control words, None if there are none."""
 
-    def encode(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[int]: ...
+    def encode(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[int]:
+        """Return the token ids of `text`. special_tokens: add the tokenizer's own around it."""
 
-    def control_ids(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[int]: ...
+    def control_ids(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[int]:
+        """Return the control tokens in encode()'s result, in order."""
 
-    def control_spans(self, text: str, *, special_tokens: bool) -> Spans | None: ...
+    def control_spans(self, text: str, *, special_tokens: bool) -> Spans | None:
+        """Return the spans of encode()'s control tokens in `text`, None if they cannot be located."""
 
-    def decode(self, token_ids: list[int]) -> str: ...
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of `token_ids` without special tokens."""
 
-    def piece(self, token_id: int) -> str: ...
+    def piece(self, token_id: int) -> str:
+        """Return the text of one token, including a control token's name."""
 
-    def offsets(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[tuple[int, int]] | None: ...
+    def offsets(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[tuple[int, int]] | None:
+        """Return the span in `text` of each token, None if the tokenizer has no offsets."""
 
-    def render_chat(self, messages: list[dict[str, Any]], **args: Any) -> str: ...
+    def render_chat(self, messages: list[dict[str, Any]], **args: Any) -> str:
+        """Return the chat in the model's template. args: variables of the template."""
