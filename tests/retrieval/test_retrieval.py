@@ -163,7 +163,7 @@ def test_a_missing_index_and_what_is_none(tmp_path):
 KILLED = """
 import os, signal, sys
 from ragspec.config.sections import RetrievalConfig
-from ragspec.retrieval import build, writer
+from ragspec.retrieval import build, index
 folder, size, at = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 build.WRITTEN_AT_ONCE = 1000
 
@@ -181,15 +181,15 @@ def patch(owner, name, after):
 
 import lancedb.table
 if at == "add":
-    patch(writer.Writer, "add", lambda self: self.rows >= 2000)
+    patch(index.Writer, "add", lambda self: self.rows >= 2000)
 elif at == "finish":
-    writer.Writer.finish = die
+    index.Writer.finish = die
 else:  # a method of the table, called by finish
-    real = writer.Writer.finish
+    real = index.Writer.finish
     def finish(self):
         patch(lancedb.table.LanceTable, at, lambda _: True)
         real(self)
-    writer.Writer.finish = finish
+    index.Writer.finish = finish
 build.build(RetrievalConfig(index=folder + "/idx", corpus=[folder + "/docs.jsonl"], chunk_size=size))
 """
 COMETS = [{"id": f"n{i}", "text": f"Number {i} of many comets."} for i in range(3000)]
