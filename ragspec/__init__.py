@@ -7,7 +7,7 @@
         for answer in pipeline.answers([{"query": "Who wrote it?", "contexts": ["Ann wrote it."]}]):
             print(answer["output"])
 
-These names are the public API; everything else may change. What they need is imported when they are first used.
+These names are the public API; everything else may change. Imports are lazy: a name's module loads on first use.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
     "load_config",
     "register_drafter",
 ]
-_PLACES = {
+_MODULES = {
     **dict.fromkeys(["ConfigError", "ModelError", "RagspecError"], "ragspec.errors"),
     **dict.fromkeys(["Draft", "Drafter", "RowDrafter"], "ragspec.speculation.drafters.base"),
     "generate": "ragspec.run.generate",
@@ -84,9 +84,9 @@ def load_config(source: str | PathLike[str] | Mapping[str, Any], overrides: Sequ
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PLACES[name]), "register" if name == "register_drafter" else name)
+    return getattr(import_module(_MODULES[name]), "register" if name == "register_drafter" else name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""The `ragspec` command, also as `python -m ragspec`: nothing is imported before an interruption ends it quietly."""
+"""The `ragspec` command, also as `python -m ragspec`. Ctrl-C ends it quietly even while modules are imported."""
 
 import sys
 
@@ -9,7 +9,7 @@ def main() -> None:
         from ragspec.cli import main as run
 
         run()
-    except KeyboardInterrupt:  # while all this is imported; later on, the command says more
+    except KeyboardInterrupt:  # during the imports; afterwards the command handles it
         print("interrupted", file=sys.stderr)
         sys.exit(130)
 

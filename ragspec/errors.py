@@ -1,9 +1,9 @@
-"""What can go wrong, and the exit code that says so.
+"""The exception hierarchy and its exit codes, and helpers for messages.
 
     RagspecError
     ├── ConfigError    the config, the usage or the input as a whole: exit code 2, before any weights load
-    ├── ModelError     the model or its backend could not start: exit code 3
-    └── RecordError    one record: an error line in the output, and the batch goes on
+    ├── ModelError     the model or its backend cannot start: exit code 3
+    └── RecordError    one record: an error line in the output; the batch continues
 
 Every message is one line: what is wrong, where, what is allowed, what to do.
 """
@@ -13,8 +13,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-WHERE = re.compile(r"^.{1,300}?(?::| row )\d+: ")  # the file and the line or row, before what is wrong there
-# what differs from record to record in messages of one cause
+WHERE = re.compile(r"^.{1,300}?(?::| row )\d+: ")  # the file and line or row that a message begins with
+# the parts of a message that differ between records with the same cause
 VARYING = re.compile(
     r"(?:\w+://|~/|\.{1,2}/|(?<![\w)])/)[^\s\"')\]]+"  # addresses and paths
     r"|\b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b"
@@ -24,9 +24,9 @@ VARYING = re.compile(
 
 
 def did_you_mean(word: str, known: Iterable[str], listed: Iterable[str] | None = None) -> str:
-    """Return '; did you mean "x"?' where one of `known` is close, else '; known: a, b, c': the end of a message.
+    """Return the end of a message: '; did you mean "x"?' if one of `known` is close, else '; known: a, b, c'.
 
-    listed: what to list instead of all that is known.
+    listed: what to list instead of `known`.
     """
     from difflib import get_close_matches
 
@@ -36,14 +36,14 @@ def did_you_mean(word: str, known: Iterable[str], listed: Iterable[str] | None =
 
 
 def flat(error: Exception, most: int | None = None) -> str:
-    """Return an error's text on one line, its first `most` characters."""
+    """Return an error's text on one line, cut to `most` characters."""
     return " ".join(str(error).split())[:most]
 
 
 def cause_of(message: str, name: str = "") -> str:
-    """Return a message without what differs from record to record: where it is, its `name`, numbers, paths, hashes."""
-    said = WHERE.sub("", message)
-    return VARYING.sub("\u2026", said.replace(name, "\u2026") if name else said)
+    """Return a message without its location, `name`, numbers, paths and hashes, to group records by cause."""
+    message = WHERE.sub("", message)
+    return VARYING.sub("\u2026", message.replace(name, "\u2026") if name else message)
 
 
 class RagspecError(Exception):

@@ -1,6 +1,6 @@
-"""What flows through the pipeline: Record -> Request -> Generation or Failure.
+"""The data that flows through the pipeline: Record -> Request -> Generation or Failure.
 
-Standard library only. Past `Request` there are only token ids: no runner knows about templates or JSON.
+Standard library only. A Request holds only token ids: runners know nothing of templates or JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ragspec.stats import SpecStats
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """One retrieved text. `id` is its 1-based position where the input gave none."""
+    """One retrieved text. `id` defaults to its 1-based position."""
 
     id: str
     text: str
@@ -25,13 +25,17 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One input line. One of `query` (with `contexts`), `messages` and `prompt` becomes the prompt.
+    """One input record. Exactly one of `query` (with `contexts`), `messages` and `prompt` becomes the prompt.
 
-    messages: {"role", "content"} and what else a chat template may look at. prompt: a text, or the model's token ids.
-    prompts: several of these in one record, each with answers of its own. raw: the prompt is continued as it is,
-    without chat template and system prompt. template_args: what the chat template is called with (tools, documents,
-    enable_thinking, ...), over the config's. echo: the output begins with the prompt. special_tokens: whether the
-    tokenizer's own are put around a raw prompt. reasoning: whether the output tells what the model thought.
+    Attributes:
+        messages: objects with "role", "content" and any other key that a chat template reads.
+        prompt: a text, or the model's token ids.
+        prompts: several such prompts in one record; each is answered separately.
+        raw: use the prompt as it is, without chat template and system prompt.
+        template_args: arguments of the chat template (tools, documents, enable_thinking, ...); override the config's.
+        echo: begin the output with the prompt.
+        special_tokens: add the tokenizer's special tokens to a raw prompt.
+        reasoning: include the model's reasoning in the output.
     """
 
     id: str
@@ -40,12 +44,12 @@ class Record:
     prompt: str | tuple[int, ...] | None = None
     prompts: tuple[str | tuple[int, ...], ...] = ()
     contexts: tuple[Passage, ...] = ()
-    sampling: dict[str, Any] = field(default_factory=dict)  # this record's own settings, over the config's
+    sampling: dict[str, Any] = field(default_factory=dict)  # overrides the config's
     metadata: dict[str, Any] = field(default_factory=dict)
-    model: str | None = None  # that it asks for by name
+    model: str | None = None  # the model name that the record asks for
     raw: bool = False
-    order: tuple[int, ...] | None = None  # places of `contexts`, as the prompt has them; None: as they come
-    structured: dict[str, Any] | None = None  # what its answer is to look like, over the config's; {} for anything
+    order: tuple[int, ...] | None = None  # the order of `contexts` in the prompt, as indices; None: as given
+    structured: dict[str, Any] | None = None  # the answer's required form; overrides the config's; {}: free text
     template_args: dict[str, Any] = field(default_factory=dict)
     echo: bool = False
     special_tokens: bool = True
@@ -54,39 +58,39 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off."""
+    """How the next token is chosen. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off."""
 
     max_new_tokens: int = 128
-    min_new_tokens: int = 0  # before that many, nothing ends an answer
+    min_new_tokens: int = 0  # no end token or stop string ends an answer before this many
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0  # taken off the score of every token that the answer has already
-    frequency_penalty: float = 0.0  # the same, once for every time that it has it
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its score)
-    logprobs: int | None = None  # how many of the likeliest tokens are told at every place; None: nothing is
+    presence_penalty: float = 0.0  # subtracted from the score of every token that the answer already contains
+    frequency_penalty: float = 0.0  # the same, times how often the answer contains it
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its score)
+    logprobs: int | None = None  # how many of the likeliest tokens to report per position; None: no logprobs
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()  # beside the model's end tokens
-    ignore_eos: bool = False  # the model's end tokens end nothing
+    stop_token_ids: tuple[int, ...] = ()  # in addition to the model's end tokens
+    ignore_eos: bool = False  # continue past the model's end tokens
     seed: int = 0
 
     def ends(self, eos: frozenset[int]) -> frozenset[int]:
-        """Return the tokens that end an answer. eos: the model's own."""
+        """Return the tokens that end an answer. eos: the model's end tokens."""
         return (frozenset() if self.ignore_eos else eos) | frozenset(self.stop_token_ids)
 
 
 def record_seed(seed: int, record_id: str) -> int:
-    """Return a seed of this record's own, so that its answer does not depend on the records before it."""
+    """Return the record's own seed, so that its answer does not depend on the records before it."""
     return int.from_bytes(blake2b(f"{seed}:{record_id}".encode(), digest_size=8).digest()) >> 1
 
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How a model marks what it thinks before it answers: by these words, by their tokens where they have their own.
+    """The markers around a model's reasoning: their text, and their token ids where they are single tokens.
 
-    ends: tokens that end a thought, before the closing marker. inside: whether the prompt has opened it already.
+    ends: tokens that end the reasoning before the closing marker. inside: the prompt already opened it.
     """
 
     opening: str
@@ -99,26 +103,26 @@ class Thinking:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a runner sees. `index` counts the records of this run and names the answer.
+    """One unit of work for a runner. `index` counts the requests of a run and identifies the answer.
 
-    grammar: that the answer must be of (structured/form.py), "" where it may be anything. thinking: what may come
-    before the answer, where no stop string counts.
+    grammar: the grammar that the answer must match (structured/form.py), "" for free text. thinking: markers of the
+    reasoning that may precede the answer; stop strings do not apply inside it.
     """
 
     index: int
     id: str
     token_ids: list[int]
     sampling: Sampling
-    passages: tuple[tuple[int, int], ...] = ()  # where the contexts stand in token_ids: (start, end)
+    passages: tuple[tuple[int, int], ...] = ()  # (start, end) of each context in token_ids
     grammar: str = ""
     thinking: Thinking | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """How likely the target found a token of an answer, before penalties, bias and temperature: natural logarithms.
+    """Natural log-probability of an answer's token under the target, before penalties, bias and temperature.
 
-    likeliest: (token id, its logarithm), the likeliest first, as many as were asked for.
+    likeliest: (token id, logprob) of as many tokens as requested, the likeliest first.
     """
 
     logprob: float
@@ -127,7 +131,7 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class Copied:
-    """Tokens `start` to `end` of an answer, copied from passage number `passage`, from prompt token `source` on."""
+    """Tokens `start` to `end` of an answer, copied from passage number `passage`, starting at prompt token `source`."""
 
     start: int
     end: int
@@ -137,7 +141,7 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """An answer. `token_ids` end with the end-of-sequence token if the model wrote one; they hold no prompt."""
+    """An answer. `token_ids` include the end-of-sequence token if the model wrote one, and no prompt tokens."""
 
     index: int
     token_ids: list[int]
@@ -146,15 +150,15 @@ class Generation:
     latency_s: float
     time_to_first_token_s: float | None = None
     cached_prompt_tokens: int = 0
-    guessed: bytes = b""  # a 1 per token that a draft had guessed, a 0 per one that the target added; empty: not known
-    copied: tuple[Copied, ...] = ()  # what accepted drafts took from the prompt's passages
-    logprobs: tuple[TokenLogprob, ...] = ()  # one per token, where the request's sampling asks for them
-    undrafted: str = ""  # why nothing was drafted for it, where its own settings forbid it
+    guessed: bytes = b""  # 1 per drafted token, 0 per token that the target added; empty: unknown
+    copied: tuple[Copied, ...] = ()  # spans that accepted drafts copied from the prompt's passages
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token, if the sampling requests them
+    undrafted: str = ""  # why nothing was drafted, if the request's settings forbid drafts
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The runner could not answer this request; the message becomes its error line."""
+    """A request that the runner could not answer; the message becomes its error line."""
 
     index: int
     message: str
@@ -165,49 +169,59 @@ Spans = Sequence[tuple[int, int]]  # (start, end) each
 
 
 class Controls(Protocol):
-    """The words that a tokenizer reads as control tokens, and where they stand in a text."""
+    """The words that a tokenizer reads as control tokens, and where they occur in a text."""
 
-    words: frozenset[str]  # their normal forms too, where the tokenizer normalises
+    words: frozenset[str]  # including their normalised forms, if the tokenizer normalises
 
-    def normal(self, text: str) -> str: ...
+    def normal(self, text: str) -> str:
+        """Return `text` as the tokenizer normalises it."""
 
-    def found(self, text: str) -> list[str]: ...
+    def found(self, text: str) -> list[str]:
+        """Return the control words in `text`, in order."""
 
-    def apart(self, text: str) -> str: ...
+    def apart(self, text: str) -> str:
+        """Return `text` with a space inside each control word, which makes it text."""
 
 
 class Tokenizer(Protocol):
-    """What the pipeline needs of a tokenizer. own: where control tokens stand in a text, all else being text."""
+    """What the pipeline needs of a tokenizer. own: spans of a text that may hold control tokens; the rest is text."""
 
     has_chat_template: bool
     thinking: Thinking | None
 
     @property
     def width(self) -> int:
-        """How many tokens the model embeds."""
+        """Return how many tokens the model embeds."""
 
     @property
     def size(self) -> int:
-        """How many tokens it has."""
+        """Return how many tokens the vocabulary has."""
 
     @property
     def bos(self) -> int | None:
-        """The begin-of-sequence token, None where it puts none before texts."""
+        """Return the begin-of-sequence token, None if the tokenizer adds none."""
 
     @property
     def controls(self) -> Controls | None:
-        """Its control words, None where it has none."""
+        """Return the control words, None if there are none."""
 
-    def encode(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[int]: ...
+    def encode(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[int]:
+        """Return the token ids of `text`. special_tokens: add the tokenizer's own around it."""
 
-    def control_ids(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[int]: ...
+    def control_ids(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[int]:
+        """Return the control tokens in encode()'s result, in order."""
 
-    def control_spans(self, text: str, *, special_tokens: bool) -> Spans | None: ...
+    def control_spans(self, text: str, *, special_tokens: bool) -> Spans | None:
+        """Return the spans of encode()'s control tokens in `text`, None if they cannot be located."""
 
-    def decode(self, token_ids: list[int]) -> str: ...
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of `token_ids` without special tokens."""
 
-    def piece(self, token_id: int) -> str: ...
+    def piece(self, token_id: int) -> str:
+        """Return the text of one token, including a control token's name."""
 
-    def offsets(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[tuple[int, int]] | None: ...
+    def offsets(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[tuple[int, int]] | None:
+        """Return the span in `text` of each token, None if the tokenizer has no offsets."""
 
-    def render_chat(self, messages: list[dict[str, Any]], **args: Any) -> str: ...
+    def render_chat(self, messages: list[dict[str, Any]], **args: Any) -> str:
+        """Return the chat in the model's template. args: variables of the template."""

@@ -1,4 +1,4 @@
-"""The arithmetic of speculation: counts that add up, and ratios taken only at the end.
+"""Statistics of a run: counts that add up, and ratios computed only at the end.
 
     >>> one = SpecStats(); one.record(drafted=4, accepted=3); one.record(drafted=0, accepted=0)
     >>> one.steps, one.acceptance_rate, one.mean_acceptance_length
@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 
 @dataclass(slots=True)
 class SpecStats:
-    """Counts of one row (or, added up, of a run). Every ratio is a property.
+    """Counts of one row, or the sum over a run. Every ratio is a property.
 
-    steps: target forwards that emitted tokens for the row, those without a draft counted.
-    drafted_at[j], accepted_at[j]: steps, among those that drafted, that drafted or accepted exactly j tokens.
-    cut: tokens that steps wrote beyond the end of an answer, so that steps + accepted - cut = output tokens.
+    Attributes:
+        steps: target forwards that emitted tokens for the row, including those without a draft.
+        cut: tokens that steps wrote beyond the end of an answer, so that steps + accepted - cut = output tokens.
+        drafted_at: at [j], the drafting steps that drafted exactly j tokens.
+        accepted_at: at [j], the drafting steps that accepted exactly j tokens.
     """
 
     steps: int = 0
@@ -45,8 +47,8 @@ class SpecStats:
             self._last = accepted
 
     def end(self, output_tokens: int) -> None:
-        """Say how many tokens the answer has: what the last step accepted beyond its end does not count."""
-        beyond = self.steps + self.accepted - output_tokens - 1  # the token behind the draft goes first
+        """Set the answer's length: do not count what the last step accepted beyond the answer's end."""
+        beyond = self.steps + self.accepted - output_tokens - 1  # the bonus token is cut first
         if beyond > 0 and self.accepted_at:
             beyond = min(beyond, self._last)
             self.accepted -= beyond
@@ -67,22 +69,22 @@ class SpecStats:
 
     @property
     def drafted_steps(self) -> int:
-        """Steps that verified a draft."""
+        """Return how many steps verified a draft."""
         return sum(self.drafted_at)
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted over drafted tokens; None where nothing was drafted."""
+        """Return accepted over drafted tokens; None if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else None
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """Tokens emitted per step that drafted, the bonus token counted (Leviathan et al. 2023)."""
+        """Return tokens emitted per drafting step, including the bonus token (Leviathan et al. 2023)."""
         return 1 + self.accepted / self.drafted_steps if self.drafted_steps else None
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """At [j], the share of drafts longer than j whose token j was accepted."""
+        """Return at [j] the share of drafts longer than j whose token j was accepted."""
         long_enough = [sum(self.drafted_at[j + 1 :]) for j in range(len(self.drafted_at) - 1)]
         return [round(sum(self.accepted_at[j + 1 :]) / n, 4) for j, n in enumerate(long_enough) if n]
 
@@ -99,7 +101,7 @@ class SpecStats:
 
 
 class Reservoir:
-    """Percentiles of an endless series in constant memory (Vitter's algorithm R, fixed seed)."""
+    """Percentiles of a stream in constant memory (Vitter's algorithm R, fixed seed)."""
 
     def __init__(self, size: int = 10_000) -> None:
         self.size = size
@@ -108,7 +110,7 @@ class Reservoir:
         self._random = random.Random(0)
 
     def add(self, value: float) -> None:
-        """Take one more value in."""
+        """Add a value."""
         self.count += 1
         if len(self._values) < self.size:
             self._values.append(value)
@@ -116,7 +118,7 @@ class Reservoir:
             self._values[slot] = value
 
     def percentiles(self) -> dict[str, float] | None:
-        """Return p50, p95 and p99 (nearest rank), or None where no value came."""
+        """Return p50, p95 and p99 (nearest rank), or None without values."""
         if not self._values:
             return None
         ranked = sorted(self._values)
@@ -127,10 +129,10 @@ OTHERS = "other causes"
 
 
 class Causes:
-    """Why records failed: the first message of each cause, and how many records it cost. Memory is bounded."""
+    """Failed records by cause: the first message of each cause and its number of records, in bounded memory."""
 
-    MOST = 1000  # causes that are told apart
-    TOLD = 5
+    MOST = 1000  # distinct causes
+    RANKED = 5  # causes in a report
 
     def __init__(self) -> None:
         self.records = 0
@@ -145,23 +147,23 @@ class Causes:
             self._first.setdefault(cause, message)
 
     def merge(self, other: Causes) -> None:
-        """Count another's too."""
+        """Add another instance's counts."""
         for cause, count in other._counts.items():
             self.add(cause, other._first[cause], count)
         self.records += other.records - sum(other._counts.values())
 
     def ranked(self) -> list[tuple[str, int]]:
-        """Return the most frequent causes, each by its first message, with their records."""
-        found = sorted(self._counts.items(), key=lambda item: -item[1])[: self.TOLD]
+        """Return (first message, records) of the most frequent causes."""
+        found = sorted(self._counts.items(), key=lambda item: -item[1])[: self.RANKED]
         return [(self._first[cause], count) for cause, count in found]
 
     @property
     def others(self) -> int:
-        """Records of causes that are not among the ranked ones."""
+        """Return how many records failed for causes that are not ranked."""
         return self.records - sum(count for _, count in self.ranked())
 
     def to_json(self) -> dict[str, Any]:
-        """Return the `failures` of the stats file; nothing where there were none."""
+        """Return the `failures` entry of the stats file, {} without failures."""
         found: list[dict[str, Any]] = [{"records": count, "message": message} for message, count in self.ranked()]
         if self.others:
             found.append({"records": self.others, "message": OTHERS})
@@ -170,7 +172,7 @@ class Causes:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What the runs that wrote an output took, in seconds, all of them together."""
+    """Seconds spent by all runs that wrote an output."""
 
     runs: int = 0
     load_s: float = 0.0
@@ -179,7 +181,7 @@ class Spent:
 
     @classmethod
     def of(cls, value: Any, runs: int = 0) -> Spent:
-        """Return what a JSON value says; nothing where it is none. runs: where it does not say how many."""
+        """Return the value of a JSON object, zeros if it is malformed. runs: the default if it has no count."""
         try:
             seconds = (float(value[key]) for key in ("load_s", "warmup_s", "generate_s"))
             return cls(int(value.get("runs", runs)), *seconds)
@@ -187,14 +189,14 @@ class Spent:
             return cls()
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as run.json and the stats file have it."""
+        """Return the object in run.json and in the stats file."""
         seconds = {"load_s": self.load_s, "warmup_s": self.warmup_s, "generate_s": self.generate_s}
         return {"runs": self.runs, **{name: _round(value) for name, value in seconds.items()}}
 
 
 @dataclass(frozen=True, slots=True)
 class OutputTotals:
-    """What an output holds, whichever run wrote it, and what those runs took."""
+    """What an output holds, over all runs that wrote it, and the seconds that they took."""
 
     records: int  # answered
     failed: int  # error lines
@@ -204,15 +206,15 @@ class OutputTotals:
     failures: Causes
 
     def to_json(self) -> dict[str, Any]:
-        """Return the `totals` of the stats file."""
+        """Return the `totals` object of the stats file."""
         counts = {name: getattr(self, name) for name in ("records", "failed", "prompt_tokens", "output_tokens")}
         return {**counts, **self.spent.to_json(), **self.failures.to_json()}
 
 
 class Cost(NamedTuple):
-    """What an answer took. undrafted: why nothing was drafted for it, where its own settings forbid it.
+    """What one answer took. undrafted: why nothing was drafted, if the request's settings forbid drafts.
 
-    valid: whether it has the form that was asked for, None where it may have any. whole: whether it came to its end.
+    valid: whether the answer has its required form, None if it has none. whole: whether it is complete.
     """
 
     output_tokens: int
@@ -227,26 +229,26 @@ class Cost(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Totals:
-    """What records came to. Seconds are wall-clock; load, warm-up and generation are kept apart."""
+    """Totals over records. Seconds are wall-clock; load, warm-up and generation are separate."""
 
     records: int = 0  # answered
     failed: int = 0  # error lines written
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     output_tokens: int = 0
-    shaped: int = 0  # answers that were to have a form
-    valid: int = 0  # of them, those that have it
-    truncated: int = 0  # of them, those that were cut off before they were complete
+    shaped: int = 0  # answers with a required form
+    valid: int = 0  # of those, answers that match it
+    truncated: int = 0  # of those, invalid answers that were cut off
     load_s: float = 0.0
     warmup_s: float = 0.0
     prefill_s: float | None = None
     decode_s: float | None = None
-    decode_tokens: int = 0  # tokens emitted in decode_s, those of the prefill step not counted
+    decode_tokens: int = 0  # tokens emitted in decode_s, without those of the prefill step
     peak_memory_gib: float = 0.0
     spec: SpecStats = field(default_factory=SpecStats)
 
     def count(self, prompt_tokens: int, costs: Iterable[Cost]) -> None:
-        """Count a record that was answered. costs: of each answer."""
+        """Count an answered record. costs: one per answer."""
         self.records += 1
         self.prompt_tokens += prompt_tokens
         for cost in costs:
@@ -260,13 +262,13 @@ class Totals:
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """Tokens over seconds of the decode part alone, where the engine knows it apart."""
+        """Return tokens over seconds of the decode phase, None if the engine does not separate it."""
         return self.decode_tokens / self.decode_s if self.decode_s else None
 
 
 @dataclass(slots=True, kw_only=True)
 class WorkerSummary(Totals):
-    """One worker's part of a run's totals. Its seconds are its own; deaths: how often it was replaced."""
+    """One worker's share of a run's totals, with its own seconds. deaths: how often it was replaced."""
 
     name: str
     host: str = ""
@@ -274,7 +276,7 @@ class WorkerSummary(Totals):
     deaths: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return its line of the stats file."""
+        """Return the worker's entry in the stats file."""
         return {
             "worker": self.name,
             "host": self.host,
@@ -324,19 +326,19 @@ class RunSummary(Totals):
 
     method: str = "none"
     skipped: int = 0  # finished before this run began
-    failed_before: int = 0  # those of `skipped` that are error lines
+    failed_before: int = 0  # the error lines among `skipped`
     generate_s: float = 0.0
     time_to_first_token_s: Reservoir = field(default_factory=Reservoir)
     latency_s: Reservoir = field(default_factory=Reservoir)
-    retrieval: dict[str, Any] | None = None  # what the searches took; waited_s: seconds that answering waited for them
-    about: dict[str, Any] = field(default_factory=dict)  # config, versions, hashes: whatever names the run
+    retrieval: dict[str, Any] | None = None  # time of searches; waited_s: seconds that answering waited for them
+    about: dict[str, Any] = field(default_factory=dict)  # what identifies the run: config, versions, hashes
     notes: list[str] = field(default_factory=list)
-    failures: Causes = field(default_factory=Causes)  # of `failed`
-    totals: OutputTotals | None = None  # of an output that can be resumed
-    workers: list[WorkerSummary] = field(default_factory=list)  # of a run on several
+    failures: Causes = field(default_factory=Causes)  # causes of `failed`
+    totals: OutputTotals | None = None  # for an output that can be resumed
+    workers: list[WorkerSummary] = field(default_factory=list)  # for a run on several workers
 
     def add_to(self, spent: Spent) -> Spent:
-        """Return what earlier runs and this one took."""
+        """Return the time of earlier runs plus this one."""
         return Spent(
             spent.runs + 1,
             spent.load_s + self.load_s,
@@ -346,17 +348,17 @@ class RunSummary(Totals):
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Output tokens over generation seconds, of the whole run."""
+        """Return output tokens over generation seconds."""
         return self.output_tokens / self.generate_s if self.generate_s and self.output_tokens else None
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Output tokens per row and target step, steps without a draft counted."""
+        """Return output tokens per row and target step, including steps without a draft."""
         return self.output_tokens / self.spec.steps if self.spec.steps else None
 
     @property
     def requests_per_s(self) -> float | None:
-        """Answered records over generation seconds."""
+        """Return answered records over generation seconds."""
         return self.records / self.generate_s if self.generate_s and self.records else None
 
     def to_json(self) -> dict[str, Any]:

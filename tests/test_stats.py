@@ -75,7 +75,7 @@ def test_causes_are_bounded_and_none_is_lost_in_the_count():
         causes.add(f"cause {i}", f"message {i}", 1 + (i == 7))
     assert causes.records == 3 * Causes.MOST + 1
     assert causes.ranked()[0] == ("message 7", 2)
-    assert len(causes.ranked()) == Causes.TOLD
+    assert len(causes.ranked()) == Causes.RANKED
     assert causes.others == causes.records - sum(count for _, count in causes.ranked())
     both = Causes()
     both.merge(causes)

@@ -1,1 +1,1 @@
-"""What the user wrote, checked: sections, YAML, secrets, other tools' configs translated."""
+"""The config: sections checked by pydantic, YAML, secrets, and configs of other tools translated."""

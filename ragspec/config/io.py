@@ -1,4 +1,4 @@
-"""Where records come from and where answers go, as the user writes it: `input` and `output` of a config."""
+"""The `input` and `output` sections of a config."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ColumnNames(Section):
 
     @property
     def given(self) -> dict[str, str | dict[str, str]]:
-        """Those that the user gave."""
+        """Return the fields that the user set."""
         given = self.model_dump(exclude_none=True)
         if self.contexts is not None and list(given["contexts"]) == ["path"]:
             given["contexts"] = self.contexts.path
@@ -95,7 +95,7 @@ class InputConfig(Section):
 
     @property
     def is_stdin(self) -> bool:
-        """Whether records come from stdin, and can be read only once."""
+        """Return whether records come from stdin and can be read only once."""
         return "-" in self.path
 
 

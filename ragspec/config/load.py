@@ -1,11 +1,10 @@
-"""`--set KEY.PATH=VALUE`: the type of the key decides how the value is read.
+"""Load a config: read the YAML, translate other tools' keys, apply `--set`, check.
 
 >>> raw = {}; override(raw, "output=OUT #1.jsonl", {}); override(raw, "sampling.seed=1", {}); raw
 {'output': 'OUT #1.jsonl', 'sampling': {'seed': 1}}
 
-A text key takes the value literally: no comments, quotes, numbers or nulls. Other keys take YAML. Keys that take both
-read `[...]` and `{...}` as YAML and anything else literally. Keys of free dictionaries (`runner_args.*` of vllm,
-`model_args`) take YAML scalars, in which `#` begins no comment.
+Unknown keys are errors with a suggestion; every message names file, key, value and what is allowed. Limit: only the
+config's text is checked here; `Runner.check` checks models and tokenizers.
 """
 
 from __future__ import annotations
@@ -28,11 +27,24 @@ from ragspec.config.yaml_file import RepeatedKey, parse_flow, parse_scalar, pars
 from ragspec.errors import ConfigError
 from ragspec.speculation.methods import AUTO, check_method, method_named
 
-SECTIONS = ("input", "output", "contexts")  # a path alone may replace these
+SECTIONS = ("input", "output", "contexts")  # a path alone may replace these sections
 
 
 def override(raw: dict[str, Any], given: str, later: Mapping[str, Any]) -> None:
-    """Set a key in a config's raw values. later: all overrides, for `runner`. Raises ConfigError."""
+    """Set `given`, "KEY.PATH=VALUE", in a config's raw values.
+
+    The key's type decides how the value is read. A text key takes the value literally: no comments, quotes, numbers or
+    nulls. Other keys take YAML. Keys that take both read `[...]` and `{...}` as YAML and anything else literally. Keys
+    of free dictionaries (`runner_args.*` of vllm, `model_args`) take YAML scalars, in which `#` begins no comment.
+
+    Args:
+        raw: the config's values, changed in place.
+        given: the override.
+        later: all overrides by key, to find `runner`.
+
+    Raises:
+        ConfigError: the override is malformed or its parent is not a mapping.
+    """
     key, equals, value = given.partition("=")
     if not equals or not key:
         raise ConfigError(f'--set: "{given}" is not KEY.PATH=VALUE, for instance sampling.temperature=0.7')
@@ -51,7 +63,7 @@ def override(raw: dict[str, Any], given: str, later: Mapping[str, Any]) -> None:
 
 
 def value_of(text: str, kind: Any, where: str) -> Any:
-    """Return the value of `text` for a key of type `kind`. where: begins messages. Raises ConfigError."""
+    """Return `text` read as a key of type `kind`. where: begins messages. Raises ConfigError."""
     forms = list(_forms(kind))
     if Any in forms:
         return parse_flow(text, where) if _is_flow(text) else parse_scalar(text)
@@ -70,7 +82,7 @@ def value_of(text: str, kind: Any, where: str) -> Any:
 
 
 def _or_text(parse: Any, text: str, where: str, forms: list[Any]) -> Any:
-    """Return the YAML value of a text; the text itself if it is invalid YAML and the key takes text ("[a]b.jsonl")."""
+    """Return the YAML value of a text, or the text if it is invalid YAML and the key takes text ("[a]b.jsonl")."""
     try:
         return parse(text, where)
     except ConfigError:
@@ -84,15 +96,15 @@ def _is_flow(text: str) -> bool:
 
 
 def _type_of(keys: list[str], runner: Any) -> Any:
-    """Return the type of a key, Any if the config's models do not define it."""
+    """Return the type of a key, Any if no model defines it."""
     if keys[0] == "runner_args" and len(keys) > 1:
         names = CHOICES if runner in (None, AUTO) else (runner,)
-        found = (_inside(runners.module(name).Args, keys[1:]) for name in names if name in runners.names())
+        found = (_nested_type(runners.module(name).Args, keys[1:]) for name in names if name in runners.names())
         return next((kind for kind in found if kind is not Any), Any)
-    return _inside(RunConfig, keys)
+    return _nested_type(RunConfig, keys)
 
 
-def _inside(kind: Any, keys: list[str]) -> Any:
+def _nested_type(kind: Any, keys: list[str]) -> Any:
     for key in keys:
         forms = list(_forms(kind))
         section = next((form for form in forms if _is_section(form)), None)
@@ -108,7 +120,7 @@ def _inside(kind: Any, keys: list[str]) -> Any:
 
 
 def _forms(kind: Any) -> Iterator[Any]:
-    """Yield the members of a union type; for a Literal, one `Literal[word]` per word."""
+    """Yield the members of a union type; a Literal yields one `Literal[word]` per word."""
     origin = get_origin(kind)
     if origin is Annotated:
         inner, *about = get_args(kind)
@@ -136,35 +148,36 @@ def _holds_texts(kind: Any) -> bool:
     return all(form is str or _is_word(form) for item in get_args(kind) for form in _forms(item))
 
 
-# -- what the user wrote, checked: `load_config("c.yaml", ["sampling.seed=1"])` -> (RunConfig, notes) -----------------
-#
-# Unknown keys are errors with a suggestion; every message names file, key, value and what is allowed.
-# Limit: only the config's text is checked here; models and tokenizers are checked by `Runner.check`.
-
+# -- loading and checking --------------------------------------------------------------------------
 
 NEEDED = {
     "draft_model": "the name of a draft model",
     "early_exit_layer": "the layer to draft from, for instance 4",
     "speculative_config": "what vLLM is to be told",
 }
-INDEXED = ("corpus", "embedding_model")  # what an index that exists was built with
-SHOWN = {"prompt", "sampling", "structured"}  # sections that hold no secrets, whatever their keys are called
+INDEXED = ("corpus", "embedding_model")  # keys that an existing index was built with
+SHOWN = {"prompt", "sampling", "structured"}  # sections without secrets, whatever their keys are called
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 
 
 def load_config(path: str, overrides: Sequence[str] = (), **direct: Any) -> tuple[RunConfig, list[str]]:
-    """Return the config of file `path` and notes on what was translated or ignored.
+    """Return the config in file `path`, and notes on translated or ignored keys.
 
-    overrides: "key.path=value" (`--set`, load.py). direct: top-level keys that are not None win over both.
-    Raises ConfigError.
+    Args:
+        path: a YAML file.
+        overrides: "key.path=value" each (`--set`).
+        direct: top-level keys; those that are not None override everything else.
+
+    Raises:
+        ConfigError: the file or a value is invalid.
     """
-    raw, said = read_config(path)
+    raw, read_notes = read_config(path)
     config, notes = config_of(raw, path, overrides, **direct)
-    return config, said + notes
+    return config, read_notes + notes
 
 
 def read_config(path: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the values in file `path`, ragspec's or AutoGluon-RAG's, and notes. Raises ConfigError."""
+    """Return the values in file `path`, in ragspec's or AutoGluon-RAG's keys, and notes. Raises ConfigError."""
     try:
         return read_yaml(path), []
     except RepeatedKey as error:
@@ -177,18 +190,18 @@ def read_config(path: str) -> tuple[dict[str, Any], list[str]]:
 def config_of(
     raw: dict[str, Any], source: str, overrides: Sequence[str] = (), **direct: Any
 ) -> tuple[RunConfig, list[str]]:
-    """Return what load_config does, for a file's values `raw`, which it may change; `source` begins every message."""
+    """Return what `load_config` does for a file's values `raw`, which may be changed. source: begins messages."""
     given = [key for key, value in direct.items() if value is not None]
-    with _veil(raw, source).over_errors():
+    with _raw_redactor(raw, source).over_errors():
         raw, notes = _overridden(raw, source, overrides, given)
         notes += _modernise(raw, source)
-        raw |= {key: _beside(raw.get(key), value) for key, value in direct.items() if value is not None}
+        raw |= {key: _with_path(raw.get(key), value) for key, value in direct.items() if value is not None}
         config = build_config(_without_empty(raw), source)
     return config, [config.redactor()(note) for note in notes]
 
 
 def build_config(raw: dict[str, Any], source: str = "config") -> RunConfig:
-    """Return `raw` as a checked RunConfig; `source` begins every message. Raises ConfigError."""
+    """Return `raw` as a checked RunConfig. source: begins messages. Raises ConfigError."""
     config = cast(RunConfig, validate(RunConfig, raw, source))
     try:
         _check(config)
@@ -202,14 +215,14 @@ def build_config(raw: dict[str, Any], source: str = "config") -> RunConfig:
 def load_retrieval(
     path: str | None, overrides: Sequence[str], direct: dict[str, Any], *, builds: bool = True
 ) -> tuple[RetrievalConfig, list[str]]:
-    """Return the retrieval section of config `path`, if one is named, with `direct` over it, and notes.
+    """Return the retrieval section of config `path`, if given, overridden by `direct`, and notes.
 
-    builds: whether an index is to be built, not searched. Raises ConfigError, for the rest of the config too.
+    builds: an index is to be built rather than searched. Raises ConfigError, also for other sections.
     """
     source = path or "command line"
-    raw, said = read_config(path) if path is not None else ({}, [])
+    raw, read_notes = read_config(path) if path is not None else ({}, [])
     given = [f"retrieval.{key}" for key in (*direct, *(() if builds else INDEXED))]
-    with _veil(raw, source).over_errors():
+    with _raw_redactor(raw, source).over_errors():
         raw, notes = _overridden(raw, source, overrides, given, only_retrieval=True)
         section = raw.get("retrieval") or {}
         if isinstance(section, dict):
@@ -220,15 +233,15 @@ def load_retrieval(
         assert config is not None
         _check_retrieval(config)
         _check_references({"retrieval": config.model_dump()}, source)
-    return config, said + notes
+    return config, read_notes + notes
 
 
 def _overridden(
     raw: dict[str, Any], source: str, overrides: Sequence[str], given: Sequence[str], *, only_retrieval: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return `raw` in ragspec's own keys with `--set` applied, and notes on what was translated or ignored.
+    """Return `raw` in ragspec's keys with `--set` applied, and notes on translated or ignored keys.
 
-    given: further keys that are set after this.
+    given: further keys that are set later.
     """
     notes: list[str] = []
     if is_autogluon(raw):
@@ -240,8 +253,8 @@ def _overridden(
     return raw, notes
 
 
-def _beside(given: Any, path: Any) -> Any:
-    """Return a section (input, output) with another path, where it says more than that; else the path alone."""
+def _with_path(given: Any, path: Any) -> Any:
+    """Return an input or output section with its path replaced; `path` alone if the section has no other keys."""
     return {**given, "path": path} if isinstance(given, dict) else path
 
 
@@ -250,8 +263,8 @@ def _without_empty(raw: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in raw.items() if value is not None}
 
 
-def _veil(raw: dict[str, Any], source: str) -> Redactor:
-    """Return what hides the secrets of a config that is not checked yet; texts and schemas are the user's own words."""
+def _raw_redactor(raw: dict[str, Any], source: str) -> Redactor:
+    """Return a Redactor for an unchecked config. Prompts, sampling and schemas may appear in messages."""
     try:
         return Redactor(redacted({key: value for key, value in raw.items() if key not in SHOWN}))
     except RecursionError:
@@ -259,7 +272,7 @@ def _veil(raw: dict[str, Any], source: str) -> Redactor:
 
 
 def _modernise(raw: dict[str, Any], source: str) -> list[str]:
-    """Move vLLM's speculation arguments, today's and those of 2024, from `runner_args` to `speculation`."""
+    """Move vLLM's speculation arguments, of 2024 and of today, from `runner_args` to `speculation`."""
     args = raw.get("runner_args")
     if raw.get("runner") != "vllm" or not isinstance(args, dict):
         return []
@@ -274,7 +287,7 @@ def _modernise(raw: dict[str, Any], source: str) -> list[str]:
 
 
 def _check(config: RunConfig) -> None:
-    """Check what depends on several keys."""
+    """Check rules that involve several keys."""
     if config.retrieval:
         _check_retrieval(config.retrieval)
         if config.prompt.source not in ("auto", "query"):
@@ -294,7 +307,7 @@ def _check(config: RunConfig) -> None:
 
 
 def _check_method(spec: SpeculationConfig) -> None:
-    """Check the section's keys against what the method needs and takes."""
+    """Check the section's keys against what the method requires and accepts."""
     method = method_named(spec.method)
     for key in method.needs:
         if getattr(spec, key) in (None, ""):
@@ -323,7 +336,7 @@ def _check_retrieval(retrieval: RetrievalConfig) -> None:
 
 
 def _check_references(value: Any, source: str) -> None:
-    """Raise ConfigError for an environment variable that the config names but that is not set."""
+    """Raise ConfigError for an environment variable that the config references but that is not set."""
     for path, secret in secrets_in(value):
         try:
             secret.reveal()
@@ -332,7 +345,7 @@ def _check_references(value: Any, source: str) -> None:
 
 
 def _with_template_text(config: RunConfig, source: str) -> RunConfig:
-    """Replace the name of a template file by its text, so that the resolved config needs no other file."""
+    """Replace the name of a template file with its text, so that the resolved config needs no other file."""
     template = config.prompt.template
     if template is None or not template.endswith(TEMPLATE_SUFFIXES):
         return config
@@ -346,7 +359,7 @@ def _with_template_text(config: RunConfig, source: str) -> RunConfig:
 
 
 def _with_structured(config: RunConfig, source: str) -> RunConfig:
-    """Replace the names of schema and grammar files by their text, and see that the form can be compiled."""
+    """Replace the names of schema and grammar files with their text, and check that the form compiles."""
     if config.structured is None:
         return config
     from ragspec.config.structured import with_files

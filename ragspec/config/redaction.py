@@ -1,10 +1,12 @@
-"""What is taken for a secret: by the name of its key, or by what it looks like.
+"""Secrets in configs: how they are recognised, how they are stored, and how they are kept out of messages.
 
-    >>> [names_secret(key) for key in ("hf_token", "api_key", "num_tokens", "eos_token", "tokenizer", "sort_key")]
-    [True, True, False, False, False, False]
+    >>> config = redacted({"token": "hf_abcdefghijklmnopqrst", "proxy": "${PROXY}", "dtype": "auto"})
+    >>> print(config["token"], config["proxy"], revealed(config)["token"])
+    secret:a5bfa9b6 ${PROXY} hf_abcdefghijklmnopqrst
 
-A key that is wrongly taken for a secret costs little (the statistics show a hash); one that is missed is written
-everywhere. So an unknown `..._token` counts as one. Standard library only.
+A checked config contains no secret as text: a `Secret` is a string that is safe to show, and only `revealed`, called
+where a library gets its arguments, returns what it hides. So code that forgets about secrets fails instead of leaking.
+Limit: prompts, sampling and paths are not searched. Standard library and pydantic only.
 """
 
 from __future__ import annotations
@@ -20,14 +22,17 @@ from pydantic import AfterValidator, WrapValidator
 
 from ragspec.errors import ConfigError, ModelError, RagspecError, flat
 
+# -- recognition -----------------------------------------------------------------------------------
+
+# A false positive costs little (the statistics show a hash), a miss leaks: an unknown `..._token` counts as a secret.
 LAST = {"token", "key", "secret", "password", "passwd", "passphrase", "pwd", "credential", "authorization", "auth"}
 LAST |= {"bearer", "apikey", "cookie", "secrets", "passwords", "credentials"}
 ALWAYS = {"secret", "password", "passwd", "passphrase", "pwd", "credential", "secrets", "passwords", "credentials"}
 RUN_TOGETHER = re.compile(r"(api|access|auth|secret|private)(token|key)s?$|password$|passwd$|secret$|credentials?$")
-PLURAL = {"keys", "tokens"}  # secrets only after one of these
+PLURAL = {"keys", "tokens"}  # secrets only after one of OWNERS
 OWNERS = {"api", "access", "auth", "secret", "private", "account", "hf", "bearer"}
-TRAILING = {"id", "value", "string"}  # as in aws_access_key_id: the word before decides
-# tokens of a vocabulary, and keys of mappings
+TRAILING = {"id", "value", "string"}  # the word before decides, as in aws_access_key_id
+# words that make a token part of a vocabulary, and a key part of a mapping
 HARMLESS = {
     "token": {"bos", "eos", "pad", "unk", "sep", "cls", "mask", "eot", "eom", "eod", "bot", "image", "audio", "video"}
     | {"boi", "eoi", "start", "end", "stop", "prefix", "suffix", "middle", "new", "next", "last", "first", "special"}
@@ -35,18 +40,18 @@ HARMLESS = {
     "key": {"sort", "partition", "group", "cache", "primary", "foreign", "index", "map", "dict", "json", "row"}
     | {"column", "label", "text", "image", "video", "audio", "lookup", "query", "feature", "id", "order", "name"},
 }
-VOCABULARY = re.compile(r"<[^<>]*>|\[[A-Za-z_]+\]|[\d.]+|.{0,2}")  # what a token of a vocabulary looks like, or its id
+VOCABULARY = re.compile(r"<[^<>]*>|\[[A-Za-z_]+\]|[\d.]+|.{0,2}")  # a vocabulary's token or its id
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
-# what signs an address
+# query parameters that sign a URL
 SIGNED = (
     r"(?<=[?&])(?i:(?:X-(?:Amz|Goog)-)?(?:Signature|Security-Token|Credential)|sig|token|api_key|apikey|access_token)"
-    r"=(?![^&\s\"':]*[*?\[\]])[^&\s\"':]{4,}"  # nothing signed is a pattern of file names
+    r"=(?![^&\s\"':]*[*?\[\]])[^&\s\"':]{4,}"  # a signature contains no file name pattern
 )
 SHAPES = re.compile(
     r"\bhf_(?:(?=[a-z]*[0-9A-Z])[A-Za-z0-9]{8,}|[a-z]{16,})(?!\w)"  # Hugging Face
     r"|\bapi_org_\w{16,}"
-    # OpenAI, Anthropic and those that copy them: letters and digits, after words
+    # OpenAI, Anthropic and providers with the same form: letters and digits, after words
     r"|\bsk-(?:[a-z0-9]+-){0,9}(?=[A-Za-z_]*\d)(?=[\d_]*[A-Za-z])\w{8,}[\w-]*"
     r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"  # AWS
     r"|\bgh[opsru]_\w{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}"
@@ -58,17 +63,21 @@ SHAPES = re.compile(
     r"|\b(?:AccountKey|SharedAccessSignature|Password|Pwd)=[^;\s\"']{4,}"  # connection strings
     rf"|{SIGNED}"
 )
-LOGIN = re.compile(r"(?<=://)[^\s/@:\"']*:[^\s/@\"']+(?=@)")  # user:password of an address
-# key: "value", 'key': "value", key='value'; a key of any length would take a time that grows with its square
+LOGIN = re.compile(r"(?<=://)[^\s/@:\"']*:[^\s/@\"']+(?=@)")  # user:password in a URL
+# key: "value", 'key': "value", key='value'; the key's length is limited, as matching takes quadratic time in it
 NAMED = re.compile(r"""(["']?)(\b[A-Za-z_][\w.-]{0,99})\1\s*([:=])\s*(["'])((?:(?!\4).)+)\4""")
 ADDRESS = re.compile(r"[A-Za-z][\w+.-]*://\S*")
 PATH = re.compile(r"(?:~|\.{0,2})/\S*|\S*\.[A-Za-z]\w{1,7}")
-PATTERN = re.compile(r"[*?()\[\]{}|\\^<>]")  # of a regular expression, of file names, of a template
-RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])\S{8,}|[\w+/=~.-]{24,}")  # what is written by no one
+PATTERN = re.compile(r"[*?()\[\]{}|\\^<>]")  # a regular expression, file name pattern or template
+RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])\S{8,}|[\w+/=~.-]{24,}")  # generated rather than written
 
 
 def names_secret(key: str) -> bool:
-    """Return whether what is under `key` is a secret."""
+    """Return whether the value under `key` is a secret.
+
+    >>> [names_secret(key) for key in ("hf_token", "api_key", "num_tokens", "eos_token", "tokenizer", "sort_key")]
+    [True, True, False, False, False, False]
+    """
     words = [word.lower() for word in WORD.findall(key)]
     while len(words) > 1 and words[-1] in TRAILING:
         words.pop()
@@ -83,7 +92,7 @@ def names_secret(key: str) -> bool:
 
 
 def is_secret(value: Any, key: str) -> bool:
-    """Return whether `value`, a leaf under `key`, is a secret by that name. Token ids and switches are not."""
+    """Return whether `value`, a leaf under `key`, is a secret by its key. Token ids and booleans are not."""
     if not names_secret(key) or isinstance(value, bool) or value in (None, ""):
         return False
     sure = WORD.findall(key)[-1].lower() in ALWAYS
@@ -91,54 +100,45 @@ def is_secret(value: Any, key: str) -> bool:
 
 
 def secret_parts(text: str) -> list[str]:
-    """Return the pieces of `text` that look like secrets, or that it names as one (a dictionary in a string)."""
+    """Return the parts of `text` that look like secrets or are named as one (a dictionary in a string)."""
     named = [found[5] for found in NAMED.finditer(text) if is_secret(found[5], found[2])]
     return [*LOGIN.findall(text), *SHAPES.findall(text), *named]
 
 
 def parts_of_message(text: str) -> list[str]:
-    """Return the same of a message, which speaks of tokens and keys that are no secrets, too.
+    """Return the secrets in a message, which may also mention tokens and keys that are none.
 
-    What a config holds is known by other means. So an address without a login stays, and after a word and a colon
-    ("unknown key: 'x'") so does what looks like a pattern, a path or a word.
+    Stricter than `secret_parts`, since the config's own secrets are known: a URL without a login stays, and after a
+    word and a colon ("unknown key: 'x'") a pattern, a path or a word stays.
     """
-    named = [found[5] for found in NAMED.finditer(text) if is_secret(found[5], found[2]) and _is_told(found)]
+    named = [found[5] for found in NAMED.finditer(text) if is_secret(found[5], found[2]) and _discloses(found)]
     return [*LOGIN.findall(text), *SHAPES.findall(text), *named]
 
 
-def _is_told(found: re.Match[str]) -> bool:
-    """Return whether a message tells a secret by name, rather than speaking of something of that name."""
+def _discloses(found: re.Match[str]) -> bool:
+    """Return whether a named value in a message is the secret itself rather than a mention of the key."""
     quoted, key, separator, value = bool(found[1]), found[2], found[3], found[5]
     if ADDRESS.fullmatch(value):
-        return False  # a login in it, or what signs it, is hidden by itself
+        return False  # its login or signature is found separately
     if quoted or separator == "=":
-        return True  # a dictionary, or an argument
+        return True  # a dictionary or an argument
     if PATTERN.search(value) or PATH.fullmatch(value):
         return False
     words = [word.lower() for word in WORD.findall(key)]
     return words[-1] in ALWAYS - {"secret", "secrets", "credential", "credentials"} or bool(RANDOM.fullmatch(value))
 
 
-# -- secrets of a config: whatever gets written shows a placeholder in their place ------------------------------------
-#
-#     >>> config = concealed({"token": "hf_abcdefghijklmnopqrst", "proxy": "${PROXY}", "dtype": "auto"})
-#     >>> print(config["token"], config["proxy"], revealed(config)["token"])
-#     secret:a5bfa9b6 ${PROXY} hf_abcdefghijklmnopqrst
-#
-# The config contains no secret as text: a `Secret` is the string that may be shown, and whoever writes, prints or
-# hashes it gets that. Only `revealed`, called when a library is given its arguments, returns what it hides. So code
-# that forgets about secrets breaks, but leaks nothing. Limit: prompts, sampling and paths are not searched.
+# -- storage ---------------------------------------------------------------------------------------
 
-
-REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)\}")  # of an environment variable
-SCHEME = re.compile(r"\s*(bearer|basic|token)?\s*", re.IGNORECASE)  # what may precede it in a header
+REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)\}")  # an environment variable
+SCHEME = re.compile(r"\s*(bearer|basic|token)?\s*", re.IGNORECASE)  # may precede it in a header
 SHOWN = re.compile(r"secret:[0-9a-f]{8}")
-ROUNDS = 50_000  # of the hash: guessing a weak password from it should be slow
-PREFIX = "RAGSPEC_"  # of the environment variables that replace secrets in a written config
+ROUNDS = 50_000  # hash iterations: guessing a weak password from the hash should be slow
+PREFIX = "RAGSPEC_"  # of environment variables that replace secrets in a written config
 
 
 class Secret(str):
-    """What may be shown in place of a secret: a hash of it, or the text that names an environment variable."""
+    """A string that is safe to show in place of a secret: a hash, or the name of an environment variable."""
 
     hidden: Any
     _parts: tuple[str, ...]
@@ -148,29 +148,29 @@ class Secret(str):
         self.hidden, self._parts = hidden, parts
         return self
 
-    def __getnewargs__(self) -> tuple[str, Any, tuple[str, ...]]:  # type: ignore[override]  # for copies
+    def __getnewargs__(self) -> tuple[str, Any, tuple[str, ...]]:  # type: ignore[override]  # for copy and pickle
         return str(self), self.hidden, self._parts
 
     @property
     def is_reference(self) -> bool:
-        """Whether it names environment variables and contains no secret itself."""
+        """Return whether this names environment variables and contains no secret itself."""
         return bool(str(self) == self.hidden)
 
     def reveal(self) -> Any:
-        """Return the secret. Raises ConfigError if an environment variable that it names is not set."""
+        """Return the secret. Raises ConfigError if a referenced environment variable is not set."""
         return REFERENCE.sub(_from_environment, self.hidden) if self.is_reference else self.hidden
 
     def parts(self) -> list[str]:
-        """Return the texts that nobody may see."""
+        """Return the texts to keep out of messages."""
         if self.is_reference:
             return [os.environ[name] for name in REFERENCE.findall(self.hidden) if os.environ.get(name)]
         return list(self._parts)
 
 
 def redacted(value: Any, key: str = "", inside: bool = False) -> Any:
-    """Return a copy of nested `value` with a Secret for every secret and for every text with a ${NAME} in it.
+    """Return a copy of nested `value` with a Secret for every secret and every text that contains ${NAME}.
 
-    key: the key it is under. inside: whether a key further out names a secret.
+    key: the key of `value`. inside: whether an outer key names a secret.
     """
     if isinstance(value, dict):
         inside = inside or names_secret(key)
@@ -181,19 +181,19 @@ def redacted(value: Any, key: str = "", inside: bool = False) -> Any:
         return value
     named = is_secret(value, key) or (inside and is_secret(value, "secret"))
     if isinstance(value, str) and REFERENCE.search(value):
-        besides = REFERENCE.sub("", value)
-        # a password may contain a ${NAME} of its own
-        if SCHEME.fullmatch(besides) if named else not secret_parts(besides):
+        rest = REFERENCE.sub("", value)
+        # a password may itself contain a ${NAME}
+        if SCHEME.fullmatch(rest) if named else not secret_parts(rest):
             return Secret(value, value)
     if named:
-        return Secret(_shown(value), value, (str(value),))
+        return Secret(_placeholder(value), value, (str(value),))
     if isinstance(value, str) and (parts := secret_parts(value)):
-        return Secret(_shown(value), value, tuple(parts))
+        return Secret(_placeholder(value), value, tuple(parts))
     return value
 
 
 def revealed(value: Any) -> Any:
-    """Return a copy of nested `value` with what its Secrets hide. Raises ConfigError."""
+    """Return a copy of nested `value` with every Secret revealed. Raises ConfigError."""
     if isinstance(value, dict):
         return {key: revealed(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -202,7 +202,7 @@ def revealed(value: Any) -> Any:
 
 
 def as_given(value: Any) -> Any:
-    """Return a copy of nested `value` as the user wrote it: secrets in the clear, environment variables by name."""
+    """Return a copy of nested `value` as the user wrote it: secrets in clear text, environment variables by name."""
     if isinstance(value, dict):
         return {key: as_given(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -211,7 +211,7 @@ def as_given(value: Any) -> Any:
 
 
 def by_name(value: Any, path: str, named: dict[str, str]) -> Any:
-    """Return a copy of nested `value` with environment variables in place of secrets; `named` gets name -> path."""
+    """Return a copy of nested `value` with secrets as environment variables; `named` collects name -> path."""
     if isinstance(value, dict):
         return {key: by_name(inner, f"{path}.{key}" if path else str(key), named) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -224,7 +224,7 @@ def by_name(value: Any, path: str, named: dict[str, str]) -> Any:
 
 
 def secrets_in(value: Any) -> Iterator[tuple[str, Secret]]:
-    """Yield every Secret of nested `value` with the path of its keys."""
+    """Yield every Secret in nested `value` with its dotted path."""
     return ((path, text) for path, text in _texts(value) if isinstance(text, Secret))
 
 
@@ -236,8 +236,8 @@ def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         yield from _texts(inner, f"{path}.{key}" if path else str(key))
 
 
-def _shown(value: Any) -> str:
-    """Return a secret's placeholder: an address without login and signature, or a hash that shows when it changes."""
+def _placeholder(value: Any) -> str:
+    """Return a hash that changes with the secret; for a URL, the URL with the hash as its login and signature."""
     text = str(value)
     shown = f"secret:{hashlib.pbkdf2_hmac('sha256', text.encode(), b'ragspec', ROUNDS, 4).hex()}"
     without = re.sub(SIGNED, shown, LOGIN.sub(shown, text))
@@ -257,7 +257,7 @@ def _address(value: Any, read: Any) -> Any:
     text = read(value)
     if not isinstance(text, str) or not LOGIN.search(text):
         return text
-    return Secret(_shown(text), text, tuple(secret_parts(text)))
+    return Secret(_placeholder(text), text, tuple(secret_parts(text)))
 
 
 def _place(value: Any, read: Any) -> Any:
@@ -266,11 +266,11 @@ def _place(value: Any, read: Any) -> Any:
     text = read(value)
     if not isinstance(text, str):
         return text
-    besides = REFERENCE.sub("", text)
-    if besides != text and not LOGIN.search(besides) and not re.search(SIGNED, besides):
+    rest = REFERENCE.sub("", text)
+    if rest != text and not LOGIN.search(rest) and not re.search(SIGNED, rest):
         return Secret(text, text)
     if LOGIN.search(text) or re.search(SIGNED, text):
-        return Secret(_shown(text), text, tuple(secret_parts(text)))
+        return Secret(_placeholder(text), text, tuple(secret_parts(text)))
     return text
 
 
@@ -284,29 +284,31 @@ def _settings(value: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"{path} is a placeholder for a secret that was not saved; put the secret there, or ${{NAME}}"
             )
-    concealed_value: dict[str, Any] = redacted(value)
-    return concealed_value
+    result: dict[str, Any] = redacted(value)
+    return result
 
 
-Settings = Annotated[dict[str, Any], AfterValidator(_settings)]  # arguments passed on to a library
+Settings = Annotated[dict[str, Any], AfterValidator(_settings)]  # arguments for a library
 StringSettings = Annotated[dict[str, Annotated[str, WrapValidator(_kept)]], AfterValidator(_settings)]
-Address = Annotated[str, WrapValidator(_address)]  # a name, a path, or an address that may contain a login
-Place = Annotated[str, WrapValidator(_place)]  # where files are, which a ${NAME} may be part of
+Address = Annotated[str, WrapValidator(_address)]  # a name, a path, or a URL that may contain a login
+Place = Annotated[str, WrapValidator(_place)]  # a path or URL that may contain a ${NAME}
 
 
-# -- messages without secrets: `Redactor(config)("401 for hf_abc...")`. Libraries may repeat their arguments ---
-#
-# Errors, notes and logs go through here. What the config's Secrets hide is removed, even if a library has shortened it,
-# and so is whatever looks like a secret. Limit: a secret of fewer than four characters stays.
+# -- messages --------------------------------------------------------------------------------------
 
-
-INSTEAD = "[secret]"
-LEAST = 4  # characters
-PIECE = 8  # characters of a secret that are still worth hiding
+PLACEHOLDER = "[secret]"
+LEAST = 4  # characters of the shortest secret that is hidden
+PIECE = 8  # characters of a fragment that is hidden
 
 
 class Redactor:
-    """Hides the secrets of nested `value`, a dumped config for instance, in texts."""
+    """Removes the secrets of nested `value`, such as a dumped config, from errors, notes and logs.
+
+        >>> Redactor(config)("401 for hf_abc...")
+
+    Hides the config's Secrets, even when a library shortened them, and anything that looks like a secret. Limit: a
+    secret of fewer than four characters stays.
+    """
 
     def __init__(self, value: Any = None) -> None:
         hidden = {part for _, secret in secrets_in(value) for part in secret.parts() if len(part) >= LEAST}
@@ -316,13 +318,13 @@ class Redactor:
     def __call__(self, text: str) -> str:
         """Return `text` with each secret in it replaced."""
         for part in self._whole:
-            text = _hidden(part).sub(INSTEAD, text)
+            text = _pattern_of(part).sub(PLACEHOLDER, text)
         for part in sorted(parts_of_message(text), key=len, reverse=True):
-            text = text.replace(part, INSTEAD)
+            text = text.replace(part, PLACEHOLDER)
         return self._without_pieces(text) if self._pieces else text
 
     def _without_pieces(self, text: str) -> str:
-        """Libraries print the first and the last characters of long values."""
+        """Hide fragments: libraries print the first and last characters of long values."""
         covered = [False] * len(text)
         for start in range(len(text) - PIECE + 1):
             if text[start : start + PIECE] in self._pieces:
@@ -330,29 +332,29 @@ class Redactor:
         if not any(covered):
             return text
         marked = "".join("\0" if hide else letter for letter, hide in zip(text, covered, strict=True))
-        return re.sub("\0+", INSTEAD, marked)
+        return re.sub("\0+", PLACEHOLDER, marked)
 
     @contextmanager
     def over_errors(self) -> Iterator[None]:
-        """Raise what is raised inside with its message veiled; its causes are dropped if they contain a secret."""
+        """Redact the messages of errors raised inside; drop their causes if those contain a secret."""
         try:
             yield
-        except Exception as error:  # only its text is examined, and it is raised again
-            if all(self(text) == text for text in _said(error)):
+        except Exception as error:  # re-raised, only its text is examined
+            if all(self(text) == text for text in _messages(error)):
                 raise
             if isinstance(error, RagspecError):
                 raise type(error)(self(str(error))) from None
             raise ModelError(f"{type(error).__name__}: {self(flat(error))}") from None
 
 
-def _said(error: BaseException | None) -> Iterator[str]:
-    """Yield the messages of an error and of what led to it: a traceback shows them all."""
+def _messages(error: BaseException | None) -> Iterator[str]:
+    """Yield the messages of an error and of its causes: a traceback shows them all."""
     while error is not None:
         yield str(error)
         error = error.__cause__ or error.__context__
 
 
-def _hidden(part: str) -> re.Pattern[str]:
-    """Return where a secret is in a text: a short one that is a word ("test") is no part of another ("latest")."""
+def _pattern_of(part: str) -> re.Pattern[str]:
+    """Return a pattern for a secret; a short word ("test") does not match inside another word ("latest")."""
     edge = r"\b" if len(part) < PIECE and part.isalnum() else ""
     return re.compile(f"{edge}{re.escape(part)}{edge}")

@@ -1,4 +1,4 @@
-"""One run, as the user wrote it: a model, a runner, records in, answers out."""
+"""RunConfig, the config of one run, and its JSON schema for editors."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ragspec.records import Sampling
 from ragspec.runners.base import RunnerArgs
 from ragspec.speculation.methods import AUTO, HF, VLLM, method_named, methods_of
 
-CHOICES = (HF, VLLM)  # of runner: auto
-SAME_ARGS = {"batch_size", "lookahead", "revision", "trust_remote_code"}  # that mean the same to both
-LATER = {  # keys that came after the first outputs
+CHOICES = (HF, VLLM)  # the runners that `auto` chooses from
+SAME_ARGS = {"batch_size", "lookahead", "revision", "trust_remote_code"}  # same meaning for both runners
+LATER = {  # keys that older outputs lack
     "speculation": ("draft_model_args",),
     "sampling": (
         "presence_penalty",
@@ -74,13 +74,13 @@ class RunConfig(Section):
     scale: ScaleConfig | None = None
 
     def args(self) -> RunnerArgs:
-        """Return `runner_args` as the model of the runner, or of the first that may be chosen. Raises ConfigError."""
+        """Return `runner_args` as the runner's model; for `auto`, of the first candidate. Raises ConfigError."""
         return self._args_of(self.runners()[0])
 
     def runners(self) -> list[str]:
-        """Return the runner, or those that `auto` may choose: they have the method, and what `runner_args` asks for.
+        """Return the runner, or the candidates of `auto` that support the method and `runner_args`.
 
-        Raises ConfigError for a method that is not known.
+        Raises ConfigError for an unknown method.
         """
         if self.runner != AUTO:
             return [self.runner]
@@ -90,41 +90,39 @@ class RunConfig(Section):
         return able
 
     def _args_of(self, word: str) -> RunnerArgs:
-        from ragspec import runners  # late: runners know the config
-
         return cast(RunnerArgs, validate(runners.module(word).Args, self.runner_args, "config", "runner_args"))
 
     def devices(self) -> int:
-        """Return how many GPUs one engine takes."""
+        """Return how many GPUs one engine uses."""
         sizes = [self.runner_args.get(key) for key in ("tensor_parallel_size", "pipeline_parallel_size")]
         return math.prod(size for size in sizes if isinstance(size, int))
 
     def workers(self) -> int | None:
-        """Return how many workers answer; None for this process alone."""
+        """Return the number of workers, None for a run in this process."""
         return self.scale.workers if self.scale else None
 
     def of_workers(self) -> RunConfig:
-        """Return the config as workers of a cluster have it: they neither read the input nor write the output."""
+        """Return the config for workers of a cluster, which neither read the input nor write the output."""
         output = self.output.model_copy(update={"storage_options": {}})
         changed: dict[str, Any] = {"input": None, "output": output, "scale": None}
         if self.runner == VLLM and self.devices() > 1:
-            # all its GPUs are the worker's own; left to itself, vLLM may ask Ray for others
+            # all GPUs of the engine belong to the worker; by default vLLM may request more from Ray
             changed["runner_args"] = {"distributed_executor_backend": "mp", **self.runner_args}
         return self.model_copy(update=changed)
 
     def as_given(self) -> dict[str, Any]:
-        """Return the config as the user wrote it, secrets in the clear: for another process, never for a file."""
+        """Return the config as the user wrote it, with secrets in clear text: for another process, never for a file."""
         whole: dict[str, Any] = as_given(self.model_dump())
         return whole
 
     def redactor(self) -> Redactor:
-        """Return the Redactor that hides this config's secrets in messages."""
+        """Return a Redactor for this config's secrets."""
         return Redactor(self.model_dump())
 
     def identity(self) -> dict[str, Any]:
-        """Return the part of the config that an answer depends on; a resumed run must agree on it."""
+        """Return the part of the config that answers depend on; a resumed run must have the same."""
         whole = self.model_dump(mode="json", exclude={"input", "output", "order", "scale"})
-        for name, keys in LATER.items():  # an output that was begun before these were there can go on
+        for name, keys in LATER.items():  # so that outputs begun before these keys existed can be resumed
             section = getattr(self, name)
             for key in keys:
                 if getattr(section, key) == type(section).model_fields[key].default:
@@ -135,18 +133,18 @@ class RunConfig(Section):
             del whole["structured"]
         if self.input and self.input.columns.given:
             whole["columns"] = self.input.columns.given
-        if self.output.format == "openai":  # lines of two forms do not mix
+        if self.output.format == "openai":  # two line formats do not mix
             whole["output_format"] = "openai"
-        if self.retrieval:  # how the index was built is the index's own matter
+        if self.retrieval:  # only the search matters here, not how the index was built
             whole["retrieval"] = {key: whole["retrieval"][key] for key in SEARCH_KEYS}
-        if self.sampling.temperature == 0:  # what is sampled in a padded batch depends on the batch
+        if self.sampling.temperature == 0:  # sampling in a padded batch depends on the batch
             for key in self.args().neutral_keys():
                 whole["runner_args"].pop(key, None)
         return whole
 
 
 def to_sampling(config: SamplingConfig) -> Sampling:
-    """Return the config's section as the plain value that travels with a request."""
+    """Return the section as the plain value that travels with a request."""
     values = config.model_dump(exclude={"n", "default_new_tokens"})
     return Sampling(
         **values
@@ -159,14 +157,13 @@ def to_sampling(config: SamplingConfig) -> Sampling:
     )
 
 
-# -- the config as a JSON schema, for editors: completion and checks while a YAML file is written ---------------------
-
+# -- JSON schema -----------------------------------------------------------------------------------
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def config_schema() -> dict[str, Any]:
-    """Return the schema of a ragspec config; `runner_args` and methods depend on the runner."""
+    """Return the JSON schema of a config; `runner_args` and methods depend on the runner."""
     schema = RunConfig.model_json_schema()
     modules = {name: runners.module(name) for name in runners.names()}
     schema["properties"]["runner"]["enum"] = [AUTO, *modules]

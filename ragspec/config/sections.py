@@ -1,6 +1,6 @@
-"""The parts of a config, as the user writes them: each a frozen model, closed to unknown keys.
+"""The sections of a config as pydantic models, and pydantic's errors as one line each.
 
-The text under a key is its description: in the schema, in editors, and in docs/reference/config.md.
+The text under a key is its description: in the JSON schema, in editors, and in docs/reference/config.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ragspec.speculation.methods import DrafterSettings
 
 
 def validate(model: type[BaseModel], raw: Any, source: str, prefix: str = "") -> BaseModel:
-    """Return `raw` as a `model`. source, prefix: file and key that a message begins with. Raises ConfigError."""
+    """Return `raw` as a `model`. source, prefix: the file and key that messages begin with. Raises ConfigError."""
     try:
         return model.model_validate(raw)
     except ValidationError as error:
@@ -27,7 +27,7 @@ def validate(model: type[BaseModel], raw: Any, source: str, prefix: str = "") ->
 
 
 def _explain(model: type[BaseModel], error: dict[str, Any], prefix: str) -> str:
-    """Return one line for pydantic's first complaint: key, value, what is allowed."""
+    """Return one line for pydantic's first error: key, value, what is allowed."""
     path = [str(part) for part in error["loc"] if not (isinstance(part, str) and part in _UNION_TAGS)]
     key = ".".join(([prefix] if prefix else []) + path)
     if error["type"] == "extra_forbidden":
@@ -44,12 +44,12 @@ def _explain(model: type[BaseModel], error: dict[str, Any], prefix: str) -> str:
     return f"{key}: {_short(*value.values())} is not allowed: {alternatives or allowed}"
 
 
-# pydantic adds the tried branch of a union to the location
+# names of the tried union branches, which pydantic adds to an error's location
 _UNION_TAGS = {"int", "bool", "str", "float", "literal['auto']", "constrained-int"}
 
 
 def _alternatives(model: type[BaseModel], path: list[str]) -> str:
-    """Return what a union of a type and "auto" takes; pydantic would complain about only one branch."""
+    """Return what a union of a type and "auto" allows; pydantic would describe only one branch."""
     if path[-1:] in (["num_tokens"], ["batch_size"]):
         return 'must be a whole number from 1, or "auto"'
     return 'must be true, false or "auto"' if path[-1:] == ["chat"] else ""
@@ -58,7 +58,7 @@ def _alternatives(model: type[BaseModel], path: list[str]) -> str:
 def _fields(model: type[BaseModel], path: list[str]) -> list[str]:
     for part in path:
         inner: Any = model.model_fields[part].annotation if part in model.model_fields else None
-        inner = next((choice for choice in get_args(inner) if choice is not NoneType), inner)  # left out: None
+        inner = next((choice for choice in get_args(inner) if choice is not NoneType), inner)
         inner = get_args(inner)[0] if get_origin(inner) is Annotated else inner
         if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
             return []
@@ -71,19 +71,17 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-# -- the parts of a config, as the user writes them: each a frozen model, closed to unknown keys ----------------------
-#
-# The text under a key is its description: in the schema, in editors, and in docs/reference/config.md.
+# -- sections --------------------------------------------------------------------------------------
 
 
 class Section(BaseModel):
-    """The root of every part of the config: frozen, strict about types, closed to unknown keys."""
+    """Base class of all sections: frozen, strict about types, without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
 def listed(value: Any) -> Any:
-    """Return a text as a list of one."""
+    """Return a single text as a list."""
     return [value] if isinstance(value, str) else value
 
 
@@ -92,14 +90,14 @@ def _at_home(path: str) -> str:
 
 
 def _by_token_id(value: Any) -> Any:
-    """JSON's keys are strings."""
+    """Return a mapping with integer keys: JSON's keys are strings."""
     if not isinstance(value, dict):
         return value
     return {int(key) if isinstance(key, str) and key.isdecimal() else key: bias for key, bias in value.items()}
 
 
 def _greedy_if_tiny(temperature: float) -> float:
-    """Scores divided by less exceed what a number can hold. The limit is vLLM's, sampling_params.py."""
+    """Return 0 for a tiny temperature: scores divided by it would overflow. Limit: vLLM's, sampling_params.py."""
     return 0.0 if temperature < LEAST_TEMPERATURE else temperature
 
 
@@ -198,12 +196,12 @@ class SamplingConfig(Section):
 
     @property
     def expected_tokens(self) -> int:
-        """A guess at an answer's length: where there is much room, most answers end before it is filled."""
+        """Return an estimate of an answer's length: most answers end long before a high limit."""
         return min(self.longest, LONG_ANSWER)
 
     @property
     def longest(self) -> int:
-        """The longest answer, in tokens, where no record names another."""
+        """Return the maximum answer length in tokens, unless a record sets its own."""
         return self.max_new_tokens or self.default_new_tokens
 
 
@@ -247,12 +245,12 @@ class SpeculationConfig(Section):
 
     @property
     def draft_tokens(self) -> int | None:
-        """`num_tokens`; None for "auto"."""
+        """Return `num_tokens`, None for "auto"."""
         return None if self.num_tokens == "auto" else self.num_tokens
 
     @property
     def drafting(self) -> DrafterSettings:
-        """What drafters are told."""
+        """Return the settings of drafters."""
         return DrafterSettings(self.ngram_min, self.ngram_max, self.isolate)
 
 

@@ -1,4 +1,4 @@
-"""What answers are to look like, as the user writes it: `structured` of a config."""
+"""The `structured` section of a config: the required form of answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ragspec.structured.grammars import problem_of
 from ragspec.structured.schema import CARRIERS, SOME, is_schema, unwrapped
 
 GRAMMAR_SUFFIXES = (".lark", ".gbnf", ".ebnf")
-GUIDED = {  # what vLLM called them
+GUIDED = {  # vLLM's former names
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
@@ -51,13 +51,15 @@ class StructuredConfig(Section):
     def _only_one(self) -> StructuredConfig:
         given = list(self.model_dump(exclude_none=True))
         if len(given) != 1:
-            said = f"has {' and '.join(given)}" if given else "is empty"
-            raise ValueError(f"{given[-1] if given else 'json_schema'}: the section {said}; it takes exactly one key")
+            problem = f"has {' and '.join(given)}" if given else "is empty"
+            raise ValueError(
+                f"{given[-1] if given else 'json_schema'}: the section {problem}; it takes exactly one key"
+            )
         return self
 
     @property
     def form(self) -> Form:
-        """The form that it means."""
+        """Return the section as a Form."""
         if self.json_object:
             return Form("json_schema", {"type": "object"})
         kind, spec = next(iter(self.model_dump(exclude_none=True).items()))
@@ -65,7 +67,7 @@ class StructuredConfig(Section):
 
 
 def _as_other_libraries_write_it(given: dict[str, Any], ours: set[str]) -> dict[str, Any]:
-    """Return a section in our keys: it may be a schema's wrapping, or have vLLM's old names. Raises ValueError."""
+    """Return a section in our keys; it may be a wrapped schema or have vLLM's old names. Raises ValueError."""
     if given and all(key in GUIDED for key in given):
         return {GUIDED[key]: value for key, value in given.items()}
     if given.keys() & ours and "type" not in given:
@@ -82,9 +84,9 @@ def _as_other_libraries_write_it(given: dict[str, Any], ours: set[str]) -> dict[
 
 
 def with_files(config: StructuredConfig, source: str) -> StructuredConfig:
-    """Return the section with the text of the files that it names. Raises ConfigError, also for what cannot compile.
+    """Return the section with file names replaced by the files' text. Raises ConfigError, also if it does not compile.
 
-    Only for a config: what a record says never names a file.
+    Only for a config: a record never names a file.
     """
     if isinstance(config.json_schema, str):
         config = config.model_copy(update={"json_schema": _schema_in(config.json_schema, source)})
@@ -100,7 +102,7 @@ def with_files(config: StructuredConfig, source: str) -> StructuredConfig:
 
 
 def about_form(form: Form, problem: str) -> str:
-    """Return a complaint about a form in one line that names its key."""
+    """Return a problem with a form as one line that begins with the section's key."""
     return problem if problem.startswith("structured.") else f"structured.{form.kind}: {problem}"
 
 

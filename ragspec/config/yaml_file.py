@@ -1,5 +1,5 @@
-"""YAML as people mean it: a repeated key is an error, 1e-4 is a number (in PyYAML's YAML 1.1 it is not), and a number
-has all its digits."""
+"""YAML with line numbers in its errors. A repeated key is an error, numbers keep all their digits, and 1e-4 is a
+number, which PyYAML's YAML 1.1 reads as text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Repeated(yaml.constructor.ConstructorError):
 
 
 class _Loader(yaml.SafeLoader):
-    last_counts = False  # of the values of a repeated key
+    last_counts = False  # whether a repeated key is allowed, the last value winning
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
@@ -56,9 +56,9 @@ class _LastCounts(_Loader):
 
 
 def read_yaml(path: str, *, last_counts: bool = False) -> dict[str, Any]:
-    """Return the mapping in file `path`. Raises ConfigError naming file, line and what is wrong.
+    """Return the mapping in file `path`. Raises ConfigError with file and line.
 
-    last_counts: take the last value of a key that appears twice, as other YAML readers do, instead of a RepeatedKey.
+    last_counts: for a repeated key take the last value, as other YAML readers do, instead of raising RepeatedKey.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -79,7 +79,7 @@ WORDS = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float"
 
 
 def parse_scalar(text: str) -> Any:
-    """Return what one word is in YAML: null, a boolean, a number, a quoted text, else the text without a comment."""
+    """Return a word's YAML value: null, a boolean, a number, a quoted text, else the text, in which # is literal."""
     word = text.strip()
     if len(word) > 1 and word[0] == word[-1] and word[0] in "\"'":
         try:
@@ -90,22 +90,22 @@ def parse_scalar(text: str) -> Any:
     try:
         tag = loader.resolve(yaml.ScalarNode, word, (True, False))  # type: ignore[no-untyped-call]
         return loader.construct_object(yaml.ScalarNode(tag, word)) if tag in WORDS else text
-    except ValueError:  # a number in form only: 0b, say
+    except ValueError:  # only looks like a number, such as 0b
         return text
     finally:
         loader.dispose()
 
 
 def parse_flow(text: str, source: str) -> Any:
-    """Return a list or an object in brackets; what follows it is an error, a comment too. Raises ConfigError."""
+    """Return a bracketed list or object. Anything after it, even a comment, raises ConfigError."""
     _check_whole(text, source)
     return parse_yaml(text, source)
 
 
 def parse_texts(text: str, source: str) -> Any:
-    """Return a list in brackets whose items are texts, whatever they look like (`[yes, 1]`). Raises ConfigError."""
+    """Return a bracketed list with all items as texts (`[yes, 1]`). Raises ConfigError."""
     _check_whole(text, source)
-    return yaml.load(text, Loader=yaml.BaseLoader)  # noqa: S506 (makes texts, lists and mappings only)
+    return yaml.load(text, Loader=yaml.BaseLoader)  # noqa: S506 (constructs only texts, lists and mappings)
 
 
 def _check_whole(text: str, source: str) -> None:
@@ -121,7 +121,7 @@ def _check_whole(text: str, source: str) -> None:
 
 
 def parse_yaml(text: str, source: str, *, last_counts: bool = False) -> Any:
-    """Return the value of YAML `text`. Raises ConfigError beginning with `source` and the line."""
+    """Return the value of YAML `text`. Raises ConfigError that begins with `source` and the line."""
     try:
         return yaml.load(text, Loader=_LastCounts if last_counts else _Loader)  # noqa: S506 (a SafeLoader)
     except yaml.MarkedYAMLError as error:

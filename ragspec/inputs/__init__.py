@@ -1,1 +1,1 @@
-"""Where records come from: files, archives and pipes, line by line."""
+"""Inputs: files, archives, pipes, tables and datasets as rows, and rows as records."""

@@ -1,8 +1,9 @@
-"""What a table's values are in JSON: `plain(datetime(2024, 5, 1)) == "2024-05-01T00:00:00"`.
+"""What every input shares: the Source protocol, its rows, and table values as JSON.
 
-decimals: their digits, as text. dates, times, timestamps: ISO 8601, with every digit they have. durations: seconds;
-ISO 8601 where a number would lose digits. bytes: text where they are UTF-8, else Base64. NaN and infinities: null.
-uuids: their usual text. maps: lists of pairs, as pyarrow has them.
+>>> plain(datetime(2024, 5, 1))
+'2024-05-01T00:00:00'
+
+sources.py makes the sources.
 """
 
 from __future__ import annotations
@@ -27,32 +28,37 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as JSON has it. Raises TypeError for what has no such form."""
+    """Return a table's value as JSON. Raises TypeError for a type without a JSON form.
+
+    Decimals keep their digits as text. Dates, times and timestamps become ISO 8601 with all their digits. Durations
+    become seconds, or ISO 8601 where a float would lose digits. Bytes become text if they are UTF-8, else Base64. NaN
+    and infinities become null. UUIDs become their usual text. Maps are lists of pairs, as in pyarrow.
+    """
     if value is None or isinstance(value, bool | int | str):
         return value
     if type(value).__module__ == "numpy":
         return _plain_numpy(value)
     if isinstance(value, float):
-        return value if math.isfinite(value) or isinstance(value, ExactFloat) else None  # 1e400 has its digits
+        return value if math.isfinite(value) or isinstance(value, ExactFloat) else None  # 1e400 is an ExactFloat
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, datetime | date | time):
-        return value.isoformat() if value == value else None  # pandas' NaT is a datetime, and not equal to itself
+        return value.isoformat() if value == value else None  # pandas' NaT is a datetime that does not equal itself
     if isinstance(value, timedelta):
         return duration(_nanoseconds(value))
     if isinstance(value, bytes | bytearray | memoryview):
         return text_or_base64(bytes(value))
     if isinstance(value, Decimal | UUID):
         return str(value)
-    if hasattr(value, "isoformat"):  # pandas' timestamps, of nanoseconds
+    if hasattr(value, "isoformat"):  # pandas' nanosecond timestamps
         return value.isoformat()
     raise TypeError(f"a value of type {type(value).__name__}")
 
 
 def _plain_numpy(value: Any) -> Any:
-    """Return what a scalar or an array of numpy holds."""
+    """Return a numpy scalar or array as JSON."""
     if value.dtype.kind == "M" and not value.shape:
         return None if value != value else str(value)
     if value.dtype.kind == "m" and not value.shape:
@@ -61,7 +67,7 @@ def _plain_numpy(value: Any) -> Any:
 
 
 def text_or_base64(data: bytes) -> str:
-    """Return binary data as the text that it is in UTF-8, else as Base64."""
+    """Return binary data as text if it is UTF-8, else as Base64."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -69,7 +75,7 @@ def text_or_base64(data: bytes) -> str:
 
 
 def duration(nanoseconds: int) -> float | str:
-    """Return a duration in seconds; in ISO 8601 where a float does not hold all of its digits."""
+    """Return a duration in seconds, or in ISO 8601 where a float would lose digits."""
     seconds = nanoseconds / SECOND
     if Decimal(repr(seconds)) * SECOND == nanoseconds:
         return seconds
@@ -78,9 +84,9 @@ def duration(nanoseconds: int) -> float | str:
 
 
 def timestamp(nanoseconds: int, zone: tzinfo | None) -> str:
-    """Return a time since 1970 in ISO 8601. zone: of the text; None for a time without one.
+    """Return nanoseconds since 1970 in ISO 8601. zone: the time zone to show, None for a naive timestamp.
 
-    A year that Python's calendar lacks is given in UTC.
+    A year beyond Python's calendar is given in UTC.
     """
     seconds, rest = divmod(nanoseconds, SECOND)
     try:
@@ -93,7 +99,7 @@ def timestamp(nanoseconds: int, zone: tzinfo | None) -> str:
 
 
 def day(days: int) -> str:
-    """Return a date, counted from 1970, in ISO 8601."""
+    """Return days since 1970 as an ISO 8601 date."""
     try:
         return (EPOCH.date() + timedelta(days=days)).isoformat()
     except OverflowError:
@@ -101,13 +107,13 @@ def day(days: int) -> str:
 
 
 def time_of_day(nanoseconds: int) -> str:
-    """Return a time since midnight in ISO 8601."""
+    """Return nanoseconds since midnight in ISO 8601."""
     seconds, rest = divmod(nanoseconds, SECOND)
     return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}{_fraction(rest)}"
 
 
 def _far(count: int, unit: str) -> str:
-    """Return a date, or a date and a time, beyond Python's calendar; years of more than four digits have a sign."""
+    """Return a date or timestamp beyond Python's calendar; a year of more than four digits has a sign."""
     import numpy
 
     text = str(numpy.array(count, f"datetime64[{unit}]"))
@@ -117,30 +123,31 @@ def _far(count: int, unit: str) -> str:
 
 
 def _fraction(nanoseconds: int) -> str:
-    """Return a fraction of a second: none, of six or of nine digits, as Python and pandas write it."""
+    """Return a fraction of a second with no, six or nine digits, as Python and pandas write it."""
     if not nanoseconds:
         return ""
     return f".{nanoseconds:09}" if nanoseconds % 1000 else f".{nanoseconds // 1000:06}"
 
 
 def _nanoseconds(value: timedelta) -> int:
-    """Return a duration's nanoseconds, pandas' too."""
+    """Return a duration in nanoseconds, including pandas' nanoseconds."""
     return (value.days * 86_400 + value.seconds) * SECOND + value.microseconds * 1000 + getattr(value, "nanoseconds", 0)
 
 
-# -- what an input is: a source of rows. sources.py makes them --------------------------------------------------------
+# -- rows and sources ------------------------------------------------------------------------------
 
-
-# marks that jsonlines skips before a value: of a UTF-8 file, of a JSON text sequence
+# bytes that jsonlines skips before a value: the UTF-8 byte order mark, the mark of a JSON text sequence
 MARKS = (b"\xef\xbb\xbf", b"\x1e")
 
 
 @dataclass(frozen=True, slots=True)
 class InputRow:
-    """One record of an input, as it came.
+    """One record of an input, unparsed.
 
-    number: counted from 1, in the source's own order. raw: the bytes by which a resumed run recognises it. value:
-    their JSON value, or a RecordError that says why there is none.
+    Attributes:
+        number: counted from 1, in the source's order.
+        raw: the bytes by which a resumed run recognises the row.
+        value: the JSON value of `raw`, or a RecordError if it is invalid.
     """
 
     number: int
@@ -149,43 +156,43 @@ class InputRow:
 
     @property
     def text(self) -> bytes:
-        """`raw` without a mark before it."""
+        """Return `raw` without a leading mark."""
         return next((self.raw[len(mark) :] for mark in MARKS if self.raw.startswith(mark)), self.raw)
 
 
 class Source(AbstractContextManager["Source"], Protocol):
-    """Rows, read lazily and once. Opened when it is made, so that a missing input is known at once.
+    """An iterable of rows, read lazily and once. Opened when constructed, so that a missing input fails at once.
 
-    The iterator over a source that keeps its reader waiting (a pipe) has `poll` (feed.py).
+    The iterator over a source that can block (a pipe) also has `poll` (feed.py).
     """
 
     def __iter__(self) -> Iterator[InputRow]: ...
 
     def count(self) -> int | None:
-        """Return how many rows there are, for a progress bar; None if that is not known beforehand."""
+        """Return the number of rows, for a progress bar; None if it is unknown."""
 
     def where(self, number: int) -> str:
-        """Return how messages name row `number`."""
+        """Return the location of row `number` for messages."""
 
     def reopen(self) -> Source | None:
-        """Return the same rows as a source of its own, None where they can be read only once (a pipe)."""
+        """Return a new source of the same rows, None if they can be read only once (a pipe)."""
 
 
 def count_of(source: Source, limit: int | None) -> int | None:
-    """Return how many of the first `limit` rows there are; None if that is not known beforehand."""
+    """Return how many of the first `limit` rows exist; None if the source does not know its size."""
     return within(limit, source.count())
 
 
 def within(limit: int | None, count: int | None) -> int | None:
-    """Return how many of `count` rows are among the first `limit`; None if it is not known how many there are."""
+    """Return `count` capped at `limit`; None if `count` is None."""
     return count if limit is None or count is None else min(count, limit)
 
 
-# -- what sources of numbered rows have in common: tables, delimited files, JSON documents and datasets ---------------
+# -- numbered rows ---------------------------------------------------------------------------------
 
 
 class NumberedRows:
-    """Rows of `path` counted from 1; a header is none. What was opened for them is on `_stack`."""
+    """Base of tables and datasets: rows of `path` counted from 1, without the header. `_stack` holds what is open."""
 
     def __init__(self, path: str, columns: Columns, options: Mapping[str, Any] | None = None) -> None:
         self._path = path
@@ -200,7 +207,7 @@ class NumberedRows:
         self._stack.close()
 
     def count(self) -> int | None:
-        """Return None: the rows would have to be read."""
+        """Return None: counting would mean reading."""
         return None
 
     def where(self, number: int) -> str:
@@ -213,9 +220,9 @@ class NumberedRows:
 
 
 def row_of(number: int, value: Any, columns: Columns, *, typed: bool | None = None) -> InputRow:
-    """Return a row; one that JSON cannot hold, or that lacks a field, says so in its value.
+    """Return a row; its value is a RecordError if JSON cannot hold it or a mapped field is missing.
 
-    typed: whether a table has lists and objects of its own, or texts that may be some; None for JSON.
+    typed: True for a table with list and object types, False for a table of texts that may hold JSON, None for JSON.
     """
     if isinstance(value, RecordError):
         return InputRow(number, b"", value)

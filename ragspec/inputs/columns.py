@@ -1,9 +1,9 @@
-"""Which of a row's fields mean what: `columns: {query: question, contexts: retrieval.passages}`.
+"""The mapping from a row's fields to ragspec's: `columns: {query: question, contexts: retrieval.passages}`.
 
 >>> Columns({"query": "q.text"}).of({"q": {"text": "Why?"}, "lang": "en"})
 {'q': {'text': 'Why?'}, 'lang': 'en', 'query': 'Why?'}
 
-A dot selects a field inside another; inside a list, that of each of its items.
+A dot selects a field inside an object; inside a list, that field of each item.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ragspec.json_text import JSONDecodeError, loads
 
 Mapped = Mapping[str, str | Mapping[str, str]]
 OPTIONAL = {"id", "contexts", "reference", "metadata"}
-TEXTS = {"id", "custom_id", "query", "prompt", "reference"}  # fields whose cells are text, whatever they look like
+TEXTS = {"id", "custom_id", "query", "prompt", "reference"}  # fields whose cells are never parsed as JSON
 SHOWN = 12  # names in a message
-LOOKED_AT = 1000  # records that a mapping is tried on before a run
+LOOKED_AT = 1000  # records that a mapping is checked against before a run
 MISSING = object()
-# what users call the fields of a record, the likeliest first
+# common names of the fields, the likeliest first
 GUESSES = {
     "id": ("id", "qid", "_id", "question_id", "query_id", "uid", "uuid", "example_id"),
     "query": ("query", "question", "instruction", "input", "user_input", "user_query"),
@@ -43,14 +43,14 @@ GUESSES = {
 
 
 class Columns:
-    """A mapping from ragspec's fields to a row's own, which may lie inside others ("a.b").
+    """A mapping from ragspec's fields to paths in a row ("a.b").
 
-    That of `contexts` may be a mapping itself: `path`, and which of a passage's fields mean what.
+    The one of `contexts` may itself be a mapping: `path`, and the fields of a passage.
     """
 
     def __init__(self, mapping: Mapped) -> None:
         self._paths: dict[str, str] = {}
-        self._inside: dict[str, str] = {}  # of passages
+        self._inside: dict[str, str] = {}  # the same for the fields of a passage
         for ours, theirs in mapping.items():
             if isinstance(theirs, str):
                 self._paths[ours] = theirs
@@ -62,10 +62,10 @@ class Columns:
         return bool(self._paths)
 
     def of(self, value: Any) -> Any:
-        """Return a row's JSON value with ragspec's own fields. Raises RecordError for a field that is not there.
+        """Return a row's JSON value with ragspec's fields. Raises RecordError for a missing field.
 
-        A field that was mapped by its whole name is renamed, one inside another stays where it is too. A field of the
-        row that has one of ragspec's names, and is not what the mapping means, gives way; so does another prompt.
+        A field mapped by its full name is renamed; one inside another field is copied. A field of the row that already
+        has one of ragspec's names but is not the mapped one is replaced; other prompts are set to None.
         """
         if not self._paths or not isinstance(value, dict):
             return value
@@ -78,7 +78,7 @@ class Columns:
         return {key: field for key, field in value.items() if key not in paths and key not in found} | found
 
     def check(self, names: Collection[str], where: str) -> None:
-        """Raise ConfigError for a column that a table does not have."""
+        """Raise ConfigError for a mapped column that a table lacks."""
         for ours, path in self._paths.items():
             if path not in names and path.partition(".")[0] not in names:
                 near = did_you_mean(path.partition(".")[0], names)
@@ -101,7 +101,7 @@ class Columns:
             )
 
     def check_records(self, values: Iterable[Any], where: str) -> None:
-        """Raise ConfigError for a mapped field that none of the first records has. values: records before mapping."""
+        """Raise ConfigError for a mapped field that none of the first records has. values: unmapped records."""
         missing = {**self._paths, **{f"contexts.{ours}": path for ours, path in self._inside.items()}}
         records: list[dict[str, Any]] = []
         for value in values:
@@ -127,7 +127,7 @@ class Columns:
         return not passages or any(look_up(item, path) is not MISSING for item in passages)
 
     def _level(self, value: dict[str, Any], ours: str, path: str) -> tuple[str, list[str]]:
-        """Return the first missing name of a path in a record, and the names that exist at that level."""
+        """Return the first missing name of a path in a record, and the names at that level."""
         if "." in ours:
             inside = next((item for item in self._passages(value) if isinstance(item, dict)), None)
             value = inside if inside is not None else value
@@ -146,14 +146,14 @@ class Columns:
         found = look_up(value, self._paths["contexts"])
         try:
             return [] if found is MISSING else listed_passages(found)
-        except RecordError:  # that record's own error
+        except RecordError:  # reported with the record
             return []
 
     def with_json(self, row: dict[str, Any], *, typed: bool) -> dict[str, Any]:
         """Return a table's row with JSON lists and objects parsed in the columns that may hold them.
 
-        typed: the table has lists and objects of its own (Parquet, not CSV), so only columns that must hold one are
-        parsed; else all columns except those that ragspec reads as text.
+        typed: the table has list and object types (Parquet, not CSV), so only columns that must hold one are parsed;
+        else all columns except those that ragspec reads as text.
         """
         return {name: _parsed(cell, name) if self._may_be_json(name, typed) else cell for name, cell in row.items()}
 
@@ -165,18 +165,18 @@ class Columns:
         return bool(meant & STRUCTURED) if typed else not meant & TEXTS
 
 
-ALL = Columns({})  # as they are called
+ALL = Columns({})  # no renaming
 
 
 def listed(names: Collection[str]) -> str:
-    """Return names for a message."""
+    """Return names as a list for a message, shortened."""
     shown = ", ".join(list(names)[:SHOWN])
     return f"{shown}, ... ({len(names)} in all)" if len(names) > SHOWN else shown or "none"
 
 
 def look_up(value: dict[str, Any], path: str) -> Any:
-    """Return the value at a path in an object, MISSING if there is none."""
-    if path in value:  # a name may have a dot in it
+    """Return the value at a path in an object, MISSING without one."""
+    if path in value:  # a name may contain a dot
         return value[path]
     found: Any = value
     for name in path.split("."):
@@ -210,7 +210,7 @@ def _or_none(path: str, item: dict[str, Any]) -> Any:
 
 
 def _parsed(cell: Any, name: str) -> Any:
-    """Return the JSON list or object in a cell, else the cell; references are parsed only if they are texts."""
+    """Return the JSON list or object in a cell, else the cell. A reference is parsed only if it is a list of texts."""
     if not isinstance(cell, str) or cell[:1] not in ("[", "{"):
         return cell
     try:

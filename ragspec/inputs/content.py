@@ -1,8 +1,9 @@
-"""Compressed files as byte streams that notice a cut-off or damaged end: .zst, .bz2 and .xz.
+"""What the bytes of an input are: compression, encoding and format.
 
-zstandard's own stream_reader (0.25) ends quietly in the middle of a frame, and Python's BZ2File and LZMAFile (3.11) end
-quietly where a further stream is damaged; both would silently lose records. The libraries' decompressors know where a
-frame ends, but return everything that their input becomes. So they are fed little at a time.
+>>> with Stream("questions.jsonl.GZ") as stream: stream.look().kind, stream.file.readline()
+
+Content decides; the name counts only where the first bytes are ambiguous. Limit: a pipe cannot seek, so zip archives,
+Parquet and Arrow must be files.
 """
 
 from __future__ import annotations
@@ -29,16 +30,26 @@ from ragspec.errors import ConfigError
 from ragspec.inputs.feed import Pipe
 from ragspec.inputs.storage import bare, is_url, local_path, missing, open_binary
 
-FEED = 1 << 10  # bytes; a block of 4 can become 128 KiB, so this much becomes 32 MiB at most
-WIDEST = 1 << 27  # bytes that a frame may look back; what the zstd command takes without being told to take more
-MOST = 1 << 20  # bytes at once
+FEED = 1 << 10  # bytes given to a decompressor at once; 4 can become 128 KiB, so the output is at most 32 MiB
+WIDEST = 1 << 27  # bytes of a frame's window; the default limit of the zstd command
+MOST = 1 << 20  # decompressed bytes at once
 
 
 class FrameReader(io.RawIOBase):
-    """Decompresses one or more frames. Raises EOFError if the last one is cut off, the library's error for others.
+    """A stream over one or more compressed frames that raises if the last one is cut off or damaged.
 
-    begin: makes what decompresses a frame. most: bytes that it may return at once, if it can be told. padding: bytes
-    that may stand between two.
+    zstandard's stream_reader (0.25) ends silently in the middle of a frame, and Python's BZ2File and LZMAFile (3.11)
+    end silently where a later stream is damaged; both would lose records. The libraries' decompressors know where a
+    frame ends, but return all that their input expands to, so they get little at a time.
+
+    Args:
+        file: the compressed bytes.
+        begin: makes the decompressor of one frame.
+        most: bytes that the decompressor may return at once, None if it has no such limit.
+        padding: bytes allowed between two frames.
+
+    Raises:
+        EOFError: the last frame is cut off; for other damage, the library's error.
     """
 
     def __init__(
@@ -49,12 +60,12 @@ class FrameReader(io.RawIOBase):
         self._most = () if most is None else (most,)
         self._padding = padding
         self._frame: Any = None  # the current one
-        self._ended = False  # whether one has ended
-        self._fed = b""  # read, but not decompressed
+        self._ended = False  # whether a frame has ended
+        self._fed = b""  # read, but not yet decompressed
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:
-        """Return True: this stream is for reading."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
@@ -101,24 +112,18 @@ class Bz2Reader(FrameReader):
 
 
 class XzReader(FrameReader):
-    """The streams of an .xz file, which zeros may stand between."""
+    """The streams of an .xz file, with optional zero padding between them."""
 
     def __init__(self, file: IO[bytes] | io.RawIOBase) -> None:
         super().__init__(file, lambda: lzma.LZMADecompressor(memlimit=2 * WIDEST), most=MOST, padding=b"\0")
 
 
-# -- detects what an input's bytes are, whatever its name says: compression, encoding and format ----------------------
-#
-# >>> with Stream("questions.jsonl.GZ") as stream: stream.kind, stream.file.readline()
-#
-# The name counts only where the first bytes leave a choice. Limit: a pipe cannot seek, so zip archives, Parquet and
-# Arrow must be files.
+# -- detection -------------------------------------------------------------------------------------
 
-
-PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")  # endings of names
+PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")  # file name endings
 PACKINGS = {
     "gz": (b"\x1f\x8b\x08",),
-    "zst": (b"\x28\xb5\x2f\xfd", *(bytes([0x50 + n]) + b"\x2a\x4d\x18" for n in range(16))),  # and skippable frames
+    "zst": (b"\x28\xb5\x2f\xfd", *(bytes([0x50 + n]) + b"\x2a\x4d\x18" for n in range(16))),  # plus skippable frames
     "bz2": tuple(b"BZh%d" % level + block for level in range(1, 10) for block in (b"1AY&SY", b"\x17rE8P\x90")),
     "xz": (b"\xfd7zXZ\x00",),
     "zip": (b"PK\x03\x04", b"PK\x05\x06"),
@@ -128,7 +133,7 @@ MAGICS = [magic for magics in (*PACKINGS.values(), *TABLES.values()) for magic i
 LONGEST_MAGIC = max(map(len, MAGICS))
 LAYERS = 3  # nested compressions
 HEAD = 64 << 10  # bytes that are inspected
-# UTF-32 before UTF-16, whose mark is a prefix; readers of UTF-8 skip its mark themselves
+# UTF-32 before UTF-16, whose mark is a prefix of it; readers of UTF-8 skip the UTF-8 mark themselves
 MARKS = {
     codecs.BOM_UTF32_LE: "utf-32-le",
     codecs.BOM_UTF32_BE: "utf-32-be",
@@ -142,9 +147,16 @@ DAMAGES = (EOFError, zlib.error, zstandard.ZstdError, lzma.LZMAError, zipfile.Ba
 class Stream:
     """The bytes of a file, of stdin (-), of a URL or of a zip archive's `member`, decompressed and in UTF-8.
 
-    pipe: set if reads may block; nothing is read from it before `look`, which sets the rest. kind: "parquet", "arrow"
-    or "zip", "" for text. packed: the compressions. head: the first bytes of a text, with its first line if that fits
-    into 64 KiB. whole: whether `head` is the entire text. file: reads from the start. Raises ConfigError.
+    Attributes:
+        pipe: set if reads may block; nothing is read from it before `look`, which sets the attributes below.
+        kind: "parquet", "arrow" or "zip", "" for text.
+        packed: the compressions, outermost first.
+        head: the first bytes of a text, including its first line if that fits into 64 KiB.
+        whole: whether `head` is the entire text.
+        file: a stream from the start.
+
+    Raises:
+        ConfigError: the input is missing, a folder, or cannot be read.
     """
 
     def __init__(self, path: str, options: Mapping[str, Any] | None = None, *, member: str | None = None) -> None:
@@ -159,7 +171,7 @@ class Stream:
         self._stack = ExitStack()
         if member is None:
             self._raw: Any = self._open()
-            if _waits(self._raw):
+            if _may_block(self._raw):
                 self._raw = self.pipe = self._stack.enter_context(Pipe(self._raw.fileno()))
         else:
             archive = self._stack.enter_context(opened_archive(path, options))
@@ -191,18 +203,18 @@ class Stream:
             raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
 
     def check_name(self) -> None:
-        """Raise ConfigError if the name promises a compression that the bytes lack; for unreadable content."""
+        """Raise ConfigError if the name promises a compression that the bytes lack. For unreadable content."""
         ending = Path(bare(self.path)).suffix.lower()
         if ending in PACKED and not self.packed:
             raise ConfigError(f"{self.path}: the compressed data is damaged (it does not begin like {ending})")
 
     def look(self) -> Self:
-        """Detect what it is; waits for the first line of a pipe."""
+        """Detect the content and return self; waits for the first line of a pipe."""
         file = _PeekReader(self._raw)
-        while (packing := _named(PACKINGS, file.first_bytes())) in UNPACK and len(self.packed) < LAYERS:
+        while (packing := _kind_by_magic(PACKINGS, file.first_bytes())) in UNPACK and len(self.packed) < LAYERS:
             file = _PeekReader(self._stack.enter_context(UNPACK[packing](file)))
             self.packed = (*self.packed, packing)
-        self.kind = "zip" if packing == "zip" else _named(TABLES, file.seen)
+        self.kind = "zip" if packing == "zip" else _kind_by_magic(TABLES, file.seen)
         self.encoding = encoding_of(file.seen)
         if self.encoding is not None:
             file = _PeekReader(_Utf8(file, self.encoding))
@@ -222,9 +234,9 @@ def opened_archive(path: str, options: Mapping[str, Any] | None = None) -> zipfi
 
 
 def unpacked(content: bytes) -> bytes:
-    """Return a file's content, decompressed if it is compressed. A zip archive stays as it is."""
+    """Return a file's content, decompressed if necessary. A zip archive stays packed."""
     for _ in range(LAYERS):
-        unpack = UNPACK.get(_named(PACKINGS, content[:LONGEST_MAGIC]))
+        unpack = UNPACK.get(_kind_by_magic(PACKINGS, content[:LONGEST_MAGIC]))
         if unpack is None:
             break
         with unpack(io.BytesIO(content)) as file:
@@ -233,11 +245,11 @@ def unpacked(content: bytes) -> bytes:
 
 
 def encoding_of(first: bytes) -> str | None:
-    """Return "utf-16-le" and the like from a text's first bytes, None for UTF-8 and for anything else."""
+    """Return "utf-16-le" and the like from a text's first bytes, None for UTF-8 and anything else."""
     for mark, encoding in MARKS.items():
         if first.startswith(mark):
             return encoding
-    # without a mark, JSON and CSV headers begin with ASCII, of which every other byte is zero
+    # without a mark, JSON and CSV headers begin with ASCII, so every other byte is zero
     for encoding, zeros, letters in (
         ("utf-16-le", first[1:4:2], first[0:4:2]),
         ("utf-16-be", first[0:4:2], first[1:4:2]),
@@ -254,13 +266,13 @@ def decoded(content: bytes) -> str:
 
 
 def failure_reason(error: Exception) -> str:
-    """Return why bytes cannot be read, as the end of a message."""
+    """Return why bytes cannot be read, for the end of a message."""
     if isinstance(error, zstandard.ZstdError):
         most = WIDEST >> 20
         return f"the compressed data is damaged, or needs more than {most} MiB to be decompressed ({error})"
     if isinstance(error, UnicodeError):
         return f"cannot be read as text ({error}); save it as UTF-8"
-    if isinstance(error, OSError) and error.errno is not None:  # gzip raises OSErrors of its own, without a number
+    if isinstance(error, OSError) and error.errno is not None:  # gzip's own OSErrors have no number
         return f"cannot be read ({error.strerror})"
     return f"the compressed data is damaged ({error})"
 
@@ -273,10 +285,10 @@ UNPACK: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _waits(file: IO[bytes]) -> bool:
+def _may_block(file: IO[bytes]) -> bool:
     try:
         return not stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-    except io.UnsupportedOperation:  # stdin was replaced by a buffer
+    except io.UnsupportedOperation:  # stdin replaced by a buffer
         return False
 
 
@@ -284,12 +296,12 @@ def _may_be_magic(found: bytes) -> bool:
     return any(magic.startswith(found) or found.startswith(magic) for magic in MAGICS)
 
 
-def _named(magics: Mapping[str, tuple[bytes, ...]], first: bytes) -> str:
+def _kind_by_magic(magics: Mapping[str, tuple[bytes, ...]], first: bytes) -> str:
     return next((name for name, starts in magics.items() if first.startswith(starts)), "")
 
 
 def is_text(head: bytes) -> bool:
-    """Return whether these bytes can begin a text in UTF-8."""
+    """Return whether these bytes can begin a UTF-8 text."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError:
@@ -298,10 +310,10 @@ def is_text(head: bytes) -> bool:
 
 
 class _PeekReader(io.RawIOBase):
-    """A stream whose first bytes can be inspected before they are read. An error there is raised by the read."""
+    """A stream whose first bytes can be inspected before they are read. A read raises errors met by inspection."""
 
     def __init__(self, file: Any) -> None:
-        self.seen = b""  # inspected, but not read
+        self.seen = b""  # inspected, not yet read
         self._read: Callable[[int], bytes] = getattr(file, "read1", file.read)  # at most one system call
         self._error: Exception | None = None
 
@@ -311,21 +323,21 @@ class _PeekReader(io.RawIOBase):
     def first_bytes(self) -> bytes:
         """Return enough bytes to recognise a magic number."""
         while len(self.seen) < LONGEST_MAGIC and (len(self.seen) < 4 or _may_be_magic(self.seen)):
-            if b"\n" in self.seen or not self._see(LONGEST_MAGIC):
+            if b"\n" in self.seen or not self._inspect(LONGEST_MAGIC):
                 break
         return self.seen
 
     def first_line(self, *, patient: bool) -> bool:
-        """Inspect HEAD bytes, or the first line unless `patient`; return whether they are the entire text."""
+        """Inspect HEAD bytes, or only the first line unless `patient`; return whether that is the entire text."""
         while len(self.seen) < HEAD:
             if not patient and b"\n" in self.seen.lstrip():
                 return False
-            if not self._see(HEAD):
+            if not self._inspect(HEAD):
                 return self._error is None
         return False
 
-    def _see(self, most: int) -> bool:
-        """Inspect more bytes, `most` in all; return whether there were any."""
+    def _inspect(self, most: int) -> bool:
+        """Inspect up to `most` bytes in all; return whether there were more."""
         try:
             more = self._read(most - len(self.seen))
         except (OSError, *DAMAGES) as error:
@@ -345,13 +357,12 @@ class _PeekReader(io.RawIOBase):
 
 
 class _Utf8(io.RawIOBase):
-    """A text in UTF-16 or UTF-32, transcoded to UTF-8 without its mark. Raises UnicodeError if its end is torn."""
+    """A UTF-16 or UTF-32 text transcoded to UTF-8 without its mark. Raises UnicodeError if the end is cut off."""
 
     def __init__(self, file: Any, encoding: str) -> None:
         self._file = file
-        self._decoder = codecs.getincrementaldecoder(encoding)(
-            "surrogatepass"
-        )  # a lone surrogate is an error of its line
+        # surrogatepass: a lone surrogate is an error of its own line
+        self._decoder = codecs.getincrementaldecoder(encoding)("surrogatepass")
         self._ready = b""
         self._begun = self._ended = False
 

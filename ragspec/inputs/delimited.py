@@ -2,8 +2,8 @@
 
 >>> for row in DelimitedReader(file, "questions.csv", ALL, ",").rows(): row.value["query"]
 
-A cell is text; one that holds a JSON list or object is that where a text is not meant (contexts, messages, metadata).
-A cell may hold line ends, in quotes. An empty cell is null. Source: Python's csv module; RFC 4180.
+A cell is text; a JSON list or object in a cell is parsed in fields that are not text (contexts, messages, metadata).
+A quoted cell may contain line ends. An empty cell is null. Source: Python's csv module; RFC 4180.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ragspec.inputs.columns import Columns
 from ragspec.inputs.content import DAMAGES, failure_reason
 from ragspec.json_text import dumps
 
-COUNTED = 1 << 30  # bytes of a file whose rows are counted: it takes some ten seconds
-WIDEST = 64 << 20  # bytes of a line, characters of a cell; csv takes four bytes for one
+COUNTED = 1 << 30  # bytes of the largest file whose rows are counted; that takes about ten seconds
+WIDEST = 64 << 20  # bytes of a line, characters of a cell; csv uses four bytes per character
 
 
 class DelimitedReader:
-    """The rows of one text; a line end may be part of a cell. delimiter: between cells. path: for messages."""
+    """The rows of one text. delimiter: between cells. path: for messages."""
 
     def __init__(self, file: IO[bytes], path: str, columns: Columns, delimiter: str) -> None:
         csv.field_size_limit(WIDEST)
@@ -74,7 +74,7 @@ class DelimitedReader:
 
 
 def rows_in(path: Path, delimiter: str) -> int | None:
-    """Return how many rows an uncompressed file in UTF-8 has; None where counting would take long, or fails."""
+    """Return the number of rows of an uncompressed UTF-8 file; None if counting is slow or fails."""
     if path.stat().st_size > COUNTED:
         return None
     try:
@@ -82,12 +82,12 @@ def rows_in(path: Path, delimiter: str) -> int | None:
             rows = csv.reader(file, delimiter=delimiter, strict=True)
             next(rows, None)
             return sum(1 for cells in rows if cells)
-    except (OSError, UnicodeDecodeError, csv.Error):  # it breaks off there, which whoever reads it says
+    except (OSError, UnicodeDecodeError, csv.Error):  # reading the rows reports it
         return None
 
 
 class _Bounded(io.RawIOBase):
-    """A text none of whose lines is longer than WIDEST: csv would read it into memory. Raises csv.Error."""
+    """A text that raises csv.Error for a line longer than WIDEST, which csv would read into memory."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file

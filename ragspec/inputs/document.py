@@ -1,11 +1,10 @@
-"""JSON documents: one array of records, one object with such a list (`{"data": [...]}`), or objects over many lines.
+"""JSON documents: an array of records, an object with such a list (`{"data": [...]}`), or objects over many lines.
 
 >>> list(DocumentReader(io.BytesIO(b'[{"query": "Why?"}]'), "a.json", ALL).rows())[0].value
 {'query': 'Why?'}
 
 The text is split into records by brackets and quotes before a record is parsed. So memory stays constant, and invalid
-JSON is an error of its own record, as in JSON Lines. An article of SQuAD becomes one row per question. Limit: a record
-has at most 256 MiB.
+JSON is an error of its record, as in JSON Lines. An article of SQuAD becomes one row per question. Limit: a record
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ragspec.json_text import JSONDecodeError, loads
 LONGEST = 256 << 20  # bytes of a record
 CHUNK = 64 << 10  # bytes of a read
 QUESTIONS = {*SOURCES, *GUESSES["query"], "body"}  # keys that make an object a record
-# keys of a record under which lists of objects are not records
+# keys of a record whose lists of objects are not records
 INSIDE = {*OWN_FIELDS, *REFERENCES, *GUESSES["contexts"], *GUESSES["messages"], "tools", "tool_calls"}
 STRUCTURE = re.compile(rb'"|[\[{]+|[\]}]+|,')
 INSIDE_VALUE = re.compile(rb'"|[\[{]+|[\]}]+')
@@ -58,7 +57,7 @@ class DocumentReader:
 
 
 def listed_under(head: bytes) -> str | None:
-    """Return the key of an object's list of records, None if the object is a record. head: its first bytes."""
+    """Return the key of an object's list of records, None if the object is a record. head: the text's first bytes."""
     scanner = _Scanner(io.BytesIO(head))
     try:
         return scanner.next_list() if scanner.take() == b"{" else None
@@ -67,7 +66,7 @@ def listed_under(head: bytes) -> str | None:
 
 
 def records(scanner: _Scanner) -> Iterator[bytes]:
-    """Yield the records of a text: items of its arrays, of its objects' lists, and objects without such a list."""
+    """Yield the records of a text: array items, items of an object's list, and objects without such a list."""
     while (byte := scanner.peek()) != b"":
         scanner.drop()
         if byte in b"]},:":
@@ -82,7 +81,7 @@ def records(scanner: _Scanner) -> Iterator[bytes]:
 
 
 def _items(scanner: _Scanner) -> Iterator[bytes]:
-    """Yield an array's items, from behind its opening bracket to behind its closing one."""
+    """Yield an array's items, from after its opening bracket to after its closing one."""
     if scanner.peek() == b"]":
         scanner.take()
         return
@@ -114,7 +113,7 @@ def _of_object(scanner: _Scanner) -> Iterator[bytes]:
 
 
 def _values(raw: bytes) -> Iterator[Any]:
-    """Yield the value of a record, or a RecordError; for an article of SQuAD, one value per question."""
+    """Yield the value of a record, or a RecordError; for a SQuAD article, one value per question."""
     try:
         value = loads(raw)
     except JSONDecodeError as error:
@@ -145,36 +144,36 @@ CUT = "the file ends in the middle of it"
 
 
 class _Broken(Exception):
-    """The text is invalid JSON, and the beginning of the next record is unknown."""
+    """The text is invalid JSON, and the start of the next record is unknown."""
 
 
 class _Scanner:
     """Finds the ends of JSON values without parsing them. Buffers what was read since the last `drop`."""
 
     def __init__(self, file: Any) -> None:
-        self._read = getattr(file, "read1", file.read)  # does not wait for more than a pipe has
+        self._read = getattr(file, "read1", file.read)  # does not block for more than a pipe has
         self._data = bytearray()
         self._at = 0
 
     def peek(self) -> bytes:
-        """Return the next byte that is not a space, b"" at the end; stay before it."""
+        """Return the next non-space byte without consuming it, b"" at the end."""
         return self._find(NO_SPACE, ahead=True)
 
     def take(self) -> bytes:
-        """Return the same byte and go behind it."""
+        """Consume the next non-space byte and return it."""
         return self._find(NO_SPACE)
 
     def drop(self) -> None:
-        """Drop the buffer up to here."""
+        """Discard the buffer up to the current position."""
         del self._data[: self._at]
         self._at = 0
 
     def seen(self) -> bytes:
-        """Return the buffer up to here."""
+        """Return the buffer up to the current position."""
         return bytes(self._data[: self._at])
 
     def value(self) -> bytes:
-        """Return the next value and go behind it."""
+        """Consume the next value and return it."""
         self.peek()
         begin, depth = self._at, 0
         while True:
@@ -184,7 +183,7 @@ class _Scanner:
             elif found[:1] in (b"[", b"{") and found:
                 depth += len(found)
             elif found[:1] in (b"]", b"}") and depth:
-                over = max(0, len(found) - depth)  # brackets that close what surrounds the value
+                over = max(0, len(found) - depth)  # brackets that close an outer value
                 depth -= len(found) - over
                 self._at -= over
             elif found == b"" and (depth or not self._data[begin:].strip()):
@@ -195,7 +194,7 @@ class _Scanner:
                 return bytes(self._data[begin : self._at])
 
     def key(self) -> str | None:
-        """Return an object's next key and go to its value; None at the object's end, and go behind it."""
+        """Consume an object's next key and its colon, and return the key; None at the object's end."""
         if self.peek() == b",":
             self.take()
         begin, byte = self._at, self.take()
@@ -214,7 +213,7 @@ class _Scanner:
         return key
 
     def next_list(self) -> str | None:
-        """Return the key of an object's list of records and go into it; go behind an object without one."""
+        """Enter an object's list of records and return its key; without one, consume the object and return None."""
         record = False
         while (key := self.key()) is not None:
             record |= key in QUESTIONS
@@ -224,7 +223,7 @@ class _Scanner:
         return None
 
     def opens_list(self, key: str) -> bool:
-        """Return whether a list of records comes next; if so, go into it."""
+        """Return whether a list of records comes next, and enter it if so."""
         if key in INSIDE or self.peek() != b"[":
             return False
         at = self._at
@@ -241,7 +240,7 @@ class _Scanner:
             self._at += 1  # the escaped character
 
     def _find(self, pattern: re.Pattern[bytes], *, ahead: bool = False) -> bytes:
-        """Return the next match and go behind it (or before it: `ahead`); b"" at the end."""
+        """Return the next match and move behind it, or before it with `ahead`; b"" at the end."""
         while (match := pattern.search(self._data, self._at)) is None:
             self._at = len(self._data)
             if not self._has(self._at + 1):
@@ -250,7 +249,7 @@ class _Scanner:
         return match[0]
 
     def _has(self, size: int) -> bool:
-        """Return whether the buffer has this many bytes, after reading more if needed."""
+        """Return whether the buffer has this many bytes, reading more if needed."""
         while len(self._data) < size:
             more = self._read(CHUNK)
             if not more:

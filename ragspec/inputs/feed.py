@@ -1,9 +1,10 @@
-"""What flows from stage to stage: an iterator that can also be asked for what is available right now.
+"""Iterators between pipeline stages that can be asked for the items available now; pipes read on a thread.
 
     >>> feed = Feed("abc"); feed.take(2, wait=True), next(feed), feed.take(2, wait=True)
     (['a', 'b'], 'c', [])
 
-`next` waits for whoever writes the input, `poll` does not. On a plain iterable they are the same.
+`next` blocks for the writer of the input, `poll` does not. On a plain iterable they are the same. Limit: pipes need
+POSIX, and one thread at the reading end.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ T_co = TypeVar("T_co", covariant=True)
 
 @runtime_checkable
 class Pollable(Protocol[T_co]):
-    """An iterator with `poll`."""
+    """An iterator with a non-blocking `poll`."""
 
     def __iter__(self) -> Self: ...
 
     def __next__(self) -> T_co: ...
 
     def poll(self) -> T_co | None:
-        """Return the next item, or None if there is none yet. Raises StopIteration if none will come."""
+        """Return the next item, or None if none is available yet. Raises StopIteration at the end."""
 
 
 class Feed(Generic[T]):
-    """Any iterable as a Pollable, the first `most` items of it, with room for items that were taken too early."""
+    """An iterable's first `most` items as a Pollable, with `put_back` for items taken too early."""
 
     def __init__(self, items: Iterable[T], most: int | None = None) -> None:
         self._source: Iterator[T] = iter(items)
@@ -52,14 +53,14 @@ class Feed(Generic[T]):
         return self._returned.popleft() if self._returned else self._pull(self._source.__next__)
 
     def poll(self) -> T | None:
-        """Return the next item, or None if there is none yet. Raises StopIteration if none will come."""
+        """Return the next item, or None if none is available yet. Raises StopIteration at the end."""
         return self._returned.popleft() if self._returned else self._pull(self._poll)
 
     def take(self, most: int, *, wait: bool) -> list[T]:
-        """Return up to `most` items that are available. wait: at least one, except at the end.
+        """Return up to `most` available items. wait: block for at least one, except at the end.
 
-        If the input breaks off, its error is raised as late as possible: when nothing came before it and `wait` is set,
-        that is, when the caller has nothing else to do.
+        An error of the input is raised as late as possible: when nothing precedes it and `wait` is set, that is, when
+        the caller has nothing else to do.
         """
         taken: list[T] = []
         try:
@@ -74,16 +75,16 @@ class Feed(Generic[T]):
         return taken
 
     def put_back(self, items: Iterable[T]) -> None:
-        """Let `items` come next."""
+        """Return `items` to the front of the feed."""
         self._returned.extendleft(reversed(list(items)))
 
     @property
     def over(self) -> bool:
-        """Whether it is known that nothing more will come, except an error."""
+        """Return whether the feed is known to be exhausted, apart from an error."""
         return not self._returned and (self._left == 0 or self._broken is not None)
 
     def close(self) -> None:
-        """End what the source does ahead of its reader, if anything."""
+        """Close the source, if it can be closed."""
         close: Callable[[], None] | None = getattr(self._source, "close", None)
         if close is not None:
             close()
@@ -104,9 +105,9 @@ class Feed(Generic[T]):
 
 
 class Spread(Generic[S, T]):
-    """What `make` makes of the items of `source`: none, one or several of each.
+    """A Pollable that maps each item of `source` to zero or more items with `make`.
 
-    rest: makes what is left at the source's end, or where it breaks off.
+    rest: makes the final items when the source ends or fails.
     """
 
     def __init__(
@@ -127,14 +128,14 @@ class Spread(Generic[S, T]):
         return self._made.popleft()
 
     def poll(self) -> T | None:
-        """Return what is made of an available item, or None if there is none yet."""
+        """Return the next made item, or None if the source has none available yet."""
         while not self._made:
             if not self._make_of(self._source.poll):
                 return None
         return self._made.popleft()
 
     def _make_of(self, pull: Callable[[], S | None]) -> bool:
-        """Make something of the next item, or what is left; return False if there is no item yet."""
+        """Expand the next item, or the rest at the end; return False if no item is available yet."""
         if self._end is not None:
             raise self._end
         try:
@@ -154,31 +155,26 @@ class Spread(Generic[S, T]):
         self._source.close()
 
 
-# -- a pipe that is kept open: it is read on a thread, so that what has arrived is known without waiting for m --------
-#
-#     >>> pipe = Pipe(0); lines = Live(io.BufferedReader(pipe), pipe, size=len); lines.poll()
-#
-# Limit: POSIX; one thread may use the reading end.
+# -- pipes read on a thread ------------------------------------------------------------------------
 
-
-MOST = 4096  # items that are read ahead
-MOST_BYTES = 32 << 20  # of them together, unless there is only one
+MOST = 4096  # items read ahead
+MOST_BYTES = 32 << 20  # their total size, unless there is only one
 
 
 class Pipe(io.RawIOBase):
-    """The bytes of a file that may keep its reader waiting. `end` ends a read that waits, in another thread too."""
+    """The bytes of a descriptor whose reads may block. `end` unblocks a read, also from another thread."""
 
     def __init__(self, descriptor: int) -> None:
-        self.waits: Callable[[bool], None] = lambda _: None  # told when a read begins to wait, and when it continues
+        self.waits: Callable[[bool], None] = lambda _: None  # called with True before a read blocks, with False after
         self._descriptor = descriptor
         self._woken, self._waker = os.pipe()
 
     def readable(self) -> bool:
-        """Return True: this stream is for reading."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Fill `buffer` with what has arrived, at least one byte, and return how many; 0 at the end."""
+        """Fill `buffer` with the bytes that have arrived, at least one, and return how many; 0 at the end."""
         with selectors.PollSelector() as selector:
             selector.register(self._descriptor, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
@@ -192,11 +188,11 @@ class Pipe(io.RawIOBase):
         return os.readv(self._descriptor, [buffer])
 
     def end(self) -> None:
-        """Let all reads return 0 from now on."""
+        """Make this and all later reads return 0."""
         os.write(self._waker, b".")
 
     def close(self) -> None:
-        """Free what `end` needs; the file itself is its owner's."""
+        """Free the wake-up pipe; the descriptor belongs to its owner."""
         if not self.closed:
             os.close(self._woken)
             os.close(self._waker)
@@ -204,9 +200,11 @@ class Pipe(io.RawIOBase):
 
 
 class LivePipe(Generic[T]):
-    """The items of `source`, which reads `pipe`, in a bounded number ahead. size: bytes of an item, about.
+    """The items of `source`, which reads `pipe`, read ahead on a thread in bounded number.
 
-    What the source raises is raised here, after the items before it.
+        >>> pipe = Pipe(0); lines = LivePipe(io.BufferedReader(pipe), pipe, size=len); lines.poll()
+
+    size: approximate bytes of an item. An error of the source is raised after the items before it.
     """
 
     def __init__(self, source: Iterable[T], pipe: Pipe, size: Callable[[T], int]) -> None:
@@ -215,7 +213,7 @@ class LivePipe(Generic[T]):
         self._size = size
         self._items: deque[T] = deque()
         self._bytes = 0
-        self._quiet = False  # whether the thread waits for bytes
+        self._blocked = False  # whether the thread is blocked on the pipe
         self._ended = False
         self._broken: BaseException | None = None
         self._changed = Condition()
@@ -232,9 +230,9 @@ class LivePipe(Generic[T]):
             return self._pop()
 
     def poll(self) -> T | None:
-        """Return the next item, or None if the writer has written no more."""
+        """Return the next item, or None if the writer has written no more yet."""
         with self._changed:
-            self._changed.wait_for(lambda: self._items or self._ended or self._quiet)
+            self._changed.wait_for(lambda: self._items or self._ended or self._blocked)
             return self._pop() if self._items or self._ended else None
 
     def close(self) -> None:
@@ -257,7 +255,7 @@ class LivePipe(Generic[T]):
 
     def _waits(self, quiet: bool) -> None:
         with self._changed:
-            self._quiet = quiet
+            self._blocked = quiet
             self._changed.notify_all()
 
     def _read(self) -> None:
@@ -266,14 +264,14 @@ class LivePipe(Generic[T]):
             for item in self._source:
                 if not self._push(item):
                     break
-        except BaseException as error:  # whatever it is, it is raised where the items are read
+        except BaseException as error:  # raised again where the items are read
             broken = error
         with self._changed:
             self._broken, self._ended = broken, True
             self._changed.notify_all()
 
     def _push(self, item: T) -> bool:
-        """Wait for room and add an item; return whether anybody wants more."""
+        """Wait for room and append an item; return whether reading should continue."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._ended or not self._items or (len(self._items) < MOST and self._bytes < MOST_BYTES)

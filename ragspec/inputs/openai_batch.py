@@ -1,8 +1,8 @@
-"""A line of OpenAI's Batch API -> Record: {"custom_id", "method", "url", "body": {"messages" | "prompt", ...}}.
+"""Lines of OpenAI's Batch API as records: {"custom_id", "method", "url", "body": {"messages" | "prompt", ...}}.
 
-Bodies of /v1/chat/completions and /v1/completions, whose prompt is continued as it is. FIELDS has all fields of both
-APIs. One that would change the answer in a way that cannot be done is the record's error, unless it is null or has its
-default. Source: OpenAI's API reference; vLLM 0.32, entrypoints/openai (ChatCompletionRequest, CompletionRequest).
+Covers bodies of /v1/chat/completions and /v1/completions; a completion's prompt is used as it is. FIELDS lists all
+fields of both APIs. An unsupported field that would change the answer is the record's error, unless it is null or has
+its default. Source: OpenAI's API reference; vLLM 0.32, entrypoints/openai (ChatCompletionRequest, CompletionRequest).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, Literal, NamedTuple
 
 from ragspec.errors import RecordError, did_you_mean
 from ragspec.inputs.values import (
+    id_text,
     kind,
     messages_of,
     names,
-    record_id,
     structured_of,
     template_args_of,
     text_of,
@@ -25,14 +25,14 @@ from ragspec.records import Record
 
 ENVELOPE = {"custom_id", "body", "method", "url"}
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-SIGNED = 1 << 63  # a seed may be any 64-bit number there; ours are not negative
+SIGNED = 1 << 63  # seeds may be any signed 64-bit number; ours are not negative
 
 
 class Field(NamedTuple):
-    """What a field of a body is. neutral: its default, and values that mean the same; null always does.
+    """How a body's field is handled. neutral: its default, and values that mean the same; null always does.
 
-    use: "sampling" (`key` is ours), "template" (an argument of the chat template), "read" (by this module), "service"
-    (about the service and not the answer: any value will do), or "cannot" (be done: other values are errors).
+    use: "sampling" (our setting `key`), "template" (an argument of the chat template), "read" (by this module),
+    "service" (ignored: it concerns the service, not the answer), or "cannot" (unsupported: other values are errors).
     """
 
     use: Literal["sampling", "template", "read", "service", "cannot"]
@@ -77,7 +77,7 @@ FIELDS = {
     "continue_final_message": Field("template", (False,)),
     "cache_salt": Field("service"),
     "parallel_tool_calls": Field("service"),
-    "prediction": Field("service"),  # what the service may draft from
+    "prediction": Field("service"),  # text that the service may draft from
     "priority": Field("service"),
     "prompt_cache_key": Field("service"),
     "prompt_cache_options": Field("service"),
@@ -133,7 +133,7 @@ DOABLE = sorted(name for name, field in FIELDS.items() if field.use != "cannot")
 
 
 def parse_batch_line(value: dict[str, Any]) -> Record:
-    """Return the Record that a line means. Raises RecordError."""
+    """Return the Record of a line. Raises RecordError."""
     body = value.get("body")
     if not isinstance(body, dict):
         raise RecordError(f'"body" must be an object with "messages" or "prompt", got {kind(body)}')
@@ -141,7 +141,7 @@ def parse_batch_line(value: dict[str, Any]) -> Record:
         raise RecordError('"custom_id" is missing; a line with "body" needs one')
     if value.get("url") is not None and value["url"] not in (CHAT, COMPLETION):
         raise RecordError(f'"url": {value["url"]!r} is not supported; known: {CHAT}, {COMPLETION}')
-    given = _given(body)
+    given = _given_fields(body)
     structured = structured_of({key: field for key, field in given.items() if key != "structured"}, "body.")
     _refuse_undoable(given)
     chat = body.get("messages") is not None
@@ -150,7 +150,7 @@ def parse_batch_line(value: dict[str, Any]) -> Record:
     others = {key: field for key, field in value.items() if key not in ENVELOPE}
     prompts = () if chat else _prompts(body)
     return Record(
-        id=record_id(value["custom_id"], 0),
+        id=id_text(value["custom_id"]) or "0",
         messages=messages_of(body["messages"]) if chat else None,
         prompt=prompts[0] if prompts else None,
         prompts=prompts if len(prompts) > 1 else (),
@@ -166,13 +166,13 @@ def parse_batch_line(value: dict[str, Any]) -> Record:
     )
 
 
-def _given(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that say something."""
+def _given_fields(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that are neither null nor neutral."""
     given = {key: field for key, field in body.items() if field is not None and not _is_neutral(key, field)}
     if given.get("best_of") == body.get("n"):
         given.pop("best_of", None)
     if "max_completion_tokens" in given:
-        given.pop("max_tokens", None)  # its older name
+        given.pop("max_tokens", None)  # deprecated name of the same field
     return given
 
 
@@ -198,7 +198,7 @@ def _refuse_undoable(given: dict[str, Any]) -> None:
 
 
 def _template_args(given: dict[str, Any]) -> dict[str, Any]:
-    """Return what a chat's template is called with. Source: vLLM 0.32, ChatCompletionRequest.build_chat_params."""
+    """Return the arguments of the chat template. Source: vLLM 0.32, ChatCompletionRequest.build_chat_params."""
     args = template_args_of(given.get("chat_template_kwargs"), "body.chat_template_kwargs")
     effort = given.get("reasoning_effort")
     if effort is not None:
@@ -216,11 +216,11 @@ def _template_args(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _special_tokens(given: dict[str, Any], chat: bool) -> bool:
-    """Return whether the tokenizer's own tokens are put around a completion's prompt."""
-    asked = _switch(given, "add_special_tokens", default=not chat)
-    if chat and asked:
+    """Return whether to add the tokenizer's special tokens to a completion's prompt."""
+    wanted = _switch(given, "add_special_tokens", default=not chat)
+    if chat and wanted:
         raise RecordError('"body.add_special_tokens": a chat template writes its own; remove it')
-    return asked
+    return wanted
 
 
 def _switch(given: dict[str, Any], key: str, *, default: bool) -> bool:
@@ -234,29 +234,29 @@ def _sampling(given: dict[str, Any], chat: bool) -> dict[str, Any]:
     sampling = {FIELDS[key].key: field for key, field in given.items() if FIELDS[key].use == "sampling"}
     if isinstance(seed := sampling.get("seed"), int):
         sampling["seed"] = seed % SIGNED
-    if (told := _logprobs(given, chat)) is not None:
-        sampling["logprobs"] = told
+    if (logprobs := _logprobs(given, chat)) is not None:
+        sampling["logprobs"] = logprobs
     return sampling
 
 
 def _logprobs(given: dict[str, Any], chat: bool) -> int | None:
-    """Return how many likeliest tokens are asked for; None if no logprobs are."""
-    asked, most = given.get("logprobs"), given.get("top_logprobs") or 0
+    """Return how many likeliest tokens to report per position; None for no logprobs."""
+    logprobs, top = given.get("logprobs"), given.get("top_logprobs") or 0
     if not chat:
-        if asked is False:
+        if logprobs is False:
             return None
-        if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int)):
-            raise RecordError(f'"body.logprobs" must be a whole number, got {kind(asked)}')
-        if asked is not None and given.get("echo"):
+        if logprobs is not None and (isinstance(logprobs, bool) or not isinstance(logprobs, int)):
+            raise RecordError(f'"body.logprobs" must be a whole number, got {kind(logprobs)}')
+        if logprobs is not None and given.get("echo"):
             raise RecordError('"body.echo": the prompt has no logprobs here; remove one of the two')
-        return asked
-    if asked not in (None, True, False):
-        raise RecordError(f'"body.logprobs" must be true or false, got {kind(asked)}')
-    if most and not asked:
+        return logprobs
+    if logprobs not in (None, True, False):
+        raise RecordError(f'"body.logprobs" must be true or false, got {kind(logprobs)}')
+    if top and not logprobs:
         raise RecordError('"body.top_logprobs" needs "logprobs": true')
-    if not isinstance(most, int):
-        raise RecordError(f'"body.top_logprobs" must be a whole number, got {kind(most)}')
-    return most if asked else None
+    if not isinstance(top, int):
+        raise RecordError(f'"body.top_logprobs" must be a whole number, got {kind(top)}')
+    return top if logprobs else None
 
 
 def _prompts(body: dict[str, Any]) -> tuple[str | tuple[int, ...], ...]:

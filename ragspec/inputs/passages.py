@@ -1,10 +1,10 @@
-"""Passages of a record, in any of their shapes, and the usual names of their fields.
+"""The passages of a record in any of their shapes, and the usual names of their fields.
 
 >>> [passage.text for passage in passages_of({"title": ["A", "B"], "sentences": [["One.", " Two."], ["Three."]]})]
 ['One. Two.', 'Three.']
 
 The shapes: a text, an object, or a list of them; parallel lists, as in Hugging Face datasets; HotpotQA's `[title,
-[sentence, ...]]`. Limit: a text that looks like a list is refused, as it would become one odd passage.
+[sentence, ...]]`. Limit: a text that looks like a list is refused, since it would become one odd passage.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ragspec.records import Passage
 
 FIELDS = ("id", "title", "text", "score")
 NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")  # as JSON writes one
-# common names, the likeliest first; they are also looked for one level down (LangChain's metadata, LlamaIndex's node)
+# common names, the likeliest first; also searched one level down (LangChain's metadata, LlamaIndex's node)
 NAMES = {
     "text": (
         *("text", "body", "content", "page_content", "passage", "passage_text", "chunk", "chunk_text", "document"),
@@ -33,7 +33,7 @@ NAMES = {
     ),
     "score": ("score", "similarity", "relevance", "relevance_score", "similarity_score", "_score", "rank_score"),
 }
-SENTENCE = 20  # characters
+SENTENCE = 20  # characters; a field whose texts are shorter on average is not taken for the text
 LISTED = re.compile(r"""\s*(\[\s*['"\[{]|\{\s*['"]).*[\]}]\s*""", re.DOTALL)  # JSON, or a printed Python list
 
 
@@ -64,7 +64,7 @@ def listed(value: Any) -> list[Any]:
 
 
 def passage_ids(items: Sequence[Any]) -> list[str]:
-    """Return the ids of passages: the given ones, else positions, in a form that equals no given one."""
+    """Return the ids of passages: the given ones, else positions, made distinct from the given ones."""
     own = [_given_id(item, position) for position, item in enumerate(items, 1)]
     taken = {name for name in own if name is not None}
     found = []
@@ -87,7 +87,7 @@ def renamed(items: list[Any], fields: Mapping[str, Any]) -> list[Any]:
 
 
 def guessed_fields(values: Sequence[Any]) -> dict[str, str]:
-    """Return a mapping of the passages' fields, {ragspec's name: path}, without those that need none.
+    """Return a mapping of the passages' fields, {ragspec's name: path}, without fields that need no mapping.
 
     values: the passages of some records. Raises RecordError if they are not passages.
     """
@@ -104,7 +104,7 @@ def guessed_fields(values: Sequence[Any]) -> dict[str, str]:
 
 
 def _paths(ours: str, records: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
-    """Return the candidate paths of a field: top-level names first, then those one level down."""
+    """Return the candidate paths of a field: top-level names first, then names one level down."""
     inside = {name for items in records for item in items for name, value in item.items() if isinstance(value, dict)}
     return [*NAMES[ours], *(f"{outer}.{name}" for name in NAMES[ours] for outer in sorted(inside))]
 
@@ -137,7 +137,7 @@ def _at(item: dict[str, Any], path: str) -> Any:
 
 
 def _longest(records: Sequence[Sequence[dict[str, Any]]]) -> str | None:
-    """Return the field with the longest texts, if they are longer than names."""
+    """Return the field with the longest texts, if their mean length is at least SENTENCE."""
     lengths: dict[str, list[int]] = {}
     for item in (item for items in records for item in items):
         for name, value in item.items():
@@ -149,7 +149,7 @@ def _longest(records: Sequence[Sequence[dict[str, Any]]]) -> str | None:
 
 
 def _are_columns(value: dict[str, Any]) -> bool:
-    """Return whether an object is parallel lists, one per field, rather than a passage."""
+    """Return whether an object is a set of parallel lists, one per field, rather than a passage."""
     sentences = value.get("sentences")
     one = isinstance(sentences, list) and all(map(is_text, sentences)) and not isinstance(value.get("title"), list)
     return bool(value) and all(isinstance(column, list) for column in value.values()) and not one
@@ -209,7 +209,7 @@ def _passage(item: Any, position: int, name: str) -> Passage:
 
 
 def _score(given: Any, where: str) -> float | None:
-    """Return a passage's score, which some retrievers write as text, with all its digits."""
+    """Return a passage's score with all its digits; some retrievers write it as text."""
     try:
         if given is not None and not isinstance(given, bool):
             value = float(given)
@@ -223,7 +223,7 @@ def _score(given: Any, where: str) -> float | None:
 
 
 def _joined(sentences: list[str]) -> str:
-    """Return sentences joined by single spaces; in some datasets they already begin with one."""
+    """Return sentences joined by single spaces; in some datasets sentences begin with one."""
     text = ""
     for sentence in sentences:
         apart = text and not text[-1:].isspace() and not sentence[:1].isspace()

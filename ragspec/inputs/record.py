@@ -1,7 +1,7 @@
-"""One input line's JSON value -> Record. Raises RecordError with one line that says what was expected.
+"""The JSON value of one input row as a Record.
 
-The forms: `query` (+ `contexts`), `messages`, `prompt`, or an OpenAI batch line (`custom_id` + `body`).
-If a line has several, the first of them in that order is used, unless `prompt.source` names another.
+The forms: `query` (with `contexts`), `messages`, `prompt`, or an OpenAI batch line (`custom_id` and `body`). If a row
+has several, the first in that order is used, unless `prompt.source` names another.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ragspec.inputs.values import (
 )
 from ragspec.records import Record
 
-STRUCTURED = {"contexts", "messages", "metadata", "body", "chat_template_kwargs", *FORM_FIELDS}  # what is no text
+STRUCTURED = {"contexts", "messages", "metadata", "body", "chat_template_kwargs", *FORM_FIELDS}  # lists and objects
 OWN_FIELDS = {"id", "query", "prompt"} | STRUCTURED - {"body"}
 SOURCES = ("query", "messages", "prompt")
-REFERENCES = ("reference", "references", "answers")  # what an answer is measured by; generate only passes it on
+REFERENCES = ("reference", "references", "answers")  # expected answers; `generate` passes them on
 
 
 def parse_record(value: Any, line: int, source: str = "auto") -> Record:
-    """Return the Record that the JSON `value` of line `line` means."""
+    """Return the Record of the JSON value on line `line`. Raises RecordError with what was expected."""
     if not isinstance(value, dict):
         raise RecordError(f"must be a JSON object, got {kind(value)}")
     if binary := next((name for name in ("messages", "body", *REFERENCES) if holds_binary(value.get(name))), None):
@@ -43,7 +43,7 @@ def parse_record(value: Any, line: int, source: str = "auto") -> Record:
         return parse_batch_line(value)
     failed = value.get("error")
     if isinstance(failed, dict) and isinstance(failed.get("message"), str) and not present:
-        raise RecordError(f"failed in an earlier step: {failed['message']}")  # an error line of an earlier command
+        raise RecordError(f"failed in an earlier step: {failed['message']}")  # an error line of another command
     wanted = present[0] if source == "auto" and present else source
     if wanted not in present:
         missing = '"query", "messages" or "prompt"' if source == "auto" else f'"{source}" (prompt.source)'
@@ -61,22 +61,22 @@ def parse_record(value: Any, line: int, source: str = "auto") -> Record:
 
 
 def _metadata(value: dict[str, Any], wanted: str) -> dict[str, Any]:
-    """Return what a record brings besides: its other fields, and those of its `metadata`."""
+    """Return a record's metadata: its other fields, and those of its `metadata`."""
     found = {key: field for key, field in value.items() if key not in OWN_FIELDS}
     if wanted != "query" and value.get("contexts") is not None:
-        found["contexts"] = value["contexts"]  # they go with a query only
+        found["contexts"] = value["contexts"]  # only a query uses them as contexts
     return with_metadata(found, value.get("metadata"))
 
 
 def given_id(value: Any) -> str | None:
-    """Return the id that a row's value gives itself, None for none. Raises RecordError for one that is none."""
+    """Return the id in a row's value, None without one. Raises RecordError for an invalid one."""
     if not isinstance(value, dict):
         return None
     return id_text(value.get("custom_id") if "body" in value else value.get("id", value.get("custom_id")))
 
 
 def reference_texts(value: Any) -> tuple[str, ...] | None:
-    """Return the texts of a reference: one, several, or SQuAD's `{"text": [...]}`; None where it holds others."""
+    """Return the texts of a reference: one, several, or SQuAD's `{"text": [...]}`; None if it holds anything else."""
     found = value.get("text") if isinstance(value, dict) else value
     texts = found if isinstance(found, list) else [found]
     texts = [each["text"] if isinstance(each, dict) and "text" in each else each for each in texts]
@@ -86,7 +86,7 @@ def reference_texts(value: Any) -> tuple[str, ...] | None:
 
 
 def lacks_contexts(value: Any) -> bool:
-    """Return whether a row's value has a question and no contexts: an empty list asks for none."""
+    """Return whether a row's value has a query and no contexts. An empty list counts as contexts."""
     return (
         isinstance(value, dict)
         and isinstance(value.get("query"), str)

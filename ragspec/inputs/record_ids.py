@@ -18,7 +18,7 @@ GENERATED = re.compile(r"(line-)*[0-9]+")  # the form of a generated id
 
 
 class KeySet:
-    """Strings or bytes, at about 3 microseconds each. The file is SQLite's own and is gone with the process."""
+    """A set of strings or bytes on disk, about 3 microseconds per key. SQLite deletes its temporary file at exit."""
 
     def __init__(self, cache_mib: int = 16) -> None:
         self._db = sqlite3.connect("", isolation_level=None)
@@ -37,22 +37,22 @@ class KeySet:
 
 
 class RecordIds:
-    """Ids for the rows of a source: the given ones, and generated ones that equal no given one.
+    """Ids for the rows of a source: the given ones, and generated ones distinct from all given ones.
 
-    A generated id is the row's number, `line-NUMBER` if that number is some row's given id. The given ids of later rows
-    are found by reading the source a second time, once a row without an id is met. Limit: a pipe is read once, so only
-    the given ids of earlier rows are known; `clashes` counts given ids that an earlier row got as its generated one.
+    A generated id is the row's number, or `line-NUMBER` if another row has that number as its id. The first row without
+    an id triggers a second pass over the source that collects the given ids of later rows. Limit: a pipe is read once,
+    so only earlier given ids are known; `clashes` counts given ids that were already generated for an earlier row.
     """
 
     def __init__(self, source: Source) -> None:
         self.clashes = 0
         self._source = source
-        self._given = KeySet()  # those of the form of generated ones
+        self._given = KeySet()  # only ids that look generated
         self._generated = KeySet()
         self._scanned = False
 
     def given(self, row: InputRow) -> str | None:
-        """Return the id that a row gives itself, None if it has none. Raises RecordError for an invalid one."""
+        """Return the id in a row, None without one. Raises RecordError for an invalid one."""
         found = given_id(row.value)
         if found is not None and GENERATED.fullmatch(found):
             self.clashes += found in self._generated
@@ -60,7 +60,7 @@ class RecordIds:
         return found
 
     def generated(self, row: InputRow) -> str:
-        """Return an id for a row that has none."""
+        """Return an id for a row without one."""
         if not self._scanned:
             self._scanned = True
             self._scan()
@@ -71,18 +71,18 @@ class RecordIds:
         return name
 
     def of(self, row: InputRow) -> str:
-        """Return a row's id, whether or not the row is a valid record."""
+        """Return a row's id, even if the row is not a valid record."""
         try:
             return self.given(row) or self.generated(row)
         except RecordError:
             return self.generated(row)
 
     def _scan(self) -> None:
-        """Collect the given ids of all rows, if the source can be read a second time."""
+        """Collect the given ids of all rows, if the source can be read twice."""
         source = self._source.reopen()
         if source is None:
             return
-        with suppress(ConfigError), source:  # the pass that answers the rows reports what cannot be read
+        with suppress(ConfigError), source:  # the main pass reports what cannot be read
             for row in source:
                 with suppress(RecordError):
                     if (found := given_id(row.value)) is not None and GENERATED.fullmatch(found):

@@ -1,7 +1,9 @@
-"""Which files an input names, and what they are: one path, several, a pattern, a folder.
+"""From what a config names to a source: files, patterns, folders, archives, datasets, or records in memory.
 
->>> kind_of("questions.jsonl.gz")
-'jsonl'
+>>> with open_source("questions.parquet") as source: rows = list(source)
+
+A file's content decides its kind; its name counts only where the content is ambiguous. A new kind needs one module and
+one line in `_open_file`.
 """
 
 from __future__ import annotations
@@ -39,12 +41,12 @@ KINDS = {
     "parquet": (".parquet", ".pq"),
     "arrow": (".arrow", ".feather", ".ipc"),
 }
-SAVED = "dataset_info.json", "dataset_dict.json"  # in a folder that save_to_disk wrote
-BESIDE = {"run.json", "stats.json", "manifest.json"}  # in a folder of answers, beside the parts
+SAVED = "dataset_info.json", "dataset_dict.json"  # files in a folder written by save_to_disk
+SIDECARS = {"run.json", "stats.json", "manifest.json"}  # files beside the parts in a folder of answers
 
 
 def kind_of(path: str) -> str:
-    """Return what a file's name promises; "jsonl" where it says nothing. Its content may be something else."""
+    """Return the kind that a file's name suggests, "jsonl" by default. The content may differ."""
     name = storage.bare(path).lower()
     for ending in PACKED:
         name = name.removesuffix(ending)
@@ -57,14 +59,14 @@ def is_saved_dataset(path: str) -> bool:
 
 
 def files_of(paths: Iterable[str], options: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the files that `paths` name: patterns and folders by name, in order. Raises ConfigError for none.
+    """Return the files that `paths` name, those of patterns and folders sorted. Raises ConfigError if there are none.
 
-    options: of the file systems of addresses.
+    options: storage options for URLs.
     """
     found: list[str] = []
     for path in map(storage.local_path, paths):
         if storage.is_url(path):
-            found += _elsewhere(path, options)
+            found += _at_url(path, options)
         elif path == "-" or Path(path).is_file() or not (glob.has_magic(path) or Path(path).is_dir()):
             found.append(path)
         elif Path(path).is_dir():
@@ -78,7 +80,7 @@ def files_of(paths: Iterable[str], options: Mapping[str, Any] | None = None) -> 
 
 
 def digest(config: InputConfig | None) -> str | None:
-    """Return the SHA-256 of an input's files; None for a pipe, which is read once, and for what is not there."""
+    """Return the SHA-256 of an input's files; None for a pipe, which can be read only once, and for missing files."""
     found = hashlib.sha256()
     files = _local(config)
     for path in files:
@@ -89,13 +91,13 @@ def digest(config: InputConfig | None) -> str | None:
 
 
 def size_of(config: InputConfig | None) -> int | None:
-    """Return the bytes of an input's files, None where that is not known."""
+    """Return the total bytes of an input's files, None if unknown."""
     files = _local(config)
     return sum(path.stat().st_size for path in files) if files else None
 
 
 def _local(config: InputConfig | None) -> list[Path]:
-    """Return the files of an input that lie here and can be read again; none if one of them does not."""
+    """Return an input's files if all are local and can be read again, else an empty list."""
     if config is None or config.is_stdin or config.format == "dataset":
         return []
     if any(map(storage.is_url, config.path)):
@@ -107,9 +109,9 @@ def _local(config: InputConfig | None) -> list[Path]:
     return files if all(path.is_file() for path in files) else []
 
 
-def _elsewhere(url: str, options: Mapping[str, Any] | None) -> list[str]:
-    """Return the addresses of the files that `url`, its pattern or its folder names."""
-    if url.lower().startswith(("http://", "https://")):  # a ? is a query there, and folders cannot be listed
+def _at_url(url: str, options: Mapping[str, Any] | None) -> list[str]:
+    """Return the URLs of the files that a URL, its pattern or its folder names."""
+    if url.lower().startswith(("http://", "https://")):  # ? begins a query there, and folders cannot be listed
         return [url]
     system, path = storage.filesystem(url, options)
     try:
@@ -119,7 +121,7 @@ def _elsewhere(url: str, options: Mapping[str, Any] | None) -> list[str]:
                 if not found:
                     raise ConfigError(f"input: no file matches {url}")
             elif system.isdir(path):
-                found = _records(url, (name.removeprefix(path).lstrip("/") for name in system.find(path)))
+                found = _record_files(url, (name.removeprefix(path).lstrip("/") for name in system.find(path)))
                 found = [f"{path.rstrip('/')}/{name}" for name in found]
             else:
                 return [url]
@@ -130,11 +132,11 @@ def _elsewhere(url: str, options: Mapping[str, Any] | None) -> list[str]:
 
 def _in_folder(path: str) -> list[str]:
     inside = (str(each.relative_to(path)) for each in Path(path).rglob("*") if each.is_file())
-    return [str(Path(path) / name) for name in _records(path, inside)]
+    return [str(Path(path) / name) for name in _record_files(path, inside)]
 
 
-def _records(folder: str, names: Iterable[str]) -> list[str]:
-    """Return those of a folder's files, by their names in it, that could be records. Raises ConfigError for none."""
+def _record_files(folder: str, names: Iterable[str]) -> list[str]:
+    """Return the names in a folder that may be files of records. Raises ConfigError if there are none."""
     files = records_among(names)
     if not files:
         shown = ", ".join(ending for kind in KINDS.values() for ending in kind)
@@ -143,35 +145,36 @@ def _records(folder: str, names: Iterable[str]) -> list[str]:
 
 
 def records_among(names: Iterable[str]) -> list[str]:
-    """Return the names that files of records have, in order; hidden ones, and those of an output's own, left out."""
+    """Return the names of possible files of records, sorted, without hidden files and files of an output."""
     plain = tuple(ending for kind in KINDS.values() for ending in kind)
     endings = plain + tuple(f"{ending}{packed}" for ending in plain for packed in PACKED)
     return sorted(
         name
         for name in names
         if name.lower().endswith(endings)
-        and name.rpartition("/")[2] not in BESIDE
+        and name.rpartition("/")[2] not in SIDECARS
         and not any(part.startswith((".", "_")) for part in name.split("/"))
     )
 
 
-# -- several files as one source, read one after the other ------------------------------------------------------------
-#
-# >>> for row in Several([partial(JsonlSource, "a.jsonl"), partial(JsonlSource, "b.jsonl")]): row.number
+# -- several files ---------------------------------------------------------------------------------
 
 
 class CombinedSource:
-    """Rows are numbered through. Every file is opened at once, to see that it can be, and again when its turn comes.
+    """Several sources read one after the other, with rows numbered through.
 
-    once: whether they would have to be sent again. Limit: no pipes.
+        >>> for row in CombinedSource([partial(JsonlSource, "a.jsonl"), partial(JsonlSource, "b.jsonl")]): row.number
+
+    Every file is opened in the constructor, to check it, and again when its turn comes. once: reading again would mean
+    another download. Limit: no pipes.
     """
 
     def __init__(self, openers: Sequence[Callable[[], Source]], *, once: bool = False) -> None:
         self._openers = list(openers)
         self._once = once
-        self._begins: list[int] = []  # the number of the row before each file's first
+        self._begins: list[int] = []  # per file, the number of the row before its first
         self._where: list[Callable[[int], str]] = []
-        for opener in reversed(self._openers):  # what is wrong with one is known at once
+        for opener in reversed(self._openers):  # errors of any file are raised here
             with opener() as first:
                 self._where_first = first.where
 
@@ -193,11 +196,11 @@ class CombinedSource:
                     yield replace(row, number=number)
 
     def reopen(self) -> CombinedSource | None:
-        """Return the same source, to be read once more; None if its files would have to be sent again."""
+        """Return a second source over the same files; None if they would have to be downloaded again."""
         return None if self._once else copy(self)
 
     def count(self) -> int | None:
-        """Return how many rows there are, None if one of the files does not know."""
+        """Return the number of rows, None if one file does not know its own."""
         total = 0
         for opener in self._openers:
             with opener() as source:
@@ -208,25 +211,22 @@ class CombinedSource:
         return total
 
     def where(self, number: int) -> str:
-        """Return the file and the number that the row has in it."""
+        """Return the file and the row's number in it."""
         if not self._begins:
             return self._where_first(number)
         at = max(0, bisect_right(self._begins, number - 1) - 1)
         return self._where[at](number - self._begins[at])
 
 
-# -- from what a config names to a source: `open_source("questions.parquet")`. A new kind: one file, and a lin --------
-#
-# What a file is, its content says; its name counts where that leaves it open.
-
+# -- opening ---------------------------------------------------------------------------------------
 
 TABLES = ("parquet", "arrow")
 
 
 def open_source(given: InputConfig | str) -> Source:
-    """Return the source that an input (or a path alone, or - for stdin) means. Raises ConfigError.
+    """Return the source of an input, of a path, or of stdin (-). Raises ConfigError.
 
-    A mapping of columns is tried on the first records, so that a name that none of them has is known at once.
+    A column mapping is checked against the first records, so that a name that none of them has fails at once.
     """
     config = InputConfig(path=[given]) if isinstance(given, str) else given
     columns = Columns(config.columns.given)
@@ -242,14 +242,14 @@ def open_source(given: InputConfig | str) -> Source:
 
 
 def _values(openers: Iterable[Callable[[], Source]]) -> Iterator[Any]:
-    """Yield what rows say, file after file, each opened when its turn comes."""
+    """Yield the values of the rows of all files."""
     for opener in openers:
         with opener() as source:
             yield from (row.value for row in source)
 
 
 def _openers(config: InputConfig, columns: Columns) -> list[Callable[[], Source]]:
-    """Return what opens each of an input's files."""
+    """Return one opener per file of an input."""
     options = revealed(config.storage_options)
     if config.format == "dataset" or (len(config.path) == 1 and is_saved_dataset(config.path[0])):
         return [partial(_open_dataset, config, columns)]
@@ -258,7 +258,7 @@ def _openers(config: InputConfig, columns: Columns) -> list[Callable[[], Source]
 
 
 def _open_file(kind: str, columns: Columns, options: Mapping[str, Any], path: str, member: str | None = None) -> Source:
-    """Return the source of one file. member: of this zip archive."""
+    """Return the source of one file. member: the file's name in the zip archive `path`."""
     stream = Stream(path, options, member=member)
     name = kind_of(stream.path)
     if stream.pipe is None:
@@ -279,7 +279,7 @@ def _open_file(kind: str, columns: Columns, options: Mapping[str, Any], path: st
 
 
 def _open_zip(kind: str, columns: Columns, options: Mapping[str, Any], stream: Stream) -> Source:
-    """Return the records of an archive: of its only file, or of those whose names say that they are records."""
+    """Return the records of an archive: of its only file, or of the files that are named like records."""
     path = stream.path
     stream.__exit__()
     if stream.packed or stream.is_member:
@@ -313,14 +313,15 @@ def _open_dataset(config: InputConfig, columns: Columns) -> Source:
     )
 
 
-# -- an input in memory: records as Python values ---------------------------------------------------------------------
-#
-# >>> [row.number for row in MemorySource([{"query": "Why?"}])]
-# [1]
+# -- records in memory -----------------------------------------------------------------------------
 
 
 class MemorySource:
-    """The records of an iterable, each what a line of a JSONL file would say."""
+    """The records of an iterable, each like the value of a JSONL line.
+
+    >>> [row.number for row in MemorySource([{"query": "Why?"}])]
+    [1]
+    """
 
     def __init__(self, records: Iterable[Any]) -> None:
         self._records = records
@@ -337,31 +338,28 @@ class MemorySource:
             try:
                 raw = dumps(record)
                 value = loads(raw)  # tuples become lists, as in a file
-            except TypeError:  # what a data frame holds, say
+            except TypeError:  # types that JSON lacks, such as those of a data frame
                 yield row_of(number, record, ALL)
             else:
                 yield InputRow(number, raw, value)
 
     def count(self) -> int | None:
-        """Return how many there are, if that can be told without reading them."""
+        """Return the number of records, None if they would have to be read."""
         return len(self._records) if isinstance(self._records, Sized) else None
 
     def reopen(self) -> MemorySource | None:
-        """Return the same records, None if they are made as they are read."""
+        """Return the same records, None for a one-time iterable."""
         return MemorySource(self._records) if isinstance(self._records, Sequence) else None
 
     def where(self, number: int) -> str:
-        """Return "record 3": there is no file to name."""
+        """Return "record 3"; there is no file to name."""
         return f"record {number}"
 
 
-# -- the first records of an input, for a look at them before a run ---------------------------------------------------
-
-
 def first_records(given: InputConfig, rows: int, form: str) -> list[Record]:
-    """Return the records of the first rows; rows that are none are left out. form: `prompt.source`.
+    """Return the valid records among an input's first rows. form: `prompt.source`.
 
-    Raises ConfigError for an input that cannot be read.
+    Raises ConfigError if the input cannot be read.
     """
     records = []
     with open_source(given) as source:

@@ -1,10 +1,10 @@
-"""Files elsewhere: any address that fsspec knows (s3://, gs://, hf://, https://, ...).
+"""Remote files through fsspec (s3://, gs://, hf://, https://, ...).
 
 >>> is_url("s3://bucket/questions.parquet"), is_url("questions.parquet")
 (True, False)
 
-Credentials come from the environment, as the libraries behind fsspec look for them; `storage_options` are theirs too.
-What goes wrong comes out as an OSError with one line and the address, whatever the library raised.
+The libraries behind fsspec take credentials from the environment or from `storage_options`. Every error of theirs
+becomes an OSError with one line and the URL.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from urllib.request import url2pathname
 from ragspec.errors import ConfigError, flat
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-# what to install for an address of that kind; fsspec itself comes with pyarrow's and datasets' extras too
+# the extra to install per protocol; fsspec itself also comes with the extras of pyarrow and datasets
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "http": "http", "https": "http", "hf": "hf"}
-# what the libraries raise beside OSErrors: (module, name), looked up where the module was imported
+# errors of the libraries that are not OSErrors: (module, name), looked up only in imported modules
 ERRORS = (
     ("botocore.exceptions", "BotoCoreError"),
     ("botocore.exceptions", "ClientError"),
@@ -38,8 +38,8 @@ ERRORS = (
     ("httpx2", "HTTPError"),
     ("huggingface_hub.errors", "HfHubHTTPError"),
 )
-# what they raise where they find no credentials
-UNKNOWN = (
+# errors about missing credentials
+NO_CREDENTIALS_ERRORS = (
     ("botocore.exceptions", "NoCredentialsError"),
     ("botocore.exceptions", "PartialCredentialsError"),
     ("google.auth.exceptions", "DefaultCredentialsError"),
@@ -48,29 +48,29 @@ NO_CREDENTIALS = (
     "no credentials were found; set them in the environment, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
     "storage_options: {anon: true} for what is public"
 )
-# by which Python makes the right OSError again
+# error numbers from which Python makes the right OSError subclass
 NUMBERS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, FileExistsError: errno.EEXIST}
-SHOWN = 200  # characters of what a library says
+SHOWN = 200  # characters of a library's message
 
 
 def is_url(path: str) -> bool:
-    """Return whether `path` is an address of fsspec's, rather than a file here."""
+    """Return whether `path` is a URL for fsspec rather than a local file."""
     return URL.match(path) is not None and not path.lower().startswith("file://")
 
 
 def local_path(path: str) -> str:
-    """Return `path`, or the file here that a file:// address means."""
+    """Return `path`, or the local file of a file:// URL."""
     return url2pathname(urlsplit(path).path) if path.lower().startswith("file://") else path
 
 
 def bare(path: str) -> str:
-    """Return `path` without what is asked of a server: https://host/a.csv?key=1 -> https://host/a.csv."""
+    """Return a URL without its query: https://host/a.csv?key=1 -> https://host/a.csv."""
     return path.partition("?")[0] if is_url(path) else path
 
 
 def filesystem(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
-    """Return fsspec's file system of `url`, and the path in it. Raises ConfigError."""
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of what it raises too
+    """Return fsspec's file system for `url`, and the path in it. Raises ConfigError."""
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it also logs tracebacks of the errors that it raises
     protocol = url.partition("://")[0].lower()
     extra = EXTRAS.get(protocol, "")
     try:
@@ -82,7 +82,7 @@ def filesystem(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any,
     try:
         with address_errors(url):
             system, path = fsspec.url_to_fs(url, **(options or {}))
-            system.invalidate_cache()  # what was there a while ago
+            system.invalidate_cache()  # listings may be stale
     except ImportError as error:
         how = f'pip install "ragspec[{extra}]"' if extra else flat(error, SHOWN)
         raise ConfigError(f"{url}: {protocol}:// needs more than is installed: {how}") from None
@@ -91,25 +91,22 @@ def filesystem(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any,
     return system, path
 
 
-def open_url(url: str, options: Mapping[str, Any] | None = None, *, seeks: bool = False) -> IO[bytes]:
-    """Return a file open for reading, in pieces as they are needed. seeks: not only from its begin to its end.
+def open_binary(path: str, options: Mapping[str, Any] | None = None, *, seeks: bool = False) -> IO[bytes]:
+    """Return a local or remote file open for reading; remote ones are fetched in pieces. seeks: allow any position.
 
     Raises ConfigError and OSError.
     """
-    system, path = filesystem(url, options)
-    web = url.lower().startswith(("http://", "https://"))  # not every server there sends parts of files
-    with address_errors(url):
-        file = system.open(path, "rb", **({"block_size": 0} if web and not seeks else {}))
-        return io.BufferedReader(_RemoteFile(url, file))
-
-
-def open_binary(path: str, options: Mapping[str, Any] | None = None, *, seeks: bool = False) -> IO[bytes]:
-    """Return a file open for reading, here or elsewhere. Raises ConfigError and OSError."""
-    return open_url(path, options, seeks=seeks) if is_url(path) else Path(local_path(path)).open("rb")
+    if not is_url(path):
+        return Path(local_path(path)).open("rb")
+    system, inner = filesystem(path, options)
+    web = path.lower().startswith(("http://", "https://"))  # not every server supports range requests
+    with address_errors(path):
+        file = system.open(inner, "rb", **({"block_size": 0} if web and not seeks else {}))
+        return io.BufferedReader(_RemoteFile(path, file))
 
 
 class _RemoteFile(io.RawIOBase):
-    """A file of fsspec's, whose errors are OSErrors with the address."""
+    """A file of fsspec's that raises OSErrors with the URL."""
 
     def __init__(self, url: str, file: Any) -> None:
         self._url = url
@@ -142,7 +139,7 @@ class _RemoteFile(io.RawIOBase):
 
 @contextmanager
 def address_errors(url: str) -> Iterator[None]:
-    """Turn what the libraries raise for `url` into OSErrors that say it in one line."""
+    """Convert the libraries' errors for `url` to OSErrors with a one-line message."""
     try:
         yield
     except OSError as error:
@@ -150,37 +147,37 @@ def address_errors(url: str) -> Iterator[None]:
             raise
         number = next((number for kind, number in NUMBERS.items() if isinstance(error, kind)), errno.EIO)
         raise OSError(number, reason(error), url) from error
-    except refusals() as error:
+    except _library_errors() as error:
         raise OSError(errno.EIO, reason(error), url) from error
 
 
-def refusals() -> tuple[type[Exception], ...]:
-    """Return what fsspec and the libraries behind it raise beside OSErrors."""
-    return (ValueError, *network_errors())  # ValueError: a server that does not send parts of files, for instance
+def _library_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of fsspec and the libraries behind it that are not OSErrors."""
+    return (ValueError, *network_errors())  # ValueError: for instance, a server without range requests
 
 
 def network_errors() -> tuple[type[Exception], ...]:
-    """Return what the libraries that were imported raise when an address does not answer as it should."""
+    """Return the network errors of the libraries imported so far."""
     return _imported(ERRORS)
 
 
 def _imported(names: Iterable[tuple[str, str]]) -> tuple[type[Exception], ...]:
-    """Return the classes of modules that were imported."""
+    """Return the named classes of the modules imported so far."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in names)
     return tuple(error for error in found if error is not None)
 
 
 def missing(error: FileNotFoundError) -> str:
-    """Return how a message says that a file, here or elsewhere, is not there."""
-    told_more = isinstance(error.filename, str) and is_url(error.filename)
-    return str(error.strerror) if told_more else "no such file"
+    """Return the text of a message about a missing file, local or remote."""
+    is_remote = isinstance(error.filename, str) and is_url(error.filename)
+    return str(error.strerror) if is_remote else "no such file"
 
 
 @contextmanager
 def advising(advice: str, paths: Iterable[str] = ()) -> Iterator[None]:
-    """Let the message about a missing file end with `advice`: what to do depends on the command that reads it.
+    """End a message about a missing file with `advice`, which depends on the command.
 
-    paths: to be read inside; a pattern among them that matches nothing is such a message too.
+    paths: the files read inside; a pattern among them without a match raises such a message too.
     """
     for path in paths:
         if (
@@ -193,23 +190,23 @@ def advising(advice: str, paths: Iterable[str] = ()) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        cause = error.__context__  # what the source that says so has caught
+        cause = error.__context__  # the error that the source caught
         if isinstance(cause, FileNotFoundError) and cause.filename is not None:
             raise ConfigError(f"{cause.filename}: {missing(cause)}; {advice}") from None
         raise
 
 
 def reason(error: Exception) -> str:
-    """Return what an error says, on one line."""
+    """Return an error's message on one line."""
     if isinstance(error, OSError) and isinstance(error.filename, str) and is_url(error.filename):
-        return str(error.strerror)  # told() said it
-    if isinstance(error, _imported(UNKNOWN)):
+        return str(error.strerror)  # from address_errors
+    if isinstance(error, _imported(NO_CREDENTIALS_ERRORS)):
         return NO_CREDENTIALS
-    said = flat(error, SHOWN)
+    message = flat(error, SHOWN)
     if isinstance(error, FileNotFoundError):
-        cause = error.__cause__  # fsspec says so of a host that does not answer, too
-        told_more = isinstance(cause, (ConnectionError, *network_errors()))
-        return flat(cause, SHOWN) if told_more and isinstance(cause, Exception) else "no such file or bucket"
+        cause = error.__cause__  # fsspec also raises it for a host that does not answer
+        is_network_error = isinstance(cause, (ConnectionError, *network_errors()))
+        return flat(cause, SHOWN) if is_network_error and isinstance(cause, Exception) else "no such file or bucket"
     if isinstance(error, PermissionError):
-        return f"not allowed; are the credentials in the environment right? {said}".rstrip()
-    return said if isinstance(error, OSError) and said else f"{type(error).__name__}: {said}"
+        return f"not allowed; are the credentials in the environment right? {message}".rstrip()
+    return message if isinstance(error, OSError) and message else f"{type(error).__name__}: {message}"

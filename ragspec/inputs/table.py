@@ -1,8 +1,8 @@
-"""Parquet and Arrow files, a batch of rows at a time.
+"""Tables: Parquet and Arrow files, and Hugging Face datasets, a batch of rows at a time.
 
 >>> for row in TableSource(Stream("questions.parquet").look(), ALL): row.value["query"]
 
-Needs pyarrow. `number` counts rows; `raw` is the row's JSON, so a row keeps its identity whatever file it is in.
+Needs pyarrow. `raw` is the row's JSON, so a row keeps its identity in a file of another format.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNITS = {"s": SECOND, "ms": 10**6, "us": 1000, "ns": 1}  # nanoseconds
 
 
 class TableSource(NumberedRows):
-    """The rows of one Parquet or Arrow file. stream: its bytes; unpacked to a temporary file where it is compressed."""
+    """The rows of one Parquet or Arrow file. stream: its bytes; compressed ones are unpacked to a temporary file."""
 
     def __init__(
         self, stream: Stream, columns: Columns, kind: str = "parquet", options: Mapping[str, Any] | None = None
@@ -45,7 +45,7 @@ class TableSource(NumberedRows):
             self._stack = stack.pop_all()
 
     def _seekable(self, stream: Stream) -> IO[bytes]:
-        """Return the file, to be read from anywhere."""
+        """Return the file, seekable."""
         try:
             if not (stream.packed or stream.is_member):
                 return open_binary(self._path, self._options, seeks=True)
@@ -81,7 +81,7 @@ class TableSource(NumberedRows):
     def _open_arrow(self, file: IO[bytes]) -> Any:
         import pyarrow.ipc
 
-        whole = file.read(6) == b"ARROW1"  # else a stream, as Hugging Face datasets are saved
+        whole = file.read(6) == b"ARROW1"  # else the streaming format, which Hugging Face datasets use
         file.seek(0)
         reader: Any = pyarrow.ipc.open_file(file) if whole else pyarrow.ipc.open_stream(file)
         by_place = (reader.get_batch(i) for i in range(reader.num_record_batches)) if whole else iter(reader)
@@ -89,7 +89,7 @@ class TableSource(NumberedRows):
         return reader.schema
 
     def reopen(self) -> TableSource | None:
-        """Return the same source, to be read once more; None where its file would have to be sent again."""
+        """Return a second source over the same file; None for a URL or a zip member."""
         if self._once:
             return None
         return TableSource(Stream(self._path, self._options).look(), self._columns, self._kind, self._options)
@@ -110,12 +110,12 @@ class TableSource(NumberedRows):
                     yield self._row(number, value)
 
     def count(self) -> int | None:
-        """Return how many rows a Parquet file says it has; None for Arrow files, which would have to be read."""
+        """Return the number of rows in a Parquet file's metadata; None for Arrow files."""
         return self._rows
 
 
 def arrow(path: str) -> Any:
-    """Return pyarrow. Raises ConfigError where it is not installed."""
+    """Return the pyarrow module. Raises ConfigError if it is not installed."""
     try:
         import pyarrow
     except ImportError:
@@ -124,7 +124,7 @@ def arrow(path: str) -> Any:
 
 
 def values_of(batch: Any) -> Iterator[Any]:
-    """Yield the rows of a record batch or a table; one that Python cannot hold (invalid UTF-8) is a RecordError."""
+    """Yield the rows of a record batch or table; a row that Python cannot hold (invalid UTF-8) is a RecordError."""
     from pyarrow import ArrowException
 
     try:
@@ -138,7 +138,7 @@ def values_of(batch: Any) -> Iterator[Any]:
 
 
 def repeated_name(schema: Any) -> str | None:
-    """Return a name that two columns have, or two fields of one struct: Python's dict would keep only the last."""
+    """Return a name shared by two columns or two fields of a struct: Python's dict would keep only the last."""
     names: list[str] = [field.name for field in schema]
     if len(set(names)) < len(names):
         return next(name for name in names if names.count(name) > 1)
@@ -146,7 +146,7 @@ def repeated_name(schema: Any) -> str | None:
 
 
 def _inner(kind: Any) -> list[Any]:
-    """Return the fields that a type has inside, those of a dictionary's or an extension's values included."""
+    """Return the fields inside a type, looking through dictionary and extension types."""
     import pyarrow
 
     while isinstance(kind, pyarrow.DictionaryType | pyarrow.BaseExtensionType):
@@ -173,7 +173,7 @@ def _holds_times(kind: Any) -> bool:
 
 
 def _value(scalar: Any) -> Any:
-    """Return a scalar's value, times as text: pyarrow (26) drops nanoseconds, and refuses years beyond 1 to 9999."""
+    """Return a scalar's value, times as text: pyarrow (26) drops nanoseconds and refuses years beyond 1 to 9999."""
     import pyarrow
     from pyarrow import types
 
@@ -200,15 +200,24 @@ def _value(scalar: Any) -> Any:
     return scalar.as_py()
 
 
-# -- hugging Face datasets: one from the hub, streamed, or a folder that `save_to_disk` wrote -------------------------
-#
-# >>> for row in DatasetSource("rag-datasets/mini", Columns({}), split="test"): row.value["query"]
-#
-# Needs the `datasets` library. Nothing is downloaded as a whole. Limit: datasets that bring code are not run.
+# -- Hugging Face datasets -------------------------------------------------------------------------
 
 
 class DatasetSource(NumberedRows):
-    """The rows of one split. name: of the dataset's configuration. saved: whether `path` is a folder on disk."""
+    """The rows of one split of a dataset, streamed from the hub or saved by `save_to_disk`.
+
+        >>> for row in DatasetSource("rag-datasets/mini", Columns({}), split="test"): row.value["query"]
+
+    Needs the `datasets` library. Nothing is downloaded as a whole. Limit: datasets with loading code are refused.
+
+    Args:
+        path: the dataset's name on the hub, or a folder.
+        columns: the mapping of its columns.
+        split: which split; may be omitted if there is only one.
+        name: the dataset's configuration.
+        revision: a branch, tag or commit on the hub.
+        saved: `path` is a folder.
+    """
 
     def __init__(
         self,
@@ -236,9 +245,9 @@ class DatasetSource(NumberedRows):
             if saved:
                 return datasets.load_from_disk(self._path)
             return datasets.load_dataset(self._path, name, revision=revision, streaming=True)
-        except Exception as error:  # the hub, the network and the dataset's own files: each has its own errors
-            said = f"{type(error).__name__}: {flat(error, 200)}"
-            raise ConfigError(f"{self._path}: the dataset cannot be opened ({said})") from None
+        except Exception as error:  # the hub, the network and the files each raise their own errors
+            problem = f"{type(error).__name__}: {flat(error, 200)}"
+            raise ConfigError(f"{self._path}: the dataset cannot be opened ({problem})") from None
 
     def _chosen(self, found: Any, split: str | None) -> Any:
         if not isinstance(found, dict):  # one split only
@@ -246,8 +255,8 @@ class DatasetSource(NumberedRows):
         if split is None and len(found) == 1:
             return next(iter(found.values()))
         if split not in found:
-            asked = "input.split: missing" if split is None else f'input.split: "{split}" is not there'
-            raise ConfigError(f"{asked}; {self._path} has {listed(found)}")
+            problem = "input.split: missing" if split is None else f'input.split: "{split}" is not there'
+            raise ConfigError(f"{problem}; {self._path} has {listed(found)}")
         return found[split]
 
     def __iter__(self) -> Iterator[InputRow]:
@@ -257,8 +266,8 @@ class DatasetSource(NumberedRows):
             try:
                 batch = next(batches, None)
             except Exception as error:  # as above, in the middle
-                said = f"{type(error).__name__}: {flat(error, 200)}"
-                raise ConfigError(f"{self.where(number + 1)}: cannot be read ({said})") from None
+                problem = f"{type(error).__name__}: {flat(error, 200)}"
+                raise ConfigError(f"{self.where(number + 1)}: cannot be read ({problem})") from None
             if batch is None:
                 return
             for value in values_of(batch):
@@ -266,11 +275,11 @@ class DatasetSource(NumberedRows):
                 yield self._row(number, value)
 
     def reopen(self) -> DatasetSource | None:
-        """Return the same source, to be read once more; None for one on the hub, which would be sent again."""
+        """Return a second source over a saved dataset; None for one on the hub, which would be downloaded again."""
         return DatasetSource(self._path, self._columns, **self._given) if self._given["saved"] else None
 
     def count(self) -> int | None:
-        """Return how many rows there are, if the dataset says so."""
+        """Return the number of rows, None if the dataset does not state it."""
         try:
             return len(self._data)
         except TypeError:  # streamed

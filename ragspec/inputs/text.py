@@ -1,9 +1,9 @@
-"""Inputs that are text: JSON Lines, JSON documents, CSV and TSV.
+"""Text inputs: JSON Lines, JSON documents, CSV and TSV, from a file, stdin (-), an archive or a URL.
 
 >>> for row in TextSource("questions.csv.gz"): row.number, row.raw, row.value
 
-The text may come from a file, stdin (-), an archive or a URL. Its first line shows the format. A source whose reads
-may block (a pipe, a terminal) is read on a thread: see feed.py.
+The first line shows the format. A source whose reads may block (a pipe, a terminal) is read on a thread (feed.py).
+Limit: a line of JSON Lines longer than 256 MiB is an error of its record, one longer than 4 GiB ends the run.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ragspec.inputs.storage import is_url
 from ragspec.json_text import JSONDecodeError, loads
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}
-OPEN = (b"{", b"[", b",", b":")  # ends of a line of JSON that continues on the next one
-OTHERS = "\t;|"  # delimiters of a .csv besides the comma
+OPEN = (b"{", b"[", b",", b":")  # last bytes of a line of JSON that continues on the next line
+OTHERS = "\t;|"  # delimiters of a .csv other than the comma
 
 
 class Reader(Protocol):
@@ -38,14 +38,22 @@ class Reader(Protocol):
     def rows(self) -> Iterator[InputRow]: ...
 
     def where(self, number: int) -> str:
-        """Return how messages name row `number`."""
+        """Return the location of row `number` for messages."""
 
 
 class TextSource:
     """The records of one text.
 
-    format: "jsonl", "json", "csv", "tsv" or "auto". name: with "auto", the format that the file's name promises.
-    stream: the text, if it is open already. Raises ConfigError.
+    Args:
+        path: the input's name.
+        columns: the mapping of its fields.
+        options: storage options for a URL.
+        format: "jsonl", "json", "csv", "tsv" or "auto".
+        name: the format that the file's name suggests; used with "auto".
+        stream: the text, if it is already open.
+
+    Raises:
+        ConfigError: the text cannot be opened or read.
     """
 
     def __init__(
@@ -120,23 +128,23 @@ class TextSource:
 
     @property
     def names(self) -> list[str]:
-        """The columns of CSV and TSV."""
+        """Return the column names of CSV and TSV."""
         return getattr(self._reader, "names", [])
 
     @property
     def waits(self) -> bool:
-        """Whether it is a pipe: reads may block, and it can be read only once."""
+        """Return whether the input is a pipe: reads may block, and it can be read only once."""
         return self._stream.pipe is not None
 
     def reopen(self) -> TextSource | None:
-        """Return the same source for a second reading; None for a pipe, a zip member or a URL."""
+        """Return a second source over the same text; None for a pipe, a zip member or a URL."""
         if self.waits or self._stream.is_member or self.path == "-" or is_url(self.path):
             return None
         columns, options, format, name = self._given
         return type(self)(self.path, columns, options, format=format, name=name)
 
     def count(self) -> int | None:
-        """Return how many lines or rows a local, uncompressed JSON Lines, CSV or TSV file has; else None."""
+        """Return the number of lines or rows of a local, uncompressed JSON Lines, CSV or TSV file; else None."""
         plain = not self._stream.packed and not self._stream.is_member and self._stream.encoding is None
         path = Path(self.path)
         if not plain or self.path == "-" or is_url(self.path) or not path.is_file():
@@ -151,16 +159,16 @@ class TextSource:
             return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
 
     def where(self, number: int) -> str:
-        """Return "path:line", as compilers do; "path: row n" where a row may have several lines."""
+        """Return "path:line", as compilers do; "path: row n" for formats whose rows may span lines."""
         return self._reader.where(number) if self._reader is not None else f"{self.path}:{number}"
 
 
 def format_of(head: bytes, whole: bool, name: str, columns: Columns) -> tuple[str, str]:
-    """Return the format of a text that begins with `head`, and its delimiter.
+    """Return the format and the delimiter of a text that begins with `head`.
 
-    whole: whether `head` is the entire text. name: the format that the file's name promises.
+    whole: `head` is the entire text. name: the format that the file's name suggests.
     """
-    text = _begun(head)
+    text = _stripped(head)
     line, _, rest = text.partition(b"\n")
     if _is_json(head):
         ended = whole or len(line) < len(text)
@@ -177,13 +185,13 @@ def format_of(head: bytes, whole: bool, name: str, columns: Columns) -> tuple[st
     return ("jsonl", ",") if delimiter is None else ("csv", delimiter)
 
 
-def _begun(head: bytes) -> bytes:
-    """Return a text without leading marks and spaces."""
+def _stripped(head: bytes) -> bytes:
+    """Return a text without leading marks and white space."""
     return head.removeprefix(BOM_UTF8).lstrip(b" \t\r\n\x1e")
 
 
 def _is_json(head: bytes) -> bool:
-    return _begun(head)[:1] in (b"{", b"[")
+    return _stripped(head)[:1] in (b"{", b"[")
 
 
 def _is_document(text: bytes, line: bytes, rest: bytes, name: str, ended: bool, whole: bool) -> bool:
@@ -204,7 +212,7 @@ def _is_document(text: bytes, line: bytes, rest: bytes, name: str, ended: bool, 
 
 
 def _has_line(rest: bytes) -> bool:
-    """Return whether one of these lines is an object on its own that does not continue the line before."""
+    """Return whether a line is a complete object that does not continue the line before."""
     before = b","
     for line in rest.split(b"\n"):
         if line.startswith(b"{") and before not in OPEN and isinstance(_value(line), dict):
@@ -222,14 +230,14 @@ def _value(line: bytes) -> Any:
 
 
 def _delimiter_of(header: str, promised: str) -> str:
-    """Return the delimiter of a header: the promised one, unless only another one occurs."""
+    """Return the delimiter of a header: the promised one, unless only another one occurs in it."""
     if promised in header:
         return promised
     return next((other for other in ("," if promised != "," else "", *OTHERS) if other and other in header), promised)
 
 
 def _is_header(header: str, delimiter: str, columns: Columns) -> bool:
-    """Return whether a line is a header of at least two columns, one of which can be a prompt."""
+    """Return whether a line is a header of at least two columns, one of them a possible prompt."""
     names = next(csv.reader([header], delimiter=delimiter), [])
     return len(names) > 1 and columns.makes_records(name.strip() for name in names)
 
@@ -241,15 +249,11 @@ def _not_text(kind: str, format: str, *, pipe: bool) -> str:
     return f"is {what}, not {format}; leave input.format out"
 
 
-# -- jSON Lines: `for row in JsonlSource("questions.jsonl.gz"): row.number, row.raw, row.value` -----------------------
-#
-# A line that is not JSON, or has more than 256 MiB, becomes a value that says so, never an exception. Limit: a line of
-# 4 GiB ends the run.
-
+# -- JSON Lines ------------------------------------------------------------------------------------
 
 LONGEST = 256 << 20  # bytes of a line
-ENDLESS = 16 * LONGEST  # of what is no line any more
-PIECE = 1 << 20  # a line is read in pieces, so that one without an end is noticed before it fills the memory
+ENDLESS = 16 * LONGEST  # bytes after which the run ends
+PIECE = 1 << 20  # lines are read in pieces, so that an endless one is noticed before it fills the memory
 
 
 class JsonlSource(TextSource):
@@ -260,19 +264,22 @@ class JsonlSource(TextSource):
 
 
 class LineReader:
-    """The non-empty lines of a text; `raw` is a line without its end. path: for messages."""
+    """The non-empty lines of a text; `raw` is a line without its end. path: for messages.
+
+    A line that is too long or not JSON yields a RecordError as its value.
+    """
 
     def __init__(self, file: IO[bytes], path: str, columns: Columns) -> None:
         self._file = file
         self._path = path
         self._columns = columns
-        self._too_long = 0  # bytes of the line that was read last, if it has too many
+        self._too_long = 0  # bytes of the last line, if it has too many
 
     def rows(self) -> Iterator[InputRow]:
         number, raw = 0, b""
 
         def keep() -> Iterator[bytes]:
-            """Hand every line to the reader and remember it, for hashing and for messages."""
+            """Pass every line to the reader and keep it for hashing and messages."""
             nonlocal number, raw
             while raw := self._read_line(number + 1):
                 number += 1
@@ -286,13 +293,13 @@ class LineReader:
             except EOFError:
                 return
             except jsonlines.InvalidLineError as error:
-                value = RecordError(self._why(error))
+                value = RecordError(self._reason_for(error))
             except RecordError as error:
                 value = error
             yield InputRow(number, raw.rstrip(b"\r\n"), value)
 
     def _read_line(self, number: int) -> bytes:
-        """Return the next line with its end, "" at the end; of one that is too long, a digest, which is no JSON.
+        """Return the next line with its end, b"" at the end; for a line that is too long, a digest, which is not JSON.
 
         Raises ConfigError if it cannot be read.
         """
@@ -302,7 +309,7 @@ class LineReader:
             while piece := self._file.readline(PIECE):
                 size += len(piece)
                 pieces.append(piece)
-                if size > LONGEST:  # what identifies it is kept, and no more
+                if size > LONGEST:  # keep only its digest
                     for each in pieces:
                         found.update(each)
                     pieces, self._too_long = [], size
@@ -319,8 +326,8 @@ class LineReader:
             return f"~{found.hexdigest()}\n".encode()
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def _why(self, error: jsonlines.InvalidLineError) -> str:
-        """Return why the line that was read last is none."""
+    def _reason_for(self, error: jsonlines.InvalidLineError) -> str:
+        """Return why the last line is invalid."""
         if self._too_long:
             return f"the line has {self._too_long >> 20:,} MiB, {LONGEST >> 20} at most; one record per line"
         cause = error.__cause__

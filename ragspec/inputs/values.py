@@ -1,4 +1,11 @@
-"""Checks of a record's JSON values, each with one line that says what was expected. All raise RecordError."""
+"""Checks and conversions of a record's JSON values: ids, texts, metadata, messages and answer forms.
+
+>>> messages_of([{"role": "user", "content": [{"type": "text", "text": "Why?"}]}])
+({'role': 'user', 'content': 'Why?'},)
+
+All raise RecordError with one line that says what was expected. Source of the field names: OpenAI's API reference; vLLM
+0.32, renderers/chat_utils.py and sampling_params.py.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +16,17 @@ from typing import Any
 from ragspec.errors import RecordError, did_you_mean
 from ragspec.json_text import ExactFloat, JSONDecodeError, loads
 
-EXACT = 1 << 53  # floats below this are whole numbers of their own
+EXACT = 1 << 53  # floats below this represent whole numbers exactly
 
 
 class Base64(str):
-    """Binary data that is no text, in base64: a table may have it, but nothing that ragspec reads as text."""
+    """Binary data as base64. A table may hold it, but no field that ragspec reads as text may."""
 
 
 def id_text(given: Any) -> str | None:
-    """Return the id that a record gives itself, in one form however it is written (1, 1.0, "1"); None for none.
+    """Return a record's id in one form (1, 1.0 and "1" are the same), None without one.
 
-    pandas makes floats of whole numbers in a column with gaps, and NaN of the gaps.
+    pandas turns whole numbers in a column with gaps into floats, and the gaps into NaN.
     """
     if given is None or (isinstance(given, float) and math.isnan(given)):
         return None
@@ -30,19 +37,13 @@ def id_text(given: Any) -> str | None:
     return str(given)
 
 
-def record_id(given: Any, line: int) -> str:
-    """Return the record's id, the line number standing in for a missing one."""
-    own = id_text(given)
-    return str(line) if own is None else own
-
-
 def is_text(value: Any) -> bool:
-    """Return whether a value is text, and not binary data in base64."""
+    """Return whether a value is text rather than base64 of binary data."""
     return isinstance(value, str) and not isinstance(value, Base64)
 
 
 def holds_binary(value: Any) -> bool:
-    """Return whether there is binary data, in base64, anywhere in a value."""
+    """Return whether a value contains binary data (base64) at any depth."""
     if isinstance(value, dict):
         return any(map(holds_binary, value.values()))
     if isinstance(value, list):
@@ -51,7 +52,7 @@ def holds_binary(value: Any) -> bool:
 
 
 def text_of(value: Any, name: str) -> str:
-    """Return a text that says something. name: of its field."""
+    """Return a non-blank text. name: its field."""
     if not is_text(value):
         raise RecordError(f'"{name}" must be a string, got {kind(value)}')
     if not value.strip():
@@ -60,7 +61,7 @@ def text_of(value: Any, name: str) -> str:
 
 
 def kind(value: Any) -> str:
-    """Return what a value is, for a message."""
+    """Return a value's type in words, for a message."""
     words = {
         dict: "an object",
         list: "a list",
@@ -80,9 +81,9 @@ def names(value: dict[str, Any]) -> str:
 
 
 def with_metadata(found: dict[str, Any], given: Any) -> dict[str, Any]:
-    """Return a record's other fields with those of its `metadata`.
+    """Return a record's other fields merged with those of its `metadata`.
 
-    A name that both have is the record's field; what `metadata` says of it is kept as it was, under "metadata".
+    If both have a name with different values, the record's field wins and the other is kept under "metadata".
     """
     if not isinstance(given, dict):
         return found if given is None else {**found, "metadata": given}
@@ -93,27 +94,24 @@ def with_metadata(found: dict[str, Any], given: Any) -> dict[str, Any]:
     return {**found, **{key: field for key, field in given.items() if key not in twice}, "metadata": twice}
 
 
-# -- chat messages as OpenAI's API has them -> as chat templates take them --------------------------------------------
-#
-# >>> messages_of([{"role": "user", "content": [{"type": "text", "text": "Why?"}]}])
-# ({'role': 'user', 'content': 'Why?'},)
-#
-# Source: vLLM 0.32, renderers/chat_utils.py: text parts are joined by line ends, the arguments of tool calls become
-# objects, the content that an assistant's message with tool calls lacks is an empty text.
+# -- chat messages ---------------------------------------------------------------------------------
 
-
-CARRIED = ("name", "tool_call_id", "reasoning", "reasoning_content")  # to the template, as they are
+CARRIED = ("name", "tool_call_id", "reasoning", "reasoning_content")  # passed to the template unchanged
 
 
 def messages_of(value: Any) -> tuple[dict[str, Any], ...]:
-    """Return a record's messages. Raises RecordError."""
+    """Return a record's messages as chat templates expect them. Raises RecordError.
+
+    As in vLLM 0.32: text parts are joined by line ends, the arguments of tool calls become objects, and a missing
+    content beside tool calls becomes an empty text.
+    """
     if not isinstance(value, list) or not value:
         raise RecordError(f'"messages" must be a non-empty list of {{"role", "content"}}, got {kind(value)}')
     return tuple(_message(item, f'"messages" item {position}') for position, item in enumerate(value, 1))
 
 
 def template_args_of(value: Any, name: str = "chat_template_kwargs") -> dict[str, Any]:
-    """Return what a record's chat template is called with. name: of its field. Raises RecordError."""
+    """Return the arguments of a record's chat template. name: their field. Raises RecordError."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -172,13 +170,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
-# -- what a record says its answer is to look like: OpenAI's `response_format`, vLLM's `structured_outputs`, o --------
-#
-# >>> structured_of({"structured_outputs": {"choice": ["yes", "no"]}})
-# {'choice': ['yes', 'no']}
-#
-# All raise RecordError. Source: OpenAI's API reference; vLLM 0.32, sampling_params.py.
-
+# -- answer forms ----------------------------------------------------------------------------------
 
 FORM_FIELDS = ("structured", "response_format", "structured_outputs")
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
@@ -190,7 +182,7 @@ NAMES = {
     "json_object": "json_object",
 }
 SCHEMA = '"response_format": {"type": "json_schema", "json_schema": {"schema": ...}}'
-# what other servers read from a body, and what it is here
+# fields that other servers read from a body, and what to write instead
 OTHERS = {
     "format": SCHEMA,
     "json_schema": SCHEMA,
@@ -200,7 +192,7 @@ OTHERS = {
     "ebnf": '"structured_outputs": {"grammar": ...}',
     "grammar": '"structured_outputs": {"grammar": ...}',
 }
-OLLAMA = {"format": '"structured": {"json_schema": ...}'}  # in a record of ours, where the others may be metadata
+OLLAMA = {"format": '"structured": {"json_schema": ...}'}  # in our records the other names may be metadata
 FORMS = {
     "text": (),
     "json_object": ("schema",),
@@ -210,9 +202,13 @@ OURS = tuple(NAMES.values())
 
 
 def structured_of(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any] | None:
-    """Return the `structured` section that a record's fields mean; None if they say nothing, {} for plain text.
+    """Return the `structured` section that a record's fields mean; None without such a field, {} for plain text.
 
-    prefix: of the fields' names in messages.
+        >>> structured_of({"structured_outputs": {"choice": ["yes", "no"]}})
+        {'choice': ['yes', 'no']}
+
+    Reads OpenAI's `response_format`, vLLM's `structured_outputs` and our `structured`. prefix: of the fields' names in
+    messages.
     """
     for old, now in GUIDED.items():
         if given.get(old) is not None:
@@ -223,17 +219,17 @@ def structured_of(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any] 
     for other, now in (OTHERS if prefix else OLLAMA).items():
         if given.get(other) is not None and (prefix or isinstance(given[other], dict)):
             raise RecordError(f'"{prefix}{other}" is another library\'s; write {now}')
-    said = [field for field in FORM_FIELDS if given.get(field) is not None]
-    if len(said) > 1:
-        raise RecordError(f'"{prefix}{said[0]}" and "{prefix}{said[1]}" say the same thing; keep one of them')
-    if not said:
+    present = [field for field in FORM_FIELDS if given.get(field) is not None]
+    if len(present) > 1:
+        raise RecordError(f'"{prefix}{present[0]}" and "{prefix}{present[1]}" say the same thing; keep one of them')
+    if not present:
         return None
-    field, value = said[0], given[said[0]]
+    field, value = present[0], given[present[0]]
     if field == "structured" and value == "json_object":
         return {"json_object": True}
     if not isinstance(value, dict):
         raise RecordError(f'"{prefix}{field}" must be an object, got {kind(value)}')
-    found = _READ[field](value, f"{prefix}{field}")
+    found = _READERS[field](value, f"{prefix}{field}")
     if isinstance(schema := found.get("json_schema"), str):
         found["json_schema"] = _parsed(schema, f"{prefix}{field}")
     return found
@@ -267,14 +263,14 @@ def _structured_outputs(value: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _structured(value: dict[str, Any], name: str) -> dict[str, Any]:
-    wrapped = not value.keys() & set(OURS) or "type" in value  # config/values.py finds the schema in it
+    wrapped = not value.keys() & set(OURS) or "type" in value  # config/structured.py finds the schema in it
     if not wrapped and (unknown := [key for key in value if key not in OURS]):
         raise RecordError(f'"{name}.{unknown[0]}" is not known{did_you_mean(unknown[0], OURS)}')
     return dict(value)
 
 
 def _parsed(text: str, name: str) -> Any:
-    """Return a schema that came as a text; never a file's."""
+    """Return a schema given as JSON text; a path is not opened."""
     try:
         schema = loads(text)
     except JSONDecodeError as error:
@@ -284,4 +280,4 @@ def _parsed(text: str, name: str) -> Any:
     return schema
 
 
-_READ = {"response_format": _response_format, "structured_outputs": _structured_outputs, "structured": _structured}
+_READERS = {"response_format": _response_format, "structured_outputs": _structured_outputs, "structured": _structured}

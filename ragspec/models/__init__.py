@@ -1,1 +1,1 @@
-"""A model's name -> what loads: folder, tokenizer, vocabulary, weights, and what transformers gets wrong of them."""
+"""Models: a name resolved to files, checks before loading, tokenizers, weights, and fixes for transformers."""

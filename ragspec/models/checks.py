@@ -1,11 +1,10 @@
-"""Are a checkpoint's weights whole, and those of a language model? Only the headers of its files are read.
+"""Checks of a model before it answers: its files, its task, its end tokens and its generation_config.
 
     >>> check_weights(resolve("my-model"), config)    # raises ConfigError: which tensors are missing
 
-transformers gives random values to what a checkpoint lacks, and vLLM starts with whatever is in memory: the answers
-would be noise that looks like text. transformers itself says what its class needs: the model is built without memory
-("meta"), so that names, shapes, renamings and tied weights are its own. Limit: quantised checkpoints are judged when
-they are loaded.
+transformers fills missing tensors with random values, and vLLM keeps whatever is in memory: both would answer with
+noise that looks like text. Only file headers are read; transformers builds its class without memory ("meta"), so that
+names, shapes, renamings and tied weights are its own. Limit: quantised checkpoints are checked on loading.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ragspec.models.tokenizer import HFTokenizer
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 WRITES_TEXT = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-ELSEWHERE = ("variant", "subfolder", "gguf_file", "state_dict")  # arguments that name other files
+OTHER_FILES = ("variant", "subfolder", "gguf_file", "state_dict")  # arguments that select other files
 PLACEMENT = ("device_map", "max_memory", "offload_folder", "tp_plan", "attn_implementation")
 SHOWN = 4  # names in a message
 LFS = b"version https://git-lfs"
@@ -39,26 +38,34 @@ def check_weights(
     extra: Mapping[str, Any] | None = None,
     by_transformers: bool = True,
 ) -> list[str]:
-    """Return notes on a checkpoint. Raises ConfigError for one that is not whole, or not a causal language model's.
+    """Return notes on a checkpoint.
 
-    key: what named the model, for the message. args_key: where its from_pretrained arguments are. extra: these
-    arguments. by_transformers: whether transformers loads it; if not, it judges only what it has a class for. A model
-    of the hub is judged as far as it is in the cache.
+    Args:
+        source: the model. One on the hub is checked as far as it is in the cache.
+        config: its transformers config.
+        key: the config key that named the model, for messages.
+        args_key: the config key of its from_pretrained arguments.
+        trust_remote_code: the model's own code may run.
+        extra: its from_pretrained arguments.
+        by_transformers: transformers loads it; otherwise only models that it has a class for are checked.
+
+    Raises:
+        ConfigError: the checkpoint is incomplete or not a causal language model.
     """
     extra, folder = extra or {}, Path(source.path)
     try:
         check_task(config)
         if not by_transformers and not any((folder / name).is_file() for name in (ONE, INDEX)):
-            return []  # vLLM reads other forms too
-        if folder.is_dir() and not any(word in extra for word in ELSEWHERE):
+            return []  # vLLM also reads other formats
+        if folder.is_dir() and not any(word in extra for word in OTHER_FILES):
             check_files(
                 folder,
                 args_key,
                 safetensors=extra.get("use_safetensors", True) is not False,
                 indexed=not by_transformers or not (folder / ONE).is_file(),
             )
-        judged = by_transformers or _has_class(config, trust_remote_code)
-        if judged and getattr(config, "quantization_config", None) is None:
+        can_check = by_transformers or _has_class(config, trust_remote_code)
+        if can_check and getattr(config, "quantization_config", None) is None:
             return check_tensors(source, config, trust_remote_code=trust_remote_code, extra=extra)
         return []
     except IncompleteError as error:
@@ -66,7 +73,7 @@ def check_weights(
 
 
 def _has_class(config: Any, trust_remote_code: bool) -> bool:
-    """Return whether transformers has a class that says which tensors there must be."""
+    """Return whether transformers has a class for the model, which knows the required tensors."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     own_code = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
@@ -74,11 +81,11 @@ def _has_class(config: Any, trust_remote_code: bool) -> bool:
 
 
 class IncompleteError(Exception):
-    """Why a checkpoint cannot be used, for the end of a message."""
+    """A checkpoint cannot be used; the message is the end of the user's."""
 
 
 def check_task(config: Any) -> None:
-    """Raise IncompleteError for a model of another task: a classifier whose head is left out would still write."""
+    """Raise IncompleteError for a model of another task. A classifier without its head would still generate."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -92,12 +99,12 @@ def check_task(config: Any) -> None:
 
 
 def check_files(folder: Path, args_key: str, *, safetensors: bool = True, indexed: bool = True) -> None:
-    """Raise IncompleteError for weight files that are missing, cut off or not there at all.
+    """Raise IncompleteError for missing or truncated weight files.
 
-    indexed: whether an index counts: transformers looks at none beside a single file.
+    indexed: use an index file if there is one. transformers ignores it beside a single weight file.
     """
     if not safetensors:
-        return  # torch reads pickled files, and says what is wrong with them
+        return  # torch reads pickled files and reports errors itself
     if indexed and (folder / INDEX).is_file():
         names = sorted(set(_shards(folder / INDEX)))
         if lost := [name for name in names if not (folder / name).is_file()]:
@@ -125,7 +132,7 @@ def _shards(index: Path) -> list[str]:
 
 
 def _check_header(file: Path) -> None:
-    """Raise IncompleteError for a file that is not whole: its header says how long it must be."""
+    """Raise IncompleteError for a truncated file: its header states its length."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -143,9 +150,9 @@ def _check_header(file: Path) -> None:
 
 
 def check_tensors(source: ModelSource, config: Any, *, trust_remote_code: bool, extra: Mapping[str, Any]) -> list[str]:
-    """Return notes on what transformers' class does not use. No tensor is read.
+    """Return notes on tensors that transformers' class does not use. No tensor is read.
 
-    Raises IncompleteError for tensors that it needs and the files lack.
+    Raises IncompleteError for tensors that the class needs and the files lack.
     """
     from transformers import AutoModelForCausalLM
 
@@ -164,12 +171,12 @@ def check_tensors(source: ModelSource, config: Any, *, trust_remote_code: bool, 
     }
     try:
         model, info = AutoModelForCausalLM.from_pretrained(source.path, **given)
-    except Exception as error:  # whatever a model's own code raises while it is built
+    except Exception as error:  # a model's own code may raise anything
         if not here and isinstance(error, OSError):
-            return []  # not in the cache yet: the loading looks again
+            return []  # not in the cache yet: checked again on loading
         raise IncompleteError(f"cannot be loaded ({type(error).__name__}: {flat(error, 300)})") from error
     refuse_incomplete(model, info)
-    unused = sorted(info.get("unexpected_keys") or ())  # without those that the class is known to leave out
+    unused = sorted(info.get("unexpected_keys") or ())  # without those that the class ignores on purpose
     if not unused:
         return []
     return [
@@ -179,11 +186,11 @@ def check_tensors(source: ModelSource, config: Any, *, trust_remote_code: bool, 
 
 
 def refuse_incomplete(model: Any, info: Mapping[str, Any]) -> None:
-    """Raise IncompleteError if a model was loaded from files that lack some of it.
+    """Raise IncompleteError if a model was loaded from incomplete files.
 
-    info: what from_pretrained says of its loading. A tensor that is tied to one that was there is not missing.
+    info: from_pretrained's loading info. A tensor tied to a loaded one is not missing.
     """
-    named = model.state_dict(keep_vars=True)  # tied ones under each of their names
+    named = model.state_dict(keep_vars=True)  # tied tensors appear under each of their names
     missing = sorted(info.get("missing_keys") or ())
     there = {id(tensor) for name, tensor in named.items() if name not in missing}
     missing = [name for name in missing if id(named.get(name)) not in there]
@@ -201,7 +208,7 @@ def refuse_incomplete(model: Any, info: Mapping[str, Any]) -> None:
 
 
 def refuse_noise(model: Any) -> None:
-    """Raise IncompleteError for a model whose scores say nothing: NaN, or the same for every token."""
+    """Raise IncompleteError for a model whose logits are NaN or the same for every token."""
     import torch
 
     with torch.inference_mode():
@@ -219,14 +226,10 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
-# -- what a user should know of a model before it answers: no end token, a damaged generation_config, a BOS le --------
-#
-# >>> caveats(source, config, tokenizer)
-# ['the model has no end token: answers end at max_new_tokens, or with a stop string']
-
+# -- notes on a model ------------------------------------------------------------------------------
 
 GENERATION = "generation_config.json"
-PROBE = "ragspec answers"  # a text that no template has
+PROBE = "ragspec answers"  # a text that no template contains
 
 
 def model_notes(
@@ -237,11 +240,20 @@ def model_notes(
     *,
     stops: Collection[int | None] = (),
 ) -> list[str]:
-    """Return notes, a line each; nothing loads. generate_args: what wins over the model's generation_config.
+    """Return notes on a model, a line each; nothing is loaded.
 
-    stops: tokens that end answers beside the model's own.
+        >>> model_notes(source, config, tokenizer)
+        ['the model has no end token: answers end at max_new_tokens, or with a stop string']
 
-    Raises ConfigError for end tokens that are none.
+    Args:
+        source: the model.
+        config: its transformers config.
+        tokenizer: its tokenizer.
+        generate_args: settings that override the model's generation_config.
+        stops: tokens that end answers in addition to the model's own.
+
+    Raises:
+        ConfigError: the model's end tokens are invalid.
     """
     notes = []
     own, damage = _generation_config(source)
@@ -271,7 +283,7 @@ def model_notes(
 
 
 def _generation_config(source: ModelSource) -> tuple[dict[str, Any], str]:
-    """Return what a folder's generation_config says, and why it cannot be read where it cannot."""
+    """Return the content of a folder's generation_config and, if it cannot be read, the reason."""
     path = Path(source.path) / GENERATION
     if not path.is_file():
         return {}, ""
@@ -285,22 +297,22 @@ def _generation_config(source: ModelSource) -> tuple[dict[str, Any], str]:
 
 
 def _turn_end(tokenizer: HFTokenizer) -> int | None:
-    """Return the control token that the chat template writes right after an answer, None where it writes none."""
+    """Return the control token that the chat template writes right after an answer, None without one."""
     if not tokenizer.has_chat_template:
         return None
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": PROBE}]
     try:
         _, answer, rest = tokenizer.render_chat(messages, add_generation_prompt=False).rpartition(PROBE)
-    except Exception:  # a program of the model's authors; prompts/templates.py says what is wrong with it
+    except Exception:  # the template may raise anything; prompts/templates.py reports it
         return None
     first = tokenizer.controls.found(rest)[:1] if answer else []
     return next((tokenizer.controls.ids.get(word) for word in first if rest.lstrip().startswith(word)), None)
 
 
 def _writes_bos(tokenizer: HFTokenizer) -> bool:
-    """Return whether a chat begins with the begin-of-sequence token; also where its template fails on a probe."""
+    """Return whether a chat begins with the begin-of-sequence token; True if its template fails on a probe."""
     try:
         written = tokenizer.render_chat([{"role": "user", "content": "x"}])
-    except Exception:  # a program of the model's authors; prompts/templates.py says what is wrong with it
+    except Exception:  # the template may raise anything; prompts/templates.py reports it
         return True
     return tokenizer.encode(written, special_tokens=False)[:1] == [tokenizer.bos]

@@ -1,4 +1,8 @@
-"""What a model's code calls the arguments of a forward: that differs between versions of transformers."""
+"""Differences between models and between versions of transformers: argument names, rounding, length limits, padding.
+
+Limits are lowered for checks of a few tokens: the model's own code then applies them to a short text, where the check
+sees the effect.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,13 @@ from ragspec.models.draft import width_of
 
 
 def cache_argument(code: Callable[..., Any]) -> str:
-    """Return what a function of a model calls the cache that it is handed: `cache` since transformers 5.24."""
+    """Return the name of a forward's cache argument: `cache` since transformers 5.24, before `past_key_values`."""
     return "cache" if "cache" in signature(code).parameters else "past_key_values"
 
 
-# -- how far two computations of the same logits may be apart: rounding, and nothing else -----------------------------
+# -- rounding --------------------------------------------------------------------------------------
 
-
-OF_LARGEST = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the largest logit; other dtypes: HALF
+OF_LARGEST = {torch.float32: 1e-3, torch.float64: 1e-6}  # relative to the largest logit; other dtypes: HALF
 HALF = 5e-2
 
 
@@ -31,12 +34,9 @@ def tolerance(dtype: torch.dtype) -> float:
     return OF_LARGEST.get(dtype, HALF)
 
 
-# -- the lengths at which a model changes what it does: windows, chunks, original lengths, named by its config --------
-#
-# A check of a few tokens would not notice them, so they are lowered for it: the model's own code then applies them to a
-# short text, where the check sees what they do.
+# -- length limits ---------------------------------------------------------------------------------
 
-
+# config keys of windows, chunks and original lengths, at which a model's computation changes
 NAMES = re.compile(r"window|chunk|local_attention|index_topk|floor_scale|^original_max_position_embeddings$")
 NO_LIMITS = re.compile(r"layer|pattern|mamba|conv|num_")
 LOWERED = 12  # tokens
@@ -47,19 +47,19 @@ IN_MODULES = {ROTARY: ("original_max_seq_len",), LONGEST: ("original_max_seq_len
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A limit that the config names: its key and its tokens."""
+    """A length limit in a model's config: its key and its tokens."""
 
     name: str
     tokens: int
 
 
 def limits_of(inner: Any) -> list[Limit]:
-    """Return the lengths that a model's config names, and that its texts can reach."""
+    """Return the length limits in a model's config that its texts can reach."""
     config = inner.config.get_text_config()
     named = [*config.to_dict().items(), *((ROTARY, own[ROTARY]) for own in _rotary(config) if ROTARY in own)]
     longest = getattr(config, LONGEST, None)
     reach = longest if isinstance(longest, int) else 1 << 62
-    # dynamic frequencies change where others end
+    # dynamic frequencies change beyond the maximum length
     found = [Limit(LONGEST, limit) for kind, limit in kinds_of(length_dependent(inner)) if kind == "dynamic"]
     for name, value in named:
         if NAMES.search(name) and not NO_LIMITS.search(name) and type(value) is int and 0 < value < reach:
@@ -68,13 +68,13 @@ def limits_of(inner: Any) -> list[Limit]:
 
 
 def is_static(inner: Any, limit: Limit) -> bool:
-    """Return whether a limit was used when the model was built, and only then (YaRN, Llama 3's frequencies)."""
+    """Return whether a limit was applied once when the model was built (YaRN, Llama 3's frequencies)."""
     return limit.name == ROTARY and not length_dependent(inner)
 
 
 @contextmanager
 def lowered(inner: Any, limit: Limit) -> Iterator[None]:
-    """Lower a limit wherever the model keeps it: in its configs, and in its modules."""
+    """Lower a limit in all of a model's configs and modules; restore it at the end."""
     names = (limit.name, *IN_MODULES.get(limit.name, ()))
     found = [(held, name) for held in _holders(inner) for name in names if held.get(name) == limit.tokens]
     for held, name in found:
@@ -89,7 +89,7 @@ def lowered(inner: Any, limit: Limit) -> Iterator[None]:
 
 
 def _holders(inner: Any) -> Iterator[dict[str, Any]]:
-    """Yield the attributes of everything that may keep a limit: modules, their configs, their rotary parameters."""
+    """Yield the attributes of everything that may hold a limit: modules, configs, rotary parameters."""
     seen: set[int] = set()
     for module in inner.modules():
         config = getattr(module, "config", None)
@@ -106,17 +106,15 @@ def _rotary(config: Any) -> list[dict[str, Any]]:
     return [parameters, *(own for own in parameters.values() if isinstance(own, dict))]
 
 
-# -- rotary embeddings whose frequencies depend on how long the text is: dynamic NTK and LongRoPE ---------------------
-#
-# transformers takes the frequencies of a forward from its largest position, and its modules remember the longest text
-# they have seen. Source: transformers 5.19 to 5.24, modeling_rope_utils.dynamic_rope_update.
+# -- length-dependent rotary embeddings ------------------------------------------------------------
 
-
+# Dynamic NTK and LongRoPE. transformers takes a forward's frequencies from its largest position, and the modules keep
+# the longest length seen. Source: transformers 5.19 to 5.24, modeling_rope_utils.dynamic_rope_update.
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def length_dependent(model: Any) -> list[Any]:
-    """Return the modules of a model whose rotary frequencies depend on the length of the text."""
+    """Return the modules of a model whose rotary frequencies depend on the text's length."""
     return [module for module in model.modules() if hasattr(module, "rope_type") and kind_of(module)]
 
 
@@ -127,30 +125,30 @@ def kind_of(module: Any) -> str:
 
 
 def limit_of(module: Any) -> int:
-    """Return the length beyond which the frequencies of a rotary module change."""
+    """Return the length beyond which a rotary module's frequencies change."""
     if kind_of(module) == "dynamic":
         return int(module.config.max_position_embeddings)
     parameters = module.config.rope_parameters
-    if "original_max_position_embeddings" not in parameters:  # by kind of layer
+    if "original_max_position_embeddings" not in parameters:  # one set per layer type
         parameters = next(own for own in parameters.values() if own.get("rope_type") == "longrope")
     return int(parameters["original_max_position_embeddings"])
 
 
 def kinds_of(modules: Iterable[Any]) -> list[tuple[str, int]]:
-    """Return the types among rotary modules, each with the length beyond which its frequencies change."""
+    """Return the types of rotary modules with the lengths beyond which their frequencies change."""
     return sorted({(kind_of(module), limit_of(module)) for module in modules})
 
 
 def effective_length(length: int, kind: str, limit: int) -> int:
-    """Return the shortest length that has the frequencies of `length`."""
+    """Return the shortest length with the frequencies of `length`."""
     return max(length, limit) if kind == "dynamic" else limit + (length > limit)
 
 
 def forget(module: Any) -> None:
-    """Make a rotary module forget the texts it has seen: what it keeps would be the next record's frequencies."""
+    """Reset the longest length that a rotary module has seen; it would change the next record's frequencies."""
     for name, buffer in list(module.named_buffers(recurse=False)):
         if name.endswith("original_inv_freq"):
-            setattr(module, name.replace("original_inv_freq", "inv_freq"), buffer.clone())  # it is written to
+            setattr(module, name.replace("original_inv_freq", "inv_freq"), buffer.clone())  # modified in place later
     for name in list(vars(module)):
         if name.endswith("max_seq_len_cached"):
             setattr(module, name, module.original_max_seq_len)
@@ -159,7 +157,7 @@ def forget(module: Any) -> None:
 def restart_length(model: Any) -> int | None:
     """Return the length beyond which generate() recomputes the whole text, None if it never does.
 
-    Phi-3 and its relatives do when an answer outgrows the short frequencies; the model's own code says so.
+    Phi-3 and its relatives do so when an answer outgrows the short frequencies, in the model's own code.
     """
     import torch
 
@@ -167,14 +165,14 @@ def restart_length(model: Any) -> int | None:
         if kind == "longrope":
             text = torch.zeros(1, limit + 1, dtype=torch.long, device=model.device)
             word = cache_argument(type(model).prepare_inputs_for_generation)
-            inputs = model.prepare_inputs_for_generation(text, **{word: _Seen(limit)}, use_cache=True)
+            inputs = model.prepare_inputs_for_generation(text, **{word: _CacheStub(limit)}, use_cache=True)
             if inputs.get(word) is None:
                 return limit
     return None
 
 
-class _Seen:
-    """Looks like a cache of `tokens` tokens to a model that prepares its next forward."""
+class _CacheStub:
+    """A stand-in for a cache of `tokens` tokens."""
 
     is_compileable = False
 
@@ -188,19 +186,19 @@ class _Seen:
         return self._tokens
 
 
-# -- is an answer the same when its prompt is padded? Asked of every model that stock generate() runs in batch --------
-#
-# Models that assign token positions themselves, or whose masks ignore the padding, answer a padded prompt differently;
-# some only beyond a limit that their config names, so each is lowered once (compat.py).
+# -- padding ---------------------------------------------------------------------------------------
 
-
-LENGTHS = (5, 12, 27)  # tokens of the prompts that are compared
-PERIODS = (1000, 6)  # a text may repeat tokens; a model that keeps the best of its past then has ties to break
+LENGTHS = (5, 12, 27)  # tokens of the compared prompts
+PERIODS = (1000, 6)  # repeating tokens create ties in a model that keeps the best of its past
 
 
 @torch.inference_mode()
 def takes_padding(model: Any, pad: int) -> bool:
-    """Return whether `model` computes the same for prompts in a padded batch as for each alone."""
+    """Return whether `model` computes the same in a padded batch as for each prompt alone.
+
+    Models that assign positions themselves, or whose masks ignore padding, do not; some only beyond a length limit, so
+    each limit is lowered once. Checked for every model that stock generate() runs in batches.
+    """
     for limit in (None, *limits_of(model)):
         with lowered(model, limit) if limit else nullcontext():
             if not all(_is_the_same_padded(model, pad, period) for period in PERIODS):
@@ -219,7 +217,7 @@ def _is_the_same_padded(model: Any, pad: int, period: int) -> bool:
 
 
 def _logits(model: Any, prompts: list[list[int]], pad: int) -> torch.Tensor:
-    """Return the logits of the first and the second new token, (prompts, 2, vocab), as generate() computes them."""
+    """Return the logits of the first two new tokens, (prompts, 2, vocab), as generate() computes them."""
     longest = max(map(len, prompts))
     ids = [[pad] * (longest - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]

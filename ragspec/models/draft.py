@@ -1,7 +1,7 @@
-"""Can a draft model speak to its target? Judged by the token maps, not by `vocab_size`.
+"""Find a draft model and check, before weights load, whether its vocabulary fits the target's.
 
-transformers and vLLM compare sizes only: two unrelated tokenizers of the same size pass (and every draft is rejected),
-one tokenizer with two paddings does not (and is re-tokenised at every step for nothing).
+Token maps are compared. transformers and vLLM compare only sizes: two unrelated tokenizers of the same size pass, and
+every draft is rejected; one tokenizer with two paddings fails, and is re-tokenised at every step for nothing.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from ragspec.models.tokenizer import load_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class VocabularyMatch:
-    """Two token maps side by side. `shared` ids mean the same token in both; `differing` ids do not."""
+    """Comparison of two token maps. `shared` ids mean the same token in both; `differing` ids do not."""
 
     shared: int
     differing: int
-    example: str  # the first difference, in words; "" if there is none
+    example: str  # the first difference in words, "" without one
 
     @property
     def same(self) -> bool:
-        """Whether a token id of one means the same in the other, wherever both have it."""
+        """Return whether every id in both maps means the same token."""
         return self.differing == 0 and self.shared > 0
 
 
 def compare(target: Any, draft: Any) -> VocabularyMatch:
-    """Return how the token maps of two transformers tokenizers agree."""
+    """Return the comparison of two transformers tokenizers' token maps."""
     ours = {i: token for token, i in target.get_vocab().items()}
     theirs = {i: token for token, i in draft.get_vocab().items()}
     common = ours.keys() & theirs.keys()
@@ -40,10 +40,10 @@ def compare(target: Any, draft: Any) -> VocabularyMatch:
 
 
 def fits(target: Any, target_size: int, draft: Any, draft_size: int) -> tuple[bool, str]:
-    """Return whether draft tokens can be handed to the target as they are, and if not, why in words.
+    """Return whether the target can take the draft's token ids unchanged and, if not, the reason.
 
-    target_size, draft_size: rows of the models' embeddings. The draft must be able to read every target token, and
-    must not have tokens of its own that the target cannot read.
+    target_size, draft_size: rows of the models' embeddings. The draft must be able to read every target token and have
+    no tokens that the target cannot read.
     """
     result = compare(target, draft)
     if not result.same:
@@ -57,29 +57,28 @@ def fits(target: Any, target_size: int, draft: Any, draft_size: int) -> tuple[bo
     return True, ""
 
 
-# -- a draft model found and judged before any weights load: does it read and write the target's tokens? --------------
-
+# -- finding a draft -------------------------------------------------------------------------------
 
 DRAFT_KEY = "speculation.draft_model"
 DRAFT_TRUST_KEY = "speculation.draft_trust_remote_code"
-PROBE = "The answer is 42: yes, Dr. Smith's."  # what any tokenizer of a language model can write
+PROBE = "The answer is 42: yes, Dr. Smith's."  # a text that any language model's tokenizer can represent
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Where a draft model is, and how its tokens relate to the target's."""
+    """A draft model, and how its tokens relate to the target's."""
 
     source: ModelSource
     config: Any
     tokenizer: Any
     context_length: int | None
     width: int  # rows of its embeddings
-    other_tokens: bool  # its token ids mean other tokens than the target's
-    remark: str = ""  # what the user should know of it
+    other_tokens: bool  # its ids mean other tokens than the target's
+    remark: str = ""  # a note for the user
 
 
 def width_of(config: Any) -> int:
-    """Return the rows of a model's embeddings: its vocabulary and its padding."""
+    """Return the rows of a model's embeddings: vocabulary plus padding."""
     return int(config.get_text_config().vocab_size)
 
 
@@ -92,11 +91,18 @@ def find_draft(
     remedy: str,
     trust_key: str = DRAFT_TRUST_KEY,
 ) -> Draft:
-    """Return the draft model `name`. Raises ConfigError if it is missing or has other tokens unasked.
+    """Return the draft model `name`.
 
-    tokenizer_name: the `draft_tokenizer` of the config, which asks for a draft of other tokens. target: the target's
-    name, tokenizer and width. remedy: what a draft_tokenizer would do on this runner, for the message.
-    trust_remote_code: whether the draft's own code may run; `trust_key` would let it.
+    Args:
+        name: the draft model.
+        tokenizer_name: the config's `draft_tokenizer`, which allows a draft with other tokens.
+        target: the target's name, tokenizer and embedding rows.
+        trust_remote_code: the draft's own code may run.
+        remedy: what a draft_tokenizer would do on this runner, for the message.
+        trust_key: the config key that allows the draft's own code, for the message.
+
+    Raises:
+        ConfigError: the draft is missing, or has other tokens without a `draft_tokenizer`.
     """
     key = DRAFT_KEY
     source = resolve(name, key=key)
@@ -118,9 +124,9 @@ def find_draft(
 
 
 def _remark(tokenizer: Any, name: str | None) -> str:
-    """Return what becomes of texts in a draft's tokens, "" where they stay what they are.
+    """Return a note if a text changes in the draft's tokens, "" if it does not.
 
-    Raises ConfigError where nothing is left of them.
+    Raises ConfigError if no word of it survives.
     """
     ids = tokenizer(PROBE, add_special_tokens=False, verbose=False)["input_ids"]
     written = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -1,8 +1,10 @@
-"""Where transformers 5.19 differs from a model's own definition, mended on the loaded model.
+"""Load weights, with workarounds for transformers and with PEFT adapters merged.
 
-- Its default attention (sdpa) drops the cap on attention scores that Gemma 2 and its relatives are trained with.
-- Phi-3 and its relatives recompute the text when it outgrows the short frequencies; generate() then gives them only the
-  last token, and all tokens before it are forgotten.
+    >>> model = load_model(resolve("demo"), device="cpu", dtype="auto")
+
+Only safetensors are loaded, unless a config asks for pickled weights. An adapter (such as LoRA) is merged into its base
+model once, in the user's cache, so that both runners, all kernels and checks see plain weights; this needs
+peft. Limit: adapters that cannot be merged (prompt tuning and the like) or are for other tasks are refused.
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ CAP = "attn_logit_softcapping"
 
 
 def apply_workarounds(model: Any) -> Any:
-    """Return `model`, mended in place."""
+    """Work around bugs of transformers 5.19, in place, and return `model`.
+
+    Its default attention (sdpa) drops the cap on attention scores that Gemma 2 and its relatives are trained with.
+    Phi-3 and its relatives recompute a text that outgrows the short frequencies, but generate() then passes only the
+    last token, and all tokens before it are lost.
+    """
     if getattr(model.config.get_text_config(), CAP, None) and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")
     if any("longrope" in str(module.rope_type) for module in length_dependent(model)):
@@ -34,7 +41,7 @@ def apply_workarounds(model: Any) -> Any:
 
 
 def _with_all_tokens(model: Any, input_ids: Any, **kwargs: Any) -> dict[str, Any]:
-    """Prepare a forward as the model does, with all tokens when it drops its cache."""
+    """Prepare a forward as the model does, with all tokens if it drops its cache."""
     prepare = type(model).prepare_inputs_for_generation
     word = cache_argument(prepare)
     inputs: dict[str, Any] = prepare(model, input_ids, **kwargs)
@@ -43,15 +50,15 @@ def _with_all_tokens(model: Any, input_ids: Any, **kwargs: Any) -> dict[str, Any
     return inputs
 
 
-# -- weights into memory: device, dtype, several GPUs, safetensors only -----------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 
-def pick_device(asked: str, num_gpus: int | None) -> str:
+def pick_device(requested: str, num_gpus: int | None) -> str:
     """Return the torch device to run on; "auto" prefers CUDA, then MPS, then the CPU."""
     import torch
 
-    if asked != "auto":
-        return asked
+    if requested != "auto":
+        return requested
     if num_gpus == 0:
         return "cpu"
     if torch.cuda.is_available():
@@ -59,17 +66,19 @@ def pick_device(asked: str, num_gpus: int | None) -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def check_device(asked: str) -> None:
-    """Raise ConfigError if there is no such device here."""
+def check_device(requested: str) -> None:
+    """Raise ConfigError if this machine has no such device."""
     import torch
 
     try:
-        kind = "cpu" if asked == "auto" else torch.device(asked).type
+        kind = "cpu" if requested == "auto" else torch.device(requested).type
     except RuntimeError:
-        raise ConfigError(f'runner_args.device: "{asked}" is not known; use auto, cpu, cuda, cuda:1 or mps') from None
+        raise ConfigError(
+            f'runner_args.device: "{requested}" is not known; use auto, cpu, cuda, cuda:1 or mps'
+        ) from None
     here: dict[str, Callable[[], bool]] = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
     if kind in here and not here[kind]():
-        raise ConfigError(f'runner_args.device: "{asked}" is not on this machine; use auto or cpu')
+        raise ConfigError(f'runner_args.device: "{requested}" is not on this machine; use auto or cpu')
 
 
 def load_model(
@@ -83,10 +92,20 @@ def load_model(
     extra: dict[str, Any] | None = None,
     args_key: str = "runner_args.model_args",
 ) -> Any:
-    """Return the causal model of `source`, ready to generate. Raises ModelError.
+    """Return the causal language model of `source`, ready to generate.
 
-    dtype "auto" is float32 on a CPU and the model's own elsewhere. extra: further from_pretrained arguments, which are
-    under `args_key` in a config.
+    Args:
+        source: the model.
+        device: a torch device.
+        dtype: "auto" is float32 on a CPU, and the model's own elsewhere.
+        num_gpus: GPUs to spread the model over, if more than one.
+        revision: a branch, tag or commit on the hub.
+        trust_remote_code: the model's own code may run.
+        extra: further from_pretrained arguments.
+        args_key: the config key of `extra`, for messages.
+
+    Raises:
+        ModelError: the model cannot be loaded.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -106,7 +125,7 @@ def load_model(
         **placement,
         **extra,
         "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # refused below, in one line
+        "ignore_mismatched_sizes": True,  # refuse_incomplete reports them in one line
     }
     try:
         model, info = AutoModelForCausalLM.from_pretrained(source.path, **kwargs)
@@ -121,20 +140,14 @@ def load_model(
             f'"{source.name}" needs a package that is not here: {flat(error, 300)}; install it, or choose a checkpoint '
             "that is not quantised"
         ) from error
-    except Exception as error:  # whatever a model's own code raises while loading, it could not start
+    except Exception as error:  # a model's own code may raise anything
         text = flat(error, 300)
         if isinstance(error, OSError) and "use_safetensors" not in extra:
             text += f"; to load pickled weights anyway, set {args_key}.use_safetensors: false"
         raise ModelError(f'"{source.name}" could not be loaded: {type(error).__name__}: {text}') from error
 
 
-# -- a PEFT adapter (LoRA and its relatives) as a model: merged into its base model, once, in the user's cache --------
-#
-#     >>> if is_adapter(path, "model"): folder = merged(path, "model")
-#
-# Both runners then load a whole model, and every engine, kernel and check sees plain weights. Needs peft. Limit:
-# adapters that cannot be merged (prompt tuning and the like), and those of other tasks, are refused.
-
+# -- PEFT adapters ---------------------------------------------------------------------------------
 
 CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
@@ -143,7 +156,7 @@ PARTS = (".safetensors", ".json", ".jinja", ".model", ".txt")
 
 
 def is_adapter(path: Path, what: str) -> bool:
-    """Return whether a folder is an adapter's. Raises ConfigError, which begins with `what`, for one beside a model."""
+    """Return whether a folder is an adapter. what: begins messages. Raises ConfigError if it is also a model."""
     if not (path / CONFIG).is_file():
         return False
     if any(path.glob("model*.safetensors")) or any((path / name).is_file() for name in PICKLED):
@@ -155,7 +168,7 @@ def is_adapter(path: Path, what: str) -> bool:
 
 
 def merged(path: Path, what: str) -> Path:
-    """Return the folder of the base model with the adapter in it, made at first use. Raises ConfigError."""
+    """Return the folder of the base model with the adapter merged, created on first use. Raises ConfigError."""
     config = _read(path, what)
     base = _base(config, path, what)
     file = next((path / name for name in WEIGHTS if (path / name).is_file()), None)
@@ -174,7 +187,7 @@ def merged(path: Path, what: str) -> Path:
 
 
 def _parts(folder: Path) -> list[Path]:
-    """Return the files that the merged model is made of: weights, configs, tokenizer and chat template."""
+    """Return the files that the merged model depends on: weights, configs, tokenizer and chat template."""
     return sorted(file for file in folder.iterdir() if file.suffix in PARTS and file.is_file())
 
 
@@ -191,12 +204,12 @@ def _read(path: Path, what: str) -> dict[str, Any]:
 
 
 def _base(config: dict[str, Any], path: Path, what: str) -> str:
-    """Return the base model's name: a folder may lie beside the adapter's."""
+    """Return the base model's name or folder, which may be relative to the adapter's folder."""
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ConfigError(f"{what}: {CONFIG} does not name the base model (base_model_name_or_path); add it")
-    beside = path / base
-    return str(beside) if not Path(base).is_absolute() and not Path(base).exists() and beside.is_dir() else base
+    relative = path / base
+    return str(relative) if not Path(base).is_absolute() and not Path(base).exists() and relative.is_dir() else base
 
 
 def _merge(path: Path, base: str, revision: str | None, what: str, folder: Path) -> None:
@@ -215,33 +228,34 @@ def _merge(path: Path, base: str, revision: str | None, what: str, folder: Path)
         )
         if (rows := _rows(path)) is not None and rows != model.get_input_embeddings().weight.shape[0]:
             model.resize_token_embeddings(rows)
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             adapted: Any = PeftModel.from_pretrained(model, str(path))
-        lost = next((str(each.message) for each in said if "missing adapter keys" in str(each.message)), "")
+        lost = next((str(each.message) for each in caught if "missing adapter keys" in str(each.message)), "")
         if lost:
             raise ConfigError(f"{what}: the adapter is not whole: {flat(Exception(lost), 200)}")
         if adapted.active_peft_config.is_prompt_learning:
             raise ConfigError(f"{what}: a {adapted.active_peft_config.peft_type} adapter cannot be merged into a model")
-        _refuse_unused(adapted.load_adapter(str(path), adapter_name="default").unexpected_keys, what)  # read once more
-        _part_tied(adapted.get_base_model())
+        unexpected = adapted.load_adapter(str(path), adapter_name="default").unexpected_keys  # loaded again to get them
+        _refuse_unused(unexpected, what)
+        _untie(adapted.get_base_model())
         whole = adapted.merge_and_unload()
-        asked, whole.generation_config = whole.generation_config, GenerationConfig()
+        own, whole.generation_config = whole.generation_config, GenerationConfig()
         whole.save_pretrained(folder)
-        asked.to_json_file(folder / "generation_config.json")  # transformers would refuse to save what it loads
+        own.to_json_file(folder / "generation_config.json")  # save_pretrained refuses some configs that load
         here = (path / "tokenizer_config.json").is_file()
         place = {} if here else {"revision": source.revision or "main"}
         AutoTokenizer.from_pretrained(str(path) if here else source.path, **place).save_pretrained(folder)
     except RagspecError:
         raise
-    except Exception as error:  # whatever a library says of files that do not fit together
+    except Exception as error:  # libraries raise anything for files that do not fit together
         raise ConfigError(
             f'{what}: the adapter cannot be merged into "{base}" ({type(error).__name__}: {flat(error, 300)})'
         ) from error
 
 
 def _refuse_unused(unused: list[str], what: str) -> None:
-    """Raise ConfigError for weights of an adapter that its own config leaves out: it would be merged in part."""
+    """Raise ConfigError for adapter weights that its config leaves out, which would be merged only in part."""
     unused = [name for name in unused if ".modules_to_save." not in name]  # peft writes those twice
     if unused:
         raise ConfigError(
@@ -250,10 +264,10 @@ def _refuse_unused(unused: list[str], what: str) -> None:
         )
 
 
-def _part_tied(model: Any) -> None:
-    """Give the output layer weights of its own where it shares them and only one of the two is adapted.
+def _untie(model: Any) -> None:
+    """Give the output layer its own weights if it shares them and only one of the two layers is adapted.
 
-    A merge would change both, and so what the adapter learnt for one of them would be done twice.
+    A merge would change both, and apply what the adapter learnt for one of them twice.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from torch.nn import Parameter
@@ -269,9 +283,9 @@ def _part_tied(model: Any) -> None:
 
 
 def _rows(path: Path) -> int | None:
-    """Return how many tokens the adapter's own embeddings have, None if it has none."""
+    """Return how many tokens the adapter's own embeddings have, None without any."""
     from safetensors import safe_open
 
     with safe_open(path / WEIGHTS[0], framework="pt") as file:
-        names = [name for name in file.keys() if name.endswith(EMBEDDINGS)]  # noqa: SIM118 (no dictionary)
+        names = [name for name in file.keys() if name.endswith(EMBEDDINGS)]  # noqa: SIM118 (not a dictionary)
         return int(file.get_slice(names[0]).get_shape()[0]) if names else None

@@ -1,8 +1,10 @@
-"""Penalties on what an answer has already, as OpenAI and vLLM define them; transformers only has its own, on all text.
+"""Logits processors: penalties, grammar masks, and a model's generation_config applied as generate() would.
 
     >>> AnswerPenalties(prompt_tokens=3, presence=0.5, frequency=0.2)(input_ids, scores)
 
-It is called as transformers calls its logits processors. Limit: prompts of one width, as in a padded batch.
+The config's `sampling` section overrides the model's generation_config; what else that asks for (no_repeat_ngram_size,
+suppress_tokens, min_length, ...) goes through transformers' processors, in transformers' order.
+Source: transformers 5.19, generation/utils.py. Limits: prompts of one width, as in a padded batch; no beams.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from ragspec.structured.grammars import Matcher
 
 
 class AnswerPenalties:
-    """Takes `presence` off the score of each token of the answer, and `frequency` once for every time it is there."""
+    """OpenAI's and vLLM's penalties, which count the answer only; transformers' own also counts the prompt.
+
+    Subtracts `presence` from the score of every token in the answer, and `frequency` times its number of occurrences.
+    """
 
     def __init__(self, prompt_tokens: int, presence: float, frequency: float) -> None:
         self._prompt_tokens = prompt_tokens
@@ -31,9 +36,9 @@ class AnswerPenalties:
         self._frequency = frequency
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores, (rows, vocab), after `input_ids`, (rows, tokens): the prompt and the answer so far."""
+        """Return scores (rows, vocab) after input_ids (rows, tokens), the prompt and the answer so far."""
         rows, width = scores.shape
-        # a draft model's output layer may be narrower than its vocabulary (transformers prunes it): one more column
+        # a draft's output layer may be narrower than its vocabulary (transformers prunes it): one extra column
         answer = input_ids[:, self._prompt_tokens :].clamp(max=width)
         counts = scores.new_zeros(rows, width + 1)
         counts.scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
@@ -42,23 +47,18 @@ class AnswerPenalties:
         return changed.scatter_(1, answer, there)[:, :width]
 
 
-# -- grammars as a logits processor of transformers: what stock generate() and the audit hold answers to --------------
-#
-#     >>> GrammarMasks([grammars.matcher(text)], prompt_tokens=12)(input_ids, scores)
-#
-# Where an answer is in its grammar follows from its tokens alone, so assisted generation, which asks about drafts and
-# then goes back, gets the right masks too. Limit: prompts of one width, as in a padded batch.
+# -- grammar masks ---------------------------------------------------------------------------------
 
 
 class GrammarFollower:
-    """One answer's grammar, moved to wherever its tokens say."""
+    """One answer's grammar, moved to the state that its tokens imply."""
 
     def __init__(self, matcher: Matcher) -> None:
         self._matcher = matcher
         self._taken: list[int] = []
 
     def mask(self, answer: Sequence[int]) -> torch.Tensor | None:
-        """Return which tokens may follow `answer`, (vocabulary,) of bool; None where the grammar refuses the answer."""
+        """Return the tokens that may follow `answer`, bool (vocab,); None if the grammar refuses the answer."""
         from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
         inner, wanted = self._matcher.inner, self._matcher.before_end(answer)
@@ -77,26 +77,32 @@ class GrammarFollower:
         return torch.from_numpy(np.unpackbits(mask[0].view(np.uint8), bitorder="little").astype(bool))
 
     def masked(self, logits: torch.Tensor, answer: Sequence[int]) -> torch.Tensor:
-        """Return the logits, (vocab,), with minus infinity for what may not follow `answer`."""
+        """Return logits (vocab,) with minus infinity for tokens that may not follow `answer`."""
         mask = self.mask(answer)
         return logits if mask is None else logits.masked_fill(~mask[: len(logits)].to(logits.device), float("-inf"))
 
     def copy(self) -> GrammarFollower:
-        """Return another that stands where this one does."""
+        """Return a copy in the same state."""
         copied = GrammarFollower(self._matcher.copy())
         copied._taken = list(self._taken)
         return copied
 
 
 class GrammarMasks:
-    """The processor of a batch. matchers: of its rows, None for one that may write anything."""
+    """A batch's grammars as a processor of stock generate() and the audit. matchers: one per row, None for free text.
+
+        >>> GrammarMasks([grammars.matcher(text)], prompt_tokens=12)(input_ids, scores)
+
+    The state follows from the answer's tokens alone, so assisted generation, which looks ahead at drafts and then goes
+    back, gets the right masks too.
+    """
 
     def __init__(self, matchers: Sequence[Matcher | None], prompt_tokens: int) -> None:
         self._rows = [None if matcher is None else GrammarFollower(matcher) for matcher in matchers]
         self._prompt_tokens = prompt_tokens
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores, (rows, vocab), after `input_ids`, (rows, tokens); a beam's rows are neighbours."""
+        """Return scores (rows, vocab) after input_ids (rows, tokens). The rows of one prompt's beams are adjacent."""
         answers = input_ids[:, self._prompt_tokens :].tolist()
         beams = max(1, len(answers) // len(self._rows))
         rows = [self._rows[at // beams] for at in range(len(answers))]
@@ -107,31 +113,31 @@ class GrammarMasks:
         return torch.stack(masked)
 
     def __deepcopy__(self, memo: Any) -> GrammarMasks:
-        """A draft model gets processors of its own."""
+        """Return an independent copy, for a draft model."""
         copied = GrammarMasks([], self._prompt_tokens)
         copied._rows = [None if row is None else row.copy() for row in self._rows]
         return copied
 
 
-# -- how likely a model found the tokens of an answer -----------------------------------------------------------------
+# -- logprobs --------------------------------------------------------------------------------------
 
 
 def token_logprobs(logits: torch.Tensor, chosen: Sequence[int], most: int) -> list[TokenLogprob]:
-    """Return how likely each of the `chosen` tokens was, beside the `most` likeliest ones.
+    """Return the logprob of each token in `chosen`, with the `most` likeliest tokens at its position.
 
-    logits: (n, vocab), the model's own, nothing added or taken off; row i is what chosen[i] was chosen from.
+    logits: (n, vocab), the model's unmodified ones; row i belongs to chosen[i].
     """
     logs = torch.log_softmax(logits[: len(chosen)].float(), dim=-1)
     own = logs.gather(1, torch.tensor(chosen, dtype=torch.long, device=logs.device)[:, None]).squeeze(1)
     best = logs.topk(min(most, logs.shape[1]))
-    told = zip(own.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
-    return [TokenLogprob(value, tuple(zip(ids, values, strict=True))) for value, ids, values in told]
+    rows = zip(own.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
+    return [TokenLogprob(value, tuple(zip(ids, values, strict=True))) for value, ids, values in rows]
 
 
 def generated_logprobs(output: Any, row: int, chosen: list[int], most: int | None) -> tuple[TokenLogprob, ...]:
-    """Return how likely the tokens of one row of a generate() call were; nothing where `most` is None.
+    """Return the logprobs of one row of a generate() call, () if `most` is None.
 
-    output: what generate() returned. Its logits are one (rows, vocab) per token, with a row per beam where it searched.
+    output: of generate(). Its logits are (rows, vocab) per token, with a row per beam under beam search.
     """
     if most is None or not chosen:
         return ()
@@ -141,14 +147,9 @@ def generated_logprobs(output: Any, row: int, chosen: list[int], most: int | Non
     return tuple(token_logprobs(logits, chosen, most))
 
 
-# -- what a model's own generation_config asks for, and how it turns logits into choices, as generate() would ---------
-#
-# The keys of the config's `sampling` section decide, set or not; whatever else a model asks for (no_repeat_ngram_size,
-# suppress_tokens, min_length, ...) is done with transformers' own processors, in transformers' own order.
-# Source: transformers 5.19, generation/utils.py. Limit: one sequence at a time, no beams.
+# -- generation_config -----------------------------------------------------------------------------
 
-
-# keys of generation_config -> those of `sampling`, which decide in their place
+# keys of generation_config -> keys of `sampling` that override them
 OVERRIDDEN = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -156,21 +157,21 @@ OVERRIDDEN = {
     "min_p": "min_p",
     "repetition_penalty": "repetition_penalty",
 }
-# what the processors do: these keys change logits, and nothing else
+# keys that the processors implement: they change logits and nothing else
 SERVED = (
     "sequence_bias", "no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens", "forced_bos_token_id",
     "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
     "begin_suppress_tokens", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "renormalize_logits",
     "eos_token_id", "pad_token_id", "bos_token_id",
 )  # fmt: skip
-# what only generate() itself does
+# keys that only generate() itself implements
 STOCK_ONLY = (
     "num_beams", "num_beam_groups", "num_return_sequences", "penalty_alpha", "dola_layers", "diversity_penalty",
     "constraints", "force_words_ids", "guidance_scale", "token_healing", "watermarking_config", "stop_strings",
     "max_time", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "cache_implementation", "use_mtp",
 )  # fmt: skip
 NEUTRAL: tuple[Any, ...] = (None, False, 0, 1, 0.0, 1.0, "hybrid", "dynamic", [], {})
-# processors that look at nothing but the logits before them, as do biases of single tokens
+# processors that depend only on the current logits, as biases of single tokens do
 BY_LOGITS = {
     "InfNanRemoveLogitsProcessor", "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper", "TopKLogitsWarper",
     "TopPLogitsWarper", "TopHLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper", "EpsilonLogitsWarper",
@@ -179,21 +180,21 @@ BY_LOGITS = {
 
 
 def asked_beyond_sampling(path: str, revision: str | None = None) -> list[str]:
-    """Return the keys of a model's generation_config.json that change answers and are not the `sampling` section's."""
+    """Return the keys of a model's generation_config.json that change answers and that `sampling` does not override."""
     from transformers import GenerationConfig
 
     try:
         own = GenerationConfig.from_pretrained(path, revision=revision or "main").to_dict()
     except OSError:
-        return []  # it has none
+        return []  # no such file
     known = {*SERVED, *STOCK_ONLY} - {"eos_token_id", "pad_token_id", "bos_token_id"}
     return sorted(key for key in known if own.get(key) not in NEUTRAL)
 
 
 class GenerationRules:
-    """How one model's logits become choices.
+    """How a model's logits become choices.
 
-    eos: ids that end an answer. pad: the padding id. given: `generate_args`, which win over the model's own.
+    eos: ids that end an answer. pad: the padding id. given: `generate_args`, which override the model's own settings.
     """
 
     def __init__(self, model: Any, eos: frozenset[int], pad: int, given: Mapping[str, Any] | None = None) -> None:
@@ -204,11 +205,11 @@ class GenerationRules:
         self._known: dict[Sampling, bool] = {}
 
     def config(self, sampling: Sampling) -> Any:
-        """Return the GenerationConfig of an answer."""
+        """Return the GenerationConfig for an answer."""
         config = copy.deepcopy(self._model.generation_config)
         config.max_length = None
         config.max_new_tokens = sampling.max_new_tokens
-        # for None, transformers takes the model's own: an id that no token has stands for no end
+        # None would mean the model's own: an id beyond the vocabulary stands for no end token
         none = [width_of(self._model.config)] if self._eos else None
         config.eos_token_id = sorted(sampling.ends(self._eos)) or none
         config.pad_token_id = self.pad
@@ -218,7 +219,7 @@ class GenerationRules:
         config.temperature = None if greedy else sampling.temperature
         config.top_p = None if greedy else sampling.top_p
         config.top_k = None if greedy else sampling.top_k
-        own = self._model.generation_config.min_p  # transformers takes it if ours is None
+        own = self._model.generation_config.min_p  # transformers uses it if ours is None
         config.min_p = sampling.min_p or (None if greedy or own is None else 0.0)
         for name, value in self._given.items():
             setattr(config, name, value)
@@ -229,12 +230,12 @@ class GenerationRules:
         return config
 
     def penalties(self, sampling: Sampling, prompt_tokens: int) -> list[AnswerPenalties]:
-        """Return the processors that transformers does not have: it applies them after those of its config."""
+        """Return the processors that transformers lacks; it applies them after its own."""
         presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
         return [AnswerPenalties(prompt_tokens, presence, frequency)] if presence or frequency else []
 
     def refusal(self, sampling: Sampling) -> str:
-        """Return which setting the model has no place for; "" if there is none."""
+        """Return a message about a token id that the model lacks, "" if there is none."""
         width = width_of(self._model.config)
         named = {"logit_bias": [token for token, _ in sampling.logit_bias], "stop_token_ids": sampling.stop_token_ids}
         for key, tokens in named.items():
@@ -243,8 +244,8 @@ class GenerationRules:
         return ""
 
     def processors(self, sampling: Sampling, prompt_tokens: int) -> Processors | None:
-        """Return what an answer's logits go through; None if nothing changes them."""
-        kind = replace(sampling, seed=0)  # a record may have a seed of its own
+        """Return the processors of an answer's logits, None if nothing changes them."""
+        kind = replace(sampling, seed=0)  # the seed does not matter here
         if self._known.get(kind) is False:
             return None
         model = self._model
@@ -264,22 +265,22 @@ class GenerationRules:
             raise ModelError(
                 f"this version of transformers is not supported ({error}); use transformers 5.18 to 5.24"
             ) from error
-        # which ones there are depends only on the sampling
+        # which processors exist depends only on the sampling
         self._known[kind] = bool(found)
         return Processors(found) if found else None
 
     def depends_on_prompt(self, sampling: Sampling) -> bool:
-        """Return whether a choice depends on the prompt other than through its logits: padding would change it."""
+        """Return whether a choice depends on the prompt beyond its logits, in which case padding would change it."""
         processors = self.processors(sampling, 1)
         return processors is not None and not all(isinstance(one, AnswerPenalties) for one in processors.by_text)
 
     def only_stock(self) -> str:
-        """Return the key of the model's generation_config that only generate() supports; "" if there is none."""
+        """Return a key of the model's generation_config that only generate() supports, "" without one."""
         own = self._model.generation_config.to_dict() | self._given
         return next((key for key in STOCK_ONLY if own.get(key) not in NEUTRAL), "")
 
     def overridden(self, sampling: Sampling) -> str:
-        """Return in words how the model's own sampling differs from the config's; "" if it does not."""
+        """Return in words how the model's own sampling differs from the config's, "" if it does not."""
         own = self._model.generation_config.to_dict()
         greedy = sampling.temperature == 0
         parts = []
@@ -296,7 +297,7 @@ class GenerationRules:
 
 
 def _with_bias(own: Any, added: Sequence[tuple[int, float]]) -> list[list[Any]]:
-    """Return a `sequence_bias`, which comes before all penalties, with the biases of single tokens added."""
+    """Return a `sequence_bias`, which is applied before all penalties, with biases of single tokens added."""
     biases = {tuple(ids): bias for ids, bias in (own.items() if isinstance(own, dict) else own or ())}
     for token, bias in added:
         biases[(token,)] = biases.get((token,), 0.0) + float(bias)
@@ -304,7 +305,7 @@ def _with_bias(own: Any, added: Sequence[tuple[int, float]]) -> list[list[Any]]:
 
 
 def _by_logits(processor: Any) -> bool:
-    """Return whether a processor looks at nothing but logits."""
+    """Return whether a processor depends only on the current logits."""
     if type(processor).__name__ == "SequenceBiasLogitsProcessor":
         return all(len(ids) == 1 for ids in processor.sequence_bias)
     return type(processor).__name__ in BY_LOGITS
@@ -318,11 +319,11 @@ class Processors:
 
     @cached_property
     def by_text(self) -> list[Any]:
-        """Those that look at the tokens before."""
+        """Return the processors that depend on earlier tokens."""
         return [one for one in self._processors if not _by_logits(one)]
 
     def __call__(self, logits: torch.Tensor, tokens: list[int], draft: Sequence[int] = ()) -> torch.Tensor:
-        """Return the processed logits, (k + 1, vocab): row i follows `tokens` and the first i of `draft`."""
+        """Return the processed logits (k + 1, vocab); row i follows `tokens` and the first i tokens of `draft`."""
         if not self.by_text:
             return self._apply(logits, torch.tensor([tokens[-1:]], device=logits.device))
         text = torch.tensor([[*tokens, *draft]], device=logits.device)

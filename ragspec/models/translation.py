@@ -1,11 +1,11 @@
-"""Between a target and a draft that have other tokens: what both read and write is text.
+"""Translate between a target and a draft with different vocabularies, through text.
 
-    >>> script = Translation(target, draft, ends, end).open(row_tokens)
-    >>> script.tokens  # the draft's
-    >>> script.guesses(drafted)  # the target's
+    >>> transcript = Translation(target, draft, ends, end).open(row_tokens)
+    >>> transcript.tokens  # the draft's
+    >>> transcript.guesses(drafted)  # the target's
 
-Text is encoded anew from a little before its end, because tokens merge over any boundary; what is further back is
-settled where the two sides of a cut encode to what the whole does. Characters of which a token is missing wait.
+Text is re-encoded from shortly before its end, since tokens merge across any boundary. Earlier text is settled at a cut
+whose two sides encode to the same tokens as the whole. Incomplete characters wait for their remaining tokens.
 Prior art: universal assisted decoding (transformers), which aligns by the longest common run of tokens.
 """
 
@@ -16,19 +16,23 @@ from typing import Any
 
 from ragspec.models.tokenizer import ControlTokens
 
-SETTLED = 96  # characters before the end, up to which text is no longer encoded anew
-LONG = 256  # characters that are encoded anew, before some of them are settled
+SETTLED = 96  # characters before the end that are always re-encoded
+LONG = 256  # re-encoded characters after which a cut is tried
 AHEAD = 40  # characters before a guess that are encoded with it
 CUTS = 6  # spaces at which a cut is tried
-CONTEXT = 8  # tokens that are decoded with what follows them
-PARTS = 4  # tokens that a character may be made of, at most
+CONTEXT = 8  # tokens decoded together with those after them
+PARTS = 4  # maximum tokens per character
 INCOMPLETE = "\ufffd"
 
 
 class Translation:
-    """Two tokenizers. ends: the draft's tokens that end its text. end: what the target writes there, None for nothing.
+    """A pair of transformers tokenizers.
 
-    target, draft: transformers tokenizers.
+    Args:
+        target: the target's tokenizer.
+        draft: the draft's tokenizer.
+        ends: the draft's tokens that end its text.
+        end: the target's token for such an end, None to draft nothing there.
     """
 
     def __init__(self, target: Any, draft: Any, ends: frozenset[int], end: int | None) -> None:
@@ -41,7 +45,7 @@ class Translation:
         self.begin = first if first and first[0] in (draft.bos_token_id, draft.cls_token_id) else []
 
     def open(self, token_ids: Sequence[int]) -> Transcript:
-        """Return the script of a text that the target has as `token_ids`."""
+        """Return the transcript of a text that has `token_ids` in the target."""
         return Transcript(self, token_ids)
 
 
@@ -53,30 +57,30 @@ class Transcript:
     def __init__(self, translation: Translation, token_ids: Sequence[int]) -> None:
         self._both = translation
         self.tokens: list[int] = list(translation.begin)
-        self._settled = len(self.tokens)  # tokens before the text that is encoded anew
+        self._settled = len(self.tokens)  # tokens before the re-encoded text
         self._text = ""
         self._settle_at = LONG
-        self._seen: list[int] = []  # of the target: some that were read, and those that are no whole character yet
-        self._read = 0
+        self._seen: list[int] = []  # target tokens: some already read, then those of an incomplete character
+        self._read = 0  # how many of `_seen` are already read
         self._take(token_ids)
         self._encode()
 
     def extend(self, token_ids: Sequence[int]) -> int:
-        """Take in what the target wrote; return how many of the first tokens are as they were."""
+        """Append the target's tokens; return how many leading draft tokens are unchanged."""
         before, settled = self.tokens, self._settled
         self._take(token_ids)
         self._encode()
         return _common(before, self.tokens, settled)
 
     def ends(self, token: int) -> bool:
-        """Return whether nothing follows `token` of the draft."""
+        """Return whether the draft's `token` ends its text."""
         return token in self._both.ends
 
     def guesses(self, drafted: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the target's tokens for `drafted`, and on how many of these each of them rests."""
+        """Return `drafted` in the target's tokens, and for each of those the number of drafted tokens it depends on."""
         both = self._both
         if self._read < len(self._seen):
-            return [], []  # the target is amid a character
+            return [], []  # the target is inside a character
         count = next((i for i, token in enumerate(drafted) if token in both.ends), len(drafted))
         text, ends = _written(both.decode, self.tokens[-CONTEXT:], drafted[:count])
         ahead = self._text[-AHEAD:]
@@ -90,7 +94,7 @@ class Transcript:
         return guesses, rests
 
     def _take(self, token_ids: Sequence[int]) -> None:
-        """Add the text of `token_ids`, and the control tokens that the draft has too."""
+        """Append the text of `token_ids`, and the control tokens that the draft also has."""
         run: list[int] = []
         for token in token_ids:
             if token not in self._both.controls:
@@ -109,18 +113,18 @@ class Transcript:
         if not token_ids:
             return
         decode, seen = self._both.target_decode, self._seen + token_ids
-        waiting = 0  # tokens at the end that are no whole character yet
+        waiting = 0  # tokens at the end that form no complete character yet
         while waiting < min(PARTS, len(seen) - self._read) and decode(seen[: len(seen) - waiting]).endswith(INCOMPLETE):
             waiting += 1
         if waiting == PARTS:
-            waiting = 0  # it cannot be read, whatever follows
+            waiting = 0  # invalid, whatever follows
         end = len(seen) - waiting
         self._text += decode(seen[:end])[len(decode(seen[: self._read])) :]
         known = seen[self._read : end][-CONTEXT:] or seen[:end]
         self._seen, self._read = known + seen[end:], len(known)
 
     def _encode(self) -> None:
-        """Encode the text that is not settled; settle what is far from its end."""
+        """Encode the unsettled text, and settle the part far from its end."""
         text, encode = self._text, self._both.encode
         tokens = encode(text) if text else []
         self.tokens = self.tokens[: self._settled] + tokens
@@ -136,7 +140,7 @@ class Transcript:
 
 
 def _codec(tokenizer: Any) -> tuple[Callable[[str], list[int]], Callable[[Sequence[int]], str]]:
-    """Return what encodes and decodes plain text, with nothing added or taken away."""
+    """Return functions that encode and decode plain text without adding or removing anything."""
     backend = getattr(tokenizer, "backend_tokenizer", None) if tokenizer.is_fast else None
     if backend is not None:
         return (
@@ -152,19 +156,19 @@ def _codec(tokenizer: Any) -> tuple[Callable[[str], list[int]], Callable[[Sequen
 def _written(
     decode: Callable[[Sequence[int]], str], before: list[int], token_ids: Sequence[int]
 ) -> tuple[str, list[int]]:
-    """Return the text of `token_ids` after `before`, up to its last whole character, and where each of them ends."""
+    """Return the text of `token_ids` after `before` up to its last complete character, and where each token ends."""
     start = len(decode(before))
     ends = [len(decode([*before, *token_ids[: count + 1]])) - start for count in range(len(token_ids))]
     return decode([*before, *token_ids])[start:].rstrip(INCOMPLETE), ends
 
 
 def _resting(end: int, ends: Sequence[int]) -> int:
-    """Return how many tokens, ending at `ends`, are needed for the first `end` characters."""
+    """Return how many tokens with these `ends` cover the first `end` characters."""
     return next((count for count, each in enumerate(ends, 1) if each >= end), len(ends))
 
 
 def _cuts(text: str) -> list[int]:
-    """Return where to try to cut `text`: before and after its last spaces that are far from the end."""
+    """Return positions to try as a cut: around the last spaces that are far enough from the end."""
     cuts: list[int] = []
     at = len(text) - SETTLED
     while len(cuts) < CUTS and (at := text.rfind(" ", 0, at)) > 0:
@@ -173,7 +177,7 @@ def _cuts(text: str) -> list[int]:
 
 
 def _common(before: Sequence[int], after: Sequence[int], start: int) -> int:
-    """Return how many leading tokens are the same; the first `start` are known to be."""
+    """Return the length of the common prefix, of which the first `start` tokens are known to agree."""
     count = start
     while count < min(len(before), len(after)) and before[count] == after[count]:
         count += 1

@@ -1,1 +1,1 @@
-"""Where answers go: lines in order, what is finished, and the files beside an output."""
+"""Outputs: lines in order, resume, and the files beside an output."""

@@ -1,6 +1,7 @@
-"""How likely the tokens of an answer were, as OpenAI's API tells it.
+"""Answers as output lines in ragspec's own form (docs/guide/output.md), with texts, costs, copied spans and logprobs.
 
-Source: OpenAI's API reference; vLLM 0.32 has the same forms. Logarithms are natural, of the model's own distribution.
+Logprobs have the forms of OpenAI's API reference, as in vLLM 0.32. Logarithms are natural, of the model's unmodified
+distribution.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ragspec.stats import SpecStats
 from ragspec.structured.form import Form, after_thinking
 from ragspec.structured.grammars import is_complete, spaced
 
-LEAST = -9999.0  # a token that was impossible; JSON has no infinity
+LEAST = -9999.0  # logprob of an impossible token; JSON has no infinity
 
 
 def to_logprobs(answer: Generation, tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -32,7 +33,7 @@ def to_logprobs(answer: Generation, tokenizer: Tokenizer) -> list[dict[str, Any]
 
 
 def to_completion_logprobs(answer: Generation, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the logprobs of a text completion: lists, one item per token."""
+    """Return the logprobs of a text completion: lists with one item per token."""
     pieces = [tokenizer.piece(token) for token in answer.token_ids]
     ends = [0]
     for piece in pieces:
@@ -57,14 +58,14 @@ def _finite(logprob: float) -> float:
     return max(logprob, LEAST)
 
 
-# -- what is known about a record and its answers -> its output line, in ragspec's own form ---------------------------
+# -- lines -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class RecordInFlight:
-    """What is kept about a record while the runner has it. index: of its line. prompts: one, mostly.
+    """A record that the runner is working on. index: of its output line. prompts: usually one.
 
-    n: answers to each. form: what they are to look like, None for anything; grammar: the same for this record.
+    n: answers per prompt. form: their required form, None for free text; grammar: the form compiled for this record.
     """
 
     index: int
@@ -78,23 +79,23 @@ class RecordInFlight:
 
     @property
     def prompt(self) -> Prompt:
-        """The first, which is the only one of a record with passages."""
+        """Return the first prompt; a record with passages has no others."""
         return self.prompts[0]
 
     def whole_grammar(self, prompt: Prompt) -> str:
-        """Return the grammar of what a prompt's answer may be with a thought before it."""
+        """Return the grammar of a prompt's answer, including the reasoning that may precede it."""
         thinking = prompt.thinking
         return after_thinking(self.grammar, thinking) if self.grammar and thinking is not None else self.grammar
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Return the number of tokens in all prompts."""
         return sum(len(prompt.token_ids) for prompt in self.prompts)
 
 
 @dataclass(frozen=True, slots=True)
 class FailedRecord:
-    """Why a record has no answer. name: its id, or what stands in for one. line: of the input, if that is at fault."""
+    """A record without an answer. name: its id or a substitute. line: of the input, if the line is invalid."""
 
     name: str
     fingerprint: str
@@ -109,13 +110,13 @@ class LineFormat(Protocol):
     def answer(
         self, flight: RecordInFlight, answers: Sequence[Generation], runner: Runner, *, details: bool
     ) -> dict[str, Any]:
-        """Return the line that answers a record. answers: `n` of each of its prompts. details: for audit and report."""
+        """Return the line of an answered record. answers: `n` per prompt. details: add data for audit and report."""
 
     def error(self, failed: FailedRecord) -> dict[str, Any]:
         """Return the line of a record without an answer."""
 
     def signed(self, line: bytes, config: str) -> bytes:
-        """Return an answer's line that names the config which wrote it, as run.json does."""
+        """Return an answer's line with the digest of the config that wrote it, as in run.json."""
 
 
 class NativeFormat:
@@ -159,9 +160,9 @@ class NativeFormat:
 
 @dataclass(frozen=True, slots=True)
 class AnswerText:
-    """One answer's text. reasoning: what the model thought before. start: tokens before the answer's own.
+    """One answer's text. reasoning: the text of the model's reasoning. start: its number of tokens.
 
-    before: the prompt, where the record wants it before its answer.
+    before: the prompt, if the record asks for an echo.
     """
 
     text: str
@@ -171,12 +172,12 @@ class AnswerText:
 
     @property
     def shown(self) -> str:
-        """What is written."""
+        """Return the text that is written."""
         return self.before + self.text
 
 
 def answer_texts(flight: RecordInFlight, answers: Sequence[Generation], tokenizer: Tokenizer) -> list[AnswerText]:
-    """Return the answers' texts. answers: `n` to each prompt, or some of them to the first."""
+    """Return the texts of answers, which are `n` per prompt, or some answers to the first prompt."""
     return [_part(flight, answer, at // flight.n, tokenizer) for at, answer in enumerate(answers)]
 
 
@@ -192,7 +193,7 @@ def _part(flight: RecordInFlight, answer: Generation, prompt: int, tokenizer: To
 
 
 def _echo(flight: RecordInFlight, prompt: int, tokenizer: Tokenizer) -> str:
-    """Return what a record's output begins with: a completion's prompt, or the message that a chat goes on with."""
+    """Return what an echo begins with: a completion's prompt, or the message that a chat continues."""
     record = flight.record
     if record.messages is not None:
         continued = record.template_args.get("continue_final_message")
@@ -202,7 +203,7 @@ def _echo(flight: RecordInFlight, prompt: int, tokenizer: Tokenizer) -> str:
 
 
 def _reasoning(flight: RecordInFlight, parts: Sequence[AnswerText]) -> dict[str, Any]:
-    """Return what is told of the model's thoughts, nothing where there are none."""
+    """Return the fields about reasoning, {} without any."""
     if not flight.record.reasoning or not any(part.start for part in parts):
         return {}
     found: dict[str, Any] = {"reasoning": parts[0].reasoning}
@@ -214,7 +215,7 @@ def _reasoning(flight: RecordInFlight, parts: Sequence[AnswerText]) -> dict[str,
 def _structured(
     flight: RecordInFlight, form: Form, answers: Sequence[Generation], texts: Sequence[str]
 ) -> dict[str, Any]:
-    """Return whether all answers have the form that was asked for, and what they say where that is JSON."""
+    """Return whether all answers match the form, and their parsed values if it is JSON."""
     valid = [is_valid(flight, form, answer, text) for answer, text in zip(answers, texts, strict=True)]
     found: dict[str, Any] = {"valid": all(valid)}
     if form.is_json:
@@ -224,8 +225,8 @@ def _structured(
 
 
 def is_valid(flight: RecordInFlight, form: Form, answer: Generation, text: str) -> bool:
-    """Return whether an answer has its form; one that was cut off may have, if nothing of it is missing."""
-    ended = answer.finish_reason == "stop" and not flight.sampling.stop  # a stop string may come anywhere
+    """Return whether an answer matches its form. One that was cut off does if nothing is missing."""
+    ended = answer.finish_reason == "stop" and not flight.sampling.stop  # a stop string may cut anywhere
     if not form.is_json:
         return ended or is_complete(flight.grammar, text)
     try:
@@ -253,17 +254,17 @@ def _costs(flight: RecordInFlight, answers: Sequence[Generation], runner: Runner
 
 
 def cached_tokens(flight: RecordInFlight, answers: Sequence[Generation]) -> int:
-    """Return how many of the prompts' tokens were not computed; further answers to a prompt find all of it."""
+    """Return how many prompt tokens came from the cache, counting the first answer to each prompt only."""
     return sum(each.cached_prompt_tokens for each in answers[:: flight.n])
 
 
 def distinct_answers(answers: Sequence[Generation]) -> list[Generation]:
-    """Return what was written, once each: greedy answers to one prompt are all the same one."""
+    """Return the answers without repetitions: greedy answers to one prompt are the same object."""
     return list({id(each): each for each in answers}.values())
 
 
 def token_details(flight: RecordInFlight, outcome: Generation) -> dict[str, Any]:
-    """Return what an audit and a report need besides the answer: its tokens, where each came from, and its prompt."""
+    """Return what audit and report need besides the answer: tokens, their origins, prompt, sampling and passages."""
     kept = flight.prompt.kept
     return {
         "token_ids": outcome.token_ids,
@@ -280,17 +281,17 @@ def token_details(flight: RecordInFlight, outcome: Generation) -> dict[str, Any]
 def copied_spans(
     tokenizer: Tokenizer, passages: Sequence[Passage], outcome: Generation, part: AnswerText
 ) -> list[dict[str, Any]]:
-    """Return which characters of an answer appear word for word in which passage, as its drafts found them there."""
+    """Return the spans of an answer that its drafts copied from a passage and that appear in it word for word."""
     spans = []
     text, own = part.text, outcome.token_ids[part.start :]
     whole = tokenizer.decode(own)
-    blanks = len(whole) - len(whole.lstrip()) if part.start else 0  # between thoughts and answer
+    blanks = len(whole) - len(whole.lstrip()) if part.start else 0  # between reasoning and answer
     for run in outcome.copied:
         start, end = (max(0, place - part.start) for place in (run.start, run.end))
         start = max(0, len(tokenizer.decode(own[:start])) - blanks)
         end = min(len(text), max(0, len(tokenizer.decode(own[:end])) - blanks))
         quoted = text[start:end]
         start, quoted = start + len(quoted) - len(quoted.lstrip()), quoted.strip()
-        if quoted and quoted in passages[run.passage].text:  # half a character at an edge does not count
+        if quoted and quoted in passages[run.passage].text:  # a partial character at an edge does not match
             spans.append({"start": start, "end": start + len(quoted), "context": passages[run.passage].id})
     return spans

@@ -1,6 +1,6 @@
-"""What an output is: a sink for finished lines, and what a run that goes on later needs of it.
+"""What an output is: a sink for finished lines, and a store if a later run can resume it.
 
-A new kind of output is one new file in this folder, and a line in referee.py.
+A new kind of output needs one module in this folder and a branch in target.py.
 """
 
 from __future__ import annotations
@@ -17,70 +17,67 @@ if TYPE_CHECKING:
 
 
 class Sink(Protocol):
-    """Takes lines in the order in which they are asked for (journal.py). A line is finished once `append` returns."""
+    """Takes lines in the requested order (journal.py). A line is finished once `append` returns."""
 
     def append(self, line: bytes) -> Any:
-        """Write one line, its end included. Raises OSError, nothing of the line written."""
+        """Write one line, including its end. On OSError, nothing of the line is written."""
 
     def sync(self) -> None:
-        """Make what was written survive a power cut."""
+        """Make written lines survive a power failure."""
 
     def close(self) -> None:
-        """End it."""
+        """Close the sink."""
 
 
 class Store(Sink, Protocol):
-    """A sink that keeps its lines, so that a later run can go on with it. Every method raises OSError."""
+    """A sink that keeps its lines, so that a later run can resume. Every method raises OSError."""
 
     @property
     def begun(self) -> bool:
-        """Whether it has lines."""
+        """Return whether there are lines."""
 
     def finished(self, drop: Drop | None = None) -> Iterator[Finished]:
-        """Make it whole after a run that was killed, and yield what its lines finish, those to `drop` left out."""
+        """Repair what a killed run left, remove the lines to `drop`, and yield what the others finish."""
 
     def set_aside(self, spill: Spill | None) -> None:
-        """Move all lines, and those that wait for their turn in `spill`, to another name, and begin anew."""
+        """Rename all lines, and those waiting in `spill`, and start empty."""
 
     def finish(self) -> None:
-        """All lines of this run are there: make them the output."""
+        """Complete the output: all lines of this run are written."""
 
 
 class Document(Protocol):
-    """A small JSON file beside the lines of an output."""
+    """A small JSON file beside an output."""
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """Return the name for messages."""
 
     def read(self) -> dict[str, Any]:
-        """Return what it says; nothing where there is none."""
+        """Return the content, {} without a file."""
 
     def write(self, value: Any) -> None:
-        """Write it whole or not at all, for its owner's eyes. Raises OSError."""
-
-
-# -- an output in memory, for programs that iterate over answers ------------------------------------------------------
+        """Write the content atomically, readable only by its owner. Raises OSError."""
 
 
 class MemorySink:
-    """Keeps lines until they are taken."""
+    """A sink in memory, for programs that iterate over answers."""
 
     def __init__(self) -> None:
         self._lines: deque[bytes] = deque()
 
     def append(self, line: bytes) -> None:
-        """Keep a line."""
+        """Store a line."""
         self._lines.append(line)
 
     def take(self) -> list[dict[str, Any]]:
-        """Return the lines since the last call, as what they say."""
+        """Return the parsed lines since the last call."""
         taken = [loads(line) for line in self._lines]
         self._lines.clear()
         return taken
 
     def sync(self) -> None:
-        """Nothing of it survives."""
+        """Do nothing: memory does not survive."""
 
     def close(self) -> None:
-        """Keep what was not taken."""
+        """Do nothing; lines not yet taken stay."""

@@ -1,6 +1,9 @@
-"""Answers as Parquet: one column per field of an output line. docs/guide/output.md lists them.
+"""How the lines of a part are encoded: JSON Lines, plain or compressed, or Parquet.
 
-`metadata`, `logprobs` and `parsed`, whose form the records decide, are JSON texts. Needs pyarrow.
+>>> codec_of("answers.jsonl.zst").ending
+'.jsonl.zst'
+
+Parquet needs pyarrow.
 """
 
 from __future__ import annotations
@@ -20,12 +23,14 @@ from ragspec.errors import ConfigError, flat
 from ragspec.json_text import JSONDecodeError, dumps, loads
 from ragspec.outputs.ledger import Drop, Finished
 
-AS_JSON = ("metadata", "logprobs", "parsed")
-FINISHED = ["id", "fingerprint", "error", "prompt_tokens", "output_tokens"]  # what tells what a row finishes
+# -- Parquet ---------------------------------------------------------------------------------------
+
+AS_JSON = ("metadata", "logprobs", "parsed")  # fields whose type depends on the record, stored as JSON texts
+FINISHED = ["id", "fingerprint", "error", "prompt_tokens", "output_tokens"]  # columns that Finished needs
 
 
 class Parquet:
-    """A part is one Parquet file with one row group, compressed with zstd."""
+    """Parts as Parquet files with one row group, compressed with zstd, and a column per field of an output line."""
 
     ending = ".parquet"
 
@@ -40,7 +45,7 @@ class Parquet:
         self.schema = _schema(pyarrow)
 
     def encode(self, lines: Sequence[bytes]) -> bytes:
-        """Return the file's content."""
+        """Return a part's content."""
         rows = [_row(loads(line)) for line in lines]
         try:
             return self._written(self._arrow.Table.from_pylist(rows, schema=self.schema))
@@ -48,11 +53,11 @@ class Parquet:
             raise OSError(errno.EINVAL, f"cannot be written as Parquet ({flat(error, 160)})") from None
 
     def finished(self, data: bytes) -> list[Finished]:
-        """Return what its rows finish."""
+        """Return what a part's rows finish."""
         return [_finished(row) for row in self._read(data, FINISHED).to_pylist()]
 
     def without(self, data: bytes, drop: Drop) -> bytes:
-        """Return the content without the rows to drop."""
+        """Return a part's content without the rows to drop."""
         table = self._read(data)
         return self._written(table.filter(self._arrow.array([not drop(each) for each in self.finished(data)])))
 
@@ -75,10 +80,10 @@ def _finished(row: dict[str, Any]) -> Finished:
 
 
 def line_of(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the output line that a row says: what is a JSON text there is its value again."""
+    """Return a row as an output line, with JSON texts parsed."""
     line = {key: value for key, value in row.items() if value is not None}
     for key in AS_JSON:
-        with suppress(KeyError, JSONDecodeError):  # a text that another program wrote stays one
+        with suppress(KeyError, JSONDecodeError):  # a text from another program stays a text
             line[key] = loads(line[key]) if isinstance(line[key], str) else line[key]
     return line
 
@@ -126,15 +131,11 @@ def _schema(arrow: Any) -> Any:
     return arrow.schema(list(columns.items()))
 
 
-# -- lines -> the bytes of a part, and what it finishes -> back. A part's ending says how it was written --------------
-#
-# >>> codec_of("answers.jsonl.zst").ending
-# '.jsonl.zst'
-
+# -- lines -----------------------------------------------------------------------------------------
 
 LINES = (".jsonl", ".ndjson")
 PACKINGS = (".gz", ".zst")
-# formats that a name can promise, and that are not written
+# endings of formats that are not written
 OTHERS = (
     *(".json", ".csv", ".tsv", ".tab", ".xls", ".xlsx", ".ods", ".arrow", ".feather", ".ipc", ".orc", ".avro"),
     *(".bz2", ".xz", ".zip", ".7z", ".rar", ".tar", ".tgz", ".lz4", ".br", ".z", ".lzma", ".snappy"),
@@ -145,7 +146,7 @@ POSSIBLE = "NAME.jsonl, NAME.jsonl.gz, NAME.jsonl.zst, NAME.parquet or a folder 
 
 
 class Codec(Protocol):
-    """One way to write lines. ending: of a part's name."""
+    """A way to encode lines. ending: of a part's name."""
 
     @property
     def ending(self) -> str: ...
@@ -162,7 +163,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """JSON Lines, packed or not."""
+    """JSON Lines, compressed or not."""
 
     ending: str
     pack: Callable[[bytes], bytes] = bytes
@@ -185,7 +186,7 @@ class Lines:
 
 
 def _gzipped(data: bytes) -> bytes:
-    return gzip.compress(data, mtime=0)  # the same lines are the same bytes, whenever they are sent again
+    return gzip.compress(data, mtime=0)  # deterministic, so that a part sent twice has the same bytes
 
 
 def _zipped(data: bytes) -> bytes:
@@ -204,7 +205,7 @@ PLAIN, GZIP, ZSTD = (
 
 
 def codec_of(path: str, format: str = "auto") -> Codec:
-    """Return how the parts of the output `path` are written; compressed lines where its name does not say."""
+    """Return the codec of an output's parts; JSON Lines with zstd unless its name says otherwise."""
     name = path.rstrip("/").lower()
     if format == "parquet" or (format == "auto" and name.endswith(".parquet")):
         return Parquet()
@@ -216,7 +217,7 @@ def codec_of(path: str, format: str = "auto") -> Codec:
 def check_ending(path: str, format: str = "auto") -> None:
     """Raise ConfigError for an output whose name promises a format that it would not have.
 
-    format: that the config asks for. JSON Lines may be called .json where it asks for them.
+    format: the config's; with JSON Lines, the name may end in .json.
     """
     name = path.rstrip("/").lower()
     lines = format in ("jsonl", "openai")

@@ -1,4 +1,9 @@
-"""Files that only their owner can read: everything written about a run, since a config may contain private values."""
+"""Files and folders of an output: private files, folders here and on object stores, small JSON documents.
+
+>>> folder = LocalFolder(Path("answers.parquet")); folder.create("part-00000.parquet", b"...")
+
+Files about a run are readable only by their owner (mode 0600), since a config may contain private values.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +22,9 @@ from ragspec.inputs.storage import address_errors, filesystem
 from ragspec.json_text import dumps, loads
 from ragspec.outputs.line_file import free_number
 
-# -- folders that take whole files: one on this machine, or an object store's -----------------------------------------
-#
-# >>> folder = LocalFolder(Path("answers.parquet")); folder.create("part-00000.parquet", b"...")
+# -- folders ---------------------------------------------------------------------------------------
 
-
-OBJECTS = {"s3", "s3a", "gs", "gcs"}  # stores whose files can be created exclusively
+OBJECTS = {"s3", "s3a", "gs", "gcs"}  # stores that can create a file exclusively
 TAKEN = "is there already, with other answers: another run is writing this output"
 
 
@@ -30,26 +32,26 @@ class Folder(Protocol):
     """Files by name. Every method raises OSError."""
 
     def names(self) -> list[str]:
-        """Return the names of the files in it; none where it is not there."""
+        """Return the names of the files, none if the folder does not exist."""
 
     def read(self, name: str) -> bytes:
         """Return a file's content."""
 
     def create(self, name: str, data: bytes) -> None:
-        """Write a file whole or not at all. Raises FileExistsError if one of that name holds something else."""
+        """Write a new file atomically. Raises FileExistsError if the name exists with other content."""
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file whole or not at all, over one of that name."""
+        """Write a file atomically, replacing one of the same name."""
 
     def delete(self, name: str) -> None:
-        """Delete a file, if it is there."""
+        """Delete a file if it exists."""
 
     def set_aside(self, names: list[str]) -> None:
-        """Move files to the first of FOLDER.1, FOLDER.2, ... that is free."""
+        """Move files to the first free one of FOLDER.1, FOLDER.2, ..."""
 
 
 class LocalFolder:
-    """A folder on this machine. Whoever writes it has locked it (parts.py)."""
+    """A folder on this machine, locked by its writer (parts.py)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -86,7 +88,7 @@ class LocalFolder:
 
 
 class RemoteFolder:
-    """A prefix of an object store, or a folder of any file system that fsspec knows."""
+    """A prefix of an object store, or a folder of any file system that fsspec supports."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self.url = url.rstrip("/")
@@ -120,14 +122,14 @@ class RemoteFolder:
                 else:
                     self.put(name, data)
             except FileExistsError:
-                # ours, if the connection broke after it was stored, and it was sent again
+                # equal content: our own write was retried after the connection broke
                 if self.read(name) != data:
                     raise FileExistsError(errno.EEXIST, TAKEN, url) from None
 
     def put(self, name: str, data: bytes) -> None:
         path = f"{self._path}/{name}"
         with address_errors(f"{self.url}/{name}"):
-            if self._exclusive:  # an object is there as a whole, or not at all
+            if self._exclusive:  # objects appear atomically
                 self._system.pipe_file(path, data)
                 return
             self._system.makedirs(self._path, exist_ok=True)
@@ -151,18 +153,16 @@ class RemoteFolder:
                 self._system.rm_file(f"{self._path}/{name}")
 
 
-# -- small JSON files beside the lines of an output: in a file of this machine, or in a folder of any kind ------------
-#
-# >>> LocalDocument(Path("out/answers.stats.json")).write({"records": 10})
+# -- documents -------------------------------------------------------------------------------------
 
 
 def encoded(value: Any) -> bytes:
-    """Return a document's content: JSON for people to read."""
+    """Return a document as indented JSON."""
     return dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE)
 
 
 def decoded(data: bytes) -> dict[str, Any]:
-    """Return what a document says; nothing where it is not one."""
+    """Return a document's content, {} if it is invalid."""
     try:
         value = loads(data)
     except ValueError:
@@ -171,12 +171,15 @@ def decoded(data: bytes) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` to `path` whole or not at all, for its owner's eyes, to survive a power cut. Raises OSError."""
+    """Write `value` to `path` as JSON, atomically and durably, readable only by its owner. Raises OSError."""
     write_whole(path, encoded(value))
 
 
 class LocalDocument:
-    """A file on this machine, which only its owner can read."""
+    """A JSON file on this machine, readable only by its owner.
+
+    >>> LocalDocument(Path("out/answers.stats.json")).write({"records": 10})
+    """
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
@@ -193,7 +196,7 @@ class LocalDocument:
 
 
 class FolderDocument:
-    """A file in a folder."""
+    """A JSON file in a folder."""
 
     def __init__(self, folder: Folder, name: str) -> None:
         self.name = name

@@ -1,10 +1,8 @@
-"""Ctrl-C held back while a line is written and counted, so that the two never disagree.
+"""The journal of an output: lines written in order as records finish, and resumed where a run ended.
 
-    >>> with Interruptions() as interruptions:
-    ...     with interruptions.held_back():
-    ...         pass
-
-Limit: only the main thread is ever interrupted; entered in another one, this does nothing.
+Every line contains the fingerprint of its input row, so a resumed run knows the finished rows whatever the order of
+lines. A line ahead of its turn waits in `answers.pending.jsonl` (line_file.py); `answers.run.json` names the config
+(run_state.py). Limit: one process at a time may write an output, which a lock enforces.
 """
 
 from __future__ import annotations
@@ -31,7 +29,14 @@ from ragspec.stats import Causes, OutputTotals, RunSummary, Spent
 
 
 class Interruptions:
-    """While entered, an interruption comes as usual, but not before the end of a `held_back` block."""
+    """Defers Ctrl-C to the end of a `held_back` block, so that a line and its counts cannot disagree.
+
+        >>> with Interruptions() as interruptions:
+        ...     with interruptions.held_back():
+        ...         pass
+
+    Limit: Python interrupts only the main thread; in another thread this does nothing.
+    """
 
     def __init__(self) -> None:
         self._before: Callable[[int, FrameType | None], Any] | None = None
@@ -40,7 +45,7 @@ class Interruptions:
 
     def __enter__(self) -> Self:
         before = signal.getsignal(signal.SIGINT)
-        # a signal that is ignored, or that a C library handles, stays so
+        # keep a handler that ignores the signal or belongs to a C library
         if threading.current_thread() is threading.main_thread() and callable(before):
             self._before = before
             signal.signal(signal.SIGINT, self._handle)
@@ -53,7 +58,7 @@ class Interruptions:
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """Let an interruption come when the block is over. Keep it short."""
+        """Defer an interruption to the end of the block. Keep the block short."""
         self._holding = True
         try:
             yield
@@ -70,36 +75,37 @@ class Interruptions:
             self._before(number, frame)
 
 
-# -- the output: line by line as records finish, resumed where it ended -----------------------------------------------
-#
-# A line contains the fingerprint of the input line that it answers, so a resumed run knows what is finished in whatever
-# order the lines are. Finished means on disk: a line ahead of its turn waits in `answers.pending.jsonl` (line_file.py),
-# beside `answers.run.json`, which names the config (run_state.py). Limit: one process at a time may write an output (a
-# lock sees to that).
+# -- journal ---------------------------------------------------------------------------------------
 
-
-LOST_S, LOST = 1.0, 0.05  # seconds, or the share of them, that a run which is killed may lose of what it took
+LOST_S, LOST = 1.0, 0.05  # a killed run loses at most this much of its recorded time: seconds, or a share of it
 
 
 def whereabouts(target: Target | None) -> str:
-    """Return where the finished lines of a run that ended early are, and how to go on, for a message."""
+    """Return for a message where the finished lines are and how to continue."""
     if target is None:
         return "finished answers have been written"
     try:
         places = target.whereabouts()
-    except OSError:  # it cannot be asked any more
+    except OSError:  # the target is unreachable
         places = [target.name]
     kept = f"finished answers are kept in {' and '.join(places)}" if places else "nothing was finished yet"
     return f"{kept}; run the same command again to continue"
 
 
 class Journal:
-    """Writes output lines in the asked order and knows which input lines are finished already.
+    """Writes output lines in the requested order and knows which input rows are finished.
 
-    output: what a config says (or a path, or - for stdout), or a sink (nothing to resume there). identity: what a
-    resumed run must agree on; None for an output that is never resumed. partial: whether only a part of the input is
-    read, so that what an earlier run left may belong to the rest of it. among: keys of the rows that `retry_failed`
-    means, None for all.
+    Args:
+        output: a config section, a path, - for stdout, or a sink, which cannot be resumed.
+        identity: the part of the config that a resumed run must share; None for an output that is never resumed.
+        order: "input" or "finish".
+        resume: keep the finished lines of an earlier run; else rename them.
+        retry_failed: answer failed records again.
+        partial: only a part of the input is read, so lines waiting from earlier runs may belong to the rest.
+        among: keys of the rows that `retry_failed` applies to, None for all.
+
+    Raises:
+        ConfigError: the output cannot be opened, or was begun with another config.
     """
 
     def __init__(
@@ -123,11 +129,11 @@ class Journal:
         if retry_failed:
             self._drop = lambda found: found.failed and (among is None or found.key in among)
         self._resumable = identity is not None
-        self._next_spent = 0.0  # seconds of this run, at which they are written again
+        self._next_spent = 0.0  # seconds of this run after which its time is recorded again
         self._interruptions = Interruptions()
         self._next = 0
-        # runs of lines that have nothing to write and whose turn has not come
-        self._silent: deque[tuple[int, int]] = deque()
+        # [begin, end) ranges of lines that are already written and whose turn has not come
+        self._skipped: deque[tuple[int, int]] = deque()
         self._ahead: Spill | MemorySpill = MemorySpill()
         self._store: Store | None = None
         self._file: Sink
@@ -149,18 +155,24 @@ class Journal:
                 with self._writing():
                     self._end()
             else:
-                with suppress(OSError):  # the run has an error of its own to tell
-                    self._break_off()
+                with suppress(OSError):  # the run's own error takes precedence
+                    self._abort()
         finally:
             self._interruptions.__exit__()
             self._ahead.close()
             self._file.close()
 
     def put(self, index: int, line: dict[str, Any] | bytes, counted: Callable[[], None] = lambda: None) -> None:
-        """Write output line number `index`; on disk, it waits for those before it. bytes: as it is, without a line end.
+        """Write output line number `index`, or store it on disk until the lines before it are written.
 
-        counted: called when the line is on disk, and never otherwise. Raises TypeError, nothing written, if `line`
-        cannot be JSON (nested too deeply, say); ConfigError on a full disk.
+        Args:
+            index: the line's number.
+            line: the line's value, or its bytes without a line end.
+            counted: called once the line is on disk.
+
+        Raises:
+            TypeError: `line` cannot be JSON (nested too deeply, for instance); nothing is written.
+            ConfigError: the output cannot be written (a full disk, for instance).
         """
         encoded = line + b"\n" if isinstance(line, bytes) else dumps(line, option=orjson.OPT_APPEND_NEWLINE)
         with self._writing():
@@ -173,25 +185,25 @@ class Journal:
             self._take_turns()
 
     def skip(self, index: int, key: str) -> None:
-        """Treat line number `index`, higher than all skipped before, as the finished one with that fingerprint."""
+        """Mark line number `index` as finished by an earlier run. Indices must increase. key: its fingerprint."""
         if not self._in_order:
             return
         self._ahead.claim(index, key)
         if index not in self._ahead:
-            begin = self._silent.pop()[0] if self._silent and self._silent[-1][1] == index else index
-            self._silent.append((begin, index + 1))  # millions may be skipped behind one that is tried again
+            begin = self._skipped.pop()[0] if self._skipped and self._skipped[-1][1] == index else index
+            self._skipped.append((begin, index + 1))  # ranges, since millions may be skipped behind a retried line
         with self._writing():
             self._take_turns()
 
     def _take_turns(self) -> None:
-        """Write what has waited for the line that was written last."""
+        """Write the lines whose turn has come."""
         while self._in_order:
             if self._next in self._ahead:
                 self._file.append(self._ahead.get(self._next))
                 self._ahead.drop(self._next)
                 self._next += 1
-            elif self._silent and self._silent[0][0] == self._next:
-                self._next = self._silent.popleft()[1]
+            elif self._skipped and self._skipped[0][0] == self._next:
+                self._next = self._skipped.popleft()[1]
             else:
                 return
 
@@ -205,8 +217,8 @@ class Journal:
         if not self._partial:
             self._ahead.remove()
 
-    def _break_off(self) -> None:
-        if isinstance(self._ahead, MemorySpill):  # nobody comes back for what waits
+    def _abort(self) -> None:
+        if isinstance(self._ahead, MemorySpill):  # no later run can pick up these lines
             for line in self._ahead.rest():
                 self._file.append(line)
         self._ahead.sync()
@@ -214,7 +226,7 @@ class Journal:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Keep a file and the counts in agreement, whenever Ctrl-C comes; waiting for a full pipe is interrupted."""
+        """Keep the file and the counts consistent under Ctrl-C; a wait for a full pipe stays interruptible."""
         with self._interruptions.held_back() if self.target else nullcontext():
             try:
                 yield
@@ -224,8 +236,6 @@ class Journal:
                 kept = f"; {whereabouts(self.target)}" if self.target else ""
                 where = error.filename or self.output
                 raise ConfigError(f"{where}: cannot be written ({error.strerror}){kept}") from None
-
-    # -- an output that keeps its lines ---------------------------------------------------------------------------
 
     def _open(self, target: Target, identity: dict[str, Any] | None, resume: bool) -> Store:
         if identity is not None:
@@ -243,7 +253,7 @@ class Journal:
             if began and (identity is None or not resume):
                 store.set_aside(spill)
             elif began and identity is not None and spill is not None:
-                kept = self._agrees(target, identity, store, spill)
+                kept = self._keeps_answers(target, identity, store, spill)
                 spent = _spent(target)
                 self._resume(store, spill)
             if identity is not None:
@@ -251,10 +261,10 @@ class Journal:
             opened.pop_all()
         return store
 
-    def _agrees(self, target: Target, identity: dict[str, Any], store: Store, spill: Spill) -> bool:
-        """Return whether answers that are there stay; False where all is tried again, so that any config may do it.
+    def _keeps_answers(self, target: Target, identity: dict[str, Any], store: Store, spill: Spill) -> bool:
+        """Return whether existing answers stay; False if all are retried, so that any config may do it.
 
-        Raises ConfigError if they would stay beside those of a config that they do not go with.
+        Raises ConfigError if answers of another config would stay.
         """
         try:
             target.state.check_config(identity, retrying=self._drop is not None)
@@ -272,7 +282,7 @@ class Journal:
         for place, line in spill.lines():
             found = Finished.of(line)
             foreign |= found.key is None
-            # what is in the output too was moved there when the run was killed
+            # a line in both files was moved to the output when the run was killed
             dropped = self._drop is not None and self._drop(found)
             if found.key is not None and found.key not in self.ledger and not dropped:
                 waiting[found.key] = place
@@ -288,20 +298,20 @@ class Journal:
 
     @property
     def signature(self) -> str:
-        """What lines say of the config that answers them: "" where it is the one that began the output."""
+        """Return the config's digest for the lines, "" for the config that began the output."""
         return self.target.state.signature if self.target is not None else ""
 
     def keep_spent(self, summary: RunSummary) -> None:
-        """Write now and then what the runs of this output took: a run that is killed loses little of it."""
+        """Record the time spent by all runs at intervals, so that a killed run loses little of it."""
         spent = summary.load_s + summary.warmup_s + summary.generate_s
         if self.target is None or not self._resumable or spent < self._next_spent:
             return
         self._next_spent = spent + max(LOST_S, LOST * spent)
-        with suppress(OSError):  # a full disk is told of by the next line
+        with suppress(OSError):  # the next line reports a full disk
             self.target.state.keep_spent(summary)
 
     def totals(self, summary: RunSummary) -> OutputTotals | None:
-        """Return what the output holds after this run, and what all its runs took; None of one that is not resumed."""
+        """Return what the output holds after this run and the time of all runs; None if it cannot be resumed."""
         if self.target is None or not self._resumable:
             return None
         ledger, state = self.ledger, self.target.state
@@ -328,14 +338,14 @@ def _all_dropped(store: Store, spill: Spill, drop: Drop) -> bool:
 
 
 def _spent(target: Target) -> Spent:
-    """Return what earlier runs took; of an output from before that was kept, what its statistics say of the latest."""
+    """Return the time of earlier runs; for an output from before it was recorded, that of the latest statistics."""
     found = Spent.of(target.state.read().get("spent"))
     return found if found.runs else Spent.of(target.statistics.read(), runs=1)
 
 
 @contextmanager
 def _opening(output: str) -> Iterator[None]:
-    """Say in one line why an output cannot be opened."""
+    """Convert an error of opening an output to a one-line ConfigError."""
     try:
         yield
     except BlockingIOError:

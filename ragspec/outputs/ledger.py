@@ -1,4 +1,4 @@
-"""What is finished: the input rows that an output has answers or error lines for, recognised by their fingerprints.
+"""The finished input rows of an output: rows with an answer or an error line, identified by fingerprints.
 
 >>> ledger = Ledger(); ledger.note(Finished("a1b2", "q1")); "a1b2" in ledger
 True
@@ -16,17 +16,17 @@ from ragspec.inputs.record_ids import KeySet
 from ragspec.json_text import loads
 from ragspec.stats import Causes
 
-LINE = "batch_req_"  # before the fingerprint, in the id of a line of OpenAI's Batch API
+LINE = "batch_req_"  # precedes the fingerprint in the id of an OpenAI Batch API line
 
 
 def fingerprint(row: InputRow, record_id: str | None) -> str:
-    """Return what names an input row: its content with its id, or with its number if it has no id of its own."""
+    """Return a hash of an input row: of its content, with its id or, without one, its number."""
     name = f"line {row.number}" if record_id is None else f"id {record_id}"
     return hashlib.blake2b(name.encode() + b"\0" + row.raw, digest_size=12).hexdigest()
 
 
 class Finished(NamedTuple):
-    """What an output line finishes. key: the fingerprint; None if it is not one of ours. message: why it failed."""
+    """What an output line finishes. key: the fingerprint, None for a foreign line. message: why the record failed."""
 
     key: str | None = None
     id: str = ""
@@ -54,7 +54,7 @@ class Finished(NamedTuple):
 
 
 def _tokens(line: dict[str, Any], batch: bool) -> tuple[int, int]:
-    """Return the tokens of an answer's prompt and of the answer, as far as its line says."""
+    """Return an answer's prompt and output tokens, 0 if its line lacks them."""
     try:
         counts = line["response"]["body"]["usage"] if batch else line
         found = counts["prompt_tokens"], counts["completion_tokens" if batch else "output_tokens"]
@@ -63,13 +63,13 @@ def _tokens(line: dict[str, Any], batch: bool) -> tuple[int, int]:
     return found if all(isinstance(count, int) for count in found) else (0, 0)
 
 
-Drop = Callable[[Finished], bool]  # whether a line is left out, because its record is tried again
+Drop = Callable[[Finished], bool]  # returns whether to remove a line because its record is retried
 
 
 class Ledger:
-    """The finished rows of earlier runs. resumed: how many lines there were; failures: why some failed.
+    """The finished rows of earlier runs. resumed: their number of lines. failures: the causes of failed ones.
 
-    answers, prompt_tokens, output_tokens: of the lines that are answers.
+    answers, prompt_tokens, output_tokens: counted over answered lines.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Ledger:
         return key in self._finished
 
     def note(self, found: Finished) -> None:
-        """Take in a line. One that is not ours stays where it is, and finishes nothing."""
+        """Add a line. A foreign line finishes nothing."""
         if found.key is None:
             return
         self._finished.add(found.key)
@@ -105,5 +105,5 @@ class Ledger:
         return key in self._failed
 
     def answered(self, record_id: str) -> bool:
-        """Return whether some row with this id has an answer, whatever its content was then."""
+        """Return whether any row with this id has an answer, regardless of its content."""
         return record_id in self._answered_ids

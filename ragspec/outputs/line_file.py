@@ -1,9 +1,9 @@
-"""A file of whole lines that one process at a time writes.
+"""Files of whole lines, written by one process at a time: an output, and lines waiting for their turn.
 
     >>> file = LineFile(Path("answers.jsonl")); file.append(b"{}\\n"); file.close()
 
-What is appended survives the process being killed right after; a power cut only spares what `sync` was called for.
-Limit: the lock is advisory, and the file system must support it (flock).
+An appended line survives the process being killed; only `sync` makes it survive a power failure. Limit: the lock is
+advisory, and the file system must support it (flock).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ BLOCK = 1 << 16
 
 
 class LineFile:
-    """`path`, created if missing, open and locked. If it is a link, the file that it leads to.
+    """`path`, created if missing, open and locked. A symbolic link is resolved.
 
-    Raises BlockingIOError if another process has locked it, else OSError.
+    Raises BlockingIOError if another process holds the lock, else OSError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,23 +35,23 @@ class LineFile:
 
     @property
     def size(self) -> int:
-        """Its size in bytes."""
+        """Return the size in bytes."""
         return os.fstat(self._file.fileno()).st_size
 
     def append(self, line: bytes) -> int:
-        """Write a line at the end and return where it begins. Raises OSError, the file as it was before."""
+        """Append a line and return its offset. On OSError, the file is as before."""
         begin = self.size
         try:
             write_all(self._file, line)
         except OSError as error:
             with suppress(OSError):
-                os.ftruncate(self._file.fileno(), begin)  # half a line does not count
+                os.ftruncate(self._file.fileno(), begin)  # remove the partial line
             error.filename = str(self.path)
             raise
         return begin
 
     def read(self, begin: int, length: int) -> bytes:
-        """Return `length` bytes from `begin` on."""
+        """Return `length` bytes from offset `begin`."""
         pieces = []
         while length > 0 and (piece := os.pread(self._file.fileno(), length, begin)):
             pieces.append(piece)
@@ -59,7 +59,7 @@ class LineFile:
         return b"".join(pieces)
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
-        """Yield where each line begins, and the line."""
+        """Yield each line with its offset."""
         begin = 0
         with self.path.open("rb") as file:
             for line in file:
@@ -67,7 +67,7 @@ class LineFile:
                 begin += len(line)
 
     def cut_torn_line(self) -> None:
-        """Cut off a last line without its line end, as a killed run leaves it."""
+        """Remove a last line without a line end, which a killed run leaves."""
         size = end = self.size
         while end > 0:
             start = max(0, end - BLOCK)
@@ -84,7 +84,7 @@ class LineFile:
         os.ftruncate(self._file.fileno(), 0)
 
     def replace(self, lines: Iterable[bytes]) -> None:
-        """Replace all lines by `lines`: completely or not at all, whatever happens meanwhile."""
+        """Replace all lines with `lines` atomically."""
         draft = self.path.with_name(f".{self.path.name}.draft")
         draft.unlink(missing_ok=True)
         fresh = _locked(draft)
@@ -104,39 +104,39 @@ class LineFile:
         self._file = fresh
 
     def move_aside(self, number: int) -> None:
-        """Move it to NAME.number, and begin an empty one."""
+        """Rename the file to NAME.number and start an empty one."""
         self.path.rename(self.path.with_name(f"{self.path.name}.{number}"))
         sync_folder(self.path.parent)
         self._file.close()
         self._file = _locked(self.path)
 
     def sync(self) -> None:
-        """Let what is written survive a power cut."""
+        """Make written lines survive a power failure."""
         os.fsync(self._file.fileno())
         sync_folder(self.path.parent)
 
     def remove(self) -> None:
-        """Delete it, and close it."""
+        """Delete and close the file."""
         self.path.unlink(missing_ok=True)
         self.close()
 
     def close(self) -> None:
-        """Close it, which frees the lock."""
+        """Close the file and release the lock."""
         self._file.close()
 
 
 def write_all(file: IO[bytes] | Any, data: bytes) -> None:
-    """Write all of `data`, for files without a buffer, which may take a part of it."""
+    """Write all of `data` to an unbuffered file, which may accept only a part at once."""
     left = memoryview(data)
     while left:
         written = file.write(left)
-        if written is None:  # somebody made it non-blocking
+        if written is None:  # the file is non-blocking
             raise BlockingIOError(11, "it is not accepting data right now")
         left = left[written:]
 
 
 def _locked(path: Path) -> IO[bytes]:
-    """Return a file without a buffer, locked, that `path` names."""
+    """Return `path` open, unbuffered and locked."""
     while True:
         file = path.open("a+b", buffering=0)
         try:
@@ -146,7 +146,7 @@ def _locked(path: Path) -> IO[bytes]:
         except BaseException:
             file.close()
             raise
-        file.close()  # between opening and locking, its owner has put another in its place
+        file.close()  # replaced by its previous owner between open and lock
 
 
 def _is_named(path: Path, file: IO[bytes]) -> bool:
@@ -157,26 +157,20 @@ def _is_named(path: Path, file: IO[bytes]) -> bool:
     return os.path.samestat(named, os.fstat(file.fileno()))
 
 
-# -- finished lines that are ahead of their turn: on disk at once; only their places are in memory --------------------
-#
-#     >>> spill = Spill(Path("answers.pending.jsonl")); spill.add(7, b"{}\n"); spill.get(7); spill.drop(7)
-#
-# A line is dropped once it is in the output. Being killed between the two leaves it in both; whoever reads the file
-# again leaves out what the output has.
+# -- waiting lines ---------------------------------------------------------------------------------
 
-
-SLACK = 16 << 20  # bytes of dropped lines, beyond as much as still waits, from which on the file is rewritten
+SLACK = 16 << 20  # bytes of dropped lines, in excess of the waiting bytes, that trigger a rewrite
 
 
 class SpillPosition(NamedTuple):
-    """Where a line is."""
+    """The byte range of a line."""
 
     begin: int
     length: int
 
 
 class MemorySpill:
-    """The same in memory, for an output that cannot be resumed anyway."""
+    """A Spill in memory, for an output that cannot be resumed."""
 
     def __init__(self) -> None:
         self._lines: dict[int, bytes] = {}
@@ -185,80 +179,85 @@ class MemorySpill:
         return index in self._lines
 
     def add(self, index: int, line: bytes) -> None:
-        """Keep the line number `index` until its turn."""
+        """Store line number `index`."""
         self._lines[index] = line
 
     def claim(self, index: int, key: str) -> None:
-        """Do nothing: no earlier run left anything here."""
+        """Do nothing: there are no lines of an earlier run."""
 
     def get(self, index: int) -> bytes:
         """Return a line."""
         return self._lines[index]
 
     def drop(self, index: int) -> None:
-        """Forget a line: it is written."""
+        """Remove a line after it is written."""
         del self._lines[index]
 
     def rest(self) -> Iterator[bytes]:
-        """Yield all that waits, in the order of the input."""
+        """Yield all waiting lines in input order."""
         yield from (self._lines[index] for index in sorted(self._lines))
 
     def sync(self) -> None:
-        """Nothing of it survives a power cut."""
+        """Do nothing: memory does not survive a power failure."""
 
     def remove(self) -> None:
-        """Forget all lines."""
+        """Remove all lines."""
         self._lines.clear()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 class Spill:
-    """The lines that wait, in the file `path`, which is there only while it is needed. All methods raise OSError."""
+    """Finished lines ahead of their turn, on disk in the file `path`; only their positions are in memory.
+
+        >>> spill = Spill(Path("answers.pending.jsonl")); spill.add(7, b"{}\\n"); spill.get(7); spill.drop(7)
+
+    The file exists only while it is needed. A line is dropped after it is written to the output; a run killed in
+    between leaves it in both, and the reader skips lines that the output has. All methods raise OSError.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: LineFile | None = LineFile(path) if path.exists() else None
         self._waiting: dict[int, SpillPosition] = {}
-        self._unclaimed: dict[
-            str, SpillPosition
-        ] = {}  # lines of an earlier run, by fingerprint, whose turn is not known yet
-        self._live = 0  # bytes of both
+        # lines of an earlier run by fingerprint, whose index is not known yet
+        self._unclaimed: dict[str, SpillPosition] = {}
+        self._live = 0  # bytes of waiting and unclaimed lines
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """Return the file's size in bytes."""
         return self._file.size if self._file else 0
 
     def __contains__(self, index: int) -> bool:
         return index in self._waiting
 
     def lines(self) -> Iterator[tuple[SpillPosition, bytes]]:
-        """Yield the whole lines that an earlier run left, and where they are."""
+        """Yield the complete lines of an earlier run with their positions."""
         if self._file:
             self._file.cut_torn_line()
             for begin, line in self._file:
                 yield SpillPosition(begin, len(line)), line
 
     def keep(self, found: dict[str, SpillPosition]) -> None:
-        """Keep, of what an earlier run left, these lines by their fingerprints, and nothing else."""
+        """Keep only these lines of an earlier run, by fingerprint."""
         self._unclaimed = found
         self._live = sum(place.length for place in found.values())
         if self._live != self.size:
-            self._write_anew()
+            self._rewrite()
 
     def add(self, index: int, line: bytes) -> None:
-        """Write the line number `index`, which has to wait for its turn."""
+        """Write line number `index`, which waits for its turn."""
         if self._file is None:
             self._file = LineFile(self.path)
         elif self._file.size > 2 * self._live + SLACK:
-            self._write_anew()
+            self._rewrite()
         self._waiting[index] = SpillPosition(self._file.append(line), len(line))
         self._live += len(line)
 
     def claim(self, index: int, key: str) -> None:
-        """Give a line of an earlier run its turn, if it left one of that fingerprint."""
+        """Assign an earlier run's line with this fingerprint to `index`, if there is one."""
         if (place := self._unclaimed.pop(key, None)) is not None:
             self._waiting[index] = place
 
@@ -267,39 +266,39 @@ class Spill:
         return self._read(self._waiting[index])
 
     def drop(self, index: int) -> None:
-        """Forget a line: it is in the output."""
+        """Remove a line after it is written to the output."""
         self._live -= self._waiting.pop(index).length
         if not self._live and self._file:
             self._file.empty()
 
     def rest(self) -> Iterator[bytes]:
-        """Yield all that waits in the order of the input, then what nobody claimed."""
+        """Yield all waiting lines in input order, then the unclaimed ones."""
         for place in [self._waiting[index] for index in sorted(self._waiting)] + list(self._unclaimed.values()):
             yield self._read(place)
 
     def set_aside(self, number: int) -> None:
-        """Move what an earlier run left to NAME.number."""
+        """Rename the file of an earlier run to NAME.number."""
         if self._file and self._file.size:
             self._file.move_aside(number)
 
     def copy_aside(self, number: int) -> None:
-        """Copy what an earlier run left to NAME.number."""
+        """Copy the file of an earlier run to NAME.number."""
         shutil.copyfile(self.path, self.path.with_name(f"{self.path.name}.{number}"))
 
     def sync(self) -> None:
-        """Let what waits survive a power cut."""
+        """Make waiting lines survive a power failure."""
         if self._file:
             self._file.sync()
 
     def remove(self) -> None:
-        """Delete the file: all is in the output."""
+        """Delete the file: all lines are in the output."""
         self._waiting, self._unclaimed, self._live = {}, {}, 0
         if self._file:
             self._file.remove()
             self._file = None
 
     def close(self) -> None:
-        """Close the file. An empty one is deleted."""
+        """Close the file, and delete it if empty."""
         if self._file:
             if self._file.size:
                 self._file.close()
@@ -310,8 +309,8 @@ class Spill:
         assert self._file is not None
         return self._file.read(*place)
 
-    def _write_anew(self) -> None:
-        """Leave out of the file what is in the output by now."""
+    def _rewrite(self) -> None:
+        """Rewrite the file without dropped lines."""
         assert self._file is not None
         waiting, unclaimed = dict(self._waiting), dict(self._unclaimed)
         places = [*waiting.values(), *unclaimed.values()]
@@ -325,28 +324,29 @@ class Spill:
         self._unclaimed = dict(zip(unclaimed, moved[len(waiting) :], strict=True))
 
 
-# -- an output that is one local file, appended line by line ----------------------------------------------------------
-#
-# >>> store = Appended(Path("answers.jsonl")); store.append(b"{}\n"); store.finish()
+# -- local output ----------------------------------------------------------------------------------
 
 
 class Appended(LineFile):
-    """The file `path`, as a store."""
+    """A store in one local file, appended line by line.
+
+    >>> store = Appended(Path("answers.jsonl")); store.append(b"{}\\n"); store.finish()
+    """
 
     @property
     def begun(self) -> bool:
-        """Whether it has lines."""
+        """Return whether there are lines."""
         return self.size > 0
 
     def finished(self, drop: Drop | None = None) -> Iterator[Finished]:
-        """Cut off what is torn, leave out the lines to `drop`, and yield what the others finish."""
+        """Remove a partial last line and the lines to `drop`, and yield what the others finish."""
         self.cut_torn_line()
         if drop is not None:
             self.replace(line for _, line in self if not drop(Finished.of(line)))
         return (Finished.of(line) for _, line in self)
 
     def set_aside(self, spill: Spill | None) -> None:
-        """Move what is not to be resumed to NAME.1, NAME.2, ...: nothing written is ever lost."""
+        """Rename what is not resumed to NAME.1, NAME.2, ...; written lines are never lost."""
         number = free_number(self.path, *([spill.path] if spill else []))
         if spill:
             spill.set_aside(number)
@@ -354,9 +354,9 @@ class Appended(LineFile):
             self.move_aside(number)
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: appended lines are complete."""
 
 
 def free_number(*paths: Path) -> int:
-    """Return the first number n for which no NAME.n is there."""
+    """Return the smallest n for which no NAME.n exists."""
     return next(n for n in count(1) if not any(path.with_name(f"{path.name}.{n}").exists() for path in paths))

@@ -1,6 +1,6 @@
 """Output lines of OpenAI's Batch API: {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}.
 
-The line's id contains its fingerprint, so that a resumed run knows what is finished. Source: OpenAI's API reference.
+The id contains the fingerprint, so that a resumed run knows the finished rows. Source: OpenAI's API reference.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BAD_REQUEST, SERVER_ERROR = 400, 500
 
 
 class OpenAIBatch:
-    """Chat completions; text completions for records that are a prompt. model: the name that answers, in the lines."""
+    """Chat completions, or text completions for records with a prompt. model: the model name in the lines."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -44,9 +44,9 @@ class OpenAIBatch:
         choice = _chat_choice if chat else _text_choice
         choices = []
         for index, (answer, part) in enumerate(zip(answers, parts, strict=True)):
-            asked = flight.sampling.logprobs is not None
-            told_of = choice(answer, part if flight.record.reasoning else replace(part, reasoning=""), runner, asked)
-            choices.append({"index": index, **told_of, "finish_reason": answer.finish_reason})
+            logprobs = flight.sampling.logprobs is not None
+            content = choice(answer, part if flight.record.reasoning else replace(part, reasoning=""), runner, logprobs)
+            choices.append({"index": index, **content, "finish_reason": answer.finish_reason})
         written = sum(len(answer.token_ids) for answer in answers)
         body = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{flight.fingerprint}",
@@ -72,7 +72,7 @@ class OpenAIBatch:
 
     def signed(self, line: bytes, config: str) -> bytes:
         value = loads(line)
-        value["response"]["body"]["system_fingerprint"] = config  # OpenAI's name for what a model ran with
+        value["response"]["body"]["system_fingerprint"] = config  # OpenAI's name for the backend configuration
         return dumps(value)
 
 
@@ -83,23 +83,20 @@ def _line(
     return {"id": f"{LINE}{fingerprint}", "custom_id": name, "response": response, "error": error}
 
 
-def _chat_choice(answer: Generation, part: AnswerText, runner: Runner, asked: bool) -> dict[str, Any]:
-    thought = {"reasoning": part.reasoning} if part.reasoning else {}
+def _chat_choice(answer: Generation, part: AnswerText, runner: Runner, logprobs: bool) -> dict[str, Any]:
+    reasoning = {"reasoning": part.reasoning} if part.reasoning else {}
     return {
-        "message": {"role": "assistant", "content": part.shown, **thought, "refusal": None},
-        "logprobs": {"content": to_logprobs(answer, runner.tokenizer), "refusal": None} if asked else None,
+        "message": {"role": "assistant", "content": part.shown, **reasoning, "refusal": None},
+        "logprobs": {"content": to_logprobs(answer, runner.tokenizer), "refusal": None} if logprobs else None,
     }
 
 
-def _text_choice(answer: Generation, part: AnswerText, runner: Runner, asked: bool) -> dict[str, Any]:
-    return {"text": part.shown, "logprobs": to_completion_logprobs(answer, runner.tokenizer) if asked else None}
-
-
-# -- the form of a run's output lines: its `output.format` ------------------------------------------------------------
+def _text_choice(answer: Generation, part: AnswerText, runner: Runner, logprobs: bool) -> dict[str, Any]:
+    return {"text": part.shown, "logprobs": to_completion_logprobs(answer, runner.tokenizer) if logprobs else None}
 
 
 def line_format_of(config: RunConfig) -> LineFormat:
-    """Return what writes a run's lines."""
+    """Return the line format of a run's `output.format`."""
     if config.output.format == "openai":
         return OpenAIBatch(config.output.model or str(config.model))
     return NativeFormat()

@@ -1,10 +1,10 @@
-"""An output that is a folder of parts: for what cannot be appended to (compressed files, Parquet, object stores).
+"""An output as a folder of parts, for formats and stores without append (compressed files, Parquet, object stores).
 
     answers.jsonl.zst/part-00000.jsonl.zst, part-00001.jsonl.zst, ..., run.json, stats.json, manifest.json
 
-A line is finished once it is in the spool, a local file. When that has enough lines it is sealed: written as the next
-part, whole, and emptied. Being killed between the two leaves lines in both; whoever opens it again drops them from the
-spool. Losing the machine loses the spool: at most the lines of one part are answered again.
+A line is finished once it is in the spool, a local file. A full spool is sealed: written as the next part and emptied.
+A run killed in between leaves lines in both, and the next one drops them from the spool. Losing the machine loses the
+spool: at most one part's lines are answered again.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ragspec.outputs.line_file import LineFile, Spill
 
 NAME = re.compile(r"part-(\d+)(\..+)")
 MANIFEST, STATE, STATISTICS = "manifest.json", "run.json", "stats.json"
-SPOOL, WAITING = "lines.jsonl", "pending.jsonl"  # in the local folder of what is not sealed
+SPOOL, WAITING = "lines.jsonl", "pending.jsonl"  # in the local folder of unsealed lines
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What the manifest says about a part. records: lines, those of failed records included. bytes: of the file."""
+    """A part's entry in the manifest. records: lines, including failed records. bytes: the file's size."""
 
     name: str
     records: int
@@ -40,7 +40,7 @@ class Part:
 
 
 class Parts:
-    """Parts in `folder`, lines on their way to them in `local`. records, size: of a part, before it is packed."""
+    """Parts in `folder`, with unsealed lines in `local`. records, size: maximum lines and uncompressed bytes."""
 
     def __init__(self, folder: Folder, codec: Codec, local: Path, *, records: int, size: int) -> None:
         self._folder = folder
@@ -56,11 +56,11 @@ class Parts:
             self._spool.close()
             raise
         self._parts: dict[str, Part] = {}
-        self._waiting = 0  # lines in the spool; those of an earlier run are counted by `finished`
-        self._complete = True  # whether the manifest, if there is one, may stay
+        self._waiting = 0  # lines in the spool; `finished` counts those of an earlier run
+        self._complete = True  # whether an existing manifest is still valid
 
     def _found(self) -> list[str]:
-        """Return the parts that are there. Raises OSError for those of another format."""
+        """Return the existing parts. Raises OSError for parts of another format."""
         found = [(name, match) for name in self._folder.names() if (match := NAME.fullmatch(name))]
         for name, match in found:
             if match[2] != self._codec.ending:
@@ -71,11 +71,11 @@ class Parts:
 
     @property
     def begun(self) -> bool:
-        """Whether it has lines."""
+        """Return whether there are lines."""
         return bool(self._names or self._spool.size)
 
     def finished(self, drop: Drop | None = None) -> Iterator[Finished]:
-        """Yield what is finished: in the parts, then in the spool, which loses what a part has already."""
+        """Yield the finished rows of the parts, then of the spool, from which lines already in a part are removed."""
         sealed = KeySet()
         for name in list(self._names):
             for found in self._read(name, drop):
@@ -115,14 +115,14 @@ class Parts:
         return found
 
     def append(self, line: bytes) -> None:
-        """Write a line; seal a part if that makes it full."""
+        """Write a line to the spool, and seal a part if the spool is full."""
         self._spool.append(line)
         self._waiting += 1
         if self._waiting >= self._records or self._spool.size >= self._size:
             self._seal()
 
     def _seal(self) -> None:
-        """Write what is in the spool as the next part."""
+        """Write the spool as the next part and empty it."""
         lines = [line for _, line in self._spool]
         name = f"part-{_number(self._names[-1]) + 1 if self._names else 0:05}{self._codec.ending}"
         data = self._codec.encode(lines)
@@ -134,13 +134,13 @@ class Parts:
         self._waiting = 0
 
     def _change(self) -> None:
-        """A manifest of before says no longer what is there."""
+        """Delete a manifest that is about to become invalid."""
         if self._complete:
             self._folder.delete(MANIFEST)
             self._complete = False
 
     def set_aside(self, spill: Spill | None) -> None:
-        """Move all that is there to FOLDER.1, FOLDER.2, ..., what waited in a part of its own."""
+        """Move everything to FOLDER.1, FOLDER.2, ..., with waiting lines in a last part."""
         self._spool.cut_torn_line()
         if spill:
             for _, line in spill.lines():
@@ -152,7 +152,7 @@ class Parts:
         self._names, self._parts = [], {}
 
     def finish(self) -> None:
-        """Seal the last part, and write the manifest."""
+        """Seal the last part and write the manifest."""
         if self._waiting:
             self._seal()
         parts = [self._parts[name] for name in self._names]
@@ -168,16 +168,16 @@ class Parts:
         )
 
     def sync(self) -> None:
-        """Let what is in the spool survive a power cut; parts do."""
+        """Make the spool survive a power failure; parts already do."""
         self._spool.sync()
 
     def close(self) -> None:
-        """Close the spool. An empty one is deleted."""
+        """Close the spool, and delete it if empty."""
         if self._spool.size:
             self._spool.close()
             return
         self._spool.remove()
-        with suppress(OSError):  # something else is in it
+        with suppress(OSError):  # the folder has other files
             self._local.rmdir()
 
 

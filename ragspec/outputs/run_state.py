@@ -1,9 +1,9 @@
-"""The files beside an output: `answers.run.json`, which says which config started it, and the names of the others.
+"""The files beside an output: `answers.run.json`, which names the config that started it, and the others' paths.
 
     {"config": {...}, "output": "answers.jsonl", "spent": {"runs": 2, "load_s": 4.1, ...}, "configs": {"3f2a": {...}}}
 
-`config` is the latest. `configs`, where failed records were tried again under another one, are all that answered
-records, the first one first; a line names its config where that is a later one. `spent` is what all runs took.
+`config` is the latest config. `configs` exists if failed records were retried under another config, and lists all that
+answered records, the first one first; a line names its config unless that is the first. `spent`: the time of all runs.
 
 >>> sibling("out/answers.jsonl", ".stats.json")
 PosixPath('out/answers.stats.json')
@@ -27,7 +27,7 @@ from ragspec.outputs.folder import LocalDocument
 from ragspec.stats import RunSummary, Spent
 
 STATE, STATISTICS, PENDING = ".run.json", ".stats.json", ".pending.jsonl"
-# what may be another when failed records are tried again: prompts and limits, which answers that are there do not need
+# keys that may change when failed records are retried: prompts and limits, which existing answers do not depend on
 RETRIED = (
     *("prompt", "sampling.max_new_tokens", "retrieval", "index"),
     *(f"runner_args.{key}" for key in ("max_model_len", "max_num_batched_tokens", "context_length", "fail_ids")),
@@ -37,13 +37,13 @@ WAY_OUT = "; use the config it was started with, choose another --output, or use
 
 
 def sibling(output: str, suffix: str) -> Path:
-    """Return the path beside `output` with another ending: out/answers.jsonl -> out/answers.stats.json."""
+    """Return the path beside `output` with another suffix: out/answers.jsonl -> out/answers.stats.json."""
     path = Path(output)
     return path.with_name(path.name.removesuffix(".jsonl") + suffix)
 
 
 def check_writable(path: Path, key: str) -> None:
-    """Raise ConfigError, beginning with `key`, if no file can be written at `path`."""
+    """Raise ConfigError that begins with `key` if `path` is not writable."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if Path(os.path.realpath(path)).is_symlink():
@@ -55,32 +55,32 @@ def check_writable(path: Path, key: str) -> None:
 
 
 class RunState:
-    """What `run.json` says: the config that started the output `output`."""
+    """The content of `run.json`: the config that started the output `output`."""
 
     def __init__(self, output: str, document: Document) -> None:
         self._name = output
         self._document = document
         self._content: dict[str, Any] = {}
         self._spent = Spent()
-        self.signature = ""  # of the config that answers, if another one began the output
+        self.signature = ""  # digest of the current config, "" if it began the output
 
     def check_names(self) -> None:
-        """Raise ConfigError if what belongs to the output belongs to another one too."""
+        """Raise ConfigError if a file beside the output belongs to another output."""
 
     def is_ours(self) -> bool:
-        """Return whether it says what a run of ragspec's writes there."""
+        """Return whether ragspec wrote the file."""
         return isinstance(self.read().get("config"), dict)
 
     def began_by(self) -> str | None:
-        """Return the runner that began the output; None if that is not known."""
+        """Return the runner that began the output, None if unknown."""
         config = self.read().get("config")
         runner = config.get("runner") if isinstance(config, dict) else None
         return runner if isinstance(runner, str) else None
 
     def check_config(self, identity: dict[str, Any], *, retrying: bool = False) -> None:
-        """Raise ConfigError, naming the key, if another config started the output.
+        """Raise ConfigError that names the key if another config started the output.
 
-        retrying: only records that failed are answered, so that prompts and limits may be others.
+        retrying: only failed records are answered, so prompts and limits may differ.
         """
         content = self.read()
         began = content.get("config")
@@ -92,11 +92,11 @@ class RunState:
         changed = list(_differences(began, _plain(identity)))
         kept = [each for each in changed if not each.path.startswith(RETRIED)]
         if kept or (changed and not retrying):
-            told, retry = (kept or changed)[0], "" if kept or retrying else RETRY
-            raise ConfigError(f"{self._name}: was started with a different config: {told}{retry}{WAY_OUT}")
+            first, retry = (kept or changed)[0], "" if kept or retrying else RETRY
+            raise ConfigError(f"{self._name}: was started with a different config: {first}{retry}{WAY_OUT}")
 
     def begin(self, identity: dict[str, Any], spent: Spent, *, kept: bool) -> None:
-        """Record which config answers from now on. kept: the answers of earlier ones stay. Raises ConfigError."""
+        """Record the config that answers from now on. kept: earlier answers stay. Raises ConfigError."""
         before = self.read() if kept else {}
         self._spent = spent
         configs = before.get("configs") or {_digest(old): old for old in [before.get("config")] if old}
@@ -112,19 +112,19 @@ class RunState:
 
     @property
     def spent(self) -> Spent:
-        """What the earlier runs took."""
+        """Return the time of earlier runs."""
         return self._spent
 
     def spent_with(self, summary: RunSummary) -> Spent:
-        """Return what the earlier runs and this one took."""
+        """Return the time of earlier runs and this one."""
         return summary.add_to(self._spent)
 
     def keep_spent(self, summary: RunSummary) -> None:
-        """Write what the runs took so far. Raises OSError."""
+        """Write the time of all runs so far. Raises OSError."""
         self._document.write(self._content | {"spent": self.spent_with(summary).to_json()})
 
     def read(self) -> dict[str, Any]:
-        """Return what the file says; nothing where there is none. Raises ConfigError where nobody can tell."""
+        """Return the file's content, {} without a file. Raises ConfigError if it cannot be read."""
         try:
             return self._document.read()
         except OSError as error:
@@ -133,7 +133,7 @@ class RunState:
 
 
 class FileState(RunState):
-    """The same for an output that is one file, from `answers.run.json` beside it."""
+    """The state of an output in one file, in `answers.run.json` beside it."""
 
     def __init__(self, output: str) -> None:
         self.path = sibling(output, STATE)
@@ -141,7 +141,7 @@ class FileState(RunState):
         self._output = Path(output)
 
     def check_names(self) -> None:
-        """Raise ConfigError if a file beside the output is another output's."""
+        """Raise ConfigError if a file beside the output belongs to another output."""
         twin = self._twin()
         if twin is not None and self._is_state_of(twin):
             raise ConfigError(
@@ -156,7 +156,7 @@ class FileState(RunState):
             )
 
     def _twin(self) -> Path | None:
-        """Return the other output that has the same files beside it: `a` and `a.jsonl` do."""
+        """Return the other output that would have the same files beside it, as `a` and `a.jsonl` have."""
         name = self._output.name
         other = name.removesuffix(".jsonl") if name.endswith(".jsonl") else f"{name}.jsonl"
         if not other or sibling(other, STATE) != sibling(name, STATE):
@@ -167,7 +167,7 @@ class FileState(RunState):
         owner = self.read().get("output")
         if owner is not None:
             return bool(owner == twin.name) and twin.is_file()
-        # a file from before owners were named belongs to the output that has lines
+        # a file without an owner, from an older version, belongs to the output that has lines
         return self.path.exists() and _has_lines(twin) and not _has_lines(self._output)
 
 
@@ -185,7 +185,7 @@ class _Difference(NamedTuple):
 
 
 def _differences(old: Any, new: Any, path: str = "") -> Iterator[_Difference]:
-    """Yield what differs, by the path of its keys."""
+    """Yield the differences between two configs by dotted path."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
             yield from _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
@@ -198,7 +198,7 @@ def _plain(identity: dict[str, Any]) -> Any:
 
 
 def _digest(identity: dict[str, Any]) -> str:
-    """Return the name of a config, by which lines that it answered are known."""
+    """Return the digest of a config, by which lines name it."""
     return hashlib.blake2b(dumps(identity, option=orjson.OPT_SORT_KEYS), digest_size=6).hexdigest()
 
 

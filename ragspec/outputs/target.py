@@ -1,6 +1,7 @@
-"""An output that keeps nothing: stdout, a pipe or a device.
+"""From a config's output to a target: a file that is appended to, a folder of parts, or a stream.
 
->>> OutStream("-").append(b"{}\\n")
+>>> target_of(OutputConfig(path="s3://bucket/answers/")).name
+'s3://bucket/answers/'
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ragspec.outputs.run_state import PENDING, STATE, STATISTICS, FileState, Run
 
 
 class OutStream:
-    """`output` (- for stdout), written line by line. Raises OSError."""
+    """`output` (- for stdout), a stream that keeps nothing, written line by line. Raises OSError."""
 
     def __init__(self, output: str) -> None:
         self._own = output != "-"
@@ -39,35 +40,35 @@ class OutStream:
         write_all(self._file, line)
 
     def sync(self) -> None:
-        """There is nothing that a power cut would spare."""
+        """Do nothing: a stream keeps nothing."""
 
     def close(self) -> None:
-        """Close it, unless it is stdout."""
+        """Close the stream, unless it is stdout."""
         if self._own:
             self._file.close()
 
 
 def _stdout() -> Any:
-    """Return stdout without its buffer: what a reader who has gone did not take must not come up again at exit."""
+    """Return stdout unbuffered: data that a vanished reader did not take must not be written again at exit."""
     if sys.stdout is None:
         raise OSError(errno.EBADF, "stdout is closed")
     sys.stdout.flush()
     return getattr(sys.stdout.buffer, "raw", sys.stdout.buffer)
 
 
-# -- what a config's output means: a file that is appended to, a folder of parts, or a stream that keeps nothi --------
-#
-# >>> target_of(OutputConfig(path="s3://bucket/answers/")).name
-# 's3://bucket/answers/'
-
-
 PACKED = (".gz", ".zst", ".parquet")
 
 
 class Target(Protocol):
-    """An output that can be resumed. name: for messages. address: secrets in the clear. is_folder: of parts.
+    """An output that can be resumed.
 
-    pending: lines ahead of their turn wait there.
+    Attributes:
+        name: for messages.
+        address: the path or URL with secrets in clear text.
+        is_folder: whether it is a folder of parts.
+        pending: the file of lines ahead of their turn.
+        state: run.json.
+        statistics: stats.json.
     """
 
     name: str
@@ -78,31 +79,31 @@ class Target(Protocol):
     statistics: Document
 
     def open(self) -> Store:
-        """Return the lines, locked. Raises OSError."""
+        """Return the store, locked. Raises OSError."""
 
     def begun(self) -> bool:
         """Return whether there are lines of an earlier run."""
 
     def whereabouts(self) -> list[str]:
-        """Return where finished lines are, for a message."""
+        """Return the places of finished lines, for a message."""
 
     def files(self) -> dict[str, Path]:
-        """Return the local files that a run writes, by their use."""
+        """Return the local files that a run writes, by purpose."""
 
 
 def target_of(config: OutputConfig) -> Target | None:
-    """Return what an output means; None for stdout, pipes and devices, which keep nothing. Raises ConfigError."""
+    """Return the target of an output; None for stdout, pipes and devices, which keep nothing. Raises ConfigError."""
     path = local_path(revealed(config.path))
     if path == "-" or path.startswith("/dev/"):
         return None
     there = Path(path)
-    elsewhere = is_url(path)
-    if not elsewhere and there.exists() and not there.is_file() and not there.is_dir():
+    is_remote = is_url(path)
+    if not is_remote and there.exists() and not there.is_file() and not there.is_dir():
         return None
     if config.format in ("jsonl", "openai") and path.rstrip("/").lower().endswith(".parquet"):
         raise ConfigError(f"output.format: {config.format}, but {config.path} ends in .parquet")
     whole = path.lower().endswith((*PACKED, "/")) or config.format == "parquet"
-    if elsewhere or whole or there.is_dir():
+    if is_remote or whole or there.is_dir():
         return PartsTarget(config)
     return FileTarget(path)
 
@@ -110,7 +111,7 @@ def target_of(config: OutputConfig) -> Target | None:
 def check_name(config: OutputConfig) -> None:
     """Raise ConfigError for an output whose name promises a format that it would not have.
 
-    What an older version began under such a name goes on.
+    An output begun by an older version under such a name may be resumed.
     """
     path = local_path(revealed(config.path))
     begun = not is_url(path) and Path(path).is_file() and sibling(path, STATE).exists()
@@ -119,7 +120,7 @@ def check_name(config: OutputConfig) -> None:
 
 
 class FileTarget:
-    """One local file of lines; what belongs to it lies beside it."""
+    """A local file of lines, with its other files beside it."""
 
     is_folder = False
 
@@ -151,14 +152,14 @@ class FileTarget:
 
 
 def _endpoint(options: Mapping[str, Any]) -> list[Any]:
-    """Return what says whose object store an address is in."""
+    """Return what identifies the object store of a URL."""
     client = options.get("client_kwargs") or {}
     named = [options.get("endpoint_url"), client.get("endpoint_url") if isinstance(client, dict) else None]
     return [*named, *(os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))]
 
 
 class PartsTarget:
-    """A folder of parts, here or elsewhere. What is not sealed lies in it, or in the user's cache folder."""
+    """A folder of parts, local or remote. Unsealed lines are in it, or in the user's cache folder if it is remote."""
 
     is_folder = True
 
@@ -172,7 +173,7 @@ class PartsTarget:
         if is_url(path):
             options = revealed(config.storage_options)
             self._folder = RemoteFolder(path, options)
-            # the same address is another place at another endpoint; what is hashed shows no password
+            # a URL means another place at another endpoint; the hashed text contains no password
             key = "\0".join([self.name.rstrip("/"), *map(str, _endpoint(options))])
             self._local = cache_dir() / "spool" / hashlib.sha256(key.encode()).hexdigest()[:16]
             state: Document = FolderDocument(self._folder, parts.STATE)
@@ -198,7 +199,7 @@ class PartsTarget:
         return self.state.is_ours()
 
     def _others(self) -> str:
-        """Return a file that a run would write over and that is somebody else's, "" if there is none."""
+        """Return a file that a run would overwrite and that is not ragspec's, "" without one."""
         return next(iter({parts.STATE, parts.STATISTICS, parts.MANIFEST} & set(self._folder.names())), "")
 
     def whereabouts(self) -> list[str]:

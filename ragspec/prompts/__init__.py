@@ -1,1 +1,1 @@
-"""Record -> prompt: templates, the token budget for contexts, text that stays text."""
+"""Prompts: templates, the token budget of contexts, and control words kept as text."""

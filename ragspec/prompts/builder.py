@@ -1,7 +1,7 @@
-"""Record -> prompt token ids, within a token budget.
+"""Build a record's prompt as token ids within a token budget.
 
-The user message comes from a Jinja2 template (sandboxed), the whole from the model's chat template if it has one.
-When the contexts do not fit, whole passages are dropped from the lowest-ranked end.
+The user message comes from a sandboxed Jinja2 template, the whole from the model's chat template if it has one. When
+contexts do not fit, whole passages are dropped, the lowest-ranked first.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from ragspec.prompts.untrusted_text import PromptText, as_text
 from ragspec.records import Passage, Record, Thinking, Tokenizer
 
 log = logging.getLogger(__name__)
-ANSWER = 4  # one part in so many of a model's context is kept for an answer whose length nobody named
+ANSWER = 4  # passages leave at most 1/ANSWER of the context for an answer without a given length
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the model sees, and which passages it sees: `kept` in prompt order, `dropped` lowest rank last."""
+    """A prompt and its passages: `kept` in prompt order, `dropped` by rank, the lowest last."""
 
     token_ids: list[int]
     kept: tuple[Passage, ...]
     dropped: tuple[Passage, ...] = ()
-    places: tuple[tuple[int, int], ...] = ()  # of each of `kept`, in token_ids; (0, 0) if a template changed its text
-    thinking: Thinking | None = None  # what may come before the answer
+    places: tuple[tuple[int, int], ...] = ()  # (start, end) of `kept` in token_ids; (0, 0) if the template altered one
+    thinking: Thinking | None = None  # reasoning that may precede the answer
 
 
 class PromptBuilder:
-    """Builds the prompts of one run. Raises ConfigError for a bad template, RecordError if a record cannot fit."""
+    """Builds the prompts of one run. Raises ConfigError for a bad template, RecordError if a prompt does not fit."""
 
     def __init__(self, config: PromptConfig, tokenizer: Tokenizer, context_length: int | None) -> None:
         if config.chat is True and not tokenizer.has_chat_template:
@@ -48,21 +48,28 @@ class PromptBuilder:
         self._chat = tokenizer.has_chat_template if config.chat == "auto" else config.chat
         self._template_of_chat = Chat(tokenizer, revealed(config.chat_template_kwargs)) if self._chat else None
         self._thinking = tokenizer.thinking if config.split_reasoning else None
-        # the fake runner's tokenizer, which has no control words, is not missed one
+        # the fake runner's tokenizer has no control words and needs no template
         self._lacks_template = config.chat == "auto" and not self._chat and tokenizer.controls is not None
-        self._unformatted = 0  # messages and queries of a model without a chat template
-        self._headless = 0  # prompts of token ids without a begin-of-sequence token
+        self._unformatted = 0  # prompts of messages or queries written without a chat template
+        self._without_bos = 0  # token id prompts without a begin-of-sequence token
         self._own_words = lru_cache(maxsize=256)(self._find_own_words)
-        self._controlled = False  # whether the current record contains control words
-        self._held = 0  # records that did
+        self._has_control_words = False  # whether the current record contains control words
+        self._with_control_words = 0  # records that contained some
         self._template = compiled(config.template, ranks=config.show_ranks)
 
     def build(self, record: Record, max_new_tokens: int, *, locate: bool = False, shrinks: bool = False) -> Prompt:
-        """Return the prompt of `record`, leaving room for `max_new_tokens`. locate: say where the passages are.
+        """Return the prompt of `record`, leaving room for `max_new_tokens`.
 
-        shrinks: whether a prompt that is too long for that may leave less room, but no less than a token.
+        Args:
+            record: the record.
+            max_new_tokens: the answer's length in tokens.
+            locate: also find the token ranges of the passages.
+            shrinks: a prompt that is too long may reduce the room, to one token at least.
+
+        Raises:
+            RecordError: the prompt is empty, does not fit, or cannot be made.
         """
-        self._controlled = False
+        self._has_control_words = False
         prompt = self._build(record, max_new_tokens, shrinks)
         if not prompt.token_ids:
             raise RecordError("the prompt is empty; there is nothing to continue")
@@ -71,7 +78,7 @@ class PromptBuilder:
                 f'the tokenizer writes token {highest} ("{self._tokenizer.piece(highest)}"), but the model embeds only '
                 f"0 to {width - 1}: they do not belong together"
             )
-        self._held += self._controlled
+        self._with_control_words += self._has_control_words
         self._unformatted += self._lacks_template and (record.query is not None or record.messages is not None)
         return replace(prompt, places=self._places(record, prompt)) if locate and prompt.kept else prompt
 
@@ -81,7 +88,7 @@ class PromptBuilder:
         return max_new_tokens if length is None else max(1, min(max_new_tokens, length - prompt_tokens))
 
     def _build(self, record: Record, max_new_tokens: int, shrinks: bool) -> Prompt:
-        if shrinks and self._context_length is not None:  # what passages may take
+        if shrinks and self._context_length is not None:  # limits what is reserved while passages are fitted
             max_new_tokens = min(max_new_tokens, self._context_length // ANSWER)
         limit, why = self._limit(max_new_tokens)
         if not record.contexts:
@@ -104,15 +111,15 @@ class PromptBuilder:
         return self._encoded(record, kept, tuple(record.contexts[i] for i in ranked[count:]))
 
     def _order(self, record: Record) -> Sequence[int]:
-        """Return the places of a record's passages as the prompt has them."""
+        """Return the order of a record's passages in the prompt, as indices."""
         if record.order is not None:
             return record.order
         return canonical(record.contexts) if self._config.order == "canonical" else range(len(record.contexts))
 
     def _fit(self, record: Record, ranked: list[int], most: int, limit: int, last: tuple[int, str]) -> Prompt:
-        """Keep as many of the highest-ranked passages as fit, fewer than `most` (their number found by bisection).
+        """Return the prompt with as many of the highest-ranked passages as fit, fewer than `most`, by bisection.
 
-        last: the limit of a prompt without any, and why.
+        last: the limit of a prompt without passages, and its reason.
         """
         best, low, high = self._with_best(record, ranked, 0), 0, min(most, len(ranked)) - 1
         if len(best.token_ids) > last[0]:
@@ -127,7 +134,7 @@ class PromptBuilder:
         return best
 
     def _limit(self, max_new_tokens: int) -> tuple[int, str]:
-        """Return the most tokens a prompt may have, and the words that explain it."""
+        """Return the maximum prompt tokens, and the reason for a message."""
         limit, why = self._config.max_prompt_tokens or 0, f"over max_prompt_tokens ({self._config.max_prompt_tokens})"
         if self._context_length is not None:
             room = self._context_length - max_new_tokens
@@ -139,7 +146,7 @@ class PromptBuilder:
         return limit, why
 
     def _places(self, record: Record, prompt: Prompt) -> tuple[tuple[int, int], ...]:
-        """Return the tokens that lie wholly inside each kept passage."""
+        """Return the tokens that lie entirely inside each kept passage."""
         written = self._compose(record, prompt.kept)
         text = written.text
         offsets = self._tokenizer.offsets(text, special_tokens=written.special_tokens, own=written.own)
@@ -159,17 +166,17 @@ class PromptBuilder:
         if isinstance(record.prompt, tuple):
             if (highest := max(record.prompt)) >= self._tokenizer.size:
                 raise RecordError(f'"prompt": the model has no token {highest}, only 0 to {self._tokenizer.size - 1}')
-            self._headless += self._tokenizer.bos not in (None, record.prompt[0])
+            self._without_bos += self._tokenizer.bos not in (None, record.prompt[0])
             return Prompt(list(record.prompt), ())
         written = self._compose(record, kept)
         ids = self._tokenizer.encode(written.text, special_tokens=written.special_tokens, own=written.own)
         thinking = None
         if self._thinking is not None and not record.raw:
-            thinking = thinking_after_prompt(self._thinking, written.text, _begun(record))
+            thinking = thinking_after_prompt(self._thinking, written.text, _continued_message(record))
         return Prompt(ids, kept, dropped, thinking=thinking)
 
     def _compose(self, record: Record, contexts: tuple[Passage, ...]) -> PromptText:
-        """Return the prompt with no control tokens except the templates' own and the system prompt's."""
+        """Return the prompt's text with no control tokens but those of the templates and the system prompt."""
         written = PromptText(*self._write(record, contexts))
         controls = self._tokenizer.controls
         if controls is None or self._config.allow_special_tokens:
@@ -178,11 +185,11 @@ class PromptBuilder:
         if not record.template_args and controls.found(written.text) == self._own_words(roles):
             return written
         guarded = as_text(record, contexts, written, self._write, self._tokenizer)
-        self._controlled |= guarded is not written
+        self._has_control_words |= guarded is not written
         return guarded
 
     def _find_own_words(self, roles: tuple[str, ...]) -> list[str] | None:
-        """Return the control words of a prompt made of empty messages with these roles; None if it cannot be made."""
+        """Return the control words of a prompt of empty messages with these roles; None if rendering fails."""
         controls = self._tokenizer.controls
         assert controls is not None
         if bad := [role for role in roles if controls.found(role)]:
@@ -195,7 +202,7 @@ class PromptBuilder:
             return None
 
     def _best_first(self, record: Record, count: int) -> list[int]:
-        """Return the places in a prompt of `count` passages, the most relevant first; none unless they are told."""
+        """Return the prompt positions of `count` passages, the most relevant first; empty without `show_ranks`."""
         if not self._config.show_ranks:
             return []
         ranked = rank(record.contexts)[:count]
@@ -204,13 +211,13 @@ class PromptBuilder:
 
     @property
     def shares(self) -> bool:
-        """Whether passages stand before all that is a record's own, so that records with the same ones begin alike."""
+        """Return whether passages precede everything specific to a record, so that prompts can share a prefix."""
         passages = tuple(Passage(str(place), f"<passage {place}>") for place in (1, 2))
         try:
             one, other = (
                 self._write(Record(name, query=f"{name}?", contexts=passages), passages)[0] for name in ("a", "b")
             )
-        except RecordError:  # a template that needs what such records lack
+        except RecordError:  # a template that needs more than these records have
             return True
         end = max(
             (one.rfind(passage.text) + len(passage.text) for passage in passages if passage.text in one), default=0
@@ -219,13 +226,13 @@ class PromptBuilder:
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know about the prompts that were built."""
+        """Return notes for the user about the prompts built so far."""
         counted = {
             "records contain control words of the model (such as <|im_end|>); they are encoded as text unless "
-            "prompt.allow_special_tokens is true": self._held,
+            "prompt.allow_special_tokens is true": self._with_control_words,
             "records are queries or messages, and the model has no chat template: they are written as plain "
             "text": self._unformatted,
-            "prompts of token ids do not begin with the model's begin-of-sequence token": self._headless,
+            "prompts of token ids do not begin with the model's begin-of-sequence token": self._without_bos,
         }
         notes = [f"{count} {what}" for what, count in counted.items() if count]
         if self._template_of_chat is not None and self._template_of_chat.folded:
@@ -233,10 +240,10 @@ class PromptBuilder:
         return notes
 
     def _write(self, record: Record, contexts: tuple[Passage, ...]) -> tuple[str, bool]:
-        """Return the prompt's text, and whether the tokenizer is to add its special tokens to it."""
+        """Return the prompt's text, and whether the tokenizer adds its special tokens."""
         args = record.template_args
         if record.messages is not None and self._chat:
-            return self._render(self._with_system(list(record.messages)), args), False  # the template has written them
+            return self._render(self._with_system(list(record.messages)), args), False  # already in the template
         text = self._text(record, contexts)
         if record.raw:
             return text, record.special_tokens
@@ -273,20 +280,20 @@ class PromptBuilder:
                 chat=self._chat,
             )
             return text
-        except Exception as error:  # a template is a program of the user's: it may raise anything
+        except Exception as error:  # the user's template may raise anything
             log.debug("the prompt template failed", exc_info=error)
             raise RecordError(f"prompt.template: {type(error).__name__}: {error}") from None
 
 
-def _begun(record: Record) -> str:
-    """Return the message that the model is to go on with, "" where it begins one."""
+def _continued_message(record: Record) -> str:
+    """Return the message that the model is to continue, "" for a new one."""
     if record.messages is None or not record.template_args.get("continue_final_message"):
         return ""
     return str(record.messages[-1]["content"])
 
 
 def canonical(contexts: tuple[Passage, ...]) -> list[int]:
-    """Return positions by id, or by text where ids are no more than places: the same passages always stand alike."""
+    """Return positions sorted by id, or by text if ids are just positions: equal sets get equal orders."""
     places = {str(place) for place in range(1, len(contexts) + 1)}
     numbered = {passage.id for passage in contexts} == places
 
@@ -306,6 +313,6 @@ def rank(contexts: tuple[Passage, ...]) -> list[int]:
 
 
 def _arranged(order: Sequence[int], positions: Sequence[int]) -> list[int]:
-    """Return these positions as they stand in the prompt."""
+    """Return these positions in prompt order."""
     kept = set(positions)
     return [i for i in order if i in kept]

@@ -1,4 +1,4 @@
-"""The user message's Jinja2 template: the config's own, one that it names, or the default; always sandboxed."""
+"""Templates: the sandboxed Jinja2 template of the user message, and the model's chat template."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ CITATIONS = """\
 {% endif %}Question: {{ query }}{% if contexts %}
 Answer from the passages above, and cite each one you use by its number, like [1].{% endif %}{% if not chat %}
 Answer:{% endif %}"""
-NAMED = {"citations": CITATIONS}  # templates that a config may ask for by name
+NAMED = {"citations": CITATIONS}  # templates that a config can name
 VARIABLES = ("query", "contexts", "best_first", "system", "metadata", "id", "chat")
 
 
 def uses_contexts(template: str | None) -> bool:
-    """Return whether a config's own template has passages in it; the default one takes what comes."""
+    """Return whether a config's own template uses passages; False for the default one."""
     if template is None:
         return False
     parsed = ImmutableSandboxedEnvironment().parse(NAMED.get(template, template))
@@ -43,9 +43,9 @@ def uses_contexts(template: str | None) -> bool:
 
 
 def compiled(template: str | None, *, ranks: bool = False) -> Any:
-    """Return the template that a config's `prompt.template` means, ready to render. Raises ConfigError.
+    """Return the template of a config's `prompt.template`, compiled. Raises ConfigError.
 
-    ranks: it is to say which passages are most relevant.
+    ranks: require the template to show which passages are most relevant.
     """
     text = NAMED.get(template or "", template) or DEFAULT_TEMPLATE
     environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
@@ -71,21 +71,15 @@ def compiled(template: str | None, *, ranks: bool = False) -> Any:
     return ready
 
 
-# -- messages -> text by the model's chat template, whatever that template can do -------------------------------------
-#
-#     >>> Chat(tokenizer, {"enable_thinking": False}).render([{"role": "user", "content": "Why?"}])
-#
-# What a template takes is tried once, not looked up: one without a system role has the system prompt put before the
-# first user message, one that reads content as parts gets parts. What it would leave out without a word is an error.
-
+# -- chat templates --------------------------------------------------------------------------------
 
 log = logging.getLogger(__name__)
 SYSTEM = ("system", "developer")
 ROLES = (*SYSTEM, "user", "assistant", "tool")
-PROBE = "ragspec asks"  # a text that no template has
-CALL = "ragspec01"  # nine letters and digits
+PROBE = "ragspec asks"  # a text that no template contains
+CALL = "ragspec01"  # a tool call id; Mistral's templates require nine letters and digits
 Message = dict[str, Any]
-# arguments of apply_chat_template that are not the template's
+# arguments of apply_chat_template itself
 RESERVED = {
     "conversation", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "tokenizer_kwargs",
@@ -93,20 +87,25 @@ RESERVED = {
 
 
 class Chat:
-    """One model's chat template. args: what it is called with, unless a record says otherwise.
+    """One model's chat template.
 
-    Raises ConfigError for a template that is none, and for arguments that are not a template's.
+        >>> Chat(tokenizer, {"enable_thinking": False}).render([{"role": "user", "content": "Why?"}], {})
+
+    What the template supports is probed once, not looked up: without a system role, the system prompt goes before the
+    first user message; a template that reads content as parts gets parts. A silently dropped message is an error.
+    Raises ConfigError for an invalid template and for arguments reserved for ragspec. args: template arguments, which a
+    record may override.
     """
 
     def __init__(self, tokenizer: Tokenizer, args: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
         self._args = dict(args)
-        self.folded = False  # whether a system prompt was put into a user message
+        self.folded = False  # whether a system prompt was moved into a user message
         self._left_out = lru_cache(maxsize=256)(self._find_left_out)
         if bad := sorted(RESERVED & args.keys()):
             raise ConfigError(f"prompt.chat_template_kwargs.{bad[0]}: is ragspec's own; remove it")
         try:
-            self._tries([{"role": "user", "content": PROBE}])
+            self._try([{"role": "user", "content": PROBE}])
         except TemplateSyntaxError as error:
             raise ConfigError(
                 f"model: its chat template is not valid Jinja2 (line {error.lineno}: {error.message}); mend "
@@ -114,20 +113,20 @@ class Chat:
             ) from None
 
     def render(self, messages: Sequence[Message], args: Mapping[str, Any]) -> str:
-        """Return the messages as a prompt. args: a record's own.
+        """Return the messages as a prompt. args: the record's template arguments.
 
-        Raises RecordError where the template refuses them, or would leave out one of them or the documents.
+        Raises RecordError if the template refuses the messages or would drop one of them or the documents.
         """
         if bad := sorted(RESERVED & args.keys()):
             raise RecordError(f'"chat_template_kwargs.{bad[0]}" is not a template\'s; remove it')
         adapted, given = self._adapted(list(messages)), {**self._args, **args}
         try:
             written = self._tokenizer.render_chat(self._shaped(adapted), **given)
-        except Exception as error:  # a program of the model's authors
+        except Exception as error:  # the template may raise anything
             log.debug("the chat template failed", exc_info=error)
             raise RecordError(f"the model's chat template refuses these messages: {error}") from None
         self._check_written(adapted)
-        if args.get("documents") and written == self._tries(self._shaped(adapted), **{**args, "documents": None}):
+        if args.get("documents") and written == self._try(self._shaped(adapted), **{**args, "documents": None}):
             raise RecordError(
                 'the model\'s chat template does not write "documents"; put them into the messages, or give the record '
                 'a "query" and "contexts"'
@@ -135,7 +134,7 @@ class Chat:
         return written
 
     def _check_written(self, messages: Sequence[Message]) -> None:
-        """Raise RecordError for a message, or calls of tools, that the template leaves out."""
+        """Raise RecordError for a message or tool call that the template drops."""
         for at in self._left_out(tuple((message["role"], bool(message.get("tool_calls"))) for message in messages)):
             role, calls = messages[at]["role"], messages[at].get("tool_calls")
             if calls or messages[at]["content"].strip():
@@ -147,16 +146,16 @@ class Chat:
                 )
 
     def _find_left_out(self, shape: tuple[tuple[str, bool], ...]) -> list[int]:
-        """Return which of the messages with these roles are not written. shape: each one's, and whether it calls tools.
+        """Return the indices of messages that the template drops. shape: each message's role, and whether it has calls.
 
-        A call is looked for by its name: what else such a message says, some templates leave out by design.
+        A call is found by its name only: some templates drop the other content of such a message by design.
         """
         probes = [f"{PROBE} {at}." for at in range(len(shape))]
         messages = [
             {"role": role, "content": "" if calls else probe, **(_calls(probe) if calls else _answers(role))}
             for (role, calls), probe in zip(shape, probes, strict=True)
         ]
-        written = self._tries(self._shaped(messages))
+        written = self._try(self._shaped(messages))
         return [] if written is None else [at for at, probe in enumerate(probes) if probe not in written]
 
     def _adapted(self, messages: list[Message]) -> list[Message]:
@@ -170,7 +169,7 @@ class Chat:
         return [_in_parts(message) for message in messages] if self._wants_parts else messages
 
     def _folded(self, messages: list[Message]) -> list[Message]:
-        """Return messages with the first one, a system prompt, before what the user says first."""
+        """Return messages with the leading system prompt moved into the first user message."""
         self.folded = True
         system, rest = messages[0]["content"], messages[1:]
         first = next((at for at, message in enumerate(rest) if message["role"] == "user"), None)
@@ -184,7 +183,7 @@ class Chat:
 
     @cached_property
     def _system(self) -> bool:
-        """Whether a system prompt is written. Where not even a user message is, that is not why."""
+        """Return whether the template writes a system prompt; True if it does not even write a user message."""
         return self._writes_first("system") or not self._writes_first("user")
 
     @cached_property
@@ -195,21 +194,21 @@ class Chat:
         messages = [{"role": role, "content": PROBE}]
         if role != "user":
             messages.append({"role": "user", "content": "x"})
-        return self._writes(self._tries(self._shaped(messages)))
+        return self._writes(self._try(self._shaped(messages)))
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """Whether content is read as a list of parts: a text is then written as nothing, or is an error."""
+        """Return whether content must be a list of parts: a plain text is dropped or is an error."""
         message = {"role": "user", "content": PROBE}
-        return not self._writes(self._tries([message])) and self._writes(self._tries([_in_parts(message)]))
+        return not self._writes(self._try([message])) and self._writes(self._try([_in_parts(message)]))
 
-    def _tries(self, messages: list[Message], **args: Any) -> str | None:
-        """Return what the template writes, None where it fails. Raises TemplateSyntaxError."""
+    def _try(self, messages: list[Message], **args: Any) -> str | None:
+        """Return the rendered messages, None if the template fails. Raises TemplateSyntaxError."""
         try:
             return self._tokenizer.render_chat(messages, **{**self._args, **args})
         except TemplateSyntaxError:
             raise
-        except Exception as error:  # a program of the model's authors
+        except Exception as error:  # the template may raise anything
             log.debug("the chat template refuses a probe", exc_info=error)
             return None
 
@@ -219,12 +218,12 @@ class Chat:
 
 
 def _calls(name: str) -> Message:
-    """Return a call of the tool `name`, with an id that Mistral's templates take."""
+    """Return a call of the tool `name`."""
     return {"tool_calls": [{"id": CALL, "type": "function", "function": {"name": name, "arguments": {}}}]}
 
 
 def _answers(role: str) -> Message:
-    """Return what a tool's message has besides."""
+    """Return the extra fields of a tool message."""
     return {"tool_call_id": CALL, "name": "tool"} if role == "tool" else {}
 
 

@@ -1,9 +1,9 @@
-"""What records bring (queries, passages, messages, metadata) written into a prompt as text, and as nothing else.
+"""Text from records (queries, passages, messages, metadata) in prompts, without control tokens.
 
-A passage that contains `<|im_end|>` could end the user's turn. A prompt with no control words except the templates' own
-is encoded as it is. Any other is written once more, with every character masked that control words are made of: those
-that remain are the templates'. A way of encoding the prompt is used only if it gives these control tokens and no
-others. Limit: what looks like a turn without being a token of its own is text, and stays.
+A passage that contains `<|im_end|>` could end the user's turn. A prompt whose only control words are the templates' is
+encoded as it is. Any other is rendered again with the characters of control words masked, which leaves only the
+templates' own. An encoding is used only if it yields exactly these control tokens. Limit: text that merely looks like a
+turn, without being a control token, stays.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Any
 from ragspec.errors import RecordError
 from ragspec.records import Controls, Passage, Record, Spans, Tokenizer
 
-MASK = 0xF0000  # the first of Unicode's private characters that stand for masked ones
+MASK = 0xF0000  # first private Unicode character used as a mask
 Write = Callable[[Record, tuple[Passage, ...]], tuple[str, bool]]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptText:
-    """A prompt's text. own: where its control tokens are, all else being text; None: wherever control words are."""
+    """A prompt's text. own: spans that may hold control tokens, the rest being text; None: the entire text."""
 
     text: str
-    special_tokens: bool  # whether the tokenizer adds its own around it
+    special_tokens: bool  # whether the tokenizer adds its special tokens
     own: Spans | None = None
 
 
 def as_text(
     record: Record, contexts: tuple[Passage, ...], written: PromptText, write: Write, tokenizer: Tokenizer
 ) -> PromptText:
-    """Return the prompt with the control tokens that the templates write, and none of the record's.
+    """Return the prompt with the control tokens of the templates and none of the record's.
 
-    written: the prompt as it is. write: writes one of a record and its contexts. Raises RecordError if there is no way.
+    written: the prompt as rendered. write: renders a record with contexts. Raises RecordError if no encoding works.
     """
     controls = tokenizer.controls
     assert controls is not None
@@ -46,7 +46,7 @@ def as_text(
     expected = tokenizer.control_ids(masked, special_tokens=special_tokens)
     ways = [PromptText(*write(*mapped(record, contexts, controls.apart, controls.apart)))]  # a space inside each word
     own = tokenizer.control_spans(masked, special_tokens=special_tokens)
-    if own is not None and mask.show(masked) == written.text:  # else a template has looked at what was masked
+    if own is not None and mask.show(masked) == written.text:  # else a template depends on masked characters
         ways.insert(0, replace(written, own=own))
     for way in ways:
         if tokenizer.control_ids(way.text, special_tokens=way.special_tokens, own=way.own) == expected:
@@ -59,36 +59,36 @@ def as_text(
 
 
 class ControlMask:
-    """Replaces each character that control words are made of, except letters, by a private one."""
+    """Replaces every character that distinguishes control words, letters excepted, with a private one."""
 
     def __init__(self, controls: Controls) -> None:
         self._controls = controls
-        self._telling = frozenset(char for word in controls.words for char in _telling(word))
-        self._hidden: dict[int, int] = {}  # code points, both ways
-        self._shown: dict[int, int] = {}
+        self._marks = frozenset(char for word in controls.words for char in _marks_of(word))
+        self._hidden: dict[int, int] = {}  # code point -> mask
+        self._shown: dict[int, int] = {}  # mask -> code point
 
     def hide(self, text: str) -> str:
-        """Return `text` masked, as long as before."""
+        """Return `text` masked, with the same length."""
         for char in set(text):
-            if ord(char) not in self._hidden and self._tells(char):
+            if ord(char) not in self._hidden and self._is_mark(char):
                 place = MASK + len(self._hidden)
                 self._hidden[ord(char)], self._shown[place] = place, ord(char)
         return text.translate(self._hidden)
 
     def hide_key(self, key: str) -> str:
-        """Return a key of metadata masked if it needs to be; templates ask for others by name."""
+        """Return a metadata key, masked only if it contains a control word: templates look keys up by name."""
         return self.hide(key) if self._controls.found(key) else key
 
     def show(self, text: str) -> str:
-        """Return masked `text` as it was."""
+        """Return masked `text` restored."""
         return text.translate(self._shown)
 
-    def _tells(self, char: str) -> bool:
-        return char in self._telling or not self._telling.isdisjoint(self._controls.normal(char))
+    def _is_mark(self, char: str) -> bool:
+        return char in self._marks or not self._marks.isdisjoint(self._controls.normal(char))
 
 
-def _telling(word: str) -> str:
-    """Return the characters that make a word a control word; templates compare words, not these."""
+def _marks_of(word: str) -> str:
+    """Return the characters that distinguish a control word; templates compare words, not these characters."""
     return "".join(char for char in word if not (char.isalnum() or char.isspace() or char in "_-")) or word[0]
 
 

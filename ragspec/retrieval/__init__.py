@@ -1,1 +1,1 @@
-"""From documents to contexts: an index of passages, and the search in it."""
+"""Retrieval: an index built from documents, and searches in it that give records their contexts."""

@@ -1,4 +1,7 @@
-"""Corpus -> index: `build(config.retrieval)` -> BuildSummary; only documents that are new or changed are redone."""
+"""Build an index from a corpus: `build(config.retrieval)` -> BuildSummary.
+
+Only new and changed documents are processed.
+"""
 
 from __future__ import annotations
 
@@ -29,29 +32,29 @@ from ragspec.retrieval.index import Chunk, Settings, Writer, building, check_lan
 
 log = logging.getLogger(__name__)
 WRITTEN_AT_ONCE = 4096  # passages
-SHOWN = 6  # endings in a note
+SHOWN = 6  # file endings in a note
 Report = Callable[["BuildSummary"], None]
 Complain = Callable[[Skipped], None]
 
 
 @dataclass(slots=True)
 class BuildSummary:
-    """What a build did. Counts are of documents, except `chunks` and `chunks_written`."""
+    """Result of a build. Counts are of documents, except `chunks` and `chunks_written`."""
 
     added: int = 0
     changed: int = 0
     unchanged: int = 0
     removed: int = 0
     skipped: int = 0
-    chunks: int = 0  # in the index, when the build is done
+    chunks: int = 0  # in the finished index
     chunks_written: int = 0
     seconds: float = 0.0
-    non_documents: Counter[str] = field(default_factory=Counter)  # files of folders that are no documents, by ending
+    non_documents: Counter[str] = field(default_factory=Counter)  # other files in folders, by ending
     notes: list[str] = field(default_factory=list)
 
     @property
     def seen(self) -> int:
-        """How many documents have been looked at."""
+        """Return how many documents were processed or skipped."""
         return self.added + self.changed + self.unchanged + self.skipped
 
 
@@ -61,10 +64,16 @@ def build(
     complain: Complain = lambda _: None,
     embedder_of: Callable[[str], Embedder] = Embedder,
 ) -> BuildSummary:
-    """Bring the index at `config.index` up to date with `config.corpus`, and return what was done.
+    """Update the index at `config.index` from `config.corpus`, and return a summary.
 
-    report: called after every document. complain: called for each one that is left out. embedder_of: a model's
-    name -> what embeds. Raises ConfigError; the index is then as it was.
+    Args:
+        config: the retrieval section.
+        report: called with the summary after every document.
+        complain: called for each skipped document.
+        embedder_of: makes the embedder of a model by name.
+
+    Raises:
+        ConfigError: nothing can be indexed; the index is unchanged.
     """
     started = time.perf_counter()
     summary = BuildSummary()
@@ -80,7 +89,7 @@ def build(
         pending: list[Chunk] = []
         stale: list[str] = []
         seen = KeySet()
-        kept_all = ""  # the part of the corpus that may contain unseen documents
+        kept_all = ""  # an unreadable part of the corpus that may contain known documents
 
         def write() -> None:
             if pending:
@@ -94,7 +103,7 @@ def build(
                 continue
             try:
                 pending += _chunks(item, seen, known, stale, chunker, summary)
-            except _LeftOut as reason:
+            except _Skip as reason:
                 summary.skipped += 1
                 complain(reason.skipped)
                 known.pop(reason.skipped.id or "", None)
@@ -124,7 +133,7 @@ def build(
     return summary
 
 
-class _LeftOut(Exception):
+class _Skip(Exception):
     def __init__(self, skipped: Skipped) -> None:
         self.skipped = skipped
 
@@ -137,11 +146,11 @@ def _chunks(
     chunker: Chunker,
     summary: BuildSummary,
 ) -> list[Chunk]:
-    """Return the passages of a document that are to be written; what is left in `known` is no longer in the corpus."""
+    """Return the passages of a new or changed document. `known` keeps only documents not seen in the corpus."""
     if isinstance(item, Skipped):
-        raise _LeftOut(item)
+        raise _Skip(item)
     if item.id in seen:
-        raise _LeftOut(Skipped(item.where, f'id "{item.id}" appears twice; the first document with that id is kept'))
+        raise _Skip(Skipped(item.where, f'id "{item.id}" appears twice; the first document with that id is kept'))
     if known.get(item.id) == item.digest:
         seen.add(item.id)
         del known[item.id]
@@ -151,13 +160,13 @@ def _chunks(
         text = item.read()
         texts = chunker.split(text)
     except Unreadable as error:
-        raise _LeftOut(Skipped(item.where, str(error))) from None
-    except Exception as error:  # parsers of other people's files may raise anything
+        raise _Skip(Skipped(item.where, str(error))) from None
+    except Exception as error:  # parsers of file formats may raise anything
         log.debug("%s cannot be read", item.where, exc_info=error)
         why = f"cannot be read ({type(error).__name__}: {flat(error, 120)})"
-        raise _LeftOut(Skipped(item.where, why)) from None
+        raise _Skip(Skipped(item.where, why)) from None
     if not texts:
-        raise _LeftOut(Skipped(item.where, "empty: contains no text"))
+        raise _Skip(Skipped(item.where, "empty: contains no text"))
     seen.add(item.id)
     if (before := known.pop(item.id, None)) is None:
         summary.added += 1
@@ -169,7 +178,7 @@ def _chunks(
 
 
 def _prepare(config: RetrievalConfig, embedder: Embedder | None, summary: BuildSummary) -> tuple[Chunker, Settings]:
-    """Return the chunker, and what the index is built with. Embedding models silently drop what they cannot read."""
+    """Return the chunker and the index's settings. Passages must fit: embedding models truncate silently."""
     size = config.chunk_size
     if embedder and embedder.tokens is not None:
         if config.tokenizer:

@@ -1,7 +1,9 @@
-"""Bytes of a file -> its text: plain text, Markdown, HTML, PDF, Word. A new format is a function and a line below.
+"""The corpus: files and folders as documents, their text, and passages of limited length.
 
->>> reader_of(".md")(b"# The pump").title
-'The pump'
+>>> for item in documents(["docs", "faq.jsonl"]): item.id, item.read()
+
+A new file format needs a reader and a line in READERS. A document that cannot be read becomes a `Skipped` with the
+reason, not an exception: one bad file must not end a build. Limit: a file must fit in memory.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ NOT_CONTENT = ("script", "style", "noscript", "template", "nav")
 
 
 class Unreadable(Exception):
-    """A document that gives us no text; the message says why."""
+    """A document without text; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What a document says. markdown: headings and lists may guide where it is cut."""
+    """A document's text. markdown: split at headings and lists."""
 
     text: str
     title: str | None = None
@@ -42,12 +44,12 @@ class Text:
 
 
 def is_binary(content: bytes) -> bool:
-    """Return whether a file is no text in any encoding that is read."""
+    """Return whether a file is not text in any supported encoding."""
     return encoding_of(content[:4]) is None and b"\0" in content[:8192]
 
 
 def read_text(content: bytes) -> Text:
-    """Return text in UTF-8 or UTF-16 as it is."""
+    """Return UTF-8 or UTF-16 text unchanged."""
     if is_binary(content):
         raise Unreadable("a binary file, not text")
     try:
@@ -57,7 +59,7 @@ def read_text(content: bytes) -> Text:
 
 
 def read_markdown(content: bytes) -> Text:
-    """Return Markdown with its first top heading as the title."""
+    """Return Markdown with its first top-level heading as the title."""
     text = read_text(content).text
     heading = re.search(r"^# +(.+?)(?: +#+)? *$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.MULTILINE)
     return Text(text, heading[1] if heading else None, markdown=True)
@@ -77,7 +79,7 @@ def read_html(content: bytes) -> Text:
 
 
 def read_docx(content: bytes) -> Text:
-    """Return a Word document as Markdown: headings, lists and tables in reading order; no pictures, no comments."""
+    """Return a Word document as Markdown: headings, lists and tables, without pictures and comments."""
     try:
         import mammoth
         from bs4 import BeautifulSoup
@@ -105,7 +107,7 @@ def _markdown(page: Any, **options: Any) -> str:
 
 
 def read_pdf(content: bytes) -> Text:
-    """Return the text of all pages. Scans have none."""
+    """Return the text of all pages. Raises Unreadable for a scan."""
     import pypdfium2
 
     try:
@@ -121,7 +123,7 @@ def read_pdf(content: bytes) -> Text:
         raise Unreadable(f"damaged ({error})") from None
     finally:
         pdf.close()
-    # PDFium marks a hyphen that only breaks a word at the line's end
+    # PDFium marks hyphens that only break a word at the end of a line
     text = re.sub("[\ufffe\x02]\\s*", "", "\n\n".join(pages).replace("\r\n", "\n"))
     if not text.strip():
         raise Unreadable("a PDF without text (a scan?); run text recognition on it first")
@@ -140,7 +142,11 @@ READERS: dict[str, Callable[[bytes], Text]] = {
 
 
 def reader_of(suffix: str, content: bytes = b"") -> Callable[[bytes], Text] | None:
-    """Return what reads a file, None where neither its content nor its name says."""
+    """Return the reader of a file by its content or its name, None without one.
+
+    >>> reader_of(".md")(b"# The pump").title
+    'The pump'
+    """
     if content.startswith(b"%PDF-"):
         return read_pdf
     if content.startswith(b"PK\x03\x04") and b"word/document.xml" in content:
@@ -148,16 +154,15 @@ def reader_of(suffix: str, content: bytes = b"") -> Callable[[bytes], Text] | No
     return READERS.get(suffix)
 
 
-# -- a document's text -> passages of limited length, cut where its sentences, paragraphs or headings end -------------
-
+# -- passages --------------------------------------------------------------------------------------
 
 WORDS = "words"
 
 
 def passage_ids(document: str, count: int) -> Sequence[str]:
-    """Return the ids of a document's passages: its own id if there is one passage, else `id#1`, `id#2`, ...
+    """Return the ids of a document's passages: its own id for a single passage, else `id#1`, `id#2`, ...
 
-    A document whose own id has that form is always numbered, so no two documents have a passage id in common.
+    A document whose id already has that form is always numbered, so passage ids are unique across documents.
     """
     if count == 1 and not looks_numbered(document):
         return [document]
@@ -165,15 +170,15 @@ def passage_ids(document: str, count: int) -> Sequence[str]:
 
 
 def looks_numbered(document: str) -> bool:
-    """Return whether a document's id could be that of another document's passage."""
+    """Return whether a document's id could be a passage id of another document."""
     return re.search(r"#[1-9][0-9]*\Z", document) is not None
 
 
 class Chunker:
-    """Cuts documents into passages of at most `size` tokens, the title counted, neighbours sharing up to `overlap`.
+    """Splits documents into passages of at most `size` tokens, title included, that share up to `overlap` tokens.
 
-    tokens: a `tokenizers.Tokenizer`. A passage never ends inside a word unless a word alone is too long.
-    Source of the rule: the semantic-text-splitter library.
+    tokens: a `tokenizers.Tokenizer`. A passage ends inside a word only if the word alone is too long.
+    Splits at sentences, paragraphs or headings by the rules of the semantic-text-splitter library.
     """
 
     def __init__(self, tokens: Any, size: int, overlap: int) -> None:
@@ -183,9 +188,9 @@ class Chunker:
         self._splitter = lru_cache(maxsize=64)(self._make_splitter)
 
     def split(self, text: Text) -> list[str]:
-        """Return the passages of a document in order; none if it has no text."""
+        """Return a document's passages in order, none without text."""
         title = len(self._tokens.encode(text.title, add_special_tokens=False).ids) + 1 if text.title else 0
-        capacity = max(self._size // 2, self._size - title, 1)  # a long title must not eat the passage
+        capacity = max(self._size // 2, self._size - title, 1)  # a long title leaves at least half for the text
         chunks: list[str] = self._splitter(capacity, text.markdown).chunks(text.text)
         return [chunk for chunk in chunks if chunk.strip()]
 
@@ -197,10 +202,10 @@ class Chunker:
 
 
 def word_tokens() -> Any:
-    """Return a tokenizer without a model: words, punctuation marks and Chinese characters are one token each."""
+    """Return a tokenizer without a model: each word, punctuation mark and Chinese character is a token."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-    tokens = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))  # noqa: S106 (no password)
+    tokens = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))  # noqa: S106 (not a password)
     tokens.normalizer = normalizers.BertNormalizer(clean_text=False, strip_accents=False, lowercase=False)
     tokens.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return tokens
@@ -212,7 +217,7 @@ def model_tokens(name: str) -> Any:
 
     source = resolve(name, key="retrieval.tokenizer")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=False)  # None: asks on stdin
+        tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=False)  # None would ask on stdin
         return plain(tokenizer.backend_tokenizer)
     except (OSError, ValueError, AttributeError) as error:
         if brings_code(source):
@@ -223,7 +228,7 @@ def model_tokens(name: str) -> Any:
 
 
 def plain(tokens: Any) -> Any:
-    """Return a copy of a tokenizer that neither cuts nor pads."""
+    """Return a copy of a tokenizer without truncation and padding."""
     from tokenizers import Tokenizer
 
     copy = Tokenizer.from_str(tokens.to_str())
@@ -232,46 +237,42 @@ def plain(tokens: Any) -> Any:
     return copy
 
 
-# -- files and folders -> documents: `for item in documents(["docs", "faq.jsonl"]): item.id, item.read()` -------------
-#
-# A document that cannot be read is a `Skipped` with the reason, never an exception: one bad file of a thousand must not
-# end a build. Limit: a file must fit in memory.
-
+# -- documents -------------------------------------------------------------------------------------
 
 JSONL = (".jsonl", ".ndjson")
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document. `id` is the same in every build; `digest` changes with the content; `read` raises Unreadable."""
+    """One document. `id` is stable across builds; `digest` changes with the content; `read` raises Unreadable."""
 
     id: str
-    where: str  # for messages: a file, or file:line
+    where: str  # file or file:line, for messages
     digest: str
     read: Callable[[], Text]
 
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A document that is left out, and why."""
+    """A document left out, with the reason."""
 
     where: str
     why: str
-    id: str | None = None  # if known, and its passages may stay in the index: it could not be read
-    many: bool = False  # whether it may hide documents that nobody knows of
+    id: str | None = None  # of an unreadable document, whose passages stay in the index
+    many: bool = False  # whether unknown documents may be missing with it
 
 
 @dataclass(frozen=True, slots=True)
 class NonDocument:
-    """A file in a folder that is no document: a photo, a program. ending: of its name."""
+    """A file in a folder that is not a document, such as a photo. ending: of its name."""
 
     ending: str
 
 
 def documents(paths: Sequence[str], file_types: Sequence[str] = ()) -> Iterator[Document | Skipped | NonDocument]:
-    """Yield the documents of `paths`: files, and folders with everything in them except hidden files and folders.
+    """Yield the documents of `paths`: files, and folders with all their files except hidden ones.
 
-    file_types: endings to take from folders (".md"); all by default. Raises ConfigError for a path that is not there.
+    file_types: endings to include from folders (".md"); all by default. Raises ConfigError for a missing path.
     """
     roots = [Path(path).expanduser() for path in paths]
     for root in roots:
@@ -280,17 +281,17 @@ def documents(paths: Sequence[str], file_types: Sequence[str] = ()) -> Iterator[
     wanted = tuple(f".{ending.lstrip('.').lower()}" for ending in file_types)
     for root in roots:
         if not root.is_dir():
-            yield from _of_file(root, root.name)
+            yield from _file_documents(root, root.name)
             continue
         for item in _files(root):
             if isinstance(item, Skipped):
                 yield item
             elif not wanted or item.name.lower().endswith(wanted) or _unpacked(item.name).endswith(wanted):
-                yield from _of_file(item, item.relative_to(root).as_posix(), asked_for=bool(wanted))
+                yield from _file_documents(item, item.relative_to(root).as_posix(), asked_for=bool(wanted))
 
 
 def _files(root: Path) -> Iterator[Path | Skipped]:
-    """Yield the files of a folder in the order of their paths, and what cannot be looked into."""
+    """Yield a folder's files sorted by path, and a Skipped for links and unreadable folders."""
     unreadable: list[OSError] = []
     for folder, folders, files in os.walk(root, onerror=unreadable.append):
         here = Path(folder)
@@ -304,20 +305,20 @@ def _files(root: Path) -> Iterator[Path | Skipped]:
 
 
 def _unpacked(name: str) -> str:
-    """Return a file's name in small letters, without the ending of a compression."""
+    """Return a file's name in lower case without a compression ending."""
     small = name.lower()
     return small.removesuffix(next((ending for ending in PACKED if small.endswith(ending)), ""))
 
 
-def _of_file(file: Path, name: str, *, asked_for: bool = True) -> Iterator[Document | Skipped | NonDocument]:
-    """Yield the documents of a file. asked_for: by its name or its type, and not as one of a folder."""
+def _file_documents(file: Path, name: str, *, asked_for: bool = True) -> Iterator[Document | Skipped | NonDocument]:
+    """Yield the documents of a file. asked_for: named, or of a requested type, rather than found in a folder."""
     try:
         name.encode()
     except UnicodeEncodeError:
         yield Skipped(ascii(str(file)), "its name is not UTF-8; rename it")
         return
     if _unpacked(name).endswith(JSONL):
-        yield from _of_jsonl(file, name)
+        yield from _jsonl_documents(file, name)
         return
     try:
         if file.exists() and not file.is_file():
@@ -336,25 +337,25 @@ def _of_file(file: Path, name: str, *, asked_for: bool = True) -> Iterator[Docum
     yield Document(name, str(file), _digest(name, ending, content), lambda: (reader or read_text)(content))
 
 
-def _of_jsonl(file: Path, name: str) -> Iterator[Document | Skipped]:
+def _jsonl_documents(file: Path, name: str) -> Iterator[Document | Skipped]:
     try:
         with open_source(InputConfig(path=[str(file)], format="jsonl")) as lines:
             for line in lines:
                 try:
-                    yield _of_line(line, file, name)
+                    yield _line_document(line, file, name)
                 except RecordError as error:
                     yield Skipped(lines.where(line.number), str(error))
-    except ConfigError as error:  # a damaged archive: what came before the damage is kept
+    except ConfigError as error:  # documents before the damage are kept
         yield Skipped(str(file), str(error).removeprefix(f"{file}:").strip(), many=True)
 
 
-def _of_line(row: InputRow, file: Path, name: str) -> Document:
+def _line_document(row: InputRow, file: Path, name: str) -> Document:
     value: Any = row.value
     if isinstance(value, RecordError):
         raise value
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
         raise RecordError('a document is an object {"id", "title", "text"} with a text')
-    key, title, text = value.get("id", value.get("_id")), value.get("title"), value["text"]  # _id: of BEIR's corpora
+    key, title, text = value.get("id", value.get("_id")), value.get("title"), value["text"]  # _id: BEIR
     if title is not None and not isinstance(title, str):
         raise RecordError('"title" must be a string')
     doc = id_text(key) or f"{name}:{row.number}"
@@ -364,7 +365,7 @@ def _of_line(row: InputRow, file: Path, name: str) -> Document:
 
 
 def _digest(doc: str, form: str, content: bytes) -> str:
-    """Return what changes with a document, and with the ids of its passages."""
-    # these were not always numbered: documents in an older index are processed again
+    """Return a digest that changes with a document's content and with the form of its passage ids."""
+    # older versions did not always number these: their passages are written again
     numbered = "#\0" if looks_numbered(doc) else ""
     return blake2b(f"{doc}\0{form}\0{numbered}".encode() + content, digest_size=12).hexdigest()

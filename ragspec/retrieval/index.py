@@ -1,7 +1,7 @@
-"""The index on disk: one LanceDB table of passages, with full-text search and, if a model made them, vectors.
+"""The index on disk: a LanceDB table of passages with full-text search and, with an embedding model, vectors.
 
-Lance keeps versions: a build writes new ones, and only its last act moves the tag `ready`, which readers follow. So a
-build that dies leaves the index as it was, and the next one begins by going back to `ready`.
+Lance keeps versions: a build writes new ones, and its last step moves the tag `ready`, which readers follow. A build
+that dies leaves the index unchanged, and the next one starts by restoring `ready`.
 Source: LanceDB 0.40, tables, tags and full-text search. Limit: one build at a time.
 """
 
@@ -25,14 +25,14 @@ TABLE = "chunks"
 READY = "ready"
 SETTINGS = b"ragspec"
 FORMAT = 1
-# parts of the vector index that a search looks into; LanceDB's 20 miss half of the nearest of 300,000 rows
+# partitions of the vector index per search; with LanceDB's 20, half of the nearest of 300,000 rows are missed
 PROBES = 64
 COLUMNS = ["id", "document", "title", "text"]
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What an index was built with. Other settings make another index."""
+    """What an index was built with. Different settings need a new index."""
 
     chunk_size: int
     chunk_overlap: int
@@ -44,7 +44,7 @@ class Settings:
 
 
 def connect(uri: str, options: dict[str, Any] | None = None) -> Any:
-    """Return the database at a folder or an object store's address. Raises ConfigError."""
+    """Return the database in a folder or at an object store's URL. Raises ConfigError."""
     lancedb = library()
     with failing(uri, "opened"):
         return lancedb.connect(revealed(uri), storage_options=revealed(options) or None)
@@ -69,7 +69,7 @@ class Index:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What an answer made from this index depends on."""
+        """Return what identifies the index's content: version, build time and number of rows."""
         version = self._table.version
         built = next(v["timestamp"] for v in self._table.list_versions() if v["version"] == version)
         return {"version": version, "built": built.astimezone(UTC).isoformat(), "rows": self.rows}
@@ -88,7 +88,7 @@ class Index:
         return [row | {"score": 1.0 - row["score"]} for row in rows]
 
     def fused(self, query: str, vector: Any, count: int) -> list[dict[str, Any]]:
-        """Return the `count` best of each search, in the order of reciprocal rank fusion."""
+        """Return the best `count` of both searches combined by reciprocal rank fusion."""
         from lancedb.query import MatchQuery
         from lancedb.rerankers import RRFReranker
 
@@ -110,7 +110,7 @@ class Index:
 
 @contextmanager
 def failing(uri: str, what: str) -> Iterator[None]:
-    """Turn what LanceDB raises into one line."""
+    """Convert LanceDB's errors to a one-line ConfigError."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:
@@ -118,7 +118,7 @@ def failing(uri: str, what: str) -> Iterator[None]:
 
 
 def open_table(database: Any) -> Any:
-    """Return the table of passages in its latest version, or None if there is none."""
+    """Return the latest version of the table of passages, None without one."""
     page = None
     while True:
         found = database.list_tables(page_token=page)
@@ -130,12 +130,12 @@ def open_table(database: Any) -> Any:
 
 
 def is_local(uri: str) -> bool:
-    """Return whether `uri` is a folder, not an object store's address."""
+    """Return whether `uri` is a folder rather than an object store's URL."""
     return "://" not in uri
 
 
 def settings_of(table: Any, uri: str) -> Settings:
-    """Return what a table was built with. Raises ConfigError for what is not ours."""
+    """Return the settings of a table. Raises ConfigError if it is not ragspec's."""
     try:
         return Settings(**orjson.loads((table.schema.metadata or {})[SETTINGS]))
     except (KeyError, TypeError, ValueError):
@@ -145,7 +145,7 @@ def settings_of(table: Any, uri: str) -> Settings:
 
 
 def searched(title: str | None, text: str) -> str:
-    """Return the part of a passage that is searched and embedded: its title, on a line of its own, and its text."""
+    """Return the text of a passage for search and embedding: its title on a line of its own, and its text."""
     return f"{title}\n{text}" if title else text
 
 
@@ -162,8 +162,8 @@ def _row(row: dict[str, Any], score: str) -> dict[str, Any]:
 
 
 def library() -> Any:
-    """Return the lancedb module, quiet. Raises ConfigError if it is not installed."""
-    os.environ.setdefault("LANCEDB_LOG", "error")  # its warnings are for its programmers
+    """Return the lancedb module with its warnings off. Raises ConfigError if it is not installed."""
+    os.environ.setdefault("LANCEDB_LOG", "error")  # its warnings address its developers
     try:
         import lancedb
         import lancedb.index
@@ -172,28 +172,27 @@ def library() -> Any:
     return lancedb
 
 
-# -- the index while it is built: versions of its table that nobody sees before `finish` ------------------------------
+# -- building --------------------------------------------------------------------------------------
 
-
-VECTORS_INDEXED_FROM = 100_000  # rows; fewer are compared one by one, exactly
-KEPT = timedelta(days=7)  # of old versions, for readers that began before a build
+VECTORS_INDEXED_FROM = 100_000  # rows; fewer are compared exactly, one by one
+KEPT = timedelta(days=7)  # how long replaced versions stay, for readers that opened them
 FOR_EVER = timedelta(days=36500)
-DELETED_AT_ONCE = 1000
+DELETED_AT_ONCE = 1000  # digests per statement
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A passage on its way into the index."""
+    """A passage to be written."""
 
     id: str
     document: str
-    digest: str  # of its document
+    digest: str  # the document's
     title: str | None
     text: str
 
 
 class Writer:
-    """A build under way. `finish` makes it the index; until then nothing changes for readers."""
+    """A build in progress. Readers see nothing of it before `finish`."""
 
     def __init__(self, uri: str, options: dict[str, Any] | None, settings: Settings) -> None:
         self._uri = uri
@@ -204,11 +203,11 @@ class Writer:
         table = open_table(self._database)
         if table is None:
             return
-        built_with = settings_of(table, uri)  # somebody else's table is not ours to overwrite
+        built_with = settings_of(table, uri)  # raises for a table that is not ours
         tags = table.tags.list()
-        if READY not in tags:  # a first build died here
+        if READY not in tags:  # a first build died
             return
-        if table.version != tags[READY]["version"]:  # a build died here
+        if table.version != tags[READY]["version"]:  # a later build died
             table.checkout(READY)
             table.restore()
             built_with = settings_of(table, uri)
@@ -217,22 +216,22 @@ class Writer:
 
     @property
     def begins_anew(self) -> bool:
-        """Whether what was there, if anything, was built with other settings."""
+        """Return whether the table is written anew, because it is missing or has other settings."""
         return self._fresh
 
     @property
     def rows(self) -> int:
-        """How many passages there are now."""
+        """Return the current number of passages."""
         return 0 if self._table is None else int(self._table.count_rows())
 
     def known(self) -> Iterator[tuple[str, str]]:
-        """Yield (document, digest) of every passage that may stay."""
+        """Yield (document, digest) of every passage that can stay."""
         if not self._fresh:
             for batch in self._table.search().select(["document", "digest"]).to_batches():
                 yield from zip(batch["document"].to_pylist(), batch["digest"].to_pylist(), strict=True)
 
     def add(self, chunks: Sequence[Chunk], vectors: Any = None) -> None:
-        """Write passages, with their vectors (len(chunks), dimension) if this index has any."""
+        """Write passages, with vectors (len(chunks), dimension) if the index has any."""
         import pyarrow as pa
 
         schema = _schema(self._settings)
@@ -261,7 +260,7 @@ class Writer:
             self._table.delete(f"digest IN ({names})")
 
     def finish(self) -> None:
-        """Bring the search structures up to date and show the result to readers."""
+        """Update the search indexes and make the result visible to readers."""
         from lancedb.index import FTS, IvfFlat
 
         table = self._table
@@ -274,22 +273,22 @@ class Writer:
         if self._settings.dimension and "vector" not in have and table.count_rows() >= VECTORS_INDEXED_FROM:
             table.create_index("vector", config=IvfFlat(distance_type="dot"))
         if READY in table.tags.list():
-            table.optimize(cleanup_older_than=FOR_EVER)  # what is new enters the indexes; nothing is deleted
+            table.optimize(cleanup_older_than=FOR_EVER)  # adds new rows to the indexes, deletes nothing
             table.tags.update(READY, table.version)
             stamps = [version["timestamp"] for version in table.list_versions()]
-            if age := spent(stamps, datetime.now()):
+            if age := replaced_age(stamps, datetime.now()):
                 table.optimize(cleanup_older_than=age)
-        else:  # a first build: no reader can be at an older version
+        else:  # after a first build no reader uses an older version
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
                 table.optimize(cleanup_older_than=timedelta(0))
             table.tags.create(READY, table.version)
 
 
-def spent(stamps: Sequence[datetime], now: datetime) -> timedelta | None:
-    """Return the age from which versions made at `stamps` were replaced more than `KEPT` ago; None if none were.
+def replaced_age(stamps: Sequence[datetime], now: datetime) -> timedelta | None:
+    """Return the minimum age of versions that were replaced more than `KEPT` ago, None without any.
 
-    What counts is when a version was replaced, not when it was made: until then readers may begin with it.
+    stamps: when the versions were made. The time of replacement counts: until then readers may open a version.
     """
     old = [stamp for stamp in stamps if now - stamp >= KEPT]
     if len(old) < 2:
@@ -299,7 +298,7 @@ def spent(stamps: Sequence[datetime], now: datetime) -> timedelta | None:
 
 @contextmanager
 def building(uri: str) -> Iterator[None]:
-    """Lock the index for one build. Raises ConfigError if another build has it; object stores have no such lock."""
+    """Lock the index for one build. Raises ConfigError if another build holds it. Object stores are not locked."""
     if not is_local(uri):
         yield
         return

@@ -1,4 +1,4 @@
-"""Questions -> passages: `Retriever(config.retrieval).search(["why?"])` -> a list of passages per question."""
+"""Search an index, and evaluate it: `Retriever(config.retrieval).search(["why?"])` -> a list of passages per query."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ragspec.retrieval.index import Index, searched
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A passage that was found, and the document that it is part of."""
+    """A passage found by a search, and its document."""
 
     passage: Passage
     document: str
 
 
 class Retriever:
-    """Searches one index. Raises ConfigError if the index is missing or was built with another model.
+    """Searches one index. Raises ConfigError if it is missing or was built with another model.
 
-    Modes: bm25 (words), dense (vectors), hybrid (both, by reciprocal rank fusion: Cormack et al. 2009); auto is hybrid
-    if the index has vectors. A reranker then orders the best `candidates`.
+    Modes: bm25 (words), dense (vectors), hybrid (both, by reciprocal rank fusion: Cormack et al. 2009). `auto` is
+    hybrid if the index has vectors, else bm25. A reranker reorders the best `candidates`.
     """
 
     def __init__(self, config: RetrievalConfig) -> None:
@@ -50,7 +50,7 @@ class Retriever:
         self._reranker = Reranker(config.reranker_model) if config.reranker_model else None
 
     def search(self, queries: Sequence[str], top_k: int | None = None) -> list[list[Hit]]:
-        """Return the best `top_k` passages (the config's by default) of each query, in the config's order."""
+        """Return the best `top_k` passages of each query, in the config's order. top_k: the config's by default."""
         count = top_k or self._config.top_k
         vectors: Any = self._embedder.queries(queries) if self._embedder else [None] * len(queries)
         return [self._one(query, vector, count) for query, vector in zip(queries, vectors, strict=True)]
@@ -68,26 +68,25 @@ class Retriever:
             rows = [row | {"score": score} for row, score in zip(rows, scores, strict=True)]
             rows.sort(key=lambda row: -row["score"])
         best = rows[:count]
-        if self._config.order == "canonical":  # the same passages make the same prompt, whatever their ranks
+        if self._config.order == "canonical":  # the same passages make the same prefix, whatever their ranks
             best.sort(key=lambda row: row["id"])
         return [
             Hit(Passage(row["id"], row["text"], row["title"], round(row["score"], 6)), row["document"]) for row in best
         ]
 
 
-# -- how well an index answers questions whose documents are known: recall, mean reciprocal rank, time ----------------
-
+# -- evaluation ------------------------------------------------------------------------------------
 
 GOLD = "gold_doc_ids"
 CUTS = (5, 10)
-DEPTH = 50  # passages: several may be of one document
+DEPTH = 50  # passages per query, as several may be of one document
 
 
 def evaluate(rows: Iterable[InputRow], retriever: Retriever) -> dict[str, Any]:
-    """Return recall at 5 and 10, MRR (at 10), the number of queries, and the median milliseconds of one.
+    """Return recall at 5 and 10, MRR at 10, the number of queries, and the median milliseconds per query.
 
-    Each row has a `query` and `gold_doc_ids`; those without are not counted. Recall is the share of a query's gold
-    documents among its first k documents, averaged over queries. Raises ConfigError if there is none to count.
+    rows: each with a `query` and `gold_doc_ids`; others are counted as left out. Recall is the share of a query's gold
+    documents among its first k documents, averaged over queries. Raises ConfigError if no row counts.
     """
     recalls: dict[int, list[float]] = {cut: [] for cut in CUTS}
     ranks, times, left_out = [], [], 0

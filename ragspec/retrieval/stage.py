@@ -1,6 +1,6 @@
-"""Questions without contexts -> the same with them, searched in batches on a separate thread, ahead of the model.
+"""Contexts for records that lack them: queries are searched in batches on a thread, ahead of the model.
 
-What has no question passes unchanged. A batch is what has arrived, so that one which none follows is not kept waiting.
+Items without a query pass unchanged. A batch is what has arrived so far, so a last item never waits for more.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ragspec.inputs.feed import Feed
 from ragspec.retrieval.search import Hit, Retriever
 
 T = TypeVar("T")
-BATCH = 16  # items whose questions are searched together
-AHEAD = 16  # batches that may wait for the model
+BATCH = 16  # items searched together
+AHEAD = 16  # batches searched ahead of the model
 
 
 @dataclass(slots=True)
 class Batch(Generic[T]):
-    """Items under way: `found` is for those at `places`, in order."""
+    """Items being searched. `found` holds the hits of the items at `places`, in order."""
 
     items: list[T]
     places: list[int]
@@ -30,16 +30,20 @@ class Batch(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether nobody need wait for it."""
+        """Return whether the hits are available."""
         return self.found is None or self.found.done()
 
 
 class Stage(Generic[T]):
-    """Searches for questions, and counts what it cost.
+    """Searches contexts and counts the time.
 
-    `search_s`: seconds of the searches; `waited_s`: those that the reader spent waiting for them. The first batch is
-    not counted there: it cannot come sooner. query_of: an item's question, None where it needs no contexts. with_hits:
-    an item with what was found for it.
+    Args:
+        retriever: the index.
+        query_of: returns an item's query, None if it needs no contexts.
+        with_hits: returns an item with its hits.
+
+    `search_s` is the time of the searches; `waited_s` is the time that the reader waited for them, not counting the
+    first batch, which cannot be searched ahead.
     """
 
     def __init__(
@@ -56,18 +60,18 @@ class Stage(Generic[T]):
         self._with_hits = with_hits
 
     def fill(self, items: Iterable[T]) -> Filled[T]:
-        """Return `items` in order, those with questions with what was found for them; `close` it after use.
+        """Return `items` in order with the hits for their queries. Close it after use.
 
-        If the input breaks off, what came before the break is returned first, then its ConfigError is raised.
+        If the input fails, its ConfigError is raised after the items before it.
         """
         return Filled(self, Feed(items))
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the statistics say about the searches."""
+        """Return the `retrieval` object of the statistics."""
         return retrieval_statistics(self._retriever.mode, self.queries, self.search_s, self.waited_s)
 
     def begin(self, items: list[T], pool: ThreadPoolExecutor) -> Batch[T]:
-        """Return `items` with the search for them under way."""
+        """Start the search for `items`."""
         queries = {place: query for place, item in enumerate(items) if (query := self._query_of(item)) is not None}
         found = pool.submit(self._search, list(queries.values())) if queries else None
         return Batch(items, list(queries), found)
@@ -80,7 +84,7 @@ class Stage(Generic[T]):
         return found
 
     def end(self, batch: Batch[T], first: bool) -> list[T]:
-        """Return the items of a batch with what was found; wait for it, if need be."""
+        """Return a batch's items with their hits, waiting for the search if necessary. first: do not count the wait."""
         if batch.found is None:
             return batch.items
         started = time.perf_counter()
@@ -93,7 +97,7 @@ class Stage(Generic[T]):
 
 
 def retrieval_statistics(mode: str, queries: int, search_s: float, waited_s: float) -> dict[str, Any]:
-    """Return what the statistics say about searches: see Stage."""
+    """Return the `retrieval` object of the statistics; see Stage."""
     return {
         "mode": mode,
         "queries": queries,
@@ -104,7 +108,7 @@ def retrieval_statistics(mode: str, queries: int, search_s: float, waited_s: flo
 
 
 class Filled(Generic[T]):
-    """The items with their contexts (a Pollable, see feed.py): batches of what has arrived are searched ahead."""
+    """The items with their contexts, as a Pollable (feed.py)."""
 
     def __init__(self, stage: Stage[T], items: Feed[T]) -> None:
         self._stage = stage
@@ -124,23 +128,23 @@ class Filled(Generic[T]):
         return self._ready.popleft()
 
     def poll(self) -> T | None:
-        """Return the next item, or None if none has arrived, or only ones that are still being searched."""
+        """Return the next item, or None if none is available yet."""
         if not self._ready:
-            pressed = self._look_ahead(wait=False)
-            if not pressed and not self._items.over and not (self._searched and self._searched[0].done):
+            is_full = self._look_ahead(wait=False)
+            if not is_full and not self._items.over and not (self._searched and self._searched[0].done):
                 return None
             self._finish()
         return self._ready.popleft()
 
     def close(self) -> None:
-        """End the searches under way."""
+        """Cancel pending searches and close the input."""
         self._pool.shutdown(cancel_futures=True)
         self._items.close()
 
     def _look_ahead(self, *, wait: bool) -> bool:
-        """Search what has arrived, as far as there is room; return whether there is more.
+        """Start searches for the available items while there is room; return whether there is no room left.
 
-        wait: for one item, if none is being searched.
+        wait: block for one item if nothing is being searched.
         """
         while not self._items.over:
             if len(self._searched) == AHEAD:
@@ -153,7 +157,7 @@ class Filled(Generic[T]):
         return False
 
     def _finish(self) -> None:
-        """Make the rows of the first batch ready. If there is none, raise what ended the input."""
+        """Make the first batch's items ready. Without a batch, take or raise the input's next item or error."""
         if self._searched:
             self._ready.extend(self._stage.end(self._searched.popleft(), self._first))
             self._first = False

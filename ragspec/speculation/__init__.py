@@ -1,1 +1,1 @@
-"""How to guess tokens and how many: methods, drafters, costs, lengths, citations."""
+"""Speculation without an engine: methods, drafters, step costs, draft lengths, guards and citations."""

@@ -1,4 +1,4 @@
-"""Which tokens of an answer were copied from which passage, as the drafts already know."""
+"""Spans of an answer that its accepted drafts copied from passages."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from ragspec.records import Copied
 from ragspec.speculation.drafters.base import Draft
 
-LEAST = 4  # tokens; a shorter run is not a quotation
+LEAST = 4  # tokens; shorter runs are not citations
 
 
 class CopiedSpans:
-    """The runs that one answer took from its prompt's passages. passages: (start, end) positions in `prompt`."""
+    """The runs that one answer copied from its prompt's passages. passages: (start, end) positions in `prompt`."""
 
     def __init__(self, prompt: Sequence[int], passages: Sequence[tuple[int, int]]) -> None:
         self._prompt = prompt
@@ -19,9 +19,9 @@ class CopiedSpans:
         self._runs: list[Copied] = []
 
     def note(self, written: int, draft: Draft, emitted: Sequence[int]) -> None:
-        """Take in that `emitted` follows `written` tokens of the answer, where `draft` was the guess.
+        """Add `emitted` tokens that follow `written` answer tokens and were drafted as `draft`.
 
-        A token counts if it was drafted from a passage, or if it continues a run that reached it, token for token.
+        A token counts if it was drafted from a passage, or if it continues the preceding run token for token.
         """
         if not self._passages:
             return
@@ -43,11 +43,11 @@ class CopiedSpans:
     def worth_citing(self, answer: Sequence[int]) -> tuple[Copied, ...]:
         """Return the runs of at least LEAST tokens inside `answer`.
 
-        A copy's first word was often not drafted yet, so a run is extended to the left as far as it agrees.
+        The first word of a copy was often not drafted, so runs are extended to the left as far as the texts agree.
         """
         runs, end = [], 0
         for run in self._runs:
-            if run.start >= len(answer):  # a stop text cut the answer before it
+            if run.start >= len(answer):  # cut off by a stop string
                 break
             start, source, first = run.start, run.source, self._passages[run.passage][0]
             while start > end and source > first and answer[start - 1] == self._prompt[source - 1]:

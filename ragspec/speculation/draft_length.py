@@ -1,10 +1,10 @@
-"""How many draft tokens to verify, per row and step: those that raise the expected tokens per second. Pure.
+"""How many tokens to draft and to verify, per row and step, to maximise expected tokens per second. Pure.
 
     (rows + sum of chosen survivals) / cost(rows + chosen)
 
 Survival never rises along a chain, so the best M of all draft tokens are prefixes of chains: sort them and try every M,
-because the cost curve is not convex (two tokens may cost as much as eight). A step that computes prompts has to be paid
-for anyway; there a draft token must earn its own seconds at the rate of a step without prompts.
+since the cost curve is not convex (two tokens may cost as much as eight). A step with prefill is needed anyway; there a
+draft token must pay for its own seconds at the rate of a step without prefill.
 Prior art: SmartSpec (arXiv:2406.14066), AdaServe (arXiv:2501.12162).
 """
 
@@ -15,19 +15,22 @@ from collections.abc import Sequence
 
 from ragspec.speculation.step_cost import Cost
 
-MARGIN = 0.5  # of what a draft token has to survive with on average: costs do have steps
-LEAST_GAIN = 1.02  # over plain decoding; below it, not speculating is as good
+MARGIN = 0.5  # share of the average break-even survival, since costs have steps
+LEAST_GAIN = 1.02  # over plain decoding; below it, do not speculate
 
 
 def allocate(survivals: Sequence[Sequence[float]], cost: Cost, reach: int, prefill_tokens: int = 0) -> list[int]:
     """Return how many tokens of each row's chain to verify.
 
-    survivals: per row, the probability of each prefix of its chain. reach: slots of the longest row. besides: tokens
-    of the step that are not these rows' (prefill).
+    Args:
+        survivals: per row, the probability of each prefix of its chain.
+        cost: seconds of a step.
+        reach: slots of the longest row.
+        prefill_tokens: prompt tokens in the same step.
     """
     rows = len(survivals)
     candidates = [(-value, depth, row) for row, chain in enumerate(survivals) for depth, value in enumerate(chain)]
-    candidates.sort()  # of equals the shallower first, so that each choice is prefixes of chains
+    candidates.sort()  # ties: the shallower first, so that every choice consists of prefixes
     plain = rows / cost(rows, rows, reach)
     taken = [0] * rows
     best, rate = _best(candidates, rows, cost, reach, plain * LEAST_GAIN)
@@ -40,10 +43,9 @@ def allocate(survivals: Sequence[Sequence[float]], cost: Cost, reach: int, prefi
 
 
 def least_acceptance(rows: int, cost: Cost, reach: int, prefill_tokens: int = 0) -> float:
-    """Return a probability below which no draft token of such a step pays: chains need not be followed further.
+    """Return a probability below which no draft token of such a step pays, so that chains can end there.
 
-    As of allocate(), whose choice it should not change: half of what a token would have to survive with if costs had no
-    steps.
+    Chosen low enough not to change allocate(): half of the break-even survival if costs had no steps.
     """
     plain_s = cost(rows, rows, reach)
     if prefill_tokens:
@@ -55,7 +57,7 @@ def least_acceptance(rows: int, cost: Cost, reach: int, prefill_tokens: int = 0)
 
 
 def hopeless(rows: int, cost: Cost, reach: int, prefill_tokens: int) -> bool:
-    """Return whether not even a certain draft token pays in a step that also computes `besides` tokens of prompts.
+    """Return whether not even a certain draft token pays in a step with `prefill_tokens`.
 
     allocate() takes none there.
     """
@@ -65,9 +67,9 @@ def hopeless(rows: int, cost: Cost, reach: int, prefill_tokens: int) -> bool:
 def _best(
     candidates: Sequence[tuple[float, int, int]], rows: int, cost: Cost, reach: int, least_rate: float
 ) -> tuple[int, float]:
-    """Return how many of the candidates, best first, make the most tokens per second, and that rate.
+    """Return how many candidates, best first, maximise tokens per second, and that rate.
 
-    0 and `least_rate` where none makes more.
+    Returns 0 and `least_rate` if none exceeds it.
     """
     best, best_rate = 0, least_rate
     expected = float(rows)
@@ -79,21 +81,23 @@ def _best(
     return best, best_rate
 
 
-# -- how often a draft model's tokens are right, by how sure it was of them: learnt while the run goes on. Pur --------
-#
-# >>> Confidence().chance(0.9)
-# 0.9
-
+# -- confidence ------------------------------------------------------------------------------------
 
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96)  # of the draft's own probability
-PRIOR = 4.0  # observations that a draft's own word counts for
-MEMORY = 256.0  # observations, after which the oldest count half
-CONFIDENCE_RATE = 0.05  # weight of a new observation in the mean, once there are many
-FIRST = 0.7  # of all tokens, before any is known
+PRIOR = 4.0  # observations that the draft's own probability is worth
+MEMORY = 256.0  # observations after which older ones are halved
+CONFIDENCE_RATE = 0.05  # weight of a new observation in the mean, in the long run
+FIRST = 0.7  # initial mean
 
 
 class Confidence:
-    """mean: the chance of any token that is tried, given that those before it were right; it follows the latest."""
+    """How often a draft model's tokens are right, by its own probability, learnt during the run.
+
+        >>> Confidence().chance(0.9)
+        0.9
+
+    mean: moving average over all tokens tried, given that those before them were right.
+    """
 
     def __init__(self) -> None:
         self._hits = [0.0] * (len(EDGES) + 1)
@@ -102,12 +106,12 @@ class Confidence:
         self.seen = 0
 
     def chance(self, sure: float) -> float:
-        """Return how likely a token is right. sure: the probability that the draft gave it."""
+        """Return the probability that a token is right. sure: the draft's own probability."""
         cell = bisect_right(EDGES, sure)
         return (self._hits[cell] + PRIOR * sure) / (self._trials[cell] + PRIOR)
 
     def observe(self, sure: float, right: bool) -> None:
-        """Learn from a token that has been compared with what the target wrote, those before it being right."""
+        """Add a token compared with the target's, whose predecessors in the draft were right."""
         cell = bisect_right(EDGES, sure)
         if self._trials[cell] >= MEMORY:
             self._hits[cell] /= 2
@@ -118,32 +122,34 @@ class Confidence:
         self.mean += max(CONFIDENCE_RATE, 1 / (self.seen + 1)) * (right - self.mean)
 
 
-# -- how long to draft with a model, whose every token takes a forward of its own, and for which rows. Pure -----------
-#
-#     >>> pace = Pace(cost)
-#     >>> pace.ratio(rows=4, reach=500)  # how many times as fast as without drafts, at best
-#     1.31
-#
-# A forward of the draft serves all rows at once and is paid for by their chances together; the target's step that
-# verifies is paid for by `cost`, as everywhere (draft_length.py).
+# -- draft length ----------------------------------------------------------------------------------
 
-
-LONGEST = 12
-BLIND = 2  # tokens of a draft while it is not known whether it pays: the first shows that, the second what one costs
-BLIND_OTHER = 4  # of a draft with other tokens, of which one may be a fraction of the target's
+LONGEST = 12  # tokens
+BLIND = 2  # tokens of a draft while its benefit is unknown: one shows whether it is right, the second what it costs
+BLIND_OTHER = 4  # the same for a draft with other tokens, which may be fractions of the target's
 LEARNING_RATE = 0.05
-SHARE = 0.01  # of the time, that may be spent on trying again drafts that did not pay
-TRIED = 2  # rows that draft meanwhile, of those whose draft has to be read first
-NEAR = 8  # tokens: rows with no more to be read cost a forward nothing to speak of, and all of them draft
-KNOWN = 16  # tokens that were compared, after which it is known
-PATIENCE = 48  # steps after which it is taken for known
+SHARE = 0.01  # of the time, for retrying drafts that did not pay
+TRIED = 2  # rows that draft while the benefit is unknown, if their drafts have much to read first
+NEAR = 8  # unread tokens up to which reading costs nothing noticeable, so that all such rows draft
+KNOWN = 16  # compared tokens after which the benefit counts as known
+PATIENCE = 48  # steps after which it counts as known in any case
 
 
 class DraftLength:
-    """One draft model in one run. step_s: of a forward of one token for each row; None before it is known.
+    """How long and for which rows a draft model drafts. A forward serves all rows and must pay for all together.
 
-    fill_s: of one token of what a row's draft has yet to read; None where nothing long was read. blind: BLIND or
-    BLIND_OTHER.
+        >>> length = DraftLength(cost, Confidence())
+        >>> length.ratio(rows=4, reach=500)  # speed relative to no drafts, at the best length
+        1.31
+
+    Attributes:
+        step_s: seconds of a forward of one token per row; None while unknown.
+        fill_s: seconds per token that a draft has yet to read; None until many were read at once.
+
+    Args:
+        cost: seconds of a step of the target.
+        confidence: how often drafted tokens are right.
+        blind: BLIND or BLIND_OTHER.
     """
 
     def __init__(self, cost: Cost | None, confidence: Confidence, blind: int = BLIND) -> None:
@@ -152,20 +158,20 @@ class DraftLength:
         self._cost = cost
         self._confidence = confidence
         self._blind = blind
-        self._tries = 0  # steps in which it was not known
-        self._saved_up_s = 0.0  # for the next try
+        self._unknown_steps = 0  # steps while the benefit was unknown
+        self._saved_up_s = 0.0  # for the next retry
 
     def stepped(self, seconds: float) -> None:
-        """A forward of one token for each row took `seconds`."""
+        """Record the seconds of a forward of one token per row."""
         self.step_s = seconds if self.step_s is None else self.step_s + LEARNING_RATE * (seconds - self.step_s)
 
     def filled(self, tokens: int, seconds: float) -> None:
-        """A forward of `tokens` that the draft had not read took `seconds`."""
+        """Record the seconds of a forward over `tokens` that the draft had not read."""
         each = seconds / tokens
         self.fill_s = each if self.fill_s is None else self.fill_s + LEARNING_RATE * (each - self.fill_s)
 
     def ratio(self, rows: int, reach: int) -> float:
-        """Return how many times as fast as plain ones steps with drafts of the best length are, by what is known."""
+        """Return the speed of drafting at the best length relative to plain steps, as far as known."""
         if self._cost is None or self.step_s is None:
             return 1.0
         plain = rows / self._cost(rows, rows, reach)
@@ -178,9 +184,9 @@ class DraftLength:
         return best / plain
 
     def chosen(self, missing: Sequence[int], left: Sequence[int], reach: int) -> list[int]:
-        """Return the rows for which drafts pay, or whose turn it is to show whether they do.
+        """Return the rows that draft: those for which it pays, or whose turn it is to find out.
 
-        missing: per row, tokens that its draft has yet to read. left: tokens that its answer may still have.
+        missing: per row, tokens that its draft has yet to read. left: per row, tokens that its answer may still have.
         """
         rows = len(missing)
         every = list(range(rows))
@@ -188,12 +194,12 @@ class DraftLength:
             return every
         nearest = sorted(every, key=lambda row: missing[row])
         if not self._known:
-            self._tries += 1
+            self._unknown_steps += 1
             return nearest[:TRIED] + [row for row in nearest[TRIED:] if missing[row] <= NEAR]
         ratio, step = self.ratio(rows, reach), self._cost(rows, rows, reach)
-        fill_s = self.fill_s or 0.0  # nothing long was read yet
+        fill_s = self.fill_s or 0.0  # None: nothing long was read yet
         if ratio >= LEAST_GAIN:
-            saved = step / rows * (1 - 1 / ratio)  # seconds, per token of an answer
+            saved = step / rows * (1 - 1 / ratio)  # seconds per answer token
             return [row for row in every if (missing[row] - 1) * fill_s <= left[row] * saved]
         self._saved_up_s += SHARE * step
         drafting = self._blind * (self.step_s or step) + self._cost(rows + self._blind, rows, reach) - step
@@ -204,16 +210,21 @@ class DraftLength:
 
     @property
     def _known(self) -> bool:
-        """Whether it is known what drafts cost and bring."""
-        return (self._confidence.seen >= KNOWN and self.step_s is not None) or self._tries >= PATIENCE
+        """Return whether the cost and benefit of drafts are known."""
+        return (self._confidence.seen >= KNOWN and self.step_s is not None) or self._unknown_steps >= PATIENCE
 
     def going_on(
         self, survivals: Sequence[float], expected: float, drafted: int, depth: int, rows: int, reach: int
     ) -> list[int]:
-        """Return the rows that draft another token: those that, together, gain more by it than it costs.
+        """Return the rows that draft another token: those that together gain more than it costs.
 
-        survivals: of the rows that may, that their drafts are right so far. expected: tokens that the step is to write
-        with what is drafted already. drafted: tokens of all rows' drafts, in `depth` forwards.
+        Args:
+            survivals: per candidate row, the probability that its draft is right so far.
+            expected: tokens that the step is expected to emit with the current drafts.
+            drafted: tokens drafted so far, over all rows.
+            depth: forwards so far.
+            rows: rows of the step.
+            reach: slots of the longest row.
         """
         every = list(range(len(survivals)))
         if self._cost is None or not every:

@@ -1,7 +1,7 @@
-"""What a grammar forces, as a draft: keys of an object, separators, the rest of a word once its beginning is clear.
+"""Draft what a grammar forces: keys of an object, separators, the rest of a word once its beginning is clear.
 
-The text is certain, how the model divides it into tokens is not: the chance that it divides it as llguidance does is
-learnt in the run. A token boundary is never chosen by a draft.
+The text is certain, its tokenization is not: the probability that the model splits it as llguidance does is learnt
+during the run. A draft never decides a token boundary.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ FIRST_GUESS = 0.8
 
 
 class ForcedTokens:
-    """Adds forced tokens to drafts. end: the token that ends an answer too.
+    """Adds forced tokens to drafts. end: include the token that ends an answer.
 
-    met, right: how many the target came to, and how many of them it wrote so.
+    met, right: forced tokens that the target reached, and those of them that it wrote.
     """
 
     def __init__(self, *, end: bool = True) -> None:
@@ -26,12 +26,12 @@ class ForcedTokens:
         self.met = 0
         self.right = 0
         self._chance = FIRST_GUESS
-        self._pending: dict[int, tuple[int, list[int]]] = {}  # by row: where in the draft, and which tokens
+        self._pending: dict[int, tuple[int, list[int]]] = {}  # row -> position in the draft, forced tokens
 
     def join(self, row: int, matcher: Matcher, draft: Draft, limit: int) -> Draft:
-        """Return a draft of `limit` tokens at most: what is forced now, or `draft` as far as it is admitted and on.
+        """Return a draft of at most `limit` tokens: the allowed part of `draft`, with forced tokens before or after it.
 
-        row: any number that names it.
+        row: any number that identifies the row.
         """
         if draft.probabilities is not None:
             return admitted(matcher, draft)
@@ -51,7 +51,7 @@ class ForcedTokens:
         return Draft(draft.token_ids + forced, draft.survival + survival, draft.sources + [None] * len(forced))
 
     def score(self, row: int, written: Sequence[int]) -> None:
-        """Learn from what the target wrote, whether the draft was verified or not."""
+        """Learn from the target's tokens, whether or not the draft was verified."""
         start, forced = self._pending.pop(row, (0, []))
         for guess, token in zip(forced, written[start:], strict=False):
             self.met += 1
@@ -61,15 +61,15 @@ class ForcedTokens:
                 break
 
     def forget(self, row: int) -> None:
-        """Forget a row that has ended."""
+        """Discard a finished row."""
         self._pending.pop(row, None)
 
 
 def admitted(matcher: Matcher, draft: Draft) -> Draft:
-    """Return a draft as far as a grammar admits it, before anything is computed for the rest.
+    """Return the part of a draft that a grammar allows, before anything is computed for the rest.
 
-    One that was sampled keeps its first token that is not admitted: the rule that rejects it draws another in its
-    place, and the two together give the right distribution.
+    A sampled draft keeps its first disallowed token: the rejection rule replaces it with another sample, and together
+    the two give the right distribution.
     """
     count = matcher.admitted(draft.token_ids) if draft.token_ids else 0
     return draft.cut(count if draft.probabilities is None else count + 1)

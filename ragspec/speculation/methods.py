@@ -1,11 +1,10 @@
-"""The one table of methods: what `speculation.method` may say, where it runs, what it needs and what it gives.
+"""The table of methods: the values of `speculation.method`, where each runs, what it needs and what it provides.
 
     >>> METHODS["context"].drafts_on
     ('huggingface', 'vllm')
 
-A new drafter is one file in drafters/ and one row here; one from outside is an entry point in the group
-`ragspec.drafters` (methods.py). Everything that asks "which methods" asks here: runners, config, schema, benchmark,
-tune, doctor, help and docs. Standard library only.
+A new drafter is one file in drafters/ and one row here; an external one is an entry point or is registered (see
+`register`). Runners, config, schema, benchmark, tune, doctor, help and docs all use this table. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ragspec.speculation.drafters.prompt_lookup import PromptLookup
 
 PLAIN = "none"
 FAKE, HF, VLLM = "fake", "huggingface", "vllm"
-AUTO = "auto"  # the word for "choose": of a runner, as of a method
+AUTO = "auto"  # as a runner and as a method: choose
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +48,19 @@ Make = Callable[[DrafterSettings], Drafter]
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A row. summary: what drafts, in a few words. runners: those that have it.
+    """A row of the table.
 
-    drafts_on: the runners on which `drafter`, one of ours or a plugin's, does the drafting; there its drafts are known
-    token by token, so answers can cite passages. needs: keys of the section without which it cannot run. takes_draft:
-    whether it uses a draft model. some_models: whether it takes parts that only some models have. stock: whether
-    transformers' generate() has it. remembers: runners on which drafts come from answers of earlier passes too.
-    tried: whether "auto" tries it.
+    Attributes:
+        summary: what drafts, in a few words.
+        runners: the runners that support it.
+        drafter: makes its Drafter, if it is one of ours or a plugin's.
+        drafts_on: runners on which `drafter` drafts, so that drafts are known token by token and answers can cite.
+        needs: keys of the section that it requires.
+        takes_draft: it uses a draft model.
+        some_models: it needs parts that only some models have.
+        stock: transformers' generate() supports it.
+        remembers: runners on which it also drafts from answers of earlier passes.
+        tried: "auto" tries it.
     """
 
     summary: str
@@ -70,7 +75,7 @@ class Method:
     tried: bool = True
 
     def cites_on(self, runner: str) -> bool:
-        """Return whether its answers say which passages they copy."""
+        """Return whether its answers on `runner` can cite the passages that they copy."""
         return runner in self.drafts_on
 
 
@@ -122,8 +127,7 @@ METHODS = {
 
 
 def known_methods() -> dict[str, Method]:
-    """Return the table with the plugins that are installed."""
-
+    """Return the table with installed and registered plugins."""
     return METHODS | {
         name: Method(f"the drafter {name} (a plugin)", (HF, VLLM), drafter=make, drafts_on=(HF, VLLM))
         for name, make in plugins().items()
@@ -132,12 +136,12 @@ def known_methods() -> dict[str, Method]:
 
 
 def find(word: str) -> Method | None:
-    """Return the row of `word`, None for a word that has none. Other packages are looked through only if need be."""
+    """Return the row of `word`, None without one. Entry points are searched only if the table lacks the word."""
     return METHODS.get(word) or known_methods().get(word)
 
 
 def method_named(word: str) -> Method:
-    """Return the row of `word`. Raises ConfigError, with the nearest words, for any other."""
+    """Return the row of `word`. Raises ConfigError with suggestions for an unknown word."""
     found = find(word)
     if found is None:
         raise ConfigError(f'speculation.method: "{word}" is not known{did_you_mean(word, tuple(known_methods()))}')
@@ -145,12 +149,12 @@ def method_named(word: str) -> Method:
 
 
 def methods_of(runner: str) -> tuple[str, ...]:
-    """Return the methods that `runner` has, plain decoding first."""
+    """Return the methods of `runner`, plain decoding first."""
     return tuple(word for word, method in known_methods().items() if runner in method.runners)
 
 
 def model_free(runner: str) -> tuple[str, ...]:
-    """Return the speculation of `runner` that works with every model and needs nothing more, to be tried by tune."""
+    """Return the methods of `runner` that work with every model and need nothing else; `tune` tries them."""
     known = known_methods()
     free = [word for word in methods_of(runner) if not (known[word].needs or known[word].takes_draft)]
     return tuple(word for word in free if word != PLAIN and known[word].tried and not known[word].some_models)
@@ -167,24 +171,17 @@ def check_method(runner: str, word: str) -> None:
 
 
 def drafters_on(runner: str, method: str, settings: DrafterSettings) -> dict[str, Drafter]:
-    """Return a new drafter of each kind that `method` may use on `runner`: its own, or all of ours for "auto"."""
+    """Return a new drafter for each kind that `method` may use on `runner`: its own, or all of ours for "auto"."""
     tried = {word: row for word, row in METHODS.items() if row.tried}
     rows = tried if method == "auto" else {method: method_named(method)}
     able = {word: row for word, row in rows.items() if method == "auto" or runner in row.drafts_on}
     return {word: row.drafter(settings) for word, row in able.items() if row.drafter is not None}
 
 
-# -- drafters from outside: entry points in the group `ragspec.drafters`, and what a program registers ----------------
-#
-#     [project.entry-points."ragspec.drafters"]
-#     my-drafter = "my_package:MyDrafter"        # called with DrafterSettings, returns a Drafter (drafters/base.py)
-#
-# What such a drafter raises costs drafts, never answers, and is named in the run's notes; what it guesses is checked.
-# Limit: a registered drafter is known to this process only, an installed one to all (vLLM's workers too).
-
+# -- external drafters -----------------------------------------------------------------------------
 
 GROUP = "ragspec.drafters"
-PRIOR_HITS, PRIOR_TRIALS = 1.0, 2.0  # of guesses that come without a probability
+PRIOR_HITS, PRIOR_TRIALS = 1.0, 2.0  # of guesses without a probability
 log = logging.getLogger(__name__)
 registered: dict[str, Callable[[Any], Drafter]] = {}
 
@@ -192,7 +189,13 @@ registered: dict[str, Callable[[Any], Drafter]] = {}
 def register(name: str, make: Callable[[Any], Drafter]) -> None:
     """Make `speculation.method: name` use a drafter of yours, in this process.
 
-    Workers and other processes do not know it; an entry point in the group `ragspec.drafters` makes it known to all.
+    Workers and other processes do not know it. An installed package registers one for all processes, vLLM's workers
+    included, with an entry point:
+
+        [project.entry-points."ragspec.drafters"]
+        my-drafter = "my_package:MyDrafter"
+
+    Errors of such a drafter cost drafts, not answers, and appear in the run's notes; its guesses are checked.
 
     Args:
         name: The word for `speculation.method`.
@@ -201,14 +204,13 @@ def register(name: str, make: Callable[[Any], Drafter]) -> None:
     Raises:
         ConfigError: ragspec has a method of that name.
     """
-
     if name in METHODS:
         raise ConfigError(f'drafter "{name}": ragspec has a method of that name; choose another')
     registered[name] = make
 
 
 def plugins() -> dict[str, Callable[[DrafterSettings], Drafter]]:
-    """Return what makes each drafter from outside, by method word. None of their code is imported yet."""
+    """Return the factories of external drafters by method name, without importing their code."""
     installed: dict[str, Callable[[Any], Drafter]] = {
         point.name: _Installed(point) for point in entry_points(group=GROUP)
     }
@@ -216,7 +218,7 @@ def plugins() -> dict[str, Callable[[DrafterSettings], Drafter]]:
 
 
 def failures(drafters: Iterable[Drafter]) -> list[str]:
-    """Return a note for each drafter that failed."""
+    """Return a note for each drafter that has failed."""
     return [drafter.failure for drafter in drafters if isinstance(drafter, GuardedDrafter) and drafter.failure]
 
 
@@ -232,7 +234,7 @@ class _Installed:
 
 
 class _Guarding:
-    """Makes a drafter behind its guard."""
+    """A factory that wraps drafters in a GuardedDrafter."""
 
     def __init__(self, name: str, make: Callable[[Any], Drafter]) -> None:
         self._name = name
@@ -243,7 +245,7 @@ class _Guarding:
 
 
 class GuardedDrafter:
-    """A drafter from outside. failure: what it raised, in words; it drafts no more after that."""
+    """An external drafter whose errors disable it. failure: the first error in words."""
 
     def __init__(self, name: str, make: Callable[[Any], Drafter], settings: DrafterSettings) -> None:
         self._name = name
@@ -258,12 +260,12 @@ class GuardedDrafter:
         return _GuardedRow(self, None if inner is None else self.tried("open", lambda: inner.open(prompt, passages)))
 
     def tried(self, what: str, call: Callable[[], Any]) -> Any:
-        """Return what `call` returns; None if it raises, or something has failed before."""
+        """Return the result of `call`; None if it raises or anything failed before."""
         if self.failure:
             return None
         try:
             return call()
-        except Exception as error:  # other people's code: whatever it raises, answers do not depend on it
+        except Exception as error:  # external code may raise anything; answers do not depend on it
             log.debug("the drafter %s failed", self._name, exc_info=error)
             self.failure = (
                 f"the drafter {self._name} failed in {what} ({type(error).__name__}: {flat(error, 120)}); "
@@ -273,7 +275,7 @@ class GuardedDrafter:
             return None
 
     def checked(self, draft: Draft, limit: int) -> Draft:
-        """Return the part of `draft` that can be verified, with a probability for every guess."""
+        """Return the valid part of `draft`, with a probability for every guess."""
         width = self._vocabulary
         ids = takewhile(lambda i: type(i) is int and i >= 0 and (width is None or i < width), draft.token_ids[:limit])
         token_ids = list(ids)
@@ -287,7 +289,7 @@ class GuardedDrafter:
 
 
 class _GuardedRow:
-    """One record's drafter behind its guard."""
+    """One record's guarded drafter."""
 
     def __init__(self, guard: GuardedDrafter, inner: RowDrafter | None) -> None:
         self._guard = guard

@@ -1,4 +1,13 @@
-"""Seconds that steps saved beside plain ones, with an interval. Pure."""
+"""Pause drafting while it is slower than plain decoding, judged by measured step times. Pure.
+
+    >>> if guard.allows(rows, expected_s): drafts = ...
+    >>> guard.observe(rows, drafted, tokens=written, seconds=spent, expected_s=expected_s, asking_s=asking)
+    >>> guard.observe_beside(rows, accepted, seconds=spent, expected_s=expected_s, asking_s=asking)
+
+Steps with drafts are compared with plain ones: steps in which nothing was worth drafting, and occasional ones that the
+guard requests. Plain times are stored relative to an expected time, so that they apply to other numbers of rows; the
+expectation must not learn from steps with drafts.
+"""
 
 from __future__ import annotations
 
@@ -6,78 +15,77 @@ from dataclasses import dataclass, field
 from math import inf, log, sqrt
 from typing import Any
 
-FADE = 0.98  # weight of the past at each step
-ENOUGH = 6  # steps from which on they tell their own spread about as well as many do
-SIDE = 2.0  # standard errors, for many steps; more for few
+FADE = 0.98  # weight of the past per step
+ENOUGH = 6  # steps from which the spread is nearly as reliable as from many
+SIDE = 2.0  # standard errors for many steps; more for few
 
 
 class Savings:
-    """Seconds that steps saved, beside plain ones: a fading mean, and how far it may be off."""
+    """Seconds saved relative to plain steps: a fading mean and its interval."""
 
     def __init__(self) -> None:
-        self._weight = self._weight2 = 0.0  # sums of the steps' weights and of their squares
-        self._saved = self._spread = 0.0  # mean seconds saved, and the weighted squares about it
-        self._would = self._took = 0.0  # seconds that plain steps would have taken, and that these took
+        self._weight = self._weight2 = 0.0  # sums of weights and of squared weights
+        self._saved = self._spread = 0.0  # mean seconds saved, and weighted squared deviations from it
+        self._plain_s = self._step_s = 0.0  # seconds of the plain steps replaced, and of these steps
 
-    def add(self, would: float, took: float) -> None:
-        """Take in a step in place of which plain ones would have taken `would` seconds."""
+    def add(self, plain_s: float, step_s: float) -> None:
+        """Add a step of `step_s` seconds that replaces `plain_s` seconds of plain steps."""
         self._weight = FADE * self._weight + 1
         self._weight2 = FADE**2 * self._weight2 + 1
-        self._would = FADE * self._would + would
-        self._took = FADE * self._took + took
-        away = would - took - self._saved
+        self._plain_s = FADE * self._plain_s + plain_s
+        self._step_s = FADE * self._step_s + step_s
+        away = plain_s - step_s - self._saved
         self._saved += away / self._weight
-        self._spread = FADE * self._spread + away * (would - took - self._saved)
+        self._spread = FADE * self._spread + away * (plain_s - step_s - self._saved)
 
     def forget(self, kept: float) -> None:
-        """Keep so many steps' weight of what was learnt."""
+        """Reduce the weight of the past to `kept` steps."""
         share = min(1.0, kept / self._weight) if self._weight else 1.0
         self._weight *= share
         self._weight2 *= share**2
         self._spread *= share
-        self._would *= share
-        self._took *= share
+        self._plain_s *= share
+        self._step_s *= share
 
     @property
     def steps(self) -> float:
-        """How many steps of equal weight what is known is worth."""
+        """Return the effective number of steps."""
         return self._weight**2 / self._weight2 if self._weight2 else 0.0
 
     @property
     def mean_s(self) -> float | None:
-        """What a step takes; None before any is known."""
-        return self._took / self._weight if self._weight else None
+        """Return the mean seconds of a step, None before the first."""
+        return self._step_s / self._weight if self._weight else None
 
     @property
     def ratio(self) -> float | None:
-        """How fast the steps are, in plain ones; None before any is known."""
-        return self._would / self._took if self._took else None
+        """Return the speed relative to plain steps, None before the first step."""
+        return self._plain_s / self._step_s if self._step_s else None
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Between what the ratio probably is."""
-        if not self._took:
+        """Return the likely range of the ratio."""
+        if not self._step_s:
             return 0.0, inf
         spread = sqrt(self._spread / self._weight / max(1.0, self.steps - 1))
         few = ENOUGH / self.steps
         error = SIDE * (1 + max(few, few**2)) * spread * self._weight
         saved = self._saved * self._weight
-        return 1 + (saved - error) / self._took, 1 + (saved + error) / self._took
+        return 1 + (saved - error) / self._step_s, 1 + (saved + error) / self._step_s
 
 
-# -- what steps without drafts take, learnt from those there are: what drafts are judged by (speculation_guard.py, t ---
+# -- plain steps -----------------------------------------------------------------------------------
 
-
-LEARN = 0.25  # weight of a new plain step in the mean of its number of rows
-NEAR = 1.15  # numbers of rows within this ratio of each other are off alike
-TRUSTED = 2  # plain steps before they are compared with
-ELSEWHERE = 16  # steps that draft with a number of rows of which no plain step is known, before one is asked for
-WILD = 3.0  # times the usual: what takes longer was interrupted by something else
+LEARN = 0.25  # weight of a new plain step in the mean for its number of rows
+NEAR = 1.15  # ratio of numbers of rows up to which one mean applies to the other
+TRUSTED = 2  # plain steps before their mean is used
+ELSEWHERE = 16  # steps with drafts, far from any known number of rows, before a plain step is requested
+WILD = 3.0  # times the usual seconds; longer steps were interrupted by something else
 
 
 @dataclass(slots=True)
 class _Plain:
-    """Plain steps of some number of rows. off: seconds over those expected, a fading mean. count: of them."""
+    """Plain steps of one number of rows. off: fading mean of actual over expected seconds. count: steps."""
 
     off: float
     count: int = 0
@@ -85,9 +93,9 @@ class _Plain:
 
 @dataclass(slots=True)
 class PlainSteps:
-    """What steps without drafts take, learnt for all who are judged by them. ago: steps that drafted since the latest.
+    """Times of plain steps, shared by everything that is compared with them.
 
-    elsewhere: the same, of those with numbers of rows that no plain step was near.
+    ago: steps with drafts since the latest plain step. elsewhere: those of them far from any known number of rows.
     """
 
     ago: int = 0
@@ -95,11 +103,11 @@ class PlainSteps:
     _known: dict[int, _Plain] = field(default_factory=dict)  # by rows
 
     def learn(self, rows: int, seconds: float, expected_s: float) -> None:
-        """Take in a step of `rows` rows."""
+        """Add a plain step of `rows` rows."""
         off = seconds / expected_s
         plain = self._known.setdefault(rows, _Plain(off))
         if plain.count < TRUSTED:
-            plain.off = min(plain.off, off)  # the first may have been interrupted
+            plain.off = min(plain.off, off)  # one of the first may have been interrupted
         else:
             plain.off += LEARN * (min(off, WILD * plain.off) - plain.off)
         plain.count += 1
@@ -108,22 +116,22 @@ class PlainSteps:
             self.elsewhere = 0
 
     def drafted(self, rows: int) -> None:
-        """Take note of a step that drafted."""
+        """Count a step with drafts."""
         self.ago += 1
         self.elsewhere += not self._near(rows)
 
     def wanted(self, rows: int, every: int) -> bool:
-        """Return whether the coming step should be plain. every: steps that draft for each plain one."""
+        """Return whether the coming step should be plain. every: steps with drafts per plain step."""
         known = self._nearest(rows)
         return known is None or self.ago >= every or (self.elsewhere >= ELSEWHERE and not self._near(rows))
 
     def seconds(self, rows: int, expected_s: float) -> float | None:
-        """Return what a plain step takes of which `expected_s` are expected; None where nothing is known."""
+        """Return the seconds of a plain step whose expectation is `expected_s`, None if unknown."""
         known = self._nearest(rows)
         return None if known is None else self._known[known].off * expected_s
 
     def _nearest(self, rows: int) -> int | None:
-        """Return the number of rows nearest to `rows` of which plain steps are known."""
+        """Return the known number of rows nearest to `rows`."""
         trusted = (other for other, plain in self._known.items() if plain.count >= TRUSTED)
         return min(trusted, key=lambda other: abs(log(other / rows)), default=None)
 
@@ -132,38 +140,24 @@ class PlainSteps:
         return known is not None and abs(log(known / rows)) <= log(NEAR) + 1e-9
 
 
-# -- never slower than off: drafts are judged by what steps really take, and paused where they lose -------------------
-#
-#     >>> if guard.allows(rows, expected_s): drafts = ...
-#     >>> guard.observe(rows, drafted, tokens=written, seconds=spent, expected_s=expected_s, asking_s=asking)
-#     >>> guard.observe_beside(rows, accepted, seconds=spent, expected_s=expected_s, asking_s=asking)
-#
-# A step that drafts is compared with plain steps: those in which nothing was worth drafting, and one now and then for
-# which the guard itself asks. What plain steps take is known by how far they were off what was expected of them, so
-# that steps of another number of rows tell it too; what is expected must not learn from steps that draft. What counts
-# is the seconds saved, with an interval: drafts are paused once even its upper end is a loss, and tried again after a
-# while. Asking for drafts takes time even where nothing comes of it: a step that asked in vain lost exactly that time,
-# and all steps that asked are judged together too. A step that also computes prompts says nothing about plain ones and
-# is never asked to be one. There it is judged whether asking takes longer than all that comes of it would have taken,
-# and such steps have pauses of their own. Pure.
+# -- guard -----------------------------------------------------------------------------------------
 
-
-SOON = 3  # steps that draft, before anything is judged by them
-SURE = 1.1  # times as fast, from which on plain steps may be rare
-EVERY, RARE = 32, 256  # steps that draft for each plain one: at first, and where drafts clearly win
-KEPT = 5.0  # steps' weight that is left after a pause
-PAUSE, LONGEST, LONGER = 64, 4096, 4  # steps: the first pause, and the longest; each so many times the one before
+SOON = 3  # steps with drafts before the first judgement
+SURE = 1.1  # speed from which plain steps may be rare
+EVERY, RARE = 32, 256  # steps with drafts per plain step: at first, and when drafts clearly win
+KEPT = 5.0  # steps' weight kept after a pause
+PAUSE, LONGEST, LONGER = 64, 4096, 4  # steps of the first and of the longest pause; growth factor
 TRIED, WITNESSES = 8, 256  # steps that asked for drafts, and rows in them, before asking is judged
-TRIFLE = 0.005  # of the time, that asking may surely lose: it finds out when drafts begin to pay
+TRIFLE = 0.005  # share of the time that asking may lose, since it finds out when drafts begin to pay
 
 
 class _Pauses:
     """The pauses of one kind of step."""
 
     def __init__(self) -> None:
-        self.left = 0  # steps of the present one
+        self.left = 0  # steps left in the current pause
         self.count = 0
-        self._length = PAUSE  # of the next one
+        self._length = PAUSE  # of the next pause
 
     def begin(self) -> None:
         """Begin a pause, longer than the one before."""
@@ -171,51 +165,57 @@ class _Pauses:
         self.count += 1
 
     def shorten(self) -> None:
-        """Whatever lost before does so no longer."""
+        """Reset the length of the next pause."""
         self._length = PAUSE
 
 
 class _Asking:
-    """Steps of one kind that asked for drafts, whether or not any came of it."""
+    """Steps of one kind that asked for drafts, with or without result."""
 
     def __init__(self) -> None:
         self.savings = Savings()
-        self._steps = self._rows = 0  # since the latest pause
+        self._steps = self._rows = 0  # since the last pause
 
-    def loses(self, rows: int, would: float, took: float) -> bool:
-        """Take in a step of `rows` rows; return whether all of them surely lose.
+    def loses(self, rows: int, plain_s: float, step_s: float) -> bool:
+        """Add a step of `rows` rows; return whether these steps certainly lose.
 
-        would: seconds that what it wrote would have taken without asking. took: those that it took.
+        plain_s: seconds that its tokens would have taken without asking. step_s: its seconds.
         """
-        self.savings.add(would, took)
+        self.savings.add(plain_s, step_s)
         self._steps += 1
         self._rows += rows
         enough = self._steps >= TRIED and self._rows >= WITNESSES
         return enough and self.savings.interval[1] < 1 - TRIFLE
 
     def forget(self) -> None:
-        """Keep little of what was learnt: a pause begins."""
+        """Discard most of the past at the beginning of a pause."""
         self._steps = self._rows = 0
         self.savings.forget(KEPT)
 
 
 class SpeculationGuard:
-    """Judges one method in one run. plain: what it is judged by."""
+    """Decides whether one method may draft. plain: the plain steps to compare with.
+
+    Drafts are paused when even the upper end of the interval of the seconds saved is a loss, and tried again later.
+    Asking for drafts in vain loses exactly the time of asking, so all steps that asked are also judged together. A step
+    with prefill says nothing about plain steps and is never requested as one. There the question is whether asking
+    takes longer than the accepted tokens would have; such steps have their own pauses.
+    """
 
     def __init__(self, plain: PlainSteps | None = None) -> None:
         self.plain = PlainSteps() if plain is None else plain
-        self._pauses, self._pauses_beside = _Pauses(), _Pauses()  # of all steps, and of those that compute prompts
-        self._asking, self._asking_beside = _Asking(), _Asking()  # of the other steps, and of those
-        self._savings = Savings()  # of the steps that drafted
+        self._pauses, self._pauses_beside = _Pauses(), _Pauses()  # of all steps, and of steps with prefill
+        self._asking, self._asking_beside = _Asking(), _Asking()  # without prefill, and with it
+        self._savings = Savings()  # of steps with drafts
         self._every = EVERY
-        self._paused = self._asked = 0
-        self._wait = SOON  # steps that draft, before the next judgement
-        self._catches_up = False  # the first step after a pause, which a drafter may need to see what it missed
+        self._paused = self._plain_requests = 0
+        self._wait = SOON  # steps with drafts before the next judgement
+        self._catches_up = False  # whether the next step is the first after a pause, in which drafters catch up
 
     def allows(self, rows: int, expected_s: float, mixed: bool = False) -> bool:
-        """Return whether the coming step of `rows` rows may draft. mixed: it computes prompts too.
+        """Return whether the coming step of `rows` rows may draft.
 
-        expected_s: of a plain step of these rows.
+        expected_s: seconds of a plain step of these rows. mixed: the step also computes prompts.
         """
         for pauses in (self._pauses, self._pauses_beside) if mixed else (self._pauses,):
             if pauses.left:
@@ -223,16 +223,16 @@ class SpeculationGuard:
                 self._paused += 1
                 return False
         if not mixed and self.plain.wanted(rows, self._every):
-            self._asked += 1
+            self._plain_requests += 1
             return False
         return True
 
     def observe(
         self, rows: int, drafted: int, tokens: int, seconds: float, expected_s: float, asking_s: float = 0.0
     ) -> None:
-        """Learn from a step of decoding alone: `drafted` tokens verified, `tokens` written, drafting included.
+        """Learn from a step without prefill: `drafted` tokens verified, `tokens` emitted.
 
-        asking_s: seconds of it that making the drafts, or finding none, took; 0 where nobody was asked.
+        seconds: of the step, drafting included. asking_s: the part spent on drafts, found or not; 0 if not asked.
         """
         if not drafted:
             without = seconds - asking_s
@@ -240,7 +240,7 @@ class SpeculationGuard:
             if asking_s and self._catches_up:
                 self._catches_up = False
             elif asking_s and self._asking.loses(rows, without, min(seconds, WILD * without)):
-                self._rest()
+                self._pause()
             return
         self.plain.drafted(rows)
         plain = self.plain.seconds(rows, expected_s)
@@ -248,17 +248,17 @@ class SpeculationGuard:
             self._catches_up = False
         elif plain is not None:
             usual = max(plain, self._savings.mean_s or inf)
-            would, took = tokens * plain / rows, min(seconds, WILD * usual)
-            if self._asking.loses(rows, would, took):
-                self._rest()
+            plain_s, step_s = tokens * plain / rows, min(seconds, WILD * usual)
+            if self._asking.loses(rows, plain_s, step_s):
+                self._pause()
             else:
-                self._judge(would, took)
+                self._judge(plain_s, step_s)
 
     def observe_beside(self, rows: int, accepted: int, seconds: float, expected_s: float, asking_s: float) -> None:
-        """Learn from a step that computed prompts too: `accepted` tokens of drafts were right.
+        """Learn from a step with prefill, in which `accepted` draft tokens were right.
 
         seconds, asking_s: of the step, drafting included, and of asking. expected_s: of a plain step of these rows.
-        What verifying takes is not known here and is left out: what loses even so surely loses.
+        The time of verification is unknown here and not counted: what loses without it certainly loses.
         """
         if not asking_s:
             return
@@ -267,28 +267,28 @@ class SpeculationGuard:
             return
         without = seconds - asking_s
         plain = self.plain.seconds(rows, expected_s)
-        worth = accepted / rows * (without if plain is None else min(plain, without))  # a plain one takes no longer
+        worth = accepted / rows * (without if plain is None else min(plain, without))  # a plain step is not longer
         if self._asking_beside.loses(rows, without + worth, min(seconds, WILD * without)):
             self._pauses_beside.begin()
             self._asking_beside.forget()
         elif self._asking_beside.savings.interval[0] > SURE:
             self._pauses_beside.shorten()
 
-    def _judge(self, would: float, took: float) -> None:
-        """Take in a step in place of which plain ones would have taken `would` seconds."""
-        self._savings.add(would, took)
+    def _judge(self, plain_s: float, step_s: float) -> None:
+        """Add a step that replaces `plain_s` seconds of plain steps, and decide."""
+        self._savings.add(plain_s, step_s)
         self._wait -= 1
         if self._wait > 0:
             return
         low, high = self._savings.interval
         if high < 1:
-            self._rest()
+            self._pause()
         elif low > SURE:
             self._pauses.shorten()
             if self._savings.steps > self._every / 2:
                 self._every = min(RARE, 2 * self._every)
 
-    def _rest(self) -> None:
+    def _pause(self) -> None:
         """Begin a pause of all steps."""
         self._pauses.begin()
         self._every, self._wait, self._catches_up = EVERY, SOON, True
@@ -297,16 +297,16 @@ class SpeculationGuard:
 
     @property
     def knows(self) -> bool:
-        """Whether any step that drafted has been compared with plain ones."""
+        """Return whether any step with drafts was compared with plain ones."""
         return self._savings.ratio is not None
 
     @property
     def pausing(self) -> bool:
-        """Whether the method is paused."""
+        """Return whether the method is paused."""
         return self._pauses.left > 0
 
     def about(self) -> dict[str, Any]:
-        """Return what the statistics say: what was decided, and by what."""
+        """Return the statistics: speeds, pauses, and steps without drafts."""
         ratios = {
             "ratio": self._savings.ratio,
             "ratio_asked": self._asking.savings.ratio,
@@ -315,5 +315,5 @@ class SpeculationGuard:
         return {name: None if ratio is None else round(ratio, 3) for name, ratio in ratios.items()} | {
             "pauses": self._pauses.count + self._pauses_beside.count,
             "paused_steps": self._paused,
-            "plain_steps": self._asked,
+            "plain_steps": self._plain_requests,
         }

@@ -1,9 +1,7 @@
-"""What a step of the target costs: what every cost answers (Cost), and the one that is probed (StepCost).
+"""Seconds of a target step: the Cost protocol, StepCost for an engine that can be probed, FittedCost for others. Pure.
 
-    >>> StepCost([(1, 0.020), (8, 0.024)])(tokens=8, rows=4, reach=0)
-    0.024
-
-A second one, for an engine that cannot be probed, is in step_cost.py. Pure.
+>>> StepCost([(1, 0.020), (8, 0.024)])(tokens=8, rows=4, reach=0)
+0.024
 """
 
 from __future__ import annotations
@@ -13,19 +11,19 @@ from collections.abc import Sequence
 from typing import Protocol
 
 LEARN = 0.1  # weight of a new observation
-BUCKET = 4  # step sizes, in tokens, that share one correction
-TRUST = 8.0  # observations after which a bucket's own correction counts half
-CHUNK_SLOPE = 16  # tokens over which the curve's slope is taken beside a prompt
+BUCKET = 4  # consecutive step sizes, in tokens, that share a correction
+TRUST = 8.0  # observations at which a bucket's correction counts half
+CHUNK_SLOPE = 16  # tokens over which the curve's slope is taken for steps with prefill
 
 
 class Cost(Protocol):
-    """Seconds of a step. reach: slots that a row in it sees, on average."""
+    """Seconds of a step. reach: slots that each row attends to, on average."""
 
     def __call__(self, tokens: int, rows: int, reach: int) -> float:
-        """Return seconds for `tokens` in all, on `rows` rows of `reach` slots each."""
+        """Return the seconds of a step of `tokens` in all, on `rows` rows of `reach` slots each."""
 
     def marginal(self, tokens: int, reach: int) -> float:
-        """Return seconds that one more token costs in a step of `tokens` that also computes prompts."""
+        """Return the seconds of one more token in a step of `tokens` with prefill."""
 
 
 class StepCost:
@@ -34,22 +32,21 @@ class StepCost:
         cost      = (curve(tokens) + reach x (rows x read x per_row_slot + tokens x per_slot)) x scale x own
         marginal  = (max(slope of the curve, beside) + reach x per_slot) x scale
 
-    curve: probed at short context; interpolated between the points, extrapolated beyond the last.
+    curve: probed at short context, interpolated between the points and extrapolated beyond the last.
     per_slot, per_row_slot: attention over the cache, per token and slot and per row and slot; probed, never corrected.
-    read: share of the rows' slots that a step reads, as what they have in common is read once; whoever knows sets it.
-    scale: how much slower the machine is now than when it was probed. Every step moves it, whatever its size.
-    own: what the scale leaves unexplained at this size (a bucket of sizes each); it counts more the oftener it was
-    seen, so a size never met has the curve's own shape.
-    beside: seconds per token, before scale, of steps that also computed prompts. These are far larger than the curve's
-    steps and teach nothing about them, so they correct the marginal cost only.
+    read: share of the rows' slots that a step reads, since shared blocks are read once; set by the engine.
+    scale: the machine's slowdown since probing; every step updates it.
+    own: the remaining correction for a bucket of sizes, weighted by observations; unseen sizes keep the curve's shape.
+    beside: seconds per token, before scale, of steps with prefill. They are far larger than the curve's steps and say
+    nothing about those, so they correct only the marginal cost.
 
-    points: (tokens, seconds), rising tokens.
+    points: (tokens, seconds) by rising tokens.
     """
 
     def __init__(self, points: Sequence[tuple[int, float]], per_slot: float = 0.0, per_row_slot: float = 0.0) -> None:
         self._tokens = [float(tokens) for tokens, _ in points]
         self._seconds: list[float] = []
-        for _, seconds in points:  # a step of more tokens is never cheaper; noise may say so
+        for _, seconds in points:  # cost is monotonic in tokens; measurements may not be
             self._seconds.append(max([seconds, *self._seconds[-1:]]))
         self._per_slot = per_slot
         self._per_row_slot = per_row_slot
@@ -57,36 +54,36 @@ class StepCost:
         self._scale = 1.0
         self._beside = 0.0
         self._buckets: dict[int, list[float]] = {}  # tokens // BUCKET -> [correction, observations]
-        self._curve: dict[int, float] = {}  # what was interpolated so far
+        self._curve: dict[int, float] = {}  # cache of interpolated values
 
     @property
     def points(self) -> list[tuple[int, float]]:
-        """The probed curve: (tokens, seconds) of steps at short context."""
+        """Return the probed curve: (tokens, seconds) of steps at short context."""
         return [(int(tokens), seconds) for tokens, seconds in zip(self._tokens, self._seconds, strict=True)]
 
     def anew(self) -> StepCost:
-        """Return a copy as it was probed, without what was learnt since."""
+        """Return a copy as probed, without later corrections."""
         return StepCost(self.points, self._per_slot, self._per_row_slot)
 
     def __call__(self, tokens: int, rows: int, reach: int) -> float:
-        """Return seconds for `tokens` in all, on `rows` rows of `reach` slots each."""
+        """Return the seconds of a step of `tokens` in all, on `rows` rows of `reach` slots each."""
         return self._expected(tokens, rows, reach) * self._correction(tokens)
 
     def _expected(self, tokens: int, rows: int, reach: int) -> float:
         return self._base(tokens) + reach * (rows * self.read * self._per_row_slot + tokens * self._per_slot)
 
     def marginal(self, tokens: int, reach: int) -> float:
-        """Return seconds that one more token costs in a step of `tokens` that also computes prompts."""
+        """Return the seconds of one more token in a step of `tokens` with prefill."""
         slope = max(0.0, self._base(tokens + CHUNK_SLOPE) - self._base(tokens)) / CHUNK_SLOPE
         return (max(slope, self._beside) + reach * self._per_slot) * self._scale
 
     def observe_beside(self, tokens: int, seconds: float) -> None:
-        """Learn from a step that also computed prompts, where one more token costs about as much as each before it."""
+        """Learn from a step with prefill, where each token costs about the same."""
         share = seconds / tokens / self._scale
         self._beside += (LEARN if self._beside else 1.0) * (share - self._beside)
 
     def observe(self, tokens: int, rows: int, reach: int, seconds: float) -> None:
-        """Learn from a step of decoding alone. One that something else interrupted is clipped."""
+        """Learn from a step without prefill. Outliers are clipped."""
         ratio = min(2.0, max(0.5, seconds / self._expected(tokens, rows, reach) / self._scale))
         self._scale *= 1 + LEARN / 2 * (ratio - 1)
         bucket = self._buckets.setdefault(tokens // BUCKET, [1.0, 0.0])
@@ -114,36 +111,37 @@ class StepCost:
         return max(ys[0], ys[left] + slope * (tokens - xs[left]))
 
 
-# -- what a step costs in an engine that can be watched but not probed: a Cost (step_cost.py) fitted while it runs ---
-#
-#     seconds = a + b x rows + c x draft tokens
-#
-# Rows are counted apart from drafts, because a row's own token also pays for reading its keys and values. Pure.
+# -- fitted cost -----------------------------------------------------------------------------------
 
-
-FADE = 0.98  # weight of the past at each observation
-RIDGE_ROWS = 64.0  # squared rows of spread in the observations, at which the fitted slope counts half
+FADE = 0.98  # weight of the past per observation
+RIDGE_ROWS = 64.0  # squared deviation of rows at which the fitted slope counts half
 RIDGE_DRAFTS = 512.0  # the same for draft tokens: the prior is good, and steps are few and noisy
-PRIOR_TOKENS = 16.0  # tokens that cost as much as the step itself, before anything is known
+PRIOR_TOKENS = 16.0  # assumed fixed cost of a step, in tokens
 
 
 class FittedCost:
-    """A Cost by fading least squares. Limit: it is linear, and knows the cache's length only because the past fades."""
+    """A Cost fitted during the run by fading least squares, for an engine that cannot be probed.
+
+        seconds = a + b x rows + c x draft tokens
+
+    Rows and drafts are separate because a row's own token also pays for reading its KV cache. Limit: linear; adapts to
+    the cache's length only because the past fades.
+    """
 
     def __init__(self) -> None:
         self._weight = 0.0
         self._rows = self._drafts = self._seconds = 0.0  # means
-        self._spread_rows = self._spread_drafts = self._common = 0.0  # weighted sums of products, about the means
+        self._spread_rows = self._spread_drafts = self._common = 0.0  # weighted sums of products of deviations
         self._rows_seconds = self._drafts_seconds = 0.0
         self._slopes = (0.0, 0.0)
 
     def observe(self, tokens: int, rows: int, seconds: float) -> None:
-        """Learn from a step of `tokens` on `rows` rows. One that something else interrupted is clipped."""
+        """Learn from a step of `tokens` on `rows` rows. Outliers are clipped."""
         if self._weight:
             expected = self(tokens, rows)
             seconds = min(2 * expected, max(expected / 2, seconds))
         self._weight = FADE * self._weight + 1
-        row, draft, late = rows - self._rows, tokens - rows - self._drafts, seconds - self._seconds  # from the means
+        row, draft, late = rows - self._rows, tokens - rows - self._drafts, seconds - self._seconds  # deviations
         self._rows += row / self._weight
         self._drafts += draft / self._weight
         self._seconds += late / self._weight
@@ -166,7 +164,7 @@ class FittedCost:
         return max(0.0, per_row), max(0.0, per_draft)
 
     def __call__(self, tokens: int, rows: int, reach: int = 0) -> float:
-        """Return seconds for `tokens` in all on `rows` rows; in some unit of its own before it has seen a step."""
+        """Return the seconds for `tokens` in all on `rows` rows; in arbitrary units before the first observation."""
         if not self._weight:
             return PRIOR_TOKENS + tokens
         per_row, per_draft = self._slopes
@@ -175,5 +173,5 @@ class FittedCost:
         return max(line, per_row * rows + per_draft * drafts, self._seconds / 8)
 
     def marginal(self, tokens: int = 0, reach: int = 0) -> float:
-        """Return seconds that one more draft token costs."""
+        """Return the seconds of one more draft token."""
         return self._slopes[1]

@@ -1,1 +1,1 @@
-"""Answers that a grammar shapes: what a config or a record asks for -> a grammar -> which tokens may follow."""
+"""Structured answers: from a config's or a record's form to a grammar, and to the tokens that may follow."""

@@ -1,10 +1,10 @@
-"""What an answer is to look like, as a grammar in llguidance's Lark: one text that both engines compile alike.
+"""The required form of an answer, as a grammar in llguidance's Lark, which both engines compile alike.
 
     >>> Form("choice", ["yes", "no"]).grammar()
     'start: "yes" | "no"'
 
-JSON is written as `json.dumps` writes it, with ", " and ": " and no other white space: with free white space a model
-can go on writing blanks until its tokens are used up.
+JSON is spaced as by `json.dumps`, with ", " and ": " and no other white space: with free white space a model can write
+blanks until its tokens run out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ragspec.structured.quotes import quoting
 from ragspec.structured.schema import check_schemas_in, completed, inline, quotes, unwrapped
 
 LARGEST = 1 << 20  # characters of a grammar
-BLANKS = r"/[ \n\r\t]{0,4}/"  # between a thought and the answer
+BLANKS = r"/[ \n\r\t]{0,4}/"  # between reasoning and answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +32,23 @@ class Form:
 
     @property
     def is_json(self) -> bool:
-        """Whether answers are JSON."""
+        """Return whether answers are JSON."""
         return self.kind == "json_schema"
 
     def grammar(self, passages: Sequence[Passage] = ()) -> str:
-        """Return the grammar of an answer that rests on `passages`. Raises RecordError where there can be none."""
-        written = _WRITTEN[self.kind](self.spec, passages)
+        """Return the grammar of an answer about `passages`. Raises RecordError if there is none."""
+        written = _WRITERS[self.kind](self.spec, passages)
         if len(written) > LARGEST:
             raise RecordError(f"structured.{self.kind}: has {len(written):,} characters, {LARGEST:,} at most")
         return written
 
 
 def after_thinking(grammar: str, thinking: Thinking) -> str:
-    """Return the grammar of an answer that a thought may precede, which may say anything but the marker of its end."""
+    """Return the grammar of an answer after optional reasoning, which may contain anything but its closing marker."""
     closing = json.dumps(thinking.closing)
     rules = [f"thought_text[suffix={closing}]: /(?s:.*)/"]
     thought, opening = "thought_text", json.dumps(thinking.opening)
-    if thinking.closing_ids:  # a control token is not its letters
+    if thinking.closing_ids:  # a control token does not match its letters
         marker = " ".join(f"<[{token}]>" for token in (*thinking.ends[:1], *thinking.closing_ids))
         rules.append(f"thought_tokens: /(?s:.*)/ {marker}")
         thought = f"({thought} | thought_tokens)"
@@ -81,8 +81,8 @@ def _grammar(text: str, passages: Sequence[Passage]) -> str:
     check_schemas_in(text)
     try:
         return str(any_to_lark(text))
-    except Exception as error:  # its own parser raises Exception itself
+    except Exception as error:  # any_to_lark raises plain Exception
         raise RecordError(f"structured.grammar: is neither Lark nor GBNF ({error})") from None
 
 
-_WRITTEN = {"json_schema": _json, "regex": _regex, "choice": _choice, "grammar": _grammar}
+_WRITERS = {"json_schema": _json, "regex": _regex, "choice": _choice, "grammar": _grammar}

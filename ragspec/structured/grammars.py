@@ -1,10 +1,10 @@
-"""Whether a text is a whole answer by its grammar, whatever model wrote it.
+"""Grammars through llguidance: whether a text is complete, and which tokens may follow in an answer.
 
     >>> is_complete('start: "no" | "nothing"', "no"), is_complete('start: "no" | "nothing"', "not")
     (True, False)
 
-The text is read byte by byte, so that no tokenizer is needed. Limit: a grammar that names special tokens has no such
-text.
+Source: llguidance 1.7, which vLLM uses as well. Limits: fast tokenizers only. Most grammars compile in a millisecond;
+llguidance's own limits refuse a grammar that is too large or whose masks take too long.
 """
 
 from __future__ import annotations
@@ -18,24 +18,27 @@ from typing import Any
 
 from ragspec.errors import ConfigError, RecordError, flat
 
-KEPT = 256  # compiled grammars
+KEPT = 256  # cached compiled grammars
 
 
 def is_complete(grammar: str, text: str) -> bool:
-    """Return whether the grammar admits `text` with nothing after it."""
+    """Return whether the grammar accepts `text` as a complete answer.
+
+    The text is parsed as bytes, without a tokenizer. A grammar with special tokens accepts no text.
+    """
     matcher = compiled(grammar).deep_copy()
     tokens = list(text.encode(errors="replace"))
     return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
 
 def spaced(value: Any) -> str:
-    """Return JSON's `value` spaced as grammars space it (form.py)."""
+    """Return a JSON value spaced as grammars space it (form.py)."""
     return json.dumps(value, ensure_ascii=False)
 
 
 @lru_cache(maxsize=KEPT)
 def compiled(grammar: str) -> Any:
-    """Return a grammar's state before an answer; its tokens are bytes. Copy it, as it is kept."""
+    """Return a grammar's byte-level matcher before an answer. Cached: copy it before use."""
     from llguidance import LLMatcher
 
     return LLMatcher(_bytes(), LLMatcher.grammar_from_lark(grammar), log_level=0)
@@ -43,45 +46,37 @@ def compiled(grammar: str) -> Any:
 
 @lru_cache(maxsize=1)
 def _bytes() -> Any:
-    """Return llguidance's tokenizer of bytes."""
+    """Return llguidance's byte tokenizer."""
     from llguidance import LLTokenizer
 
     return LLTokenizer("byte")
 
 
-# -- which tokens may follow: llguidance's parser for one tokenizer, and its state in one answer ----------------------
-#
-#     >>> grammars = Grammars(tokenizer, width=49152, eos={2})
-#     >>> matcher = grammars.matcher('start: "yes" | "no"')
-#     >>> matcher.admitted([token_of_yes, 2]), matcher.forced([token_of_yes])
-#     (2, [2])
-#
-# Source: llguidance 1.7, which vLLM uses as well. Limit: fast tokenizers only. Compiling takes a millisecond for most
-# grammars; a grammar that is too large, or whose masks take too long, ends in an error, by llguidance's own limits.
+# -- grammars of a tokenizer -----------------------------------------------------------------------
 
 
 SHOWN = 300  # characters of a message
-ENDLESS = 20_000  # bytes that follow from a grammar, beyond its own length
-WHERE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")  # a place in what we wrote ourselves
+ENDLESS = 20_000  # bytes that a grammar may force in excess of its own length
+WHERE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")  # a location in our generated grammar
 RANGE = re.compile(r"Failed to generate regex for \w+ range")
 
 
 @lru_cache(maxsize=KEPT)
 def problem_of(grammar: str) -> str:
-    """Return why a grammar cannot shape answers, "" if it can, as far as can be told without the model's tokenizer."""
+    """Return why a grammar is unusable, "" if it is not, as far as that shows without the model's tokenizer."""
     from llguidance import LLMatcher
 
-    return _told(LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar))) or _problem_in_bytes(grammar)
+    return _summary(LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar))) or _problem_in_bytes(grammar)
 
 
 def _problem_in_bytes(grammar: str) -> str:
-    """Return why no answer in bytes could begin or end. A grammar that names tokens of a model's has none in bytes."""
+    """Return why no answer could begin or end, "" otherwise and for grammars that name tokens of a model."""
     matcher = compiled(grammar).deep_copy()
     if matcher.is_error():
         return ""
     matcher.compute_bitmask()
     if matcher.is_error():
-        return _told(matcher.get_error())
+        return _summary(matcher.get_error())
     forced = len(matcher.compute_ff_tokens())
     if forced > len(grammar) + ENDLESS:
         return f"no answer would end: its first {forced:,} bytes follow from it (a schema that requires itself?)"
@@ -89,9 +84,20 @@ def _problem_in_bytes(grammar: str) -> str:
 
 
 class Grammars:
-    """Compiled grammars of one tokenizer. width: of the model's logits. eos: ids that end an answer.
+    """Compiled grammars of one tokenizer.
 
-    Raises ConfigError for a tokenizer that llguidance cannot read.
+        >>> grammars = Grammars(tokenizer, width=49152, eos={2})
+        >>> matcher = grammars.matcher('start: "yes" | "no"')
+        >>> matcher.admitted([token_of_yes, 2]), matcher.forced([token_of_yes])
+        (2, [2])
+
+    Args:
+        tokenizer: a fast tokenizer of transformers.
+        width: of the model's logits.
+        eos: ids that end an answer.
+
+    Raises:
+        ConfigError: llguidance cannot read the tokenizer.
     """
 
     def __init__(self, tokenizer: Any, width: int, eos: Collection[int]) -> None:
@@ -109,7 +115,7 @@ class Grammars:
         self._compiled: OrderedDict[str, Any] = OrderedDict()
 
     def matcher(self, grammar: str) -> Matcher:
-        """Return the state of an answer that has not begun. Raises RecordError for a grammar that cannot be used."""
+        """Return a Matcher at the start of an answer. Raises RecordError for an unusable grammar."""
         found = self._compiled.get(grammar)
         if found is None:
             found = self._compiled[grammar] = self._compile(grammar)
@@ -129,16 +135,16 @@ class Grammars:
         if not found.is_error():
             fill_next_token_bitmask(found, mask)
         if found.is_error():
-            raise RecordError(f"structured: {_told(found.get_error())}")
+            raise RecordError(f"structured: {_summary(found.get_error())}")
         if not mask.any():
             raise RecordError("structured: the grammar admits no answer at all")
         return found
 
 
 def begin(grammars: Callable[[], Grammars] | None, grammar: str) -> Matcher | None:
-    """Return the state of an answer that has not begun; None where `grammar` is "". Raises RecordError.
+    """Return a Matcher at the start of an answer, None if `grammar` is "". Raises RecordError.
 
-    grammars: makes those of the model's tokenizer; it may raise ConfigError.
+    grammars: returns the Grammars of the model's tokenizer; may raise ConfigError.
     """
     if not grammar:
         return None
@@ -151,50 +157,50 @@ def begin(grammars: Callable[[], Grammars] | None, grammar: str) -> Matcher | No
 
 
 class Matcher:
-    """Where one answer is in its grammar. Its tokens are those of the Grammars that made it."""
+    """The state of one answer in its grammar. Tokens are those of the Grammars that made it."""
 
     def __init__(self, inner: Any, eos: frozenset[int], width: int) -> None:
         self.inner = inner
-        self.width = width  # tokens of a mask
+        self.width = width  # tokens in a mask
         self._eos = eos
         self._end = next(iter(eos)) if len(eos) == 1 else None
-        self.ended = False  # by a token of eos
+        self.ended = False  # whether an eos token was taken
 
     @property
     def problem(self) -> str:
-        """Why it cannot go on, "" while it can."""
-        return f"structured: {_told(self.inner.get_error())}" if self.inner.is_error() else ""
+        """Return why the answer cannot continue, "" if it can."""
+        return f"structured: {_summary(self.inner.get_error())}" if self.inner.is_error() else ""
 
     @property
     def complete(self) -> bool:
-        """Whether nothing may follow but an end."""
+        """Return whether only an end may follow."""
         return bool(self.inner.is_stopped())
 
     def copy(self) -> Matcher:
-        """Return another that stands where this one does."""
+        """Return a copy in the same state."""
         return Matcher(self.inner.deep_copy(), self._eos, self.width)
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Go on by tokens that were written; `problem` says if they could not be."""
+        """Advance by written tokens; sets `problem` if one was not allowed."""
         for token in tokens:
             if token in self._eos:
-                self.ended = True  # llguidance forgets an end when it goes back
+                self.ended = True  # llguidance's rollback would lose it
             elif not self.inner.consume_token(token):
                 return
 
     def admitted(self, guesses: Sequence[int]) -> int:
-        """Return how many leading guesses may follow; none does after an end."""
-        if self.complete:  # there, llguidance counts no end
+        """Return how many leading guesses are allowed; none after an end."""
+        if self.complete:  # llguidance does not count an end in this state
             return int(not self.problem and guesses[:1] != [] and guesses[0] in self._eos)
         count = int(self.inner.validate_tokens(list(guesses)))
         end = next((at for at, token in enumerate(guesses) if token in self._eos), count)
         return min(count, end + 1)
 
     def forced(self, guesses: Sequence[int] = (), *, end: bool = True) -> list[int]:
-        """Return the tokens that must follow after `guesses`, all of them admitted.
+        """Return the tokens that must follow `guesses`, which must all be allowed.
 
-        end: the token that ends an answer too, if it must follow and there is one only.
-        The bytes are certain; a model may divide them into other tokens.
+        end: include the eos token if it must follow and there is only one. The bytes are certain; a model may split
+        them into other tokens.
         """
         if any(token in self._eos for token in guesses):
             return []
@@ -209,9 +215,9 @@ class Matcher:
         return found
 
     def walk(self, guesses: Sequence[int]) -> Generator[int, None, None]:
-        """Stand after none of the guesses, after the first, the first two, and so on, yielding how many; then go back.
+        """Advance through the guesses one by one, yielding how many are taken (from 0), and roll back at the end.
 
-        Close it, if it is left early.
+        Close the generator to stop early.
         """
         taken = 0
         try:
@@ -225,17 +231,16 @@ class Matcher:
                 self.inner.rollback(taken)
 
     def admits(self, token: int) -> bool | None:
-        """Return whether a token may follow; None where only a mask can tell.
+        """Return whether a token may follow; None if only a mask can tell.
 
-        That is where part of the text is certain: a mask admits one way of dividing it into tokens, while a matcher
-        would take in any.
+        That is the case where the next bytes are certain: a mask allows one tokenization of them, a matcher any.
         """
         return None if self.inner.compute_ff_bytes() else self.admitted([token]) == 1
 
     def mask(self, guesses: Sequence[int] = ()) -> Any:
-        """Return which tokens may follow `guesses`, (1, width / 32) of int32, a bit per token, lowest first.
+        """Return the tokens that may follow `guesses`, int32 (1, width / 32), one bit per token, lowest first.
 
-        None where the guesses may not all be taken, or are the end.
+        Returns None if not all guesses are allowed or one ends the answer.
         """
         from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
@@ -250,17 +255,17 @@ class Matcher:
         return bits
 
     def before_end(self, guesses: Sequence[int]) -> list[int]:
-        """Return the guesses before an end: what a mask is computed after."""
+        """Return the guesses before an end, which a mask can follow."""
         end = next((at for at, token in enumerate(guesses) if token in self._eos), len(guesses))
         return list(guesses[:end])
 
 
-def _told(error: str) -> str:
-    """Return the first line of llguidance's message that says something, and the cause where it has one of its own."""
+def _summary(error: str) -> str:
+    """Return the first meaningful line of llguidance's message, with its `error:` lines."""
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     first = " ".join(lines[:1] + [line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")])
     if RANGE.search(first):
         return "$.minimum or $.maximum: has more digits than a grammar can hold; leave it out"
-    if first.startswith("panic:") or (first and " " not in first):  # written for its own authors
+    if first.startswith("panic:") or (first and " " not in first):  # internal messages
         first = f"llguidance cannot compile it (most often, it is too large or refers to itself): {first}"
     return WHERE.sub("", first)[:SHOWN]

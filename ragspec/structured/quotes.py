@@ -1,8 +1,8 @@
 """Strings that must be a verbatim span of a passage: `{"$quote": true, "minLength": 12, "maxLength": 200}`.
 
-A span begins and ends where words do. The schema around it becomes rules of a grammar, as JSON schema has no word for
-"part of this text"; everything else in it stays a JSON schema. Limit: objects all of whose properties are required, and
-lists, may hold quotes; lengths count a character that JSON escapes as two.
+A span begins and ends at word boundaries. JSON Schema cannot express "part of this text", so the schema around a quote
+becomes grammar rules; the rest stays a JSON schema. Limit: only lists, and objects all of whose properties are
+required, may hold quotes; a character that JSON escapes counts as two.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ragspec.errors import RecordError
 from ragspec.records import Passage
 from ragspec.structured.schema import QUOTE, inline, quotes
 
-# a word is letters and digits; a letter of a script that writes no spaces, or has no case, stands alone
+# a word is letters and digits; a letter of a script without spaces or case is a word by itself
 WORDS = re.compile(r"\s+|[^\W_]+|[\W_]", re.UNICODE)
 CASELESS = re.compile(r"[^\W\d_a-zA-Z]", re.UNICODE)
 QUOTE_KEYS = {QUOTE, "type", "minLength", "maxLength", "description", "title"}
@@ -24,12 +24,12 @@ NO_SPACE_FIRST = r"([^ \\]|\\[^nrtu])"
 
 
 def quoting(schema: Any, passages: Sequence[Passage]) -> str:
-    """Return the grammar of a schema with quotes. Raises RecordError where it cannot be one."""
+    """Return the grammar of a schema with quotes. Raises RecordError if that is impossible."""
     return _Writer(schema, passages).grammar()
 
 
 def spans(text: str) -> list[str]:
-    """Return a text in the parts at whose edges a quote may begin and end, as JSON writes them."""
+    """Return a text in parts at whose edges a quote may begin and end, escaped as in JSON."""
     found: list[str] = []
     for part in WORDS.findall(text):
         alone = any(CASELESS.match(letter) and letter.lower() == letter.upper() for letter in part)
@@ -38,14 +38,14 @@ def spans(text: str) -> list[str]:
 
 
 class _Writer:
-    """Writes one grammar."""
+    """Builds the grammar of one schema."""
 
     def __init__(self, schema: Any, passages: Sequence[Passage]) -> None:
         self._schema = schema
         self._passages = passages
         self._definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         self._lines: list[str] = []
-        self._terminals: dict[str, str] = {}  # of quotes, by the regular expression of their length
+        self._terminals: dict[str, str] = {}  # names of quote terminals by the regular expression of their length
 
     def grammar(self) -> str:
         start = self._rule(self._schema, "$")
@@ -56,7 +56,7 @@ class _Writer:
         return "\n".join([f"start: {start}", *self._lines, *texts])
 
     def _rule(self, schema: Any, where: str) -> str:
-        """Return the name of a schema's rule, or the schema itself where it has no quotes."""
+        """Return the name of a schema's rule, or the schema inline if it has no quotes."""
         if not quotes(schema):
             return f"({inline({**schema, **self._definitions} if isinstance(schema, dict) else schema)})"
         if QUOTE in schema:
@@ -108,7 +108,7 @@ class _Writer:
 
 
 def _count(schema: dict[str, Any], key: str, where: str) -> int | None:
-    """Return a limit, None where there is none."""
+    """Return a limit, None without one."""
     value = schema.get(key)
     if value is None:
         return None

@@ -1,11 +1,11 @@
-"""A JSON schema as other libraries wrap it -> the schema.
+"""JSON schemas: unwrapped from other libraries' formats, completed by a record, and checked for a grammar.
 
 >>> unwrapped({"name": "answer", "strict": True, "schema": {"type": "boolean"}})
 {'type': 'boolean'}
 
-OpenAI's `json_schema` and `response_format`, its functions and tools, Anthropic's and MCP's `input_schema`, Ollama's
-`format`, vLLM's `guided_json` and `structured_outputs`, TGI's `grammar`. What stands beside a wrapped schema is known,
-or an error: nothing is dropped. Limit: a schema of these very words must say what it is ("type", "properties", ...).
+Reads OpenAI's `json_schema` and `response_format`, its functions and tools, Anthropic's and MCP's `input_schema`,
+Ollama's `format`, vLLM's `guided_json` and `structured_outputs`, TGI's `grammar`. Unknown keys beside a wrapped schema
+are errors. Limit: a schema whose properties have these names must declare itself ("type", "properties", ...).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ CARRIERS = (
     "response_schema", "function", "response_format", "structured_outputs", "structured", "text",
 )  # fmt: skip
 SAFE = ("schema", "json_schema", "guided_json", "response_schema", "response_format", "structured_outputs")
-LABELS = {"name", "title", "description", "strict"}  # beside a wrapped schema
-WRAPPERS = {"json_schema", "json_object", "json", "function", "json-schema", "custom"}  # as a "type"
+LABELS = {"name", "title", "description", "strict"}  # allowed beside a wrapped schema
+WRAPPERS = {"json_schema", "json_object", "json", "function", "json-schema", "custom"}  # values of a wrapper's "type"
 TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
 DEMANDS = {
     "$ref", "$dynamicRef", "additionalProperties", "allOf", "anyOf", "const", "contains", "dependentRequired",
@@ -46,20 +46,20 @@ ANNOTATIONS = {
     "writeOnly", "xml",
 }  # fmt: skip
 SCHEMA_WORDS = DEMANDS | ANNOTATIONS
-NEAR = 0.8  # likeness from which an unknown word is a misspelt one
+NEAR = 0.8  # similarity above which an unknown keyword counts as misspelt
 
 
 def unwrapped(value: Any) -> Any:
-    """Return the schema that `value` wraps, or `value`, a schema itself. Raises RecordError."""
+    """Return the schema that `value` wraps, or `value` if it is a schema. Raises RecordError."""
     while isinstance(value, dict) and not is_schema(value):
         key = _carrier(value)
         if not key and value.get("type") != "json_object":
             _check_annotations(value)
             return value
-        beside = sorted(each for each in value.keys() - LABELS - {key, "type"} if value[each] is not None)
-        if beside or str(value.get("type", "json")) not in WRAPPERS:
+        extra = sorted(each for each in value.keys() - LABELS - {key, "type"} if value[each] is not None)
+        if extra or str(value.get("type", "json")) not in WRAPPERS:
             raise RecordError(
-                f'structured.json_schema: "{(beside or ["type"])[0]}" beside "{key or "type"}" is not known; '
+                f'structured.json_schema: "{(extra or ["type"])[0]}" beside "{key or "type"}" is not known; '
                 "json_schema takes the schema alone"
             )
         if not key:
@@ -73,13 +73,13 @@ def unwrapped(value: Any) -> Any:
 
 
 def _carrier(value: dict[str, Any]) -> str:
-    """Return under which key the schema is, "" if under none. Some are also what a schema says about a text."""
+    """Return the key that holds the schema, "" without one. Some of these keys may also be annotations."""
     kinds = {key: dict if key in ("format", "text", "value") else (dict, str) for key in CARRIERS}
     return next((key for key, kind in kinds.items() if isinstance(value.get(key), kind)), "")
 
 
 def _check_annotations(value: dict[str, Any]) -> None:
-    """Raise RecordError if something in a schema that demands nothing was perhaps meant to."""
+    """Raise RecordError for an unknown keyword in a schema that demands nothing; it was probably meant to."""
     if unknown := sorted(key for key in value if key not in SCHEMA_WORDS and not key.startswith(("x-", "$"))):
         raise RecordError(
             f'structured.json_schema: "{unknown[0]}" is no word of JSON Schema, and nothing else in it demands anything'
@@ -87,14 +87,14 @@ def _check_annotations(value: dict[str, Any]) -> None:
 
 
 def is_schema(value: dict[str, Any]) -> bool:
-    """Return whether an object demands something of a text, as a schema does."""
+    """Return whether an object constrains a value, as a schema does."""
     kinds = value.get("type")
     typed = all(isinstance(kind, str) and kind in TYPES for kind in (kinds if isinstance(kinds, list) else [kinds]))
     return typed or bool(DEMANDS & value.keys())
 
 
 def check_words(schema: dict[str, Any], where: str) -> None:
-    """Raise RecordError for a word that is none of JSON Schema's and close to one: it would demand nothing."""
+    """Raise RecordError for a misspelt keyword, which would have no effect."""
     for key in schema.keys() - SCHEMA_WORDS:
         if not key.startswith(("x-", "$")) and (near := get_close_matches(key, SCHEMA_WORDS, n=1, cutoff=NEAR)):
             raise RecordError(f'structured.json_schema: {where}: "{key}" is not known; did you mean "{near[0]}"?')
@@ -107,19 +107,15 @@ def _parsed(text: str) -> Any:
         raise RecordError(f"structured.json_schema: the schema is not JSON ({error})") from None
 
 
-# -- jSON schemas that a record completes, and how they are written into a grammar ------------------------------------
-#
-# >>> completed({"enum": {"$contexts": "id"}}, [Passage("p1", "..."), Passage("p2", "...")])
-# {'enum': ['p1', 'p2']}
-
+# -- completion and checks -------------------------------------------------------------------------
 
 CONTEXTS, QUOTE = "$contexts", "$quote"
 DEEPEST = 100  # levels of a schema
-FIELDS = ("id", "title")  # of a passage that an answer may name
-VALUES = ("const", "enum")  # what an answer may say
+FIELDS = ("id", "title")  # fields of a passage that {"$contexts": ...} can refer to
+VALUES = ("const", "enum")
 LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
-# what no answer is held to; OpenAPI's words are among what generators of schemas write (pydantic: "discriminator")
+NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # mappings name -> schema
+# keywords without effect on answers, including OpenAPI's, which schema generators write (pydantic: "discriminator")
 ANNOTATION_WORDS = (
     "default",
     "examples",
@@ -131,32 +127,35 @@ ANNOTATION_WORDS = (
     "externalDocs",
     "xml",
 )
-# formats that JSON Schema defines; others, such as password or binary, say how a text is used, not what it is
+# formats that JSON Schema defines; others, such as password or binary, describe a text's use, not its form
 FORMATS = {
     "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri",
     "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer", "regex",
 }  # fmt: skip
-EXACT = 1 << 53  # integers up to here are doubles, and llguidance's numbers are
-FARTHEST = 400  # decimal places that a double can have before its first digit or behind its last
-LARGEST = ((1 << 63) - 1, (1 << 64) - 1)  # llguidance stops at the first of them
-ENDLESS_RECURSION = range(-(1 << 63), -(1 << 63) + 1025)  # llguidance 1.7 ends the process at these
-MOST_ITEMS = 30_000  # llguidance writes a rule for each of them, and has room for 65,525
-ENDLESS = (1 << 31) - 1  # what generators of schemas write for "no limit", and all beyond it
+EXACT = 1 << 53  # largest integer that is exact as a double, which llguidance uses
+FARTHEST = 400  # decimal places that a double can have before its first or after its last digit
+LARGEST = ((1 << 63) - 1, (1 << 64) - 1)  # llguidance caps limits at the first of these
+ENDLESS_RECURSION = range(-(1 << 63), -(1 << 63) + 1025)  # numbers at which llguidance 1.7 overflows the stack
+MOST_ITEMS = 30_000  # llguidance writes a rule per item and has room for 65,525
+ENDLESS = (1 << 31) - 1  # schema generators write this or more for "no limit"
 SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def completed(schema: Any, passages: Sequence[Passage]) -> Any:
-    """Return a schema with the record's values where it refers to its passages. Raises RecordError.
+    """Return a schema with references to passages replaced by the record's values. Raises RecordError.
 
-    Formats that only annotate are left out: llguidance refuses those that it does not know. OpenAPI 3.0's `nullable`
-    becomes the type that it stands for.
+        >>> completed({"enum": {"$contexts": "id"}}, [Passage("p1", "..."), Passage("p2", "...")])
+        {'enum': ['p1', 'p2']}
+
+    Unknown formats, which only annotate, are removed, since llguidance refuses them. OpenAPI 3.0's `nullable` becomes a
+    null type.
     """
     _check(schema)
     return _completed(schema, passages)
 
 
 def _check(schema: Any, *, endless: bool = True) -> None:
-    """Raise RecordError for what a grammar cannot hold. endless: whether some numbers mean no limit at all."""
+    """Raise RecordError for what a grammar cannot express. endless: very large limits mean no limit."""
     _check_depth(schema)
     for where, node in _schemas(schema, "$"):
         check_words(node, where)
@@ -187,19 +186,19 @@ def _completed(schema: Any, passages: Sequence[Passage]) -> Any:
 
 
 def check_schemas_in(grammar: str) -> None:
-    """Raise RecordError for a schema behind a Lark grammar's `%json` that llguidance cannot hold."""
+    """Raise RecordError for a schema after `%json` in a Lark grammar that llguidance cannot hold."""
     for word in re.finditer(r"%json\s*", grammar):
-        with suppress(ValueError, RecursionError):  # llguidance says where
+        with suppress(ValueError, RecursionError):  # llguidance reports it
             _check(json.JSONDecoder(parse_float=number_of).raw_decode(grammar, word.end())[0], endless=False)
 
 
 def quotes(schema: Any) -> bool:
-    """Return whether a schema has strings that must be quotes."""
+    """Return whether a schema contains quotes."""
     return any(QUOTE in node for node in nodes(schema))
 
 
 def nodes(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a schema."""
+    """Yield all objects in a schema."""
     waiting = [schema]
     while waiting:
         node = waiting.pop()
@@ -213,7 +212,7 @@ def _inside(node: Any) -> list[Any]:
 
 
 def _check_depth(schema: Any) -> None:
-    """Raise RecordError for a schema that is nested so deeply that it could end the process."""
+    """Raise RecordError for nesting so deep that it could crash the process."""
     layer, depth = [schema], 0
     while layer:
         layer, depth = [inner for node in layer for inner in _inside(node)], depth + 1
@@ -222,7 +221,7 @@ def _check_depth(schema: Any) -> None:
 
 
 def _schemas(schema: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the schemas in a schema, and where they are; what only annotates is not looked into."""
+    """Yield the subschemas of a schema with their paths, skipping annotations."""
     if isinstance(schema, list):
         for at, inner in enumerate(schema):
             yield from _schemas(inner, f"{where}[{at}]")
@@ -238,7 +237,7 @@ def _schemas(schema: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _check_required(schema: dict[str, Any], where: str) -> None:
-    """Raise RecordError for `required` as JSON Schema's third draft had it: it would demand nothing."""
+    """Raise RecordError for the boolean `required` of JSON Schema draft 3, which would have no effect."""
     names = schema.get("required", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise RecordError(
@@ -248,7 +247,7 @@ def _check_required(schema: dict[str, Any], where: str) -> None:
 
 
 def _check_nullable(schema: dict[str, Any], where: str) -> None:
-    """Raise RecordError for a `nullable` that what stands beside it contradicts."""
+    """Raise RecordError for a `nullable` that other keywords contradict."""
     if schema.get("nullable") is not True:
         return
     values = (
@@ -263,13 +262,13 @@ def _check_nullable(schema: dict[str, Any], where: str) -> None:
 
 
 def _types(schema: dict[str, Any]) -> list[Any]:
-    """Return the types that a schema allows, as they are written; none if it names none."""
+    """Return the types that a schema names, as written."""
     kinds = schema.get("type", [])
     return kinds if isinstance(kinds, list) else [kinds]
 
 
 def _check_numbers(schema: dict[str, Any], where: str) -> None:
-    """Raise RecordError for a number that the grammar would round: its answers would be other ones."""
+    """Raise RecordError for a number that the grammar would round, which would change answers."""
     for key in (*VALUES, *LIMITS):
         for number in _numbers(schema.get(key)):
             if not (_is_exact(number) if key in LIMITS else _is_written(dumps(number))):
@@ -280,7 +279,7 @@ def _check_numbers(schema: dict[str, Any], where: str) -> None:
 
 
 def _check_counts(schema: dict[str, Any], where: str, *, endless: bool) -> None:
-    """Raise RecordError for more items than a grammar can count. endless: whether some numbers mean no limit at all."""
+    """Raise RecordError for more items than a grammar can count. endless: very large limits mean no limit."""
     for key in ("minItems", "maxItems"):
         count = schema.get(key)
         if isinstance(count, int) and count > MOST_ITEMS and not (endless and _is_endless(key, count)):
@@ -291,7 +290,7 @@ def _check_counts(schema: dict[str, Any], where: str, *, endless: bool) -> None:
 
 
 def _is_endless(key: str, value: Any) -> bool:
-    """Return whether a word is another way to say that there is no limit: no answer gets there."""
+    """Return whether a limit is so large that it means no limit."""
     return key in ("maxItems", "maxLength", "maxProperties") and isinstance(value, int) and value >= ENDLESS
 
 
@@ -303,7 +302,7 @@ def _numbers(value: Any) -> Iterator[int | float]:
 
 
 def _is_exact(number: int | float) -> bool:
-    """Return whether a limit is kept to: llguidance rounds it to a double."""
+    """Return whether llguidance, which rounds limits to doubles, keeps a limit exactly."""
     if number in ENDLESS_RECURSION:
         return False
     if isinstance(number, float):
@@ -313,7 +312,7 @@ def _is_exact(number: int | float) -> bool:
 
 @lru_cache(maxsize=1024)
 def _is_written(number: bytes) -> bool:
-    """Return whether llguidance writes this number: asked of it, as it rounds some of those beyond 53 bits."""
+    """Return whether llguidance writes this number exactly. Tried out, since it rounds some beyond 53 bits."""
     written = number.decode()
     if len(written) < len(str(EXACT)) and "e" not in written.lower():
         return True
@@ -327,8 +326,8 @@ def _is_written(number: bytes) -> bool:
 
 
 def inline(schema: Any) -> str:
-    """Return a schema as a part of a grammar. How JSON is spaced is part of it; a schema that says so itself wins."""
-    if isinstance(schema, bool):  # anything, or nothing
+    """Return a schema as part of a grammar, with its JSON spacing unless the schema sets its own."""
+    if isinstance(schema, bool):  # true: anything, false: nothing
         schema = {} if schema else {"enum": []}
     if not isinstance(schema, dict):
         raise RecordError(f"structured.json_schema: {json.dumps(schema)[:40]} must be an object, true or false")
@@ -342,7 +341,7 @@ def _refers(key: str, value: Any) -> bool:
 
 
 def _values(reference: dict[str, Any], passages: Sequence[Passage]) -> list[str]:
-    """Return the values that {"$contexts": field} stands for, each once."""
+    """Return the distinct values that {"$contexts": field} stands for."""
     field = reference.get(CONTEXTS)
     if reference.keys() != {CONTEXTS} or field not in FIELDS:
         known = " or ".join(f'{{"{CONTEXTS}": "{each}"}}' for each in FIELDS)
@@ -356,4 +355,4 @@ def _values(reference: dict[str, Any], passages: Sequence[Passage]) -> list[str]
     return values
 
 
-SOME = (Passage("1", "A passage.", "A title"),)  # stands for a record's, where only the form is looked at
+SOME = (Passage("1", "A passage.", "A title"),)  # placeholder for a record's passages when only the form is checked

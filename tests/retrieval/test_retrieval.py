@@ -163,7 +163,7 @@ def test_a_missing_index_and_what_is_none(tmp_path):
 KILLED = """
 import os, signal, sys
 from ragspec.config.sections import RetrievalConfig
-from ragspec.retrieval import build, writer
+from ragspec.retrieval import build, index
 folder, size, at = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 build.WRITTEN_AT_ONCE = 1000
 
@@ -181,15 +181,15 @@ def patch(owner, name, after):
 
 import lancedb.table
 if at == "add":
-    patch(writer.Writer, "add", lambda self: self.rows >= 2000)
+    patch(index.Writer, "add", lambda self: self.rows >= 2000)
 elif at == "finish":
-    writer.Writer.finish = die
+    index.Writer.finish = die
 else:  # a method of the table, called by finish
-    real = writer.Writer.finish
+    real = index.Writer.finish
     def finish(self):
         patch(lancedb.table.LanceTable, at, lambda _: True)
         real(self)
-    writer.Writer.finish = finish
+    index.Writer.finish = finish
 build.build(RetrievalConfig(index=folder + "/idx", corpus=[folder + "/docs.jsonl"], chunk_size=size))
 """
 COMETS = [{"id": f"n{i}", "text": f"Number {i} of many comets."} for i in range(3000)]
@@ -228,15 +228,15 @@ def test_a_killed_first_build_is_no_index_and_the_next_one_begins_anew(tmp_path,
 def test_old_versions_go_by_when_they_were_replaced():
     from datetime import datetime, timedelta
 
-    from ragspec.retrieval.index import KEPT, spent
+    from ragspec.retrieval.index import KEPT, replaced_age
 
     now = datetime(2026, 3, 1)
     days = [now - timedelta(days=ago) for ago in (30, 10, 8, 2, 0)]
     assert timedelta(days=7) == KEPT
-    age = spent(days, now)  # what was made 8 days ago was the index until 2 days ago: it stays
+    age = replaced_age(days, now)  # what was made 8 days ago was the index until 2 days ago: it stays
     assert [now - stamp < age for stamp in days] == [False, False, True, True, True]
-    assert spent(days[2:], now) is None
-    assert spent([now], now) is None
+    assert replaced_age(days[2:], now) is None
+    assert replaced_age([now], now) is None
 
 
 def test_another_programs_table_is_left_alone(tmp_path):

@@ -1,1 +1,1 @@
-"""Configs of other tools and of other times as ragspec's."""
+"""Translation of other tools' configs, and of outdated ones, to ragspec's."""

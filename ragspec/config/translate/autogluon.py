@@ -1,6 +1,9 @@
-"""AutoGluon-RAG's generator -> model, runner, sampling, speculation. Source: its 0.1, agrag/modules/generator.
+"""AutoGluon-RAG's config files as ragspec's: `translate(raw, "c.yaml")` -> (native config, notes).
 
-Limit: what `hf_model_params`, `hf_generate_params` and `vllm_init_params` pass on is checked by the runner, not here.
+Notes name the keys of other platforms and those without a counterpart (pooling, FAISS, Milvus), one note per section or
+platform. What ragspec does differently anyway (no prompt in the answer, an attention mask, real batches) needs no key.
+Source: AutoGluon-RAG 0.1 and its history: agrag/modules, its README files, autogluon_sections.py.
+Limit: `hf_model_params`, `hf_generate_params` and `vllm_init_params` are checked by the runner, not here.
 """
 
 from __future__ import annotations
@@ -30,9 +33,9 @@ SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "re
 
 
 def translate_generator(generator: Section, gpus: Any, reading: Reading) -> dict[str, Any]:
-    """Return the part of our config that the generator section means. gpus: `num_gpus` of the shared section.
+    """Return our sections for the generator section. gpus: `num_gpus` of the shared section.
 
-    Raises ConfigError for platforms that are not ours, and for settings that would change the answers.
+    Raises ConfigError for unsupported platforms and for settings that would change the answers.
     """
     name = generator.take("generator_model_name")
     written, platform = _platform(generator, name, reading)
@@ -58,14 +61,14 @@ def translate_generator(generator: Section, gpus: Any, reading: Reading) -> dict
 
 
 def _platform(generator: Section, name: Any, reading: Reading) -> tuple[str, str]:
-    """Return which setting says what the platform is, and the platform."""
+    """Return the setting that names the platform, and the platform."""
     platform = generator.take("generator_model_platform")
     if platform is not None:
         if not isinstance(platform, str) or platform not in PLATFORM_KEYS:
             hint = did_you_mean(str(platform), OURS)
             raise reading.error(f"generator_model_platform: {quoted(platform)} is not supported{hint}")
         return "generator_model_platform", platform
-    # before August 2024, the model's name and two switches said so
+    # before August 2024 the model's name and two switches decided
     if isinstance(name, str) and "/" not in name and ("gpt-3" in name or "gpt-4" in name):
         return f"generator_model_name: {quoted(name)}", "openai"
     if generator.take("use_bedrock"):
@@ -116,7 +119,7 @@ def _huggingface(generator: Section, gpus: Any, reading: Reading) -> dict[str, A
 
 
 def _huggingface_speculation(generate: dict[str, Any], reading: Reading) -> dict[str, Any]:
-    """Take generate()'s speculation arguments out of `generate` and return them as the `speculation` section."""
+    """Remove generate()'s speculation arguments from `generate` and return them as the `speculation` section."""
     out: dict[str, Any] = {"method": "none"}
     lookup = generate.pop("prompt_lookup_num_tokens", None)
     ngram = generate.pop("max_matching_ngram_size", None)
@@ -150,7 +153,7 @@ def _huggingface_speculation(generate: dict[str, Any], reading: Reading) -> dict
 
 
 def _sampling(params: dict[str, Any], reading: Reading) -> dict[str, Any]:
-    """Take generate()'s sampling arguments out of `params` and return them as the `sampling` section."""
+    """Remove generate()'s sampling arguments from `params` and return them as the `sampling` section."""
     sampling = {key: params.pop(key) for key in SAMPLING_KEYS if key in params}
     if "stop_strings" in params:
         sampling["stop"] = params.pop("stop_strings")
@@ -158,7 +161,7 @@ def _sampling(params: dict[str, Any], reading: Reading) -> dict[str, Any]:
         sampling["max_new_tokens"] = length
         reading.note(f"max_length: {length} includes the prompt in transformers; read as max_new_tokens: {length}")
     if params.pop("do_sample", False):
-        return {"temperature": 1.0, "top_k": 50} | sampling  # generate()'s own defaults
+        return {"temperature": 1.0, "top_k": 50} | sampling  # generate()'s defaults
     unused = [key for key in ("temperature", "top_p", "top_k", "min_p") if sampling.pop(key, None) is not None]
     if unused:
         reading.note(f"{', '.join(unused)}: no effect, because do_sample is not set (greedy decoding)")
@@ -166,9 +169,9 @@ def _sampling(params: dict[str, Any], reading: Reading) -> dict[str, Any]:
 
 
 def _vllm(generator: Section, gpus: Any, reading: Reading) -> dict[str, Any]:
-    init, speculation, said = modernise(generator.take_mapping("vllm_init_params"))
-    for line in said:
-        reading.note(line)
+    init, speculation, notes = modernise(generator.take_mapping("vllm_init_params"))
+    for note in notes:
+        reading.note(note)
     if isinstance(gpus, int) and gpus > 1:
         init.setdefault("tensor_parallel_size", gpus)
     params = generator.take_mapping("vllm_sampling_params")
@@ -185,18 +188,15 @@ def _vllm(generator: Section, gpus: Any, reading: Reading) -> dict[str, Any]:
     return {"runner": "vllm", "sampling": sampling, "speculation": speculation, "runner_args": init}
 
 
-# -- autoGluon-RAG's retrieval sections -> ours. Source: AutoGluon-RAG 0.1, agrag/modules/*/README.md, and its --------
-#
-# Limit: where ragspec has no counterpart (how vectors are pooled, FAISS, Milvus), a note names the key.
-
+# -- retrieval -------------------------------------------------------------------------------------
 
 RETRIEVAL = ("data", "embedding", "vector_db", "retriever")
 DEFAULT_INDEX = "ragspec_index"
-CHARACTERS = 4  # per token, roughly: AutoGluon-RAG counts characters
+CHARACTERS = 4  # roughly, per token: AutoGluon-RAG counts characters
 SHORTEST = 16  # tokens of a passage
 CHUNK_SIZE, CHUNK_OVERLAP, TOP_K, RERANKER_TOP_K = 512, 64, 50, 10  # AutoGluon-RAG's defaults
-RERANKER = "BAAI/bge-reranker-large"  # likewise
-NO_RERANKER = "BAAI/bge-large-en"  # an embedding model, but AutoGluon-RAG's own configs have it as the reranker
+RERANKER = "BAAI/bge-reranker-large"  # AutoGluon-RAG's default
+NO_RERANKER = "BAAI/bge-large-en"  # an embedding model that AutoGluon-RAG's own configs name as the reranker
 NO_PAGES = (
     "data.web_urls: ragspec fetches no web pages; save them as .html files in data_dir, and if file_extns is set, add "
     "html to it"
@@ -208,9 +208,9 @@ NO_MODEL = (
 
 
 def translate_retrieval(sections: Mapping[str, Section], reading: Reading) -> dict[str, Any]:
-    """Return the `retrieval` section that the retrieval sections mean; empty if they name no documents.
+    """Return our `retrieval` section for the retrieval sections; empty if they name no documents.
 
-    Raises ConfigError for what cannot be searched, or, if the index is to be built, what cannot be indexed.
+    Raises ConfigError for an unsupported search, or, if the index is to be built, for an unsupported corpus.
     """
     wanted = reading.only_retrieval or any(key.startswith("retrieval.") for key in reading.given)
     corpus = _corpus(sections["data"], reading)
@@ -235,7 +235,7 @@ def translate_retrieval(sections: Mapping[str, Section], reading: Reading) -> di
 
 
 def note_unused(sections: Mapping[str, Section], names: Collection[str], why: str, reading: Reading) -> None:
-    """Add a note for each of the sections `names` that has settings left: all of it is ignored."""
+    """Note each of the sections `names` that has settings left as ignored."""
     for name in names:
         if ignored := sections[name].rest():
             reason = f"; {why}" if why else ""
@@ -247,7 +247,7 @@ def _instead(section: str) -> str:
 
 
 def _corpus(data: Section, reading: Reading) -> Any:
-    """Return where the documents are: None if the file names no files, "" if they are on S3."""
+    """Return where the documents are: None if the file names none, "" if they are on S3."""
     folder = data.take("data_dir") or None
     problems = {}
     if isinstance(folder, str) and (folder.startswith("s3://") or data.get("s3_bucket")):
@@ -268,7 +268,7 @@ def _corpus(data: Section, reading: Reading) -> Any:
 
 
 def _search(retriever: Section, reading: Reading) -> dict[str, Any] | None:
-    """Return how passages are searched; None if none are."""
+    """Return the search settings; None if nothing is searched."""
     found, reranks = retriever.take("retriever_top_k"), retriever.take("use_reranker")
     kept = retriever.take("reranker_top_k", RERANKER_TOP_K) if reranks else None
     if 0 in (found, kept):
@@ -280,12 +280,12 @@ def _search(retriever: Section, reading: Reading) -> dict[str, Any] | None:
     if not reranks:
         return {"top_k": found}
     model = _reranker(retriever, kept, reading)
-    # there, the retriever hands that many to the reranker, which keeps reranker_top_k
+    # AutoGluon-RAG's retriever passes that many to the reranker, which keeps reranker_top_k
     return {"candidates": found, "top_k": kept} | ({"reranker_model": model} if model else {})
 
 
 def _reranker(retriever: Section, kept: Any, reading: Reading) -> Any:
-    """Return the reranker; None if the file names none that could be one, or another is given."""
+    """Return the reranker; None if the file names none that can rerank, or another one is given."""
     platform, model = retriever.take("reranker_model_platform", "huggingface"), retriever.take("reranker_model_name")
     if "retrieval.reranker_model" in reading.given:
         return None
@@ -307,7 +307,7 @@ def _reranker(retriever: Section, kept: Any, reading: Reading) -> Any:
 
 
 def _passages(data: Section, reading: Reading) -> dict[str, Any]:
-    """Return which files are read, and how they are cut into passages."""
+    """Return the file types to read and how to split them into passages."""
     types = data.take("file_extns")
     if not types:
         reading.note("data.file_extns: not set; files of all types are read")
@@ -318,7 +318,7 @@ def _passages(data: Section, reading: Reading) -> dict[str, Any]:
 
 
 def _tokens(data: Section, key: str, default: int, allowed: range, reading: Reading) -> Any:
-    """Return a number of characters in tokens, or the nearest that is allowed; any other value as it is."""
+    """Return a number of characters as tokens, clipped to `allowed`; any other value unchanged."""
     value = data.take(key)
     characters = default if value is None else value
     if type(characters) is not int:
@@ -330,7 +330,7 @@ def _tokens(data: Section, key: str, default: int, allowed: range, reading: Read
 
 
 def _embedding_model(embedding: Section, reading: Reading) -> str | None:
-    """Return the embedding model; None if passages are searched by words, or the model is given."""
+    """Return the embedding model; None for keyword search, or if the model is given."""
     written, platform = "embedding_model_platform", embedding.take("embedding_model_platform")
     if platform is None and embedding.take("use_bedrock"):
         written, platform = "use_bedrock", "bedrock"
@@ -348,22 +348,17 @@ def _embedding_model(embedding: Section, reading: Reading) -> str | None:
     return None
 
 
-# -- autoGluon-RAG's config files, read as they are: `translate(raw, "c.yaml")` -> (native config, notes) -------------
-#
-# Keys of platforms that are not chosen, and keys without a counterpart, are named in notes: a note for each section or
-# platform. What ragspec does differently (no prompt in the answer, an attention mask, real batches) needs no key.
-# Source: AutoGluon-RAG 0.1 and its history, see autogluon_sections.py.
-
+# -- whole files -----------------------------------------------------------------------------------
 
 SECTION_NAMES = (*KEYS, *OLD_SECTIONS)
-NATIVE_KEYS = tuple(RunConfig.model_fields)  # may appear beside theirs
-SHARED_KEYS = ("input", "output", "order", "prompt", "retrieval")  # and do not show that a file is ragspec's
-ALSO_NATIVE = ("chunk_size", "chunk_overlap", "embedding_model", "num_gpus")  # ragspec has these in its sections
-WHOLE = ("speculation", "retrieval")  # sections of ours that replace what theirs mean; the others add to it
+NATIVE_KEYS = tuple(RunConfig.model_fields)  # may appear beside AutoGluon-RAG's
+SHARED_KEYS = ("input", "output", "order", "prompt", "retrieval")  # native keys that do not show whose file it is
+ALSO_NATIVE = ("chunk_size", "chunk_overlap", "embedding_model", "num_gpus")  # also keys of ragspec's sections
+WHOLE = ("speculation", "retrieval")  # native sections that replace the translated ones; others merge into them
 
 
 def is_autogluon(raw: dict[str, Any]) -> bool:
-    """Return whether `raw` is an AutoGluon-RAG config: it has a key of theirs, or only sections named as theirs."""
+    """Return whether `raw` is an AutoGluon-RAG config: it has one of its keys, or only sections with its names."""
     if any(key in FLAT and key not in ALSO_NATIVE for key in raw):
         return True
     sections = [key for key in SECTION_NAMES if key in raw]
@@ -375,11 +370,16 @@ def is_autogluon(raw: dict[str, Any]) -> bool:
 def translate(
     raw: dict[str, Any], source: str, given: Collection[str] = (), *, only_retrieval: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the native config that `raw` means, unchecked, and notes on what was not taken over as it is.
+    """Return the native config that `raw` means, unchecked, and notes on what was changed or ignored.
 
-    given: our keys that come from elsewhere ("model", "retrieval.corpus"); theirs need not work.
-    only_retrieval: for a command that needs no generator. Raises ConfigError for what cannot work (another platform's
-    model), for settings that would change the answers, and for unknown keys.
+    Args:
+        raw: the file's values.
+        source: the file's name, for messages.
+        given: native keys set elsewhere ("model", "retrieval.corpus"); the file's counterparts need not work.
+        only_retrieval: the command needs no generator.
+
+    Raises:
+        ConfigError: an unsupported platform, a setting that would change the answers, or an unknown key.
     """
     _refuse_unknown(raw, source)
     ours = {key: raw[key] for key in NATIVE_KEYS if raw.get(key) is not None or (key == "retrieval" and key in raw)}

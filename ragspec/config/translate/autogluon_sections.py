@@ -1,7 +1,11 @@
-"""Every key that a config file of AutoGluon-RAG has ever had, with the sections it was in.
+"""Every key that an AutoGluon-RAG config has ever had, and the sections of a config of any age under 0.1's names.
 
-Source: https://github.com/autogluon/autogluon-rag, from May to December 2024 (0.1): its configs, its READMEs and
-tutorials, what its code reads. Limit: arguments that it passes on to a library are not listed.
+    >>> sections = gather({"retriever": {"top_k_embeddings": 20, "num_gpus": 0}}, Reading("c.yaml"))
+    >>> sections["retriever"].take("retriever_top_k"), sections["retriever"].rest()
+    (20, ['num_gpus'])
+
+Source: https://github.com/autogluon/autogluon-rag, from May to December 2024 (0.1): its configs, README files,
+tutorials, and the keys that its code reads. Limit: arguments that it passes on to a library are not listed.
 """
 
 from __future__ import annotations
@@ -12,9 +16,9 @@ from typing import Any, NamedTuple
 
 from ragspec.errors import ConfigError, did_you_mean
 
-Names = dict[str, tuple[str, ...]]  # a key of 0.1 -> its other names: older ones, and those that only a README has
+Names = dict[str, tuple[str, ...]]  # a key of 0.1 -> its other names: older ones, and those found only in a README
 
-PLATFORM_KEYS: dict[str, Names] = {  # of `generator_model_platform_args`; before August 2024, of `generator` itself
+PLATFORM_KEYS: dict[str, Names] = {  # in `generator_model_platform_args`; before August 2024, in `generator`
     "huggingface": {
         "hf_model_params": ("generator_hf_model_params",),
         "hf_tokenizer_init_params": ("generator_hf_tokenizer_init_params",),
@@ -134,8 +138,8 @@ KEYS: dict[str, Names] = {
         **{key: names for keys in PLATFORM_KEYS.values() for key, names in keys.items()},
     },
 }
-OLD_SECTIONS = {"misc": "shared", "models": "embedding", "reranker": "retriever"}  # their keys are in these now
-UNCLEAR = {
+OLD_SECTIONS = {"misc": "shared", "models": "embedding", "reranker": "retriever"}  # old section -> today's
+UNCLEAR = {  # ambiguous outside of a section
     "model_name",
     "model_platform",
     "platform_args",
@@ -143,16 +147,16 @@ UNCLEAR = {
     "gpu",
     "metadata",
     "max_tokens",
-}  # out of sections
+}
 
 
 def _by_any_name(names: Names) -> dict[str, str]:
     return {name: key for key, others in names.items() for name in (key, *others)}
 
 
-NAMES = {section: _by_any_name(keys) for section, keys in KEYS.items()}  # section -> any name -> its key of 0.1
+NAMES = {section: _by_any_name(keys) for section, keys in KEYS.items()}  # section -> any name -> name in 0.1
 PLATFORM_NAMES = {name: key for keys in PLATFORM_KEYS.values() for name, key in _by_any_name(keys).items()}
-FLAT = {  # a key outside of any section -> the section it belongs to
+FLAT = {  # a key outside of any section -> its section
     name: section
     for section in ("shared", "vector_db", "generator", "embedding", "retriever", "data")
     for name in NAMES[section]
@@ -160,14 +164,7 @@ FLAT = {  # a key outside of any section -> the section it belongs to
 } | dict.fromkeys(("num_gpus", "use_bedrock", "bedrock_aws_region", "bedrock_generate_params"), "generator")
 
 
-# -- the sections of an AutoGluon-RAG config, whatever its age, under the names of 0.1 --------------------------------
-#
-#     >>> sections = gather({"retriever": {"top_k_embeddings": 20, "num_gpus": 0}}, Reading("c.yaml"))
-#     >>> sections["retriever"].take("retriever_top_k"), sections["retriever"].rest()
-#     (20, ['num_gpus'])
-#
-# Limit: a key that AutoGluon-RAG has never had is an error, wherever it is.
-
+# -- reading ---------------------------------------------------------------------------------------
 
 PLATFORM_ARGS = "generator_model_platform_args"
 KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list"}
@@ -176,10 +173,10 @@ LONGEST = 60  # characters of a value in a message
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A file that is being read, and what the command wants of it.
+    """The file being read and the needs of the command.
 
-    given: our keys that come from elsewhere ("model", "retrieval.corpus"), so that theirs need not work.
-    only_retrieval: whether the command builds or searches an index, and needs no generator.
+    given: native keys set elsewhere ("model", "retrieval.corpus"), whose counterparts need not work.
+    only_retrieval: the command builds or searches an index and needs no generator.
     """
 
     source: str
@@ -188,16 +185,16 @@ class Reading:
     notes: list[str] = field(default_factory=list)
 
     def note(self, text: str) -> None:
-        """Tell the user what was not taken over as it is."""
+        """Add a note on something changed or ignored."""
         self.notes.append(f"{self.source}: {text}")
 
     def error(self, text: str) -> ConfigError:
-        """Return an error that names the file."""
+        """Return a ConfigError that names the file."""
         return ConfigError(f"{self.source}: {text}")
 
 
 class Setting(NamedTuple):
-    """A key as the file has it. where: what comes before it, "retriever." for instance; key: its name in 0.1."""
+    """A key as written. where: its prefix, such as "retriever."; key: its name in 0.1."""
 
     section: str
     where: str
@@ -207,48 +204,48 @@ class Setting(NamedTuple):
 
 
 class Section:
-    """One section's settings. `take` hands one out; what nobody has taken is the rest, which is ignored."""
+    """One section's settings. `take` removes one; `rest` lists what was not taken and is ignored."""
 
     def __init__(self, source: str) -> None:
         self._source = source
         self._settings: dict[str, Setting] = {}
 
     def put(self, setting: Setting) -> Setting | None:
-        """Keep a setting; return the one kept before it under this key, if its value is another."""
+        """Store a setting; return the one already stored under this key if its value differs."""
         kept = self._settings.setdefault(setting.key, setting)
         return None if kept.value == setting.value else kept
 
     def get(self, key: str) -> Any:
-        """Return the value of `key` without taking it; None if it is not set."""
+        """Return the value of `key` without removing it; None if it is not set."""
         return self._settings[key].value if key in self._settings else None
 
     def take(self, key: str, default: Any = None) -> Any:
-        """Return the value of `key`, and `default` if it is not set, or null."""
+        """Remove `key` and return its value, `default` if it is not set."""
         return self._settings.pop(key).value if key in self._settings else default
 
     def take_mapping(self, key: str) -> dict[str, Any]:
-        """Return a copy of the mapping under `key` without its nulls, empty if there is none.
+        """Remove `key` and return its mapping without nulls, empty if it is not set.
 
-        Raises ConfigError for anything else.
+        Raises ConfigError if it is not a mapping.
         """
         written = self._settings[key].written if key in self._settings else key
         mapping = mapping_of(self.take(key), f"{self._source}: {written}")
         return {name: value for name, value in mapping.items() if value is not None}
 
     def drop(self, keys: Container[str]) -> list[str]:
-        """Take those of `keys` that are set, and return their names as written."""
+        """Remove those of `keys` that are set, and return their names as written."""
         return [self._settings.pop(key).written for key in list(self._settings) if key in keys]
 
     def rest(self) -> list[str]:
-        """Return the names, as written, of the settings that nobody has taken."""
+        """Return the names, as written, of the settings not taken."""
         return [setting.written for setting in self._settings.values()]
 
 
 def gather(raw: Mapping[str, Any], reading: Reading) -> dict[str, Section]:
-    """Return the settings of `raw` by section. Nulls, and keys of ragspec itself, are left out.
+    """Return the settings of `raw` by section, without nulls and ragspec's own keys.
 
-    AutoGluon-RAG reads sections only, so they come before the top level; today's names come before older ones. A note
-    names what is set twice, with different values. Raises ConfigError for unknown keys.
+    AutoGluon-RAG reads only sections, so they take precedence over the top level, and current names over older ones. A
+    note names each key set twice with different values. Raises ConfigError for unknown keys.
     """
     sections = {name: Section(reading.source) for name in KEYS}
     for setting in _settings(raw, reading.source):
@@ -261,7 +258,7 @@ def gather(raw: Mapping[str, Any], reading: Reading) -> dict[str, Section]:
 
 
 def _settings(raw: Mapping[str, Any], source: str) -> Iterator[Setting]:
-    """Yield the settings of a file, those that come first before others."""
+    """Yield a file's settings, those that take precedence first."""
     for name in (*KEYS, *OLD_SECTIONS):
         inner = mapping_of(raw.get(name), f"{source}: {name}")
         if name == "generator":
@@ -287,12 +284,12 @@ def _named(
             lower = [name for name in names if name.islower()]
             hint = did_you_mean(str(written), lower, sorted(set(names.values())))
             raise ConfigError(f"{source}: {where}{written} is not a known key{hint}")
-    for written in sorted(inner, key=lambda name: names[name] != name):  # today's names before older ones
+    for written in sorted(inner, key=lambda name: names[name] != name):  # current names first
         yield Setting(section, where, written, names[written], inner[written])
 
 
 def mapping_of(value: Any, where: str) -> dict[str, Any]:
-    """Return a copy of a mapping, empty for null. Raises ConfigError, which does not show the value."""
+    """Return a copy of a mapping, empty for null. Raises ConfigError without showing the value."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -302,5 +299,5 @@ def mapping_of(value: Any, where: str) -> dict[str, Any]:
 
 
 def quoted(value: Any) -> str:
-    """Return a value as messages show it: on one line, and not longer than that."""
+    """Return a value quoted for a message: on one line, shortened."""
     return f'"{" ".join(str(value).split())[:LONGEST]}"'

@@ -1,4 +1,4 @@
-"""The speculation arguments that vLLM's `LLM(...)` took in 2024, in today's words.
+"""The speculation arguments that vLLM's `LLM(...)` took in 2024, as today's settings.
 
     >>> modernise({"speculative_model": "[ngram]", "num_speculative_tokens": 5, "ngram_prompt_lookup_max": 4})[1]
     {'method': 'prompt_lookup', 'num_tokens': 5, 'ngram_max': 4, 'ngram_min': 1}
@@ -12,7 +12,7 @@ from typing import Any
 
 from ragspec.errors import ConfigError
 
-RENAMED = {  # the same thing inside today's speculative_config
+RENAMED = {  # keys of today's speculative_config with the same meaning
     "speculative_model_quantization": "quantization",
     "speculative_draft_tensor_parallel_size": "draft_tensor_parallel_size",
     "speculative_max_model_len": "max_model_len",
@@ -30,13 +30,13 @@ NAMES = (
     *RENAMED,
     *DROPPED,
 )
-MOST_ROWS = 1024  # the end of the range of batch sizes without speculation
+MOST_ROWS = 1024  # end of the batch size range without speculation
 
 
 def modernise(init: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Return (`init` without the old arguments, the `speculation` section they mean, a note for each).
+    """Return (`init` without the old arguments, the equivalent `speculation` section, a note for each argument).
 
-    Raises ConfigError for arguments whose meaning changes answers.
+    Raises ConfigError for arguments that would change the answers.
     """
     rest = {key: value for key, value in init.items() if key not in NAMES and key != "speculative_config"}
     old = {key: value for key, value in init.items() if key in NAMES and value is not None}
@@ -44,7 +44,7 @@ def modernise(init: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], lis
     speculation: dict[str, Any] = {"method": "none"}
     extra: dict[str, Any] = {}
 
-    def say(key: str, now: str) -> None:
+    def note(key: str, now: str) -> None:
         notes.append(f"{key}: from vLLM before 0.8, read as {now}")
 
     _refuse_lossy(old)
@@ -52,33 +52,33 @@ def modernise(init: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], lis
         return rest, {"method": "speculative_config", "speculative_config": init["speculative_config"]}, notes
     model = old.get("speculative_model")
     if model == "[ngram]":
-        # both were required then; today an unset minimum would be 5
+        # both were required then; today the minimum defaults to 5
         low, high = old.get("ngram_prompt_lookup_min", 1), old.get("ngram_prompt_lookup_max")
         speculation = {"method": "prompt_lookup", "ngram_max": high or max(low, 4), "ngram_min": low}
-        say("speculative_model", "speculation.method: prompt_lookup")
+        note("speculative_model", "speculation.method: prompt_lookup")
         for key in ("ngram_prompt_lookup_max", "ngram_prompt_lookup_min"):
             if key in old:
-                say(key, f"speculation.{'ngram_max' if key.endswith('max') else 'ngram_min'}")
+                note(key, f"speculation.{'ngram_max' if key.endswith('max') else 'ngram_min'}")
     elif model is not None:
         speculation = {"method": "draft_model", "draft_model": model}
-        say("speculative_model", "speculation.method: draft_model")
+        note("speculative_model", "speculation.method: draft_model")
     elif old:
         notes.append(f"{', '.join(old)}: no effect, because there is no speculative_model")
         return rest, speculation, notes
     if (tokens := old.get("num_speculative_tokens")) is not None:
         speculation = {"method": speculation["method"], "num_tokens": tokens} | speculation
-        say("num_speculative_tokens", "speculation.num_tokens")
+        note("num_speculative_tokens", "speculation.num_tokens")
     for then, now in RENAMED.items():
         if then in old:
             extra[now] = old[then]
-            say(then, f"speculation.extra.{now}")
+            note(then, f"speculation.extra.{now}")
     if (rows := old.get("speculative_disable_by_batch_size")) is not None:
         steps = [[1, rows, tokens or 5], [rows + 1, max(MOST_ROWS, rows + 1), 0]]
         speculation["num_tokens_by_batch_size"] = steps
-        say("speculative_disable_by_batch_size", f"speculation.num_tokens_by_batch_size: {steps} (approximately)")
+        note("speculative_disable_by_batch_size", f"speculation.num_tokens_by_batch_size: {steps} (approximately)")
     if "spec_decoding_acceptance_method" in old:
         extra["rejection_sample_method"] = "standard"
-        say("spec_decoding_acceptance_method", "speculation.extra.rejection_sample_method: standard")
+        note("spec_decoding_acceptance_method", "speculation.extra.rejection_sample_method: standard")
     for key in DROPPED:
         if key in old:
             notes.append(f"{key}: from vLLM before 0.8, dropped: it no longer has any effect")

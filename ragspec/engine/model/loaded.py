@@ -56,7 +56,7 @@ def keep_freed_memory() -> None:
     """Make glibc's malloc keep freed memory; do nothing for another C library.
 
     Every step allocates and frees tensors of megabytes, and memory returned to the system has to be paged in again
-    (docs/performance.md).
+    (docs/lab/performance.md).
     """
     if platform.libc_ver()[0] == "glibc":
         with suppress(OSError, AttributeError):

@@ -1,1 +1,1 @@
-"""Where drafts come from when no second model writes them. A new drafter is one new file (see base.py)."""
+"""Drafters that need no second model. A new drafter is one new file (see base.py)."""

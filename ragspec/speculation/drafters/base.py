@@ -5,7 +5,7 @@ answer.
     >>> row.propose(3).token_ids
     [7, 5, 6]
 
-Standard library only, so that any engine can serve it.
+Standard library only, so that any engine can use it.
 """
 
 from __future__ import annotations
@@ -94,13 +94,11 @@ class Drafter(Protocol):
         """
 
 
-# -- no guesses of its own: what a record's grammar forces is drafted all the same, with every drafter ----------------
-#
-# speculation: {method: grammar}
+# -- no drafts -------------------------------------------------------------------------------------
 
 
 class NoDrafter:
-    """Drafts nothing."""
+    """Drafts nothing itself (method `grammar`). What a record's grammar forces is drafted with every drafter."""
 
     def open(self, prompt: Sequence[int], passages: Sequence[tuple[int, int]] = ()) -> NoRowDrafter:
         """Return the drafter of one record."""
@@ -108,14 +106,14 @@ class NoDrafter:
 
 
 class NoRowDrafter:
-    """Nothing, for one record."""
+    """Empty drafts for one record."""
 
     def propose(self, limit: int) -> Draft:
         """Return an empty draft."""
         return Draft()
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Learn nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Keep nothing."""
+        """Do nothing."""

@@ -1,11 +1,10 @@
-"""The RAG-aware drafter: how the row's contexts, its answer, other records' passages and finished answers continue.
+"""The RAG-aware drafter: matches in the row's contexts and answer, and in other records' passages and answers.
 
     speculation: {method: context}
 
-Several matches vote; every guess carries a probability learnt from the run itself (calibration.py), so the engine can
-verify only what pays. Passages and answers of other records are shared between rows: guesses depend on what ran
-before, answers never do. `isolate` switches the sharing off.
-Limit: exact token matches only; a paraphrase is no match.
+Matches vote, and every guess has a probability learnt during the run (calibration.py), so that the engine verifies only
+what pays. Rows share passages and answers, so guesses depend on earlier records; answers never do. `isolate` turns
+sharing off. Limit: exact token matches only; paraphrases do not match.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from ragspec.speculation.drafters.ngram_index import Match, NgramIndex, Proposal
 
 PROMPT, OUTPUT, OTHER_CONTEXT, OTHER_OUTPUT = range(4)
 DOUBTS = {OTHER_CONTEXT: -1.5, OTHER_OUTPUT: -0.8}  # in log odds
-SHARED_TOKENS = 200_000  # of other records, in memory at most
+SHARED_TOKENS = 200_000  # maximum tokens of other records in memory
 SURE = 4  # tokens of a match in the row's own text that make other records' texts unnecessary
 
 
 class SharedPool:
-    """Texts of other records, one after the other; no match crosses from one to the next."""
+    """Texts of other records, concatenated; matches do not cross from one to the next."""
 
     def __init__(self) -> None:
         self._index = NgramIndex(1, 4)
@@ -36,20 +35,20 @@ class SharedPool:
         return len(self._index.tokens)
 
     def add(self, token_ids: Sequence[int], origin: int) -> None:
-        """Take in a text, once; only the beginning of a very long one."""
+        """Add a text unless it is known, truncated if very long."""
         token_ids = token_ids[:SHARED_TOKENS]
         key = hash(tuple(token_ids))
         if key in self._known or len(token_ids) < 4:
             return
         if len(self._index.tokens) + len(token_ids) > SHARED_TOKENS:
-            self.__init__()  # type: ignore[misc]  # full: the run has moved on from what it held
+            self.__init__()  # type: ignore[misc]  # full: start over, since the run has moved on
         self._known.add(key)
         start = len(self._index.tokens)
         self._index.extend(token_ids)
         self._documents.append((start, len(self._index.tokens), origin))
 
     def matches(self, suffix: Sequence[int]) -> list[Match]:
-        """Return the positions before which the texts end as `suffix` does."""
+        """Return the matches: positions after which a text continues, ending like `suffix`."""
         found = []
         for position in self._index.find(suffix):
             number = bisect_right(self._documents, position - 1, key=lambda document: document[0]) - 1
@@ -61,7 +60,7 @@ class SharedPool:
 
 
 class ContextDrafter:
-    """Drafts from the retrieved passages. isolate: records do not share texts."""
+    """Drafts from the retrieved passages. isolate: do not share texts between records."""
 
     def __init__(self, isolate: bool = False) -> None:
         self.calibration = Calibration(DOUBTS)
@@ -87,7 +86,7 @@ class ContextRow:
         self._pool = pool
 
     def propose(self, limit: int) -> Draft:
-        """Return the chain that all matches vote for."""
+        """Return the chain that the matches vote for."""
         tokens = self._index.tokens
         end = len(tokens)
         matches = []
@@ -101,11 +100,11 @@ class ContextRow:
         return self._proposals.build(matches, limit, self._prompt_tokens)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Take in what was written."""
+        """Add the emitted tokens."""
         self._proposals.score(token_ids)
         self._index.extend(token_ids)
 
     def close(self) -> None:
-        """Leave the finished answer to the other rows."""
+        """Share the finished answer with other rows."""
         if self._pool is not None:
             self._pool.add(self._index.tokens[self._prompt_tokens :], OTHER_OUTPUT)

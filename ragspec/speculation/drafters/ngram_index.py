@@ -1,4 +1,4 @@
-"""Where in a text of token ids each n-gram occurred last."""
+"""Match the end of a row in texts of token ids, and build drafts from the matches by vote."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from operator import itemgetter
 from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.drafters.calibration import Calibration, Features
 
-BITS = 21  # of a token id in a key; vocabularies are below two million
-KEPT = 8  # positions that are looked at
-LONGEST_MATCH = 32  # tokens; longer matches are not told apart
+BITS = 21  # per token id in a key; vocabularies are below two million
+KEPT = 8  # positions returned by a search
+LONGEST_MATCH = 32  # tokens; longer matches count as this long
 
 
 class NgramIndex:
-    """A growing text. A position is the one just after an n-gram, where its continuation begins.
+    """An index of a growing text. A position is the one just after an n-gram, where its continuation begins.
 
-    Each n-gram's positions are a chain: the latest is in a table, and each knows the one before it. A list for every
-    n-gram of a prompt would take several times as long to make. What is appended is indexed when somebody looks: a text
-    that nobody asks about costs next to nothing.
+    Positions of an n-gram form a linked list: a table holds the latest, and each holds the one before it. A list per
+    n-gram would take several times as long to build. Appended tokens are indexed at the next search, so that a text
+    that is never searched costs almost nothing.
     """
 
     def __init__(self, smallest: int = 1, largest: int = 3) -> None:
         self.tokens: list[int] = []
         self._latest: list[dict[int, int]] = [{} for _ in range(largest + 1)]  # by n: n-gram -> position
-        self._before: list[list[int]] = [[0] for _ in range(largest + 1)]  # by n: position -> the one before; 0: none
+        self._before: list[list[int]] = [[0] for _ in range(largest + 1)]  # by n: position -> previous one; 0: none
         self._smallest = smallest
         self._largest = largest
         self._indexed = 0  # tokens
@@ -35,7 +35,7 @@ class NgramIndex:
         self.tokens.extend(token_ids)
 
     def _catch_up(self) -> None:
-        """Take in the tokens that were appended since."""
+        """Index the tokens appended since the last search."""
         start, self._indexed = self._indexed, len(self.tokens)
         token_ids = self.tokens[start:]
         for n in range(self._smallest, self._largest + 1):
@@ -44,7 +44,7 @@ class NgramIndex:
             for token in self.tokens[max(0, start + 1 - n) : start]:
                 key = key << BITS | token
             for position, token in enumerate(token_ids, start + 1):
-                key = (key << BITS | token) & kept  # of the n-gram that ends with this token
+                key = (key << BITS | token) & kept  # the n-gram that ends with this token
                 if position < n:
                     before.append(0)
                 else:
@@ -52,9 +52,9 @@ class NgramIndex:
                     latest[key] = position
 
     def find(self, suffix: Sequence[int]) -> list[int]:
-        """Return up to KEPT positions before which the text ends as `suffix` does, latest last.
+        """Return up to KEPT positions before which the text ends like `suffix`, the latest last.
 
-        Those of the longest n-gram are preferred; shorter ones fill up. The end of the text may be among them.
+        Positions of longer n-grams are preferred. The end of the text may be among them.
         """
         if self._indexed < len(self.tokens):
             self._catch_up()
@@ -74,7 +74,7 @@ class NgramIndex:
 
 
 def match_length(text: Sequence[int], position: int, suffix: Sequence[int], floor: int = 0) -> int:
-    """Return how many tokens from `floor` to `position`, LONGEST_MATCH at most, agree with the end of `suffix`."""
+    """Return how many tokens of text[floor:position] agree with the end of `suffix`, LONGEST_MATCH at most."""
     longest = min(LONGEST_MATCH, position - floor, len(suffix))
     length = 0
     while length < longest and text[position - 1 - length] == suffix[-1 - length]:
@@ -82,30 +82,29 @@ def match_length(text: Sequence[int], position: int, suffix: Sequence[int], floo
     return length
 
 
-# -- several matches vote on what comes next; a guess is remembered until it is known whether it was right ------------
+# -- voting ----------------------------------------------------------------------------------------
 
-
-LEAST_SURVIVAL = 0.02  # a guess less likely than this is not made
+LEAST_SURVIVAL = 0.02  # probability at which chains end
 
 
 @dataclass(slots=True)
 class Match:
-    """A position in some text whose continuation may be the row's."""
+    """A position in a text whose continuation may be the row's."""
 
     text: Sequence[int]
     position: int
     end: int  # of the text, or of the document in it
-    origin: int  # what kind of text it is, to the calibration
+    origin: int  # kind of text, for the calibration
     length: int  # tokens before the position that agree with the row
     prompt: bool  # whether `text` begins with the row's own prompt, whose positions can be cited
 
 
-Voter = tuple[Match, float]  # and its weight
+Voter = tuple[Match, float]  # a match and its weight
 _weight = itemgetter(1)
 
 
 def _agreeing(voters: list[Voter], step: int) -> tuple[list[Voter], float]:
-    """Return those that want what most of them want as the chain's next token, and their share of all weights."""
+    """Return the voters for the most popular token at this step of the chain, and their share of the weight."""
     votes: dict[int, float] = {}
     best, best_weight, total = -1, 0.0, 0.0
     alive = []
@@ -117,22 +116,22 @@ def _agreeing(voters: list[Voter], step: int) -> tuple[list[Voter], float]:
             votes[token] = vote = votes.get(token, 0.0) + weight
             total += weight
             alive.append((token, voter))
-            if vote >= best_weight:  # of equals the later one wins
+            if vote >= best_weight:  # ties: the later one wins
                 best, best_weight = token, vote
     return [voter for token, voter in alive if token == best], best_weight / total if alive else 0.0
 
 
 class Proposals:
-    """Builds chains from matches, and scores each chain against what the target wrote, verified or not."""
+    """Builds chains from matches, and scores them against the target's tokens, verified or not."""
 
     def __init__(self, calibration: Calibration) -> None:
         self._calibration = calibration
-        self._chain: list[int] = []  # the guess that is being scored
+        self._chain: list[int] = []  # the chain being scored
         self._features: list[Features] = []
         self._at = 0
 
     def build(self, matches: list[Match], limit: int, prompt_tokens: int) -> Draft:
-        """Return the chain that the matches vote for, up to `limit` tokens and as long as it is of use."""
+        """Return the chain that the matches vote for, up to `limit` tokens and while it is likely enough."""
         calibration = self._calibration
         least = max(LEAST_SURVIVAL, calibration.least)
         draft, features = Draft(), []
@@ -172,7 +171,7 @@ class Proposals:
         return draft
 
     def score(self, token_ids: Sequence[int]) -> None:
-        """Compare the chain that is being scored with tokens that the target wrote."""
+        """Compare the chain being scored with the target's tokens."""
         for token in token_ids:
             if not self._chain:
                 return

@@ -1,4 +1,4 @@
-"""Prompt lookup: the row's own prompt and answer, searched for the latest position that ends as the row does now.
+"""Prompt lookup: continue the latest position in the row's own prompt and answer that ends as the row does.
 
     speculation: {method: prompt_lookup, ngram_min: 1, ngram_max: 3}
 
@@ -49,9 +49,9 @@ class LookupRow:
         return self._proposals.build([Match(tokens, position, end, 0, length, True)], limit, self._prompt_tokens)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Take in what was written."""
+        """Add the emitted tokens."""
         self._proposals.score(token_ids)
         self._index.extend(token_ids)
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
