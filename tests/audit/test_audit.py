@@ -188,6 +188,7 @@ def verify_with(fault, config, tmp_path, *args):
         *wide(("another base of the rotary positions", 0.0)),
     ],
 )
+@pytest.mark.wide
 def test_a_fault_of_the_engine_itself_is_found(tiny, tmp_path, fault, temperature):
     """It changes plain decoding and speculation alike: held against each other they are identical."""
     config = config_of(tiny, tmp_path, sampling={"max_new_tokens": 24, "temperature": temperature})

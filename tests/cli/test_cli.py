@@ -359,6 +359,7 @@ def test_interrupt_keeps_what_is_finished_and_says_how_to_go_on(config, question
     assert [line["id"] for line in read_jsonl(out)] == [f"q{i}" for i in range(200)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("order", ["input", *wide("finish")])
 def test_twenty_kills_lose_and_repeat_nothing(config, tmp_path, order):
     records = [{"id": f"q{i}", "query": f"question {i}"} if i % 17 else {"id": f"q{i}"} for i in range(200)]

@@ -314,7 +314,7 @@ def test_a_second_pass_drafts_what_the_first_one_did(tiny, method):
 def test_nothing_learnt_in_a_pass_is_left_in_the_next(tiny, method, monkeypatch):
     """What drafts, who drafts and what a step costs are made anew for each pass."""
     made = []
-    for owner, name in ((backend, "drafters_on"), (backend, "Trial"), (StepCost, "anew")):
+    for owner, name in ((backend, "drafters_on"), (backend, "MethodSelector"), (StepCost, "anew")):
         make = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *given, name=name, make=make: made.append(name) or make(*given))
     config = build_config({"model": tiny, "sampling": {"max_new_tokens": NEW}, "speculation": {"method": method}})
@@ -324,6 +324,6 @@ def test_nothing_learnt_in_a_pass_is_left_in_the_next(tiny, method, monkeypatch)
         runner.warm_up()
         del made[:]
         for _ in passes(runner, config):
-            assert set(made) == {"drafters_on", "Trial", "anew"}
+            assert set(made) == {"drafters_on", "MethodSelector", "anew"}
             del made[:]
     assert not runner.remembers

@@ -94,6 +94,7 @@ def test_records_counts_add_up_to_the_engines_own(engine):
         assert 0 < generation.time_to_first_token_s <= generation.latency_s
 
 
+@pytest.mark.wide
 def test_whoever_leaves_early_leaves_nothing_to_the_next_run(engine):
     texts = [text[:200] for text in TEXTS]
     alone = {one.index: one.token_ids for one in engine.generate(requests(engine, texts[::-1]))}
@@ -179,6 +180,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.wide
 def test_penalties_biases_and_logprobs_are_those_of_our_engine_in_one_batch_with_drafts(demo, engine):
     from ragspec.runners.huggingface import runner as huggingface
 
@@ -443,6 +445,7 @@ def with_passages(asked):
     return [Request(r.index, r.id, r.token_ids, r.sampling, ((0, len(r.token_ids)),)) for r in asked]
 
 
+@pytest.mark.wide
 def test_our_drafter_in_vllm_changes_no_answer_where_rows_are_preempted(demo, engine):
     from ragspec.runners.huggingface import runner as huggingface
 

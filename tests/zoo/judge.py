@@ -86,7 +86,7 @@ class Loaded(huggingface.Runner):
 
     def __init__(self, model: Any) -> None:
         super().__init__(build_config({"model": "zoo", "sampling": {"max_new_tokens": NEW}}))
-        self._take(InMemory(model))
+        self.use_checkpoint(InMemory(model))
 
 
 @cache

@@ -65,7 +65,7 @@ class Runner:
         self.notes += check_args(self._args, self._spec)
         from ragspec.runners.huggingface.checkpoint import Checkpoint
 
-        self._use_checkpoint(Checkpoint(self._model_name, self._args))
+        self.use_checkpoint(Checkpoint(self._model_name, self._args))
         self.notes += self._checkpoint.check_weights()
         self.notes += self._checkpoint.caveats(self._sampling.stop_token_ids)
         if self._method.takes_draft and self._spec.draft_model:
@@ -83,7 +83,8 @@ class Runner:
         if why and self._needs_engine():
             raise ConfigError(f"{why}: only stock generate() does that{self._conflict()}")
 
-    def _use_checkpoint(self, checkpoint: Checkpoint) -> None:
+    def use_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Answer with this checkpoint, which `check` chooses by the config."""
         self._checkpoint = checkpoint
         self.tokenizer = checkpoint.tokenizer
         self.context_length = checkpoint.context_length
