@@ -17,10 +17,9 @@ from ragspec.benchmark.process import open_worker
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError, ModelError
 from ragspec.outputs.folder import write_json
-from ragspec.speculation.methods import PLAIN
+from ragspec.speculation.methods import PLAIN, method_named
 
 STOCK = "stock generate()"
-POSITION_NOISE = ("context", "prompt_lookup", "grammar")  # methods of our engine whose noise belongs to a position
 
 
 def run_verify(
@@ -99,9 +98,8 @@ class _Verification:
         """Return whether an answer is reproducible: greedy, or sampled with noise that belongs to positions."""
         if answer.sampling.temperature == 0:
             return True
-        keyed = (
-            self._config.speculation.method in POSITION_NOISE or self._method_about.get("draft_vocabulary") == "other"
-        )
+        drafts = method_named(self._config.speculation.method)
+        keyed = drafts.is_deterministic or self._method_about.get("draft_vocabulary") == "other"
         return self._plain_about.get("engine") == "ragspec" and keyed
 
     def compare_with_reference(self, count: int, seed: int) -> None:
@@ -169,7 +167,8 @@ def check_comparable(config: RunConfig) -> None:
     """Raise ConfigError if answers are equal only in distribution, so that texts cannot be compared."""
     spec, sampled = config.speculation, config.sampling.temperature > 0
     stock = config.runner_args.get("engine") == "transformers"
-    keyed = spec.method in POSITION_NOISE or (spec.method == "draft_model" and spec.draft_tokenizer is not None)
+    other_tokens = spec.method == "draft_model" and spec.draft_tokenizer is not None
+    keyed = other_tokens or method_named(spec.method).is_deterministic
     if sampled and (config.runner == "vllm" or stock or not keyed):
         raise ConfigError(
             f"sampling.temperature: {config.sampling.temperature}: with {spec.method} on {config.runner} sampled "

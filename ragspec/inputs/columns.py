@@ -30,7 +30,7 @@ GUESSES = {
     "id": ("id", "qid", "_id", "question_id", "query_id", "uid", "uuid", "example_id"),
     "query": ("query", "question", "instruction", "input", "user_input", "user_query"),
     "contexts": (
-        *("contexts", "passages", "context", "documents", "docs", "ctxs", "retrieved_contexts", "chunks"),
+        *("contexts", "passages", "context", "passage", "documents", "docs", "ctxs", "retrieved_contexts", "chunks"),
         *("retrieved_documents", "source_documents", "source_nodes", "search_results", "paragraphs", "evidence"),
     ),
     "messages": ("messages", "conversation", "conversations", "chat"),

@@ -2,8 +2,8 @@
 
 >>> with open_source("questions.parquet") as source: rows = list(source)
 
-A file's content decides its kind; its name counts only where the content is ambiguous. A new kind needs one module and
-one line in `_open_file`.
+A file's content decides its kind; its name counts only where the content is ambiguous. CONTRIBUTING.md lists what a new
+kind needs.
 """
 
 from __future__ import annotations

@@ -54,13 +54,13 @@ class Method:
         summary: what drafts, in a few words.
         runners: the runners that support it.
         drafter: makes its Drafter, if it is one of ours or a plugin's.
-        drafts_on: runners on which `drafter` drafts, so that drafts are known token by token and answers can cite.
+        drafts_on: runners on which `drafter` itself drafts (in vLLM: through our proposer); answers can cite there.
         needs: keys of the section that it requires.
         takes_draft: it uses a draft model.
         some_models: it needs parts that only some models have.
         stock: transformers' generate() supports it.
         remembers: runners on which it also drafts from answers of earlier passes.
-        tried: "auto" tries it.
+        tried: `method: auto` and `ragspec tune` try it; False for a new drafter that has shown nothing yet.
     """
 
     summary: str
@@ -73,6 +73,11 @@ class Method:
     stock: bool = False
     remembers: tuple[str, ...] = ()
     tried: bool = True
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether the same text gets the same drafts; our engine's sampled answers are then those of plain decoding."""
+        return self.drafter is not None
 
     def cites_on(self, runner: str) -> bool:
         """Return whether its answers on `runner` can cite the passages that they copy."""

@@ -24,7 +24,8 @@ class Draft:
     Attributes:
         token_ids: The guesses, in order. Length k, at most the `limit` of `propose`.
         survival: Length k, or empty. `survival[j]` is the probability that tokens 0 to j are all right, from 0 to 1; it
-            never rises. If it is empty, the probability is measured from earlier drafts of the same drafter.
+            never rises. If a drafter from outside leaves it empty, it is measured from that drafter's earlier drafts;
+            a drafter in ragspec has to give it (calibration.py), or `num_tokens: auto` never verifies its guesses.
         sources: Length k, or empty. `sources[j]` is the position in the record's own prompt that token j was copied
             from, or None. Answers cite passages by it (`copied`).
         probabilities: Tensor of shape (k, vocabulary) from which a draft model sampled its tokens; None if they were
