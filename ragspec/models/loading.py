@@ -20,7 +20,6 @@ from typing import Any
 
 from ragspec.errors import ConfigError, ModelError, RagspecError, flat
 from ragspec.models.checks import PICKLED, IncompleteError, check_weights, refuse_incomplete, refuse_noise
-from ragspec.models.compat import cache_argument, length_dependent
 from ragspec.models.resolve import ModelSource, made_once, read_model_config, resolve
 
 CAP = "attn_logit_softcapping"
@@ -33,6 +32,8 @@ def apply_workarounds(model: Any) -> Any:
     Phi-3 and its relatives recompute a text that outgrows the short frequencies, but generate() then passes only the
     last token, and all tokens before it are lost.
     """
+    from ragspec.models.compat import length_dependent
+
     if getattr(model.config.get_text_config(), CAP, None) and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")
     if any("longrope" in str(module.rope_type) for module in length_dependent(model)):
@@ -42,6 +43,8 @@ def apply_workarounds(model: Any) -> Any:
 
 def _with_all_tokens(model: Any, input_ids: Any, **kwargs: Any) -> dict[str, Any]:
     """Prepare a forward as the model does, with all tokens if it drops its cache."""
+    from ragspec.models.compat import cache_argument
+
     prepare = type(model).prepare_inputs_for_generation
     word = cache_argument(prepare)
     inputs: dict[str, Any] = prepare(model, input_ids, **kwargs)
