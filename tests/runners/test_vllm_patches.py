@@ -24,6 +24,7 @@ def test_a_patch_says_why_and_for_which_versions(name):
     assert not patch.upstream or patch.upstream.startswith("https://github.com/vllm-project/vllm/")
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize("change", sorted({change for name in NAMES for change in patch_of(name).changes}))
 def test_the_installed_vllm_has_what_is_patched(change):
     pytest.importorskip("vllm")
