@@ -33,7 +33,7 @@ API = [  # the sections of docs/reference/python.md: together, all public names
     ("Drafters", ["register_drafter", "Drafter", "RowDrafter", "Draft", "DrafterSettings"]),
     ("Errors", ["RagspecError", "ConfigError", "ModelError"]),
 ]
-MADE_BY_RAGSPEC = ("RunSummary", "DrafterSettings")  # nobody calls these classes
+MADE_BY_RAGSPEC = ("RunSummary", "DrafterSettings")  # ragspec makes their instances
 INTERNAL = ("add_to",)
 PYTHON_HEAD = """\
 # Python API

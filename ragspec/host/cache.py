@@ -17,7 +17,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from ragspec.host.files import write_whole
+from ragspec.host.files import replacing
 
 
 def cache_dir() -> Path:
@@ -54,7 +54,9 @@ class JsonCache:
         """Keep a value, if the cache can be written."""
         with suppress(OSError, RuntimeError):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_whole(self.folder / f"{digest_of(*depends)}.json", json.dumps(value).encode())
+            # the processes of a benchmark measure the same things at the same time
+            with replacing(self.folder / f"{digest_of(*depends)}.json", draft=str(os.getpid())) as file:
+                file.write(json.dumps(value).encode())
 
     def files(self) -> list[Path]:
         """Return the files of all values."""

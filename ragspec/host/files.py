@@ -28,15 +28,19 @@ def open_private(path: Path, *, append: bool = False) -> IO[bytes]:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file that takes the place of `path` when the block ends, and survives a power cut; not if it raises."""
+def replacing(path: Path, draft: str = "draft") -> Iterator[IO[bytes]]:
+    """Open a file that takes the place of `path` when the block ends, and survives a power cut; not if it raises.
+
+    draft: ends the file's name until then. One name lets a run write over what a killed one left; processes that may
+    write the same path at once need one each.
+    """
     path = Path(os.path.realpath(path))  # a link stays one
-    draft = path.with_name(f".{path.name}.draft")  # one name: what a killed run leaves is written over
-    with open_private(draft) as file:
+    written = path.with_name(f".{path.name}.{draft}")
+    with open_private(written) as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
-    draft.replace(path)
+    written.replace(path)
     sync_folder(path.parent)
 
 

@@ -13,6 +13,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -303,9 +304,10 @@ def _earned(model: Model, way: CompileBackend, rows: int, tokens: int | None) ->
     """Return whether compiling should save more time than it takes, by earlier measurements if there are any."""
     if tokens is None:
         return False
-    found = JsonCache(way.name).read(*_depends(model))
-    known = found if isinstance(found, dict) else {}
-    seconds, gain = known.get("seconds", way.seconds), known.get("gain", way.gain)
+    seconds, gain = way.seconds, way.gain
+    with suppress(KeyError, TypeError, ValueError):  # nothing is known, or the file says something else
+        found = JsonCache(way.name).read(*_depends(model))
+        seconds, gain = float(found["seconds"]), float(found["gain"])
     share = gain * tokens / rows  # steps' worth of time that is saved over the run
     looks = all(share * min(_steps(model, rows, 1)) > seconds for _ in range(GLANCES))
     return looks and share * _undisturbed(model, rows) > seconds

@@ -13,7 +13,7 @@ import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from math import prod
 from statistics import median
@@ -133,8 +133,8 @@ def measured(weights: Sequence[torch.Tensor], kernels: Kernels | None) -> Second
         torch.__version__,
         cpu_features(),
     ]
-    if (known := MEASURED.read(*depends)) is not None:
-        return {(n, k): each for n, k, each in known}
+    with suppress(TypeError, ValueError):  # nothing is known, or the file says something else
+        return {(n, k): each for n, k, each in MEASURED.read(*depends)}
     seconds = measure(weights, forms)
     # where memory was too short to try them all, there may be more another time
     if all(shape in seconds or size > STREAMED for shape, size in sizes.items()):
