@@ -17,7 +17,14 @@ import torch
 from replay import Answers, read_answers, replay
 
 from ragspec.speculation.drafters.calibration import AGREEMENT, LENGTHS, MOST_ORIGINS, Calibration, Features
-from ragspec.speculation.drafters.context import DOUBTS, OTHER_CONTEXT, OTHER_OUTPUT, OUTPUT, PROMPT, ContextDrafter
+from ragspec.speculation.drafters.context import (
+    OTHER_CONTEXT,
+    OTHER_OUTPUT,
+    OUTPUT,
+    PRIOR_LOG_ODDS,
+    PROMPT,
+    ContextDrafter,
+)
 
 OWN = (PROMPT, OUTPUT)  # origins that are not doubted
 RIDGE = 1.0  # times half the square of each weight, against the log likelihood of all guesses
@@ -32,7 +39,7 @@ class Recorder(Calibration):
     """A calibration that keeps every guess that was scored."""
 
     def __init__(self) -> None:
-        super().__init__(DOUBTS)
+        super().__init__(PRIOR_LOG_ODDS)
         self.guesses: Guesses = []
 
     def observe(self, features: Features, hit: bool) -> None:
@@ -105,7 +112,8 @@ def main(paths: Sequence[str]) -> None:
     print(f"MORE_ORIGINS = (0.0, {shown('origins', range(2, MOST_ORIGINS + 1))})")
     print(f"MORE_MATCHES = {shown('several', [1])}")
     print(
-        f"DOUBTS = {{OTHER_CONTEXT: {shown('doubt', [OTHER_CONTEXT])}, OTHER_OUTPUT: {shown('doubt', [OTHER_OUTPUT])}}}"
+        f"PRIOR_LOG_ODDS = {{OTHER_CONTEXT: {shown('doubt', [OTHER_CONTEXT])}, "
+        f"OTHER_OUTPUT: {shown('doubt', [OTHER_OUTPUT])}}}"
     )
 
 

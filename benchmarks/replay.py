@@ -45,7 +45,9 @@ def replay(drafter: Drafter, answers: Answers, threshold: float | None) -> tuple
                 (n for n, (a, b) in enumerate(zip(draft.token_ids, rest, strict=False)) if a != b),
                 min(len(draft.token_ids), len(rest)),
             )
-            length = agreeing if threshold is None else sum(chance > threshold for chance in draft.survival)
+            length = (
+                agreeing if threshold is None else sum(chance > threshold for chance in draft.cumulative_acceptance)
+            )
             fresh = rest[: min(length, agreeing) + 1]
             steps, drafted, written = steps + 1, drafted + length, written + len(fresh)
             row.extend(fresh)

@@ -85,7 +85,7 @@ def test_priors_are_printed_with_the_guesses_behind_them(scripts, recorded, caps
         "AGREEMENT",
         "MORE_ORIGINS",
         "MORE_MATCHES",
-        "DOUBTS",
+        "PRIOR_LOG_ODDS",
     ]
 
 

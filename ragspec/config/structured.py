@@ -122,5 +122,5 @@ def _text_of(name: str, key: str, source: str) -> str:
         return Path(name).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f'{source}: structured.{key}: cannot read "{name}" ({error}); give a file, or what it would say'
+            f'{source}: structured.{key}: cannot read "{name}" ({error}); give the name of a file, or its content'
         ) from None

@@ -184,7 +184,9 @@ def _is_neutral(key: str, value: Any) -> bool:
 def _refuse_undoable(given: dict[str, Any]) -> None:
     for key in sorted(given):
         if key == "extra_body":
-            raise RecordError('"body.extra_body": is of the Python client; put its keys into "body"')
+            raise RecordError(
+                '"body.extra_body": is an argument of the Python client, not of the API; put its keys into "body"'
+            )
         if key not in FIELDS:
             raise RecordError(f'"body.{key}" is not known{did_you_mean(key, DOABLE)}')
         if FIELDS[key].use == "cannot":

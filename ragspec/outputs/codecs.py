@@ -231,4 +231,4 @@ def check_ending(path: str, format: str = "auto") -> None:
         ending = name.removeprefix(inner.removesuffix(".parquet"))
     if ending:
         so = "; for JSON Lines under that name, set output.format: jsonl" if ending == ".json" else ""
-        raise ConfigError(f"{path}: {ending} is not written; possible are {POSSIBLE}{so}")
+        raise ConfigError(f"{path}: cannot write {ending} files; choose one of {POSSIBLE}{so}")

@@ -55,7 +55,9 @@ class RequestBuilder:
         grammar = form.grammar(prompts[0].kept) if form else ""
         if grammar and (sampling.ignore_eos or sampling.min_new_tokens):
             key = "ignore_eos" if sampling.ignore_eos else "min_new_tokens"
-            raise RecordError(f"sampling.{key}: a structured answer ends where its form does; remove one of the two")
+            raise RecordError(
+                f"sampling.{key}: has no effect on a structured answer, which ends when its form is complete; remove it"
+            )
         return RecordInFlight(index, record, tuple(prompts), sampling, n, fingerprint, form, grammar)
 
     def _form(self, record: Record) -> Form | None:

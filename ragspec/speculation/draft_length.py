@@ -1,10 +1,10 @@
 """How many tokens to draft and to verify, per row and step, to maximise expected tokens per second. Pure.
 
-    (rows + sum of chosen survivals) / cost(rows + chosen)
+    (rows + sum of chosen acceptances) / cost(rows + chosen)
 
-Survival never rises along a chain, so the best M of all draft tokens are prefixes of chains: sort them and try every M,
-since the cost curve is not convex (two tokens may cost as much as eight). A step with prefill is needed anyway; there a
-draft token must pay for its own seconds at the rate of a step without prefill.
+Cumulative acceptance never rises along a chain, so the best M of all draft tokens are prefixes of chains: sort them and
+try every M, since the cost curve is not convex (two tokens may cost as much as eight). A step with prefill is needed
+anyway; there a draft token must pay for its own seconds at the rate of a step without prefill.
 Prior art: SmartSpec (arXiv:2406.14066), AdaServe (arXiv:2501.12162).
 """
 
@@ -15,21 +15,21 @@ from collections.abc import Sequence
 
 from ragspec.speculation.step_cost import Cost
 
-MARGIN = 0.5  # share of the average break-even survival, since costs have steps
+MARGIN = 0.5  # share of the average break-even acceptance, since costs have steps
 LEAST_GAIN = 1.02  # over plain decoding; below it, do not speculate
 
 
-def allocate(survivals: Sequence[Sequence[float]], cost: Cost, reach: int, prefill_tokens: int = 0) -> list[int]:
+def allocate(acceptances: Sequence[Sequence[float]], cost: Cost, reach: int, prefill_tokens: int = 0) -> list[int]:
     """Return how many tokens of each row's chain to verify.
 
     Args:
-        survivals: per row, the probability of each prefix of its chain.
+        acceptances: per row, the probability of each prefix of its chain.
         cost: seconds of a step.
         reach: slots of the longest row.
         prefill_tokens: prompt tokens in the same step.
     """
-    rows = len(survivals)
-    candidates = [(-value, depth, row) for row, chain in enumerate(survivals) for depth, value in enumerate(chain)]
+    rows = len(acceptances)
+    candidates = [(-value, depth, row) for row, chain in enumerate(acceptances) for depth, value in enumerate(chain)]
     candidates.sort()  # ties: the shallower first, so that every choice consists of prefixes
     plain = rows / cost(rows, rows, reach)
     taken = [0] * rows
@@ -45,7 +45,7 @@ def allocate(survivals: Sequence[Sequence[float]], cost: Cost, reach: int, prefi
 def least_acceptance(rows: int, cost: Cost, reach: int, prefill_tokens: int = 0) -> float:
     """Return a probability below which no draft token of such a step pays, so that chains can end there.
 
-    Chosen low enough not to change allocate(): half of the break-even survival if costs had no steps.
+    Chosen low enough not to change allocate(): half of the break-even acceptance if costs had no steps.
     """
     plain_s = cost(rows, rows, reach)
     if prefill_tokens:
@@ -175,10 +175,10 @@ class DraftLength:
         if self._cost is None or self.step_s is None:
             return 1.0
         plain = rows / self._cost(rows, rows, reach)
-        best, expected, survival = 0.0, 1.0, 1.0
+        best, expected, acceptance = 0.0, 1.0, 1.0
         for length in range(1, LONGEST + 1):
-            survival *= self._confidence.mean
-            expected += survival
+            acceptance *= self._confidence.mean
+            expected += acceptance
             seconds = self._cost(rows * (1 + length), rows, reach) + length * self.step_s
             best = max(best, expected * rows / seconds)
         return best / plain
@@ -214,27 +214,27 @@ class DraftLength:
         return (self._confidence.seen >= KNOWN and self.step_s is not None) or self._unknown_steps >= PATIENCE
 
     def going_on(
-        self, survivals: Sequence[float], expected: float, drafted: int, depth: int, rows: int, reach: int
+        self, acceptances: Sequence[float], expected: float, drafted: int, depth: int, rows: int, reach: int
     ) -> list[int]:
         """Return the rows that draft another token: those that together gain more than it costs.
 
         Args:
-            survivals: per candidate row, the probability that its draft is right so far.
+            acceptances: per candidate row, the probability that its draft is right so far.
             expected: tokens that the step is expected to emit with the current drafts.
             drafted: tokens drafted so far, over all rows.
             depth: forwards so far.
             rows: rows of the step.
             reach: slots of the longest row.
         """
-        every = list(range(len(survivals)))
+        every = list(range(len(acceptances)))
         if self._cost is None or not every:
             return every
         if self.step_s is None or not self._known:
             return every if depth < self._blind else []
         step = self._cost(rows + drafted, rows, reach)
         rate = expected / (step + (depth - 1) * self.step_s)
-        more = self._cost(rows + drafted + len(survivals), rows, reach) - step
-        gains = [survival * self._confidence.mean for survival in survivals]
-        going = [row for row in every if gains[row] > rate * more / len(survivals)]
+        more = self._cost(rows + drafted + len(acceptances), rows, reach) - step
+        gains = [acceptance * self._confidence.mean for acceptance in acceptances]
+        going = [row for row in every if gains[row] > rate * more / len(acceptances)]
         worth = sum(gains[row] for row in going)
-        return going if worth > rate * (self.step_s + more * len(going) / len(survivals)) else []
+        return going if worth > rate * (self.step_s + more * len(going) / len(acceptances)) else []

@@ -46,9 +46,10 @@ class ForcedTokens:
             self._pending.pop(row, None)
             return draft.cut(limit)
         self._pending[row] = start, forced
-        chance = draft.survival[-1] if draft.survival else 1.0
-        survival = [chance * self._chance ** (i + 1) for i in range(len(forced))]
-        return Draft(draft.token_ids + forced, draft.survival + survival, draft.sources + [None] * len(forced))
+        chance = draft.cumulative_acceptance[-1] if draft.cumulative_acceptance else 1.0
+        acceptance = [chance * self._chance ** (i + 1) for i in range(len(forced))]
+        sources = draft.sources + [None] * len(forced)
+        return Draft(draft.token_ids + forced, draft.cumulative_acceptance + acceptance, sources)
 
     def score(self, row: int, written: Sequence[int]) -> None:
         """Learn from the target's tokens, whether or not the draft was verified."""

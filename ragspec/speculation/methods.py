@@ -285,12 +285,12 @@ class GuardedDrafter:
         ids = takewhile(lambda i: type(i) is int and i >= 0 and (width is None or i < width), draft.token_ids[:limit])
         token_ids = list(ids)
         count = len(token_ids)
-        survival = list(accumulate(draft.survival[:count], min))
-        if len(survival) < count:
+        acceptance = list(accumulate(draft.cumulative_acceptance[:count], min))
+        if len(acceptance) < count:
             rate = self.hits / self.trials
-            survival = [rate ** (depth + 1) for depth in range(count)]
+            acceptance = [rate ** (depth + 1) for depth in range(count)]
         sources: list[int | None] = [None] * count
-        return Draft(token_ids, survival, draft.sources[:count] if len(draft.sources) >= count else sources)
+        return Draft(token_ids, acceptance, draft.sources[:count] if len(draft.sources) >= count else sources)
 
 
 class _GuardedRow:

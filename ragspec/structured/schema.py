@@ -67,7 +67,7 @@ def unwrapped(value: Any) -> Any:
         value = _parsed(value[key]) if isinstance(value[key], str) else value[key]
     if isinstance(value, dict) and (also := [key for key in SAFE if isinstance(value.get(key), dict)]):
         raise RecordError(
-            f'structured.json_schema: has "{also[0]}" beside the words of a schema; which of them is meant?'
+            f'structured.json_schema: has both "{also[0]}" and keywords of JSON Schema; keep the one that is meant'
         )
     return value
 
@@ -82,7 +82,8 @@ def _check_annotations(value: dict[str, Any]) -> None:
     """Raise RecordError for an unknown keyword in a schema that demands nothing; it was probably meant to."""
     if unknown := sorted(key for key in value if key not in SCHEMA_WORDS and not key.startswith(("x-", "$"))):
         raise RecordError(
-            f'structured.json_schema: "{unknown[0]}" is no word of JSON Schema, and nothing else in it demands anything'
+            f'structured.json_schema: "{unknown[0]}" is not a JSON Schema keyword, and nothing else in the schema '
+            "constrains the answer"
         )
 
 
@@ -256,7 +257,7 @@ def _check_nullable(schema: dict[str, Any], where: str) -> None:
     if not _types(schema) or (values and None not in values):
         meant = 'add null to the "enum"' if "enum" in schema else 'write "anyOf" with a null'
         raise RecordError(
-            f'structured.json_schema: {where}: "nullable" adds null to a "type", and does not reach what is there; '
+            f'structured.json_schema: {where}: "nullable" only adds null to a "type", so it has no effect here; '
             f"{meant}, or remove it"
         )
 
@@ -350,7 +351,7 @@ def _values(reference: dict[str, Any], passages: Sequence[Passage]) -> list[str]
     values = list(dict.fromkeys(value for value in found if value))
     if not values:
         raise RecordError(
-            f'"enum": {json.dumps(reference)}: no passage in its prompt has one; the answer could be none'
+            f'"enum": {json.dumps(reference)}: no passage in the prompt has one, so no answer would be valid'
         )
     return values
 

@@ -234,8 +234,8 @@ class _TrainingState:
         state = torch.load(self._path, weights_only=True, map_location=self._device)
         if state["about"] != self._about:
             raise ConfigError(
-                f"{self._path}: belongs to another draft, or to other lessons or epochs; remove it, or choose another "
-                "--output"
+                f"{self._path}: was saved by a run with another draft, other records or other epochs; delete it, or "
+                "choose another --output"
             )
         self._model.load_state_dict(state["draft"], strict=False)
         for name, part in self._parts.items():

@@ -30,7 +30,7 @@ from ragspec.speculation.step_cost import StepCost
 
 
 def chain(chooser, most=4):
-    """Return survivals of a chain; some tokens are certain, so that values tie."""
+    """Return acceptances of a chain; some tokens are certain, so that values tie."""
     values, value = [], 1.0
     for _ in range(chooser.randint(0, most)):
         value *= chooser.choice([1.0, chooser.random(), chooser.random() ** 0.3])
@@ -47,10 +47,10 @@ def bumpy_cost(chooser, **attention):
     return StepCost(points, **attention)
 
 
-def rate(lengths, survivals, cost, reach):
+def rate(lengths, acceptances, cost, reach):
     """Return the expected tokens per second of a step that verifies `lengths`."""
-    rows = len(survivals)
-    expected = rows + sum(sum(values[:length]) for values, length in zip(survivals, lengths, strict=True))
+    rows = len(acceptances)
+    expected = rows + sum(sum(values[:length]) for values, length in zip(acceptances, lengths, strict=True))
     return expected / cost(rows + sum(lengths), rows, reach)
 
 
@@ -59,13 +59,13 @@ def test_no_other_choice_of_prefixes_makes_more_tokens_per_second(rows):
     drafted = 0
     for seed in range(150):
         chooser = random.Random(seed)
-        survivals = [chain(chooser) for _ in range(rows)]
+        acceptances = [chain(chooser) for _ in range(rows)]
         cost = bumpy_cost(chooser, per_row_slot=chooser.choice([0.0, 0.001]), per_slot=chooser.choice([0.0, 0.0005]))
-        lengths = allocate(survivals, cost, 50)
-        rates = [rate(each, survivals, cost, 50) for each in product(*(range(len(v) + 1) for v in survivals))]
+        lengths = allocate(acceptances, cost, 50)
+        rates = [rate(each, acceptances, cost, 50) for each in product(*(range(len(v) + 1) for v in acceptances))]
         plain = rates[0]  # of no drafts at all
         if max(rates) > plain * LEAST_GAIN:
-            assert rate(lengths, survivals, cost, 50) == pytest.approx(max(rates), rel=1e-12)
+            assert rate(lengths, acceptances, cost, 50) == pytest.approx(max(rates), rel=1e-12)
             drafted += 1
         else:
             assert lengths == [0] * rows
@@ -78,30 +78,30 @@ def test_a_leap_in_the_cost_is_jumped_over_where_what_lies_behind_pays():
     assert allocate([[0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]], leap, 0) == [7]  # eight cost no more than two
 
 
-@pytest.mark.parametrize(("survival", "length"), [(0.015, 0), (0.02 * 0.99, 0), (0.03, 1)])
-def test_a_gain_of_less_than_two_percent_is_left_alone(survival, length):
-    assert allocate([[survival]], StepCost([(1, 1.0), (100, 1.0)]), 0) == [length]
+@pytest.mark.parametrize(("acceptance", "length"), [(0.015, 0), (0.02 * 0.99, 0), (0.03, 1)])
+def test_a_gain_of_less_than_two_percent_is_left_alone(acceptance, length):
+    assert allocate([[acceptance]], StepCost([(1, 1.0), (100, 1.0)]), 0) == [length]
 
 
 @pytest.mark.parametrize(
-    ("survivals", "lengths"),
+    ("acceptances", "lengths"),
     [([[], []], [0, 0]), ([[0.9], []], [1, 0]), ([[], [0.9, 0.8]], [0, 2]), ([[0.9, 0.01], [0.01]], [1, 0])],
 )
-def test_rows_get_what_their_own_chains_are_worth(survivals, lengths):
-    assert allocate(survivals, StepCost([(1, 1.0), (101, 6.0)]), 0) == lengths
+def test_rows_get_what_their_own_chains_are_worth(acceptances, lengths):
+    assert allocate(acceptances, StepCost([(1, 1.0), (101, 6.0)]), 0) == lengths
 
 
 @given(st.integers(0, 10**6), st.integers(0, 40))
 def test_the_order_of_the_rows_does_not_matter(seed, prefill_tokens):
     chooser = random.Random(seed)
-    survivals = [[0.9**depth * (0.5 + 0.5 * chooser.random()) for depth in range(1)] for _ in range(5)]
-    for values in survivals:
+    acceptances = [[0.9**depth * (0.5 + 0.5 * chooser.random()) for depth in range(1)] for _ in range(5)]
+    for values in acceptances:
         while chooser.random() < 0.6:
             values.append(values[-1] * chooser.uniform(0.1, 0.999))
     cost = bumpy_cost(chooser, per_slot=0.001)
     order = chooser.sample(range(5), 5)
-    lengths = allocate(survivals, cost, 20, prefill_tokens)
-    assert allocate([survivals[i] for i in order], cost, 20, prefill_tokens) == [lengths[i] for i in order]
+    lengths = allocate(acceptances, cost, 20, prefill_tokens)
+    assert allocate([acceptances[i] for i in order], cost, 20, prefill_tokens) == [lengths[i] for i in order]
 
 
 CURVED = [
@@ -127,17 +127,17 @@ def test_chains_that_end_where_nothing_pays_leave_the_choice_as_it_is(points, pr
     for seed in range(60):
         chooser = random.Random(seed)
         confident = chooser.random()
-        survivals = [
+        acceptances = [
             [chooser.uniform(confident, 1) ** i for i in range(1, chooser.randint(1, 24))] for _ in range(rows)
         ]
-        survivals = [sorted(values, reverse=True) for values in survivals]
+        acceptances = [sorted(values, reverse=True) for values in acceptances]
         cost = StepCost(points, per_slot=1e-5, per_row_slot=5e-5)
         least = least_acceptance(rows, cost, 400, prefill_tokens)
-        ended = [[value for value in values if value >= least] for values in survivals]
-        lengths = allocate(survivals, cost, 400, prefill_tokens)
+        ended = [[value for value in values if value >= least] for values in acceptances]
+        lengths = allocate(acceptances, cost, 400, prefill_tokens)
         assert allocate(ended, cost, 400, prefill_tokens) == lengths
         drafted += sum(lengths) > 0
-        shorter += sum(map(len, ended)) < sum(map(len, survivals))
+        shorter += sum(map(len, ended)) < sum(map(len, acceptances))
     assert drafted > 3
     assert shorter > 30 or points is FLAT or rows == 1
 
@@ -208,8 +208,8 @@ SLOPE = StepCost([(1, 1.0), (101, 2.0), (201, 12.0)])  # a hundredth of a second
     ],
 )
 def test_beside_a_prompt_a_draft_token_has_to_earn_its_own_seconds(prefill_tokens, lengths):
-    survivals = [[0.3, 0.03, 0.019], [0.15, 0.01]]
-    assert allocate(survivals, SLOPE, 0, prefill_tokens) == lengths
+    acceptances = [[0.3, 0.03, 0.019], [0.15, 0.01]]
+    assert allocate(acceptances, SLOPE, 0, prefill_tokens) == lengths
 
 
 def test_what_a_token_costs_beside_a_prompt_is_learnt():
@@ -223,10 +223,10 @@ def test_what_a_token_costs_beside_a_prompt_is_learnt():
 def test_beside_a_prompt_the_plain_steps_threshold_does_not_count(prefill_tokens):
     """The prompt is paid anyway: one likely token is worth it, though it would not lift a plain step by 2%."""
     rows = 60
-    survivals = [[0.9], *([[]] * (rows - 1))]
+    acceptances = [[0.9], *([[]] * (rows - 1))]
     flat = StepCost([(1, 1.0), (1000, 1.0)])
-    assert allocate(survivals, flat, 0) == [0] * rows
-    assert allocate(survivals, flat, 0, prefill_tokens) == [1] + [0] * (rows - 1)
+    assert allocate(acceptances, flat, 0) == [0] * rows
+    assert allocate(acceptances, flat, 0, prefill_tokens) == [1] + [0] * (rows - 1)
 
 
 # -- StepCost ---------------------------------------------------------------------------------------------------------
@@ -288,13 +288,13 @@ def test_one_interrupted_step_hardly_changes_what_is_expected():
 
 def test_a_slower_size_is_avoided_once_it_is_known():
     cost = StepCost([(1, 1.0), (64, 1.1)])
-    survivals = [[0.4] * 8]
-    assert allocate(survivals, cost, 0) == [8]
+    acceptances = [[0.4] * 8]
+    assert allocate(acceptances, cost, 0) == [8]
     for _ in range(60):
         cost.observe(9, 1, 0, 6.0)  # eight and more take long
         cost.observe(4, 1, 0, 1.0)
         cost.observe(1, 1, 0, 1.0)
-    assert allocate(survivals, cost, 0) == [6]
+    assert allocate(acceptances, cost, 0) == [6]
 
 
 # -- prefixes ---------------------------------------------------------------------------------------------------------

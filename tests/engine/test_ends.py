@@ -114,7 +114,7 @@ def test_a_stop_string_counts_beyond_the_least_length_only():
 @pytest.mark.parametrize("key", ["ignore_eos", "min_new_tokens"])
 def test_a_form_ends_an_answer_itself(tiny, tmp_path, key):
     line = answers(tmp_path, tiny, {key: True if key == "ignore_eos" else 4}, structured={"choice": ["yes", "no"]})["0"]
-    assert f"sampling.{key}: a structured answer ends where its form does" in line["error"]["message"]
+    assert f"sampling.{key}: has no effect on a structured answer" in line["error"]["message"]
 
 
 @pytest.mark.parametrize("engine", ["auto", "transformers"])

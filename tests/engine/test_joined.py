@@ -123,9 +123,9 @@ def test_how_long_a_sampled_draft_is_does_not_bend_the_distribution(loaded, tiny
 
     draws, unlikely = 3000, []
 
-    def allocate(survivals, cost, reach, prefill_tokens):
-        unlikely.extend(1 for chain in survivals if chain and chain[0] < least)
-        return [sum(value >= least for value in chain) for chain in survivals]
+    def allocate(acceptances, cost, reach, prefill_tokens):
+        unlikely.extend(1 for chain in acceptances if chain and chain[0] < least)
+        return [sum(value >= least for value in chain) for chain in acceptances]
 
     monkeypatch.setattr(proposers, "allocate", allocate)
     monkeypatch.setattr(Confidence, "chance", lambda self, sure: sure)

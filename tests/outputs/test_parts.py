@@ -343,7 +343,7 @@ def test_a_name_that_promises_another_format_is_refused_before_anything_is_read(
     with pytest.raises(ConfigError) as caught:
         generate(build_config({"runner": "fake", "input": "nowhere.jsonl", "output": path}))
     assert str(caught.value).startswith(f"{path}: .")
-    assert "is not written; possible are NAME.jsonl, NAME.jsonl.gz" in str(caught.value)
+    assert "files; choose one of NAME.jsonl, NAME.jsonl.gz" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,6 +3,7 @@
 import itertools
 import random
 from bisect import bisect_right
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -11,10 +12,10 @@ from hypothesis import strategies as st
 from ragspec.speculation.drafters import context
 from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.drafters.calibration import LENGTHS, PRIOR, Calibration, length_bucket
-from ragspec.speculation.drafters.context import DOUBTS, OTHER_OUTPUT, PROMPT, ContextDrafter, SharedPool
+from ragspec.speculation.drafters.context import OTHER_OUTPUT, PRIOR_LOG_ODDS, PROMPT, ContextDrafter, SharedPool
 from ragspec.speculation.drafters.ngram_index import (
     KEPT,
-    LEAST_SURVIVAL,
+    LEAST_ACCEPTANCE,
     LONGEST_MATCH,
     Match,
     NgramIndex,
@@ -22,6 +23,7 @@ from ragspec.speculation.drafters.ngram_index import (
     match_length,
 )
 from ragspec.speculation.drafters.prompt_lookup import PromptLookup
+from ragspec.speculation.methods import METHODS, DrafterSettings
 
 TEXTS = st.lists(st.integers(0, 3), max_size=60)  # few tokens: everything repeats
 ORIGINS = range(4)
@@ -36,10 +38,14 @@ def test_a_cut_draft_keeps_what_belongs_to_its_tokens(length, probabilities):
     draft = Draft([7, 8, 9], [0.9, 0.5, 0.1], [3, None, 5], probabilities)
     cut = draft.cut(length)
     assert cut.token_ids == [7, 8, 9][:length]
-    assert cut.survival == [0.9, 0.5, 0.1][:length]
+    assert cut.cumulative_acceptance == [0.9, 0.5, 0.1][:length]
     assert cut.sources == [3, None, 5][:length]
     assert cut.probabilities == (None if probabilities is None else probabilities[:length])
     assert draft.token_ids == [7, 8, 9]
+
+
+def test_the_old_name_of_cumulative_acceptance_is_still_accepted():
+    assert Draft([7, 8], survival=(0.5, 0.25)) == Draft([7, 8], [0.5, 0.25])
 
 
 # -- Calibration ------------------------------------------------------------------------------------------------------
@@ -130,7 +136,7 @@ def test_asking_for_an_estimate_changes_none(observations):
 
 @given(st.lists(st.tuples(st.sampled_from(ORIGINS), st.integers(1, 40), st.floats(0, 1), st.booleans()), max_size=60))
 def test_estimates_are_probabilities_whatever_happens(observations):
-    calibration = Calibration(DOUBTS)
+    calibration = Calibration(PRIOR_LOG_ODDS)
     for origin, length, share, hit in observations:
         calibration.observe(known(origin, length, share), hit)
     every = [known(origin, length, share) for origin in ORIGINS for length in LENGTHS for share in (0.4, 1)]
@@ -141,7 +147,7 @@ def test_estimates_are_probabilities_whatever_happens(observations):
 
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_at_first_longer_matches_are_believed_more_and_other_records_less(origin):
-    calibration = Calibration(DOUBTS)
+    calibration = Calibration(PRIOR_LOG_ODDS)
     estimates = [calibration.odds(origin, length) for length in LENGTHS]
     assert estimates == sorted(estimates)
     own = [calibration.odds(PROMPT, length) for length in LENGTHS]
@@ -215,7 +221,7 @@ def match(continuation, origin=0, length=3, prompt=False, before=()):
 def test_a_chain_ends_where_it_is_of_no_use_any_more():
     calibration = Calibration()
     whole = Proposals(calibration).build([match(range(20))], 20, 0)
-    calibration.least = whole.survival[3]
+    calibration.least = whole.cumulative_acceptance[3]
     assert Proposals(calibration).build([match(range(20))], 20, 0) == whole.cut(4)
 
 
@@ -237,7 +243,7 @@ def test_agreement_raises_the_confidence_and_dissent_lowers_it():
         calibration.observe(known(0, 3, 0.5, guess=1), n % 2)
     alone = Proposals(calibration).build([match([1])], 1, 0)
     disputed = Proposals(calibration).build([match([1]), match([2])], 1, 0)
-    assert disputed.survival[0] < alone.survival[0]
+    assert disputed.cumulative_acceptance[0] < alone.cumulative_acceptance[0]
 
 
 def test_a_match_that_lost_a_vote_has_no_further_say():
@@ -256,12 +262,12 @@ def test_a_chain_goes_on_with_those_that_have_not_ended():
     st.integers(0, 40),
     st.integers(0, 20),
 )
-def test_survival_is_a_probability_that_never_rises(texts, limit, prompt_tokens):
+def test_cumulative_acceptance_is_a_probability_that_never_rises(texts, limit, prompt_tokens):
     matches = [match(text, origin, length, prompt=origin == PROMPT) for text, origin, length in texts]
-    draft = Proposals(Calibration(DOUBTS)).build(matches, limit, prompt_tokens)
-    assert len(draft.token_ids) == len(draft.survival) == len(draft.sources) <= limit
-    assert all(LEAST_SURVIVAL <= p <= 1 for p in draft.survival)
-    assert draft.survival == sorted(draft.survival, reverse=True)
+    draft = Proposals(Calibration(PRIOR_LOG_ODDS)).build(matches, limit, prompt_tokens)
+    assert len(draft.token_ids) == len(draft.cumulative_acceptance) == len(draft.sources) <= limit
+    assert all(LEAST_ACCEPTANCE <= p <= 1 for p in draft.cumulative_acceptance)
+    assert draft.cumulative_acceptance == sorted(draft.cumulative_acceptance, reverse=True)
     assert all(source is None or source < prompt_tokens for source in draft.sources)
 
 
@@ -298,16 +304,18 @@ DRAFTERS = {
     "context, isolated": lambda: ContextDrafter(isolate=True),
 }
 
+IN_TABLE = {f"method {name}": partial(row.drafter, DrafterSettings()) for name, row in METHODS.items() if row.drafter}
 
-@pytest.mark.parametrize("name", DRAFTERS)
+
+@pytest.mark.parametrize("name", DRAFTERS | IN_TABLE)
 @given(prompt=TEXTS, answer=TEXTS, data=st.data())
 def test_a_row_never_drafts_more_than_asked_nor_cites_what_does_not_stand_there(name, prompt, answer, data):
-    row = DRAFTERS[name]().open(prompt, [(0, len(prompt) // 2)])
+    row = (DRAFTERS | IN_TABLE)[name]().open(prompt, [(0, len(prompt) // 2)])
     while answer:
         limit = data.draw(st.integers(0, 9))
         draft = row.propose(limit)
-        assert len(draft.token_ids) == len(draft.survival) == len(draft.sources) <= limit
-        assert draft.survival == sorted(draft.survival, reverse=True)
+        assert len(draft.token_ids) == len(draft.cumulative_acceptance) == len(draft.sources) <= limit
+        assert draft.cumulative_acceptance == sorted(draft.cumulative_acceptance, reverse=True)
         assert draft.probabilities is None
         for token, source in zip(draft.token_ids, draft.sources, strict=True):
             assert source is None or prompt[source] == token

@@ -97,10 +97,10 @@ def test_lengths_are_ragged_and_end_where_the_next_token_does_not_pay():
     pace = seasoned(0.8, step_s=0.02, cost=StepCost([(1, 1.0), (8, 1.3), (64, 4.0)]))
     assert pace.going_on([0.9, 0.001, 0.8], 4.7, 3, 1, 3, 100) == [0, 2]
     assert pace.going_on([0.001, 0.001, 0.001], 3.0, 3, 1, 3, 100) == []
-    depth, survival, expected = 1, 0.8, 1.8
-    while depth < 5 * LONGEST and pace.going_on([survival], expected, depth, depth, 1, 100):
-        depth, survival = depth + 1, survival * 0.8
-        expected += survival
+    depth, acceptance, expected = 1, 0.8, 1.8
+    while depth < 5 * LONGEST and pace.going_on([acceptance], expected, depth, depth, 1, 100):
+        depth, acceptance = depth + 1, acceptance * 0.8
+        expected += acceptance
     rates = [_rate(count) for count in range(5 * LONGEST)]
     assert abs(depth - rates.index(max(rates))) <= 1  # no other length writes more tokens per second
 

@@ -131,7 +131,7 @@ def test_references_that_mean_nothing(schema, message):
 
 
 def test_a_record_without_passages_cannot_cite():
-    with pytest.raises(RecordError, match=r"no passage in its prompt has one"):
+    with pytest.raises(RecordError, match=r"no passage in the prompt has one"):
         completed({"enum": {"$contexts": "id"}}, [])
     with pytest.raises(RecordError, match=r"no passages to quote"):
         Form("json_schema", {"$quote": True}).grammar([])

@@ -148,7 +148,7 @@ def test_records_bring_forms_of_their_own(tiny, tmp_path):
     assert "structured.regex: " in told["bad"]
     assert "structured.json_schema: Unsatisfiable schema" in told["refused"]
     assert "neither Lark nor GBNF" in told["file"] or "structured.grammar: " in told["file"]
-    assert "no passage in its prompt has one" in told["cites"]
+    assert "no passage in the prompt has one" in told["cites"]
     assert (summary.records, summary.failed, summary.shaped) == (6, 4, 5)
 
 

@@ -75,13 +75,13 @@ def test_a_section_that_is_a_schema_says_where_it_belongs():
     ("value", "why"),
     [
         ({"name": "a", "schema": SCHEMA, "stric": True}, '"stric" beside "schema" is not known'),
-        ({"type": "object", "schema": SCHEMA}, 'has "schema" beside the words of a schema'),
+        ({"type": "object", "schema": SCHEMA}, 'has both "schema" and keywords of JSON Schema'),
         ({"type": "object", "propertys": {}}, '"propertys" is not known; did you mean "properties"?'),
         (
             {"type": "object", "properties": {"a": {"type": "string", "maxLenght": 3}}},
             r'\$\.properties\.a: "maxLenght"',
         ),
-        ({"shape": {"a": "string"}}, '"shape" is no word of JSON Schema'),
+        ({"shape": {"a": "string"}}, '"shape" is not a JSON Schema keyword'),
         ({"schema": "{"}, "the schema is not JSON"),
     ],
 )

@@ -132,7 +132,7 @@ def test_a_course_of_another_draft_is_not_gone_on_with(checkpoint, tmp_path):
     target = checkpoint.load()
     examples = taught(target, 2)
     distill(Head("eagle3", checkpoint, target, 1, examples), examples, 1, tmp_path, lambda *step: None)
-    with pytest.raises(ConfigError, match="belongs to another draft"):
+    with pytest.raises(ConfigError, match="was saved by a run with another draft"):
         distill(Head("eagle3", checkpoint, target, 2, examples), examples, 1, tmp_path, lambda *step: None)
 
 

@@ -206,7 +206,7 @@ def test_a_run_that_fails_costs_the_figures_and_not_the_draft(target, tmp_path, 
     trained = train_draft(config, tmp_path / "out", layers=1, epochs=1, limit=None, console=Console(quiet=True))
     assert trained.verdict() == "it was not timed: no room for two models"
     assert (tmp_path / "out" / "draft" / "config.json").exists()
-    with pytest.raises(ConfigError, match="belongs to another draft"):
+    with pytest.raises(ConfigError, match="was saved by a run with another draft"):
         train_draft(config, tmp_path / "out", layers=2, epochs=1, limit=None, console=Console(quiet=True))
 
 

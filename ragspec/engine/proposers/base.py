@@ -54,7 +54,7 @@ def cut(drafts: Sequence[Draft], rows: Sequence[RequestState], cost: Cost | None
     """
     if cost is None:
         return list(drafts)
-    lengths = allocate([draft.survival for draft in drafts], cost, reach_of(rows), prefill_tokens)
+    lengths = allocate([draft.cumulative_acceptance for draft in drafts], cost, reach_of(rows), prefill_tokens)
     return [
         draft if draft.probabilities is not None else draft.cut(length)
         for draft, length in zip(drafts, lengths, strict=True)

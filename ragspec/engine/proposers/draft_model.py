@@ -78,7 +78,7 @@ class Sketch:
     token_ids: list[int] = field(default_factory=list)
     sure: list[float] = field(default_factory=list)
     weights: list[torch.Tensor] = field(default_factory=list)  # the distribution of each, if it was sampled
-    survival: float = 1.0
+    cumulative_acceptance: float = 1.0
     guesses: list[int] = field(default_factory=list)  # the target's tokens
     rests: list[int] = field(default_factory=list)  # for each guess, how many of token_ids it depends on
 
@@ -170,11 +170,11 @@ class DraftModel(NoProposer):
             if depth:
                 self._pace.stepped(time.perf_counter() - started)
             depth += 1
-            expected += sum(sketch.survival for sketch in going)
+            expected += sum(sketch.cumulative_acceptance for sketch in going)
             going = [sketch for sketch in going if self._may_go_on(sketch)]
             drafted = sum(len(sketch.token_ids) for sketch in sketches)
-            survivals = [sketch.survival for sketch in going]
-            going = [going[i] for i in self._pace.going_on(survivals, expected, drafted, depth, len(rows), reach)]
+            acceptances = [sketch.cumulative_acceptance for sketch in going]
+            going = [going[i] for i in self._pace.going_on(acceptances, expected, drafted, depth, len(rows), reach)]
         drafts = {sketch.row.place: self._draft(sketch) for sketch in sketches}
         return [drafts.get(row.place) or Draft() for row in rows]
 
@@ -262,7 +262,7 @@ class DraftModel(NoProposer):
                 chance, token = self._as_the_target(sketch, own[None], chance, token)
             sketch.token_ids.append(token)
             sketch.sure.append(chance)
-            sketch.survival *= self._confidence.chance(chance)
+            sketch.cumulative_acceptance *= self._confidence.chance(chance)
 
     def _as_the_target(self, sketch: Sketch, scores: torch.Tensor, chance: float, token: int) -> tuple[float, int]:
         """Return the token that the row's own rules choose from the draft's logits, (1, vocab), and its probability."""
@@ -289,15 +289,15 @@ class DraftModel(NoProposer):
         guesses, rests = sketch.script.guesses(sketch.token_ids)
         unknown = next((i for i, guess in enumerate(guesses) if guess >= self._width), len(guesses))
         sketch.guesses, sketch.rests = guesses[: min(unknown, sketch.row.room - 1)], rests
-        survival, upto, value = [], 0, 1.0
+        acceptance, upto, value = [], 0, 1.0
         for count in rests[: len(sketch.guesses)]:
             for sure in sketch.sure[upto:count]:
                 value *= self._confidence.chance(sure)
             upto = max(upto, count)
-            survival.append(value)
+            acceptance.append(value)
         self._sketches[sketch.row.place] = sketch
         probabilities: Any = torch.stack(sketch.weights) if sketch.weights else None
-        return Draft(sketch.guesses, survival, [None] * len(survival), probabilities)
+        return Draft(sketch.guesses, acceptance, [None] * len(acceptance), probabilities)
 
     def _learn(self, sketch: Sketch, token_ids: Sequence[int]) -> None:
         """Update the confidence by comparing a sketch with what the target generated."""
@@ -333,7 +333,7 @@ class HybridProposer(NoProposer):
         self._passages.follow(rows, prefill_tokens)
         guesses = self._passages.guess(rows)
         promise = self._model.promise
-        asked = [row for row, guess in zip(rows, guesses, strict=True) if sum(guess.survival) < promise]
+        asked = [row for row, guess in zip(rows, guesses, strict=True) if sum(guess.cumulative_acceptance) < promise]
         drafts = self._model.drafts(rows, asked)
         best = [_better(guess, draft) for guess, draft in zip(guesses, drafts, strict=True)]
         return cut(best, rows, self._cost, prefill_tokens)
@@ -368,4 +368,4 @@ class HybridProposer(NoProposer):
 
 def _better(guess: Draft, draft: Draft) -> Draft:
     sampled = draft.probabilities is not None
-    return draft if sampled or sum(draft.survival) > sum(guess.survival) else guess
+    return draft if sampled or sum(draft.cumulative_acceptance) > sum(guess.cumulative_acceptance) else guess

@@ -304,7 +304,7 @@ class WorkerPool:
         if place.identity != self._identity:
             keys = ", ".join(key for key, value in self._identity.items() if place.identity.get(key) != value)
             raise ConfigError(
-                f"{handle.name} on {place.host} would answer differently: {keys} are not those of this machine"
+                f"{handle.name} on {place.host} would give other answers than this machine: {keys} differ"
             )
         for name, version in place.versions.items():
             known = self._versions.setdefault(name, version)

@@ -333,7 +333,7 @@ class Proposer:
         """Return the drafts of `method` by slot, cut to the length that pays."""
         drafts = self._propose_all(method, rows)
         if self._settings["num_tokens"] is None and drafts:
-            chains = [drafts[slot].survival if slot in drafts else [] for slot in rows]
+            chains = [drafts[slot].cumulative_acceptance if slot in drafts else [] for slot in rows]
             lengths = allocate(chains, self.cost, 0)
             drafts = {slot: drafts[slot].cut(n) for slot, n in zip(rows, lengths, strict=True) if n}
         return drafts

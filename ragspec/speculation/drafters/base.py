@@ -11,7 +11,7 @@ Standard library only, so that any engine can use it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any, Protocol
 
 
@@ -23,19 +23,26 @@ class Draft:
 
     Attributes:
         token_ids: The guesses, in order. Length k, at most the `limit` of `propose`.
-        survival: Length k, or empty. `survival[j]` is the probability that tokens 0 to j are all right, from 0 to 1; it
-            never rises. If a drafter from outside leaves it empty, it is measured from that drafter's earlier drafts;
-            a drafter in ragspec has to give it (calibration.py), or `num_tokens: auto` never verifies its guesses.
+        cumulative_acceptance: Length k, or empty. `cumulative_acceptance[j]` is the probability that tokens 0 to j are
+            all right, from 0 to 1; it never rises. If a drafter from outside leaves it empty, it is measured from that
+            drafter's earlier drafts; a drafter in ragspec has to give it (calibration.py), or `num_tokens: auto` never
+            verifies its guesses.
         sources: Length k, or empty. `sources[j]` is the position in the record's own prompt that token j was copied
             from, or None. Answers cite passages by it (`copied`).
         probabilities: Tensor of shape (k, vocabulary) from which a draft model sampled its tokens; None if they were
             not sampled.
+        survival: The name that `cumulative_acceptance` had before 0.3, still accepted.
     """
 
     token_ids: list[int] = field(default_factory=list)
-    survival: list[float] = field(default_factory=list)
+    cumulative_acceptance: list[float] = field(default_factory=list)
     sources: list[int | None] = field(default_factory=list)
     probabilities: Any = None
+    survival: InitVar[Sequence[float] | None] = None
+
+    def __post_init__(self, survival: Sequence[float] | None) -> None:
+        if survival is not None:
+            self.cumulative_acceptance = list(survival)
 
     def cut(self, length: int) -> Draft:
         """Shorten the chain.
@@ -49,7 +56,8 @@ class Draft:
         if length >= len(self.token_ids):
             return self
         probabilities = None if self.probabilities is None else self.probabilities[:length]
-        return Draft(self.token_ids[:length], self.survival[:length], self.sources[:length], probabilities)
+        acceptance = self.cumulative_acceptance[:length]
+        return Draft(self.token_ids[:length], acceptance, self.sources[:length], probabilities)
 
 
 class RowDrafter(Protocol):

@@ -17,7 +17,7 @@ from ragspec.speculation.drafters.calibration import Calibration
 from ragspec.speculation.drafters.ngram_index import Match, NgramIndex, Proposals, match_length
 
 PROMPT, OUTPUT, OTHER_CONTEXT, OTHER_OUTPUT = range(4)
-DOUBTS = {OTHER_CONTEXT: -1.5, OTHER_OUTPUT: -0.8}  # in log odds
+PRIOR_LOG_ODDS = {OTHER_CONTEXT: -1.5, OTHER_OUTPUT: -0.8}  # by where a match stands, before anything is known
 SHARED_TOKENS = 200_000  # maximum tokens of other records in memory
 SURE = 4  # tokens of a match in the row's own text that make other records' texts unnecessary
 
@@ -63,7 +63,7 @@ class ContextDrafter:
     """Drafts from the retrieved passages. isolate: do not share texts between records."""
 
     def __init__(self, isolate: bool = False) -> None:
-        self.calibration = Calibration(DOUBTS)
+        self.calibration = Calibration(PRIOR_LOG_ODDS)
         self.pool = None if isolate else SharedPool()
 
     def open(self, prompt: Sequence[int], passages: Sequence[tuple[int, int]] = ()) -> ContextRow:

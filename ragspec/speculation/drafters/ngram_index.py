@@ -84,7 +84,7 @@ def match_length(text: Sequence[int], position: int, suffix: Sequence[int], floo
 
 # -- voting ----------------------------------------------------------------------------------------
 
-LEAST_SURVIVAL = 0.02  # probability at which chains end
+LEAST_ACCEPTANCE = 0.02  # probability at which chains end
 
 
 @dataclass(slots=True)
@@ -133,9 +133,9 @@ class Proposals:
     def build(self, matches: list[Match], limit: int, prompt_tokens: int) -> Draft:
         """Return the chain that the matches vote for, up to `limit` tokens and while it is likely enough."""
         calibration = self._calibration
-        least = max(LEAST_SURVIVAL, calibration.least)
+        least = max(LEAST_ACCEPTANCE, calibration.least)
         draft, features = Draft(), []
-        survival = 1.0
+        acceptance = 1.0
         alive = [(match, calibration.odds(match.origin, match.length)) for match in matches]
         for step in range(limit):
             share, origins = 1.0, 1
@@ -159,11 +159,11 @@ class Proposals:
                 origins,
                 len(alive),
             )
-            survival *= calibration.estimate(known)
-            if survival < least:
+            acceptance *= calibration.estimate(known)
+            if acceptance < least:
                 break
             draft.token_ids.append(guess)
-            draft.survival.append(survival)
+            draft.cumulative_acceptance.append(acceptance)
             draft.sources.append(position if leader.prompt and position < prompt_tokens else None)
             features.append(known)
         if not self._chain and draft.token_ids:
