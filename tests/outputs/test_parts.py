@@ -342,7 +342,7 @@ def test_a_name_that_promises_another_format_is_refused_before_anything_is_read(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
         generate(build_config({"runner": "fake", "input": "nowhere.jsonl", "output": path}))
-    assert str(caught.value).startswith(f"{path}: .")
+    assert str(caught.value).startswith(f"{path}: cannot write .")
     assert "files; choose one of NAME.jsonl, NAME.jsonl.gz" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -369,7 +369,7 @@ def test_parquet_under_the_name_of_lines_is_refused(tmp_path):
 
 def test_an_output_of_another_name_that_was_begun_goes_on(tmp_path):
     (tmp_path / "a.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"\.json is not written"):
+    with pytest.raises(ConfigError, match=r"cannot write \.json files"):
         check_name(OutputConfig(path=str(tmp_path / "a.json")))
     (tmp_path / "a.json.run.json").write_text("{}")
     check_name(OutputConfig(path=str(tmp_path / "a.json")))
