@@ -272,9 +272,9 @@ def test_revision_and_trust_reach_the_reference():
 @pytest.mark.parametrize(
     ("args", "ran", "message"),
     [
-        ({"hf_overrides": {"rope_theta": 5}}, {}, "runner_args.hf_overrides is vLLM's own"),
-        ({"sampling_args": {"min_tokens": 5}}, {}, "runner_args.sampling_args is vLLM's own"),
-        ({}, {"quantized": True}, "are not the checkpoint's"),
+        ({"hf_overrides": {"rope_theta": 5}}, {}, "runner_args.hf_overrides exists only in vLLM"),
+        ({"sampling_args": {"min_tokens": 5}}, {}, "runner_args.sampling_args exists only in vLLM"),
+        ({}, {"quantized": True}, "vLLM quantizes the weights"),
     ],
 )
 def test_what_transformers_would_answer_otherwise_is_no_reference(args, ran, message):

@@ -100,7 +100,7 @@ def test_interrupted_learning_goes_on_where_it_was(target, tmp_path, monkeypatch
     assert distill(second, taught, 4, tmp_path / "parts", lambda *step: None) == 8 - 4
     for name, value in whole.model.state_dict().items():
         assert torch.allclose(value, second.model.state_dict()[name], atol=1e-6), name
-    with pytest.raises(ConfigError, match="other lessons"):
+    with pytest.raises(ConfigError, match="other records"):
         distill(second, taught[1:], 4, tmp_path / "parts", lambda *step: None)
 
 
