@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ragspec.engine.engine import LOOKAHEAD, Engine, EngineSettings
+from ragspec.engine.engine import CHUNK, CHUNK_CUDA, LOOKAHEAD, Engine, EngineSettings
 from ragspec.engine.kv.budget import KvBudget, budget_of, choose_rows, most_rows, untimed_rows
+from ragspec.engine.kv.paged_cache import BLOCK, PagedCache
 from ragspec.engine.model.compiled import Wish, compile_layers
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.layout import Segment
-from ragspec.engine.model.loaded import Refused, halves_of, linear_weights, prepare
+from ragspec.engine.model.loaded import AttentionWish, GraphsWish, Refused, halves_of, linear_weights, prepare
 from ragspec.engine.model.weight_layouts import unpack_linears
 from ragspec.engine.notes import Notes
 from ragspec.engine.profiler import REACHES, Clock, Profiler, probe, seconds_of
@@ -67,6 +68,8 @@ class EngineBackend:
         lookahead: Requests read ahead, to group those with a common prefix.
         rules: How logits become choices.
         compile: Whether to compile code for this machine.
+        attention: What computes attention (loaded.py).
+        graphs: Whether steps are captured.
         grammars: Builds the tokenizer's grammars; raises ConfigError.
 
     Raises:
@@ -84,6 +87,8 @@ class EngineBackend:
         lookahead: int = LOOKAHEAD,
         rules: GenerationRules | None = None,
         compile: Wish = "auto",
+        attention: AttentionWish = "auto",
+        graphs: GraphsWish = "auto",
         grammars: Callable[[], Grammars] | None = None,
     ) -> None:
         self.clock = Clock()
@@ -108,9 +113,12 @@ class EngineBackend:
         if speculation.draft is not None:
             self._compare(linear_weights(speculation.draft)[0])
         self._compile: Wish = compile
-        self._model = prepare(inner, self.notes, native=compile != "off")
+        if speculation.exit_layer and attention in ("auto", "flex"):
+            attention = "cpu" if inner.device.type == "cpu" else "sdpa"  # its two halves need rows in one piece
+        make_ready = partial(prepare, native=compile != "off", attention=attention, graphs=graphs)
+        self._model = make_ready(inner, self.notes)
         try:
-            self._draft = prepare(speculation.draft, native=compile != "off") if speculation.draft is not None else None
+            self._draft = make_ready(speculation.draft) if speculation.draft is not None else None
         except Refused as reason:
             self._model.release()
             unpack_linears(inner)
@@ -123,6 +131,14 @@ class EngineBackend:
             raise
         self._models = [model for model in (self._model, self._draft) if model is not None]
         self._bytes_per_token = sum(map(_bytes_per_token, self._models))
+        self._paged = [model.cache for model in self._models if isinstance(model.cache, PagedCache)]
+        for model in self._models:
+            if model.steps is not None:
+                model.steps.notes = self.notes
+        if inner.device.type == "cuda":  # once, since captured steps know the addresses
+            blocks = budget_of(inner.device) // (self._bytes_per_token * BLOCK)
+            for cache in self._paged:
+                cache.allocate(blocks)
         self._start_anew()
 
     def _compare(self, weights: int) -> None:
@@ -184,8 +200,7 @@ class EngineBackend:
             return
         feed.put_back(head)
         self._start_anew()
-        kept = sum(model.kept_bytes for model in self._models)
-        room = KvBudget(self._bytes_per_token, budget_of(self._model.device, kept))
+        room = self._room()
         rows = self._rows
         if rows is None:
             rows, why = choose_rows(head, room, self._model.device, self._most, all_at_once=self._all_at_once)
@@ -197,6 +212,17 @@ class EngineBackend:
             yield from engine.run(feed)
         finally:
             self._finish(engine, *before)
+
+    def _room(self) -> KvBudget:
+        """Return the memory for keys and values."""
+        device, kept = self._model.device, sum(model.kept_bytes for model in self._models)
+        budget = budget_of(device, kept)
+        if not self._paged:
+            return KvBudget(self._bytes_per_token, budget)
+        if device.type == "cuda":
+            blocks = min(cache.blocks for cache in self._paged) - 1
+            budget = min(budget, blocks * BLOCK * self._bytes_per_token)
+        return KvBudget(self._bytes_per_token, budget, BLOCK)
 
     def _engine(self, rows: int, room: KvBudget) -> Engine:
         self._model.resize(rows)
@@ -214,6 +240,7 @@ class EngineBackend:
             EngineSettings(
                 room=room,
                 cost=self._cost,
+                chunk=CHUNK_CUDA if self._model.device.type == "cuda" else CHUNK,
                 lookahead=self._lookahead,
                 processors=self._processors if self._rules else None,
                 refusal=self._refusal if self._rules else None,
@@ -282,6 +309,10 @@ class EngineBackend:
         clock = self.clock
         about: dict[str, Any] = {"engine": "ragspec", "batch_size": self.batch_size}
         about["compiled"] = self._model.compiled is not None
+        steps = self._model.steps
+        about["attention"] = "flex" if steps else "cpu" if self._model.kernels else "sdpa"
+        if steps is not None:
+            about["captured_steps"] = steps.captured
         about["prompt_tokens_computed"] = clock.prompt_tokens
         spent = clock.prefill_s + clock.decode_s
         about["drafting_s"] = round(clock.drafting_s, 4)

@@ -130,6 +130,7 @@ class Drafting:
 
 # -- engine ----------------------------------------------------------------------------------------
 CHUNK = 512  # tokens of a step that computes prompts; more is no faster on a CPU, and delays the other rows
+CHUNK_CUDA = 2048  # the same on a GPU
 LOOKAHEAD = 4096  # requests read ahead to find shared prefixes
 
 

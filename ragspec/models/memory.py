@@ -20,14 +20,19 @@ log = logging.getLogger(__name__)
 
 
 def out_of_memory(error: RuntimeError | MemoryError) -> str:
-    """Return an out-of-memory error as one line for users. Re-raises any other error.
-
-    torch has no exception type for its CPU allocator, so that error is recognised by its text (torch 2.6 to 2.15).
-    """
-    if not isinstance(error, torch.OutOfMemoryError | MemoryError) and CPU_ALLOCATOR not in str(error):
+    """Return an out-of-memory error as one line for users. Re-raises any other error."""
+    if not is_out_of_memory(error):
         raise error
     log.debug("a forward ran out of memory", exc_info=error)
     return f"{type(error).__name__}: {flat(error, 300)}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory has run out.
+
+    torch has no exception type for its CPU allocator, so that error is recognised by its text (torch 2.6 to 2.15).
+    """
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_ALLOCATOR in str(error)
 
 
 def free_memory() -> None:

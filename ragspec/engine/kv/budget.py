@@ -20,22 +20,25 @@ PATIENCE = 16  # steps without a failure before the limit is raised; doubled whe
 
 @dataclass(frozen=True, slots=True)
 class KvBudget:
-    """Memory for keys and values. budget: bytes, None for unlimited."""
+    """Memory for keys and values. budget: bytes, None for unlimited. block: a row takes whole blocks of tokens."""
 
     bytes_per_token: int = 0
     budget: int | None = None
+    block: int = 1
 
     def rows(self, slots: int) -> int:
         """Return how many rows of `slots` tokens fit."""
         if self.budget is None or not self.bytes_per_token:
             return 1 << 30
-        return self.budget // (max(1, slots) * self.bytes_per_token)
+        slots = -(-max(1, slots) // self.block) * self.block
+        return self.budget // (slots * self.bytes_per_token)
 
     def slots(self, rows: int) -> int:
         """Return how many tokens each of `rows` rows may have."""
         if self.budget is None or not self.bytes_per_token:
             return 1 << 62
-        return self.budget // (max(1, rows) * self.bytes_per_token)
+        slots = self.budget // (max(1, rows) * self.bytes_per_token)
+        return slots // self.block * self.block
 
     def ahead(self, slots: int, rows: int, prompt: int, coming: int) -> int:
         """Return how many slots to reserve per row if `slots` are needed, 0 if they do not fit.
@@ -81,9 +84,9 @@ class Backoff:
 
 
 # -- batch size ------------------------------------------------------------------------------------
-FEWEST, MOST = 16, 128  # rows, if memory allows
+FEWEST, MOST, MOST_CUDA = 16, 128, 256  # rows, if memory allows
 PAYS = 1.25  # times the tokens per second that make twice the rows, and twice their memory, worthwhile
-SHARE = 0.5  # of free memory, for keys and values
+SHARE, SHARE_CUDA = 0.5, 0.8  # of free memory, for keys and values
 KEPT = 8  # the machine's memory is at least this many times the KV memory kept between runs
 TYPICAL = 0.9  # share of the sampled requests that fit the chosen row size
 
@@ -93,7 +96,7 @@ def untimed_rows(device: torch.device) -> int:
 
     CUDA devices never time them: they compute far more rows in the time in which they read the weights.
     """
-    return MOST if device.type == "cuda" else FEWEST
+    return MOST_CUDA if device.type == "cuda" else FEWEST
 
 
 def most_rows(device: torch.device, limit: int, step: Callable[[int], float]) -> int:
@@ -101,7 +104,8 @@ def most_rows(device: torch.device, limit: int, step: Callable[[int], float]) ->
 
     limit: rows that records and memory allow. step: returns the seconds of a step of so many rows.
     """
-    rows, limit = untimed_rows(device), min(limit, MOST)
+    rows = untimed_rows(device)
+    limit = min(limit, max(rows, MOST))
     seconds = step(rows) if rows < limit else 0.0
     while rows < limit:
         more = step(2 * rows)
@@ -113,7 +117,12 @@ def most_rows(device: torch.device, limit: int, step: Callable[[int], float]) ->
 
 def budget_of(device: torch.device, kept: int = 0) -> int:
     """Return the bytes that the KV cache may take on `device`. kept: bytes that it holds already."""
-    return int((free_on(device) + kept) * SHARE)
+    return int((free_on(device) + kept) * share_on(device))
+
+
+def share_on(device: torch.device) -> float:
+    """Return the share of a device's free memory that keys and values may take."""
+    return SHARE_CUDA if device.type == "cuda" else SHARE
 
 
 def keepable(device: torch.device) -> int:
@@ -136,8 +145,9 @@ def choose_rows(
     fit = max(1, room.rows(slots))
     need = f"rows of {slots:,} tokens, {room.bytes_per_token / 1024:,.0f} KiB per token"
     if fit < most:
-        free = (room.budget or 0) / SHARE / (1 << 30)
-        return fit, f"batch_size: auto chose {fit}, which fill half of the {free:.1f} GiB that are free ({need})"
+        share = share_on(device)
+        free = (room.budget or 0) / share / (1 << 30)
+        return fit, f"batch_size: auto chose {fit}, which fill {share:.0%} of the {free:.1f} GiB that are free ({need})"
     why = "there are no more records" if all_at_once else "more would add little speed here"
     return most, f"batch_size: auto chose {most}: {why} ({need})"
 

@@ -64,13 +64,37 @@ class LayerCache:
         self.values = values
 
 
-class RaggedCache:
+class ModelCache:
     """Passed to models as their Cache; its update() hands the forward's keys and values straight through.
 
-    Attention writes them instead (attention.py): models may expand, share or split them on the way there.
+    Attention writes them instead (attention.py): models may expand, share or split them on the way there. Nothing is
+    counted here, since position_ids come with every forward.
     """
 
     is_compileable = False
+    rows = 0
+    slots = 0
+    next = 0  # index of the layer to write next
+    attended = 0  # index after the last layer that attended in the latest forward
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+
+class RaggedCache(ModelCache):
+    """Keys and values of all rows, each row's in one piece."""
+
     running: ContextVar[RaggedCache] = ContextVar("running")  # the cache of the forward in progress
 
     def __init__(self, rows: int, kept: Sequence[torch.Tensor] = ()) -> None:
@@ -287,22 +311,6 @@ class RaggedCache:
         """Bytes of one token in all layers; 0 before the first forward."""
         stores = (store for layer in self._layers for store in (layer.keys, layer.values))
         return sum(s.shape[0] * s.shape[3] * s.element_size() for s in stores)
-
-    # what models call on a cache; position_ids come with every forward, so nothing is counted here
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return keys, values
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return query_length, 0
 
     def __len__(self) -> int:
         return len(self._layers)

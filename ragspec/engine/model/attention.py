@@ -6,9 +6,12 @@ applies the causal mask itself, keys are expanded without being repeated.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention as attention
@@ -105,18 +108,66 @@ def _attend_now(
     rule: MaskRule | None,
 ) -> torch.Tensor:
     """Return (1, T, heads, head_dim), using the cache of the forward in progress."""
-    cache = RaggedCache.running.get(None)
-    if cache is None or cache.layout is None or key.shape[2] != cache.layout.tokens + cache.layout.padding:
+    step = ATTENDING.get(None)
+    if step is None:
         raise Unsupported("attends to more than its own tokens")
-    layer, layout, scores = cache.write(key, value), cache.layout, Scores(scaling, cap, sinks)
-    if layout.watch is None:
-        return _attend_all(layer, layout, query, scores, rule)
-    slot = sum(store.shape[0] * store.shape[3] * store.element_size() for store in (layer.keys, layer.values))
-    return layout.watch.attend(layout, query, slot, partial(_attend_all, layer, layout, query, scores, rule))
+    return step.attend(query, key, value, Scores(scaling, cap, sinks), rule)
+
+
+class StepAttention(Protocol):
+    """The attention of the forward in progress."""
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, rule: MaskRule | None
+    ) -> torch.Tensor:
+        """Write keys and values, (1, kv_heads, T, head_dim), and return what queries, (1, heads, T, head_dim), see.
+
+        Returns:
+            (1, T, heads, head_dim).
+        """
+
+
+ATTENDING: ContextVar[StepAttention] = ContextVar("ATTENDING")
+
+
+@contextmanager
+def attending(step: StepAttention) -> Iterator[None]:
+    """Let the model's attention be computed by `step`."""
+    token = ATTENDING.set(step)
+    try:
+        yield
+    finally:
+        ATTENDING.reset(token)
+
+
+class PackedAttention:
+    """Attention of packed rows over the ragged cache."""
+
+    def __init__(self, cache: RaggedCache, layout: Layout) -> None:
+        self._cache = cache
+        self._layout = layout
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, rule: MaskRule | None
+    ) -> torch.Tensor:
+        """See StepAttention."""
+        cache, layout = self._cache, self._layout
+        if key.shape[2] != layout.tokens + layout.padding:
+            raise Unsupported("attends to more than its own tokens")
+        layer = cache.write(key, value)
+        if layout.watch is None:
+            return _attend_all(cache, layer, layout, query, scores, rule)
+        slot = sum(store.shape[0] * store.shape[3] * store.element_size() for store in (layer.keys, layer.values))
+        return layout.watch.attend(layout, query, slot, partial(_attend_all, cache, layer, layout, query, scores, rule))
 
 
 def _attend_all(
-    layer: LayerCache, layout: Layout, query: torch.Tensor, scores: Scores, rule: MaskRule | None
+    cache: RaggedCache,
+    layer: LayerCache,
+    layout: Layout,
+    query: torch.Tensor,
+    scores: Scores,
+    rule: MaskRule | None,
 ) -> torch.Tensor:
     """Return (1, T, heads, head_dim); zeros for padding tokens."""
     heads, tokens, _ = query.shape[1:]
@@ -127,9 +178,7 @@ def _attend_all(
     if _is_for_kernels(layer, layout, query, scores, rule):
         _attend_in_pieces(layer, layout, query[0], scores, out)
         return out[None]
-    cache = RaggedCache.running.get(None)
-    if cache is not None:
-        cache.settle()
+    cache.settle()
     for run in layout.runs:
         out[run.target] = _attend_together(layer, run, queries, scores, rule)
     for alone in layout.alone:
@@ -170,7 +219,7 @@ def _attend_together(
     sight = run.sight(rule, groups, queries.dtype)
     keys = layer.keys[:, run.rows, sight.first : run.reach].transpose(0, 1)  # (rows, kv_heads, slots, head_dim)
     values = layer.values[:, run.rows, sight.first : run.reach].transpose(0, 1)
-    out = _weigh(folded, keys, values, sight.mask, scores, groups)
+    out = weigh(folded, keys, values, sight.mask, scores, groups)
     out = out.view(rows, kv_heads, groups, run.longest, -1).permute(0, 3, 1, 2, 4)
     out = out.reshape(rows * run.longest, kv_heads * groups, -1)
     return out if run.keep is None else out[run.keep]
@@ -195,11 +244,11 @@ def _attend_alone(
         sight = alone.sight(rule, groups, mine.dtype, mine.device)
         keys = layer.keys[None, :, segment.row, sight.first : end]
         values = layer.values[None, :, segment.row, sight.first : end]
-        out = _weigh(folded, keys, values, sight.mask, scores, groups).view(kv_heads, groups, count, -1)
+        out = weigh(folded, keys, values, sight.mask, scores, groups).view(kv_heads, groups, count, -1)
     return out.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _weigh(
+def weigh(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scores: Scores, groups: int
 ) -> torch.Tensor:
     """Return the weighted values, (rows, kv_heads, groups x n, head_dim), for queries of that shape.

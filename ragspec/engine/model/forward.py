@@ -15,11 +15,15 @@ from typing import Any, Protocol
 
 import torch
 
+from ragspec.engine.backends.paged_attention import Compute
+from ragspec.engine.backends.steps import Capture, PagedSteps
 from ragspec.engine.kv.budget import keepable
 from ragspec.engine.kv.cache import RaggedCache
-from ragspec.engine.model.attention import NAME, register
+from ragspec.engine.kv.paged_cache import PagedCache
+from ragspec.engine.model.attention import NAME, PackedAttention, attending, register
 from ragspec.engine.model.kv_splits import PrefixGroup
 from ragspec.engine.model.layout import ForwardProfiler, Layout, Segment
+from ragspec.engine.model.masks import Unsupported
 from ragspec.engine.native.kernels import Kernels
 from ragspec.models.compat import (
     cache_argument,
@@ -123,14 +127,33 @@ class SplitForward(Protocol):
 
 
 class Model:
-    """A causal model with the KV cache of its rows. kernels: for attention; None: torch's."""
+    """A causal model with the KV cache of its rows.
 
-    def __init__(self, inner: Any, rows: int, kernels: Kernels | None = None) -> None:
+    Args:
+        inner: The loaded model.
+        rows: Number of rows.
+        kernels: For attention over the ragged cache; None: torch's.
+        paged: Computes attention over a paged cache, which the model then has.
+        capture: Captures the steps over it; None: they run as they are.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        rows: int,
+        kernels: Kernels | None = None,
+        paged: Compute | None = None,
+        capture: Capture | None = None,
+    ) -> None:
         register()
         self.inner = inner
         self.device: torch.device = inner.device
         self._handed = cache_argument(type(inner).forward)
-        self.cache = RaggedCache(rows)
+        self.cache: RaggedCache | PagedCache = RaggedCache(rows)
+        self.steps: PagedSteps | None = None
+        if paged is not None:
+            self.cache = PagedCache(rows)
+            self.steps = PagedSteps(self.cache, self.device, self._step, paged, capture)
         self._own_attention = inner.config._attn_implementation
         self.kernels = kernels
         self.compiled: Switch | None = None  # set while compiled layers run
@@ -140,8 +163,14 @@ class Model:
         self._wanted: torch.Tensor | None = None  # indices whose logits the running forward needs; None: all
         self._hooks: list[Any] = []
         inner.set_attn_implementation(NAME)
-        self.frequencies = Frequencies(inner, lambda: self.cache.layout)
+        self.frequencies = Frequencies(inner, self._layout)
+        if paged is not None and self.frequencies.vary:
+            raise Unsupported("has rotary frequencies that depend on the text's length")
         self._spare_last_layer()
+
+    def _layout(self) -> Layout | None:
+        """Return the layout of the forward in progress; steps over the paged cache have none."""
+        return self.cache.layout if isinstance(self.cache, RaggedCache) else None
 
     def release(self) -> None:
         """Restore the model."""
@@ -151,7 +180,7 @@ class Model:
         self.frequencies.release()
         for hook in self._hooks:
             hook.remove()
-        self.cache = RaggedCache(0)
+        self.cache, self.steps = RaggedCache(0), None
         self.halves = None
 
     @contextmanager
@@ -202,10 +231,16 @@ class Model:
 
     def resize(self, rows: int) -> None:
         """Drop all rows; start with an empty cache of `rows`, in the memory that rest() kept."""
-        self.cache = RaggedCache(rows, self.cache.kept)
+        if isinstance(self.cache, PagedCache):
+            self.cache.clear(rows)
+        else:
+            self.cache = RaggedCache(rows, self.cache.kept)
 
     def rest(self) -> None:
         """Drop all rows, but keep their memory for the next ones if it is small."""
+        if isinstance(self.cache, PagedCache):
+            self.cache.clear(0)
+            return
         memory = [*self.cache.memory(), *self.cache.kept]
         little = sum(each.nbytes for each in memory) <= keepable(self.device)
         self.cache = RaggedCache(0, memory if little else ())
@@ -213,7 +248,8 @@ class Model:
     @property
     def kept_bytes(self) -> int:
         """Bytes that rest() kept."""
-        return sum(each.nbytes for each in self.cache.kept)
+        kept = self.cache.memory() if isinstance(self.cache, PagedCache) else self.cache.kept
+        return sum(each.nbytes for each in kept)
 
     @torch.inference_mode()
     def logits(
@@ -245,25 +281,45 @@ class Model:
         attended: int = 0,
     ) -> torch.Tensor:
         """Do the same in one forward. attended: layers before the first that attends in it."""
-        self.cache.reserve(max(segment.start + segment.count for segment in segments))
+        if self.steps is not None:
+            return self.steps.logits(segments, token_ids, wanted)
+        cache = self.cache
+        assert isinstance(cache, RaggedCache)
+        cache.reserve(max(segment.start + segment.count for segment in segments))
         padding = max(0, self.least - len(token_ids))
-        layout = Layout(
-            segments, self.cache.slots, self.device, together, self.kernels, padding, self.cache.prefix_blocks
-        )
+        layout = Layout(segments, cache.slots, self.device, together, self.kernels, padding, cache.prefix_blocks)
         layout.watch = self.watch
         indices = torch.tensor(wanted, dtype=torch.long, device=self.device)
         self._tokens = len(token_ids) + padding
         self._wanted = None if len(wanted) == self._tokens else indices if wanted else indices.new_zeros(1)
         try:
-            with self.cache.forward(layout, attended), self.watch.forward(layout) if self.watch else nullcontext():
-                output = self.inner(
-                    input_ids=torch.tensor([[*token_ids, *[token_ids[0]] * padding]], device=self.device),
-                    position_ids=layout.positions[None],
-                    use_cache=True,
-                    logits_to_keep=indices,
-                    **{self._handed: self.cache},
-                )
+            with (
+                cache.forward(layout, attended),
+                attending(PackedAttention(cache, layout)),
+                self.watch.forward(layout) if self.watch else nullcontext(),
+            ):
+                packed = torch.tensor([[*token_ids, *[token_ids[0]] * padding]], device=self.device)
+                return self._call(packed, layout.positions[None], indices).float()
         finally:
             self._wanted = None
-        logits: torch.Tensor = output.logits[0].float()
+
+    def _call(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """Return the logits, (wanted, vocab), of tokens, (1, T), at positions, (1, T)."""
+        output = self.inner(
+            input_ids=token_ids,
+            position_ids=positions,
+            use_cache=True,
+            logits_to_keep=wanted,
+            **{self._handed: self.cache},
+        )
+        logits: torch.Tensor = output.logits[0]
         return logits
+
+    def _step(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
+        """The same for a step over the paged cache. wanted: None for all tokens."""
+        self._tokens, self._wanted = token_ids.shape[1], wanted
+        everything = torch.arange(self._tokens, device=self.device) if wanted is None else wanted
+        try:
+            return self._call(token_ids, positions, everything)
+        finally:
+            self._wanted = None

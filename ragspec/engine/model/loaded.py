@@ -8,10 +8,12 @@ import logging
 import platform
 import sys
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from ragspec.engine.backends.paged_attention import Compute, flex
+from ragspec.engine.backends.steps import Capture, CudaGraphs, emulated
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.masks import Unsupported
 from ragspec.engine.model.self_check import attention_is_exact, differs, kernels_are_faster
@@ -75,17 +77,56 @@ class Refused(Exception):
     """The engine cannot run this model; the message says why. The model is left unchanged."""
 
 
-def prepare(inner: Any, notes: list[str] | None = None, native: bool = True) -> Model:
+AttentionWish = Literal["auto", "cpu", "sdpa", "flex"]
+GraphsWish = Literal["auto", "on", "off", "emulate"]
+
+
+def prepare(
+    inner: Any,
+    notes: list[str] | None = None,
+    native: bool = True,
+    attention: AttentionWish = "auto",
+    graphs: GraphsWish = "auto",
+) -> Model:
     """Return the model for packed rows, checked to compute what it computes in transformers.
 
     Args:
         inner: The loaded model.
         notes: Receives notes for the user.
         native: Whether to use our own kernels.
+        attention: What computes attention. FlexAttention, over a cache in blocks, is for GPUs; a model that it does not
+            compute exactly gets torch's own attention, with a note.
+        graphs: Whether steps over that cache are captured.
 
     Raises:
         Refused: If the check fails; the model is left unchanged.
     """
+    notes = [] if notes is None else notes
+    cuda = inner.device.type == "cuda"
+    if attention == "cpu" and inner.device.type != "cpu":
+        notes.append(f"attention: cpu has no effect on {inner.device.type}")
+    if not (attention == "flex" or (attention != "sdpa" and cuda)):
+        return _prepared(inner, notes, native, attention != "sdpa")
+    if graphs == "on" and not cuda:
+        notes.append(f"graphs: on has no effect on {inner.device.type}")
+    capture = emulated if graphs == "emulate" else CudaGraphs() if cuda and graphs != "off" else None
+    try:
+        return _prepared(inner, notes, native, False, flex(compiled=cuda), capture)
+    except Refused as reason:
+        model = _prepared(inner, notes, native, True)
+        notes.append(f"attention: FlexAttention is not used, which would be faster on a GPU: {reason}")
+        return model
+
+
+def _prepared(
+    inner: Any,
+    notes: list[str],
+    native: bool,
+    own_attention: bool,
+    paged: Compute | None = None,
+    capture: Capture | None = None,
+) -> Model:
+    """Return the model with one kind of attention. own_attention: our kernels', if native. Raises Refused."""
     if keeps_state(inner):
         raise Refused(f"it {incompatibility(inner)}")
     kernels, packs = None, can_pack(inner)
@@ -97,7 +138,8 @@ def prepare(inner: Any, notes: list[str] | None = None, native: bool = True) -> 
     try:
         if packs:
             left = pack_linears(inner, kernels)
-        model = Model(inner, 2, kernels if kernels is None or _attends_well(kernels, notes) else None)
+        attends = kernels is not None and own_attention and _attends_well(kernels, notes)
+        model = Model(inner, 2, kernels if attends else None, paged, capture)
         why = differs(model, tolerance(inner.dtype))
     except Unsupported as reason:
         why = str(reason)
@@ -111,7 +153,7 @@ def prepare(inner: Any, notes: list[str] | None = None, native: bool = True) -> 
             inner.set_attn_implementation(attention)
         unpack_linears(inner)
         raise Refused(f"it {incompatibility(inner) or why}")
-    if left and notes is not None:
+    if left:
         notes.append(f"{len(left)} linear layers are not packed: that would change what they compute ({left[0]})")
     return model
 

@@ -42,6 +42,15 @@ class Args(RunnerArgs):
     """Compile code for this machine. On CPUs, with its C++ compiler: kernels, and layers, each as a single call (some
     seconds, once); elsewhere, layers with torch's inductor (half a minute, once). `auto` compiles layers if the input
     is long enough to be worth it, and keeps them if they measure faster. `off` compiles nothing."""
+    attention: Literal["auto", "cpu", "sdpa", "flex"] = "auto"
+    """What computes attention in ragspec's engine: `cpu` our kernels, `sdpa` torch's own, `flex` FlexAttention over a
+    cache in blocks, as is fast on GPUs. `auto`: `flex` on a CUDA device, elsewhere `cpu` if a C++ compiler is found."""
+    graphs: Annotated[
+        Literal["auto", "on", "off", "emulate"],
+        BeforeValidator(_word, json_schema_input_type=Literal["auto", "on", "off", "emulate"] | bool),
+    ] = "auto"
+    """Capture the steps of `attention: flex` as CUDA graphs. `auto`: on a CUDA device, if they can be captured.
+    `emulate` runs them uncaptured on the same buffers, to test them without a GPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto` is float32 on a CPU and the model's own dtype elsewhere."""
     device: str = "auto"
@@ -66,7 +75,7 @@ class Args(RunnerArgs):
     `generate()`."""
 
     def neutral_keys(self) -> set[str]:
-        return {"batch_size", "lookahead", "compile"}
+        return {"batch_size", "lookahead", "compile", "attention", "graphs"}
 
 
 # -- checks ----------------------------------------------------------------------------------------

@@ -155,6 +155,8 @@ class Runner:
                 lookahead=self._args.lookahead,
                 rules=self._checkpoint.rules,
                 compile=self._args.compile,
+                attention=self._args.attention,
+                graphs=self._args.graphs,
                 grammars=self._checkpoint.grammars,
             )
         except Refused as reason:

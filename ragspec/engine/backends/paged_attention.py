@@ -1,0 +1,230 @@
+"""Attention of a step of rows whose keys and values are in blocks: FlexAttention, or torch's own over gathered blocks.
+
+A step has R rows of n tokens each. Everything here is computed from its tensors, so that it can be captured: which
+tokens are real, where they are written, which blocks they see.
+Source: Dong et al. 2024, FlexAttention, arXiv:2412.05496.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ragspec.engine.kv.cache import LayerCache
+from ragspec.engine.kv.paged_cache import PagedCache
+from ragspec.engine.model.attention import Scores, weigh
+from ragspec.engine.model.masks import MaskRule, Unsupported
+
+FAR = 1 << 20  # index of a block that is none of a row's; times a block's tokens it is still an int32
+QUERIES = 128  # queries of a block of FlexAttention
+UNCOMPILED = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"  # torch's switch for calling FlexAttention as plain operators
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """What a step computes, on the device.
+
+    Attributes:
+        token_ids: (R, n), the row's tokens first.
+        starts: (R,) position of each row's first token.
+        counts: (R,) number of its tokens; the rest of the row is padding, and so are rows without any.
+        tables: (R, W) the row's blocks; the padding block where it has fewer.
+    """
+
+    token_ids: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+    tables: torch.Tensor
+
+
+class PagedAttention:
+    """The attention of one step. compute: flex() or gathered()."""
+
+    def __init__(self, cache: PagedCache, step: StepTensors, compute: Compute) -> None:
+        tokens = step.token_ids.shape[1]
+        size, device = cache.size, step.token_ids.device
+        offsets = torch.arange(tokens, device=device)
+        self.cache = cache
+        self.size = size
+        self.tables = step.tables
+        self.ends = (step.starts + step.counts).clamp(min=1)  # (R,) padding rows see a slot of the padding block
+        self.first = step.starts // size  # (R,) the first block that not all queries see
+        # padding repeats the position of its row's last token
+        self.positions = torch.minimum(step.starts[:, None] + offsets, self.ends[:, None] - 1)  # (R, n)
+        real = offsets < step.counts[:, None]
+        block = step.tables.gather(1, self.positions // size)
+        self._writes = torch.where(real, block * size, 0).add_(self.positions % size).flatten()
+        self._compute = compute
+        self._masks: dict[MaskRule | None, Any] = {}
+        self._written: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, LayerCache]] = {}
+
+    @property
+    def packed(self) -> torch.Tensor:
+        """Position of every token, (1, R x n)."""
+        return self.positions.flatten()[None]
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, rule: MaskRule | None
+    ) -> torch.Tensor:
+        """Write keys and values, (1, kv_heads, T, head_dim), and return what queries, (1, heads, T, head_dim), see.
+
+        Returns:
+            (1, T, heads, head_dim).
+        """
+        rows, tokens = self.positions.shape
+        if key.shape[2] != rows * tokens:
+            raise Unsupported("attends to more than its own tokens")
+        layer = self._write(key, value)
+        queries = query[0].view(-1, rows, tokens, query.shape[3]).transpose(0, 1)  # (R, heads, n, head_dim)
+        out = self._compute(self, layer, queries, scores, rule)
+        return out.transpose(1, 2).reshape(1, rows * tokens, query.shape[1], -1)
+
+    def _write(self, key: torch.Tensor, value: torch.Tensor) -> LayerCache:
+        """Write a layer's keys and values; not again those that an earlier layer wrote, which layers may share."""
+        names = id(key), id(value)
+        if names not in self._written:
+            layer = self.cache.layer(key, value)
+            layer.keys.index_copy_(1, self._writes, key[0])
+            layer.values.index_copy_(1, self._writes, value[0])
+            self._written[names] = key, value, layer
+        return self._written[names][2]
+
+    def mask(self, rule: MaskRule | None, make: Callable[[MaskRule | None], Any]) -> Any:
+        """Return what `make` makes of a rule, once for all layers of the step."""
+        if rule not in self._masks:
+            self._masks[rule] = make(rule)
+        return self._masks[rule]
+
+
+Compute = Callable[[PagedAttention, LayerCache, torch.Tensor, Scores, MaskRule | None], torch.Tensor]
+
+
+# -- gathered --------------------------------------------------------------------------------------
+
+
+def gathered(
+    step: PagedAttention, layer: LayerCache, queries: torch.Tensor, scores: Scores, rule: MaskRule | None
+) -> torch.Tensor:
+    """Attend to copies of the rows' blocks: slow, but on any device. Returns (R, heads, n, head_dim)."""
+    rows, heads, tokens, _ = queries.shape
+    kv_heads = layer.keys.shape[0]
+    groups = heads // kv_heads
+
+    def visible(rule: MaskRule | None) -> torch.Tensor:
+        slots = torch.arange(step.tables.shape[1] * step.size, device=queries.device)
+        seen = slots <= step.positions[..., None]  # (R, n, slots)
+        if rule is not None:
+            zero = torch.zeros((), dtype=torch.long, device=queries.device)
+            seen = rule.function(zero, zero, step.positions[..., None], slots).expand_as(seen)
+        seen = seen & (slots < step.ends[:, None, None])
+        mask = torch.zeros(seen.shape, dtype=queries.dtype, device=queries.device).masked_fill_(~seen, float("-inf"))
+        return mask[:, None].repeat(1, 1, groups, 1)
+
+    def of_rows(store: torch.Tensor) -> torch.Tensor:
+        blocks = store.view(kv_heads, -1, step.size, store.shape[2])[:, step.tables]
+        return blocks.flatten(2, 3).transpose(0, 1)  # (R, kv_heads, slots, head_dim)
+
+    folded = queries.reshape(rows, kv_heads, groups * tokens, -1)
+    mask = step.mask(rule, visible)
+    return weigh(folded, of_rows(layer.keys), of_rows(layer.values), mask, scores, groups).view(rows, heads, tokens, -1)
+
+
+# -- FlexAttention ---------------------------------------------------------------------------------
+
+
+def flex(compiled: bool) -> Compute:
+    """Return attention by FlexAttention. compiled: by inductor, as it is fast; else as plain operators, for checks."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    call: Any = torch.compile(flex_attention) if compiled else flex_attention
+
+    def attend(
+        step: PagedAttention, layer: LayerCache, queries: torch.Tensor, scores: Scores, rule: MaskRule | None
+    ) -> torch.Tensor:
+        cap, sinks = scores.cap or 0.0, scores.sinks
+
+        def capped(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
+            return cap * torch.tanh(score / cap)
+
+        with nullcontext() if compiled else _uncompiled():
+            out = call(
+                queries,
+                layer.keys[None],
+                layer.values[None],
+                score_mod=capped if cap else None,
+                block_mask=step.mask(rule, lambda rule: block_mask(step, rule)),
+                scale=scores.scaling,
+                enable_gqa=queries.shape[1] != layer.keys.shape[0],
+                return_lse=sinks is not None,
+            )
+        if (
+            sinks is not None
+        ):  # it takes weight and has no value: the others' share is exp(lse) / (exp(lse) + exp(sink))
+            seen, lse = out
+            out = (seen * torch.sigmoid(lse - sinks.float()[:, None])[..., None]).to(seen.dtype)
+        attended: torch.Tensor = out
+        return attended
+
+    return attend
+
+
+def block_mask(step: PagedAttention, rule: MaskRule | None) -> Any:
+    """Return FlexAttention's mask of a step: which blocks each row reads, and what its queries see of them.
+
+    Under the plain causal mask, blocks before a row's first token are seen in full.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    rows, tokens = step.positions.shape
+    width, size, positions = step.tables.shape[1], step.size, step.positions
+    total, device, ends = step.cache.blocks, positions.device, step.ends
+    tables = step.tables.to(torch.int32)
+    indices = torch.arange(width, device=device, dtype=torch.int32).expand(rows, width)
+    # (R, blocks): which of the row's blocks a block of the pool is
+    logical = torch.full((rows, total), FAR, device=device, dtype=torch.int32)
+    logical = logical.scatter_reduce(1, step.tables, indices, "amin")
+    used = ((ends + size - 1) // size).to(torch.int32)
+
+    def visible(b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
+        slot = logical[b, kv // size] * size + kv % size
+        position = positions[b, q]
+        seen = slot <= position if rule is None else rule.function(b, h, position, slot)
+        return torch.logical_and(seen, slot < ends[b])
+
+    counts, blocks, full = used, tables, None
+    if rule is None:
+        full = step.first.to(torch.int32)
+        counts = used - full
+        edge = step.first[:, None] + torch.arange(1 + (tokens + size - 2) // size, device=device)
+        blocks = tables.gather(1, edge.clamp_(max=width - 1))
+    mask: Any = BlockMask.from_kv_blocks(
+        counts[:, None, None].contiguous(),
+        blocks[:, None, None].contiguous(),
+        None if full is None else full[:, None, None].contiguous(),
+        None if full is None else tables[:, None, None].contiguous(),
+        BLOCK_SIZE=(QUERIES, size),
+        mask_mod=visible,
+        seq_lengths=(tokens, total * size),
+        compute_q_blocks=False,
+    )
+    return mask
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Call FlexAttention as plain operators, where torch has the switch (2.9 and later)."""
+    from torch.nn.attention import flex_attention
+
+    before = getattr(flex_attention, UNCOMPILED, None)
+    if before is None:
+        yield
+        return
+    setattr(flex_attention, UNCOMPILED, True)
+    try:
+        yield
+    finally:
+        setattr(flex_attention, UNCOMPILED, before)

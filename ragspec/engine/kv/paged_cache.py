@@ -1,0 +1,129 @@
+"""The KV cache in blocks: keys and values of all rows in one pool per layer, found through block tables.
+
+A row takes blocks as it grows and shares those of a common prefix (block_pool.py). The pool's memory moves only when it
+grows, so captured steps (backends/steps.py) may keep its addresses until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+
+from ragspec.engine.kv.block_pool import BlockCopy, BlockPool, BlockTables
+from ragspec.engine.kv.cache import LayerCache, ModelCache
+
+BLOCK = 128  # tokens; the block size of FlexAttention
+
+
+class PagedCache(ModelCache):
+    """Blocks of all layers.
+
+    Attributes:
+        rows: Number of rows.
+        slots: Tokens that each row may have; reserve() raises it.
+        version: Changes whenever memory has moved.
+        next: Index of the layer that the running forward writes next.
+    """
+
+    def __init__(self, rows: int, size: int = BLOCK) -> None:
+        self.size = size
+        self.rows = rows
+        self.slots = 0
+        self.version = 0
+        self.next = 0
+        self.layers: list[LayerCache] = []  # keys, values: (kv_heads, blocks x size, head_dim)
+        self._pool = BlockPool(1)
+        self._tables = BlockTables(self._pool, rows, size)
+
+    # -- rows --------------------------------------------------------------------------------------
+
+    def clear(self, rows: int) -> None:
+        """Drop all rows; there are `rows` now. The memory stays."""
+        self._tables.resize(0)
+        self._tables.resize(rows)
+        self.rows, self.slots = rows, 0
+
+    def resize(self, rows: int, slots: int) -> None:
+        """Change the number of rows, and the tokens that each may have; rows that remain keep theirs."""
+        self._tables.resize(rows)
+        self.rows, self.slots = rows, 0
+        self.reserve(slots)
+
+    def reserve(self, slots: int) -> None:
+        """Make sure that every row may have `slots` tokens. Raises MemoryError, or what torch raises."""
+        slots = -(-slots // self.size) * self.size
+        if slots > self.slots:
+            self.allocate(1 + self.rows * (slots // self.size))
+            self.slots = slots
+
+    def share_prefix(self, donor: int, row: int, tokens: int) -> None:
+        """Start `row` with the first `tokens` tokens of `donor`."""
+        self._copy(self._tables.share(donor, row, tokens))
+
+    copy = share_prefix
+
+    def make_writable(self, row: int, first: int, idle: Collection[int] = ()) -> dict[int, int]:
+        """Do nothing: reserve_row() copies shared blocks before they are written."""
+        return {}
+
+    def reserve_row(self, row: int, first: int, end: int) -> list[int]:
+        """Return a row's blocks, with room of its own for its tokens from `first` to before `end`."""
+        self._copy(self._tables.reserve(row, first, end))
+        return self._tables.of(row)
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks, the one for padding included."""
+        return self._pool.blocks
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in all layers; 0 before the first forward."""
+        return sum(s.shape[0] * s.shape[2] * s.element_size() for s in self.memory())
+
+    def memory(self) -> list[torch.Tensor]:
+        """Return the memory of all layers."""
+        return [store for layer in self.layers for store in (layer.keys, layer.values)]
+
+    @torch.inference_mode()
+    def allocate(self, blocks: int) -> None:
+        """Have at least `blocks` blocks; what the present ones hold is kept.
+
+        New memory is zero: tokens that a query must not see still take part in the arithmetic, with weight 0.
+        """
+        if blocks <= self._pool.blocks:
+            return
+        for layer in self.layers:  # one by one, so that only one exists twice at a time
+            for name in ("keys", "values"):
+                old = getattr(layer, name)
+                new = old.new_zeros(old.shape[0], blocks * self.size, old.shape[2])
+                new[:, : old.shape[1]] = old
+                setattr(layer, name, new)
+        self._pool.grow(blocks)
+        self.version += 1
+
+    def layer(self, keys: torch.Tensor, values: torch.Tensor) -> LayerCache:
+        """Return the next layer of a forward with keys and values of (1, kv_heads, T, head_dim)."""
+        if self.next == len(self.layers):
+            stores = (new.new_zeros(new.shape[1], self.blocks * self.size, new.shape[3]) for new in (keys, values))
+            self.layers.append(LayerCache(*stores))
+            self.version += 1
+        self.next += 1
+        return self.layers[self.next - 1]
+
+    @torch.inference_mode()
+    def touch(self) -> None:
+        """Do nothing: all memory has been written."""
+
+    @torch.inference_mode()
+    def _copy(self, copies: Iterable[BlockCopy]) -> None:
+        for copy in copies:
+            source, target = copy.source * self.size, copy.target * self.size
+            for store in self.memory():
+                store[:, target : target + copy.tokens] = store[:, source : source + copy.tokens]
+
+    def __len__(self) -> int:
+        return len(self.layers)
