@@ -7,7 +7,7 @@ captured step (a CUDA graph) serves many. A step reads one buffer that the host 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -186,24 +186,24 @@ class PagedSteps:
         """Return the logits, (wanted, vocab) in float32, of the packed indices `wanted`; see Model.logits."""
         self.cache.reserve(max(segment.start + segment.count for segment in segments))
         decoding, prompts = step_rows(segments)
-        parts: list[tuple[torch.Tensor, list[int]]] = []  # logits, and the packed index of each, -1 for none
+        asked = set(wanted)
+        parts: list[torch.Tensor] = []
+        found: list[int] = []  # packed index of each of the parts' logits
         for rows, most in ((decoding, ROWS[-1]), (prompts, TILES)):
             for at in range(0, len(rows), most):
-                parts.append(self._part(rows[at : at + most], token_ids, wanted))
-        if len(parts) == 1 and parts[0][1] == list(wanted):
-            return parts[0][0].to(torch.float32, copy=True)  # the next step overwrites them
-        found = [index for _, indices in parts for index in indices]
+                logits, indices = self._part(rows[at : at + most], token_ids, asked)
+                parts.append(logits)
+                found += indices
+        if len(parts) == 1 and found == list(wanted):
+            return parts[0]
         where = {packed: at for at, packed in enumerate(found)}
-        chosen = torch.tensor([where[index] for index in wanted], dtype=torch.long, device=self._device)
-        logits = parts[0][0] if len(parts) == 1 else torch.cat([logits for logits, _ in parts])
-        return logits.index_select(0, chosen).float()
+        return torch.cat(parts)[[where[index] for index in wanted]]
 
     def _part(
-        self, rows: Sequence[StepRow], token_ids: Sequence[int], wanted: Sequence[int]
+        self, rows: Sequence[StepRow], token_ids: Sequence[int], asked: Collection[int]
     ) -> tuple[torch.Tensor, list[int]]:
-        """Run one step; return its logits, and the packed index of each (-1: padding)."""
+        """Run one step; return a copy of the logits that are asked for, in float32, and the packed index of each."""
         tables = [self.cache.reserve_row(row.row, row.start, row.start + row.count) for row in rows]
-        asked = set(wanted)
         mine = [[i for i in range(row.packed, row.packed + row.count) if i in asked] for row in rows]
         shape = StepShape(
             padded(len(rows), ROWS),
@@ -213,21 +213,25 @@ class PagedSteps:
         )
         if shape.tokens == 1 and not shape.all_logits:
             shape = StepShape(shape.rows, 1, shape.width, True)
-        indices = [-1] * shape.wanted
         keep = [0] * shape.rows
-        ids, starts, counts, flat_tables = [0] * (shape.rows * shape.tokens), [0] * shape.rows, [0] * shape.rows, []
-        for number, (row, table) in enumerate(zip(rows, tables, strict=True)):
+        ids, starts, counts, blocks = [0] * (shape.rows * shape.tokens), [0] * shape.rows, [0] * shape.rows, []
+        places: list[int] = []  # of the wanted logits among the step's
+        for number, (row, table, indices) in enumerate(zip(rows, tables, mine, strict=True)):
             at = number * shape.tokens
             ids[at : at + row.count] = token_ids[row.packed : row.packed + row.count]
             starts[number], counts[number] = row.start, row.count
-            flat_tables += table + [PADDING] * (shape.width - len(table))
+            blocks += table + [PADDING] * (shape.width - len(table))
             if shape.all_logits:
-                indices[at : at + row.count] = range(row.packed, row.packed + row.count)
-            elif mine[number]:
-                indices[number], keep[number] = mine[number][0], at + mine[number][0] - row.packed
-        flat_tables += [PADDING] * (shape.width * (shape.rows - len(rows)))
-        logits = self._run(shape, ids + starts + counts + flat_tables + ([] if shape.all_logits else keep))
-        return logits, indices
+                places += [at + index - row.packed for index in indices]
+            elif indices:
+                keep[number] = at + indices[0] - row.packed
+                places.append(number)
+        blocks += [PADDING] * (shape.width * (shape.rows - len(rows)))
+        logits = self._run(shape, ids + starts + counts + blocks + ([] if shape.all_logits else keep))
+        found = [index for indices in mine for index in indices]
+        if places == list(range(len(logits))):
+            return logits.to(torch.float32, copy=True), found
+        return logits[places].float(), found
 
     # -- capture -----------------------------------------------------------------------------------
 

@@ -1,0 +1,291 @@
+"""Rows in blocks, and steps that are captured: exact, whatever stands in memory that a step must not read."""
+
+import random
+from functools import cache
+from operator import attrgetter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragspec.engine.backends import steps
+from ragspec.engine.backends.paged_attention import flex, gathered
+from ragspec.engine.backends.steps import emulated, step_rows, tables_width
+from ragspec.engine.kv.block_pool import BlockPool, BlockTables
+from ragspec.engine.kv.paged_cache import PagedCache
+from ragspec.engine.model import forward, loaded
+from ragspec.engine.model.forward import Model
+from ragspec.engine.model.layout import Segment
+from ragspec.engine.model.self_check import differs
+from ragspec.engine.notes import Notes
+from ragspec.engine.proposers.base import RowProposer
+from ragspec.engine.proposers.draft_model import DraftModel
+from ragspec.models.tokenizer import HFTokenizer
+from ragspec.records import Sampling
+from ragspec.speculation.drafters.context import ContextDrafter
+from tests.conftest import train_tokenizer
+from tests.engine.test_counts import run
+from tests.engine.test_engine import NEW, Fixed, answers, ids, oracle, requests_for
+from tests.engine.test_engine_models import FAMILIES, SMALL, build
+
+index = attrgetter("index")
+SIZE = 16  # tokens of a block: short texts have several
+TOLERANCE = 1e-4
+
+
+# -- blocks -----------------------------------------------------------------------------------------------------------
+
+
+class Memory:
+    """Blocks that hold what was written to them, and what each row should read there."""
+
+    def __init__(self, rows, size=4, blocks=60):
+        self.tables = BlockTables(BlockPool(blocks), rows, size)
+        self.held = {}
+        self.texts = [[] for _ in range(rows)]
+        self.size = size
+
+    def do(self, copies):
+        for copy in copies:
+            for at in range(copy.tokens):
+                if (copy.source, at) in self.held:
+                    self.held[copy.target, at] = self.held[copy.source, at]
+
+    def write(self, row, first, tokens):
+        self.do(self.tables.reserve(row, first, first + len(tokens)))
+        for position, token in enumerate(tokens, first):
+            self.held[self.tables.of(row)[position // self.size], position % self.size] = token
+        self.texts[row] = self.texts[row][:first] + tokens
+
+    def share(self, donor, row, tokens):
+        self.do(self.tables.share(donor, row, tokens))
+        self.texts[row] = self.texts[donor][:tokens]
+
+    def read(self, row):
+        table = self.tables.of(row)
+        return [self.held[table[at // self.size], at % self.size] for at in range(len(self.texts[row]))]
+
+
+@given(data=st.data())
+def test_a_row_reads_what_it_wrote_or_shares_whatever_the_others_do(data):
+    memory = Memory(3)
+    for step in range(data.draw(st.integers(1, 25))):
+        row, donor = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 2))
+        if data.draw(st.booleans()):
+            first = data.draw(st.integers(0, len(memory.texts[row])))
+            memory.write(row, first, [step] * data.draw(st.integers(1, 9)))
+        else:
+            memory.share(donor, row, data.draw(st.integers(0, len(memory.texts[donor]))))
+        assert [memory.read(each) for each in range(3)] == memory.texts
+
+
+def test_a_shared_prefix_takes_no_blocks_of_its_own_and_all_come_back():
+    pool = BlockPool(20)
+    tables = BlockTables(pool, 3, 4)
+    tables.reserve(0, 0, 16)
+    assert pool.free == 19 - 4
+    tables.share(0, 1, 16)
+    assert (pool.free, tables.share(0, 2, 15)) != (0, [])
+    assert pool.free == 19 - 4 - 1  # the last block of the third row is a copy
+    tables.resize(0)
+    assert pool.free == 19
+
+
+def test_a_pool_without_free_blocks_says_so():
+    tables = BlockTables(BlockPool(3), 2, 4)
+    tables.reserve(0, 0, 8)
+    with pytest.raises(MemoryError, match="all 2 blocks"):
+        tables.reserve(1, 0, 1)
+
+
+# -- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_are_cut_into_tiles_and_decoding_rows_are_not():
+    decoding, prompts = step_rows([Segment(0, 5, 3), Segment(1, 10, 300, alone=True), Segment(2, 0, 1)])
+    assert [(row.row, row.start, row.count, row.packed) for row in decoding] == [(0, 5, 3, 0), (2, 0, 1, 303)]
+    assert [(row.start, row.count, row.packed) for row in prompts] == [(10, 128, 3), (138, 128, 131), (266, 44, 259)]
+
+
+@given(st.integers(1, 5000))
+def test_tables_are_wide_enough_and_have_few_widths(blocks):
+    width = tables_width(blocks)
+    assert blocks <= width < max(steps.WIDTH + 1, 2 * blocks)
+    assert width & (width - 1) == 0
+
+
+# -- exactness --------------------------------------------------------------------------------------------------------
+
+
+class Poisoned(steps.PagedSteps):
+    """Steps before each of which all that it must not read holds something wrong."""
+
+    def _run(self, shape, values):
+        for step in self._steps.values():
+            step.device.fill_(3)
+            step.host.fill_(5)
+            if step.logits is not None:
+                step.logits.fill_(float("nan"))
+        used = {block for row in range(self.cache.rows) for block in self.cache.reserve_row(row, 0, 0)}
+        for block in set(range(self.cache.blocks)) - used:
+            for store in self.cache.memory():
+                store[:, block * SIZE : (block + 1) * SIZE] = 1e4  # NaN would show even with weight 0
+        return super()._run(shape, values)
+
+
+class ShortBlocks(PagedCache):
+    def __init__(self, rows, size=SIZE):
+        super().__init__(rows, size)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    monkeypatch.setattr(forward, "PagedSteps", Poisoned)
+    monkeypatch.setattr(forward, "PagedCache", ShortBlocks)
+
+
+COMPUTE = {"flex": flex(compiled=False), "gathered": gathered}
+SINKS = {**SMALL, "head_dim": 8, "num_local_experts": 4, "sliding_window": 10}
+DYNAMIC = {**SMALL, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
+MORE = {"gpt-oss": ("GptOss", SINKS), "llama-dynamic": ("Llama", DYNAMIC)}
+
+
+@pytest.fixture(scope="module")
+def words(sample_texts):
+    return HFTokenizer(train_tokenizer(300, sample_texts))
+
+
+@pytest.fixture(autouse=True)
+def families(monkeypatch):
+    for name, family in MORE.items():
+        monkeypatch.setitem(FAMILIES, name, family)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt-oss"])
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_a_step_computes_what_transformers_computes(words, family, compute):
+    """Windows, caps and sinks among them."""
+    model = Model(build(family, words), 2, None, COMPUTE[compute], emulated)
+    assert differs(model, TOLERANCE) == ""
+    assert model.steps.captured > 0
+
+
+def paged(folder, capture=emulated):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    inner = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return Model(inner, 4, None, gathered, capture), HFTokenizer(AutoTokenizer.from_pretrained(folder))
+
+
+@pytest.fixture
+def in_blocks():
+    """Models by folder, over a paged cache."""
+    return cache(paged)
+
+
+@pytest.fixture(scope="module")
+def in_one_piece():
+    """Models by folder, over a cache that has each row in one piece."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    def load(folder):
+        inner = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        return loaded.prepare(inner), HFTokenizer(AutoTokenizer.from_pretrained(folder))
+
+    return cache(load)
+
+
+@pytest.fixture(scope="module")
+def plain(in_one_piece, tiny):
+    return ids(answers(in_one_piece, tiny, rows=1))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_answers_in_blocks_are_those_of_rows_in_one_piece(in_blocks, in_one_piece, tiny, plain, rows):
+    assert ids(answers(in_blocks, tiny, rows=rows)) == plain
+    right = RowProposer(Fixed(oracle(plain, in_one_piece, tiny)), 7, None)
+    assert ids(answers(in_blocks, tiny, right, rows=rows)) == plain
+    assert ids(answers(in_blocks, tiny, RowProposer(ContextDrafter(), 5, None), rows=rows)) == plain
+
+
+def test_records_that_share_a_prefix_share_its_blocks(in_blocks, in_one_piece, tiny):
+    tokenizer = in_blocks(tiny)[1]
+    base = next(requests_for(tokenizer)).token_ids
+    head = (base * 9)[:70]
+    rng = random.Random(3)
+    tails = [[rng.randrange(5, 300) for _ in range(1 + i % 5)] for i in range(7)]
+
+    def requests():
+        for i, (request, tail) in enumerate(zip(list(requests_for(tokenizer)) * 2, tails, strict=False)):
+            yield type(request)(i, f"s{i}", [*head, *tail], Sampling(max_new_tokens=NEW))
+
+    alone = ids(answers(in_one_piece, tiny, rows=1, requests=requests()))
+    together = answers(in_blocks, tiny, rows=4, requests=requests())
+    assert ids(together) == alone
+    assert sum(outcome.cached_prompt_tokens > 50 for outcome in together.values()) >= 5
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+def test_sampled_answers_are_the_same_in_blocks(in_blocks, in_one_piece, tiny, temperature):
+    sampling = Sampling(max_new_tokens=NEW, temperature=temperature, seed=4)
+    one = ids(answers(in_one_piece, tiny, rows=1, sampling=sampling))
+    assert ids(answers(in_blocks, tiny, RowProposer(ContextDrafter(), 4, None), rows=5, sampling=sampling)) == one
+
+
+def test_a_draft_model_in_blocks_changes_no_answer(in_blocks, tiny, tiny_draft, plain):
+    draft, _ = in_blocks(tiny_draft)
+    draft.resize(4)
+    assert ids(answers(in_blocks, tiny, DraftModel(draft, 400, None, 3, None), rows=4)) == plain
+
+
+# -- what fails -------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_cannot_be_captured_runs_uncaptured_with_a_note(tiny, plain):
+    def refuses(work):
+        work()
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    model, tokenizer = paged(tiny, refuses)
+    model.steps.notes = notes = Notes()
+    assert ids(answers(lambda _: (model, tokenizer), tiny, rows=4)) == plain
+    assert ["operation not permitted" in note for note in notes] == [True]
+    assert model.steps.captured == 0
+
+
+def test_memory_that_runs_out_while_capturing_is_no_reason_to_stop_capturing(tiny, plain):
+    tried = []
+
+    def short(work):
+        tried.append(1)
+        if len(tried) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return emulated(work)
+
+    model, tokenizer = paged(tiny, short)
+    assert ids(answers(lambda _: (model, tokenizer), tiny, rows=4)) == plain
+    assert model.steps.captured > 0
+
+
+def test_a_model_that_blocks_do_not_fit_gets_torchs_own_attention_with_the_reason(words):
+    notes = []
+    model = loaded.prepare(build("llama-dynamic", words), notes, attention="flex")
+    assert model.steps is None
+    assert any(note.startswith("attention: FlexAttention is not used") and "frequencies" in note for note in notes)
+
+
+# -- the runner -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["none", "context"])
+def test_a_run_in_blocks_gives_the_same_answers_and_says_what_computed_them(tiny, method):
+    sampling = {"max_new_tokens": 20}
+    expected, _, _ = run("huggingface", tiny, "none", sampling, batch_size=3)
+    got, _, runner = run("huggingface", tiny, method, sampling, batch_size=3, attention="flex", graphs="emulate")
+    assert [each.token_ids for each in sorted(got, key=index)] == [
+        each.token_ids for each in sorted(expected, key=index)
+    ]
+    about = runner.about()
+    assert about["attention"] == "flex"
+    assert about["captured_steps"] > 2
