@@ -121,7 +121,7 @@ def test_tables_are_wide_enough_and_have_few_widths(blocks):
 class Poisoned(steps.PagedSteps):
     """Steps before each of which all that it must not read holds something wrong."""
 
-    def _run(self, shape, values):
+    def _step(self, shape):
         for step in self._steps.values():
             step.device.fill_(3)
             step.host.fill_(5)
@@ -131,7 +131,7 @@ class Poisoned(steps.PagedSteps):
         for block in set(range(self.cache.blocks)) - used:
             for store in self.cache.memory():
                 store[:, block * SIZE : (block + 1) * SIZE] = 1e4  # NaN would show even with weight 0
-        return super()._run(shape, values)
+        return super()._step(shape)
 
 
 class ShortBlocks(PagedCache):

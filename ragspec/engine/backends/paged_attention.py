@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from ragspec.engine.kv.cache import LayerCache
 from ragspec.engine.kv.paged_cache import PagedCache
@@ -21,6 +22,7 @@ from ragspec.engine.model.masks import MaskRule, Unsupported
 
 FAR = 1 << 20  # index of a block that is none of a row's; times a block's tokens it is still an int32
 QUERIES = 128  # queries of a block of FlexAttention
+SHAPES = 256  # shapes and masks that it may be compiled for; beyond, torch would run it as plain operators
 UNCOMPILED = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"  # torch's switch for calling FlexAttention as plain operators
 
 
@@ -140,42 +142,54 @@ def flex(compiled: bool) -> Compute:
     """Return attention by FlexAttention. compiled: by inductor, as it is fast; else as plain operators, for checks."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    call: Any = torch.compile(flex_attention) if compiled else flex_attention
+    call: Any = flex_attention
+    if compiled:
+        for limit in ("recompile_limit", "accumulated_recompile_limit"):
+            setattr(torch._dynamo.config, limit, max(SHAPES, getattr(torch._dynamo.config, limit)))
+        call = torch.compile(flex_attention, dynamic=False)
 
     def attend(
         step: PagedAttention, layer: LayerCache, queries: torch.Tensor, scores: Scores, rule: MaskRule | None
     ) -> torch.Tensor:
         cap, sinks = scores.cap or 0.0, scores.sinks
+        rows, heads, tokens, _ = queries.shape
+        folds = tokens < QUERIES
 
         def capped(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
             return cap * torch.tanh(score / cap)
 
+        if folds:  # a group's heads as further queries of one: each block is read once, whatever their number
+            queries = queries.reshape(rows, layer.keys.shape[0], -1, queries.shape[3])
+        mask = step.mask(rule, lambda rule: block_mask(step, rule, queries.shape[2]))
         with nullcontext() if compiled else _uncompiled():
             out = call(
                 queries,
                 layer.keys[None],
                 layer.values[None],
                 score_mod=capped if cap else None,
-                block_mask=step.mask(rule, lambda rule: block_mask(step, rule)),
+                block_mask=mask,
                 scale=scores.scaling,
                 enable_gqa=queries.shape[1] != layer.keys.shape[0],
                 return_lse=sinks is not None,
             )
-        if (
-            sinks is not None
-        ):  # it takes weight and has no value: the others' share is exp(lse) / (exp(lse) + exp(sink))
-            seen, lse = out
-            out = (seen * torch.sigmoid(lse - sinks.float()[:, None])[..., None]).to(seen.dtype)
-        attended: torch.Tensor = out
-        return attended
+        if sinks is None:
+            attended: torch.Tensor = out.reshape(rows, heads, tokens, -1)
+            return attended
+        # a sink takes weight and has no value: the others' share is exp(lse) / (exp(lse) + exp(sink))
+        seen, lse = (each.reshape(rows, heads, tokens, -1) for each in out)
+        weighed: torch.Tensor = seen * torch.sigmoid(lse - sinks.float()[:, None, None])
+        return weighed.to(seen.dtype)
 
     return attend
 
 
-def block_mask(step: PagedAttention, rule: MaskRule | None) -> Any:
+def block_mask(step: PagedAttention, rule: MaskRule | None, queries: int) -> Any:
     """Return FlexAttention's mask of a step: which blocks each row reads, and what its queries see of them.
 
-    Under the plain causal mask, blocks before a row's first token are seen in full.
+    Prompts under the plain causal mask see blocks before their first token in full, without a look at the mask. In
+    other steps all blocks stand in one list: torch's kernel for few queries divides it among the GPU's cores by its
+    length, which it does not do for full blocks. Both lists have one width, since that kernel reads both with the
+    strides of the first. (torch 2.13, _inductor/kernel/flex/templates/flex_decode.py.jinja)
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -191,24 +205,25 @@ def block_mask(step: PagedAttention, rule: MaskRule | None) -> Any:
 
     def visible(b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
         slot = logical[b, kv // size] * size + kv % size
-        position = positions[b, q]
+        position = positions[b, q % tokens]
         seen = slot <= position if rule is None else rule.function(b, h, position, slot)
         return torch.logical_and(seen, slot < ends[b])
 
     counts, blocks, full = used, tables, None
-    if rule is None:
+    if rule is None and queries == QUERIES:
         full = step.first.to(torch.int32)
         counts = used - full
-        edge = step.first[:, None] + torch.arange(1 + (tokens + size - 2) // size, device=device)
-        blocks = tables.gather(1, edge.clamp_(max=width - 1))
+        blocks = tables.gather(1, (step.first[:, None] + indices).clamp(max=width - 1))
+    if device.type == "cpu":  # where inductor wants lists as long as the pool
+        blocks, tables = (pad(each, (0, max(0, total - width))) for each in (blocks, tables))
     mask: Any = BlockMask.from_kv_blocks(
         counts[:, None, None].contiguous(),
         blocks[:, None, None].contiguous(),
         None if full is None else full[:, None, None].contiguous(),
         None if full is None else tables[:, None, None].contiguous(),
-        BLOCK_SIZE=(QUERIES, size),
+        BLOCK_SIZE=(max(QUERIES, 1 << (queries - 1).bit_length()), size),
         mask_mod=visible,
-        seq_lengths=(tokens, total * size),
+        seq_lengths=(queries, total * size),
         compute_q_blocks=False,
     )
     return mask

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
 
 from ragspec.engine.backends.paged_attention import QUERIES, Compute, PagedAttention, StepTensors
-from ragspec.engine.kv.block_pool import PADDING
 from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model.attention import attending
 from ragspec.engine.model.layout import Segment
@@ -23,9 +22,10 @@ from ragspec.engine.notes import Notes
 from ragspec.errors import flat
 from ragspec.models.memory import MAY_BE_MEMORY, is_out_of_memory
 
-TOKENS = (1, 2, 4, 8, 16, 32, QUERIES)  # of a row, padding included
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of a step, padding included
-TILES = 32  # most rows of a step that computes prompts
+# Few sizes, since FlexAttention is compiled and a graph captured for each; weights cost more than padding.
+TOKENS = (1, 4, 8, 16, 32, QUERIES)  # of a row, padding included
+ROWS = (1, 4, 16, 64, 256)  # of a step, padding included
+TILES = 16  # most rows of a step that computes prompts
 WIDTH = 4  # least width of block tables; larger ones are powers of two
 
 # token ids (1, T), positions (1, T), packed indices of the wanted logits or None for all -> logits (wanted, vocab)
@@ -128,27 +128,39 @@ def tables_width(blocks: int) -> int:
 
 
 class Step:
-    """A step's static tensors. The host fills `host`; load() copies it to the device at once."""
+    """A step's static tensors. The host fills the arrays; load() copies them to the device at once.
+
+    Attributes:
+        token_ids, starts, counts, tables: The host's, (R, n), (R,), (R,) and (R, W), as in StepTensors.
+        kept: The host's indices of the wanted logits, (R,); empty if all are wanted.
+        tensors, wanted: The same on the device. wanted: None for all.
+        replay: Computes `logits` anew, once the step is captured.
+    """
 
     def __init__(self, shape: StepShape, device: torch.device) -> None:
-        self.shape = shape
         rows, tokens = shape.rows, shape.tokens
-        ends = [0, rows * tokens, rows, rows, rows * shape.width, 0 if shape.all_logits else rows]
-        ends = [sum(ends[: i + 1]) for i in range(len(ends))]
+        sizes = [rows * tokens, rows, rows, rows * shape.width, 0 if shape.all_logits else rows]
+        ends = [0, *accumulate(sizes)]
         self.host = torch.zeros(ends[-1], dtype=torch.long, pin_memory=device.type == "cuda")
         self.device = torch.zeros(ends[-1], dtype=torch.long, device=device)
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        parts = [self.device[first:last] for first, last in pairwise(ends)]
-        self.tensors = StepTensors(parts[0].view(rows, tokens), parts[1], parts[2], parts[3].view(rows, shape.width))
-        self.wanted = None if shape.all_logits else parts[4]
+        mine, theirs = ([each[first:last] for first, last in pairwise(ends)] for each in (self.host, self.device))
+        self.token_ids, self.tables = mine[0].view(rows, tokens).numpy(), mine[3].view(rows, shape.width).numpy()
+        self.starts, self.counts, self.kept = mine[1].numpy(), mine[2].numpy(), mine[4].numpy()
+        tables = theirs[3].view(rows, shape.width)
+        self.tensors = StepTensors(theirs[0].view(rows, tokens), theirs[1], theirs[2], tables)
+        self.wanted = None if shape.all_logits else theirs[4]
         self.replay: Callable[[], None] | None = None
         self.logits: torch.Tensor | None = None
 
-    def load(self, values: Sequence[int]) -> None:
-        """Copy the step's values to the device, in the order of its tensors."""
+    def clear(self) -> None:
+        """Make all rows padding, once the device has read what the host wrote before."""
         if self._copied is not None:
-            self._copied.synchronize()  # the copy before this one may still read the host's buffer
-        self.host.copy_(torch.tensor(values))
+            self._copied.synchronize()
+        self.host.zero_()
+
+    def load(self) -> None:
+        """Copy the arrays to the device."""
         self.device.copy_(self.host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
@@ -191,7 +203,7 @@ class PagedSteps:
         found: list[int] = []  # packed index of each of the parts' logits
         for rows, most in ((decoding, ROWS[-1]), (prompts, TILES)):
             for at in range(0, len(rows), most):
-                logits, indices = self._part(rows[at : at + most], token_ids, asked)
+                logits, indices = self._part(rows[at : at + most], token_ids, asked, rows is prompts)
                 parts.append(logits)
                 found += indices
         if len(parts) == 1 and found == list(wanted):
@@ -200,53 +212,53 @@ class PagedSteps:
         return torch.cat(parts)[[where[index] for index in wanted]]
 
     def _part(
-        self, rows: Sequence[StepRow], token_ids: Sequence[int], asked: Collection[int]
+        self, rows: Sequence[StepRow], token_ids: Sequence[int], asked: Collection[int], prompts: bool
     ) -> tuple[torch.Tensor, list[int]]:
         """Run one step; return a copy of the logits that are asked for, in float32, and the packed index of each."""
         tables = [self.cache.reserve_row(row.row, row.start, row.start + row.count) for row in rows]
         mine = [[i for i in range(row.packed, row.packed + row.count) if i in asked] for row in rows]
+        longest = max(row.count for row in rows)
         shape = StepShape(
             padded(len(rows), ROWS),
-            padded(max(row.count for row in rows), TOKENS),
-            tables_width(max(map(len, tables))),
-            any(len(each) > 1 for each in mine),
+            QUERIES if prompts else padded(longest, TOKENS),
+            tables_width(self.cache.slots // self.cache.size),
+            longest == 1 or any(len(indices) > 1 for indices in mine),
         )
-        if shape.tokens == 1 and not shape.all_logits:
-            shape = StepShape(shape.rows, 1, shape.width, True)
-        keep = [0] * shape.rows
-        ids, starts, counts, blocks = [0] * (shape.rows * shape.tokens), [0] * shape.rows, [0] * shape.rows, []
+        step = self._step(shape)
         places: list[int] = []  # of the wanted logits among the step's
         for number, (row, table, indices) in enumerate(zip(rows, tables, mine, strict=True)):
             at = number * shape.tokens
-            ids[at : at + row.count] = token_ids[row.packed : row.packed + row.count]
-            starts[number], counts[number] = row.start, row.count
-            blocks += table + [PADDING] * (shape.width - len(table))
+            step.token_ids[number, : row.count] = token_ids[row.packed : row.packed + row.count]
+            step.starts[number], step.counts[number] = row.start, row.count
+            step.tables[number, : len(table)] = table
             if shape.all_logits:
                 places += [at + index - row.packed for index in indices]
             elif indices:
-                keep[number] = at + indices[0] - row.packed
+                step.kept[number] = at + indices[0] - row.packed
                 places.append(number)
-        blocks += [PADDING] * (shape.width * (shape.rows - len(rows)))
-        logits = self._run(shape, ids + starts + counts + blocks + ([] if shape.all_logits else keep))
+        logits = self._run(shape, step)
         found = [index for indices in mine for index in indices]
         if places == list(range(len(logits))):
-            return logits.to(torch.float32, copy=True), found
+            return logits.to(torch.float32, copy=True), found  # the next step overwrites them
         return logits[places].float(), found
 
     # -- capture -----------------------------------------------------------------------------------
 
-    def _run(self, shape: StepShape, values: Sequence[int]) -> torch.Tensor:
-        """Return a step's logits; they stay until the next step of this shape."""
+    def _step(self, shape: StepShape) -> Step:
+        """Return the step of a shape, all padding."""
         if self._version != self.cache.version:  # the memory that steps were captured with is gone
             self._steps.clear()
             self._version = self.cache.version
         step = self._steps.get(shape)
         if step is None:
             step = self._steps[shape] = Step(shape, self._device)
-        step.load(values)
-        if self._capture is None or not self.cache.layers:
-            return self._work(step)
-        if step.replay is None:
+        step.clear()
+        return step
+
+    def _run(self, shape: StepShape, step: Step) -> torch.Tensor:
+        """Return a step's logits; they stay until the next step of this shape."""
+        step.load()
+        if step.replay is None and self._capture is not None and self.cache.layers:
             try:
                 step.replay, step.logits = self._capture(lambda: self._work(step))
             except MAY_BE_MEMORY as error:
@@ -254,9 +266,9 @@ class PagedSteps:
                 if is_out_of_memory(error):
                     raise
                 self._go_uncaptured(error)
-                return self._run(shape, values)
+        if step.replay is None or step.logits is None:
+            return self._work(step)
         step.replay()
-        assert step.logits is not None
         return step.logits
 
     def _work(self, step: Step) -> torch.Tensor:
