@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from ragspec.engine.engine import CHUNK, CHUNK_CUDA, LOOKAHEAD, Engine, EngineSettings
-from ragspec.engine.kv.budget import KvBudget, budget_of, choose_rows, most_rows, untimed_rows
+from ragspec.engine.kv.budget import SHARE, SHARE_POOL, KvBudget, budget_of, choose_rows, most_rows, untimed_rows
 from ragspec.engine.kv.paged_cache import BLOCK, PagedCache
 from ragspec.engine.model.compiled import Wish, compile_layers
 from ragspec.engine.model.forward import Model
@@ -136,7 +136,7 @@ class EngineBackend:
             if model.steps is not None:
                 model.steps.notes = self.notes
         if inner.device.type == "cuda":  # once, since captured steps know the addresses
-            blocks = budget_of(inner.device) // (self._bytes_per_token * BLOCK)
+            blocks = budget_of(inner.device, share=SHARE_POOL) // (self._bytes_per_token * BLOCK)
             for cache in self._paged:
                 cache.allocate(blocks)
         self._start_anew()
@@ -216,9 +216,9 @@ class EngineBackend:
     def _room(self) -> KvBudget:
         """Return the memory for keys and values."""
         device, kept = self._model.device, sum(model.kept_bytes for model in self._models)
-        budget = budget_of(device, kept)
         if not self._paged:
-            return KvBudget(self._bytes_per_token, budget)
+            return KvBudget(self._bytes_per_token, budget_of(device, kept))
+        budget = budget_of(device, kept, SHARE_POOL if device.type == "cuda" else SHARE)
         if device.type == "cuda":
             blocks = min(cache.blocks for cache in self._paged) - 1
             budget = min(budget, blocks * BLOCK * self._bytes_per_token)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ragspec.engine.kv.budget import FEWEST, MOST, PAYS, most_rows
+from ragspec.engine.kv.budget import FEWEST, MOST, MOST_CUDA, PAYS, most_rows
 
 CPU = torch.device("cpu")
 
@@ -36,4 +36,4 @@ def test_nothing_is_timed_beyond_what_there_are_records_for():
 
 
 def test_a_gpu_is_not_asked():
-    assert asked(torch.device("cuda"), 1000, lambda rows: float(rows)) == (MOST, [])
+    assert asked(torch.device("cuda"), 1000, lambda rows: float(rows)) == (MOST_CUDA, [])

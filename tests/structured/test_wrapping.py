@@ -197,7 +197,10 @@ def test_nullable_allows_null(schema, good, bad):
 @pytest.mark.parametrize(
     ("schema", "why"),
     [
-        ({"type": "string", "nullable": True, "enum": ["a"]}, r'\$: "nullable" only adds null .*; add null to the "enum"'),
+        (
+            {"type": "string", "nullable": True, "enum": ["a"]},
+            r'\$: "nullable" only adds null .*; add null to the "enum"',
+        ),
         ({"items": {"$ref": "#/$defs/A", "nullable": True}, "$defs": {"A": {}}}, r'\$\.items: .* write "anyOf" with a'),
         (
             {"type": "object", "properties": {"a": {"type": "string", "required": True}}},

@@ -216,7 +216,12 @@ class PagedSteps:
     ) -> tuple[torch.Tensor, list[int]]:
         """Run one step; return a copy of the logits that are asked for, in float32, and the packed index of each."""
         tables = [self.cache.reserve_row(row.row, row.start, row.start + row.count) for row in rows]
-        mine = [[i for i in range(row.packed, row.packed + row.count) if i in asked] for row in rows]
+        mine = [
+            [row.packed] * (row.packed in asked)
+            if row.count == 1
+            else [i for i in range(row.packed, row.packed + row.count) if i in asked]
+            for row in rows
+        ]
         longest = max(row.count for row in rows)
         shape = StepShape(
             padded(len(rows), ROWS),

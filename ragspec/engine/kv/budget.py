@@ -86,7 +86,8 @@ class Backoff:
 # -- batch size ------------------------------------------------------------------------------------
 FEWEST, MOST, MOST_CUDA = 16, 128, 256  # rows, if memory allows
 PAYS = 1.25  # times the tokens per second that make twice the rows, and twice their memory, worthwhile
-SHARE, SHARE_CUDA = 0.5, 0.8  # of free memory, for keys and values
+SHARE = 0.5  # of free memory, for keys and values
+SHARE_POOL = 0.8  # the same for a pool of blocks, which never moves
 KEPT = 8  # the machine's memory is at least this many times the KV memory kept between runs
 TYPICAL = 0.9  # share of the sampled requests that fit the chosen row size
 
@@ -115,14 +116,9 @@ def most_rows(device: torch.device, limit: int, step: Callable[[int], float]) ->
     return rows
 
 
-def budget_of(device: torch.device, kept: int = 0) -> int:
+def budget_of(device: torch.device, kept: int = 0, share: float = SHARE) -> int:
     """Return the bytes that the KV cache may take on `device`. kept: bytes that it holds already."""
-    return int((free_on(device) + kept) * share_on(device))
-
-
-def share_on(device: torch.device) -> float:
-    """Return the share of a device's free memory that keys and values may take."""
-    return SHARE_CUDA if device.type == "cuda" else SHARE
+    return int((free_on(device) + kept) * share)
 
 
 def keepable(device: torch.device) -> int:
@@ -145,9 +141,8 @@ def choose_rows(
     fit = max(1, room.rows(slots))
     need = f"rows of {slots:,} tokens, {room.bytes_per_token / 1024:,.0f} KiB per token"
     if fit < most:
-        share = share_on(device)
-        free = (room.budget or 0) / share / (1 << 30)
-        return fit, f"batch_size: auto chose {fit}, which fill {share:.0%} of the {free:.1f} GiB that are free ({need})"
+        budget = (room.budget or 0) / (1 << 30)
+        return fit, f"batch_size: auto chose {fit}, which fill the {budget:.1f} GiB of free memory for them ({need})"
     why = "there are no more records" if all_at_once else "more would add little speed here"
     return most, f"batch_size: auto chose {most}: {why} ({need})"
 

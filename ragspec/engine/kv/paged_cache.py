@@ -69,7 +69,9 @@ class PagedCache(ModelCache):
 
     def reserve_row(self, row: int, first: int, end: int) -> list[int]:
         """Return a row's blocks, with room of its own for its tokens from `first` to before `end`."""
-        self._copy(self._tables.reserve(row, first, end))
+        copies = self._tables.reserve(row, first, end)
+        if copies:
+            self._copy(copies)
         return self._tables.of(row)
 
     # -- memory ------------------------------------------------------------------------------------

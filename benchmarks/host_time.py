@@ -1,0 +1,106 @@
+"""What a step over the paged cache takes on the host: everything but the model, as a GPU would compute it, and drafts.
+
+    python benchmarks/host_time.py --rows 1 16 64 256
+
+A tiny random model decodes with captured steps emulated. What its forwards take, and what copies logits and finds the
+best tokens, would be the device's time, and is taken off. Prints the median of the steps in which all rows decode.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ragspec.engine.backends.paged_attention import gathered
+from ragspec.engine.engine import CHUNK_CUDA, Engine, EngineSettings
+from ragspec.engine.model.forward import Model
+from ragspec.engine.proposers.base import NoProposer
+from ragspec.records import Generation, Request, Sampling
+
+VOCABULARY = 512
+
+
+class TimedCapture:
+    """Emulates captured steps. seconds: spent in them."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        """Return what runs the work again, timed, and its result."""
+        result = work().clone()
+
+        def replay() -> None:
+            started = time.perf_counter()
+            result.copy_(work())
+            self.seconds += time.perf_counter() - started
+
+        return replay, result
+
+
+def build() -> Any:
+    """Return a Llama of one layer."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=4096,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def steps(rows: int, prompt: int, tokens: int) -> Iterator[float]:
+    """Yield the host's seconds of each step in which `rows` rows decode."""
+    capture = TimedCapture()
+    model = Model(build(), rows, None, gathered, capture)
+    engine = Engine(model, NoProposer(), None, frozenset(), EngineSettings(chunk=CHUNK_CUDA))  # type: ignore[arg-type]
+    requests = (
+        Request(i, str(i), [(i + j) % VOCABULARY for j in range(prompt)], Sampling(max_new_tokens=tokens))
+        for i in range(rows)
+    )
+    marks: list[tuple[float, float, int]] = []
+    logits = model.logits
+
+    def timed(segments: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        marks.append((time.perf_counter(), capture.seconds, sum(not segment.alone for segment in segments)))
+        return logits(segments, *args, **kwargs)
+
+    model.logits = timed  # type: ignore[method-assign]
+    assert sum(isinstance(outcome, Generation) for outcome in engine.run(requests)) == rows
+    for (start, before, decoding), (end, after, _) in pairwise(marks):
+        if decoding == rows:
+            yield end - start - (after - before)
+
+
+def main() -> None:
+    """Print a line per number of rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--prompt", type=int, default=600, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=160, help="tokens of an answer")
+    parser.add_argument("--profile", action="store_true", help="show where the time of the last run goes")
+    args = parser.parse_args()
+    for rows in args.rows:
+        seconds = list(steps(rows, args.prompt, args.tokens))
+        print(f"{rows:4d} rows: {1e3 * statistics.median(seconds):.2f} ms a step on the host, {len(seconds)} steps")
+    if args.profile:
+        with cProfile.Profile() as profile:
+            list(steps(args.rows[-1], args.prompt, args.tokens))
+        profile.print_stats("tottime")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Captured steps on a GPU: FlexAttention compiles, graphs are captured, and answers are those of other ways."""
+
+import pytest
+import torch
+
+from ragspec.engine.engine import Engine, EngineSettings
+from ragspec.engine.model import loaded
+from ragspec.engine.notes import Notes
+from ragspec.engine.proposers.base import NoProposer, RowProposer
+from ragspec.models.tokenizer import HFTokenizer
+from ragspec.records import Generation
+from ragspec.speculation.drafters.context import ContextDrafter
+from tests.engine.test_engine import requests_for
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+def prepared(folder, dtype=torch.float32, **wishes):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    inner = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to("cuda")
+    notes = Notes()
+    return loaded.prepare(inner, notes, **wishes), HFTokenizer(AutoTokenizer.from_pretrained(folder)), notes
+
+
+def answers(model, tokenizer, proposer=None, rows=4):
+    model.resize(rows)
+    engine = Engine(model, proposer or NoProposer(), tokenizer, frozenset(), EngineSettings())
+    outcomes = list(engine.run(requests_for(tokenizer)))
+    assert all(isinstance(outcome, Generation) for outcome in outcomes)
+    return {outcome.index: outcome.token_ids for outcome in outcomes}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_are_captured_without_a_note(tiny, dtype):
+    model, tokenizer, notes = prepared(tiny, dtype)
+    assert model.steps is not None
+    assert len(answers(model, tokenizer)) == 9
+    assert model.steps.captured > 0
+    assert not [note for note in notes if "graphs" in note or "FlexAttention" in note]
+
+
+@pytest.mark.parametrize("rows", [1, 4, 9])
+def test_answers_are_the_same_with_drafts_without_graphs_and_with_torchs_attention(tiny, rows):
+    model, tokenizer, _ = prepared(tiny)
+    plain = answers(model, tokenizer, rows=rows)
+    assert answers(model, tokenizer, RowProposer(ContextDrafter(), 5, None), rows=rows) == plain
+    assert answers(*prepared(tiny, graphs="off")[:2], rows=rows) == plain
+    assert answers(*prepared(tiny, attention="sdpa")[:2], rows=rows) == plain
