@@ -300,9 +300,9 @@ class EngineBackend:
         for model in self._models:
             model.rest()
 
-    def watched(self, bytes_per_s: float, flops_per_s: float) -> Profiler:
-        """Return a profiler of the model's forwards."""
-        return Profiler(self._model, bytes_per_s, flops_per_s)
+    def watched(self, bytes_per_s: float, flops_per_s: float) -> Profiler | None:
+        """Return a profiler of the model's forwards; None for captured steps, of which no part is seen."""
+        return None if self._paged else Profiler(self._model, bytes_per_s, flops_per_s)
 
     def about(self) -> dict[str, Any]:
         """Return what ran: rows, compiled layers, calibration of drafts, where the time went."""

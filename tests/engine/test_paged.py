@@ -15,6 +15,7 @@ from ragspec.engine.backends.steps import emulated, step_rows, tables_width
 from ragspec.engine.kv.block_pool import BlockPool, BlockTables
 from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model import forward, loaded
+from ragspec.engine.model.compiled import CompiledLayers, called_with
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.layout import Segment
 from ragspec.engine.model.self_check import differs
@@ -237,6 +238,23 @@ def test_a_draft_model_in_blocks_changes_no_answer(in_blocks, tiny, tiny_draft, 
     draft, _ = in_blocks(tiny_draft)
     draft.resize(4)
     assert ids(answers(in_blocks, tiny, DraftModel(draft, 400, None, 3, None), rows=4)) == plain
+
+
+def test_steps_captured_before_layers_were_compiled_are_captured_anew(words):
+    model = Model(build("llama-heads-of-16", words), 2, None, gathered, emulated)
+    model.logits([Segment(0, 0, 3)], [5, 6, 7], [0, 1, 2])
+    calls = []
+
+    def traced(graph):
+        bind = called_with(graph.module)
+        return lambda *args: (lambda run: lambda *given: calls.append(1) or run(*given))(bind(*args))
+
+    layers = CompiledLayers(model, traced, least=1)
+    for switch, called in ((layers.on, True), (layers.off, False)):
+        switch()
+        calls.clear()
+        assert differs(model, TOLERANCE) == ""
+        assert bool(calls) is called
 
 
 # -- what fails -------------------------------------------------------------------------------------------------------

@@ -81,9 +81,10 @@ class PagedAttention:
         if key.shape[2] != rows * tokens:
             raise Unsupported("attends to more than its own tokens")
         layer = self._write(key, value)
-        queries = query[0].view(-1, rows, tokens, query.shape[3]).transpose(0, 1)  # (R, heads, n, head_dim)
+        queries = query[0].reshape(-1, rows, tokens, query.shape[3]).transpose(0, 1)  # (R, heads, n, head_dim)
         out = self._compute(self, layer, queries, scores, rule)
-        return out.transpose(1, 2).reshape(1, rows * tokens, query.shape[1], -1)
+        # contiguous, as compiled layers expect
+        return out.transpose(1, 2).reshape(1, rows * tokens, query.shape[1], -1).contiguous()
 
     def _write(self, key: torch.Tensor, value: torch.Tensor) -> LayerCache:
         """Write a layer's keys and values; not again those that an earlier layer wrote, which layers may share."""

@@ -7,7 +7,8 @@ captured step (a CUDA graph) serves many. A step reads one buffer that the host 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Protocol
@@ -188,11 +189,26 @@ class PagedSteps:
         self._capture = capture
         self._steps: dict[StepShape, Step] = {}
         self._version = cache.version
+        self._pads = True
 
     @property
     def captured(self) -> int:
         """Number of captured steps."""
         return sum(step.replay is not None for step in self._steps.values())
+
+    def forget(self) -> None:
+        """Capture all steps anew, since what they run has changed."""
+        self._steps.clear()
+
+    @contextmanager
+    def unpadded(self) -> Iterator[None]:
+        """Run steps as they come, without padding or capture, so that each of their tokens is one of the forward's."""
+        self._pads = False
+        try:
+            yield
+        finally:
+            self._pads = True
+            self.forget()
 
     def logits(self, segments: Sequence[Segment], token_ids: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
         """Return the logits, (wanted, vocab) in float32, of the packed indices `wanted`; see Model.logits."""
@@ -224,8 +240,8 @@ class PagedSteps:
         ]
         longest = max(row.count for row in rows)
         shape = StepShape(
-            padded(len(rows), ROWS),
-            QUERIES if prompts else padded(longest, TOKENS),
+            padded(len(rows), ROWS) if self._pads else len(rows),
+            longest if not self._pads else QUERIES if prompts else padded(longest, TOKENS),
             tables_width(self.cache.slots // self.cache.size),
             longest == 1 or any(len(indices) > 1 for indices in mine),
         )
@@ -263,7 +279,7 @@ class PagedSteps:
     def _run(self, shape: StepShape, step: Step) -> torch.Tensor:
         """Return a step's logits; they stay until the next step of this shape."""
         step.load()
-        if step.replay is None and self._capture is not None and self.cache.layers:
+        if step.replay is None and self._capture is not None and self._pads and self.cache.layers:
             try:
                 step.replay, step.logits = self._capture(lambda: self._work(step))
             except MAY_BE_MEMORY as error:

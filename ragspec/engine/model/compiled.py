@@ -13,7 +13,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -106,6 +106,7 @@ class CompiledLayers:
         self._model.compiled = self
         for layer, forward in self._forwards.items():
             layer.forward = forward
+        self._model.forget_steps()
 
     def off(self) -> None:
         """Run the layers as they were."""
@@ -113,6 +114,7 @@ class CompiledLayers:
         self._model.compiled = None
         for layer in self._forwards:
             layer.__dict__.pop("forward", None)
+        self._model.forget_steps()
 
     def _forward(self, layer: torch.nn.Module, graph: Graph, bind: Bind, called: LayerCall) -> Callable[..., Any]:
         """Return the replacement of `layer.forward`."""
@@ -182,7 +184,8 @@ def _calls(model: Model, layers: Sequence[torch.nn.Module]) -> list[LayerCall]:
     hooks: list[Any] = [layer.register_forward_pre_hook(begins, with_kwargs=True) for layer in layers]
     hooks += [layer.register_forward_hook(ends) for layer in layers]
     try:
-        model.logits([Segment(0, 0, tokens)], [1] * tokens, range(tokens))
+        with model.steps.unpadded() if model.steps else nullcontext():
+            model.logits([Segment(0, 0, tokens)], [1] * tokens, range(tokens))
     finally:
         for hook in hooks:
             hook.remove()

@@ -199,6 +199,11 @@ class Model:
             self.inner.set_attn_implementation(NAME)
             self.frequencies.forget()
 
+    def forget_steps(self) -> None:
+        """Capture steps anew, since the model's code has changed."""
+        if self.steps is not None:
+            self.steps.forget()
+
     @property
     def layers(self) -> list[torch.nn.Module]:
         """The decoder layers, in order; empty if the model does not keep them in a list of its depth."""
