@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.exc import TorchDynamoException
 
 from ragspec.engine.backends import steps
 from ragspec.engine.backends.paged_attention import flex, gathered
@@ -172,11 +173,11 @@ def test_a_step_computes_what_transformers_computes(words, family, compute):
     assert model.steps.captured > 0
 
 
-def paged(folder, capture=emulated):
+def paged(folder, capture=emulated, compute=gathered):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     inner = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return Model(inner, 4, None, gathered, capture), HFTokenizer(AutoTokenizer.from_pretrained(folder))
+    return Model(inner, 4, None, compute, capture), HFTokenizer(AutoTokenizer.from_pretrained(folder))
 
 
 @pytest.fixture
@@ -270,6 +271,21 @@ def test_a_step_that_cannot_be_captured_runs_uncaptured_with_a_note(tiny, plain)
     assert ids(answers(lambda _: (model, tokenizer), tiny, rows=4)) == plain
     assert ["operation not permitted" in note for note in notes] == [True]
     assert model.steps.captured == 0
+
+
+def test_a_shape_that_flex_attention_does_not_compile_for_is_computed_over_gathered_blocks(tiny, plain, monkeypatch):
+    def compiles_nothing(*_, **__):
+        def call(query, *args, **kwargs):
+            raise TorchDynamoException("no valid triton configs")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compiles_nothing)
+    notes = []
+    model, tokenizer = paged(tiny, compute=flex(True, notes))
+    assert ids(answers(lambda _: (model, tokenizer), tiny, rows=4)) == plain
+    assert ["no valid triton configs" in note for note in notes] == [True]
+    assert model.steps.captured > 0
 
 
 def test_memory_that_runs_out_while_capturing_is_no_reason_to_stop_capturing(tiny, plain):

@@ -19,6 +19,7 @@ from ragspec.engine.kv.cache import LayerCache
 from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model.attention import Scores, weigh
 from ragspec.engine.model.masks import MaskRule, Unsupported
+from ragspec.errors import flat
 
 FAR = 1 << 20  # index of a block that is none of a row's; times a block's tokens it is still an int32
 QUERIES = 128  # queries of a block of FlexAttention
@@ -61,7 +62,7 @@ class PagedAttention:
         block = step.tables.gather(1, self.positions // size)
         self._writes = torch.where(real, block * size, 0).add_(self.positions % size).flatten()
         self._compute = compute
-        self._masks: dict[MaskRule | None, Any] = {}
+        self._masks: dict[tuple[MaskRule | None, Any], Any] = {}
         self._written: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, LayerCache]] = {}
 
     @property
@@ -96,11 +97,11 @@ class PagedAttention:
             self._written[names] = key, value, layer
         return self._written[names][2]
 
-    def mask(self, rule: MaskRule | None, make: Callable[[MaskRule | None], Any]) -> Any:
-        """Return what `make` makes of a rule, once for all layers of the step."""
-        if rule not in self._masks:
-            self._masks[rule] = make(rule)
-        return self._masks[rule]
+    def mask(self, rule: MaskRule | None, make: Callable[[MaskRule | None], Any], whose: Any = None) -> Any:
+        """Return what `make` makes of a rule, once for all layers of the step. whose: who asks, if several do."""
+        if (rule, whose) not in self._masks:
+            self._masks[rule, whose] = make(rule)
+        return self._masks[rule, whose]
 
 
 Compute = Callable[[PagedAttention, LayerCache, torch.Tensor, Scores, MaskRule | None], torch.Tensor]
@@ -132,18 +133,26 @@ def gathered(
         return blocks.flatten(2, 3).transpose(0, 1)  # (R, kv_heads, slots, head_dim)
 
     folded = queries.reshape(rows, kv_heads, groups * tokens, -1)
-    mask = step.mask(rule, visible)
+    mask = step.mask(rule, visible, gathered)
     return weigh(folded, of_rows(layer.keys), of_rows(layer.values), mask, scores, groups).view(rows, heads, tokens, -1)
 
 
 # -- FlexAttention ---------------------------------------------------------------------------------
 
 
-def flex(compiled: bool) -> Compute:
-    """Return attention by FlexAttention. compiled: by inductor, as it is fast; else as plain operators, for checks."""
+def flex(compiled: bool, notes: list[str] | None = None) -> Compute:
+    """Return attention by FlexAttention.
+
+    Args:
+        compiled: By inductor, as it is fast; otherwise as plain operators, for checks. A shape for which it does not
+            compile is computed over gathered blocks.
+        notes: Receives a note in that case.
+    """
+    from torch._dynamo.exc import TorchDynamoException
     from torch.nn.attention.flex_attention import flex_attention
 
     call: Any = flex_attention
+    refused: set[tuple[int, ...]] = set()  # shapes of queries
     if compiled:
         for limit in ("recompile_limit", "accumulated_recompile_limit"):
             setattr(torch._dynamo.config, limit, max(SHAPES, getattr(torch._dynamo.config, limit)))
@@ -155,6 +164,9 @@ def flex(compiled: bool) -> Compute:
         cap, sinks = scores.cap or 0.0, scores.sinks
         rows, heads, tokens, _ = queries.shape
         folds = tokens < QUERIES
+        if queries.shape in refused:
+            return gathered(step, layer, queries, scores, rule)
+        whole = queries
 
         def capped(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
             return cap * torch.tanh(score / cap)
@@ -162,17 +174,25 @@ def flex(compiled: bool) -> Compute:
         if folds:  # a group's heads as further queries of one: each block is read once, whatever their number
             queries = queries.reshape(rows, layer.keys.shape[0], -1, queries.shape[3])
         mask = step.mask(rule, lambda rule: block_mask(step, rule, queries.shape[2]))
-        with nullcontext() if compiled else _uncompiled():
-            out = call(
-                queries,
-                layer.keys[None],
-                layer.values[None],
-                score_mod=capped if cap else None,
-                block_mask=mask,
-                scale=scores.scaling,
-                enable_gqa=queries.shape[1] != layer.keys.shape[0],
-                return_lse=sinks is not None,
-            )
+        try:
+            with nullcontext() if compiled else _uncompiled():
+                out = call(
+                    queries,
+                    layer.keys[None],
+                    layer.values[None],
+                    score_mod=capped if cap else None,
+                    block_mask=mask,
+                    scale=scores.scaling,
+                    enable_gqa=queries.shape[1] != layer.keys.shape[0],
+                    return_lse=sinks is not None,
+                )
+        except TorchDynamoException as error:  # what inductor and Triton raise is one of these
+            if notes is not None and not refused:
+                notes.append(
+                    f"attention: FlexAttention does not compile for some steps, which are slower: {flat(error)}"
+                )
+            refused.add(tuple(whole.shape))
+            return gathered(step, layer, whole, scores, rule)
         if sinks is None:
             attended: torch.Tensor = out.reshape(rows, heads, tokens, -1)
             return attended

@@ -111,7 +111,7 @@ def prepare(
         notes.append(f"graphs: on has no effect on {inner.device.type}")
     capture = emulated if graphs == "emulate" else CudaGraphs() if cuda and graphs != "off" else None
     try:
-        return _prepared(inner, notes, native, False, flex(compiled=cuda), capture)
+        return _prepared(inner, notes, native, False, flex(cuda, notes), capture)
     except Refused as reason:
         model = _prepared(inner, notes, native, True)
         notes.append(f"attention: FlexAttention is not used, which would be faster on a GPU: {reason}")
