@@ -16,7 +16,7 @@ from ragspec.engine.kv.cache import RaggedCache
 from ragspec.engine.kv.prefix_blocks import WORTH, grouped, largest_first, shared
 from ragspec.engine.model import layout as layout_module
 from ragspec.engine.model import masks
-from ragspec.engine.model.attention import attend
+from ragspec.engine.model.attention import PackedAttention, attend, attending
 from ragspec.engine.model.layout import PADDING, Layout, Segment
 from ragspec.engine.notes import Notes
 from ragspec.engine.proposers.base import NoProposer, RowProposer, cut
@@ -489,7 +489,7 @@ def attended(layout, window, dtype=torch.float64, cap=None, sinks=False):
     queries = torch.randn(1, heads, layout.tokens, size, dtype=dtype)
     sink = torch.randn(heads, dtype=dtype) if sinks else None
     rule = window_rule(window)
-    with cache.forward(layout):
+    with cache.forward(layout), attending(PackedAttention(cache, layout)):
         out, _ = attend(None, queries, keys, values, rule, scaling=0.3, softcap=cap, s_aux=sink)
 
     expected = torch.empty_like(out)

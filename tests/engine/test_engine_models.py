@@ -225,7 +225,7 @@ def test_memory_limits_the_batch_size(tiny, monkeypatch):
     monkeypatch.setattr(capacity, "free_on", lambda device: 200_000)
     _, about, runner = run(tiny, "none", {"batch_size": "auto"})
     assert 1 < about["batch_size"] < 16
-    assert any("half of the" in note for note in runner.notes)
+    assert any("of free memory" in note for note in runner.notes)
 
 
 @pytest.mark.parametrize(
