@@ -27,6 +27,7 @@ from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Sampling
 from ragspec.speculation.drafters.context import ContextDrafter
 from tests.conftest import train_tokenizer
+from tests.engine.test_compiled import COMPILER
 from tests.engine.test_counts import run
 from tests.engine.test_engine import NEW, Fixed, answers, ids, oracle, requests_for
 from tests.engine.test_engine_models import FAMILIES, SMALL, build
@@ -171,6 +172,14 @@ def test_a_step_computes_what_transformers_computes(words, family, compute):
     model = Model(build(family, words), 2, None, COMPUTE[compute], emulated)
     assert differs(model, TOLERANCE) == ""
     assert model.steps.captured > 0
+
+
+@COMPILER
+@pytest.mark.wide
+def test_compiled_flex_attention_reads_the_blocks_in_its_lists(words):
+    """As plain operators it reads all blocks and looks at the mask alone; compiled, even for a CPU, at the lists."""
+    model = Model(build("llama-heads-of-16", words), 2, None, flex(compiled=True))
+    assert differs(model, TOLERANCE) == ""
 
 
 def paged(folder, capture=emulated, compute=gathered):
