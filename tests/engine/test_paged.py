@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._dynamo.exc import TorchDynamoException
 
 from ragspec.engine.backends import steps
-from ragspec.engine.backends.paged_attention import flex, gathered
+from ragspec.engine.backends.paged_attention import flex, gathered, takes_block_lists
 from ragspec.engine.backends.steps import emulated, step_rows, tables_width
 from ragspec.engine.kv.block_pool import BlockPool, BlockTables
 from ragspec.engine.kv.paged_cache import PagedCache
@@ -35,6 +35,7 @@ from tests.engine.test_engine_models import FAMILIES, SMALL, build
 index = attrgetter("index")
 SIZE = 16  # tokens of a block: short texts have several
 TOLERANCE = 1e-4
+FLEX = pytest.mark.skipif(not takes_block_lists(), reason="this torch's FlexAttention wants more than lists of blocks")
 
 
 # -- blocks -----------------------------------------------------------------------------------------------------------
@@ -148,7 +149,6 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(forward, "PagedCache", ShortBlocks)
 
 
-COMPUTE = {"flex": flex(compiled=False), "gathered": gathered}
 SINKS = {**SMALL, "head_dim": 8, "num_local_experts": 4, "sliding_window": 10}
 DYNAMIC = {**SMALL, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
 MORE = {"gpt-oss": ("GptOss", SINKS), "llama-dynamic": ("Llama", DYNAMIC)}
@@ -166,14 +166,16 @@ def families(monkeypatch):
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt-oss"])
-@pytest.mark.parametrize("compute", COMPUTE)
+@pytest.mark.parametrize("compute", [pytest.param("flex", marks=FLEX), "gathered"])
 def test_a_step_computes_what_transformers_computes(words, family, compute):
     """Windows, caps and sinks among them."""
-    model = Model(build(family, words), 2, None, COMPUTE[compute], emulated)
+    compute = gathered if compute == "gathered" else flex(compiled=False)
+    model = Model(build(family, words), 2, None, compute, emulated)
     assert differs(model, TOLERANCE) == ""
     assert model.steps.captured > 0
 
 
+@FLEX
 @COMPILER
 @pytest.mark.wide
 def test_compiled_flex_attention_reads_the_blocks_in_its_lists(words):
@@ -282,6 +284,7 @@ def test_a_step_that_cannot_be_captured_runs_uncaptured_with_a_note(tiny, plain)
     assert model.steps.captured == 0
 
 
+@FLEX
 def test_a_shape_that_flex_attention_does_not_compile_for_is_computed_over_gathered_blocks(tiny, plain, monkeypatch):
     def compiles_nothing(*_, **__):
         def call(query, *args, **kwargs):
@@ -311,6 +314,7 @@ def test_memory_that_runs_out_while_capturing_is_no_reason_to_stop_capturing(tin
     assert model.steps.captured > 0
 
 
+@FLEX
 def test_a_model_that_blocks_do_not_fit_gets_torchs_own_attention_with_the_reason(words):
     notes = []
     model = loaded.prepare(build("llama-dynamic", words), notes, attention="flex")
@@ -318,9 +322,17 @@ def test_a_model_that_blocks_do_not_fit_gets_torchs_own_attention_with_the_reaso
     assert any(note.startswith("attention: FlexAttention is not used") and "frequencies" in note for note in notes)
 
 
+@pytest.mark.skipif(takes_block_lists(), reason="this torch's FlexAttention can be used")
+def test_an_older_torch_gets_torchs_own_attention_with_the_reason(words):
+    notes = []
+    assert loaded.prepare(build("llama", words), notes, attention="flex").steps is None
+    assert any("lists of blocks" in note for note in notes)
+
+
 # -- the runner -------------------------------------------------------------------------------------------------------
 
 
+@FLEX
 @pytest.mark.parametrize("method", ["none", "context"])
 def test_a_run_in_blocks_gives_the_same_answers_and_says_what_computed_them(tiny, method):
     sampling = {"max_new_tokens": 20}

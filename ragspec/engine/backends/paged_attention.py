@@ -7,6 +7,7 @@ Source: Dong et al. 2024, FlexAttention, arXiv:2412.05496.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -147,10 +148,17 @@ def flex(compiled: bool, notes: list[str] | None = None) -> Compute:
         compiled: By inductor, as it is fast; otherwise as plain operators, for checks. A shape for which it does not
             compile is computed over gathered blocks.
         notes: Receives a note in that case.
+
+    Raises:
+        Unsupported: This torch's FlexAttention cannot be used for rows in blocks.
     """
     from torch._dynamo.exc import TorchDynamoException
     from torch.nn.attention.flex_attention import flex_attention
 
+    if not takes_block_lists():
+        raise Unsupported(
+            f"needs a FlexAttention that takes lists of blocks alone, which torch {torch.__version__} lacks"
+        )
     call: Any = flex_attention
     refused: set[tuple[int, ...]] = set()  # shapes of queries
     if compiled:
@@ -202,6 +210,13 @@ def flex(compiled: bool, notes: list[str] | None = None) -> Compute:
         return weighed.to(seen.dtype)
 
     return attend
+
+
+def takes_block_lists() -> bool:
+    """Return whether masks can be made of lists of blocks alone, as in torch 2.13, and not in 2.6."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    return "compute_q_blocks" in inspect.signature(BlockMask.from_kv_blocks).parameters
 
 
 def block_mask(step: PagedAttention, rule: MaskRule | None, queries: int) -> Any:

@@ -112,9 +112,10 @@ def prepare(
     capture = emulated if graphs == "emulate" else CudaGraphs() if cuda and graphs != "off" else None
     try:
         return _prepared(inner, notes, native, False, flex(cuda, notes), capture)
-    except Refused as reason:
+    except (Refused, Unsupported) as reason:
         model = _prepared(inner, notes, native, True)
-        notes.append(f"attention: FlexAttention is not used, which would be faster on a GPU: {reason}")
+        why = f"it {reason}" if isinstance(reason, Unsupported) else reason
+        notes.append(f"attention: FlexAttention is not used, which would be faster on a GPU: {why}")
         return model
 
 
