@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ragspec.engine.backends.paged_attention import gathered
+from ragspec.engine.backends.steps import emulated
 from ragspec.engine.engine import CHUNK_CUDA, Engine, EngineSettings
 from ragspec.engine.model.forward import Model
 from ragspec.engine.proposers.base import NoProposer
@@ -35,14 +36,14 @@ class TimedCapture:
 
     def __call__(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         """Return what runs the work again, timed, and its result."""
-        result = work().clone()
+        replay, result = emulated(work)
 
-        def replay() -> None:
+        def timed() -> None:
             started = time.perf_counter()
-            result.copy_(work())
+            replay()
             self.seconds += time.perf_counter() - started
 
-        return replay, result
+        return timed, result
 
 
 def build() -> Any:

@@ -285,6 +285,17 @@ def test_a_step_that_cannot_be_captured_runs_uncaptured_with_a_note(tiny, plain)
 
 
 @FLEX
+def test_a_capture_that_fails_while_the_model_is_checked_is_noted(words, monkeypatch):
+    def refuses(work):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(loaded, "emulated", refuses)
+    notes = []
+    assert loaded.prepare(build("llama", words), notes, attention="flex", graphs="emulate").steps is not None
+    assert ["operation not permitted" in note for note in notes if note.startswith("graphs")] == [True]
+
+
+@FLEX
 def test_a_shape_that_flex_attention_does_not_compile_for_is_computed_over_gathered_blocks(tiny, plain, monkeypatch):
     def compiles_nothing(*_, **__):
         def call(query, *args, **kwargs):

@@ -8,7 +8,7 @@ Source: Dong et al. 2024, FlexAttention, arXiv:2412.05496.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from ragspec.engine.kv.cache import LayerCache
 from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model.attention import Scores, weigh
-from ragspec.engine.model.masks import MaskRule, Unsupported
+from ragspec.engine.model.masks import MaskRule, Unsupported, additive, seen
 from ragspec.errors import flat
 
 FAR = 1 << 20  # index of a block that is none of a row's; times a block's tokens it is still an int32
@@ -63,7 +63,7 @@ class PagedAttention:
         block = step.tables.gather(1, self.positions // size)
         self._writes = torch.where(real, block * size, 0).add_(self.positions % size).flatten()
         self._compute = compute
-        self._masks: dict[tuple[MaskRule | None, Any], Any] = {}
+        self._masks: dict[Hashable, Any] = {}
         self._written: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, LayerCache]] = {}
 
     @property
@@ -98,11 +98,11 @@ class PagedAttention:
             self._written[names] = key, value, layer
         return self._written[names][2]
 
-    def mask(self, rule: MaskRule | None, make: Callable[[MaskRule | None], Any], whose: Any = None) -> Any:
-        """Return what `make` makes of a rule, once for all layers of the step. whose: who asks, if several do."""
-        if (rule, whose) not in self._masks:
-            self._masks[rule, whose] = make(rule)
-        return self._masks[rule, whose]
+    def mask(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Return a mask, made once for all layers of the step that ask for the same `key`."""
+        if key not in self._masks:
+            self._masks[key] = make()
+        return self._masks[key]
 
 
 Compute = Callable[[PagedAttention, LayerCache, torch.Tensor, Scores, MaskRule | None], torch.Tensor]
@@ -119,23 +119,19 @@ def gathered(
     kv_heads = layer.keys.shape[0]
     groups = heads // kv_heads
 
-    def visible(rule: MaskRule | None) -> torch.Tensor:
-        slots = torch.arange(step.tables.shape[1] * step.size, device=queries.device)
-        seen = slots <= step.positions[..., None]  # (R, n, slots)
-        if rule is not None:
-            zero = torch.zeros((), dtype=torch.long, device=queries.device)
-            seen = rule.function(zero, zero, step.positions[..., None], slots).expand_as(seen)
-        seen = seen & (slots < step.ends[:, None, None])
-        mask = torch.zeros(seen.shape, dtype=queries.dtype, device=queries.device).masked_fill_(~seen, float("-inf"))
-        return mask[:, None].repeat(1, 1, groups, 1)
+    def mask() -> torch.Tensor:
+        slots = step.tables.shape[1] * step.size
+        own = torch.arange(slots, device=queries.device) < step.ends[:, None, None]
+        return additive(seen(step.positions, slots, rule) & own, groups, queries.dtype)
 
     def of_rows(store: torch.Tensor) -> torch.Tensor:
         blocks = store.view(kv_heads, -1, step.size, store.shape[2])[:, step.tables]
         return blocks.flatten(2, 3).transpose(0, 1)  # (R, kv_heads, slots, head_dim)
 
     folded = queries.reshape(rows, kv_heads, groups * tokens, -1)
-    mask = step.mask(rule, visible, gathered)
-    return weigh(folded, of_rows(layer.keys), of_rows(layer.values), mask, scores, groups).view(rows, heads, tokens, -1)
+    sight = step.mask((gathered, rule, groups), mask)
+    out = weigh(folded, of_rows(layer.keys), of_rows(layer.values), sight, scores, groups)
+    return out.view(rows, heads, tokens, -1)
 
 
 # -- FlexAttention ---------------------------------------------------------------------------------
@@ -181,7 +177,7 @@ def flex(compiled: bool, notes: list[str] | None = None) -> Compute:
 
         if folds:  # a group's heads as further queries of one: each block is read once, whatever their number
             queries = queries.reshape(rows, layer.keys.shape[0], -1, queries.shape[3])
-        mask = step.mask(rule, lambda rule: block_mask(step, rule, queries.shape[2]))
+        mask = step.mask((flex, rule, queries.shape[2]), lambda: block_mask(step, rule, queries.shape[2]))
         try:
             with nullcontext() if compiled else _uncompiled():
                 out = call(
@@ -205,9 +201,9 @@ def flex(compiled: bool, notes: list[str] | None = None) -> Compute:
             attended: torch.Tensor = out.reshape(rows, heads, tokens, -1)
             return attended
         # a sink takes weight and has no value: the others' share is exp(lse) / (exp(lse) + exp(sink))
-        seen, lse = (each.reshape(rows, heads, tokens, -1) for each in out)
-        weighed: torch.Tensor = seen * torch.sigmoid(lse - sinks.float()[:, None, None])
-        return weighed.to(seen.dtype)
+        others, lse = (each.reshape(rows, heads, tokens, -1) for each in out)
+        weighed: torch.Tensor = others * torch.sigmoid(lse - sinks.float()[:, None, None])
+        return weighed.to(others.dtype)
 
     return attend
 
@@ -242,8 +238,8 @@ def block_mask(step: PagedAttention, rule: MaskRule | None, queries: int) -> Any
     def visible(b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
         slot = logical[b, kv // size] * size + kv % size
         position = positions[b, q % tokens]
-        seen = slot <= position if rule is None else rule.function(b, h, position, slot)
-        return torch.logical_and(seen, slot < ends[b])
+        shown = slot <= position if rule is None else rule.function(b, h, position, slot)
+        return torch.logical_and(shown, slot < ends[b])
 
     counts, blocks, full = used, tables, None
     if rule is None and queries == QUERIES:
@@ -267,7 +263,7 @@ def block_mask(step: PagedAttention, rule: MaskRule | None, queries: int) -> Any
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Call FlexAttention as plain operators, where torch has the switch (2.9 and later)."""
+    """Call FlexAttention as plain operators, where torch has the switch."""
     from torch.nn.attention import flex_attention
 
     before = getattr(flex_attention, UNCOMPILED, None)

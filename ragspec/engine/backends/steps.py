@@ -19,7 +19,6 @@ from ragspec.engine.backends.paged_attention import QUERIES, Compute, PagedAtten
 from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model.attention import attending
 from ragspec.engine.model.layout import Segment
-from ragspec.engine.notes import Notes
 from ragspec.errors import flat
 from ragspec.models.memory import MAY_BE_MEMORY, is_out_of_memory
 
@@ -182,7 +181,7 @@ class PagedSteps:
         self, cache: PagedCache, device: torch.device, forward: Forward, compute: Compute, capture: Capture | None
     ) -> None:
         self.cache = cache
-        self.notes: Notes | None = None
+        self.notes: list[str] = []  # for the user
         self._device = device
         self._forward = forward
         self._compute = compute
@@ -303,5 +302,4 @@ class PagedSteps:
         """Run all steps uncaptured from now on."""
         self._capture = None
         self._steps.clear()
-        if self.notes is not None:
-            self.notes.add(f"graphs: steps run uncaptured, which is slower: {flat(error, 200)}")
+        self.notes.append(f"graphs: steps run uncaptured, which is slower: {flat(error, 200)}")

@@ -76,6 +76,7 @@ class ModelCache:
     slots = 0
     next = 0  # index of the layer to write next
     attended = 0  # index after the last layer that attended in the latest forward
+    layout: Layout | None = None  # of the forward in progress; steps over blocks have none
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -102,7 +103,6 @@ class RaggedCache(ModelCache):
         self.kept = list(kept)
         self.rows = rows
         self.slots = 0
-        self.layout: Layout | None = None
         self.prefix_blocks = PrefixBlocks()
         self.lends = True  # False once attention reads rows in place
         self._layers: list[LayerCache] = []  # in the order of attention in a forward

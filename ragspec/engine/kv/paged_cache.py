@@ -116,7 +116,6 @@ class PagedCache(ModelCache):
         self.next += 1
         return self.layers[self.next - 1]
 
-    @torch.inference_mode()
     def touch(self) -> None:
         """Do nothing: all memory has been written."""
 

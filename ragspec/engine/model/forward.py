@@ -163,14 +163,10 @@ class Model:
         self._wanted: torch.Tensor | None = None  # indices whose logits the running forward needs; None: all
         self._hooks: list[Any] = []
         inner.set_attn_implementation(NAME)
-        self.frequencies = Frequencies(inner, self._layout)
+        self.frequencies = Frequencies(inner, lambda: self.cache.layout)
         if paged is not None and self.frequencies.vary:
             raise Unsupported("has rotary frequencies that depend on the text's length")
         self._spare_last_layer()
-
-    def _layout(self) -> Layout | None:
-        """Return the layout of the forward in progress; steps over the paged cache have none."""
-        return self.cache.layout if isinstance(self.cache, RaggedCache) else None
 
     def release(self) -> None:
         """Restore the model."""

@@ -141,6 +141,8 @@ def _prepared(
             left = pack_linears(inner, kernels)
         attends = kernels is not None and own_attention and _attends_well(kernels, notes)
         model = Model(inner, 2, kernels if attends else None, paged, capture)
+        if model.steps is not None:
+            model.steps.notes = notes
         why = differs(model, tolerance(inner.dtype))
     except Unsupported as reason:
         why = str(reason)

@@ -57,28 +57,33 @@ def mask_rule_of(
 
 def is_causal(queries: torch.Tensor, reach: int, rule: MaskRule) -> bool:
     """Return whether queries at positions (rows, n) see the same of `reach` slots as under the plain causal mask."""
-    return bool(torch.equal(*_seen(queries, reach, rule)))
+    return bool(torch.equal(seen(queries, reach, rule), seen(queries, reach, None)))
 
 
-def _seen(queries: torch.Tensor, reach: int, rule: MaskRule) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the rule shows, and what the plain causal mask shows: (rows, n, reach) each."""
-    slots, zero = torch.arange(reach, device=queries.device), torch.zeros((), dtype=torch.long, device=queries.device)
+def seen(queries: torch.Tensor, reach: int, rule: MaskRule | None) -> torch.Tensor:
+    """Return which of `reach` slots queries at positions (rows, n) see, (rows, n, reach). rule: None for causal."""
+    slots = torch.arange(reach, device=queries.device)
     causal = slots <= queries[..., None]
-    return rule.function(zero, zero, queries[..., None], slots).expand_as(causal), causal
+    if rule is None:
+        return causal
+    zero = torch.zeros((), dtype=torch.long, device=queries.device)
+    return rule.function(zero, zero, queries[..., None], slots).expand_as(causal)
+
+
+def additive(visible: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return 0 for visible slots, (rows, n, slots), and -inf for others: (rows, 1, groups x n, slots)."""
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
+    return mask[:, None].repeat(1, 1, groups, 1)
 
 
 def attention_mask(
     queries: torch.Tensor, reach: int, rule: MaskRule | None, groups: int, dtype: torch.dtype
 ) -> AttentionMask:
     """Return what queries at positions (rows, n) see of `reach` slots; the mask is (rows, 1, groups x n, slots)."""
-    first, plain = 0, rule is None
-    if rule is None:
-        seen = torch.arange(reach, device=queries.device) <= queries[..., None]  # (rows, n, reach)
-    else:
-        seen, causal = _seen(queries, reach, rule)
-        plain = bool(torch.equal(seen, causal))
+    first, plain, visible = 0, rule is None, seen(queries, reach, rule)
+    if rule is not None:
+        plain = bool(torch.equal(visible, seen(queries, reach, None)))
         if not plain:
-            first = int(seen.flatten(0, 1).any(0).to(torch.int8).argmax())
-            seen = seen[..., first:]
-    mask = torch.zeros(seen.shape, dtype=dtype, device=queries.device).masked_fill_(~seen, float("-inf"))
-    return AttentionMask(first, mask[:, None].repeat(1, 1, groups, 1), plain)
+            first = int(visible.flatten(0, 1).any(0).to(torch.int8).argmax())
+            visible = visible[..., first:]
+    return AttentionMask(first, additive(visible, groups, dtype), plain)
