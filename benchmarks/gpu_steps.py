@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ragspec.engine.backends.steps import TOKENS
 from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.layout import Segment
@@ -53,11 +54,13 @@ def measure(model: Model, rows: int, tokens: int, context: int, profile: bool) -
     """Return the times of a step of `rows` rows of `tokens` tokens after `context` tokens."""
     assert model.steps is not None
     model.cache.reserve(context + 128)
-    segments = [Segment(row, context, tokens) for row in range(rows)]
+    prompts = tokens > TOKENS[-1]
+    segments = [Segment(row, context, tokens, alone=prompts) for row in range(rows)]
+    wanted = range(tokens - 1, rows * tokens, tokens) if prompts else range(rows * tokens)
     token_ids = [7 + i % 999 for i in range(rows * tokens)]
 
     def step() -> None:
-        model.logits(segments, token_ids, range(rows * tokens)).argmax(-1).cpu()
+        model.logits(segments, token_ids, wanted).argmax(-1).cpu()
 
     started = time.perf_counter()
     step()

@@ -138,7 +138,7 @@ class EngineBackend:
         if inner.device.type == "cuda":  # once, since captured steps know the addresses
             blocks = budget_of(inner.device, share=SHARE_POOL) // (self._bytes_per_token * BLOCK)
             for cache in self._paged:
-                cache.allocate(blocks)
+                cache.allocate(min(blocks, cache.most_blocks))
         self._start_anew()
 
     def _compare(self, weights: int) -> None:

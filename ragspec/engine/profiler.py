@@ -208,16 +208,24 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 SHORT = 32  # context tokens of a row while the curve is measured
 REACHES = (64, 576)  # context lengths; their difference is attention's cost
 PER_ROW = 8  # tokens per row while the curve is measured
+FOUR = 4  # the same for captured steps (backends/steps.py, TOKENS)
 REPEATS = 2  # the first run of a shape also pays for libraries' set-up
 
 
 def probe(model: Model, rows: int) -> StepCost:
     """Return the cost of steps of `rows` rows, measured in a few seconds; the cache is empty afterwards."""
-    largest = rows * 8
-    sizes = [tokens for tokens in TOKENS if tokens <= largest] or [1]
-    occupy(model, -(-sizes[-1] // PER_ROW), SHORT + PER_ROW)
-    points = [(tokens, _least(model, _spread(tokens))) for tokens in sizes]
-    per_slot, per_row_slot = _attention(model, min(rows, 8))
+    if model.steps is not None:  # few shapes, since each is compiled and captured, and the run's own
+        shapes = [(1, 1), (1, FOUR), (1, FOUR**2), (rows, 1), (rows, FOUR)]
+        segments = {count * tokens: [Segment(row, SHORT, tokens) for row in range(count)] for count, tokens in shapes}
+        sizes, few, longest = sorted(segments), rows, FOUR
+    else:
+        largest = rows * 8
+        sizes = [tokens for tokens in TOKENS if tokens <= largest] or [1]
+        segments = {tokens: _spread(tokens) for tokens in sizes}
+        few, longest = min(rows, 8), PER_ROW
+    occupy(model, max(map(len, segments.values())), SHORT + PER_ROW)
+    points = [(tokens, _least(model, segments[tokens])) for tokens in sizes]
+    per_slot, per_row_slot = _attention(model, few, longest)
     model.resize(rows)
     return StepCost(points, per_slot, per_row_slot)
 
@@ -234,9 +242,12 @@ def _spread(tokens: int) -> list[Segment]:
     return [Segment(row, SHORT, count) for row, count in enumerate(counts)]
 
 
-def _attention(model: Model, rows: int) -> tuple[float, float]:
-    """Return seconds per token and context slot, and per row and slot, beyond those of a short context."""
-    few, many = 1, PER_ROW
+def _attention(model: Model, rows: int, many: int) -> tuple[float, float]:
+    """Return seconds per token and context slot, and per row and slot, beyond those of a short context.
+
+    many: tokens of a row; the other measurements have one.
+    """
+    few = 1
     near, far = REACHES
     occupy(model, rows, far)
     growth = {}

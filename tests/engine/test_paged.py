@@ -12,7 +12,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from ragspec.engine.backends import steps
 from ragspec.engine.backends.paged_attention import flex, gathered, takes_block_lists
-from ragspec.engine.backends.steps import emulated, step_rows, tables_width
+from ragspec.engine.backends.steps import emulated, step_rows, tables_width, tokens_per_row
 from ragspec.engine.kv.block_pool import BlockPool, BlockTables
 from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model import forward, loaded
@@ -106,10 +106,35 @@ def test_a_pool_without_free_blocks_says_so():
 # -- shapes -----------------------------------------------------------------------------------------------------------
 
 
-def test_prompts_are_cut_into_tiles_and_decoding_rows_are_not():
-    decoding, prompts = step_rows([Segment(0, 5, 3), Segment(1, 10, 300, alone=True), Segment(2, 0, 1)])
-    assert [(row.row, row.start, row.count, row.packed) for row in decoding] == [(0, 5, 3, 0), (2, 0, 1, 303)]
-    assert [(row.start, row.count, row.packed) for row in prompts] == [(10, 128, 3), (138, 128, 131), (266, 44, 259)]
+def test_segments_are_cut_into_rows():
+    found = step_rows([(0, Segment(0, 5, 3)), (7, Segment(1, 10, 300, alone=True))], 128)
+    assert [(row.row, row.start, row.count, row.packed) for row in found] == [
+        (0, 5, 3, 0),
+        (1, 10, 128, 7),
+        (1, 138, 128, 135),
+        (1, 266, 44, 263),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("counts", "blocks", "tokens"),
+    [
+        ([1] * 64, 0.005, 1),
+        ([4] * 64, 0.005, 4),
+        ([17], 0.005, 16),  # as many tokens in rows of 4 or of 1, but more rows read the text
+        ([1] * 200 + [4] * 3, 0.0005, 1),  # padding would cost three steps' time
+        ([1] * 40 + [4] * 24, 0.005, 4),
+    ],
+)
+def test_rows_are_as_long_as_makes_the_step_quick(counts, blocks, tokens):
+    assert tokens_per_row(counts, blocks) == tokens
+
+
+@given(st.lists(st.integers(1, 128), min_size=1, max_size=300), st.floats(0, 1))
+def test_a_step_of_any_rows_has_a_shape(counts, blocks):
+    tokens = tokens_per_row(counts, blocks)
+    assert tokens in steps.TOKENS
+    assert tokens * steps.most_rows(tokens) <= steps.MOST
 
 
 @given(st.integers(1, 5000))

@@ -10,9 +10,16 @@ from ragspec.engine.proposers.base import NoProposer, RowProposer
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Generation
 from ragspec.speculation.drafters.context import ContextDrafter
+from tests.conftest import save_llama, train_tokenizer
 from tests.engine.test_engine import requests_for
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory, sample_texts):
+    """A random Llama with heads of 16, the least that FlexAttention compiles for."""
+    return save_llama(tmp_path_factory.mktemp("models") / "tiny", train_tokenizer(400, sample_texts), hidden=64)
 
 
 def prepared(folder, dtype=torch.float32, **wishes):
@@ -34,7 +41,7 @@ def answers(model, tokenizer, proposer=None, rows=4):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_are_captured_without_a_note(tiny, dtype):
     model, tokenizer, notes = prepared(tiny, dtype)
-    assert model.steps is not None
+    assert model.steps is not None, notes
     assert len(answers(model, tokenizer)) == 9
     assert model.steps.captured > 0
     assert not [note for note in notes if "graphs" in note or "FlexAttention" in note]

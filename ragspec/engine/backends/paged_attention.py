@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -149,47 +149,37 @@ def flex(compiled: bool, notes: list[str] | None = None) -> Compute:
         Unsupported: This torch's FlexAttention cannot be used for rows in blocks.
     """
     from torch._dynamo.exc import TorchDynamoException
-    from torch.nn.attention.flex_attention import flex_attention
 
     if not takes_block_lists():
         raise Unsupported(
             f"needs a FlexAttention that takes lists of blocks alone, which torch {torch.__version__} lacks"
         )
-    call: Any = flex_attention
+    call: Any = _flex_attention
     refused: set[tuple[int, ...]] = set()  # shapes of queries
     if compiled:
         for limit in ("recompile_limit", "accumulated_recompile_limit"):
             setattr(torch._dynamo.config, limit, max(SHAPES, getattr(torch._dynamo.config, limit)))
-        call = torch.compile(flex_attention, dynamic=False)
+        call = torch.compile(_flex_attention, dynamic=False)
 
     def attend(
         step: PagedAttention, layer: LayerCache, queries: torch.Tensor, scores: Scores, rule: MaskRule | None
     ) -> torch.Tensor:
-        cap, sinks = scores.cap or 0.0, scores.sinks
         rows, heads, tokens, _ = queries.shape
-        folds = tokens < QUERIES
         if queries.shape in refused:
             return gathered(step, layer, queries, scores, rule)
-        whole = queries
-
-        def capped(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
-            return cap * torch.tanh(score / cap)
-
-        if folds:  # a group's heads as further queries of one: each block is read once, whatever their number
+        whole, sinks = queries, scores.sinks
+        if tokens < QUERIES:  # a group's heads as further queries of one: each block is read once for all of them
             queries = queries.reshape(rows, layer.keys.shape[0], -1, queries.shape[3])
-        mask = step.mask((flex, rule, queries.shape[2]), lambda: block_mask(step, rule, queries.shape[2]))
+        number = queries.shape[2]
+        lists = step.mask((flex, rule, number), lambda: block_lists(step, rule, number))
+        blocks = [store.view(1, store.shape[0], -1, step.size, store.shape[2]) for store in (layer.keys, layer.values)]
+        if compiled:  # once for pools and tables of any size
+            for tensor, dimension in ((blocks[0], 2), (blocks[1], 2), *lists.growing):
+                torch._dynamo.maybe_mark_dynamic(tensor, dimension)
         try:
             with nullcontext() if compiled else _uncompiled():
-                out = call(
-                    queries,
-                    layer.keys[None],
-                    layer.values[None],
-                    score_mod=capped if cap else None,
-                    block_mask=mask,
-                    scale=scores.scaling,
-                    enable_gqa=queries.shape[1] != layer.keys.shape[0],
-                    return_lse=sinks is not None,
-                )
+                see = rule and rule.function
+                out = call(queries, *blocks, lists, see, scores.cap, scores.scaling, sinks is not None)
         except TorchDynamoException as error:  # what inductor and Triton raise is one of these
             if notes is not None and not refused:
                 notes.append(
@@ -215,50 +205,110 @@ def takes_block_lists() -> bool:
     return "compute_q_blocks" in inspect.signature(BlockMask.from_kv_blocks).parameters
 
 
-def block_mask(step: PagedAttention, rule: MaskRule | None, queries: int) -> Any:
-    """Return FlexAttention's mask of a step: which blocks each row reads, and what its queries see of them.
+class BlockLists(NamedTuple):
+    """Which blocks the rows of a step read. Made once for all layers with the same mask.
+
+    Attributes:
+        counts, blocks: (R, 1, 1) and (R, 1, 1, W): the row's blocks of which the mask says what is seen.
+        full_counts, full_blocks: The same of blocks that are seen in full; None if there is no such list.
+        logical: (R, blocks of the pool), which of the row's blocks a block is.
+        positions: (R, n), of the queries.
+        ends: (R,), number of the row's tokens.
+    """
+
+    counts: torch.Tensor
+    blocks: torch.Tensor
+    full_counts: torch.Tensor | None
+    full_blocks: torch.Tensor | None
+    logical: torch.Tensor
+    positions: torch.Tensor
+    ends: torch.Tensor
+
+    @property
+    def growing(self) -> list[tuple[torch.Tensor, int]]:
+        """Tensors, and dimensions of theirs that grow with the pool or its tables."""
+        tables = [each for each in (self.blocks, self.full_blocks) if each is not None]
+        return [(self.logical, 1), *((each, 3) for each in tables)]
+
+
+def block_lists(step: PagedAttention, rule: MaskRule | None, queries: int) -> BlockLists:
+    """Return the lists of a step.
 
     Prompts under the plain causal mask see blocks before their first token in full, without a look at the mask. In
     other steps all blocks stand in one list: torch's kernel for few queries divides it among the GPU's cores by its
     length, which it does not do for full blocks. Both lists have one width, since that kernel reads both with the
     strides of the first. (torch 2.13, _inductor/kernel/flex/templates/flex_decode.py.jinja)
     """
-    from torch.nn.attention.flex_attention import BlockMask
-
-    rows, tokens = step.positions.shape
-    width, size, positions = step.tables.shape[1], step.size, step.positions
-    total, device, ends = step.cache.blocks, positions.device, step.ends
+    rows, size = len(step.positions), step.size
+    width, total, device = step.tables.shape[1], step.cache.blocks, step.positions.device
     tables = step.tables.to(torch.int32)
     indices = torch.arange(width, device=device, dtype=torch.int32).expand(rows, width)
-    # (R, blocks): which of the row's blocks a block of the pool is
     logical = torch.full((rows, total), FAR, device=device, dtype=torch.int32)
     logical = logical.scatter_reduce(1, step.tables, indices, "amin")
-    used = ((ends + size - 1) // size).to(torch.int32)
-
-    def visible(b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
-        slot = logical[b, kv // size] * size + kv % size
-        position = positions[b, q % tokens]
-        shown = slot <= position if rule is None else rule.function(b, h, position, slot)
-        return torch.logical_and(shown, slot < ends[b])
-
-    counts, blocks, full = used, tables, None
+    counts, blocks, full = ((step.ends + size - 1) // size).to(torch.int32), tables, None
     if rule is None and queries == QUERIES:
         full = step.first.to(torch.int32)
-        counts = used - full
+        counts = counts - full
         blocks = tables.gather(1, (step.first[:, None] + indices).clamp(max=width - 1))
     if device.type == "cpu":  # where inductor wants lists as long as the pool
         blocks, tables = (pad(each, (0, max(0, total - width))) for each in (blocks, tables))
-    mask: Any = BlockMask.from_kv_blocks(
+    return BlockLists(
         counts[:, None, None].contiguous(),
         blocks[:, None, None].contiguous(),
         None if full is None else full[:, None, None].contiguous(),
         None if full is None else tables[:, None, None].contiguous(),
-        BLOCK_SIZE=(max(QUERIES, 1 << (queries - 1).bit_length()), size),
+        logical,
+        step.positions,
+        step.ends,
+    )
+
+
+def _flex_attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    lists: BlockLists,
+    rule: Callable[..., torch.Tensor] | None,
+    cap: float | None,
+    scale: float | None,
+    with_lse: bool,
+) -> Any:
+    """Call FlexAttention for queries, (R, heads, n, head_dim), over blocks, (1, kv_heads, blocks, size, head_dim)."""
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    number, size, tokens = queries.shape[2], keys.shape[3], lists.positions.shape[1]
+
+    def visible(b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
+        slot = lists.logical[b, kv // size] * size + kv % size
+        position = lists.positions[b, q % tokens]
+        shown = slot <= position if rule is None else rule(b, h, position, slot)
+        return torch.logical_and(shown, slot < lists.ends[b])
+
+    def capped(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
+        assert cap is not None
+        return cap * torch.tanh(score / cap)
+
+    from_blocks: Any = BlockMask.from_kv_blocks
+    mask = from_blocks(
+        lists.counts,
+        lists.blocks,
+        lists.full_counts,
+        lists.full_blocks,
+        BLOCK_SIZE=(max(QUERIES, 1 << (number - 1).bit_length()), size),
         mask_mod=visible,
-        seq_lengths=(queries, total * size),
+        seq_lengths=(number, keys.shape[2] * size),
         compute_q_blocks=False,
     )
-    return mask
+    return flex_attention(
+        queries,
+        keys.flatten(2, 3),
+        values.flatten(2, 3),
+        score_mod=capped if cap else None,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=queries.shape[1] != keys.shape[1],
+        return_lse=with_lse,
+    )
 
 
 @contextmanager

@@ -1,13 +1,14 @@
 """Steps of fixed shapes over the paged cache, each captured once and then replayed.
 
-A step has R rows of n tokens. Rows that decode or verify make one step; a prompt is cut into rows of up to 128 tokens,
-which see each other's keys, since a layer writes before it attends. Shapes are padded up to few sizes, so that a
-captured step (a CUDA graph) serves many. A step reads one buffer that the host fills, and writes its logits to another.
+A step has R rows of n tokens. A prompt is cut into rows of up to 128 tokens, and a long draft into several rows too:
+rows of one text see each other's keys, since a layer writes before it attends. Shapes are padded up to few sizes, so
+that a captured step (a CUDA graph) serves many. A step reads one buffer that the host fills, and writes its logits to
+another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -23,10 +24,11 @@ from ragspec.errors import flat
 from ragspec.models.memory import MAY_BE_MEMORY, is_out_of_memory
 
 # Few sizes, since FlexAttention is compiled and a graph captured for each; weights cost more than padding.
-TOKENS = (1, 4, 8, 16, 32, QUERIES)  # of a row, padding included
-ROWS = (1, 4, 16, 64, 256)  # of a step, padding included
-TILES = 16  # most rows of a step that computes prompts
-WIDTH = 4  # least width of block tables; larger ones are powers of two
+TOKENS = (1, 4, 16)  # of a row that decodes or verifies, padding included
+ROWS = (1, 4, 16, 32, 64, 96, 128, 192, 256, 384, 512)  # of a step, padding included
+MOST = 2048  # tokens of a step
+WIDTH = 16  # least width of block tables; larger ones are powers of two
+RIDGE = 256  # tokens up to which reading a layer's weights takes longer than multiplying by them, on GPUs of today
 
 # token ids (1, T), positions (1, T), packed indices of the wanted logits or None for all -> logits (wanted, vocab)
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -99,19 +101,41 @@ class StepRow:
     packed: int
 
 
-def step_rows(segments: Sequence[Segment]) -> tuple[list[StepRow], list[StepRow]]:
-    """Return the rows of decoding segments, and those of prompts, which are cut into tiles."""
-    decoding: list[StepRow] = []
-    prompts: list[StepRow] = []
-    packed = 0
-    for segment in segments:
-        short = not segment.alone and segment.count <= QUERIES
-        for first in range(0, segment.count, QUERIES):
-            count = min(QUERIES, segment.count - first)
-            tile = StepRow(segment.row, segment.start + first, count, packed + first)
-            (decoding if short else prompts).append(tile)
-        packed += segment.count
-    return decoding, prompts
+def step_rows(segments: Iterable[tuple[int, Segment]], tokens: int) -> list[StepRow]:
+    """Return the rows of segments, each with the packed index of its first token, cut into up to `tokens` tokens."""
+    return [
+        StepRow(segment.row, segment.start + first, min(tokens, segment.count - first), packed + first)
+        for packed, segment in segments
+        for first in range(0, segment.count, tokens)
+    ]
+
+
+def tokens_per_row(counts: Sequence[int], blocks: float) -> int:
+    """Return into rows of how many tokens to cut the segments of a step, of `counts` tokens, so that it takes least.
+
+    More rows read a text's keys and values more often; longer rows have more padding. A step reads its layers' weights
+    once, and takes longer only for more than RIDGE tokens.
+
+    Args:
+        counts: Tokens of each segment.
+        blocks: Bytes of keys and values that a row reads, as a share of the weights'.
+    """
+    if max(counts) == 1:
+        return 1
+    best, least = TOKENS[-1], float("inf")
+    for tokens in reversed(TOKENS):
+        rows = sum(-(-count // tokens) for count in counts)
+        steps, rest = divmod(rows, most_rows(tokens))
+        sizes = [most_rows(tokens)] * steps + [padded(rest, ROWS)] * (rest > 0)
+        taken = sum(max(1.0, size * tokens / RIDGE) for size in sizes) + rows * blocks
+        if taken < least:
+            best, least = tokens, taken
+    return best
+
+
+def most_rows(tokens: int) -> int:
+    """Return the most rows of a step with rows of so many tokens."""
+    return max(rows for rows in ROWS if rows * tokens <= MOST)
 
 
 def padded(number: int, sizes: Sequence[int]) -> int:
@@ -175,10 +199,17 @@ class PagedSteps:
         forward: The model.
         compute: How attention is computed (paged_attention.py).
         capture: Captures steps; None: they run as they are.
+        weight_bytes: Of the model.
     """
 
     def __init__(
-        self, cache: PagedCache, device: torch.device, forward: Forward, compute: Compute, capture: Capture | None
+        self,
+        cache: PagedCache,
+        device: torch.device,
+        forward: Forward,
+        compute: Compute,
+        capture: Capture | None,
+        weight_bytes: int,
     ) -> None:
         self.cache = cache
         self.notes: list[str] = []  # for the user
@@ -186,6 +217,7 @@ class PagedSteps:
         self._forward = forward
         self._compute = compute
         self._capture = capture
+        self._weight_bytes = weight_bytes
         self._steps: dict[StepShape, Step] = {}
         self._version = cache.version
         self._pads = True
@@ -212,13 +244,13 @@ class PagedSteps:
     def logits(self, segments: Sequence[Segment], token_ids: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
         """Return the logits, (wanted, vocab) in float32, of the packed indices `wanted`; see Model.logits."""
         self.cache.reserve(max(segment.start + segment.count for segment in segments))
-        decoding, prompts = step_rows(segments)
         asked = set(wanted)
         parts: list[torch.Tensor] = []
         found: list[int] = []  # packed index of each of the parts' logits
-        for rows, most in ((decoding, ROWS[-1]), (prompts, TILES)):
+        for rows, tokens in self._rows(segments):
+            most = most_rows(tokens) if self._pads else len(rows)
             for at in range(0, len(rows), most):
-                logits, indices = self._part(rows[at : at + most], token_ids, asked, rows is prompts)
+                logits, indices = self._part(rows[at : at + most], tokens, token_ids, asked)
                 parts.append(logits)
                 found += indices
         if len(parts) == 1 and found == list(wanted):
@@ -226,8 +258,28 @@ class PagedSteps:
         where = {packed: at for at, packed in enumerate(found)}
         return torch.cat(parts)[[where[index] for index in wanted]]
 
+    def _rows(self, segments: Sequence[Segment]) -> Iterator[tuple[list[StepRow], int]]:
+        """Yield the rows of decoding segments, and those of prompts, if there are any, and the tokens of each row."""
+        starts = accumulate((segment.count for segment in segments), initial=0)
+        decoding: list[tuple[int, Segment]] = []
+        prompts: list[tuple[int, Segment]] = []
+        for each in zip(starts, segments, strict=False):
+            short = not each[1].alone and each[1].count <= QUERIES
+            (decoding if short else prompts).append(each)
+        if not self._pads:
+            tokens = max(segment.count for segment in segments)
+            yield step_rows([*decoding, *prompts], tokens), tokens
+            return
+        if decoding:
+            reach = sum(segment.start + segment.count for _, segment in decoding) / len(decoding)
+            blocks = reach * self.cache.bytes_per_token / self._weight_bytes
+            tokens = tokens_per_row([segment.count for _, segment in decoding], blocks)
+            yield step_rows(decoding, tokens), tokens
+        if prompts:
+            yield step_rows(prompts, QUERIES), QUERIES
+
     def _part(
-        self, rows: Sequence[StepRow], token_ids: Sequence[int], asked: Collection[int], prompts: bool
+        self, rows: Sequence[StepRow], tokens: int, token_ids: Sequence[int], asked: Collection[int]
     ) -> tuple[torch.Tensor, list[int]]:
         """Run one step; return a copy of the logits that are asked for, in float32, and the packed index of each."""
         tables = [self.cache.reserve_row(row.row, row.start, row.start + row.count) for row in rows]
@@ -237,12 +289,11 @@ class PagedSteps:
             else [i for i in range(row.packed, row.packed + row.count) if i in asked]
             for row in rows
         ]
-        longest = max(row.count for row in rows)
         shape = StepShape(
             padded(len(rows), ROWS) if self._pads else len(rows),
-            longest if not self._pads else QUERIES if prompts else padded(longest, TOKENS),
+            tokens,
             tables_width(self.cache.slots // self.cache.size),
-            longest == 1 or any(len(indices) > 1 for indices in mine),
+            tokens == 1 or any(len(indices) > 1 for indices in mine),
         )
         step = self._step(shape)
         places: list[int] = []  # of the wanted logits among the step's

@@ -14,6 +14,7 @@ from ragspec.engine.kv.block_pool import BlockCopy, BlockPool, BlockTables
 from ragspec.engine.kv.cache import LayerCache, ModelCache
 
 BLOCK = 128  # tokens; the block size of FlexAttention
+INDICES = 1 << 31
 
 
 class PagedCache(ModelCache):
@@ -85,6 +86,12 @@ class PagedCache(ModelCache):
     def bytes_per_token(self) -> int:
         """Bytes of one token in all layers; 0 before the first forward."""
         return sum(s.shape[0] * s.shape[2] * s.element_size() for s in self.memory())
+
+    @property
+    def most_blocks(self) -> int:
+        """Number of blocks up to which kernels find every value of a layer by a 32-bit index."""
+        widest = max((store.shape[0] * store.shape[2] for store in self.memory()), default=1)
+        return INDICES // (widest * self.size)
 
     def memory(self) -> list[torch.Tensor]:
         """Return the memory of all layers."""

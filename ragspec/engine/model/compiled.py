@@ -215,6 +215,7 @@ class CompileBackend:
 
 KERNELS = CompileBackend("kernels", "layers of one call each", seconds=8.0, gain=0.2)
 INDUCTOR = CompileBackend("inductor", "compiled layers", seconds=40.0, gain=0.05)
+INDUCTOR_CUDA = CompileBackend("inductor", "compiled layers", seconds=20.0, gain=0.2)
 GLANCES = 5  # steps that must all say that compiling pays: the first takes longer
 PASSES, PATIENCE_S = 7, 2.0
 SLOWER = 1.15  # ratio from which compiled layers are not used for prompts; measured only once
@@ -237,7 +238,8 @@ def compile_layers(
         whose: The model's name in notes.
     """
     rows, why = min(rows, ROWS), ""
-    for way in [KERNELS, INDUCTOR] if model.kernels else [INDUCTOR]:
+    inductor_here = INDUCTOR_CUDA if model.device.type == "cuda" else INDUCTOR
+    for way in [KERNELS, inductor_here] if model.kernels else [inductor_here]:
         layers: list[CompiledLayers] = []
         try:
             if wish == "off" or (wish == "auto" and not _earned(model, way, rows, tokens)):

@@ -153,7 +153,8 @@ class Model:
         self.steps: PagedSteps | None = None
         if paged is not None:
             self.cache = PagedCache(rows)
-            self.steps = PagedSteps(self.cache, self.device, self._step, paged, capture)
+            weight_bytes = sum(each.nbytes for each in inner.parameters())
+            self.steps = PagedSteps(self.cache, self.device, self._step, paged, capture, weight_bytes)
         self._own_attention = inner.config._attn_implementation
         self.kernels = kernels
         self.compiled: Switch | None = None  # set while compiled layers run
