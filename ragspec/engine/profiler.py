@@ -215,7 +215,7 @@ REPEATS = 2  # the first run of a shape also pays for libraries' set-up
 def probe(model: Model, rows: int) -> StepCost:
     """Return the cost of steps of `rows` rows, measured in a few seconds; the cache is empty afterwards."""
     if model.steps is not None:  # few shapes, since each is compiled and captured, and the run's own
-        shapes = [(1, 1), (1, FOUR), (1, FOUR**2), (rows, 1), (rows, FOUR)]
+        shapes = [(1, 1), (1, FOUR), (4, FOUR), (rows, 1), (rows, FOUR)]
         segments = {count * tokens: [Segment(row, SHORT, tokens) for row in range(count)] for count, tokens in shapes}
         sizes, few, longest = sorted(segments), rows, FOUR
     else:

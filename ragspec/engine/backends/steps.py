@@ -24,7 +24,7 @@ from ragspec.errors import flat
 from ragspec.models.memory import MAY_BE_MEMORY, is_out_of_memory
 
 # Few sizes, since FlexAttention is compiled and a graph captured for each; weights cost more than padding.
-TOKENS = (1, 4, 16)  # of a row that decodes or verifies, padding included
+TOKENS = (1, 4)  # of a row that decodes or verifies, padding included
 ROWS = (1, 4, 16, 32, 64, 96, 128, 192, 256, 384, 512)  # of a step, padding included
 MOST = 2048  # tokens of a step
 WIDTH = 16  # least width of block tables; larger ones are powers of two
