@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -177,6 +178,7 @@ class EngineBackend:
         if self._rows is None:
             rows = self._most = self._measured(records)
             self._all_at_once = records is not None and records <= rows
+        self._capture(rows)
         if not self._judged:
             ids = [1, 2, 3, 4]
             for _ in self._engine(1, KvBudget()).run([Request(0, "warm-up", ids, Sampling(max_new_tokens=4))]):
@@ -184,6 +186,13 @@ class EngineBackend:
             self.clock = Clock()
         else:
             self._probed = probe(self._model, rows)
+
+    def _capture(self, rows: int) -> None:
+        """Capture the steps that a run of `rows` rows is likely to need."""
+        steps, started = self._model.steps, time.perf_counter()
+        if steps is not None and self._model.device.type == "cuda":
+            count = steps.capture(rows, drafts=self._method != PLAIN)
+            self.notes.add(f"graphs: {count} steps captured in {time.perf_counter() - started:.0f} s")
 
     def _measured(self, records: int | None) -> int:
         """Return the batch size beyond which speed hardly grows, or records or memory run out."""

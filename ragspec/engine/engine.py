@@ -9,19 +9,27 @@ retried with fewer rows; a row that does not fit even alone only fails its own r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-
-import torch
 
 from ragspec.engine.constraint import Constraint
 from ragspec.engine.kv.budget import PATIENCE, KvBudget
 from ragspec.engine.model.forward import Model
+from ragspec.engine.model.result import StepResult
 from ragspec.engine.notes import Notes
 from ragspec.engine.oom_policy import OomPolicy
 from ragspec.engine.profiler import Clock, StepTimer
 from ragspec.engine.proposers.base import LONGEST, Proposer
-from ragspec.engine.request_state import RequestState, ScheduledRequest, Start, StepOutput, accept, reach_of
+from ragspec.engine.request_state import (
+    RequestState,
+    ScheduledRequest,
+    Start,
+    StepOutput,
+    accept,
+    needs_logits,
+    reach_of,
+)
 from ragspec.engine.scheduler import PrefixGroups, Scheduler, new_row
 from ragspec.models.logits_processors import Processors
 from ragspec.models.memory import MAY_BE_MEMORY, free_memory, out_of_memory
@@ -185,6 +193,7 @@ class Engine:
         self._sharing = PrefixGroups(model.frequencies.agree)
         self._constraint = Constraint(self.clock)
         restart, plain, trial = model.frequencies.restart, self._settings.plain, self._settings.trial
+        self._outcomes: deque[Generation | Failure] = deque()  # of finished rows, yielded while the next step runs
         self._drafting = Drafting(proposer, restart, self.notes, plain, trial, self._settings.cost)
 
     def run(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
@@ -199,15 +208,27 @@ class Engine:
             step=1 + LONGEST,
             agree=self._model.frequencies.agree,
             refusal=self._settings.refusal,
+            reads_beside=self._model.steps is not None,
         )
         oom_policy = OomPolicy(self._model, self._proposer, room, self.notes)
-        while True:
-            scheduler.widen(oom_policy.most)
-            admitted = scheduler.admit()
-            yield from (outcome for outcome in admitted if isinstance(outcome, Failure))
-            if not scheduler.rows():
-                return
-            yield from self._step(scheduler, oom_policy, [start for start in admitted if isinstance(start, Start)])
+        try:
+            while True:
+                if not scheduler.rows():  # nothing will be computed before the next request arrives
+                    yield from self._finished()
+                scheduler.widen(oom_policy.most)
+                admitted = scheduler.admit()
+                yield from (outcome for outcome in admitted if isinstance(outcome, Failure))
+                if not scheduler.rows():
+                    return
+                yield from self._step(scheduler, oom_policy, [start for start in admitted if isinstance(start, Start)])
+        except Exception:
+            yield from self._finished()
+            raise
+
+    def _finished(self) -> Iterator[Generation | Failure]:
+        """Yield the outcomes of the last step."""
+        while self._outcomes:
+            yield self._outcomes.popleft()
 
     def _row(self, request: Request) -> RequestState:
         row = new_row(request)
@@ -236,8 +257,8 @@ class Engine:
         elif not fits:
             yield from oom_policy.shrink_batch(scheduler, work)
         else:
-            written, failed = self._forward(work, oom_policy)
-            yield from self._commit(written, timer, scheduler, oom_policy)
+            written, failed = yield from self._forward(work, scheduler, oom_policy)
+            self._commit(written, timer, scheduler, oom_policy)
             if failed is None:
                 oom_policy.succeeded()
             else:
@@ -271,12 +292,13 @@ class Engine:
             ScheduledRequest(row, row.tokens[-1:] + draft.token_ids, draft, decodes=True)
             for row, draft in zip(ready, drafts, strict=True)
         ]
-        budget = max(chunk - sum(len(item.token_ids) for item in work), chunk // 4)
+        tile = self._model.prompt_tile  # what a prompt takes of a forward is a multiple of it
+        budget = chunk if tile > 1 else max(chunk - sum(len(item.token_ids) for item in work), chunk // 4)
         for row in filling:
             piece = row.tokens[row.computed : row.computed + budget]
             if piece:
                 work.append(ScheduledRequest(row, piece, writes=row.computed + len(piece) == len(row.tokens)))
-            budget -= len(piece)
+            budget -= -(-len(piece) // tile) * tile
         return work
 
     def _expect(self, rows: Sequence[RequestState]) -> None:
@@ -298,9 +320,10 @@ class Engine:
         return True
 
     def _forward(
-        self, work: Sequence[ScheduledRequest], oom_policy: OomPolicy
-    ) -> tuple[StepOutput, tuple[RequestState, str] | None]:
-        """Return the target's tokens by row, and the row that failed in a forward of its own, if any.
+        self, work: Sequence[ScheduledRequest], scheduler: Scheduler, oom_policy: OomPolicy
+    ) -> Generator[Generation | Failure, None, tuple[StepOutput, tuple[RequestState, str] | None]]:
+        """Yield the last step's outcomes while the device computes; return the target's tokens by row, and the row that
+        failed in a forward of its own, if any.
 
         A forward that runs out of memory is split in half; rows that were not reached are scheduled again next step.
         """
@@ -308,13 +331,21 @@ class Engine:
         most = oom_policy.together.limit
         parts = [work[at : at + most] for at in range(0, len(work), most)]
         while parts:
-            part, failure = parts.pop(0), None
+            part, failure, result = parts.pop(0), None, None
             try:
-                written += accept(part, self._logits(part), self._constraint)
+                result = self._begin_forward(part)
             except MAY_BE_MEMORY as error:
                 failure = out_of_memory(error)
+            if result is not None:
+                yield from self._finished()
+                scheduler.read_ahead(result.done)
+                try:
+                    written += accept(part, result, self._constraint)
+                except MAY_BE_MEMORY as error:
+                    failure = out_of_memory(error)
             if failure is None:
                 continue
+            result = None
             free_memory()
             if len(part) == 1:
                 return written, (part[0].row, failure)
@@ -325,22 +356,21 @@ class Engine:
         oom_policy.together.succeeded()
         return written, None
 
-    def _logits(self, work: Sequence[ScheduledRequest]) -> torch.Tensor:
-        """Return the logits that `work` wants, (tokens, vocab), in its order."""
+    def _begin_forward(self, work: Sequence[ScheduledRequest]) -> StepResult:
+        """Start a forward of `work`; return its result, in its order."""
         token_ids: list[int] = []
         wanted: list[int] = []
         for item in work:
             token_ids += item.token_ids
             wanted += range(len(token_ids) - item.wanted, len(token_ids))
         together = self._sharing.among([item.row for item in work]) if self._model.kernels else []
-        return self._model.logits([item.segment for item in work], token_ids, wanted, together)
+        segments = [item.segment for item in work]
+        return self._model.begin(segments, token_ids, wanted, together, logits=needs_logits(work))
 
     # -- tokens ------------------------------------------------------------------------------------
 
-    def _commit(
-        self, written: StepOutput, timer: StepTimer, scheduler: Scheduler, oom_policy: OomPolicy
-    ) -> Iterator[Generation | Failure]:
-        """Record what rows computed and generated, and its cost; yield the finished answers."""
+    def _commit(self, written: StepOutput, timer: StepTimer, scheduler: Scheduler, oom_policy: OomPolicy) -> None:
+        """Record what rows computed and generated, and its cost; collect the finished answers."""
         finished: list[RequestState] = []
         try:
             tokens = sum(self._extend(item, token_ids, finished) for item, token_ids in written)
@@ -351,7 +381,7 @@ class Engine:
                 scheduler.release(row)
                 self._proposer.finish(row)
                 oom_policy.finished(row)
-                yield row.outcome()
+                self._outcomes.append(row.outcome())
 
     def _extend(self, item: ScheduledRequest, token_ids: list[int], finished: list[RequestState]) -> int:
         """Record what one row computed and generated; return by how many tokens its answer grew, if it decodes."""

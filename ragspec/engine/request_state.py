@@ -24,6 +24,7 @@ import torch
 
 from ragspec.engine.kv.prefix_blocks import shared
 from ragspec.engine.model.layout import Segment
+from ragspec.engine.model.result import StepResult
 from ragspec.engine.sampling import Noise, agreement, draw, reject
 from ragspec.models.logits_processors import Processors, token_logprobs
 from ragspec.records import Failure, Generation, Request, TokenLogprob
@@ -201,14 +202,27 @@ class ScheduledRequest:
 StepOutput = list[tuple[ScheduledRequest, list[int]]]  # each request with its generated tokens
 
 
-def accept(work: Sequence[ScheduledRequest], logits: torch.Tensor, constraint: Constraint) -> StepOutput:
+def needs_logits(work: Sequence[ScheduledRequest]) -> bool:
+    """Return whether more is needed than the best tokens."""
+    return any(
+        not item.row.greedy or item.row.grammar is not None or item.row.request.sampling.logprobs is not None
+        for item in work
+        if item.writes
+    )
+
+
+def accept(work: Sequence[ScheduledRequest], result: StepResult, constraint: Constraint) -> StepOutput:
     """Return each request's tokens, up to and including the target's first disagreement with the draft.
 
-    logits: (sum of wanted, vocab), request after request. constraint: applies grammars.
+    result: of the sum of wanted tokens, request after request. constraint: applies grammars.
     """
     masks = constraint.masks(work)
-    greedy = any(item.writes and item.row.greedy for item in work)
-    best: list[int] = logits.argmax(-1).tolist() if greedy else []
+    logits = result.logits() if needs_logits(work) else None
+    best: list[int] = []
+    if logits is None:
+        best = result.best()
+    elif any(item.writes and item.row.greedy for item in work):
+        best = logits.argmax(-1).tolist()
     written: StepOutput = []
     at = 0
     for item in work:
@@ -216,15 +230,19 @@ def accept(work: Sequence[ScheduledRequest], logits: torch.Tensor, constraint: C
         row, guesses = item.row, item.draft.token_ids
         if not item.writes:
             chosen = []
-        elif not row.greedy:
-            chosen = _choose(item, logits[at:end] if masks is None else masks.applied(logits[at:end], at))
-        elif row.grammar is not None:
-            chosen = constraint.greedy(row.grammar, guesses, best[at:end], logits[at:end])
-        else:
+        elif logits is None:
             chosen = best[at : at + agreement(guesses, best[at:end]) + 1]
-        most = row.request.sampling.logprobs
-        if item.writes and most is not None:
-            item.logprobs = token_logprobs(logits[at:end], chosen, most)
+        else:
+            mine = logits[at:end]
+            if not row.greedy:
+                chosen = _choose(item, mine if masks is None else masks.applied(mine, at))
+            elif row.grammar is not None:
+                chosen = constraint.greedy(row.grammar, guesses, best[at:end], mine)
+            else:
+                chosen = best[at : at + agreement(guesses, best[at:end]) + 1]
+            most = row.request.sampling.logprobs
+            if most is not None:
+                item.logprobs = token_logprobs(mine, chosen, most)
         written.append((item, chosen))
         at = end
     return written

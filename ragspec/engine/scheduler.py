@@ -120,6 +120,7 @@ class Scheduler:
         agree: agree(base, other, tokens): whether rows with these bases compute the same for the first `tokens` tokens
             (Frequencies.agree).
         refusal: Returns why a request cannot be answered, or "".
+        reads_beside: Whether requests are read while the device computes; the first few are enough to begin with.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Scheduler:
         places: int,
         lookahead: int,
         *,
+        reads_beside: bool = False,
         start: Callable[[Request], RequestState] | None = None,
         room: KvBudget | None = None,
         step: int = 1,
@@ -140,8 +142,10 @@ class Scheduler:
         self._room = room or KvBudget()
         self._step = step
         self._agree = agree or (lambda base, other, tokens: True)
+        self._reads_beside = reads_beside
         self._refusal_of = refusal or (lambda request: "")
         self._queue: deque[WaitingRequest] = deque()
+        self._read: list[Request] = []  # while the device computed, before the queue was empty
         self._groups = count()
         self._clear(places)
 
@@ -239,7 +243,8 @@ class Scheduler:
         """
         refused: list[Failure] = []
         while not self._queue:
-            fresh = self._requests.take(max(self._lookahead, len(self._free)), wait=not self.rows())
+            most = len(self._free) if self._reads_beside else max(self._lookahead, len(self._free))
+            fresh, self._read = self._read or self._requests.take(most, wait=not self.rows()), []
             if not fresh:
                 break
             for start in range(0, len(fresh), self._lookahead):
@@ -248,6 +253,14 @@ class Scheduler:
                 refused += [failure for _, failure in refusals if failure is not None]
                 self._queue.extend(self._grouped([waiting for waiting, failure in refusals if failure is None]))
         return refused
+
+    def read_ahead(self, until: Callable[[], bool]) -> None:
+        """Read requests, of which one more takes a while, until it is time to stop or enough are read."""
+        while self._reads_beside and len(self._read) < self._lookahead:
+            fresh = self._requests.take(1, wait=False)
+            self._read += fresh
+            if not fresh or until():
+                return
 
     def _grouped(self, ahead: Sequence[WaitingRequest]) -> Iterator[WaitingRequest]:
         """Yield requests with a common prefix one after the other."""

@@ -289,6 +289,7 @@ def _flex_attention(
         return cap * torch.tanh(score / cap)
 
     from_blocks: Any = BlockMask.from_kv_blocks
+    attend: Any = flex_attention
     mask = from_blocks(
         lists.counts,
         lists.blocks,
@@ -299,7 +300,7 @@ def _flex_attention(
         seq_lengths=(number, keys.shape[2] * size),
         compute_q_blocks=False,
     )
-    return flex_attention(
+    return attend(
         queries,
         keys.flatten(2, 3),
         values.flatten(2, 3),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -34,21 +34,32 @@ RIDGE = 256  # tokens up to which reading a layer's weights takes longer than mu
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
+class StepOutputs(NamedTuple):
+    """What a step computes of its wanted tokens: logits, (wanted, vocab), and the best token of each."""
+
+    logits: torch.Tensor
+    best: torch.Tensor
+
+
+Work = Callable[[], StepOutputs]
+
+
 class Capture(Protocol):
     """Captures work on static tensors."""
 
-    def __call__(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """Return what runs the work again, and the tensor that then holds its result."""
+    def __call__(self, work: Work) -> tuple[Callable[[], None], StepOutputs]:
+        """Return what runs the work again, and the tensors that then hold its outputs."""
 
 
-def emulated(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+def emulated(work: Work) -> tuple[Callable[[], None], StepOutputs]:
     """Run the same work again on the same tensors, where there are no graphs: shows whether it may be captured."""
-    result = work().clone()
+    outputs = StepOutputs(*(each.clone() for each in work()))
 
     def replay() -> None:
-        result.copy_(work())
+        for mine, new in zip(outputs, work(), strict=True):
+            mine.copy_(new)
 
-    return replay, result
+    return replay, outputs
 
 
 class CudaGraphs:
@@ -57,8 +68,8 @@ class CudaGraphs:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """Return the graph's replay and its result."""
+    def __call__(self, work: Work) -> tuple[Callable[[], None], StepOutputs]:
+        """Return the graph's replay and its outputs."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # compilers and libraries allocate and choose in the first runs
@@ -67,8 +78,8 @@ class CudaGraphs:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            result = work()
-        return graph.replay, result
+            outputs = work()
+        return graph.replay, outputs
 
 
 # -- shapes ----------------------------------------------------------------------------------------
@@ -158,7 +169,7 @@ class Step:
         token_ids, starts, counts, tables: The host's, (R, n), (R,), (R,) and (R, W), as in StepTensors.
         kept: The host's indices of the wanted logits, (R,); empty if all are wanted.
         tensors, wanted: The same on the device. wanted: None for all.
-        replay: Computes `logits` anew, once the step is captured.
+        replay: Computes `outputs` anew, once the step is captured.
     """
 
     def __init__(self, shape: StepShape, device: torch.device) -> None:
@@ -175,7 +186,7 @@ class Step:
         self.tensors = StepTensors(theirs[0].view(rows, tokens), theirs[1], theirs[2], tables)
         self.wanted = None if shape.all_logits else theirs[4]
         self.replay: Callable[[], None] | None = None
-        self.logits: torch.Tensor | None = None
+        self.outputs: StepOutputs | None = None
 
     def clear(self) -> None:
         """Make all rows padding, once the device has read what the host wrote before."""
@@ -188,6 +199,45 @@ class Step:
         self.device.copy_(self.host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
+
+
+class StepPart(NamedTuple):
+    """What is wanted of one of the steps that make an engine's step: values at `places`, of tokens `packed`."""
+
+    values: torch.Tensor
+    places: Sequence[int]
+    packed: Sequence[int]
+
+
+class LaunchedStep:
+    """The result of a step that the device computes (model/result.py)."""
+
+    def __init__(self, parts: Sequence[StepPart], wanted: Sequence[int], device: torch.device) -> None:
+        self._parts = parts
+        self._wanted = wanted
+        self._end = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        if self._end is not None:
+            self._end.record()
+
+    def done(self) -> bool:
+        """Return whether it can be read without waiting."""
+        return self._end is None or bool(self._end.query())  # type: ignore[no-untyped-call]
+
+    def best(self) -> list[int]:
+        """Return the most likely token after each wanted one. Only if no logits were asked for."""
+        found: dict[int, int] = {}
+        for part in self._parts:
+            values = part.values.tolist()
+            found |= zip(part.packed, [values[place] for place in part.places], strict=True)
+        return [found[packed] for packed in self._wanted]
+
+    def logits(self) -> torch.Tensor:
+        """Return the logits, (wanted, vocab) in float32, if they were asked for."""
+        packed = [each for part in self._parts for each in part.packed]
+        if len(self._parts) == 1 and packed == list(self._wanted):
+            return self._parts[0].values
+        where = {each: at for at, each in enumerate(packed)}
+        return torch.cat([part.values for part in self._parts])[[where[each] for each in self._wanted]]
 
 
 class PagedSteps:
@@ -231,6 +281,22 @@ class PagedSteps:
         """Capture all steps anew, since what they run has changed."""
         self._steps.clear()
 
+    @torch.inference_mode()
+    def capture(self, rows: int, drafts: bool) -> int:
+        """Capture what a run of `rows` rows is likely to need; return how many steps are captured now.
+
+        drafts: whether rows verify drafts.
+        """
+        width, (plain, several) = tables_width(1), (padded(min(count, ROWS[-1]), ROWS) for count in (rows, 2 * rows))
+        decoding = [(size, 1) for size in ROWS if size <= plain]
+        verifying = [(size, tokens) for tokens in TOKENS[1:] for size in ROWS if size <= several]
+        prompts = [(size, QUERIES) for size in ROWS if size <= most_rows(QUERIES)]
+        for size, tokens in sorted([*decoding, *verifying * drafts, *prompts], reverse=True):  # the largest first
+            if self._capture is not None and size <= most_rows(tokens):
+                shape = StepShape(size, tokens, width, all_logits=tokens < QUERIES)
+                self._run(shape, self._step(shape))
+        return self.captured
+
     @contextmanager
     def unpadded(self) -> Iterator[None]:
         """Run steps as they come, without padding or capture, so that each of their tokens is one of the forward's."""
@@ -241,22 +307,19 @@ class PagedSteps:
             self._pads = True
             self.forget()
 
-    def logits(self, segments: Sequence[Segment], token_ids: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
-        """Return the logits, (wanted, vocab) in float32, of the packed indices `wanted`; see Model.logits."""
+    def begin(
+        self, segments: Sequence[Segment], token_ids: Sequence[int], wanted: Sequence[int], logits: bool
+    ) -> LaunchedStep:
+        """Start a step; see Model.begin."""
         self.cache.reserve(max(segment.start + segment.count for segment in segments))
         asked = set(wanted)
-        parts: list[torch.Tensor] = []
-        found: list[int] = []  # packed index of each of the parts' logits
-        for rows, tokens in self._rows(segments):
-            most = most_rows(tokens) if self._pads else len(rows)
-            for at in range(0, len(rows), most):
-                logits, indices = self._part(rows[at : at + most], tokens, token_ids, asked)
-                parts.append(logits)
-                found += indices
-        if len(parts) == 1 and found == list(wanted):
-            return parts[0]
-        where = {packed: at for at, packed in enumerate(found)}
-        return torch.cat(parts)[[where[index] for index in wanted]]
+        parts = [
+            self._part(rows[at : at + most], tokens, token_ids, asked, logits)
+            for rows, tokens in self._rows(segments)
+            for most in [most_rows(tokens) if self._pads else len(rows)]
+            for at in range(0, len(rows), most)
+        ]
+        return LaunchedStep(parts, wanted, self._device)
 
     def _rows(self, segments: Sequence[Segment]) -> Iterator[tuple[list[StepRow], int]]:
         """Yield the rows of decoding segments, and those of prompts, if there are any, and the tokens of each row."""
@@ -279,9 +342,9 @@ class PagedSteps:
             yield step_rows(prompts, QUERIES), QUERIES
 
     def _part(
-        self, rows: Sequence[StepRow], tokens: int, token_ids: Sequence[int], asked: Collection[int]
-    ) -> tuple[torch.Tensor, list[int]]:
-        """Run one step; return a copy of the logits that are asked for, in float32, and the packed index of each."""
+        self, rows: Sequence[StepRow], tokens: int, token_ids: Sequence[int], asked: Collection[int], logits: bool
+    ) -> StepPart:
+        """Launch one step, and a copy of what is wanted of it, which the next step of this shape overwrites."""
         tables = [self.cache.reserve_row(row.row, row.start, row.start + row.count) for row in rows]
         mine = [
             [row.packed] * (row.packed in asked)
@@ -307,11 +370,15 @@ class PagedSteps:
             elif indices:
                 step.kept[number] = at + indices[0] - row.packed
                 places.append(number)
-        logits = self._run(shape, step)
-        found = [index for indices in mine for index in indices]
-        if places == list(range(len(logits))):
-            return logits.to(torch.float32, copy=True), found  # the next step overwrites them
-        return logits[places].float(), found
+        outputs = self._run(shape, step)
+        packed = [index for indices in mine for index in indices]
+        if not logits:
+            return StepPart(outputs.best.clone(), places, packed)
+        if places != list(range(len(outputs.logits))):
+            picked = outputs.logits[torch.tensor(places, device=self._device)].float()
+        else:
+            picked = outputs.logits.to(torch.float32, copy=True)
+        return StepPart(picked, range(len(places)), packed)
 
     # -- capture -----------------------------------------------------------------------------------
 
@@ -326,28 +393,29 @@ class PagedSteps:
         step.clear()
         return step
 
-    def _run(self, shape: StepShape, step: Step) -> torch.Tensor:
-        """Return a step's logits; they stay until the next step of this shape."""
+    def _run(self, shape: StepShape, step: Step) -> StepOutputs:
+        """Return a step's outputs; they stay until the next step of this shape."""
         step.load()
         if step.replay is None and self._capture is not None and self._pads and self.cache.layers:
             try:
-                step.replay, step.logits = self._capture(lambda: self._work(step))
+                step.replay, step.outputs = self._capture(lambda: self._work(step))
             except MAY_BE_MEMORY as error:
                 self._steps.pop(shape)
                 if is_out_of_memory(error):
                     raise
                 self._go_uncaptured(error)
-        if step.replay is None or step.logits is None:
+        if step.replay is None or step.outputs is None:
             return self._work(step)
         step.replay()
-        return step.logits
+        return step.outputs
 
-    def _work(self, step: Step) -> torch.Tensor:
+    def _work(self, step: Step) -> StepOutputs:
         """Compute a step from its tensors alone."""
         attention = PagedAttention(self.cache, step.tensors, self._compute)
         self.cache.next = 0
         with attending(attention):
-            return self._forward(step.tensors.token_ids.flatten()[None], attention.packed, step.wanted)
+            logits = self._forward(step.tensors.token_ids.flatten()[None], attention.packed, step.wanted)
+        return StepOutputs(logits, logits.argmax(-1))
 
     def _go_uncaptured(self, error: Exception) -> None:
         """Run all steps uncaptured from now on."""

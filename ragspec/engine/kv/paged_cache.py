@@ -6,7 +6,7 @@ grows, so captured steps (backends/steps.py) may keep its addresses until then.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Hashable, Iterable
 
 import torch
 
@@ -34,6 +34,7 @@ class PagedCache(ModelCache):
         self.version = 0
         self.next = 0
         self.layers: list[LayerCache] = []  # keys, values: (kv_heads, blocks x size, head_dim)
+        self._stacks: list[torch.Tensor] = []  # of stores of one size: (their number, *their shape)
         self._pool = BlockPool(1)
         self._tables = BlockTables(self._pool, rows, size)
 
@@ -105,12 +106,20 @@ class PagedCache(ModelCache):
         """
         if blocks <= self._pool.blocks:
             return
-        for layer in self.layers:  # one by one, so that only one exists twice at a time
+        alike: dict[Hashable, list[tuple[LayerCache, str]]] = {}
+        for layer in self.layers:
             for name in ("keys", "values"):
-                old = getattr(layer, name)
-                new = old.new_zeros(old.shape[0], blocks * self.size, old.shape[2])
-                new[:, : old.shape[1]] = old
+                store = getattr(layer, name)
+                alike.setdefault((store.shape[0], store.shape[2], store.dtype), []).append((layer, name))
+        self._stacks = []
+        for stores in alike.values():  # one after the other, so that only these exist twice at a time
+            olds = [getattr(layer, name) for layer, name in stores]
+            heads, slots, size = olds[0].shape
+            stack = olds[0].new_zeros(len(stores), heads, blocks * self.size, size)
+            for new, old, (layer, name) in zip(stack, olds, stores, strict=True):
+                new[:, :slots] = old
                 setattr(layer, name, new)
+            self._stacks.append(stack)
         self._pool.grow(blocks)
         self.version += 1
 
@@ -119,6 +128,7 @@ class PagedCache(ModelCache):
         if self.next == len(self.layers):
             stores = (new.new_zeros(new.shape[1], self.blocks * self.size, new.shape[3]) for new in (keys, values))
             self.layers.append(LayerCache(*stores))
+            self._stacks = []
             self.version += 1
         self.next += 1
         return self.layers[self.next - 1]
@@ -128,10 +138,11 @@ class PagedCache(ModelCache):
 
     @torch.inference_mode()
     def _copy(self, copies: Iterable[BlockCopy]) -> None:
+        stores = self._stacks or [store[None] for store in self.memory()]
         for copy in copies:
             source, target = copy.source * self.size, copy.target * self.size
-            for store in self.memory():
-                store[:, target : target + copy.tokens] = store[:, source : source + copy.tokens]
+            for store in stores:
+                store[:, :, target : target + copy.tokens] = store[:, :, source : source + copy.tokens]
 
     def __len__(self) -> int:
         return len(self.layers)

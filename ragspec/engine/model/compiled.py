@@ -263,7 +263,7 @@ def _compile(
     model: Model, way: CompileBackend, rows: int, wished: bool, made: list[CompiledLayers], notes: list[str]
 ) -> str:
     """Compile the layers and return the outcome. made: receives the layers once they exist. Raises NotCaptured."""
-    _check_folder(way, notes)
+    check_folder(way, notes)
     started = time.perf_counter()
     builder = Builder(model)
     layers = CompiledLayers(model, builder) if way is KERNELS else CompiledLayers(model, inductor, least=2)
@@ -334,7 +334,7 @@ def _depends(model: Model) -> list[str]:
     return [model.inner.config.to_json_string(), str(model.device), cpu_features(), str(torch.get_num_threads())]
 
 
-def _check_folder(way: CompileBackend, notes: list[str]) -> None:
+def check_folder(way: CompileBackend, notes: list[str]) -> None:
     """Note a cache that cannot be written; have inductor use it, unless the user chose another."""
     folder = cache_dir() / way.name
     try:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ragspec.engine.backends.paged_attention import Compute
+from ragspec.engine.backends.paged_attention import QUERIES, Compute
 from ragspec.engine.backends.steps import Capture, PagedSteps
 from ragspec.engine.kv.budget import keepable
 from ragspec.engine.kv.cache import RaggedCache
@@ -24,6 +24,7 @@ from ragspec.engine.model.attention import NAME, PackedAttention, attending, reg
 from ragspec.engine.model.kv_splits import PrefixGroup
 from ragspec.engine.model.layout import ForwardProfiler, Layout, Segment
 from ragspec.engine.model.masks import Unsupported
+from ragspec.engine.model.result import Deferred, StepResult
 from ragspec.engine.native.kernels import Kernels
 from ragspec.models.compat import (
     cache_argument,
@@ -196,6 +197,11 @@ class Model:
             self.inner.set_attn_implementation(NAME)
             self.frequencies.forget()
 
+    @property
+    def prompt_tile(self) -> int:
+        """Tokens of a prompt that are computed together; a forward computes prompts apart if it is more than 1."""
+        return QUERIES if self.steps is not None else 1
+
     def forget_steps(self) -> None:
         """Capture steps anew, since the model's code has changed."""
         if self.steps is not None:
@@ -274,6 +280,23 @@ class Model:
         return self.whole(segments, token_ids, wanted, together)
 
     @torch.inference_mode()
+    def begin(
+        self,
+        segments: list[Segment],
+        token_ids: Sequence[int],
+        wanted: Sequence[int],
+        together: Sequence[PrefixGroup] = (),
+        logits: bool = True,
+    ) -> StepResult:
+        """Start the same on a device that computes beside the host; elsewhere it is computed once it is read.
+
+        logits: whether they are wanted, or the best tokens alone.
+        """
+        if self.steps is not None and self.halves is None:
+            return self.steps.begin(segments, token_ids, wanted, logits)
+        return Deferred(lambda: self.logits(segments, token_ids, wanted, together))
+
+    @torch.inference_mode()
     def whole(
         self,
         segments: list[Segment],
@@ -284,7 +307,7 @@ class Model:
     ) -> torch.Tensor:
         """Do the same in one forward. attended: layers before the first that attends in it."""
         if self.steps is not None:
-            return self.steps.logits(segments, token_ids, wanted)
+            return self.steps.begin(segments, token_ids, wanted, logits=True).logits()
         cache = self.cache
         assert isinstance(cache, RaggedCache)
         cache.reserve(max(segment.start + segment.count for segment in segments))

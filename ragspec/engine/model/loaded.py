@@ -14,6 +14,7 @@ import torch
 
 from ragspec.engine.backends.paged_attention import Compute, flex
 from ragspec.engine.backends.steps import Capture, CudaGraphs, emulated
+from ragspec.engine.model.compiled import INDUCTOR, check_folder
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.masks import Unsupported
 from ragspec.engine.model.self_check import attention_is_exact, differs, kernels_are_faster
@@ -109,6 +110,8 @@ def prepare(
         return _prepared(inner, notes, native, attention != "sdpa")
     if graphs == "on" and not cuda:
         notes.append(f"graphs: on has no effect on {inner.device.type}")
+    if cuda:
+        check_folder(INDUCTOR, notes)
     capture = emulated if graphs == "emulate" else CudaGraphs() if cuda and graphs != "off" else None
     try:
         return _prepared(inner, notes, native, False, flex(cuda, notes), capture)

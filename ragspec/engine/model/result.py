@@ -1,0 +1,44 @@
+"""What a step gives: asked for when it starts, read when the device has computed it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class StepResult(Protocol):
+    """The result of a step, at its wanted tokens. Errors of the computation are raised by whichever reads it."""
+
+    def done(self) -> bool:
+        """Return whether it can be read without waiting."""
+
+    def best(self) -> list[int]:
+        """Return the most likely token after each."""
+
+    def logits(self) -> torch.Tensor:
+        """Return the logits, (wanted, vocab) in float32. Only if they were asked for."""
+
+
+class Deferred:
+    """A result that is computed once it is read, where nothing runs beside the host."""
+
+    def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
+        self._compute = compute
+        self._logits: torch.Tensor | None = None
+
+    def done(self) -> bool:
+        """Return True: there is nothing to wait for."""
+        return True
+
+    def best(self) -> list[int]:
+        """Return the most likely token after each."""
+        found: list[int] = self.logits().argmax(-1).tolist()
+        return found
+
+    def logits(self) -> torch.Tensor:
+        """Return the logits, (wanted, vocab) in float32."""
+        if self._logits is None:
+            self._logits = self._compute()
+        return self._logits
