@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from ragspec.engine.backends.paged_attention import gathered
-from ragspec.engine.backends.steps import emulated
+from ragspec.engine.backends.steps import StepOutputs, Work, emulated
 from ragspec.engine.engine import CHUNK_CUDA, Engine, EngineSettings
 from ragspec.engine.model.forward import Model
+from ragspec.engine.model.result import StepResult
 from ragspec.engine.proposers.base import NoProposer
 from ragspec.records import Generation, Request, Sampling
 
@@ -34,16 +35,16 @@ class TimedCapture:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def __call__(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """Return what runs the work again, timed, and its result."""
-        replay, result = emulated(work)
+    def __call__(self, work: Work) -> tuple[Callable[[], None], StepOutputs]:
+        """Return what runs the work again, timed, and its outputs."""
+        replay, outputs = emulated(work)
 
         def timed() -> None:
             started = time.perf_counter()
             replay()
             self.seconds += time.perf_counter() - started
 
-        return timed, result
+        return timed, outputs
 
 
 def build() -> Any:
@@ -73,13 +74,13 @@ def steps(rows: int, prompt: int, tokens: int) -> Iterator[float]:
         for i in range(rows)
     )
     marks: list[tuple[float, float, int]] = []
-    logits = model.logits
+    begin = model.begin
 
-    def timed(segments: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def timed(segments: Any, *args: Any, **kwargs: Any) -> StepResult:
         marks.append((time.perf_counter(), capture.seconds, sum(not segment.alone for segment in segments)))
-        return logits(segments, *args, **kwargs)
+        return begin(segments, *args, **kwargs)
 
-    model.logits = timed  # type: ignore[method-assign]
+    model.begin = timed  # type: ignore[method-assign]
     assert sum(isinstance(outcome, Generation) for outcome in engine.run(requests)) == rows
     for (start, before, decoding), (end, after, _) in pairwise(marks):
         if decoding == rows:

@@ -193,7 +193,9 @@ class Engine:
         self._sharing = PrefixGroups(model.frequencies.agree)
         self._constraint = Constraint(self.clock)
         restart, plain, trial = model.frequencies.restart, self._settings.plain, self._settings.trial
-        self._outcomes: deque[Generation | Failure] = deque()  # of finished rows, yielded while the next step runs
+        # left for the time in which the device computes the next step
+        self._unrecorded: list[tuple[ScheduledRequest, int, int, int]] = []  # as RequestState.record takes it
+        self._done: deque[RequestState] = deque()  # rows whose outcomes are not yielded yet
         self._drafting = Drafting(proposer, restart, self.notes, plain, trial, self._settings.cost)
 
     def run(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
@@ -226,12 +228,16 @@ class Engine:
             raise
 
     def _finished(self) -> Iterator[Generation | Failure]:
-        """Yield the outcomes of the last step."""
-        while self._outcomes:
-            yield self._outcomes.popleft()
+        """Record the last step, and yield the outcomes of rows that it finished."""
+        for item, at, count, accepted in self._unrecorded:
+            item.row.record(item.draft, at, count, accepted, item.logprobs[:count])
+        self._unrecorded.clear()
+        while self._done:
+            yield self._done.popleft().outcome()
 
     def _row(self, request: Request) -> RequestState:
         row = new_row(request)
+        row.ends = request.sampling.ends(self._eos)
         if self._settings.processors is not None:
             row.processors = self._settings.processors(request)
         row.grammar = begin(self._settings.grammars, request.grammar)
@@ -381,27 +387,24 @@ class Engine:
                 scheduler.release(row)
                 self._proposer.finish(row)
                 oom_policy.finished(row)
-                self._outcomes.append(row.outcome())
+                self._done.append(row)
 
     def _extend(self, item: ScheduledRequest, token_ids: list[int], finished: list[RequestState]) -> int:
-        """Record what one row computed and generated; return by how many tokens its answer grew, if it decodes."""
+        """Take what one row computed and generated; return by how many tokens its answer grew, if it decodes."""
         row = item.row
         if not item.writes:
             row.computed += len(item.token_ids)
             return 0
-        kept = self._within(row, token_ids)
-        row.copies.note(row.written, item.draft, kept)
-        row.tokens.extend(kept)
-        row.logprobs += item.logprobs[: len(kept)]
+        kept, at = self._within(row, token_ids), row.written
+        row.tokens += kept
         row.computed = len(row.tokens) - 1
-        accepted = min(len(kept), len(token_ids) - 1)
-        row.spec.record(len(item.draft.token_ids), accepted)
-        row.guessed += b"\1" * accepted + b"\0" * (len(kept) - accepted)
+        self._unrecorded.append((item, at, len(kept), min(len(kept), len(token_ids) - 1)))
         if row.grammar is not None:
             self._follow(row, kept)
         self._proposer.extend(row, kept)
-        row.first_at = row.first_at or time.perf_counter()
-        if row.reason or row.room <= 0:
+        if row.first_at is None:
+            row.first_at = time.perf_counter()
+        if row.reason or at + len(kept) >= row.request.sampling.max_new_tokens:
             finished.append(row)
         restart = self._model.frequencies.restart
         if restart is not None and row.base <= restart < len(row.tokens):
@@ -414,15 +417,14 @@ class Engine:
         row.grammar.take(kept)
         if row.grammar.problem:
             row.reason = "error"
-        elif not row.request.sampling.ends(self._eos) and row.grammar.complete:
+        elif not row.ends and row.grammar.complete:
             row.reason = "stop"
 
     def _within(self, row: RequestState, token_ids: list[int]) -> list[int]:
         """Return the tokens up to the end of the answer, if it is among them."""
         kept = token_ids[: row.room]
-        ends = row.request.sampling.ends(self._eos)
         for count, token in enumerate(kept, 1):
-            if token in ends:
+            if token in row.ends:
                 kept, row.reason = kept[:count], "stop"
                 break
         stop = row.request.sampling.stop
@@ -430,7 +432,7 @@ class Engine:
             answer = row.tokens[row.prompt_tokens :] + kept
             least = stop_strings_from(row.request, answer, self._tokenizer)
             if ends_with_stop(self._tokenizer, answer, len(kept), stop, least):
-                answer, reason = trim(answer, ends, stop, self._tokenizer, least)
+                answer, reason = trim(answer, row.ends, stop, self._tokenizer, least)
                 if reason == "stop":
                     kept, row.reason = kept[: max(0, len(answer) - row.written)], reason
         return kept

@@ -49,6 +49,7 @@ class RequestState:
     tokens: list[int]
     noise: Noise
     started: float
+    ends: frozenset[int] = frozenset()  # tokens that end its answer
     place: int = -1
     computed: int = 0
     base: int = 0
@@ -95,6 +96,15 @@ class RequestState:
     def ready(self) -> bool:
         """Whether all but the last token are computed, so that the next forward generates."""
         return self.computed == len(self.tokens) - 1
+
+    def record(self, draft: Draft, at: int, count: int, accepted: int, logprobs: Sequence[TokenLogprob]) -> None:
+        """Record a step for the statistics: `count` tokens from the answer's token `at` on, `accepted` of the draft."""
+        if draft.token_ids or self.copies.started:
+            first = self.prompt_tokens + at
+            self.copies.note(at, draft, self.tokens[first : first + count])
+        self.logprobs += logprobs
+        self.spec.record(len(draft.token_ids), accepted)
+        self.guessed += b"\1" * accepted + b"\0" * (count - accepted)
 
     def outcome(self) -> Generation | Failure:
         """Return the finished answer, or the failure of its grammar."""
@@ -231,7 +241,7 @@ def accept(work: Sequence[ScheduledRequest], result: StepResult, constraint: Con
         if not item.writes:
             chosen = []
         elif logits is None:
-            chosen = best[at : at + agreement(guesses, best[at:end]) + 1]
+            chosen = best[at : at + agreement(guesses, best[at:end]) + 1] if guesses else best[at:end]
         else:
             mine = logits[at:end]
             if not row.greedy:

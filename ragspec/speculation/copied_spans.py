@@ -18,6 +18,11 @@ class CopiedSpans:
         self._passages = passages
         self._runs: list[Copied] = []
 
+    @property
+    def started(self) -> bool:
+        """Whether a passage has been copied from."""
+        return bool(self._runs)
+
     def note(self, written: int, draft: Draft, emitted: Sequence[int]) -> None:
         """Add `emitted` tokens that follow `written` answer tokens and were drafted as `draft`.
 

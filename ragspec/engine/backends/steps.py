@@ -101,7 +101,7 @@ class StepShape:
         return self.rows * self.tokens if self.all_logits else self.rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepRow:
     """A row of a step: `count` tokens of a cache row from position `start`. packed: index of the first among the
     forward's tokens."""
@@ -345,7 +345,8 @@ class PagedSteps:
         self, rows: Sequence[StepRow], tokens: int, token_ids: Sequence[int], asked: Collection[int], logits: bool
     ) -> StepPart:
         """Launch one step, and a copy of what is wanted of it, which the next step of this shape overwrites."""
-        tables = [self.cache.reserve_row(row.row, row.start, row.start + row.count) for row in rows]
+        for row in rows:
+            self.cache.reserve_row(row.row, row.start, row.start + row.count)
         mine = [
             [row.packed] * (row.packed in asked)
             if row.count == 1
@@ -359,16 +360,22 @@ class PagedSteps:
             tokens == 1 or any(len(indices) > 1 for indices in mine),
         )
         step = self._step(shape)
+        firsts = [row.packed for row in rows]
+        step.starts[: len(rows)] = [row.start for row in rows]
+        step.counts[: len(rows)] = [row.count for row in rows]
+        tables = self.cache.tables([row.row for row in rows])[:, : shape.width]
+        step.tables[: len(rows), : tables.shape[1]] = tables
+        if tokens == 1:
+            step.token_ids[: len(rows), 0] = [token_ids[first] for first in firsts]
+        else:
+            for mine_ids, row in zip(step.token_ids, rows, strict=False):
+                mine_ids[: row.count] = token_ids[row.packed : row.packed + row.count]
         places: list[int] = []  # of the wanted logits among the step's
-        for number, (row, table, indices) in enumerate(zip(rows, tables, mine, strict=True)):
-            at = number * shape.tokens
-            step.token_ids[number, : row.count] = token_ids[row.packed : row.packed + row.count]
-            step.starts[number], step.counts[number] = row.start, row.count
-            step.tables[number, : len(table)] = table
+        for number, (first, indices) in enumerate(zip(firsts, mine, strict=True)):
             if shape.all_logits:
-                places += [at + index - row.packed for index in indices]
+                places += [number * tokens + index - first for index in indices]
             elif indices:
-                step.kept[number] = at + indices[0] - row.packed
+                step.kept[number] = number * tokens + indices[0] - first
                 places.append(number)
         outputs = self._run(shape, step)
         packed = [index for indices in mine for index in indices]

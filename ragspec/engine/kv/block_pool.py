@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 PADDING = 0  # the block that padding is written to; it belongs to no row
 
 
@@ -75,12 +77,17 @@ class BlockPool:
 
 
 class BlockTables:
-    """The blocks of each row, in the order of its tokens. size: tokens of a block."""
+    """The blocks of each row, in the order of its tokens. size: tokens of a block.
+
+    Attributes:
+        array: (rows, W), the same tables as numbers; 0 where a row has fewer blocks.
+    """
 
     def __init__(self, pool: BlockPool, rows: int, size: int) -> None:
         self.size = size
         self._pool = pool
         self._tables: list[list[int]] = [[] for _ in range(rows)]
+        self.array = np.zeros((rows, 1), dtype=np.int64)
 
     def of(self, row: int) -> list[int]:
         """Return a row's blocks."""
@@ -88,9 +95,12 @@ class BlockTables:
 
     def resize(self, rows: int) -> None:
         """Change the number of rows; blocks of rows that go are released."""
-        for table in self._tables[rows:]:
-            self._release(table)
+        for row in range(rows, len(self._tables)):
+            self._release(row)
+        kept = self.array[:rows]
         self._tables = self._tables[:rows] + [[] for _ in range(rows - len(self._tables))]
+        self.array = np.zeros((rows, kept.shape[1]), dtype=np.int64)
+        self.array[: len(kept)] = kept
 
     def share(self, donor: int, row: int, tokens: int) -> list[BlockCopy]:
         """Start `row` with the first `tokens` tokens of `donor`, which may be the row itself.
@@ -102,12 +112,13 @@ class BlockTables:
             MemoryError: No block is free.
         """
         whole, rest = divmod(tokens, self.size)
-        held, table = self._tables[donor][: whole + (rest > 0)], self._tables[row]
+        held = self._tables[donor][: whole + (rest > 0)]
         for block in held:
             self._pool.hold(block)
-        self._release(table)
-        table.extend(held)
-        return self._own(table, whole, rest) if rest else []
+        self._release(row)
+        for block in held:
+            self._append(row, block)
+        return self._own(row, whole, rest) if rest else []
 
     def reserve(self, row: int, first: int, end: int) -> list[BlockCopy]:
         """Give a row blocks of its own for its tokens from `first` to before `end`.
@@ -120,21 +131,32 @@ class BlockTables:
         """
         table, copies = self._tables[row], []
         for index in range(first // self.size, min(len(table), -(-end // self.size))):
-            copies += self._own(table, index, self.size)
+            if self._pool.shared(table[index]):
+                copies += self._own(row, index, self.size)
         while len(table) * self.size < end:
-            table.append(self._pool.take())
+            self._append(row, self._pool.take())
         return copies
 
-    def _own(self, table: list[int], index: int, tokens: int) -> list[BlockCopy]:
+    def _own(self, row: int, index: int, tokens: int) -> list[BlockCopy]:
         """Replace a block that others use too by one of the row's own."""
+        table = self._tables[row]
         block = table[index]
         if not self._pool.shared(block):
             return []
-        table[index] = self._pool.take()
+        table[index] = self.array[row, index] = self._pool.take()
         self._pool.release(block)
         return [BlockCopy(block, table[index], tokens)]
 
-    def _release(self, table: list[int]) -> None:
+    def _append(self, row: int, block: int) -> None:
+        table, width = self._tables[row], self.array.shape[1]
+        if len(table) == width:
+            self.array = np.pad(self.array, ((0, 0), (0, width)))
+        self.array[row, len(table)] = block
+        table.append(block)
+
+    def _release(self, row: int) -> None:
         """Release all blocks of a row."""
+        table = self._tables[row]
+        self.array[row] = 0
         while table:
             self._pool.release(table.pop())

@@ -6,8 +6,9 @@ grows, so captured steps (backends/steps.py) may keep its addresses until then.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
+import numpy as np
 import torch
 
 from ragspec.engine.kv.block_pool import BlockCopy, BlockPool, BlockTables
@@ -75,6 +76,10 @@ class PagedCache(ModelCache):
         if copies:
             self._copy(copies)
         return self._tables.of(row)
+
+    def tables(self, rows: Sequence[int]) -> np.ndarray:
+        """Return the tables of rows, (rows, W); 0 where a row has fewer blocks."""
+        return self._tables.array[rows]
 
     # -- memory ------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ PIECE = {"cpu": 128, "cuda": 1 << 30}
 PADDING = {"cpu": 3, "cuda": 1 << 30}  # padded queries that a row may add to a run; beyond, it starts a new one
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Segment:
     """`count` tokens of a row, written to its slots from `start` on. alone: attends outside of batches (prefill).
 
