@@ -9,11 +9,15 @@ from tests.conftest import train_tokenizer
 from tests.engine import test_engine_models as families
 from tests.engine.test_paged import MORE
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+    pytest.mark.slow,  # it starts compilers
+]
 
 # heads of at least 16, the least that FlexAttention compiles for
 LARGER = {"hidden_size": 128, "head_dim": 32, "n_embd": 128, "word_embed_proj_dim": 128}
 NAMES = [*families.FAMILIES, "gpt-oss"]
+ROUTED = {"gpt-oss"}  # which experts run depends on the content: rounding may change it, and a graph cannot hold it
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +31,11 @@ def test_a_captured_step_computes_what_transformers_computes(words, family, dtyp
     kind, settings = (families.FAMILIES | MORE)[family]
     larger = {key: LARGER.get(key, value) for key, value in settings.items()}
     monkeypatch.setitem(families.FAMILIES, family, (kind, larger))
+    if family in ROUTED and dtype is torch.bfloat16:
+        pytest.skip("rounding chooses other experts")
     notes: list[str] = []
     model = loaded.prepare(families.build(family, words).to("cuda", dtype), notes)
     assert model.steps is not None, notes
-    assert model.steps.captured > 0, notes
-    assert not [note for note in notes if note.startswith(("attention", "graphs"))]
+    assert not [note for note in notes if note.startswith("attention")]
+    assert (model.steps.captured > 0) is (family not in ROUTED), notes
+    assert any(note.startswith("graphs") for note in notes) is (family in ROUTED), notes

@@ -13,7 +13,10 @@ from ragspec.speculation.drafters.context import ContextDrafter
 from tests.conftest import save_llama, train_tokenizer
 from tests.engine.test_engine import requests_for
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+    pytest.mark.slow,  # it starts compilers
+]
 
 
 @pytest.fixture(scope="module")

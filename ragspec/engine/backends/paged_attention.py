@@ -24,6 +24,7 @@ from ragspec.errors import flat
 
 FAR = 1 << 20  # index of a block that is none of a row's; times a block's tokens it is still an int32
 QUERIES = 128  # queries of a block of FlexAttention
+TILE = 64  # tokens of a prompt in a row: fewer read keys and values more often, more have more padding
 SHAPES = 256  # shapes and masks that it may be compiled for; beyond, torch would run it as plain operators
 UNCOMPILED = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"  # torch's switch for calling FlexAttention as plain operators
 
@@ -168,10 +169,9 @@ def flex(compiled: bool, notes: list[str] | None = None) -> Compute:
         if queries.shape in refused:
             return gathered(step, layer, queries, scores, rule)
         whole, sinks = queries, scores.sinks
-        if tokens < QUERIES:  # a group's heads as further queries of one: each block is read once for all of them
+        if tokens < TILE:  # a group's heads as further queries of one: each block is read once for all of them
             queries = queries.reshape(rows, layer.keys.shape[0], -1, queries.shape[3])
-        number = queries.shape[2]
-        lists = step.mask((flex, rule, number), lambda: block_lists(step, rule, number))
+        lists = step.mask((flex, rule), lambda: block_lists(step, rule))
         blocks = [store.view(1, store.shape[0], -1, step.size, store.shape[2]) for store in (layer.keys, layer.values)]
         if compiled:  # once for pools and tables of any size
             for tensor, dimension in ((blocks[0], 2), (blocks[1], 2), *lists.growing):
@@ -231,7 +231,7 @@ class BlockLists(NamedTuple):
         return [(self.logical, 1), *((each, 3) for each in tables)]
 
 
-def block_lists(step: PagedAttention, rule: MaskRule | None, queries: int) -> BlockLists:
+def block_lists(step: PagedAttention, rule: MaskRule | None) -> BlockLists:
     """Return the lists of a step.
 
     Prompts under the plain causal mask see blocks before their first token in full, without a look at the mask. In
@@ -246,7 +246,7 @@ def block_lists(step: PagedAttention, rule: MaskRule | None, queries: int) -> Bl
     logical = torch.full((rows, total), FAR, device=device, dtype=torch.int32)
     logical = logical.scatter_reduce(1, step.tables, indices, "amin")
     counts, blocks, full = ((step.ends + size - 1) // size).to(torch.int32), tables, None
-    if rule is None and queries == QUERIES:
+    if rule is None and step.positions.shape[1] == TILE:
         full = step.first.to(torch.int32)
         counts = counts - full
         blocks = tables.gather(1, (step.first[:, None] + indices).clamp(max=width - 1))
@@ -309,6 +309,8 @@ def _flex_attention(
         scale=scale,
         enable_gqa=queries.shape[1] != keys.shape[1],
         return_lse=with_lse,
+        # a tile of a prompt has so many queries that the kernel for few would hold too much at once
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True} if tokens == TILE else None,
     )
 
 

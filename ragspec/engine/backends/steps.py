@@ -1,6 +1,6 @@
 """Steps of fixed shapes over the paged cache, each captured once and then replayed.
 
-A step has R rows of n tokens. A prompt is cut into rows of up to 128 tokens, and a long draft into several rows too:
+A step has R rows of n tokens. A prompt is cut into rows of up to 64 tokens, and a long draft into several rows too:
 rows of one text see each other's keys, since a layer writes before it attends. Shapes are padded up to few sizes, so
 that a captured step (a CUDA graph) serves many. A step reads one buffer that the host fills, and writes its logits to
 another.
@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ragspec.engine.backends.paged_attention import QUERIES, Compute, PagedAttention, StepTensors
+from ragspec.engine.backends.paged_attention import TILE, Compute, PagedAttention, StepTensors
 from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model.attention import attending
 from ragspec.engine.model.layout import Segment
@@ -290,10 +290,10 @@ class PagedSteps:
         width, (plain, several) = tables_width(1), (padded(min(count, ROWS[-1]), ROWS) for count in (rows, 2 * rows))
         decoding = [(size, 1) for size in ROWS if size <= plain]
         verifying = [(size, tokens) for tokens in TOKENS[1:] for size in ROWS if size <= several]
-        prompts = [(size, QUERIES) for size in ROWS if size <= most_rows(QUERIES)]
+        prompts = [(size, TILE) for size in ROWS if size <= most_rows(TILE)]
         for size, tokens in sorted([*decoding, *verifying * drafts, *prompts], reverse=True):  # the largest first
             if self._capture is not None and size <= most_rows(tokens):
-                shape = StepShape(size, tokens, width, all_logits=tokens < QUERIES)
+                shape = StepShape(size, tokens, width, all_logits=tokens < TILE)
                 self._run(shape, self._step(shape))
         return self.captured
 
@@ -327,7 +327,7 @@ class PagedSteps:
         decoding: list[tuple[int, Segment]] = []
         prompts: list[tuple[int, Segment]] = []
         for each in zip(starts, segments, strict=False):
-            short = not each[1].alone and each[1].count <= QUERIES
+            short = not each[1].alone and each[1].count <= TILE
             (decoding if short else prompts).append(each)
         if not self._pads:
             tokens = max(segment.count for segment in segments)
@@ -339,7 +339,7 @@ class PagedSteps:
             tokens = tokens_per_row([segment.count for _, segment in decoding], blocks)
             yield step_rows(decoding, tokens), tokens
         if prompts:
-            yield step_rows(prompts, QUERIES), QUERIES
+            yield step_rows(prompts, TILE), TILE
 
     def _part(
         self, rows: Sequence[StepRow], tokens: int, token_ids: Sequence[int], asked: Collection[int], logits: bool

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ragspec.engine.backends.paged_attention import QUERIES, Compute
+from ragspec.engine.backends.paged_attention import TILE, Compute
 from ragspec.engine.backends.steps import Capture, PagedSteps
 from ragspec.engine.kv.budget import keepable
 from ragspec.engine.kv.cache import RaggedCache
@@ -200,7 +200,7 @@ class Model:
     @property
     def prompt_tile(self) -> int:
         """Tokens of a prompt that are computed together; a forward computes prompts apart if it is more than 1."""
-        return QUERIES if self.steps is not None else 1
+        return TILE if self.steps is not None else 1
 
     def forget_steps(self) -> None:
         """Capture steps anew, since the model's code has changed."""

@@ -17,6 +17,7 @@ from ragspec.engine.backends.steps import Capture, CudaGraphs, emulated
 from ragspec.engine.model.compiled import INDUCTOR, check_folder
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.masks import Unsupported
+from ragspec.engine.model.merged_linears import MergedLinears
 from ragspec.engine.model.self_check import attention_is_exact, differs, kernels_are_faster
 from ragspec.engine.model.weight_layouts import can_pack, pack_linears, unpack_linears
 from ragspec.engine.native.kernels import Kernels, Unbuilt, build
@@ -113,9 +114,19 @@ def prepare(
     if cuda:
         check_folder(INDUCTOR, notes)
     capture = emulated if graphs == "emulate" else CudaGraphs() if cuda and graphs != "off" else None
+    merged = MergedLinears(inner) if cuda else None
     try:
-        return _prepared(inner, notes, native, False, flex(cuda, notes), capture)
+        compute = flex(cuda, notes)
+        try:
+            return _prepared(inner, notes, native, False, compute, capture)
+        except Refused:
+            if not merged:
+                raise
+            merged.undo()  # the products may be what differs
+            return _prepared(inner, notes, native, False, compute, capture)
     except (Refused, Unsupported) as reason:
+        if merged:
+            merged.undo()
         model = _prepared(inner, notes, native, True)
         why = f"it {reason}" if isinstance(reason, Unsupported) else reason
         notes.append(f"attention: FlexAttention is not used, which would be faster on a GPU: {why}")
