@@ -34,8 +34,12 @@ class Masks:
 
     def applied(self, logits: torch.Tensor, start: int = 0) -> torch.Tensor:
         """Return logits, (n, vocab), of the rows from `start`, with minus infinity for tokens that are not allowed."""
+        return self.applied_at(logits, range(start, start + len(logits)))
+
+    def applied_at(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """Do the same for the given rows."""
         started = time.perf_counter()
-        masked = _laid(self.bits[start : start + len(logits)], logits)
+        masked = _laid(self.bits[list(rows)], logits)
         self.clock.masks_s += time.perf_counter() - started
         return masked
 

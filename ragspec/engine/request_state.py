@@ -17,7 +17,8 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,17 +28,17 @@ from ragspec.engine.model.layout import Segment
 from ragspec.engine.model.result import StepResult
 from ragspec.engine.sampling import Noise, agreement, draw, reject
 from ragspec.models.logits_processors import Processors, token_logprobs
-from ragspec.records import Failure, Generation, Request, TokenLogprob
+from ragspec.records import Failure, Generation, Request, Sampling, TokenLogprob
 from ragspec.speculation.copied_spans import CopiedSpans
 from ragspec.speculation.drafters.base import Draft
 from ragspec.stats import SpecStats
 from ragspec.structured.grammars import Matcher
 
 if TYPE_CHECKING:
-    from ragspec.engine.constraint import Constraint
+    from ragspec.engine.constraint import Constraint, Masks
 
 
-@dataclass(slots=True)
+@dataclass
 class RequestState:
     """A request under way. tokens: prompt and answer; the first `computed` of them are in the cache at `place`.
 
@@ -91,6 +92,13 @@ class RequestState:
     def greedy(self) -> bool:
         """Whether its tokens are the argmax of the raw logits."""
         return self.processors is None and not self.samples
+
+    @cached_property
+    def sampled_alike(self) -> Sampling | None:
+        """What the choice of its tokens depends on beside their logits and its noise; None if on more, or if greedy."""
+        if not self.samples or (self.processors is not None and self.processors.by_text):
+            return None
+        return replace(self.request.sampling, seed=0)
 
     @property
     def ready(self) -> bool:
@@ -209,6 +217,8 @@ class ScheduledRequest:
         return self.row.computed + len(self.token_ids)
 
 
+TOGETHER = 1 << 24  # logits that are sampled from at once
+
 StepOutput = list[tuple[ScheduledRequest, list[int]]]  # each request with its generated tokens
 
 
@@ -228,6 +238,7 @@ def accept(work: Sequence[ScheduledRequest], result: StepResult, constraint: Con
     """
     masks = constraint.masks(work)
     logits = result.logits() if needs_logits(work) else None
+    sampled = {} if logits is None else _sample_together(work, logits, masks)
     best: list[int] = []
     if logits is None:
         best = result.best()
@@ -244,7 +255,9 @@ def accept(work: Sequence[ScheduledRequest], result: StepResult, constraint: Con
             chosen = best[at : at + agreement(guesses, best[at:end]) + 1] if guesses else best[at:end]
         else:
             mine = logits[at:end]
-            if not row.greedy:
+            if at in sampled:
+                chosen = sampled[at]
+            elif not row.greedy:
                 chosen = _choose(item, mine if masks is None else masks.applied(mine, at))
             elif row.grammar is not None:
                 chosen = constraint.greedy(row.grammar, guesses, best[at:end], mine)
@@ -256,6 +269,40 @@ def accept(work: Sequence[ScheduledRequest], result: StepResult, constraint: Con
         written.append((item, chosen))
         at = end
     return written
+
+
+def _sample_together(
+    work: Sequence[ScheduledRequest], logits: torch.Tensor, masks: Masks | None
+) -> dict[int, list[int]]:
+    """Return the tokens of all rows whose choice depends on their logits and noise alone, by their first logits.
+
+    Rows of the same settings take few calls, not several each.
+    """
+    alike: dict[Sampling, list[tuple[int, ScheduledRequest]]] = {}
+    at = 0
+    for item in work:
+        if item.writes and item.row.sampled_alike is not None and item.draft.probabilities is None:
+            alike.setdefault(item.row.sampled_alike, []).append((at, item))
+        at += item.wanted
+    chosen: dict[int, list[int]] = {}
+    for items in alike.values():
+        indices = [at + i for at, item in items for i in range(item.wanted)]
+        noise = [item.row.noise.at(item.row.written + i) for _, item in items for i in range(item.wanted)]
+        most = max(1, TOGETHER // logits.shape[1])
+        tokens: list[int] = []
+        for first in range(0, len(indices), most):
+            part = indices[first : first + most]
+            rows = logits[torch.tensor(part, device=logits.device)]
+            if masks is not None:
+                rows = masks.applied_at(rows, part)
+            row = items[0][1].row
+            if row.processors is not None:
+                rows = row.processors(rows, row.tokens)
+            tokens += draw(torch.softmax(rows.double(), dim=-1), noise[first : first + most])
+        for at, item in items:
+            mine, tokens = tokens[: item.wanted], tokens[item.wanted :]
+            chosen[at] = mine[: agreement(item.draft.token_ids, mine) + 1]
+    return chosen
 
 
 def _choose(item: ScheduledRequest, logits: torch.Tensor) -> list[int]:

@@ -54,7 +54,7 @@ def test_the_engine_tells_how_much_its_rows_have_in_common(sample_texts):
     seen = [(cost.read, plain.read) for _ in engine.run(iter(requests))]
     assert len(seen) == 3
     assert all(one == other for one, other in seen)
-    assert seen[0][0] < 0.5  # two of three read nothing of the head
+    assert seen[0][0] < 0.6  # one of the two that are left reads nothing of the head
 
 
 def test_what_new_rows_copy_is_no_drafting(sample_texts, monkeypatch):

@@ -20,11 +20,11 @@ class Product:
 
     def __init__(self, linears: Sequence[torch.nn.Linear]) -> None:
         with torch.no_grad():
-            self.weight = torch.nn.Parameter(torch.cat([each.weight for each in linears]), requires_grad=False)
+            self.weight = torch.nn.Parameter(torch.cat([*(each.weight for each in linears)]), requires_grad=False)
             self.bias = None
             if any(each.bias is not None for each in linears):
-                biases = [
-                    each.weight.new_zeros(len(each.weight)) if each.bias is None else each.bias for each in linears
+                biases: list[torch.Tensor] = [
+                    torch.zeros_like(each.weight[:, 0]) if each.bias is None else each.bias for each in linears
                 ]
                 self.bias = torch.nn.Parameter(torch.cat(biases), requires_grad=False)
         self.input: torch.Tensor | None = None
