@@ -71,6 +71,7 @@ class EngineBackend:
         compile: Whether to compile code for this machine.
         attention: What computes attention (loaded.py).
         graphs: Whether steps are captured.
+        exact: Whether answers are the same bit for bit, whatever else a step computes (loaded.py).
         grammars: Builds the tokenizer's grammars; raises ConfigError.
 
     Raises:
@@ -90,6 +91,7 @@ class EngineBackend:
         compile: Wish = "auto",
         attention: AttentionWish = "auto",
         graphs: GraphsWish = "auto",
+        exact: bool = False,
         grammars: Callable[[], Grammars] | None = None,
     ) -> None:
         self.clock = Clock()
@@ -113,10 +115,11 @@ class EngineBackend:
         self._weights = linear_weights(inner)
         if speculation.draft is not None:
             self._compare(linear_weights(speculation.draft)[0])
-        self._compile: Wish = compile
+        # what is compiled must not depend on the length of a run
+        self._compile: Wish = "on" if exact and compile == "auto" and inner.device.type == "cuda" else compile
         if speculation.exit_layer and attention in ("auto", "flex"):
             attention = "cpu" if inner.device.type == "cpu" else "sdpa"  # its two halves need rows in one piece
-        make_ready = partial(prepare, native=compile != "off", attention=attention, graphs=graphs)
+        make_ready = partial(prepare, native=compile != "off", attention=attention, graphs=graphs, exact=exact)
         self._model = make_ready(inner, self.notes)
         try:
             self._draft = make_ready(speculation.draft) if speculation.draft is not None else None
@@ -321,7 +324,7 @@ class EngineBackend:
         steps = self._model.steps
         about["attention"] = "flex" if steps else "cpu" if self._model.kernels else "sdpa"
         if steps is not None:
-            about["captured_steps"] = steps.captured
+            about |= {"captured_steps": steps.captured, "exact": steps.exact}
         about["prompt_tokens_computed"] = clock.prompt_tokens
         spent = clock.prefill_s + clock.decode_s
         about["drafting_s"] = round(clock.drafting_s, 4)

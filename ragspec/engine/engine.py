@@ -190,6 +190,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._eos = eos
         self._settings = settings or EngineSettings()
+        self._exact = model.steps is not None and model.steps.exact
         self._sharing = PrefixGroups(model.frequencies.agree)
         self._constraint = Constraint(self.clock)
         restart, plain, trial = model.frequencies.restart, self._settings.plain, self._settings.trial
@@ -211,6 +212,7 @@ class Engine:
             agree=self._model.frequencies.agree,
             refusal=self._settings.refusal,
             reads_beside=self._model.steps is not None,
+            prompts_only=self._exact,
         )
         oom_policy = OomPolicy(self._model, self._proposer, room, self.notes)
         try:
@@ -301,9 +303,14 @@ class Engine:
         tile = self._model.prompt_tile  # what a prompt takes of a forward is a multiple of it
         budget = chunk if tile > 1 else max(chunk - sum(len(item.token_ids) for item in work), chunk // 4)
         for row in filling:
-            piece = row.tokens[row.computed : row.computed + budget]
+            start, end = row.computed, row.computed + budget
+            again = self._exact and start >= row.prompt_tokens  # it was preempted
+            if self._exact:
+                end = min(end, start + tile if again else row.prompt_tokens)
+            piece = row.tokens[start:end]
             if piece:
-                work.append(ScheduledRequest(row, piece, writes=row.computed + len(piece) == len(row.tokens)))
+                writes = start + len(piece) == len(row.tokens)
+                work.append(ScheduledRequest(row, piece, writes=writes, again=again))
             budget -= -(-len(piece) // tile) * tile
         return work
 

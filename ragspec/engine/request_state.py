@@ -189,8 +189,8 @@ class Start:
 class ScheduledRequest:
     """What one request does in a step: verify a draft after its last token (decodes), or compute a chunk of its text.
 
-    writes: whether the last of `token_ids` is the row's last, so that a token is generated. logprobs: of the generated
-    tokens, if requested.
+    writes: whether the last of `token_ids` is the row's last, so that a token is generated. again: whether they are an
+    answer's tokens that are computed once more, as they were. logprobs: of the generated tokens, if requested.
     """
 
     row: RequestState
@@ -198,6 +198,7 @@ class ScheduledRequest:
     draft: Draft = field(default_factory=Draft)
     decodes: bool = False
     writes: bool = True
+    again: bool = False
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
@@ -209,7 +210,9 @@ class ScheduledRequest:
     def segment(self) -> Segment:
         """Where its tokens go in the forward."""
         row = self.row
-        return Segment(row.place, row.computed, len(self.token_ids), alone=not self.decodes, base=row.base)
+        return Segment(
+            row.place, row.computed, len(self.token_ids), alone=not (self.decodes or self.again), base=row.base
+        )
 
     @property
     def slots(self) -> int:

@@ -120,6 +120,7 @@ class Scheduler:
         agree: agree(base, other, tokens): whether rows with these bases compute the same for the first `tokens` tokens
             (Frequencies.agree).
         refusal: Returns why a request cannot be answered, or "".
+        prompts_only: Whether a request may start with the tokens of another's prompt, but not of its answer.
         reads_beside: Whether requests are read while the device computes; the first few are enough to begin with.
     """
 
@@ -129,6 +130,7 @@ class Scheduler:
         places: int,
         lookahead: int,
         *,
+        prompts_only: bool = False,
         reads_beside: bool = False,
         start: Callable[[Request], RequestState] | None = None,
         room: KvBudget | None = None,
@@ -142,6 +144,7 @@ class Scheduler:
         self._room = room or KvBudget()
         self._step = step
         self._agree = agree or (lambda base, other, tokens: True)
+        self._prompts_only = prompts_only
         self._reads_beside = reads_beside
         self._refusal_of = refusal or (lambda request: "")
         self._queue: deque[WaitingRequest] = deque()
@@ -309,15 +312,16 @@ class Scheduler:
     def _best_donor(self, waiting: WaitingRequest) -> tuple[int, int, int]:
         """Return the slot with the longest prefix of a request, its length, and the longest that any slot will have."""
         last = len(waiting.tokens) - 1  # the last token is always computed, since its logits are needed
-        donor, best, most = self._latest, 0, 0
+        donor, best, longest = self._latest, 0, 0
         for index, place in enumerate(self.places):
             if place.group == waiting.group or index == self._latest:
-                offered = place.offers(waiting.tokens)
+                most = place.base if self._prompts_only else last
+                offered = [min(tokens, most) for tokens in place.offers(waiting.tokens)]
                 now, coming = (self._usable(waiting.base, place.base, min(last, tokens)) for tokens in offered)
-                most = max(most, coming)
+                longest = max(longest, coming)
                 if now > best or (now == best and place.row is None):
                     donor, best = index, now
-        return donor, best, most
+        return donor, best, longest
 
     def _usable(self, base: int, other: int, tokens: int) -> int:
         """Return how many of the first `tokens` of a row with base `other` can be used by one of `base`."""

@@ -295,6 +295,51 @@ def test_steps_captured_before_layers_were_compiled_are_captured_anew(words):
         assert bool(calls) is called
 
 
+# -- exact --------------------------------------------------------------------------------------------------------
+
+
+def logits_of(model, segments, *, beside=()):
+    """The logits of the last token of each segment of row 0, bit for bit, with other rows in the same steps."""
+    model.resize(9)
+    found = []
+    for segment in segments:
+        work = [segment, *beside]
+        text = [(7919 * at + 11) % 300 for each in work for at in range(each.start, each.start + each.count)]
+        found.append(model.logits(work, text, [segment.count - 1])[0])
+    return torch.stack(found)
+
+
+def test_a_tokens_bits_depend_on_the_tokens_before_it_alone(words):
+    model = Model(build("llama", words), 9, None, gathered, emulated, exact=True)
+    model.resize(9)
+    model.cache.reserve(256)
+    prompt = Segment(0, 0, 100, alone=True)
+    plain = logits_of(model, [prompt, *(Segment(0, at, 1) for at in range(100, 112))])
+    others = [Segment(row, 0, 3 * row, alone=row % 2 == 0) for row in range(1, 9)]
+    assert torch.equal(logits_of(model, [prompt, *(Segment(0, at, 1) for at in range(100, 112))], beside=others), plain)
+    drafts = [prompt, Segment(0, 100, 4), Segment(0, 104, 7), Segment(0, 111, 1)]
+    assert torch.equal(logits_of(model, drafts), plain[[0, 4, 11, 12]])
+    chunks = [Segment(0, 0, 37, alone=True), Segment(0, 37, 63, alone=True), Segment(0, 100, 12)]
+    assert torch.equal(logits_of(model, chunks)[1:], plain[[0, 12]])
+
+
+def test_an_exact_run_is_the_same_whatever_is_preempted(tiny, plain):
+    inner, tokenizer = paged(tiny)[0].inner, paged(tiny)[1]
+    model = Model(inner, 4, None, gathered, emulated, exact=True)
+    tried = []
+    original = model.steps.begin
+
+    def short(segments, *args):
+        tried.append(len(segments))
+        if len(tried) in (12, 13, 14):  # all rows, half of them, one, which is preempted with the others
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(segments, *args)
+
+    model.steps.begin = short
+    assert ids(answers(lambda _: (model, tokenizer), tiny, RowProposer(ContextDrafter(), 5, None), rows=4)) == plain
+    assert min(tried[11:14]) == 1
+
+
 # -- what fails -------------------------------------------------------------------------------------------------------
 
 

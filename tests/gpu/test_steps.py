@@ -5,6 +5,7 @@ import torch
 
 from ragspec.engine.engine import Engine, EngineSettings
 from ragspec.engine.model import loaded
+from ragspec.engine.model.layout import Segment
 from ragspec.engine.notes import Notes
 from ragspec.engine.proposers.base import NoProposer, RowProposer
 from ragspec.models.tokenizer import HFTokenizer
@@ -57,3 +58,32 @@ def test_answers_are_the_same_with_drafts_without_graphs_and_with_torchs_attenti
     assert answers(model, tokenizer, RowProposer(ContextDrafter(), 5, None), rows=rows) == plain
     assert answers(*prepared(tiny, graphs="off")[:2], rows=rows) == plain
     assert answers(*prepared(tiny, attention="sdpa")[:2], rows=rows) == plain
+
+
+def test_exact_answers_are_the_same_in_bfloat16(tiny):
+    model, tokenizer, _ = prepared(tiny, torch.bfloat16, exact=True)
+    plain = answers(model, tokenizer, rows=1)
+    for rows in (1, 4, 9):
+        assert answers(model, tokenizer, rows=rows) == plain
+        assert answers(model, tokenizer, RowProposer(ContextDrafter(), 5, None), rows=rows) == plain
+
+
+def test_exact_logits_are_the_same_bit_for_bit(tiny):
+    model, _, _ = prepared(tiny, torch.bfloat16, exact=True)
+    model.resize(9)
+    model.cache.reserve(512)
+
+    def logits(segments, beside=()):
+        found = []
+        for segment in segments:
+            work = [segment, *beside]
+            text = [(7919 * at + 11) % 300 for each in work for at in range(each.start, each.start + each.count)]
+            found.append(model.logits(work, text, [segment.count - 1])[0])
+        return torch.stack(found)
+
+    prompt = Segment(0, 0, 300, alone=True)
+    plain = logits([prompt, *(Segment(0, at, 1) for at in range(300, 312))])
+    others = [Segment(row, 0, 40 * row, alone=row % 2 == 0) for row in range(1, 9)]
+    assert torch.equal(logits([prompt, *(Segment(0, at, 1) for at in range(300, 312))], others), plain)
+    chunks = [Segment(0, 0, 101, alone=True), Segment(0, 101, 199, alone=True)]
+    assert torch.equal(logits([*chunks, Segment(0, 300, 5), Segment(0, 305, 7)], others)[1:], plain[[0, 5, 12]])

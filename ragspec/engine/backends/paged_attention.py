@@ -138,13 +138,14 @@ def gathered(
 # -- FlexAttention ---------------------------------------------------------------------------------
 
 
-def flex(compiled: bool, notes: list[str] | None = None) -> Compute:
+def flex(compiled: bool, notes: list[str] | None = None, exact: bool = False) -> Compute:
     """Return attention by FlexAttention.
 
     Args:
         compiled: By inductor, as it is fast; otherwise as plain operators, for checks. A shape for which it does not
             compile is computed over gathered blocks.
         notes: Receives a note in that case.
+        exact: Whether a query's keys are added up in an order that depends on their number alone.
 
     Raises:
         Unsupported: This torch's FlexAttention cannot be used for rows in blocks.
@@ -171,7 +172,7 @@ def flex(compiled: bool, notes: list[str] | None = None) -> Compute:
         whole, sinks = queries, scores.sinks
         if tokens < TILE:  # a group's heads as further queries of one: each block is read once for all of them
             queries = queries.reshape(rows, layer.keys.shape[0], -1, queries.shape[3])
-        lists = step.mask((flex, rule), lambda: block_lists(step, rule))
+        lists = step.mask((flex, rule), lambda: block_lists(step, rule, exact))
         blocks = [store.view(1, store.shape[0], -1, step.size, store.shape[2]) for store in (layer.keys, layer.values)]
         if compiled:  # once for pools and tables of any size
             for tensor, dimension in ((blocks[0], 2), (blocks[1], 2), *lists.growing):
@@ -179,7 +180,7 @@ def flex(compiled: bool, notes: list[str] | None = None) -> Compute:
         try:
             with nullcontext() if compiled else _uncompiled():
                 see = rule and rule.function
-                out = call(queries, *blocks, lists, see, scores.cap, scores.scaling, sinks is not None)
+                out = call(queries, *blocks, lists, see, scores.cap, scores.scaling, sinks is not None, exact)
         except TorchDynamoException as error:  # what inductor and Triton raise is one of these
             if notes is not None and not refused:
                 notes.append(
@@ -231,8 +232,8 @@ class BlockLists(NamedTuple):
         return [(self.logical, 1), *((each, 3) for each in tables)]
 
 
-def block_lists(step: PagedAttention, rule: MaskRule | None) -> BlockLists:
-    """Return the lists of a step.
+def block_lists(step: PagedAttention, rule: MaskRule | None, exact: bool = False) -> BlockLists:
+    """Return the lists of a step. exact: all blocks in one list, so that they are read in their order.
 
     Prompts under the plain causal mask see blocks before their first token in full, without a look at the mask. In
     other steps all blocks stand in one list: torch's kernel for few queries divides it among the GPU's cores by its
@@ -246,7 +247,7 @@ def block_lists(step: PagedAttention, rule: MaskRule | None) -> BlockLists:
     logical = torch.full((rows, total), FAR, device=device, dtype=torch.int32)
     logical = logical.scatter_reduce(1, step.tables, indices, "amin")
     counts, blocks, full = ((step.ends + size - 1) // size).to(torch.int32), tables, None
-    if rule is None and step.positions.shape[1] == TILE:
+    if rule is None and step.positions.shape[1] == TILE and not exact:
         full = step.first.to(torch.int32)
         counts = counts - full
         blocks = tables.gather(1, (step.first[:, None] + indices).clamp(max=width - 1))
@@ -272,6 +273,7 @@ def _flex_attention(
     cap: float | None,
     scale: float | None,
     with_lse: bool,
+    exact: bool,
 ) -> Any:
     """Call FlexAttention for queries, (R, heads, n, head_dim), over blocks, (1, kv_heads, blocks, size, head_dim)."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -288,6 +290,11 @@ def _flex_attention(
         assert cap is not None
         return cap * torch.tanh(score / cap)
 
+    options: dict[str, Any] = {}
+    if tokens == TILE:  # so many queries that the kernel for few would hold too much at once
+        options["FORCE_USE_FLEX_ATTENTION"] = True
+    elif exact:  # the kernel for few queries would divide a row's blocks by their number and the step's rows
+        options["SPLIT_KV"] = 1
     from_blocks: Any = BlockMask.from_kv_blocks
     attend: Any = flex_attention
     mask = from_blocks(
@@ -309,8 +316,7 @@ def _flex_attention(
         scale=scale,
         enable_gqa=queries.shape[1] != keys.shape[1],
         return_lse=with_lse,
-        # a tile of a prompt has so many queries that the kernel for few would hold too much at once
-        kernel_options={"FORCE_USE_FLEX_ATTENTION": True} if tokens == TILE else None,
+        kernel_options=options or None,
     )
 
 

@@ -27,6 +27,7 @@ from ragspec.models.memory import MAY_BE_MEMORY, is_out_of_memory
 TOKENS = (1, 4)  # of a row that decodes or verifies, padding included
 ROWS = (1, 4, 16, 32, 64, 96, 128, 192, 256, 384, 512)  # of a step, padding included
 MOST = 2048  # tokens of a step
+EXACT = {4: 64, TILE: 32}  # rows by tokens of each, where all steps have one shape
 WIDTH = 16  # least width of block tables; larger ones are powers of two
 RIDGE = 256  # tokens up to which reading a layer's weights takes longer than multiplying by them, on GPUs of today
 
@@ -250,6 +251,8 @@ class PagedSteps:
         compute: How attention is computed (paged_attention.py).
         capture: Captures steps; None: they run as they are.
         weight_bytes: Of the model.
+        exact: Whether steps have the same shape whatever they compute, so that the bits of a token's logits depend on
+            the tokens before it alone.
     """
 
     def __init__(
@@ -260,8 +263,10 @@ class PagedSteps:
         compute: Compute,
         capture: Capture | None,
         weight_bytes: int,
+        exact: bool = False,
     ) -> None:
         self.cache = cache
+        self.exact = exact
         self.notes: list[str] = []  # for the user
         self._device = device
         self._forward = forward
@@ -291,7 +296,8 @@ class PagedSteps:
         decoding = [(size, 1) for size in ROWS if size <= plain]
         verifying = [(size, tokens) for tokens in TOKENS[1:] for size in ROWS if size <= several]
         prompts = [(size, TILE) for size in ROWS if size <= most_rows(TILE)]
-        for size, tokens in sorted([*decoding, *verifying * drafts, *prompts], reverse=True):  # the largest first
+        shapes = [(size, tokens) for tokens, size in EXACT.items()] if self.exact else [*decoding, *verifying * drafts]
+        for size, tokens in sorted({*shapes, *([] if self.exact else prompts)}, reverse=True):  # the largest first
             if self._capture is not None and size <= most_rows(tokens):
                 shape = StepShape(size, tokens, width, all_logits=tokens < TILE)
                 self._run(shape, self._step(shape))
@@ -316,7 +322,7 @@ class PagedSteps:
         parts = [
             self._part(rows[at : at + most], tokens, token_ids, asked, logits)
             for rows, tokens in self._rows(segments)
-            for most in [most_rows(tokens) if self._pads else len(rows)]
+            for most in [self._most_rows(tokens) if self._pads else len(rows)]
             for at in range(0, len(rows), most)
         ]
         return LaunchedStep(parts, wanted, self._device)
@@ -336,10 +342,13 @@ class PagedSteps:
         if decoding:
             reach = sum(segment.start + segment.count for _, segment in decoding) / len(decoding)
             blocks = reach * self.cache.bytes_per_token / self._weight_bytes
-            tokens = tokens_per_row([segment.count for _, segment in decoding], blocks)
+            tokens = min(EXACT) if self.exact else tokens_per_row([each.count for _, each in decoding], blocks)
             yield step_rows(decoding, tokens), tokens
         if prompts:
             yield step_rows(prompts, TILE), TILE
+
+    def _most_rows(self, tokens: int) -> int:
+        return EXACT[tokens] if self.exact else most_rows(tokens)
 
     def _part(
         self, rows: Sequence[StepRow], tokens: int, token_ids: Sequence[int], asked: Collection[int], logits: bool
@@ -354,10 +363,10 @@ class PagedSteps:
             for row in rows
         ]
         shape = StepShape(
-            padded(len(rows), ROWS) if self._pads else len(rows),
+            len(rows) if not self._pads else EXACT[tokens] if self.exact else padded(len(rows), ROWS),
             tokens,
             tables_width(self.cache.slots // self.cache.size),
-            tokens == 1 or any(len(indices) > 1 for indices in mine),
+            tokens == 1 or (self.exact and tokens < TILE) or any(len(indices) > 1 for indices in mine),
         )
         step = self._step(shape)
         firsts = [row.packed for row in rows]
@@ -382,7 +391,7 @@ class PagedSteps:
         if not logits:
             return StepPart(outputs.best.clone(), places, packed)
         if places != list(range(len(outputs.logits))):
-            picked = outputs.logits[torch.tensor(places, device=self._device)].float()
+            picked = outputs.logits[torch.tensor(places, dtype=torch.long, device=self._device)].float()
         else:
             picked = outputs.logits.to(torch.float32, copy=True)
         return StepPart(picked, range(len(places)), packed)

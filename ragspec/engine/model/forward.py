@@ -136,6 +136,7 @@ class Model:
         kernels: For attention over the ragged cache; None: torch's.
         paged: Computes attention over a paged cache, which the model then has.
         capture: Captures the steps over it; None: they run as they are.
+        exact: Whether those steps all have one shape (backends/steps.py).
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class Model:
         kernels: Kernels | None = None,
         paged: Compute | None = None,
         capture: Capture | None = None,
+        exact: bool = False,
     ) -> None:
         register()
         self.inner = inner
@@ -155,7 +157,7 @@ class Model:
         if paged is not None:
             self.cache = PagedCache(rows)
             weight_bytes = sum(each.nbytes for each in inner.parameters())
-            self.steps = PagedSteps(self.cache, self.device, self._step, paged, capture, weight_bytes)
+            self.steps = PagedSteps(self.cache, self.device, self._step, paged, capture, weight_bytes, exact)
         self._own_attention = inner.config._attn_implementation
         self.kernels = kernels
         self.compiled: Switch | None = None  # set while compiled layers run

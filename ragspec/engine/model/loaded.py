@@ -89,6 +89,7 @@ def prepare(
     native: bool = True,
     attention: AttentionWish = "auto",
     graphs: GraphsWish = "auto",
+    exact: bool = False,
 ) -> Model:
     """Return the model for packed rows, checked to compute what it computes in transformers.
 
@@ -99,6 +100,7 @@ def prepare(
         attention: What computes attention. FlexAttention, over a cache in blocks, is for GPUs; a model that it does not
             compute exactly gets torch's own attention, with a note.
         graphs: Whether steps over that cache are captured.
+        exact: Whether those steps all have one shape, so that answers are the same bit for bit.
 
     Raises:
         Refused: If the check fails; the model is left unchanged.
@@ -108,6 +110,8 @@ def prepare(
     if attention == "cpu" and inner.device.type != "cpu":
         notes.append(f"attention: cpu has no effect on {inner.device.type}")
     if not (attention == "flex" or (attention != "sdpa" and cuda)):
+        if exact:
+            notes.append("exact: has an effect with attention: flex alone")
         return _prepared(inner, notes, native, attention != "sdpa")
     if graphs == "on" and not cuda:
         notes.append(f"graphs: on has no effect on {inner.device.type}")
@@ -116,14 +120,14 @@ def prepare(
     capture = emulated if graphs == "emulate" else CudaGraphs() if cuda and graphs != "off" else None
     merged = MergedLinears(inner) if cuda else None
     try:
-        compute = flex(cuda, notes)
+        compute = flex(cuda, notes, exact)
         try:
-            return _prepared(inner, notes, native, False, compute, capture)
+            return _prepared(inner, notes, native, False, compute, capture, exact)
         except Refused:
             if not merged:
                 raise
             merged.undo()  # the products may be what differs
-            return _prepared(inner, notes, native, False, compute, capture)
+            return _prepared(inner, notes, native, False, compute, capture, exact)
     except (Refused, Unsupported) as reason:
         if merged:
             merged.undo()
@@ -140,6 +144,7 @@ def _prepared(
     own_attention: bool,
     paged: Compute | None = None,
     capture: Capture | None = None,
+    exact: bool = False,
 ) -> Model:
     """Return the model with one kind of attention. own_attention: our kernels', if native. Raises Refused."""
     if keeps_state(inner):
@@ -154,7 +159,7 @@ def _prepared(
         if packs:
             left = pack_linears(inner, kernels)
         attends = kernels is not None and own_attention and _attends_well(kernels, notes)
-        model = Model(inner, 2, kernels if attends else None, paged, capture)
+        model = Model(inner, 2, kernels if attends else None, paged, capture, exact)
         if model.steps is not None:
             model.steps.notes = notes
         why = differs(model, tolerance(inner.dtype))

@@ -51,6 +51,10 @@ class Args(RunnerArgs):
     ] = "auto"
     """Capture the steps of `attention: flex` as CUDA graphs. `auto`: on a CUDA device, if they can be captured.
     `emulate` runs them uncaptured on the same buffers, to test them without a GPU."""
+    exact: bool = False
+    """Give the same answers bit for bit, with and without speculation, at any batch size, on every GPU of one kind: all
+    steps of `attention: flex` get one shape. Without it a token may differ where two are almost equally likely. Costs
+    padding: little where many records decode at a time."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto` is float32 on a CPU and the model's own dtype elsewhere."""
     device: str = "auto"

@@ -157,6 +157,7 @@ class Runner:
                 compile=self._args.compile,
                 attention=self._args.attention,
                 graphs=self._args.graphs,
+                exact=self._args.exact,
                 grammars=self._checkpoint.grammars,
             )
         except Refused as reason:
