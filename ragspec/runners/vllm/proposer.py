@@ -24,7 +24,7 @@ from ragspec.speculation.drafters.base import Draft, RowDrafter
 from ragspec.speculation.drafters.calibration import follow_to, judged
 from ragspec.speculation.forced_tokens import ForcedTokens
 from ragspec.speculation.method_selector import MethodSelector
-from ragspec.speculation.methods import AUTO, VLLM, DrafterSettings, drafters_on, failures
+from ragspec.speculation.methods import AUTO, VLLM, DrafterSettings, drafters_on, notes_on
 from ragspec.speculation.step_cost import FittedCost
 from ragspec.structured.grammars import Grammars, Matcher
 
@@ -243,7 +243,7 @@ class Proposer:
     @property
     def notes(self) -> list[str]:
         """Notes for the user on the drafters."""
-        return failures(self._drafters.values())
+        return notes_on(self._drafters.values())
 
     def about(self) -> dict[str, Any]:
         """Return the drafting time and how well the drafters were calibrated."""
