@@ -9,6 +9,7 @@ that all drafts are as long as their matches allow. Limit: the engine's own loop
 """
 
 import argparse
+import gc
 import json
 import random
 import re
@@ -27,6 +28,7 @@ from ragspec.speculation.step_cost import StepCost
 STEP_POINTS = [(1, 0.010), (64, 0.011), (256, 0.013), (1024, 0.022), (4096, 0.070)]
 WRONG = 0.06  # share of an answer's words that no passage has
 SENTENCES = 4  # of a passage, in an answer
+PARTS = ("open", "propose", "cut", "extend", "close")
 
 
 @dataclass
@@ -42,12 +44,14 @@ class Text:
 class Spent:
     """Seconds of the parts of drafting, and what they were for."""
 
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("open", "propose", "cut", "extend"), 0.0))
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("open", "propose", "cut", "extend", "close"), 0.0)
+    )
     rows: int = 0  # rows of all steps
     steps: int = 0
     drafted: int = 0
     written: int = 0
-    prompts: int = 0  # tokens
+    indexed: int = 0  # tokens of prompts and of finished answers
 
     def add(self, part: str, since: float) -> float:
         """Count the seconds of a part; return the time."""
@@ -111,7 +115,7 @@ def replay(drafter: Drafter, texts: list[Text], rows: int, cost: StepCost | None
             began = time.perf_counter()
             row = drafter.open(text.prompt, text.passages)
             spent.add("open", began)
-            spent.prompts += len(text.prompt)
+            spent.indexed += len(text.prompt)
             row.extend(text.answer[:1])
             here.append((row, text.answer, 1))
         if not waiting and len(here) < rows:
@@ -139,8 +143,12 @@ def replay(drafter: Drafter, texts: list[Text], rows: int, cost: StepCost | None
             row.extend(token_ids)
         spent.add("extend", began)
         now = [(row, answer, at + len(token_ids)) for (row, answer, at), token_ids in zip(here, fresh, strict=True)]
-        for row, _, _ in (each for each in now if each[2] >= len(each[1])):
+        done = [row for row, answer, at in now if at >= len(answer)]
+        began = time.perf_counter()
+        for row in done:
             row.close()
+        spent.add("close", began)
+        spent.indexed += sum(len(answer) for _, answer, at in now if at >= len(answer))
         here = [each for each in now if each[2] < len(each[1])]
     return spent
 
@@ -163,10 +171,11 @@ def report(name: str, spent: Spent) -> None:
     """Print the microseconds of each part."""
     each = {part: 1e6 * seconds / spent.rows for part, seconds in spent.seconds.items()}
     total = each["propose"] + each["cut"] + each["extend"]
+    indexing = 1e6 * (spent.seconds["open"] + spent.seconds["close"]) / spent.indexed
     print(
         f"{name}: {total:.1f} us a row and step (propose {each['propose']:.1f}, cut {each['cut']:.1f}, extend "
-        f"{each['extend']:.1f}), {1e6 * spent.seconds['open'] / spent.prompts:.2f} us a token of a prompt; "
-        f"{spent.drafted / spent.rows:.1f} tokens drafted and {spent.written / spent.rows:.2f} written a row and step"
+        f"{each['extend']:.1f}), {indexing:.2f} us a token to index; {spent.drafted / spent.rows:.1f} tokens drafted "
+        f"and {spent.written / spent.rows:.2f} written a row and step"
     )
 
 
@@ -181,6 +190,7 @@ def main() -> None:
     parser.add_argument("--method", default="context")
     given = parser.parse_args()
     texts = read_texts(given.records, given.prompt_tokens)
+    gc.freeze()  # the records are not drafting's
     mean = sum(len(text.prompt) for text in texts) / len(texts)
     print(f"{len(texts)} records, {mean:.0f} tokens a prompt, {given.rows} rows, {given.method}")
     for native in (True, False):

@@ -45,24 +45,25 @@ def allocate_flat(
     acceptances: float64, one row's chain after the other. counts: tokens of each row's chain, int64.
     """
     rows = len(counts)
-    row_of = np.repeat(np.arange(rows), counts)
-    ordered = -np.sort(-acceptances)  # candidates, best first
+    ordered = np.sort(acceptances)[::-1]  # candidates, best first
     least_rate = rows / cost(rows, rows, reach) * LEAST_GAIN
     best, rate = _best(ordered, rows, cost, reach, least_rate)
+    ends = np.cumsum(counts)
     if prefill_tokens:
-        least = rate * cost.marginal(prefill_tokens + rows, reach)
-        return np.bincount(row_of[acceptances > least], minlength=rows)
-    if not best:
+        chosen = acceptances > rate * cost.marginal(prefill_tokens + rows, reach)
+    elif not best:
         return np.zeros(rows, np.int64)
-    last = ordered[best - 1]
-    chosen = acceptances > last
-    tied = np.flatnonzero(acceptances == last)
-    left = best - int(chosen.sum())
-    if left < len(tied):  # the shallower first, so that every choice consists of prefixes
-        depths = tied - (np.cumsum(counts) - counts)[row_of[tied]]
-        tied = tied[np.lexsort((row_of[tied], depths))[:left]]
-    chosen[tied] = True
-    return np.bincount(row_of[chosen], minlength=rows)
+    else:
+        chosen = acceptances >= ordered[best - 1]
+        if best < len(ordered) and ordered[best] == ordered[best - 1]:
+            tied = np.flatnonzero(acceptances == ordered[best])
+            row_of = np.searchsorted(ends, tied, "right")
+            left = best - int((ordered > ordered[best]).sum())
+            # the shallower first, so that every choice consists of prefixes
+            chosen[tied[np.lexsort((row_of, tied - (ends - counts)[row_of]))[left:]]] = False
+    before = np.concatenate(([0], np.cumsum(chosen)))
+    taken: np.ndarray = before[ends] - before[ends - counts]
+    return taken
 
 
 def least_acceptance(rows: int, cost: Cost, reach: int, prefill_tokens: int = 0) -> float:

@@ -26,37 +26,46 @@ uint64_t mixed(uint64_t x) {
 
 // -- n-grams --------------------------------------------------------------------------------------
 
-// The latest position of each n-gram, and before each position that of the same n-gram before it. 0: none.
-class Ngrams {
+// The hash of an n-gram, from its last token to its first.
+class Key {
+public:
+    uint32_t with(Token token) {
+        key_ = (key_ + uint32_t(token) + 1) * 0x9e3779b97f4a7c15ULL;
+        return uint32_t((key_ ^ key_ >> 29) * 0xd6e8feb86659fd93ULL >> 32);
+    }
+
+    static uint32_t of(const Token* end, int n) {
+        Key key;
+        for (int i = 1; i < n; i++) key.with(end[-i]);
+        return key.with(end[-n]);
+    }
+
+private:
+    uint64_t key_ = 0;
+};
+
+// The latest position of each n-gram. The text is not in it: positions are those of the caller's. 0: none.
+class Latest {
 public:
     void reserve(size_t tokens) {
-        before_.reserve(tokens + 1);
         size_t slots = 64;
         while (3 * slots < 4 * tokens) slots *= 2;
-        resize(slots);
+        if (slots > slots_.size()) resize(slots);
     }
 
-    void add(const Token* text, int32_t position, int n) {
-        if (before_.empty()) before_.push_back(0);
-        if (position < n) {
-            before_.push_back(0);
-            return;
-        }
+    int32_t get(const Token* text, const Token* end, int n, uint32_t hash) const {
+        return slots_.empty() ? 0 : slots_[find(text, end, n, hash)].position;
+    }
+
+    // Sets the position of the n-gram before it; returns the one that it had.
+    int32_t set(const Token* text, int32_t position, int n, uint32_t hash) {
         if (4 * (used_ + 1) > 3 * slots_.size()) resize(slots_.empty() ? 64 : 2 * slots_.size());
-        uint32_t hash = hashed(text + position, n);
-        Slot& slot = find(text, text + position, n, hash);
-        before_.push_back(slot.position);
-        used_ += slot.position == 0;
+        Slot& slot = slots_[find(text, text + position, n, hash)];
+        int32_t before = slot.position;
+        used_ += before == 0;
         slot = {hash, position};
+        return before;
     }
-
-    // Returns the latest position before which the text agrees with the n tokens before `end`.
-    int32_t latest(const Token* text, const Token* end, int n) const {
-        if (slots_.empty()) return 0;
-        return const_cast<Ngrams*>(this)->find(text, end, n, hashed(end, n)).position;
-    }
-
-    int32_t before(int32_t position) const { return before_[position]; }
 
 private:
     struct Slot {
@@ -64,22 +73,20 @@ private:
         int32_t position;
     };
     std::vector<Slot> slots_;
-    std::vector<int32_t> before_;
     size_t used_ = 0;
 
-    static uint32_t hashed(const Token* end, int n) {
-        uint64_t key = 0;
-        for (int i = 1; i <= n; i++) key = key * 0x9e3779b97f4a7c15ULL + uint32_t(end[-i]) + 1;
-        return uint32_t(mixed(key));
-    }
-
-    Slot& find(const Token* text, const Token* end, int n, uint32_t hash) {
+    size_t find(const Token* text, const Token* end, int n, uint32_t hash) const {
         size_t mask = slots_.size() - 1;
         for (size_t at = hash & mask;; at = (at + 1) & mask) {
-            Slot& slot = slots_[at];
-            if (slot.position == 0) return slot;
-            if (slot.hash == hash && std::memcmp(text + slot.position - n, end - n, n * sizeof(Token)) == 0) return slot;
+            const Slot& slot = slots_[at];
+            if (slot.position == 0 || (slot.hash == hash && same(text + slot.position, end, n))) return at;
         }
+    }
+
+    static bool same(const Token* one, const Token* other, int n) {
+        for (int i = 1; i <= n; i++)
+            if (one[-i] != other[-i]) return false;
+        return true;
     }
 
     void resize(size_t size) {
@@ -95,46 +102,61 @@ private:
     }
 };
 
-// A growing text and its n-grams of `smallest` to `largest` tokens.
+// A growing text and its n-grams of `smallest` to `largest` tokens. A position is the one just after an n-gram.
 class Index {
 public:
     std::vector<Token> tokens;
 
-    Index(int smallest, int largest) : ngrams_(largest + 1), smallest_(smallest), largest_(largest) {}
+    Index(int smallest, int largest) : latest_(largest + 1), smallest_(smallest), largest_(largest) {
+        before_.resize(sizes());
+    }
 
     void reserve(size_t count) {
         tokens.reserve(count);
-        for (int n = smallest_; n <= largest_; n++) ngrams_[n].reserve(count);
+        before_.reserve((count + 1) * sizes());
+        for (int n = smallest_; n <= largest_; n++) latest_[n].reserve(count);
     }
 
     void extend(const Token* added, size_t count) {
         size_t start = tokens.size();
         tokens.insert(tokens.end(), added, added + count);
-        for (int n = smallest_; n <= largest_; n++)
-            for (size_t position = start + 1; position <= tokens.size(); position++)
-                ngrams_[n].add(tokens.data(), int32_t(position), n);
+        before_.resize((tokens.size() + 1) * sizes());
+        for (size_t position = start + 1; position <= tokens.size(); position++) {
+            const Token* end = tokens.data() + position;
+            int32_t* before = &before_[position * sizes()] - smallest_;
+            Key key;
+            for (int n = 1; n <= largest_ && size_t(n) <= position; n++) {
+                uint32_t hash = key.with(end[-n]);
+                if (n >= smallest_) before[n] = latest_[n].set(tokens.data(), int32_t(position), n, hash);
+            }
+        }
     }
 
     // Writes up to KEPT positions before which the text ends like [end - size, end), in order; returns how many.
     int find(const Token* end, size_t size, int32_t* found) const {
         int count = 0;
         for (int n = size < size_t(largest_) ? int(size) : largest_; n >= smallest_ && count < KEPT; n--) {
-            int32_t position = ngrams_[n].latest(tokens.data(), end, n);
-            for (; position && count < KEPT; position = ngrams_[n].before(position)) {
+            int32_t position = latest_[n].get(tokens.data(), end, n, Key::of(end, n));
+            while (position && count < KEPT) {
                 int at = count;
                 while (at > 0 && found[at - 1] > position) at--;
-                if (at > 0 && found[at - 1] == position) continue;
-                std::memmove(found + at + 1, found + at, (count - at) * sizeof *found);
-                found[at] = position;
-                count++;
+                if (at == 0 || found[at - 1] != position) {
+                    std::memmove(found + at + 1, found + at, size_t(count - at) * sizeof *found);
+                    found[at] = position;
+                    count++;
+                }
+                position = before_[size_t(position) * sizes() + size_t(n - smallest_)];
             }
         }
         return count;
     }
 
 private:
-    std::vector<Ngrams> ngrams_;
+    std::vector<Latest> latest_;    // by n
+    std::vector<int32_t> before_;  // by position and n: the position of the same n-gram before it
     int smallest_, largest_;
+
+    size_t sizes() const { return size_t(largest_ - smallest_ + 1); }
 };
 
 // Returns how many tokens before `position`, from `floor` on, agree with those before `end`, of which there are `size`.
@@ -159,44 +181,41 @@ struct Weight {
     }
 };
 
-// Weights of tokens, 0 for those not seen.
-class TokenWeights {
-public:
-    double get(Token token) const {
-        const Slot& slot = slots_[find(token)];
-        return slot.known ? slot.weight.value : 0.0;
-    }
+// The weights of a token as a guess and as the token before one.
+struct TokenWeights {
+    Token token = 0;
+    bool known = false;
+    Weight guess, before;
+};
 
-    void learn(Token token, double error) {
+// The weights of all tokens: initial ones for those that were not learnt.
+class Vocabulary {
+public:
+    const TokenWeights& get(Token token) const { return slots_[find(token)]; }
+
+    TokenWeights& learnt(Token token) {
         if (2 * (used_ + 1) > slots_.size()) grow();
-        Slot& slot = slots_[find(token)];
-        if (!slot.known) {
-            slot.known = true;
-            slot.token = token;
-            used_++;
-        }
-        slot.weight.learn(error);
+        TokenWeights& slot = slots_[find(token)];
+        used_ += !slot.known;
+        slot.known = true;
+        slot.token = token;
+        return slot;
     }
 
 private:
-    struct Slot {
-        Token token = 0;
-        bool known = false;
-        Weight weight;
-    };
-    std::vector<Slot> slots_ = std::vector<Slot>(1024);
+    std::vector<TokenWeights> slots_ = std::vector<TokenWeights>(1024);
     size_t used_ = 0;
 
     size_t find(Token token) const {
-        size_t mask = slots_.size() - 1, at = mixed(uint32_t(token)) & mask;
+        size_t mask = slots_.size() - 1, at = uint32_t(token) * 0x9e3779b1u >> 8 & mask;
         while (slots_[at].known && slots_[at].token != token) at = (at + 1) & mask;
         return at;
     }
 
     void grow() {
-        std::vector<Slot> old(2 * slots_.size());
+        std::vector<TokenWeights> old(2 * slots_.size());
         old.swap(slots_);
-        for (const Slot& slot : old)
+        for (const TokenWeights& slot : old)
             if (slot.known) slots_[find(slot.token)] = slot;
     }
 };
@@ -212,6 +231,7 @@ int bucket_of(int length) { return BUCKETS[length < LONGEST_BUCKET ? length : LO
 
 class Calibration {
 public:
+    Vocabulary vocabulary;
     double trials = 0, hits = 0;
     double estimated[10] = {}, hit[10] = {};  // sums by estimate
 
@@ -236,8 +256,12 @@ public:
     }
 
     double estimate(const Features& known) const {
-        double total = match_[known.match].value + vote_[known.vote].value + guess_.get(known.guess) +
-                       before_.get(known.before) + start_[known.start].value;
+        return estimate(known, vocabulary.get(known.guess), vocabulary.get(known.before));
+    }
+
+    double estimate(const Features& known, const TokenWeights& guess, const TokenWeights& before) const {
+        double total = match_[known.match].value + vote_[known.vote].value + guess.guess.value + before.before.value +
+                       start_[known.start].value;
         total = total < -SURE ? -SURE : total > SURE ? SURE : total;
         return 1 / (1 + std::exp(-total));
     }
@@ -254,15 +278,14 @@ public:
         match_[known.match].learn(error);
         odds_[known.match] = std::exp(match_[known.match].value);
         vote_[known.vote].learn(error);
-        guess_.learn(known.guess, error);
-        before_.learn(known.before, error);
+        vocabulary.learnt(known.guess).guess.learn(error);
+        vocabulary.learnt(known.before).before.learn(error);
         start_[known.start].learn(error);
     }
 
 private:
     Weight match_[ORIGINS * LENGTH_BUCKETS], vote_[VOTES], start_[STARTS];
     double odds_[ORIGINS * LENGTH_BUCKETS];
-    TokenWeights guess_, before_;
 };
 
 // -- chains ---------------------------------------------------------------------------------------
@@ -310,6 +333,16 @@ int agreeing(Match* voters, int count, int step, double& share) {
     return kept;
 }
 
+// Returns whether all matches go on with the same token, so that a vote would change nothing.
+bool unanimous(const Match* voters, int count, int step) {
+    for (int i = 0; i < count; i++) {
+        int32_t position = voters[i].position + step;
+        if (position >= voters[i].end || voters[i].text[position] != voters[0].text[voters[0].position + step])
+            return false;
+    }
+    return true;
+}
+
 struct Link {
     Token token;
     Features known;
@@ -336,28 +369,32 @@ public:
     int build(Match* alive, int count, int limit, double least, const Calibration& calibration, const Drafts& to) {
         bool scored = chain_.empty();
         double acceptance = 1.0;
-        int step = 0;
+        const TokenWeights* before = nullptr;
+        const Match* leader = nullptr;
+        int step = 0, origins = 1;
         for (int i = 0; i < count; i++) alive[i].weight = calibration.odds(alive[i].origin, alive[i].length);
         for (; step < limit; step++) {
             double share = 1.0;
-            int origins = 1;
-            if (count > 1) {
-                count = agreeing(alive, count, step, share);
+            if (!leader || !unanimous(alive, count, step)) {
+                if (count > 1) count = agreeing(alive, count, step, share);
+                if (!count) break;
+                leader = alive;
+                for (int i = 1; i < count; i++)
+                    if (alive[i].weight > leader->weight) leader = alive + i;
                 unsigned seen = 0;
                 for (int i = 0; i < count; i++) seen |= 1u << alive[i].origin;
                 origins = __builtin_popcount(seen);
             }
-            if (!count) break;
-            const Match* leader = alive;
-            for (int i = 1; i < count; i++)
-                if (alive[i].weight > leader->weight) leader = alive + i;
             int32_t position = leader->position + step;
             if (position >= leader->end) break;
             Token guess = leader->text[position];
             Features known = Calibration::features(leader->origin, leader->length + step, guess,
                                                    leader->text[position - 1], step, share, origins, count);
-            acceptance *= calibration.estimate(known);
+            if (!before) before = &calibration.vocabulary.get(known.before);
+            const TokenWeights* weights = &calibration.vocabulary.get(guess);
+            acceptance *= calibration.estimate(known, *weights, *before);
             if (acceptance < least) break;
+            before = weights;  // the token before the next guess is this one, in all texts that are left
             to.tokens[step] = guess;
             to.acceptance[step] = acceptance;
             to.sources[step] = leader->prompt && position < prompt_tokens ? position : -1;

@@ -143,11 +143,12 @@ class NativeDrafter:
     def propose_all(self, rows: Sequence[NativeRow], limits: Sequence[int]) -> DraftBatch:
         """Return the drafts of several rows of this drafter, each of at most `limits[i]` tokens."""
         self.catch_up()
-        lengths = [max(0, min(limit, LONGEST_CHAIN)) for limit in limits]
-        most = sum(lengths)
+        if limits and (max(limits) > LONGEST_CHAIN or min(limits) < 0):
+            limits = [max(0, min(limit, LONGEST_CHAIN)) for limit in limits]
+        most = sum(limits)
         tokens, sources = np.empty(most, np.int32), np.empty(most, np.int32)
         acceptance, counts = np.empty(most), np.empty(len(rows), np.int64)
-        handles, limited = array("q", [row.handle for row in rows]), array("q", lengths)
+        handles, limited = array("q", [row.handle for row in rows]), array("q", limits)
         least = max(ngram_index.LEAST_ACCEPTANCE, self.calibration.least)
         total = _checked(
             self._calls.ragspec_drafter_propose(
@@ -277,10 +278,17 @@ class DraftBatch(Sequence[Draft]):
         copied: list[int | None] = sources.tolist()
         if kept and sources.min() < 0:
             copied = [None if source == -1 else source for source in copied]
-        drafts, start = [], 0
+        new, empty, start = object.__new__, Draft(), 0
+        drafts: list[Draft] = []
         for length in lengths.tolist():
+            if not length:
+                drafts.append(empty)
+                continue
             end = start + length
-            drafts.append(Draft(ids[start:end], chances[start:end], copied[start:end]))
+            draft = new(Draft)  # without __init__, which takes longer than the rest
+            draft.token_ids, draft.cumulative_acceptance = ids[start:end], chances[start:end]
+            draft.sources, draft.probabilities = copied[start:end], None
+            drafts.append(draft)
             start = end
         return drafts
 
