@@ -38,6 +38,7 @@ NEEDS = ("vllm", "ray", "demo", "slow", "wide", "long")
 IMPORTED = {name: importlib.util.find_spec(name) is not None for name in ("vllm", "ray")}
 STARTING = {"subprocess", "multiprocessing", "fork", "warm"}  # what a function that starts a process names
 brought = set()  # what this process has imported so far, of IMPORTED
+COMPILERS = {"g++", "c++", "clang++"}
 started = []  # the processes that the current test has started
 
 
@@ -45,7 +46,13 @@ def pytest_configure(config):
     """Leave out the longest tests unless they are asked for; see which processes are started."""
     if not config.option.markexpr:
         config.option.markexpr = "not long"
-    sys.addaudithook(lambda event, given: event in ("subprocess.Popen", "os.fork") and started.append(given[:1]))
+    sys.addaudithook(note_process)
+
+
+def note_process(event, given):
+    """Note a process that is started, except the compiler: drafters ask for it, once in all tests."""
+    if event in ("subprocess.Popen", "os.fork") and Path(str(given[0] if given else "")).name not in COMPILERS:
+        started.append(given[:1])
 
 
 def pytest_ignore_collect(collection_path, config):

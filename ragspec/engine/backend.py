@@ -30,7 +30,7 @@ from ragspec.models.translation import Translation
 from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer
 from ragspec.speculation.drafters.calibration import judged
 from ragspec.speculation.method_selector import MethodSelector
-from ragspec.speculation.methods import AUTO, HF, PLAIN, DrafterSettings, drafters_on, failures
+from ragspec.speculation.methods import AUTO, HF, PLAIN, DrafterSettings, drafters_on, notes_on
 from ragspec.speculation.step_cost import StepCost
 from ragspec.structured.grammars import Grammars
 
@@ -111,7 +111,7 @@ class EngineBackend:
         self._grammars = grammars
         self._probed: StepCost | None = None
         self._width = width_of(inner.config)
-        self._drafting = replace(speculation.drafting, vocabulary=self._width)
+        self._drafting = replace(speculation.drafting, vocabulary=self._width, native=compile != "off")
         self._weights = linear_weights(inner)
         if speculation.draft is not None:
             self._compare(linear_weights(speculation.draft)[0])
@@ -295,7 +295,7 @@ class EngineBackend:
         steps, drafted = clock.steps - steps_before, clock.drafted_steps - drafted_before
         if self._method == AUTO and self._trial is not None:
             self.notes.add(self._trial.note())
-        for note in [*engine.notes, *failures(self._drafters.values())]:
+        for note in [*engine.notes, *notes_on(self._drafters.values())]:
             self.notes.add(note)
         if self._num_tokens is None and self._method not in (PLAIN, AUTO) and steps:
             off = 1 - drafted / steps

@@ -16,8 +16,8 @@ from ragspec.config.io import InputConfig
 from ragspec.config.redaction import revealed
 from ragspec.config.run import RunConfig
 from ragspec.config.sections import RetrievalConfig, ScaleConfig
-from ragspec.engine.native.kernels import Unbuilt, find_compiler
 from ragspec.errors import ConfigError, RagspecError
+from ragspec.host.compiler import Unbuilt, find_compiler
 from ragspec.host.machine import free_bytes, free_gpu_bytes, installed, machine
 from ragspec.inputs.sources import first_records, open_source, size_of
 from ragspec.inputs.storage import advising, is_url

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import chain
 
-from ragspec.speculation.step_cost import Cost
+import numpy as np
+
+from ragspec.speculation.step_cost import Cost, costs_of
 
 MARGIN = 0.5  # share of the average break-even acceptance, since costs have steps
 LEAST_GAIN = 1.02  # over plain decoding; below it, do not speculate
@@ -28,17 +31,38 @@ def allocate(acceptances: Sequence[Sequence[float]], cost: Cost, reach: int, pre
         reach: slots of the longest row.
         prefill_tokens: prompt tokens in the same step.
     """
-    rows = len(acceptances)
-    candidates = [(-value, depth, row) for row, chain in enumerate(acceptances) for depth, value in enumerate(chain)]
-    candidates.sort()  # ties: the shallower first, so that every choice consists of prefixes
-    plain = rows / cost(rows, rows, reach)
-    taken = [0] * rows
-    best, rate = _best(candidates, rows, cost, reach, plain * LEAST_GAIN)
+    counts = np.fromiter(map(len, acceptances), np.int64, len(acceptances))
+    values = np.fromiter(chain.from_iterable(acceptances), np.float64, int(counts.sum()))
+    lengths: list[int] = allocate_flat(values, counts, cost, reach, prefill_tokens).tolist()
+    return lengths
+
+
+def allocate_flat(
+    acceptances: np.ndarray, counts: np.ndarray, cost: Cost, reach: int, prefill_tokens: int = 0
+) -> np.ndarray:
+    """Return allocate() for chains that follow each other in one array.
+
+    acceptances: float64, one row's chain after the other. counts: tokens of each row's chain, int64.
+    """
+    rows = len(counts)
+    ordered = np.sort(acceptances)[::-1]  # candidates, best first
+    least_rate = rows / cost(rows, rows, reach) * LEAST_GAIN
+    best, rate = _best(ordered, rows, cost, reach, least_rate)
+    ends = np.cumsum(counts)
     if prefill_tokens:
-        least = rate * cost.marginal(prefill_tokens + rows, reach)
-        best = sum(-value > least for value, _, _ in candidates)
-    for _, _, row in candidates[:best]:
-        taken[row] += 1
+        chosen = acceptances > rate * cost.marginal(prefill_tokens + rows, reach)
+    elif not best:
+        return np.zeros(rows, np.int64)
+    else:
+        chosen = acceptances >= ordered[best - 1]
+        if best < len(ordered) and ordered[best] == ordered[best - 1]:
+            tied = np.flatnonzero(acceptances == ordered[best])
+            row_of = np.searchsorted(ends, tied, "right")
+            left = best - int((ordered > ordered[best]).sum())
+            # the shallower first, so that every choice consists of prefixes
+            chosen[tied[np.lexsort((row_of, tied - (ends - counts)[row_of]))[left:]]] = False
+    before = np.concatenate(([0], np.cumsum(chosen)))
+    taken: np.ndarray = before[ends] - before[ends - counts]
     return taken
 
 
@@ -64,21 +88,17 @@ def hopeless(rows: int, cost: Cost, reach: int, prefill_tokens: int) -> bool:
     return least_acceptance(rows, cost, reach, prefill_tokens) >= MARGIN
 
 
-def _best(
-    candidates: Sequence[tuple[float, int, int]], rows: int, cost: Cost, reach: int, least_rate: float
-) -> tuple[int, float]:
+def _best(values: np.ndarray, rows: int, cost: Cost, reach: int, least_rate: float) -> tuple[int, float]:
     """Return how many candidates, best first, maximise tokens per second, and that rate.
 
     Returns 0 and `least_rate` if none exceeds it.
     """
-    best, best_rate = 0, least_rate
-    expected = float(rows)
-    for chosen, (value, _, _) in enumerate(candidates, 1):
-        expected -= value
-        rate = expected / cost(rows + chosen, rows, reach)
-        if rate > best_rate:
-            best, best_rate = chosen, rate
-    return best, best_rate
+    if not len(values):
+        return 0, least_rate
+    expected = np.cumsum(np.concatenate(([float(rows)], values)))[1:]  # one by one, so that sums are those of a loop
+    rates = expected / costs_of(cost, rows + 1, rows + len(values), rows, reach)
+    best = int(rates.argmax())
+    return (best + 1, float(rates[best])) if rates[best] > least_rate else (0, least_rate)
 
 
 # -- confidence ------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from itertools import accumulate, takewhile
 from typing import Any
 
 from ragspec.errors import ConfigError, did_you_mean, flat
+from ragspec.host.compiler import Unbuilt
 from ragspec.speculation.drafters.base import Draft, Drafter, NoDrafter, RowDrafter
 from ragspec.speculation.drafters.context import ContextDrafter
 from ragspec.speculation.drafters.prompt_lookup import PromptLookup
@@ -35,12 +36,14 @@ class DrafterSettings:
             own choice.
         isolate: Draft from the record's own text only (`speculation.isolate`).
         vocabulary: Number of token ids of the target model; None if it is not known.
+        native: Whether code may be compiled for this machine (`runner_args.compile`).
     """
 
     ngram_min: int | None = None
     ngram_max: int | None = None
     isolate: bool = False
     vocabulary: int | None = None
+    native: bool = True
 
 
 Make = Callable[[DrafterSettings], Drafter]
@@ -86,11 +89,31 @@ class Method:
 
 def _prompt_lookup(settings: DrafterSettings) -> Drafter:
     smallest = settings.ngram_min or 1
-    return PromptLookup(smallest, settings.ngram_max or max(3, smallest))
+    largest = settings.ngram_max or max(3, smallest)
+    if not settings.native:
+        return PromptLookup(smallest, largest)
+    from ragspec.speculation.drafters.native import native_lookup
+
+    try:
+        return native_lookup(smallest, largest)
+    except Unbuilt as reason:
+        return _noted(PromptLookup(smallest, largest), reason)
 
 
 def _context(settings: DrafterSettings) -> Drafter:
-    return ContextDrafter(settings.isolate)
+    if not settings.native:
+        return ContextDrafter(settings.isolate)
+    from ragspec.speculation.drafters.native import native_context
+
+    try:
+        return native_context(settings.isolate)
+    except Unbuilt as reason:
+        return _noted(ContextDrafter(settings.isolate), reason)
+
+
+def _noted(drafter: ContextDrafter | PromptLookup, reason: Unbuilt) -> Drafter:
+    drafter.note = f"drafting: ragspec's Python code is used, which is slower, because {reason}"
+    return drafter
 
 
 DRAFT = ("draft_model",)
@@ -222,9 +245,10 @@ def plugins() -> dict[str, Callable[[DrafterSettings], Drafter]]:
     return {name: _Guarding(name, make) for name, make in {**installed, **registered}.items()}
 
 
-def failures(drafters: Iterable[Drafter]) -> list[str]:
-    """Return a note for each drafter that has failed."""
-    return [drafter.failure for drafter in drafters if isinstance(drafter, GuardedDrafter) and drafter.failure]
+def notes_on(drafters: Iterable[Drafter]) -> list[str]:
+    """Return what a user should know: drafters that have failed, or are slower than they could be."""
+    ours = (ContextDrafter, PromptLookup, GuardedDrafter)
+    return list(dict.fromkeys(drafter.note for drafter in drafters if isinstance(drafter, ours) and drafter.note))
 
 
 class _Installed:
@@ -250,12 +274,12 @@ class _Guarding:
 
 
 class GuardedDrafter:
-    """An external drafter whose errors disable it. failure: the first error in words."""
+    """An external drafter whose errors disable it. note: the first error in words."""
 
     def __init__(self, name: str, make: Callable[[Any], Drafter], settings: DrafterSettings) -> None:
         self._name = name
         self._vocabulary = settings.vocabulary
-        self.failure = ""
+        self.note = ""
         self.hits, self.trials = PRIOR_HITS, PRIOR_TRIALS
         self._inner: Drafter | None = self.tried("start", lambda: make(settings))
 
@@ -266,13 +290,13 @@ class GuardedDrafter:
 
     def tried(self, what: str, call: Callable[[], Any]) -> Any:
         """Return the result of `call`; None if it raises or anything failed before."""
-        if self.failure:
+        if self.note:
             return None
         try:
             return call()
         except Exception as error:  # external code may raise anything; answers do not depend on it
             log.debug("the drafter %s failed", self._name, exc_info=error)
-            self.failure = (
+            self.note = (
                 f"the drafter {self._name} failed in {what} ({type(error).__name__}: {flat(error, 120)}); "
                 "it drafted no more after that"
             )

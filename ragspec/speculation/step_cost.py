@@ -10,6 +10,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 LEARN = 0.1  # weight of a new observation
 BUCKET = 4  # consecutive step sizes, in tokens, that share a correction
 TRUST = 8.0  # observations at which a bucket's correction counts half
@@ -24,6 +26,15 @@ class Cost(Protocol):
 
     def marginal(self, tokens: int, reach: int) -> float:
         """Return the seconds of one more token in a step of `tokens` with prefill."""
+
+
+def costs_of(cost: Cost, first: int, last: int, rows: int, reach: int) -> np.ndarray:
+    """Return the seconds of steps of `first` to `last` tokens: at once if the cost has a method `costs`."""
+    several = getattr(cost, "costs", None)
+    if several is None:
+        return np.array([cost(tokens, rows, reach) for tokens in range(first, last + 1)])
+    found: np.ndarray = several(first, last, rows, reach)
+    return found
 
 
 class StepCost:
@@ -55,6 +66,8 @@ class StepCost:
         self._beside = 0.0
         self._buckets: dict[int, list[float]] = {}  # tokens // BUCKET -> [correction, observations]
         self._curve: dict[int, float] = {}  # cache of interpolated values
+        self._curve_to = np.zeros(0)  # the same of all sizes up to one
+        self._own = np.ones(0)  # per bucket, its correction weighted by observations
 
     @property
     def points(self) -> list[tuple[int, float]]:
@@ -89,11 +102,28 @@ class StepCost:
         bucket = self._buckets.setdefault(tokens // BUCKET, [1.0, 0.0])
         bucket[0] += LEARN * (ratio - bucket[0])
         bucket[1] += 1
+        number = tokens // BUCKET
+        self._own = _grown(self._own, number + 1, 1.0)
+        self._own[number] = self._weighted(number)
+
+    def costs(self, first: int, last: int, rows: int, reach: int) -> np.ndarray:
+        """Return the seconds of steps of `first` to `last` tokens, each as a call returns them."""
+        if len(self._curve_to) <= last:
+            self._curve_to = self._interpolate_all(np.arange(2.0 * last + 1))
+        self._own = _grown(self._own, last // BUCKET + 1, 1.0)
+        tokens = np.arange(first, last + 1)
+        read = rows * self.read * self._per_row_slot
+        expected = self._curve_to[first : last + 1] + reach * (read + tokens * self._per_slot)
+        found: np.ndarray = expected * (self._scale * self._own[tokens // BUCKET])
+        return found
 
     def _correction(self, tokens: int) -> float:
-        own, seen = self._buckets.get(tokens // BUCKET, (1.0, 0.0))
+        return self._scale * self._weighted(tokens // BUCKET)
+
+    def _weighted(self, number: int) -> float:
+        own, seen = self._buckets.get(number, (1.0, 0.0))
         trust = seen / (seen + TRUST)
-        return self._scale * (1 + trust * (own - 1))
+        return 1 + trust * (own - 1)
 
     def _base(self, tokens: int) -> float:
         known = self._curve.get(tokens)
@@ -109,6 +139,21 @@ class StepCost:
         left = right - 1
         slope = (ys[right] - ys[left]) / (xs[right] - xs[left])
         return max(ys[0], ys[left] + slope * (tokens - xs[left]))
+
+    def _interpolate_all(self, tokens: np.ndarray) -> np.ndarray:
+        xs, ys = np.array(self._tokens), np.array(self._seconds)
+        if len(xs) == 1:
+            return np.full(len(tokens), ys[0])
+        right = np.searchsorted(xs, tokens, "right").clip(1, len(xs) - 1)
+        left = right - 1
+        slope = (ys[right] - ys[left]) / (xs[right] - xs[left])
+        found: np.ndarray = np.maximum(ys[0], ys[left] + slope * (tokens - xs[left]))
+        return found
+
+
+def _grown(values: np.ndarray, count: int, value: float) -> np.ndarray:
+    """Return an array of at least `count` values, the new ones `value`."""
+    return values if len(values) >= count else np.append(values, np.full(2 * count - len(values), value))
 
 
 # -- fitted cost -----------------------------------------------------------------------------------
@@ -171,6 +216,17 @@ class FittedCost:
         drafts = tokens - rows
         line = self._seconds + per_row * (rows - self._rows) + per_draft * (drafts - self._drafts)
         return max(line, per_row * rows + per_draft * drafts, self._seconds / 8)
+
+    def costs(self, first: int, last: int, rows: int, reach: int = 0) -> np.ndarray:
+        """Return the seconds of steps of `first` to `last` tokens, each as a call returns them."""
+        tokens = np.arange(first, last + 1)
+        if not self._weight:
+            return PRIOR_TOKENS + tokens
+        per_row, per_draft = self._slopes
+        drafts = tokens - rows
+        line = self._seconds + per_row * (rows - self._rows) + per_draft * (drafts - self._drafts)
+        found: np.ndarray = np.maximum(np.maximum(line, per_row * rows + per_draft * drafts), self._seconds / 8)
+        return found
 
     def marginal(self, tokens: int = 0, reach: int = 0) -> float:
         """Return the seconds of one more draft token."""

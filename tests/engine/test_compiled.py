@@ -15,10 +15,10 @@ from ragspec.engine.model.compiled import CompiledLayers, called_with
 from ragspec.engine.model.layer_graph import NotCaptured
 from ragspec.engine.model.layout import Segment
 from ragspec.engine.native import layer
-from ragspec.engine.native.kernels import Unbuilt
 from ragspec.engine.native.layer import Builder
 from ragspec.engine.profiler import Profiler
 from ragspec.engine.proposers.base import NoProposer, RowProposer
+from ragspec.host.compiler import Unbuilt
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.speculation.drafters.context import ContextDrafter
 from tests.conftest import train_tokenizer, wide

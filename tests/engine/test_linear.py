@@ -21,7 +21,8 @@ from ragspec.engine.model.weight_layouts import (
     pack_linears,
     unpack_linears,
 )
-from ragspec.engine.native.kernels import Unbuilt, build
+from ragspec.engine.native.kernels import build
+from ragspec.host.compiler import Unbuilt
 
 
 def kernels():

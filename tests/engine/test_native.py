@@ -9,8 +9,9 @@ import torch
 
 from ragspec.engine.model import loaded as prepared
 from ragspec.engine.model import self_check as worth
-from ragspec.engine.native import kernels as native
-from ragspec.engine.native.kernels import Unbuilt, build
+from ragspec.engine.native.kernels import build
+from ragspec.host import compiler as host_compiler
+from ragspec.host.compiler import Unbuilt
 from tests.engine.test_linear import llama
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -48,7 +49,7 @@ def test_heads_have_libraries_of_their_own(fresh):
 
 
 def test_no_compiler_is_a_note_and_torch_computes(fresh, monkeypatch):
-    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    monkeypatch.setattr(host_compiler.shutil, "which", lambda name: None)
     notes = []
     model = prepared.prepare(llama(), notes)
     assert model.kernels is None
@@ -83,7 +84,7 @@ def test_a_damaged_library_is_built_anew(fresh, monkeypatch):
         raise OSError("not now")
 
     with monkeypatch.context() as patched:
-        patched.setattr(native.ctypes, "CDLL", fail)  # what a process has loaded once, it does not open again
+        patched.setattr(host_compiler.ctypes, "CDLL", fail)  # what a process has loaded once, it does not open again
         with pytest.raises(Unbuilt, match="not now"):
             build(32)
     (kept,) = (fresh / "native").iterdir()

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from ragspec.engine.model.kv_splits import PrefixGroup, split_kv
-from ragspec.engine.native.kernels import Unbuilt, build
+from ragspec.engine.native.kernels import build
 from ragspec.engine.request_state import RequestState
 from ragspec.engine.sampling import Noise
 from ragspec.engine.scheduler import LEAST, PrefixGroups
+from ragspec.host.compiler import Unbuilt
 from ragspec.records import Request, Sampling
 from tests.conftest import wide
 

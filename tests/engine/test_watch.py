@@ -6,8 +6,9 @@ import torch
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.kv_splits import PrefixGroup
 from ragspec.engine.model.layout import Segment
-from ragspec.engine.native.kernels import Unbuilt, build
+from ragspec.engine.native.kernels import build
 from ragspec.engine.profiler import ATTENTION, DECODING, LINEAR, PROMPTS, Profiler
+from ragspec.host.compiler import Unbuilt
 from tests.engine.test_linear import llama
 
 WEIGHTS = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48) + 300 * 32  # of the linear layers of llama()

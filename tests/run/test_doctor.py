@@ -92,13 +92,13 @@ def test_what_would_stop_the_run_is_an_error(tiny, tmp_path, config, message):
 
 @pytest.mark.slow
 def test_the_compiler_is_named_or_missed(monkeypatch):
-    from ragspec.engine.native import kernels as native
+    from ragspec.host import compiler
     from ragspec.run.doctor import examine_machine
 
-    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
     assert any("there is no C++ compiler (g++), so torch's own" in finding.text for finding in examine_machine())
     monkeypatch.undo()
-    if native.shutil.which("g++"):
+    if compiler.shutil.which("g++"):
         assert any(finding.text.startswith("compiler: g++") for finding in examine_machine())
 
 

@@ -18,8 +18,8 @@ LIMIT = 6
 LONGEST = 400
 
 
-def make(method="context", num_tokens=None, isolate=False, reach=LONGEST):
-    settings = {"method": method, "num_tokens": num_tokens, "drafting": {"isolate": isolate}}
+def make(method="context", num_tokens=None, isolate=False, reach=LONGEST, native=True):
+    settings = {"method": method, "num_tokens": num_tokens, "drafting": {"isolate": isolate, "native": native}}
     return Proposer(
         SimpleNamespace(
             additional_config={"ragspec": settings},
@@ -302,7 +302,7 @@ def test_chains_are_followed_no_further_than_can_pay(monkeypatch, method):
     made = []
     for least in (least_acceptance, lambda rows, cost, reach: 0.0):
         monkeypatch.setattr("ragspec.runners.vllm.proposer.least_acceptance", least)
-        drafting = make(method)
+        drafting = make(method, native=False)  # in C++ guesses cannot be counted
         for count in range(1, 60):
             drafting.cost.observe(2 * count, count, 0.01 * (8 + 2 * count))
         guesses.clear()

@@ -35,10 +35,10 @@ from ragspec.engine.model.layout import Segment
 from ragspec.engine.model.masks import MaskRule
 from ragspec.engine.model.self_check import differs, relative, token_ids
 from ragspec.engine.model.weight_layouts import FEW, one_thread
-from ragspec.engine.native.kernels import Unbuilt
 from ragspec.engine.native.layer import Builder
 from ragspec.errors import flat
 from ragspec.host.cache import JsonCache, cache_dir
+from ragspec.host.compiler import Unbuilt
 from ragspec.host.machine import cpu_features
 from ragspec.models.compat import tolerance
 from ragspec.models.resolve import context_length

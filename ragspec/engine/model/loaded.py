@@ -20,9 +20,10 @@ from ragspec.engine.model.masks import Unsupported
 from ragspec.engine.model.merged_linears import MergedLinears
 from ragspec.engine.model.self_check import attention_is_exact, differs, kernels_are_faster
 from ragspec.engine.model.weight_layouts import can_pack, pack_linears, unpack_linears
-from ragspec.engine.native.kernels import Kernels, Unbuilt, build
+from ragspec.engine.native.kernels import Kernels, build
 from ragspec.engine.proposers.early_exit import LayerSplit
 from ragspec.errors import flat
+from ragspec.host.compiler import Unbuilt
 from ragspec.models.compat import tolerance
 
 

@@ -9,12 +9,6 @@ would compete for the cores.
 from __future__ import annotations
 
 import ctypes
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-from contextlib import suppress
 from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -23,17 +17,13 @@ from typing import Any
 import torch
 
 from ragspec.engine.model.kv_splits import KvSplits
-from ragspec.errors import flat
-from ragspec.host.cache import cache_dir, digest_of
-from ragspec.host.machine import cpu_features
+from ragspec.host.compiler import build_library
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-INCLUDED = sorted(SOURCE.parent.glob("*.h"))
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+FLAGS = ("-march=native", "-fopenmp")
 # some compilers reorder sums unless told not to
 ARITHMETIC = ("-fno-fast-math", "-ffp-contract=fast", "-fno-math-errno")
 WIDEST_HEAD = 256
-PATIENCE_S = 120  # for the compiler
 PART = 4096  # outputs of a weight checked at a time
 KEPT = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # type codes, as in linear.h
 POINTER, NUMBER = c_void_p, c_int64
@@ -48,10 +38,6 @@ SIGNATURES: dict[str, list[Any]] = {
         *[POINTER, POINTER, c_int],
     ],
 }
-
-
-class Unbuilt(Exception):
-    """The kernels are not available; the message says why."""
 
 
 class Kernels:
@@ -156,52 +142,4 @@ def library_of(source: str, head: int) -> ctypes.CDLL:
 
     head: the head size for which attention is built. Raises Unbuilt.
     """
-    compiler, version = find_compiler()
-    options = [*FLAGS, *ARITHMETIC, f"-DRAGSPEC_HEAD={head}"]
-    included = "".join(path.read_text(encoding="utf-8") for path in INCLUDED)
-    name = f"{digest_of(source, included, options, version, platform.machine(), cpu_features())}.so"
-    with suppress(OSError, RuntimeError):  # not there, or damaged
-        return ctypes.CDLL(str(cache_dir() / "native" / name))
-    with tempfile.TemporaryDirectory() as draft:
-        built = _compile(compiler, [*options, f"-I{SOURCE.parent}"], source, Path(draft))
-        with suppress(OSError, RuntimeError):  # not writable, or mounted noexec
-            return ctypes.CDLL(str(_kept(built, name)))
-        try:
-            return ctypes.CDLL(str(built))
-        except OSError as error:
-            raise Unbuilt(f"the built library cannot be loaded ({flat(error, 120)})") from error
-
-
-def _kept(built: Path, name: str) -> Path:
-    """Move a library to the user's cache atomically; return its path."""
-    folder = cache_dir() / "native"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=folder) as draft:
-        os.replace(shutil.copy(built, draft), folder / name)
-    return folder / name
-
-
-def find_compiler() -> tuple[str, str]:
-    """Return the C++ compiler and its version; GNU's first, since torch comes with its OpenMP. Raises Unbuilt."""
-    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
-        path = shutil.which(name) if name else None
-        if path:
-            done = _run([path, "--version"])
-            return path, done.stdout.partition("\n")[0]
-    raise Unbuilt("there is no C++ compiler (g++)")
-
-
-def _compile(compiler: str, flags: list[str], source: str, folder: Path) -> Path:
-    path = folder / "library.so"
-    (folder / "source.cpp").write_text(source, encoding="utf-8")
-    done = _run([compiler, *flags, str(folder / "source.cpp"), "-o", str(path)])
-    if done.returncode:
-        raise Unbuilt(f"{Path(compiler).name} failed: {' '.join(done.stderr.split())[:200]}")
-    return path
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise Unbuilt(f"{Path(command[0]).name} failed: {flat(error, 120)}") from error
+    return build_library(source, [*FLAGS, *ARITHMETIC, f"-DRAGSPEC_HEAD={head}"], SOURCE.parent)

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ragspec.engine.request_state import RequestState, reach_of
-from ragspec.speculation.draft_length import allocate, least_acceptance
-from ragspec.speculation.drafters.base import Draft, Drafter, RowDrafter
+from ragspec.speculation.draft_length import allocate, allocate_flat, least_acceptance
+from ragspec.speculation.drafters.base import Draft, Drafter, RowDrafter, propose_all
 from ragspec.speculation.drafters.calibration import follow_to
+from ragspec.speculation.drafters.native import DraftBatch
 from ragspec.speculation.forced_tokens import ForcedTokens
 from ragspec.speculation.method_selector import MethodSelector
 from ragspec.speculation.step_cost import Cost
@@ -54,6 +55,8 @@ def cut(drafts: Sequence[Draft], rows: Sequence[RequestState], cost: Cost | None
     """
     if cost is None:
         return list(drafts)
+    if isinstance(drafts, DraftBatch):
+        return drafts.cut(allocate_flat(drafts.acceptance, drafts.counts, cost, reach_of(rows), prefill_tokens))
     lengths = allocate([draft.cumulative_acceptance for draft in drafts], cost, reach_of(rows), prefill_tokens)
     return [
         draft if draft.probabilities is not None else draft.cut(length)
@@ -101,11 +104,11 @@ class RowProposer(NoProposer):
 
     def propose(self, rows: Sequence[RequestState], prefill_tokens: int) -> list[Draft]:
         cost = self.follow(rows, prefill_tokens)
-        return cut(self.guess(rows), rows, cost, prefill_tokens)
+        return cut(self._uncut(rows), rows, cost, prefill_tokens)
 
     def watch(self, rows: Sequence[RequestState]) -> None:
         self.follow(rows, 0)
-        self.guess(rows)
+        self._uncut(rows)
 
     def follow(self, rows: Sequence[RequestState], prefill_tokens: int) -> Cost | None:
         """Stop chains where no further token could pay. Return the cost model for that, None for fixed lengths."""
@@ -116,11 +119,18 @@ class RowProposer(NoProposer):
 
     def guess(self, rows: Sequence[RequestState]) -> list[Draft]:
         """Return uncut drafts."""
-        return [self._guess_one(row, min(self._num_tokens or LONGEST, row.room - 1)) for row in rows]
+        return list(self._uncut(rows))
 
-    def _guess_one(self, row: RequestState, limit: int) -> Draft:
-        draft = self._open[row.place].propose(limit)
-        return draft if row.grammar is None else self.forced.join(row.place, row.grammar, draft, limit)
+    def _uncut(self, rows: Sequence[RequestState]) -> Sequence[Draft]:
+        most = self._num_tokens or LONGEST
+        limits = [min(most, row.room - 1) for row in rows]
+        drafts = propose_all(self._drafter, [self._open[row.place] for row in rows], limits)
+        if all(row.grammar is None for row in rows):
+            return drafts
+        return [
+            draft if row.grammar is None else self.forced.join(row.place, row.grammar, draft, limit)
+            for row, draft, limit in zip(rows, drafts, limits, strict=True)
+        ]
 
     def extend(self, row: RequestState, token_ids: Sequence[int]) -> None:
         self._open[row.place].extend(token_ids)

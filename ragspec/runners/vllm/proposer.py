@@ -4,7 +4,7 @@
 
 vLLM passes token ids by slot and moves requests between slots, so TrackedRequests recognises requests by their tokens.
 Draft lengths follow the same rule as in ragspec's engine: calibrated cumulative acceptance against the cost of a step.
-Source: vLLM 0.32, v1/spec_decode/custom_class_proposer.py. Limit: Python per row and step, about 0.1 ms each.
+Source: vLLM 0.32, v1/spec_decode/custom_class_proposer.py. Limit: requests are recognised in Python.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import numpy as np
 from ragspec.errors import RagspecError
 from ragspec.speculation.copied_spans import CopiedSpans
 from ragspec.speculation.draft_length import allocate, least_acceptance
-from ragspec.speculation.drafters.base import Draft, RowDrafter
+from ragspec.speculation.drafters.base import Draft, RowDrafter, propose_all
 from ragspec.speculation.drafters.calibration import follow_to, judged
 from ragspec.speculation.forced_tokens import ForcedTokens
 from ragspec.speculation.method_selector import MethodSelector
-from ragspec.speculation.methods import AUTO, VLLM, DrafterSettings, drafters_on, failures
+from ragspec.speculation.methods import AUTO, VLLM, DrafterSettings, drafters_on, notes_on
 from ragspec.speculation.step_cost import FittedCost
 from ragspec.structured.grammars import Grammars, Matcher
 
@@ -243,7 +243,7 @@ class Proposer:
     @property
     def notes(self) -> list[str]:
         """Notes for the user on the drafters."""
-        return failures(self._drafters.values())
+        return notes_on(self._drafters.values())
 
     def about(self) -> dict[str, Any]:
         """Return the drafting time and how well the drafters were calibrated."""
@@ -342,10 +342,16 @@ class Proposer:
         if self._settings["num_tokens"] is None:  # stop drafting where no further token could pay
             follow_to(self._drafters[method], least_acceptance(len(rows), self.cost, 0))
         limits = {slot: self._limit(row) for slot, row in rows.items() if method in row.drafters}
-        return {slot: self._propose_one(method, rows[slot], limit) for slot, limit in limits.items() if limit > 0}
+        limits = {slot: limit for slot, limit in limits.items() if limit > 0}
+        drafters = [rows[slot].drafters[method] for slot in limits]
+        drafts = propose_all(self._drafters[method], drafters, list(limits.values()))
+        return {
+            slot: self._joined(method, rows[slot], draft, limit)
+            for (slot, limit), draft in zip(limits.items(), drafts, strict=True)
+        }
 
-    def _propose_one(self, method: str, row: Tracked, limit: int) -> Draft:
-        draft = row.drafters[method].propose(limit)
+    def _joined(self, method: str, row: Tracked, draft: Draft, limit: int) -> Draft:
+        """Return a draft joined with what the row's grammar forces."""
         if row.grammar is None or row.grammar.ended or row.grammar.problem:
             return draft
         return self.forced[method].join(id(row), row.grammar, draft, limit)

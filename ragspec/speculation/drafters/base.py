@@ -103,6 +103,27 @@ class Drafter(Protocol):
         """
 
 
+class BatchDrafter(Drafter, Protocol):
+    """A drafter that drafts for several records in one call."""
+
+    def propose_all(self, rows: Sequence[Any], limits: Sequence[int]) -> Sequence[Draft]:
+        """Return what each row would propose.
+
+        Args:
+            rows: What `open` returned, each at most once.
+            limits: Per row, the largest number of tokens to guess.
+        """
+
+
+def propose_all(drafter: Drafter, rows: Sequence[RowDrafter], limits: Sequence[int]) -> Sequence[Draft]:
+    """Return the drafts of several rows of a drafter, in one call if it is a BatchDrafter."""
+    together = getattr(drafter, "propose_all", None)
+    if together is None:
+        return [row.propose(limit) for row, limit in zip(rows, limits, strict=True)]
+    drafts: Sequence[Draft] = together(rows, limits)
+    return drafts
+
+
 # -- no drafts -------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Mapping
+from itertools import product
 from math import exp, log, sqrt
 from typing import Any
 
@@ -19,6 +20,7 @@ LENGTHS = (0, 1, 2, 3, 4, 5, 7, 9, 13, 21)  # minimum match length of each bucke
 PRIOR = (0.10, 0.30, 0.50, 0.63, 0.70, 0.75, 0.80, 0.83, 0.88, 0.93)  # chance that a match continues, by bucket
 SHARES = (0.5, 0.999)  # of the vote: minority, majority, all
 AGREEMENT = (-1.5, -0.6, 0.4)  # log odds of each share
+ORIGINS = 4  # kinds of text
 MOST_ORIGINS = 3  # more count as this many
 MORE_ORIGINS, MORE_MATCHES = (0.0, 0.2, 0.8), 1.0  # log odds of 1, 2 and 3 origins; of several matches of one origin
 LONGEST_START, DEEPEST = 12, 3  # limits of a chain's initial match length and depth; more count as these
@@ -44,11 +46,11 @@ class Weights(dict[Any, float]):
 
     def __init__(self, prior: Callable[[Any], float]) -> None:
         super().__init__()
-        self._prior = prior
+        self.prior = prior
         self._errors: dict[Hashable, float] = {}  # sums of squares
 
     def __missing__(self, feature: Any) -> float:
-        return self._prior(feature)
+        return self.prior(feature)
 
     def learn(self, feature: Hashable, error: float) -> None:
         """Adjust the weight for `error`, by less the larger its past errors."""
@@ -83,6 +85,15 @@ class Calibration:
         self.hits = 0
         self.trials = 0
         self._bins = [[0.0, 0.0] for _ in range(10)]  # sums of estimates and of hits, for the calibration error
+
+    def match_priors(self) -> list[float]:
+        """Return the initial weights of matches, by origin and then by length bucket."""
+        return [self._match.prior((origin, bucket)) for origin in range(ORIGINS) for bucket in range(len(LENGTHS))]
+
+    def vote_priors(self) -> list[float]:
+        """Return the initial weights of votes: by share, then by origins, then by whether several matches agree."""
+        levels, origins = range(len(AGREEMENT)), range(1, MOST_ORIGINS + 1)
+        return [self._vote.prior(vote) for vote in product(levels, origins, (False, True))]
 
     @staticmethod
     def features(
@@ -158,7 +169,7 @@ class Calibration:
 def follow_to(drafter: Any, least: float) -> None:
     """End a drafter's chains at a probability of `least`, if it is calibrated."""
     calibration = getattr(drafter, "calibration", None)
-    if isinstance(calibration, Calibration):
+    if calibration is not None:
         calibration.least = least
 
 

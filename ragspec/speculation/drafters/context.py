@@ -60,9 +60,13 @@ class SharedPool:
 
 
 class ContextDrafter:
-    """Drafts from the retrieved passages. isolate: do not share texts between records."""
+    """Drafts from the retrieved passages. isolate: do not share texts between records.
+
+    native.py drafts the same faster. note: why it does not, for the user.
+    """
 
     def __init__(self, isolate: bool = False) -> None:
+        self.note = ""
         self.calibration = Calibration(PRIOR_LOG_ODDS)
         self.pool = None if isolate else SharedPool()
 

@@ -15,9 +15,13 @@ from ragspec.speculation.drafters.ngram_index import Match, NgramIndex, Proposal
 
 
 class PromptLookup:
-    """Drafts by n-grams of `smallest` to `largest` tokens."""
+    """Drafts by n-grams of `smallest` to `largest` tokens.
+
+    native.py drafts the same faster. note: why it does not, for the user.
+    """
 
     def __init__(self, smallest: int = 1, largest: int = 3) -> None:
+        self.note = ""
         self._smallest = smallest
         self._largest = max(smallest, largest)
         self.calibration = Calibration()

@@ -1,0 +1,630 @@
+// Drafts for all rows of a step in one call: ngram_index.py, calibration.py, context.py and prompt_lookup.py in C++.
+//
+// The arithmetic has the order of theirs, so that drafts are equal. native.py puts their constants before this text and
+// says what the functions at its end do. Limit: token ids are below 2^31.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <unordered_set>
+#include <vector>
+
+namespace {
+
+using Token = int32_t;
+
+enum Origin { PROMPT, OUTPUT, OTHER_CONTEXT, OTHER_OUTPUT, ORIGINS };
+
+uint64_t mixed(uint64_t x) {
+    x ^= x >> 32;
+    x *= 0xd6e8feb86659fd93ULL;
+    x ^= x >> 32;
+    x *= 0xd6e8feb86659fd93ULL;
+    return x ^ (x >> 32);
+}
+
+// -- n-grams --------------------------------------------------------------------------------------
+
+// The hash of an n-gram, from its last token to its first.
+class Key {
+public:
+    uint32_t with(Token token) {
+        key_ = (key_ + uint32_t(token) + 1) * 0x9e3779b97f4a7c15ULL;
+        return uint32_t((key_ ^ key_ >> 29) * 0xd6e8feb86659fd93ULL >> 32);
+    }
+
+    static uint32_t of(const Token* end, int n) {
+        Key key;
+        for (int i = 1; i < n; i++) key.with(end[-i]);
+        return key.with(end[-n]);
+    }
+
+private:
+    uint64_t key_ = 0;
+};
+
+// The latest position of each n-gram. The text is not in it: positions are those of the caller's. 0: none.
+class Latest {
+public:
+    void reserve(size_t tokens) {
+        size_t slots = 64;
+        while (3 * slots < 4 * tokens) slots *= 2;
+        if (slots > slots_.size()) resize(slots);
+    }
+
+    int32_t get(const Token* text, const Token* end, int n, uint32_t hash) const {
+        return slots_.empty() ? 0 : slots_[find(text, end, n, hash)].position;
+    }
+
+    // Sets the position of the n-gram before it; returns the one that it had.
+    int32_t set(const Token* text, int32_t position, int n, uint32_t hash) {
+        if (4 * (used_ + 1) > 3 * slots_.size()) resize(slots_.empty() ? 64 : 2 * slots_.size());
+        Slot& slot = slots_[find(text, text + position, n, hash)];
+        int32_t before = slot.position;
+        used_ += before == 0;
+        slot = {hash, position};
+        return before;
+    }
+
+private:
+    struct Slot {
+        uint32_t hash;
+        int32_t position;
+    };
+    std::vector<Slot> slots_;
+    size_t used_ = 0;
+
+    size_t find(const Token* text, const Token* end, int n, uint32_t hash) const {
+        size_t mask = slots_.size() - 1;
+        for (size_t at = hash & mask;; at = (at + 1) & mask) {
+            const Slot& slot = slots_[at];
+            if (slot.position == 0 || (slot.hash == hash && same(text + slot.position, end, n))) return at;
+        }
+    }
+
+    static bool same(const Token* one, const Token* other, int n) {
+        for (int i = 1; i <= n; i++)
+            if (one[-i] != other[-i]) return false;
+        return true;
+    }
+
+    void resize(size_t size) {
+        std::vector<Slot> old(size, Slot{0, 0});
+        old.swap(slots_);
+        size_t mask = size - 1;
+        for (const Slot& slot : old) {
+            if (slot.position == 0) continue;
+            size_t at = slot.hash & mask;
+            while (slots_[at].position) at = (at + 1) & mask;
+            slots_[at] = slot;
+        }
+    }
+};
+
+// A growing text and its n-grams of `smallest` to `largest` tokens. A position is the one just after an n-gram.
+class Index {
+public:
+    std::vector<Token> tokens;
+
+    Index(int smallest, int largest) : latest_(largest + 1), smallest_(smallest), largest_(largest) {
+        before_.resize(sizes());
+    }
+
+    void reserve(size_t count) {
+        tokens.reserve(count);
+        before_.reserve((count + 1) * sizes());
+        for (int n = smallest_; n <= largest_; n++) latest_[n].reserve(count);
+    }
+
+    void extend(const Token* added, size_t count) {
+        size_t start = tokens.size();
+        tokens.insert(tokens.end(), added, added + count);
+        before_.resize((tokens.size() + 1) * sizes());
+        for (size_t position = start + 1; position <= tokens.size(); position++) {
+            const Token* end = tokens.data() + position;
+            int32_t* before = &before_[position * sizes()] - smallest_;
+            Key key;
+            for (int n = 1; n <= largest_ && size_t(n) <= position; n++) {
+                uint32_t hash = key.with(end[-n]);
+                if (n >= smallest_) before[n] = latest_[n].set(tokens.data(), int32_t(position), n, hash);
+            }
+        }
+    }
+
+    // Writes up to KEPT positions before which the text ends like [end - size, end), in order; returns how many.
+    int find(const Token* end, size_t size, int32_t* found) const {
+        int count = 0;
+        for (int n = size < size_t(largest_) ? int(size) : largest_; n >= smallest_ && count < KEPT; n--) {
+            int32_t position = latest_[n].get(tokens.data(), end, n, Key::of(end, n));
+            while (position && count < KEPT) {
+                int at = count;
+                while (at > 0 && found[at - 1] > position) at--;
+                if (at == 0 || found[at - 1] != position) {
+                    std::memmove(found + at + 1, found + at, size_t(count - at) * sizeof *found);
+                    found[at] = position;
+                    count++;
+                }
+                position = before_[size_t(position) * sizes() + size_t(n - smallest_)];
+            }
+        }
+        return count;
+    }
+
+private:
+    std::vector<Latest> latest_;    // by n
+    std::vector<int32_t> before_;  // by position and n: the position of the same n-gram before it
+    int smallest_, largest_;
+
+    size_t sizes() const { return size_t(largest_ - smallest_ + 1); }
+};
+
+// Returns how many tokens before `position`, from `floor` on, agree with those before `end`, of which there are `size`.
+int agreement(const Token* text, int32_t position, int32_t floor, const Token* end, size_t size) {
+    int longest = LONGEST_MATCH;
+    if (position - floor < longest) longest = position - floor;
+    if (size < size_t(longest)) longest = int(size);
+    int length = 0;
+    while (length < longest && text[position - 1 - length] == end[-1 - length]) length++;
+    return length;
+}
+
+// -- calibration ----------------------------------------------------------------------------------
+
+struct Weight {
+    double value = 0.0, squared = 1.0;
+
+    void learn(double error) {
+        double sum = squared + error * error;
+        squared = SLOWEST <= sum ? SLOWEST : sum;
+        value += PACE * error / std::sqrt(squared);
+    }
+};
+
+// The weights of a token as a guess and as the token before one.
+struct TokenWeights {
+    Token token = 0;
+    bool known = false;
+    Weight guess, before;
+};
+
+// The weights of all tokens: initial ones for those that were not learnt.
+class Vocabulary {
+public:
+    const TokenWeights& get(Token token) const { return slots_[find(token)]; }
+
+    TokenWeights& learnt(Token token) {
+        if (2 * (used_ + 1) > slots_.size()) grow();
+        TokenWeights& slot = slots_[find(token)];
+        used_ += !slot.known;
+        slot.known = true;
+        slot.token = token;
+        return slot;
+    }
+
+private:
+    std::vector<TokenWeights> slots_ = std::vector<TokenWeights>(1024);
+    size_t used_ = 0;
+
+    size_t find(Token token) const {
+        size_t mask = slots_.size() - 1, at = uint32_t(token) * 0x9e3779b1u >> 8 & mask;
+        while (slots_[at].known && slots_[at].token != token) at = (at + 1) & mask;
+        return at;
+    }
+
+    void grow() {
+        std::vector<TokenWeights> old(2 * slots_.size());
+        old.swap(slots_);
+        for (const TokenWeights& slot : old)
+            if (slot.known) slots_[find(slot.token)] = slot;
+    }
+};
+
+struct Features {
+    int match, vote, start;
+    Token guess, before;
+};
+
+constexpr int VOTES = 3 * MOST_ORIGINS * 2, STARTS = (LONGEST_START + 1) * (DEEPEST + 1);
+
+int bucket_of(int length) { return BUCKETS[length < LONGEST_BUCKET ? length : LONGEST_BUCKET]; }
+
+class Calibration {
+public:
+    Vocabulary vocabulary;
+    double trials = 0, hits = 0;
+    double estimated[10] = {}, hit[10] = {};  // sums by estimate
+
+    Calibration(const double* matches, const double* votes) {
+        for (int i = 0; i < ORIGINS * LENGTH_BUCKETS; i++) {
+            match_[i].value = matches[i];
+            odds_[i] = std::exp(matches[i]);
+        }
+        for (int i = 0; i < VOTES; i++) vote_[i].value = votes[i];
+    }
+
+    double odds(int origin, int length) const { return odds_[origin * LENGTH_BUCKETS + bucket_of(length)]; }
+
+    static Features features(int origin, int length, Token guess, Token before, int depth, double share, int origins,
+                             int matches) {
+        int level = share < MAJORITY ? 0 : share < UNANIMITY ? 1 : 2;
+        int counted = origins < MOST_ORIGINS ? origins : MOST_ORIGINS;
+        int first = length - depth < LONGEST_START ? length - depth : LONGEST_START;
+        int deep = depth < DEEPEST ? depth : DEEPEST;
+        return {origin * LENGTH_BUCKETS + bucket_of(length), (level * MOST_ORIGINS + counted - 1) * 2 + (matches > origins),
+                first * (DEEPEST + 1) + deep, guess, before};
+    }
+
+    double estimate(const Features& known) const {
+        return estimate(known, vocabulary.get(known.guess), vocabulary.get(known.before));
+    }
+
+    double estimate(const Features& known, const TokenWeights& guess, const TokenWeights& before) const {
+        double total = match_[known.match].value + vote_[known.vote].value + guess.guess.value + before.before.value +
+                       start_[known.start].value;
+        total = total < -SURE ? -SURE : total > SURE ? SURE : total;
+        return 1 / (1 + std::exp(-total));
+    }
+
+    void observe(const Features& known, bool right) {
+        double estimated_now = estimate(known), error = right - estimated_now;
+        trials += 1;
+        hits += right;
+        int cell = int(estimated_now * 10);
+        cell = cell < 9 ? cell : 9;
+        estimated[cell] += estimated_now;
+        hit[cell] += right;
+        if (std::fabs(error) <= LEAST_ERROR) return;
+        match_[known.match].learn(error);
+        odds_[known.match] = std::exp(match_[known.match].value);
+        vote_[known.vote].learn(error);
+        vocabulary.learnt(known.guess).guess.learn(error);
+        vocabulary.learnt(known.before).before.learn(error);
+        start_[known.start].learn(error);
+    }
+
+private:
+    Weight match_[ORIGINS * LENGTH_BUCKETS], vote_[VOTES], start_[STARTS];
+    double odds_[ORIGINS * LENGTH_BUCKETS];
+};
+
+// -- chains ---------------------------------------------------------------------------------------
+
+struct Match {
+    const Token* text;
+    int32_t position, end, origin, length;
+    bool prompt;
+    double weight;
+};
+
+constexpr int MOST_MATCHES = 2 * KEPT;
+
+// Keeps the voters for the most popular token at this step of a chain; returns how many, and their share of the weight.
+int agreeing(Match* voters, int count, int step, double& share) {
+    Token tokens[MOST_MATCHES], candidates[MOST_MATCHES], best = -1;
+    double votes[MOST_MATCHES], best_weight = 0.0, total = 0.0;
+    int alive = 0, different = 0, kept = 0;
+    for (int i = 0; i < count; i++) {
+        int32_t position = voters[i].position + step;
+        if (position >= voters[i].end) continue;
+        Token token = voters[i].text[position];
+        int at = 0;
+        while (at < different && candidates[at] != token) at++;
+        if (at == different) {
+            candidates[different] = token;
+            votes[different++] = 0.0;
+        }
+        votes[at] += voters[i].weight;
+        total += voters[i].weight;
+        if (votes[at] >= best_weight) {  // ties: the later one wins
+            best = token;
+            best_weight = votes[at];
+        }
+        tokens[alive] = token;
+        if (alive != i) voters[alive] = voters[i];
+        alive++;
+    }
+    for (int i = 0; i < alive; i++) {
+        if (tokens[i] != best) continue;
+        if (kept != i) voters[kept] = voters[i];
+        kept++;
+    }
+    share = alive ? best_weight / total : 0.0;
+    return kept;
+}
+
+// Returns whether all matches go on with the same token, so that a vote would change nothing.
+bool unanimous(const Match* voters, int count, int step) {
+    for (int i = 0; i < count; i++) {
+        int32_t position = voters[i].position + step;
+        if (position >= voters[i].end || voters[i].text[position] != voters[0].text[voters[0].position + step])
+            return false;
+    }
+    return true;
+}
+
+struct Link {
+    Token token;
+    Features known;
+};
+
+// Where the tokens of drafts go; a source of -1 is none.
+struct Drafts {
+    Token* tokens;
+    double* acceptance;
+    int32_t* sources;
+};
+
+class Row {
+public:
+    Index index;
+    int32_t prompt_tokens;
+
+    Row(int smallest, int largest, const Token* prompt, size_t count)
+        : index(smallest, largest), prompt_tokens(int32_t(count)) {
+        index.reserve(count + count / 8 + 32);
+        index.extend(prompt, count);
+    }
+
+    int build(Match* alive, int count, int limit, double least, const Calibration& calibration, const Drafts& to) {
+        bool scored = chain_.empty();
+        double acceptance = 1.0;
+        const TokenWeights* before = nullptr;
+        const Match* leader = nullptr;
+        int step = 0, origins = 1;
+        for (int i = 0; i < count; i++) alive[i].weight = calibration.odds(alive[i].origin, alive[i].length);
+        for (; step < limit; step++) {
+            double share = 1.0;
+            if (!leader || !unanimous(alive, count, step)) {
+                if (count > 1) count = agreeing(alive, count, step, share);
+                if (!count) break;
+                leader = alive;
+                for (int i = 1; i < count; i++)
+                    if (alive[i].weight > leader->weight) leader = alive + i;
+                unsigned seen = 0;
+                for (int i = 0; i < count; i++) seen |= 1u << alive[i].origin;
+                origins = __builtin_popcount(seen);
+            }
+            int32_t position = leader->position + step;
+            if (position >= leader->end) break;
+            Token guess = leader->text[position];
+            Features known = Calibration::features(leader->origin, leader->length + step, guess,
+                                                   leader->text[position - 1], step, share, origins, count);
+            if (!before) before = &calibration.vocabulary.get(known.before);
+            const TokenWeights* weights = &calibration.vocabulary.get(guess);
+            acceptance *= calibration.estimate(known, *weights, *before);
+            if (acceptance < least) break;
+            before = weights;  // the token before the next guess is this one, in all texts that are left
+            to.tokens[step] = guess;
+            to.acceptance[step] = acceptance;
+            to.sources[step] = leader->prompt && position < prompt_tokens ? position : -1;
+            if (scored) chain_.push_back({guess, known});
+        }
+        if (scored) at_ = 0;
+        return step;
+    }
+
+    void extend(const Token* tokens, size_t count, Calibration& calibration) {
+        for (size_t i = 0; i < count && !chain_.empty(); i++) {
+            bool right = chain_[at_].token == tokens[i];
+            calibration.observe(chain_[at_].known, right);
+            at_++;
+            if (!right || at_ == chain_.size()) chain_.clear();
+        }
+        index.extend(tokens, count);
+    }
+
+private:
+    std::vector<Link> chain_;  // being scored
+    size_t at_ = 0;
+};
+
+// -- other records' texts -------------------------------------------------------------------------
+
+class Pool {
+public:
+    explicit Pool(size_t most) : most_(most) { clear(); }
+
+    void add(const Token* text, size_t count, int origin) {
+        if (count > most_) count = most_;
+        if (count < 4) return;
+        uint64_t key = count;
+        for (size_t i = 0; i < count; i++) key = mixed(key + uint32_t(text[i]) + 0x9e3779b97f4a7c15ULL);
+        if (known_.count(key)) return;
+        if (index_->tokens.size() + count > most_) clear();
+        known_.insert(key);
+        int32_t start = int32_t(index_->tokens.size());
+        index_->extend(text, count);
+        documents_.push_back({start, int32_t(index_->tokens.size()), origin});
+        numbers_.resize(index_->tokens.size(), int32_t(documents_.size() - 1));
+    }
+
+    int matches(const Token* end, size_t size, Match* to) const {
+        int32_t found[KEPT + 1];
+        int count = index_->find(end, size, found), kept = 0;
+        const Token* text = index_->tokens.data();
+        for (int i = 0; i < count; i++) {
+            const Document& in = documents_[numbers_[found[i] - 1]];
+            int length = agreement(text, found[i], in.start, end, size);
+            if (length > 0 && found[i] < in.end) to[kept++] = {text, found[i], in.end, in.origin, length, false, 0.0};
+        }
+        return kept;
+    }
+
+private:
+    struct Document {
+        int32_t start, end;
+        int origin;
+    };
+    size_t most_;
+    std::unique_ptr<Index> index_;
+    std::vector<Document> documents_;
+    std::vector<int32_t> numbers_;  // by token: its document
+    std::unordered_set<uint64_t> known_;
+
+    void clear() {
+        index_ = std::make_unique<Index>(1, LARGEST_SHARED);
+        documents_.clear();
+        numbers_.clear();
+        known_.clear();
+    }
+};
+
+// -- drafters -------------------------------------------------------------------------------------
+
+class Drafter {
+public:
+    Calibration calibration;
+
+    Drafter(int smallest, int largest, bool votes, size_t shared, const double* matches, const double* vote_priors)
+        : calibration(matches, vote_priors), smallest_(smallest), largest_(largest), votes_(votes) {
+        if (shared) pool_ = std::make_unique<Pool>(shared);
+    }
+
+    int64_t open(const Token* prompt, size_t count, const int64_t* spans, size_t passages) {
+        auto row = std::make_unique<Row>(smallest_, largest_, prompt, count);
+        for (size_t i = 0; pool_ && i < passages; i++)
+            if (spans[2 * i] < spans[2 * i + 1])
+                pool_->add(prompt + spans[2 * i], size_t(spans[2 * i + 1] - spans[2 * i]), OTHER_CONTEXT);
+        if (free_.empty()) {
+            free_.push_back(int64_t(rows_.size()));
+            rows_.emplace_back();
+        }
+        int64_t handle = free_.back();
+        rows_[handle] = std::move(row);
+        free_.pop_back();
+        return handle;
+    }
+
+    void extend(int64_t handle, const Token* tokens, size_t count) {
+        rows_[handle]->extend(tokens, count, calibration);
+    }
+
+    void close(int64_t handle, bool finished) {
+        const std::vector<Token>& text = rows_[handle]->index.tokens;
+        size_t start = size_t(rows_[handle]->prompt_tokens);
+        if (finished && pool_) pool_->add(text.data() + start, text.size() - start, OTHER_OUTPUT);
+        free_.push_back(handle);
+        rows_[handle].reset();
+    }
+
+    int propose(int64_t handle, int limit, double least, const Drafts& to) {
+        Row& row = *rows_[handle];
+        Match matches[MOST_MATCHES];
+        int count = votes_ ? every(row, matches) : longest(row, matches);
+        return row.build(matches, count, limit, least, calibration, to);
+    }
+
+private:
+    int smallest_, largest_;
+    bool votes_;
+    std::unique_ptr<Pool> pool_;
+    std::vector<std::unique_ptr<Row>> rows_;
+    std::vector<int64_t> free_;
+
+    static int own(const Row& row, Match* to) {
+        const std::vector<Token>& text = row.index.tokens;
+        int32_t found[KEPT + 1], size = int32_t(text.size());
+        const Token* end = text.data() + size;
+        int count = row.index.find(end, text.size(), found), kept = 0;
+        for (int i = 0; i < count; i++) {
+            if (found[i] >= size) continue;
+            int origin = found[i] < row.prompt_tokens ? PROMPT : OUTPUT;
+            to[kept++] = {text.data(), found[i], size, origin, agreement(text.data(), found[i], 0, end, text.size()),
+                          true, 0.0};
+        }
+        return kept;
+    }
+
+    int every(const Row& row, Match* to) const {
+        int count = own(row, to);
+        const std::vector<Token>& text = row.index.tokens;
+        for (int i = 0; i < count; i++)
+            if (to[i].length >= SURE_LENGTH) return count;
+        return pool_ ? count + pool_->matches(text.data() + text.size(), text.size(), to + count) : count;
+    }
+
+    int longest(const Row& row, Match* to) const {
+        int count = own(row, to), best = 0;
+        auto rank = [this](const Match& match) { return match.length < largest_ ? match.length : largest_; };
+        for (int i = 1; i < count; i++)
+            if (rank(to[i]) >= rank(to[best])) best = i;  // ties: the latest, and positions rise
+        if (!count) return 0;
+        to[0] = to[best];
+        to[0].origin = PROMPT;
+        return 1;
+    }
+};
+
+Drafter& at(void* drafter) { return *static_cast<Drafter*>(drafter); }
+
+}  // namespace
+
+// -- functions; -1 or null: out of memory ---------------------------------------------------------
+
+extern "C" {
+
+void* ragspec_drafter(int smallest, int largest, int votes, int64_t shared, const double* matches,
+                      const double* vote_priors) {
+    try {
+        return new Drafter(smallest, largest, votes != 0, size_t(shared), matches, vote_priors);
+    } catch (...) {
+        return nullptr;
+    }
+}
+
+void ragspec_drafter_free(void* drafter) { delete static_cast<Drafter*>(drafter); }
+
+int64_t ragspec_drafter_open(void* drafter, const int32_t* prompt, int64_t count, const int64_t* spans,
+                             int64_t passages) {
+    try {
+        return at(drafter).open(prompt, size_t(count), spans, size_t(passages));
+    } catch (...) {
+        return -1;
+    }
+}
+
+int64_t ragspec_drafter_extend(void* drafter, const int64_t* rows, const int64_t* counts, int64_t several,
+                               const int32_t* tokens) {
+    try {
+        for (int64_t i = 0; i < several; tokens += counts[i], i++)
+            at(drafter).extend(rows[i], tokens, size_t(counts[i]));
+        return 0;
+    } catch (...) {
+        return -1;
+    }
+}
+
+int64_t ragspec_drafter_close(void* drafter, int64_t row, int finished) {
+    try {
+        at(drafter).close(row, finished != 0);
+        return 0;
+    } catch (...) {
+        return -1;
+    }
+}
+
+int64_t ragspec_drafter_propose(void* drafter, const int64_t* rows, const int64_t* limits, int64_t several,
+                                double least, int32_t* tokens, double* acceptance, int32_t* sources, int64_t* counts) {
+    try {
+        int64_t total = 0;
+        for (int64_t i = 0; i < several; i++) {
+            Drafts to{tokens + total, acceptance + total, sources + total};
+            counts[i] = rows[i] < 0 ? 0 : at(drafter).propose(rows[i], int(limits[i]), least, to);
+            total += counts[i];
+        }
+        return total;
+    } catch (...) {
+        return -1;
+    }
+}
+
+void ragspec_drafter_state(void* drafter, double* to) {
+    const auto& calibration = at(drafter).calibration;
+    *to++ = calibration.trials;
+    *to++ = calibration.hits;
+    for (int i = 0; i < 10; i++) *to++ = calibration.estimated[i];
+    for (int i = 0; i < 10; i++) *to++ = calibration.hit[i];
+}
+
+}

@@ -1,0 +1,309 @@
+"""The drafters `context` and `prompt_lookup` in C++ (native.cpp): the drafts of all rows of a step in one call.
+
+    >>> row = native_lookup(1, 3).open([5, 6, 7, 5, 6])
+    >>> row.propose(3).token_ids
+    [7, 5, 6]
+
+Drafts are equal to those of context.py and prompt_lookup.py, which say what they are and draft where nothing can be
+compiled. Limit: one thread; a call computes for all rows in turn.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from array import array
+from collections.abc import Sequence
+from ctypes import c_double, c_int, c_int64, c_void_p
+from functools import cache, cached_property
+from math import ceil, exp, log
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from ragspec.host.compiler import Unbuilt, build_library
+from ragspec.speculation.drafters import calibration, context, ngram_index
+from ragspec.speculation.drafters.base import Draft
+from ragspec.speculation.drafters.calibration import Calibration
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+OPTIONS = ("-ffp-contract=off",)  # sums and products are rounded one by one, as Python's are
+LARGEST_SHARED = 4  # tokens of an n-gram of other records' texts
+QUEUED = 4096  # tokens of answers that wait for the next call
+BINS = 10
+LONGEST_CHAIN = ceil(log(ngram_index.LEAST_ACCEPTANCE) / -log(1 + exp(-calibration.SURE))) + 1
+CONSTANTS: dict[str, float | list[int]] = {
+    "int KEPT": ngram_index.KEPT,
+    "int LONGEST_MATCH": ngram_index.LONGEST_MATCH,
+    "int LARGEST_SHARED": LARGEST_SHARED,
+    "int SURE_LENGTH": context.SURE,
+    "int MOST_ORIGINS": calibration.MOST_ORIGINS,
+    "int LONGEST_START": calibration.LONGEST_START,
+    "int DEEPEST": calibration.DEEPEST,
+    "int LENGTH_BUCKETS": len(calibration.LENGTHS),
+    "int LONGEST_BUCKET": calibration.LENGTHS[-1],
+    "int BUCKETS[]": [calibration.length_bucket(length) for length in range(calibration.LENGTHS[-1] + 1)],
+    "double MAJORITY": calibration.SHARES[0],
+    "double UNANIMITY": calibration.SHARES[1],
+    "double PACE": calibration.PACE,
+    "double SLOWEST": calibration.SLOWEST,
+    "double SURE": calibration.SURE,
+    "double LEAST_ERROR": calibration.LEAST_ERROR,
+}
+SIGNATURES: dict[str, tuple[list[Any], Any]] = {
+    "ragspec_drafter": ([c_int, c_int, c_int, c_int64, c_void_p, c_void_p], c_void_p),
+    "ragspec_drafter_free": ([c_void_p], None),
+    "ragspec_drafter_open": ([c_void_p, c_void_p, c_int64, c_void_p, c_int64], c_int64),
+    "ragspec_drafter_extend": ([c_void_p, c_void_p, c_void_p, c_int64, c_void_p], c_int64),
+    "ragspec_drafter_close": ([c_void_p, c_int64, c_int], c_int64),
+    "ragspec_drafter_propose": ([*[c_void_p] * 3, c_int64, c_double, *[c_void_p] * 4], c_int64),
+    "ragspec_drafter_state": ([c_void_p, c_void_p], None),
+}
+
+
+def library() -> ctypes.CDLL:
+    """Return the compiled drafters, built unless they are cached. Raises Unbuilt."""
+    found = library_or_reason()
+    if isinstance(found, str):
+        raise Unbuilt(found)
+    return found
+
+
+@cache
+def library_or_reason() -> ctypes.CDLL | str:
+    """Return the library, or why there is none, so that a compiler that fails is asked once."""
+    constants = "".join(f"constexpr {name} = {_in_cpp(value)};\n" for name, value in CONSTANTS.items())
+    try:
+        built = build_library(constants + SOURCE.read_text(encoding="utf-8"), OPTIONS, keep_lock=True)
+    except Unbuilt as reason:
+        return str(reason)
+    for name, (arguments, result) in SIGNATURES.items():
+        function = getattr(built, name)
+        function.argtypes, function.restype = arguments, result
+    return built
+
+
+def _in_cpp(value: float | list[int]) -> str:
+    return repr(value).replace("[", "{").replace("]", "}")
+
+
+def native_context(isolate: bool = False) -> NativeDrafter:
+    """Return ContextDrafter in C++. Raises Unbuilt."""
+    shared = 0 if isolate else context.SHARED_TOKENS
+    return NativeDrafter(1, 3, Calibration(context.PRIOR_LOG_ODDS), shared=shared, votes=True)
+
+
+def native_lookup(smallest: int = 1, largest: int = 3) -> NativeDrafter:
+    """Return PromptLookup in C++. Raises Unbuilt."""
+    return NativeDrafter(smallest, max(smallest, largest), Calibration(), shared=0, votes=False)
+
+
+def _address(values: array[Any] | np.ndarray) -> int:
+    return values.buffer_info()[0] if isinstance(values, array) else int(values.ctypes.data)
+
+
+class NativeDrafter:
+    """A drafter in C++ with drafts for all rows at once. Tokens of answers wait for the next call that needs them.
+
+    Args:
+        smallest: Tokens of the shortest n-gram of a row.
+        largest: Tokens of the longest.
+        priors: What its calibration starts from.
+        shared: Tokens of other records that it keeps; 0: none.
+        votes: Whether all matches vote; else the longest drafts.
+
+    Raises:
+        Unbuilt: It cannot be compiled here.
+    """
+
+    def __init__(self, smallest: int, largest: int, priors: Calibration, *, shared: int, votes: bool) -> None:
+        self._calls = library()
+        matches, vote_priors = array("d", priors.match_priors()), array("d", priors.vote_priors())
+        self._drafter = self._calls.ragspec_drafter(
+            smallest, largest, votes, shared, _address(matches), _address(vote_priors)
+        )
+        _checked(-1 if self._drafter is None else 0)
+        weakref.finalize(self, self._calls.ragspec_drafter_free, self._drafter)
+        self.calibration = NativeCalibration(self)
+        self.dropped: list[int] = []  # rows that ended unfinished
+        self._rows: list[int] = []  # of the tokens that wait
+        self._counts: list[int] = []
+        self._tokens: list[int] = []
+
+    def open(self, prompt: Sequence[int], passages: Sequence[tuple[int, int]] = ()) -> NativeRow:
+        """Return the drafter of one record."""
+        tokens = array("i", prompt)
+        spans = array("q", [edge for passage in passages for edge in slice(*passage).indices(len(tokens))[:2]])
+        call = self._calls.ragspec_drafter_open
+        return NativeRow(
+            self, _checked(call(self._drafter, _address(tokens), len(tokens), _address(spans), len(spans) // 2))
+        )
+
+    def propose_all(self, rows: Sequence[NativeRow], limits: Sequence[int]) -> DraftBatch:
+        """Return the drafts of several rows of this drafter, each of at most `limits[i]` tokens."""
+        self.catch_up()
+        if limits and (max(limits) > LONGEST_CHAIN or min(limits) < 0):
+            limits = [max(0, min(limit, LONGEST_CHAIN)) for limit in limits]
+        most = sum(limits)
+        tokens, sources = np.empty(most, np.int32), np.empty(most, np.int32)
+        acceptance, counts = np.empty(most), np.empty(len(rows), np.int64)
+        handles, limited = array("q", [row.handle for row in rows]), array("q", limits)
+        least = max(ngram_index.LEAST_ACCEPTANCE, self.calibration.least)
+        total = _checked(
+            self._calls.ragspec_drafter_propose(
+                *(self._drafter, _address(handles), _address(limited), len(rows), least),
+                *(_address(tokens), _address(acceptance), _address(sources), _address(counts)),
+            )
+        )
+        return DraftBatch(tokens[:total], acceptance[:total], sources[:total], counts)
+
+    def extend(self, row: int, token_ids: Sequence[int]) -> None:
+        """Queue the tokens that a row emitted."""
+        self._rows.append(row)
+        self._counts.append(len(token_ids))
+        self._tokens.extend(token_ids)
+        if len(self._tokens) > QUEUED:
+            self.catch_up()
+
+    def close(self, row: int) -> None:
+        """Share the row's answer with others, and release it."""
+        self.catch_up()
+        _checked(self._calls.ragspec_drafter_close(self._drafter, row, 1))
+
+    def catch_up(self) -> None:
+        """Learn from the tokens that wait, and release rows that ended unfinished."""
+        if self._rows:
+            rows, counts, tokens = array("q", self._rows), array("q", self._counts), array("i", self._tokens)
+            self._rows, self._counts, self._tokens = [], [], []
+            call = self._calls.ragspec_drafter_extend
+            _checked(call(self._drafter, _address(rows), _address(counts), len(rows), _address(tokens)))
+        while self.dropped:
+            _checked(self._calls.ragspec_drafter_close(self._drafter, self.dropped.pop(), 0))
+
+    def state(self) -> list[float]:
+        """Return the trials and hits of its guesses, and sums of estimates and of hits in each of BINS bins."""
+        self.catch_up()
+        found: array[float] = array("d", bytes(8 * (2 + 2 * BINS)))
+        self._calls.ragspec_drafter_state(self._drafter, _address(found))
+        return found.tolist()
+
+
+def _checked(result: int) -> int:
+    if result < 0:
+        raise MemoryError("drafting")
+    return result
+
+
+class NativeRow:
+    """Drafts for one record. handle: the row's number in C++; -1 once it is closed."""
+
+    __slots__ = ("_drafter", "handle")
+
+    def __init__(self, drafter: NativeDrafter, handle: int) -> None:
+        self.handle = handle
+        self._drafter = drafter
+
+    def propose(self, limit: int) -> Draft:
+        """Return the draft of this row alone."""
+        return self._drafter.propose_all([self], [limit])[0]
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Add the emitted tokens."""
+        if self.handle >= 0:
+            self._drafter.extend(self.handle, token_ids)
+
+    def close(self) -> None:
+        """Share the finished answer with other rows."""
+        if self.handle >= 0:
+            handle, self.handle = self.handle, -1
+            self._drafter.close(handle)
+
+    def __del__(self) -> None:
+        if self.handle >= 0:
+            self._drafter.dropped.append(self.handle)
+
+
+class NativeCalibration:
+    """What calibration.Calibration says of itself, from C++. least: probability below which a chain is useless."""
+
+    def __init__(self, drafter: NativeDrafter) -> None:
+        self.least = 0.0
+        self._drafter: NativeDrafter = weakref.proxy(drafter)
+
+    @property
+    def trials(self) -> int:
+        """Guesses compared with the target's tokens."""
+        return int(self._drafter.state()[0])
+
+    @property
+    def hits(self) -> int:
+        """Guesses that were right."""
+        return int(self._drafter.state()[1])
+
+    @property
+    def error(self) -> float | None:
+        """Return the expected calibration error, as Calibration.error."""
+        trials, _, *sums = self._drafter.state()
+        if not trials:
+            return None
+        distances = [abs(predicted - hits) for predicted, hits in zip(sums[:BINS], sums[BINS:], strict=True)]
+        return sum(distances) / trials
+
+
+class DraftBatch(Sequence[Draft]):
+    """The drafts of several rows in flat arrays, one row after the other; lists are made of what is kept.
+
+    Attributes:
+        acceptance: Cumulative acceptance of all tokens, float64.
+        counts: Tokens of each row.
+    """
+
+    def __init__(self, tokens: np.ndarray, acceptance: np.ndarray, sources: np.ndarray, counts: np.ndarray) -> None:
+        self._tokens = tokens
+        self.acceptance = acceptance
+        self._sources = sources  # -1: none
+        self.counts = counts
+
+    def cut(self, lengths: np.ndarray) -> list[Draft]:
+        """Return the drafts with `lengths[i]` tokens each, at most as many as they have."""
+        kept = int(lengths.sum())
+        tokens, acceptance, sources = self._tokens, self.acceptance, self._sources
+        if kept < len(tokens):
+            skipped = np.cumsum(self.counts - lengths)  # tokens of earlier rows, after subtracting the row's own
+            skipped -= self.counts - lengths
+            index = np.arange(kept) + np.repeat(skipped, lengths)
+            tokens, acceptance, sources = tokens[index], acceptance[index], sources[index]
+        ids, chances = tokens.tolist(), acceptance.tolist()
+        copied: list[int | None] = sources.tolist()
+        if kept and sources.min() < 0:
+            copied = [None if source == -1 else source for source in copied]
+        new, empty, start = object.__new__, Draft(), 0
+        drafts: list[Draft] = []
+        for length in lengths.tolist():
+            if not length:
+                drafts.append(empty)
+                continue
+            end = start + length
+            draft = new(Draft)  # without __init__, which takes longer than the rest
+            draft.token_ids, draft.cumulative_acceptance = ids[start:end], chances[start:end]
+            draft.sources, draft.probabilities = copied[start:end], None
+            drafts.append(draft)
+            start = end
+        return drafts
+
+    @cached_property
+    def _drafts(self) -> list[Draft]:
+        return self.cut(self.counts)
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @overload
+    def __getitem__(self, index: int) -> Draft: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Draft]: ...
+
+    def __getitem__(self, index: int | slice) -> Draft | list[Draft]:
+        return self._drafts[index]
