@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ragspec.engine.backends.paged_attention import TILE
 from ragspec.engine.constraint import Constraint
 from ragspec.engine.kv.budget import PATIENCE, KvBudget
 from ragspec.engine.model.forward import Model
@@ -300,18 +301,19 @@ class Engine:
             ScheduledRequest(row, row.tokens[-1:] + draft.token_ids, draft, decodes=True)
             for row, draft in zip(ready, drafts, strict=True)
         ]
-        tile = self._model.prompt_tile  # what a prompt takes of a forward is a multiple of it
-        budget = chunk if tile > 1 else max(chunk - sum(len(item.token_ids) for item in work), chunk // 4)
+        budget = chunk
+        if not self._model.computes_prompts_apart:
+            budget = max(chunk - sum(len(item.token_ids) for item in work), chunk // 4)
         for row in filling:
             start, end = row.computed, row.computed + budget
             again = self._exact and start >= row.prompt_tokens  # it was preempted
             if self._exact:
-                end = min(end, start + tile if again else row.prompt_tokens)
+                end = min(end, start + TILE if again else row.prompt_tokens)
             piece = row.tokens[start:end]
             if piece:
                 writes = start + len(piece) == len(row.tokens)
                 work.append(ScheduledRequest(row, piece, writes=writes, again=again))
-            budget -= -(-len(piece) // tile) * tile
+            budget -= len(piece)
         return work
 
     def _expect(self, rows: Sequence[RequestState]) -> None:

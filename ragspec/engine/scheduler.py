@@ -70,6 +70,7 @@ class PrefixGroups:
 
 # -- scheduler -------------------------------------------------------------------------------------
 WAIT = 16  # a request waits if another row is about to compute this many more tokens of its prefix
+FIRST = 4  # requests read before the first step, if others can be read while the device computes
 SCAN = 256  # waiting requests considered when choosing the next
 
 Agree = Callable[[int, int, int], bool]
@@ -246,8 +247,11 @@ class Scheduler:
         """
         refused: list[Failure] = []
         while not self._queue:
-            most = len(self._free) if self._reads_beside else max(self._lookahead, len(self._free))
-            fresh, self._read = self._read or self._requests.take(most, wait=not self.rows()), []
+            fresh, self._read = self._read, []
+            if not self._reads_beside:
+                fresh = self._requests.take(max(self._lookahead, len(self._free)), wait=not self.rows())
+            elif not fresh and not self.rows():
+                fresh = self._requests.take(FIRST, wait=True)
             if not fresh:
                 break
             for start in range(0, len(fresh), self._lookahead):

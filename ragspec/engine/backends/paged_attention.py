@@ -34,23 +34,27 @@ class StepTensors:
     """What a step computes, on the device.
 
     Attributes:
-        token_ids: (R, n), the row's tokens first.
+        token_ids: (R, n), the row's tokens first; (T,) if they are packed: without the padding of their rows.
         starts: (R,) position of each row's first token.
         counts: (R,) number of its tokens; the rest of the row is padding, and so are rows without any.
         tables: (R, W) the row's blocks; the padding block where it has fewer.
+        gather: (R, n), of packed tokens: the index of each row's tokens; any for padding. None if they are not packed.
+        scatter: (T,), the index of each packed token among those of the rows; one of padding for padding.
     """
 
     token_ids: torch.Tensor
     starts: torch.Tensor
     counts: torch.Tensor
     tables: torch.Tensor
+    gather: torch.Tensor | None = None
+    scatter: torch.Tensor | None = None
 
 
 class PagedAttention:
     """The attention of one step. compute: flex() or gathered()."""
 
     def __init__(self, cache: PagedCache, step: StepTensors, compute: Compute) -> None:
-        tokens = step.token_ids.shape[1]
+        tokens = (step.token_ids if step.gather is None else step.gather).shape[1]
         size, device = cache.size, step.token_ids.device
         offsets = torch.arange(tokens, device=device)
         self.cache = cache
@@ -62,15 +66,21 @@ class PagedAttention:
         self.positions = torch.minimum(step.starts[:, None] + offsets, self.ends[:, None] - 1)  # (R, n)
         real = offsets < step.counts[:, None]
         block = step.tables.gather(1, self.positions // size)
-        self._writes = torch.where(real, block * size, 0).add_(self.positions % size).flatten()
+        self._gather, self._scatter = step.gather, step.scatter
+        self._writes = self._packed(torch.where(real, block * size, 0).add_(self.positions % size))
         self._compute = compute
         self._masks: dict[Hashable, Any] = {}
         self._written: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, LayerCache]] = {}
 
+    def _packed(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the tokens' values, (T, ...), of those of the rows, (R, n, ...)."""
+        flat = values.flatten(0, 1)
+        return flat if self._scatter is None else flat.index_select(0, self._scatter)
+
     @property
     def packed(self) -> torch.Tensor:
-        """Position of every token, (1, R x n)."""
-        return self.positions.flatten()[None]
+        """Position of every token, (1, T)."""
+        return self._packed(self.positions)[None]
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, rule: MaskRule | None
@@ -81,13 +91,15 @@ class PagedAttention:
             (1, T, heads, head_dim).
         """
         rows, tokens = self.positions.shape
-        if key.shape[2] != rows * tokens:
+        if key.shape[2] != len(self._writes):
             raise Unsupported("attends to more than its own tokens")
-        layer = self._write(key, value)
-        queries = query[0].reshape(-1, rows, tokens, query.shape[3]).transpose(0, 1)  # (R, heads, n, head_dim)
+        layer, queries = self._write(key, value), query[0]
+        if self._gather is not None:
+            queries = queries.index_select(1, self._gather.flatten())
+        queries = queries.reshape(-1, rows, tokens, query.shape[3]).transpose(0, 1)  # (R, heads, n, head_dim)
         out = self._compute(self, layer, queries, scores, rule)
         # contiguous, as compiled layers expect
-        return out.transpose(1, 2).reshape(1, rows * tokens, query.shape[1], -1).contiguous()
+        return self._packed(out.transpose(1, 2)).reshape(1, -1, query.shape[1], out.shape[3]).contiguous()
 
     def _write(self, key: torch.Tensor, value: torch.Tensor) -> LayerCache:
         """Write a layer's keys and values; not again those that an earlier layer wrote, which layers may share."""

@@ -2,16 +2,17 @@
 
 A step has R rows of n tokens. A prompt is cut into rows of up to 64 tokens, and a long draft into several rows too:
 rows of one text see each other's keys, since a layer writes before it attends. Shapes are padded up to few sizes, so
-that a captured step (a CUDA graph) serves many. A step reads one buffer that the host fills, and writes its logits to
-another.
+that a captured step (a CUDA graph) serves many. Tokens of prompts are packed: only attention sees rows and their
+padding. A step reads one buffer that the host fills, and writes its logits to another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from math import prod
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,10 +26,12 @@ from ragspec.models.memory import MAY_BE_MEMORY, is_out_of_memory
 
 # Few sizes, since FlexAttention is compiled and a graph captured for each; weights cost more than padding.
 TOKENS = (1, 4)  # of a row that decodes or verifies, padding included
-ROWS = (1, 4, 16, 32, 64, 96, 128, 192, 256, 384, 512)  # of a step, padding included
+ROWS = (1, 4, 16, 64, 96, 128, 192, 256, 384, 512)  # of a step that decodes or verifies, padding included
 MOST = 2048  # tokens of a step
-EXACT = {4: 64, TILE: 32}  # rows by tokens of each, where all steps have one shape
-WIDTH = 16  # least width of block tables; larger ones are powers of two
+PROMPTS = (64, 256, 512, 1024, MOST)  # tokens of a step that computes prompts, padding included
+SPARE = 16  # rows of such a step beyond those of full tiles: the last tile of a prompt may have few tokens
+EXACT = 4, 64  # tokens of a row, and rows, of a step that decodes, where all steps have one shape
+WIDTH = 32  # least width of block tables; larger ones are powers of two
 RIDGE = 256  # tokens up to which reading a layer's weights takes longer than multiplying by them, on GPUs of today
 
 # token ids (1, T), positions (1, T), packed indices of the wanted logits or None for all -> logits (wanted, vocab)
@@ -89,17 +92,13 @@ class CudaGraphs:
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """The shape of a step: rows, tokens of each, width of block tables; whether all tokens' logits are wanted, or at
-    most one per row."""
+    most one per row; number of tokens if they are packed, otherwise 0."""
 
     rows: int
     tokens: int
     width: int
     all_logits: bool
-
-    @property
-    def wanted(self) -> int:
-        """Number of logits."""
-        return self.rows * self.tokens if self.all_logits else self.rows
+    packed: int = 0
 
 
 @dataclass(slots=True)
@@ -167,24 +166,36 @@ class Step:
     """A step's static tensors. The host fills the arrays; load() copies them to the device at once.
 
     Attributes:
-        token_ids, starts, counts, tables: The host's, (R, n), (R,), (R,) and (R, W), as in StepTensors.
+        token_ids, starts, counts, tables, gather, scatter: The host's, as in StepTensors; empty if not needed.
         kept: The host's indices of the wanted logits, (R,); empty if all are wanted.
         tensors, wanted: The same on the device. wanted: None for all.
         replay: Computes `outputs` anew, once the step is captured.
     """
 
     def __init__(self, shape: StepShape, device: torch.device) -> None:
-        rows, tokens = shape.rows, shape.tokens
-        sizes = [rows * tokens, rows, rows, rows * shape.width, 0 if shape.all_logits else rows]
-        ends = [0, *accumulate(sizes)]
+        rows, tokens, length = shape.rows, shape.tokens, shape.packed
+        kept = 0 if shape.all_logits else rows
+        shapes: list[tuple[int, ...]] = [
+            (length,) if length else (rows, tokens),
+            (rows,),
+            (rows,),
+            (rows, shape.width),
+            (kept,),
+            (rows, tokens) if length else (0,),
+            (length,),
+        ]
+        ends = [0, *accumulate(map(prod, shapes))]
         self.host = torch.zeros(ends[-1], dtype=torch.long, pin_memory=device.type == "cuda")
         self.device = torch.zeros(ends[-1], dtype=torch.long, device=device)
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        mine, theirs = ([each[first:last] for first, last in pairwise(ends)] for each in (self.host, self.device))
-        self.token_ids, self.tables = mine[0].view(rows, tokens).numpy(), mine[3].view(rows, shape.width).numpy()
-        self.starts, self.counts, self.kept = mine[1].numpy(), mine[2].numpy(), mine[4].numpy()
-        tables = theirs[3].view(rows, shape.width)
-        self.tensors = StepTensors(theirs[0].view(rows, tokens), theirs[1], theirs[2], tables)
+        mine, theirs = (
+            [store[first:last].view(shape) for (first, last), shape in zip(pairwise(ends), shapes, strict=True)]
+            for store in (self.host, self.device)
+        )
+        self.token_ids, self.starts, self.counts, self.tables, self.kept, self.gather, self.scatter = (
+            each.numpy() for each in mine
+        )
+        self.tensors = StepTensors(*theirs[:4], *(theirs[5:] if length else ()))
         self.wanted = None if shape.all_logits else theirs[4]
         self.replay: Callable[[], None] | None = None
         self.outputs: StepOutputs | None = None
@@ -194,6 +205,7 @@ class Step:
         if self._copied is not None:
             self._copied.synchronize()
         self.host.zero_()
+        self.scatter[:] = self.gather.size - 1  # of the last row, which is always padding
 
     def load(self) -> None:
         """Copy the arrays to the device."""
@@ -239,6 +251,12 @@ class LaunchedStep:
             return self._parts[0].values
         where = {each: at for at, each in enumerate(packed)}
         return torch.cat([part.values for part in self._parts])[[where[each] for each in self._wanted]]
+
+
+def _fitting(rows: Sequence[StepRow], tokens: int, most: int) -> list[StepRow]:
+    """Return as many of the first rows as have `tokens` tokens, and are fewer than `most`."""
+    ends = accumulate(row.count for row in rows)
+    return [row for row, end in zip(rows[: most - 1], ends, strict=False) if end <= tokens]
 
 
 class PagedSteps:
@@ -292,14 +310,19 @@ class PagedSteps:
 
         drafts: whether rows verify drafts.
         """
-        width, (plain, several) = tables_width(1), (padded(min(count, ROWS[-1]), ROWS) for count in (rows, 2 * rows))
-        decoding = [(size, 1) for size in ROWS if size <= plain]
-        verifying = [(size, tokens) for tokens in TOKENS[1:] for size in ROWS if size <= several]
-        prompts = [(size, TILE) for size in ROWS if size <= most_rows(TILE)]
-        shapes = [(size, tokens) for tokens, size in EXACT.items()] if self.exact else [*decoding, *verifying * drafts]
-        for size, tokens in sorted({*shapes, *([] if self.exact else prompts)}, reverse=True):  # the largest first
-            if self._capture is not None and size <= most_rows(tokens):
-                shape = StepShape(size, tokens, width, all_logits=tokens < TILE)
+        width = tables_width(1)
+        shapes = [StepShape(rows, TILE, width, False, length) for length, rows in self._prompt_sizes]
+        if self.exact:
+            tokens, exact_rows = EXACT
+            shapes.append(StepShape(exact_rows, tokens, width, True))
+        else:
+            for tokens in TOKENS if drafts else TOKENS[:1]:
+                most = min(
+                    padded(min(rows * (tokens if tokens > 1 else 1 + drafts), ROWS[-1]), ROWS), most_rows(tokens)
+                )
+                shapes += [StepShape(size, tokens, width, True) for size in ROWS if size <= most]
+        for shape in sorted(shapes, key=lambda shape: shape.packed or shape.rows * shape.tokens, reverse=True):
+            if self._capture is not None:  # the largest first: the others use its memory
                 self._run(shape, self._step(shape))
         return self.captured
 
@@ -319,16 +342,12 @@ class PagedSteps:
         """Start a step; see Model.begin."""
         self.cache.reserve(max(segment.start + segment.count for segment in segments))
         asked = set(wanted)
-        parts = [
-            self._part(rows[at : at + most], tokens, token_ids, asked, logits)
-            for rows, tokens in self._rows(segments)
-            for most in [self._most_rows(tokens) if self._pads else len(rows)]
-            for at in range(0, len(rows), most)
-        ]
+        parts = [self._part(rows, shape, token_ids, asked, logits) for rows, shape in self._shaped(segments)]
         return LaunchedStep(parts, wanted, self._device)
 
-    def _rows(self, segments: Sequence[Segment]) -> Iterator[tuple[list[StepRow], int]]:
-        """Yield the rows of decoding segments, and those of prompts, if there are any, and the tokens of each row."""
+    def _shaped(self, segments: Sequence[Segment]) -> Iterator[tuple[list[StepRow], StepShape]]:
+        """Yield the rows of each of the steps for some segments, and its shape, but for the logits that are wanted."""
+        width = tables_width(self.cache.slots // self.cache.size)
         starts = accumulate((segment.count for segment in segments), initial=0)
         decoding: list[tuple[int, Segment]] = []
         prompts: list[tuple[int, Segment]] = []
@@ -337,21 +356,35 @@ class PagedSteps:
             (decoding if short else prompts).append(each)
         if not self._pads:
             tokens = max(segment.count for segment in segments)
-            yield step_rows([*decoding, *prompts], tokens), tokens
+            rows = step_rows([*decoding, *prompts], tokens)
+            yield rows, StepShape(len(rows), tokens, width, False)
             return
         if decoding:
             reach = sum(segment.start + segment.count for _, segment in decoding) / len(decoding)
             blocks = reach * self.cache.bytes_per_token / self._weight_bytes
-            tokens = min(EXACT) if self.exact else tokens_per_row([each.count for _, each in decoding], blocks)
-            yield step_rows(decoding, tokens), tokens
-        if prompts:
-            yield step_rows(prompts, TILE), TILE
+            tokens, most = EXACT
+            if not self.exact:
+                tokens = tokens_per_row([segment.count for _, segment in decoding], blocks)
+                most = most_rows(tokens)
+            rows = step_rows(decoding, tokens)
+            for at in range(0, len(rows), most):
+                part = rows[at : at + most]
+                yield part, StepShape(most if self.exact else padded(len(part), ROWS), tokens, width, self.exact)
+        rows = step_rows(prompts, TILE)
+        while rows:
+            part = _fitting(rows, *self._prompt_sizes[-1])
+            length = sum(row.count for row in part)
+            size = next(size for size in self._prompt_sizes if length <= size[0] and len(part) < size[1])
+            yield part, StepShape(size[1], TILE, width, False, size[0])
+            del rows[: len(part)]
 
-    def _most_rows(self, tokens: int) -> int:
-        return EXACT[tokens] if self.exact else most_rows(tokens)
+    @property
+    def _prompt_sizes(self) -> list[tuple[int, int]]:
+        """Tokens and rows of steps that compute prompts."""
+        return [(size, size // TILE + SPARE) for size in (PROMPTS[-1:] if self.exact else PROMPTS)]
 
     def _part(
-        self, rows: Sequence[StepRow], tokens: int, token_ids: Sequence[int], asked: Collection[int], logits: bool
+        self, rows: Sequence[StepRow], shape: StepShape, token_ids: Sequence[int], asked: Collection[int], logits: bool
     ) -> StepPart:
         """Launch one step, and a copy of what is wanted of it, which the next step of this shape overwrites."""
         for row in rows:
@@ -362,29 +395,32 @@ class PagedSteps:
             else [i for i in range(row.packed, row.packed + row.count) if i in asked]
             for row in rows
         ]
-        shape = StepShape(
-            len(rows) if not self._pads else EXACT[tokens] if self.exact else padded(len(rows), ROWS),
-            tokens,
-            tables_width(self.cache.slots // self.cache.size),
-            tokens == 1 or (self.exact and tokens < TILE) or any(len(indices) > 1 for indices in mine),
-        )
+        if shape.tokens == 1 or any(len(indices) > 1 for indices in mine):
+            shape = replace(shape, all_logits=True)
         step = self._step(shape)
-        firsts = [row.packed for row in rows]
+        counts = [row.count for row in rows]
         step.starts[: len(rows)] = [row.start for row in rows]
-        step.counts[: len(rows)] = [row.count for row in rows]
+        step.counts[: len(rows)] = counts
         tables = self.cache.tables([row.row for row in rows])[:, : shape.width]
         step.tables[: len(rows), : tables.shape[1]] = tables
-        if tokens == 1:
-            step.token_ids[: len(rows), 0] = [token_ids[first] for first in firsts]
+        bases = [at * shape.tokens for at in range(len(rows))]  # of each row's tokens among the step's
+        if shape.packed:
+            bases = list(accumulate(counts[:-1], initial=0))
+            for at, (row, base) in enumerate(zip(rows, bases, strict=True)):
+                step.token_ids[base : base + row.count] = token_ids[row.packed : row.packed + row.count]
+                step.gather[at, : row.count] = range(base, base + row.count)
+                step.scatter[base : base + row.count] = range(at * TILE, at * TILE + row.count)
+        elif shape.tokens == 1:
+            step.token_ids[: len(rows), 0] = [token_ids[row.packed] for row in rows]
         else:
             for mine_ids, row in zip(step.token_ids, rows, strict=False):
                 mine_ids[: row.count] = token_ids[row.packed : row.packed + row.count]
         places: list[int] = []  # of the wanted logits among the step's
-        for number, (first, indices) in enumerate(zip(firsts, mine, strict=True)):
+        for number, (row, base, indices) in enumerate(zip(rows, bases, mine, strict=True)):
             if shape.all_logits:
-                places += [number * tokens + index - first for index in indices]
+                places += [base + index - row.packed for index in indices]
             elif indices:
-                step.kept[number] = number * tokens + indices[0] - first
+                step.kept[number] = base + indices[0] - row.packed
                 places.append(number)
         outputs = self._run(shape, step)
         packed = [index for indices in mine for index in indices]

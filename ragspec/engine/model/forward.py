@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ragspec.engine.backends.paged_attention import TILE, Compute
+from ragspec.engine.backends.paged_attention import Compute
 from ragspec.engine.backends.steps import Capture, PagedSteps
 from ragspec.engine.kv.budget import keepable
 from ragspec.engine.kv.cache import RaggedCache
@@ -200,9 +200,9 @@ class Model:
             self.frequencies.forget()
 
     @property
-    def prompt_tile(self) -> int:
-        """Tokens of a prompt that are computed together; a forward computes prompts apart if it is more than 1."""
-        return TILE if self.steps is not None else 1
+    def computes_prompts_apart(self) -> bool:
+        """Whether a step computes prompts in a forward of their own, beside the one of decoding rows."""
+        return self.steps is not None
 
     def forget_steps(self) -> None:
         """Capture steps anew, since the model's code has changed."""
