@@ -14,12 +14,16 @@ import json
 import random
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
+from typing import cast
 
 from ragspec.engine.proposers.base import LONGEST, cut
+from ragspec.engine.request_state import RequestState
 from ragspec.speculation.draft_length import least_acceptance
-from ragspec.speculation.drafters.base import Drafter, propose_all
+from ragspec.speculation.drafters.base import Drafter, RowDrafter, propose_all
 from ragspec.speculation.drafters.calibration import follow_to
 from ragspec.speculation.methods import HF, DrafterSettings, drafters_on
 from ragspec.speculation.step_cost import StepCost
@@ -27,6 +31,8 @@ from ragspec.speculation.step_cost import StepCost
 # seconds of steps on a GPU with few rows: nearly the same for any tokens, so that long drafts pay
 STEP_POINTS = [(1, 0.010), (64, 0.011), (256, 0.013), (1024, 0.022), (4096, 0.070)]
 WRONG = 0.06  # share of an answer's words that no passage has
+LEAST_RECORDS = 1000  # fewer come again, with other answers
+WARM = 8  # records and steps before those that count
 SENTENCES = 4  # of a passage, in an answer
 PARTS = ("open", "propose", "cut", "extend", "close")
 
@@ -82,9 +88,10 @@ def read_texts(path: Path, prompt_tokens: int) -> list[Text]:
         ]
     words, chance, texts = Words(), random.Random(0), []
     contexts = [[each if isinstance(each, str) else each["text"] for each in line["contexts"]] for line in lines]
-    for number, line in enumerate(lines):
+    for number in range(max(LEAST_RECORDS, len(lines))):
+        line = lines[number % len(lines)]
         prompt, spans = words.encode("Answer the question from the passages."), []
-        passages, more = list(contexts[number]), number
+        passages, more = list(contexts[number % len(lines)]), number
         while passages:
             start = len(prompt)
             prompt += words.encode(passages.pop(0))
@@ -93,7 +100,7 @@ def read_texts(path: Path, prompt_tokens: int) -> list[Text]:
                 more += 1
                 passages = list(contexts[more % len(contexts)])
         prompt += words.encode(line["query"])
-        texts.append(Text(prompt, spans, _answer(line, contexts[number], words, chance)))
+        texts.append(Text(prompt, spans, _answer(line, contexts[number % len(lines)], words, chance)))
     return texts
 
 
@@ -108,24 +115,23 @@ def _answer(line: dict[str, object], passages: list[str], words: Words, chance: 
 
 def replay(drafter: Drafter, texts: list[Text], rows: int, cost: StepCost | None, longest: int, steps: int) -> Spent:
     """Return what drafting for `rows` rows at once took."""
-    spent, waiting, here = Spent(), list(reversed(texts * (1 + 2 * rows // len(texts)))), []
-    while (waiting or here) and spent.steps < steps:
-        while waiting and len(here) < rows:
-            text = waiting.pop()
+    spent, coming = Spent(), cycle(texts)
+    here: list[tuple[RowDrafter, list[int], int]] = []
+    while spent.steps < steps:
+        while len(here) < rows:
+            text = next(coming)
             began = time.perf_counter()
             row = drafter.open(text.prompt, text.passages)
             spent.add("open", began)
             spent.indexed += len(text.prompt)
             row.extend(text.answer[:1])
             here.append((row, text.answer, 1))
-        if not waiting and len(here) < rows:
-            break
         began = time.perf_counter()
         if cost is not None:
             follow_to(drafter, least_acceptance(len(here), cost, 0))
         drafts = propose_all(drafter, [row for row, _, _ in here], [longest] * len(here))
         began = spent.add("propose", began)
-        drafts = cut(drafts, Rows(len(here)), cost, 0)
+        drafts = cut(drafts, cast(Sequence[RequestState], Rows(len(here))), cost, 0)
         spent.add("cut", began)
         fresh = []
         for (_, answer, at), draft in zip(here, drafts, strict=True):
@@ -196,6 +202,7 @@ def main() -> None:
     for native in (True, False):
         for cost in (StepCost(STEP_POINTS), None):
             drafter = drafters_on(HF, given.method, DrafterSettings(native=native))[given.method]
+            replay(drafter, texts[:WARM], WARM, cost, given.longest, WARM)
             spent = replay(drafter, texts, given.rows, cost, given.longest, given.steps)
             report(f"{'C++' if native else 'Python'}, {'what pays' if cost else 'all'}", spent)
 

@@ -128,7 +128,7 @@ def examine_machine() -> Iterator[Finding]:
         yield Finding("ok", f"GPU {index}: {name}, {free:.1f} of {total:.1f} GiB free")
     if not about["gpus"]:
         yield Finding("note", "torch sees no GPU; everything runs on the CPU")
-        yield _examine_compiler()
+    yield _examine_compiler()
     yield Finding("ok", ", ".join(_named({"ragspec": __version__, **installed(LIBRARIES)})))
     speeds = runner_choice.SPEEDS
     if models := len(speeds.files()):
@@ -141,7 +141,9 @@ def _examine_compiler() -> Finding:
     try:
         return Finding("ok", f"compiler: {find_compiler()[1]}")
     except Unbuilt as reason:
-        return Finding("note", f"{reason}, so torch's own kernels are used on the CPU, which are slower")
+        return Finding(
+            "note", f"{reason}, so torch's own kernels are used on the CPU and Python drafts, which is slower"
+        )
 
 
 def examine_config(config: RunConfig, notes: list[str]) -> Iterator[Finding]:

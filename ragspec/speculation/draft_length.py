@@ -61,7 +61,8 @@ def allocate_flat(
             left = best - int((ordered > ordered[best]).sum())
             # the shallower first, so that every choice consists of prefixes
             chosen[tied[np.lexsort((row_of, tied - (ends - counts)[row_of]))[left:]]] = False
-    before = np.concatenate(([0], np.cumsum(chosen)))
+    before = np.zeros(len(chosen) + 1, np.int64)
+    np.cumsum(chosen, out=before[1:])
     taken: np.ndarray = before[ends] - before[ends - counts]
     return taken
 
@@ -95,8 +96,10 @@ def _best(values: np.ndarray, rows: int, cost: Cost, reach: int, least_rate: flo
     """
     if not len(values):
         return 0, least_rate
-    expected = np.cumsum(np.concatenate(([float(rows)], values)))[1:]  # one by one, so that sums are those of a loop
-    rates = expected / costs_of(cost, rows + 1, rows + len(values), rows, reach)
+    expected = np.empty(len(values) + 1)
+    expected[0], expected[1:] = rows, values
+    expected.cumsum(out=expected)  # one by one, so that sums are those of a loop
+    rates = expected[1:] / costs_of(cost, rows + 1, rows + len(values), rows, reach)
     best = int(rates.argmax())
     return (best + 1, float(rates[best])) if rates[best] > least_rate else (0, least_rate)
 

@@ -66,7 +66,8 @@ class StepCost:
         self._beside = 0.0
         self._buckets: dict[int, list[float]] = {}  # tokens // BUCKET -> [correction, observations]
         self._curve: dict[int, float] = {}  # cache of interpolated values
-        self._curve_to = np.zeros(0)  # the same of all sizes up to one
+        self._sizes: np.ndarray = np.zeros(0)  # 0, 1, 2 ...
+        self._curve_to: np.ndarray = np.zeros(0)  # interpolated values of these sizes
         self._own = np.ones(0)  # per bucket, its correction weighted by observations
 
     @property
@@ -109,12 +110,13 @@ class StepCost:
     def costs(self, first: int, last: int, rows: int, reach: int) -> np.ndarray:
         """Return the seconds of steps of `first` to `last` tokens, each as a call returns them."""
         if len(self._curve_to) <= last:
-            self._curve_to = self._interpolate_all(np.arange(2.0 * last + 1))
+            self._sizes = np.arange(2.0 * last + 1)
+            self._curve_to = self._interpolate_all(self._sizes)
         self._own = _grown(self._own, last // BUCKET + 1, 1.0)
-        tokens = np.arange(first, last + 1)
         read = rows * self.read * self._per_row_slot
-        expected = self._curve_to[first : last + 1] + reach * (read + tokens * self._per_slot)
-        found: np.ndarray = expected * (self._scale * self._own[tokens // BUCKET])
+        attention = reach * (read + self._sizes[first : last + 1] * self._per_slot)
+        own = (self._scale * self._own[first // BUCKET : last // BUCKET + 1]).repeat(BUCKET)[first % BUCKET :]
+        found: np.ndarray = (self._curve_to[first : last + 1] + attention) * own[: last + 1 - first]
         return found
 
     def _correction(self, tokens: int) -> float:

@@ -4,11 +4,13 @@ import json
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragspec.engine.proposers.base import RowProposer
 from ragspec.host import compiler
 from ragspec.speculation.drafters import context, native
 from ragspec.speculation.drafters.base import Draft
@@ -17,6 +19,7 @@ from ragspec.speculation.drafters.context import ContextDrafter
 from ragspec.speculation.drafters.native import NativeDrafter, native_context, native_lookup
 from ragspec.speculation.drafters.prompt_lookup import PromptLookup
 from ragspec.speculation.methods import HF, DrafterSettings, drafters_on, notes_on
+from ragspec.speculation.step_cost import StepCost
 
 SAMPLES = Path(__file__).resolve().parents[2] / "sample_data" / "questions.jsonl"
 COMPILED = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -148,6 +151,29 @@ def test_drafts_are_equal_over_long_texts(name, monkeypatch):
 
 
 @COMPILED
+def test_drafts_are_equal_where_matches_would_go_on_in_another_text():
+    chance, both = random.Random(2), Both("context")
+    for number in range(200):
+        prompt = [chance.randrange(6) for _ in range(8)]
+        both.open(number % 3, prompt, [(0, 4), (4, 8)])
+        both.open(9, [chance.randrange(6) for _ in range(6)])
+        both.propose(dict.fromkeys(both.rows, 6))
+    assert both.drafted > 500
+
+
+@COMPILED
+@pytest.mark.parametrize("name", ["context", "lookup"])
+def test_drafts_are_equal_after_many_wrong_guesses(name):
+    """What was learnt long ago fades."""
+    chance, both = random.Random(3), Both(name)
+    both.open(0, [chance.randrange(4) for _ in range(50)])
+    for _ in range(800):
+        both.propose({0: 4})
+        both.extend(0, [chance.randrange(4)])
+    both.compare_statistics()
+
+
+@COMPILED
 @pytest.mark.parametrize("name", PAIRS)
 def test_drafts_are_equal_over_real_texts(name):
     """The answers of the records are sentences of their passages; token ids stand for words."""
@@ -190,6 +216,48 @@ def test_a_batch_is_cut_as_its_drafts_are():
     assert cut == [draft.cut(length) for draft, length in zip(batch, lengths, strict=True)]
     assert batch[0] == rows[0].propose(9)
     assert batch[:2] == list(batch)[:2]
+
+
+@COMPILED
+@pytest.mark.parametrize("num_tokens", [None, 5])
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_proposer_drafts_the_same_with_either(num_tokens, forced):
+    chance, cost = random.Random(5), StepCost([(1, 0.020), (40, 0.024), (60, 0.060)])
+    drafters = [make() for make in PAIRS["context"]]
+    proposers = [RowProposer(drafter, num_tokens, cost) for drafter in drafters]
+    rows, drafted = [], 0
+    for place in range(8):
+        prompt = [chance.randrange(9) for _ in range(60)]
+        request = SimpleNamespace(token_ids=prompt, passages=[(0, 30)])
+        row = SimpleNamespace(request=request, place=place, room=40, grammar=None, written=0, tokens=prompt)
+        row.grammar = Forcing() if forced and place % 2 else None
+        rows.append(row)
+        for proposer in proposers:
+            proposer.admit(row, place, 0)
+    for step in range(20):
+        python, compiled = (proposer.propose(rows, 30 * (step % 2)) for proposer in proposers)
+        for draft, wanted in zip(compiled, python, strict=True):
+            assert (draft.token_ids, draft.sources) == (wanted.token_ids, wanted.sources)
+            assert draft.cumulative_acceptance == pytest.approx(wanted.cumulative_acceptance, abs=1e-12)
+            assert draft.probabilities is None
+            drafted += len(draft.token_ids)
+        guesses = [proposer.guess(rows) for proposer in proposers]
+        assert [draft.token_ids for draft in guesses[0]] == [draft.token_ids for draft in guesses[1]]
+        for row, draft in zip(rows, python, strict=True):
+            for proposer in proposers:
+                proposer.extend(row, [*draft.token_ids[:3], step % 9])
+            row.room -= 1
+    assert drafted > 100
+
+
+class Forcing:
+    """A grammar that admits three tokens of a draft and forces two after them."""
+
+    def admitted(self, token_ids):
+        return min(3, len(token_ids))
+
+    def forced(self, after=(), end=True):
+        return [1, 2] if after else []
 
 
 @COMPILED

@@ -39,9 +39,10 @@ class Args(RunnerArgs):
     lookahead: Annotated[int, Field(ge=1)] = 4096
     """Records read ahead, to group those that share a prefix."""
     compile: OnOff = "auto"
-    """Compile code for this machine. On CPUs, with its C++ compiler: kernels, and layers, each as a single call (some
-    seconds, once); elsewhere, layers with torch's inductor (half a minute, once). `auto` compiles layers if the input
-    is long enough to be worth it, and keeps them if they measure faster. `off` compiles nothing."""
+    """Compile code for this machine. With its C++ compiler: the code that finds drafts and, on CPUs, kernels, and
+    layers, each as a single call (some seconds, once). Elsewhere, layers with torch's inductor (half a minute, once).
+    `auto` compiles layers if the input is long enough to be worth it, and keeps them if they measure faster. `off`
+    compiles nothing."""
     attention: Literal["auto", "cpu", "sdpa", "flex"] = "auto"
     """What computes attention in ragspec's engine: `cpu` our kernels, `sdpa` torch's own, `flex` FlexAttention over a
     cache in blocks, as is fast on GPUs. `auto`: `flex` on a CUDA device, elsewhere `cpu` if a C++ compiler is found."""
