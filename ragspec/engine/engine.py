@@ -21,7 +21,7 @@ from ragspec.engine.model.result import StepResult
 from ragspec.engine.notes import Notes
 from ragspec.engine.oom_policy import OomPolicy
 from ragspec.engine.profiler import Clock, StepTimer
-from ragspec.engine.proposers.base import LONGEST, Proposer
+from ragspec.engine.proposers.base import LONGEST, NoProposer, Proposer
 from ragspec.engine.request_state import (
     RequestState,
     ScheduledRequest,
@@ -32,6 +32,7 @@ from ragspec.engine.request_state import (
     reach_of,
 )
 from ragspec.engine.scheduler import PrefixGroups, Scheduler, new_row
+from ragspec.engine.step_ahead import StepAhead, start_ahead
 from ragspec.models.logits_processors import Processors
 from ragspec.models.memory import MAY_BE_MEMORY, free_memory, out_of_memory
 from ragspec.models.stopping import ends_with_stop, stop_strings_from, trim
@@ -191,6 +192,8 @@ class Engine:
         self._tokenizer = tokenizer
         self._eos = eos
         self._settings = settings or EngineSettings()
+        self._plain = type(proposer) is NoProposer  # no row will ever have a draft
+        self._ahead: StepAhead | None = None
         self._exact = model.steps is not None and model.steps.exact
         self._sharing = PrefixGroups(model.frequencies.agree)
         self._constraint = Constraint(self.clock)
@@ -372,6 +375,22 @@ class Engine:
         return written, None
 
     def _begin_forward(self, work: Sequence[ScheduledRequest]) -> StepResult:
+        """Start what was not started ahead, and the step after it; return the result of `work`, in its order."""
+        ahead, self._ahead = self._ahead, None
+        bare = not needs_logits(work)
+        rest = [item for item in work if ahead is None or not bare or ahead.number(item) is None]
+        result = self._launch(rest) if rest else None
+        if ahead is not None and len(rest) < len(work):
+            result = ahead.joined(work, result)
+        assert result is not None
+        if bare and self._plain and all(item.decodes for item in work):
+            try:
+                self._ahead = start_ahead(self._model, work, result)
+            except MAY_BE_MEMORY as error:
+                out_of_memory(error)  # it is started when it is due, and fails then
+        return result
+
+    def _launch(self, work: Sequence[ScheduledRequest]) -> StepResult:
         """Start a forward of `work`; return its result, in its order."""
         token_ids: list[int] = []
         wanted: list[int] = []

@@ -1,6 +1,7 @@
 """Rows in blocks, and steps that are captured: exact, whatever stands in memory that a step must not read."""
 
 import random
+from collections import Counter
 from functools import cache
 from operator import attrgetter
 
@@ -10,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.exc import TorchDynamoException
 
+from ragspec.engine import engine as engine_module
 from ragspec.engine.backends import steps
 from ragspec.engine.backends.paged_attention import flex, gathered, takes_block_lists
 from ragspec.engine.backends.steps import emulated, step_rows, tables_width, tokens_per_row
+from ragspec.engine.engine import Engine
 from ragspec.engine.kv.block_pool import BlockPool, BlockTables
 from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model import forward, loaded
@@ -21,7 +24,7 @@ from ragspec.engine.model.forward import Model
 from ragspec.engine.model.layout import Segment
 from ragspec.engine.model.self_check import differs
 from ragspec.engine.notes import Notes
-from ragspec.engine.proposers.base import RowProposer
+from ragspec.engine.proposers.base import NoProposer, RowProposer
 from ragspec.engine.proposers.draft_model import DraftModel
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Sampling
@@ -293,6 +296,29 @@ def test_steps_captured_before_layers_were_compiled_are_captured_anew(words):
         calls.clear()
         assert differs(model, TOLERANCE) == ""
         assert bool(calls) is called
+
+
+@pytest.mark.parametrize("rows", [2, 5, 9])
+def test_a_step_started_ahead_is_of_the_rows_that_go_on(in_blocks, in_one_piece, tiny, monkeypatch, rows):
+    """Rows end at their own times, and others take their places."""
+    started = []
+    original = engine_module.start_ahead
+    monkeypatch.setattr(engine_module, "start_ahead", lambda *args: started.append(original(*args)) or started[-1])
+    texts = ids(answers(in_one_piece, tiny, rows=1))
+    often = Counter(token for text in texts.values() for token in text[5:])
+    eos = frozenset(token for token, _ in often.most_common(12)[::4])
+
+    def ended(load):
+        model, tokenizer = load(tiny)
+        model.resize(rows)
+        outcomes = Engine(model, NoProposer(), tokenizer, eos).run(requests_for(tokenizer))
+        return {outcome.index: (outcome.token_ids, outcome.finish_reason) for outcome in outcomes}
+
+    expected = ended(in_one_piece)
+    assert not any(started)
+    assert len({len(tokens) for tokens, _ in expected.values()}) > 3
+    assert ended(in_blocks) == expected
+    assert sum(each is not None for each in started) > 5
 
 
 # -- exact --------------------------------------------------------------------------------------------------------

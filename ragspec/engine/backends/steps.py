@@ -167,6 +167,7 @@ class Step:
 
     Attributes:
         token_ids, starts, counts, tables, gather, scatter: The host's, as in StepTensors; empty if not needed.
+        sources: The host's indices of each row's token in what an earlier step wrote, (R,).
         kept: The host's indices of the wanted logits, (R,); empty if all are wanted.
         tensors, wanted: The same on the device. wanted: None for all.
         replay: Computes `outputs` anew, once the step is captured.
@@ -183,6 +184,7 @@ class Step:
             (kept,),
             (rows, tokens) if length else (0,),
             (length,),
+            (rows,),
         ]
         ends = [0, *accumulate(map(prod, shapes))]
         self.host = torch.zeros(ends[-1], dtype=torch.long, pin_memory=device.type == "cuda")
@@ -192,10 +194,11 @@ class Step:
             [store[first:last].view(shape) for (first, last), shape in zip(pairwise(ends), shapes, strict=True)]
             for store in (self.host, self.device)
         )
-        self.token_ids, self.starts, self.counts, self.tables, self.kept, self.gather, self.scatter = (
-            each.numpy() for each in mine
-        )
-        self.tensors = StepTensors(*theirs[:4], *(theirs[5:] if length else ()))
+        arrays = [each.numpy() for each in mine]
+        self.token_ids, self.starts, self.counts, self.tables = arrays[:4]
+        self.kept, self.gather, self.scatter, self.sources = arrays[4:]
+        self.tensors = StepTensors(*theirs[:4], *(theirs[5:7] if length else ()))
+        self._sources = theirs[7]
         self.wanted = None if shape.all_logits else theirs[4]
         self.replay: Callable[[], None] | None = None
         self.outputs: StepOutputs | None = None
@@ -207,19 +210,25 @@ class Step:
         self.host.zero_()
         self.scatter[:] = self.gather.size - 1  # of the last row, which is always padding
 
-    def load(self) -> None:
-        """Copy the arrays to the device."""
+    def load(self, written: torch.Tensor | None = None) -> None:
+        """Copy the arrays to the device. written: an earlier step's best tokens, of which `sources` are the rows'."""
         self.device.copy_(self.host, non_blocking=True)
+        if written is not None:
+            torch.index_select(written, 0, self._sources, out=self.tensors.token_ids[:, 0])
         if self._copied is not None:
             self._copied.record()
 
 
 class StepPart(NamedTuple):
-    """What is wanted of one of the steps that make an engine's step: values at `places`, of tokens `packed`."""
+    """What is wanted of one of the steps that make an engine's step: values at `places`, of tokens `packed`.
+
+    values: logits on the device, or best tokens on the host, there once the step is done. best: these on the device.
+    """
 
     values: torch.Tensor
     places: Sequence[int]
     packed: Sequence[int]
+    best: torch.Tensor
 
 
 class LaunchedStep:
@@ -238,11 +247,21 @@ class LaunchedStep:
 
     def best(self) -> list[int]:
         """Return the most likely token after each wanted one. Only if no logits were asked for."""
+        if self._end is not None:
+            self._end.synchronize()
         found: dict[int, int] = {}
         for part in self._parts:
             values = part.values.tolist()
             found |= zip(part.packed, [values[place] for place in part.places], strict=True)
         return [found[packed] for packed in self._wanted]
+
+    def written(self) -> tuple[torch.Tensor, list[int]] | None:
+        """Return best tokens on the device, and the index there of each wanted one's; None if in several tensors."""
+        if len(self._parts) != 1:
+            return None
+        part = self._parts[0]
+        where = dict(zip(part.packed, part.places, strict=True))
+        return part.best, [where[packed] for packed in self._wanted]
 
     def logits(self) -> torch.Tensor:
         """Return the logits, (wanted, vocab) in float32, if they were asked for."""
@@ -337,12 +356,21 @@ class PagedSteps:
             self.forget()
 
     def begin(
-        self, segments: Sequence[Segment], token_ids: Sequence[int], wanted: Sequence[int], logits: bool
+        self,
+        segments: Sequence[Segment],
+        token_ids: Sequence[int],
+        wanted: Sequence[int],
+        logits: bool,
+        written: tuple[torch.Tensor, Sequence[int]] | None = None,
     ) -> LaunchedStep:
-        """Start a step; see Model.begin."""
+        """Start a step; see Model.begin.
+
+        written: best tokens of an earlier step, and the index there of each segment's only token, whose id is not yet
+            known here. Such a step must fit in one shape.
+        """
         self.cache.reserve(max(segment.start + segment.count for segment in segments))
         asked = set(wanted)
-        parts = [self._part(rows, shape, token_ids, asked, logits) for rows, shape in self._shaped(segments)]
+        parts = [self._part(rows, shape, token_ids, asked, logits, written) for rows, shape in self._shaped(segments)]
         return LaunchedStep(parts, wanted, self._device)
 
     def _shaped(self, segments: Sequence[Segment]) -> Iterator[tuple[list[StepRow], StepShape]]:
@@ -378,13 +406,23 @@ class PagedSteps:
             yield part, StepShape(size[1], TILE, width, False, size[0])
             del rows[: len(part)]
 
+    def one_shape(self, rows: int) -> bool:
+        """Return whether so many rows that decode make one step."""
+        return rows <= (EXACT[1] if self.exact else most_rows(1))
+
     @property
     def _prompt_sizes(self) -> list[tuple[int, int]]:
         """Tokens and rows of steps that compute prompts."""
         return [(size, size // TILE + SPARE) for size in (PROMPTS[-1:] if self.exact else PROMPTS)]
 
     def _part(
-        self, rows: Sequence[StepRow], shape: StepShape, token_ids: Sequence[int], asked: Collection[int], logits: bool
+        self,
+        rows: Sequence[StepRow],
+        shape: StepShape,
+        token_ids: Sequence[int],
+        asked: Collection[int],
+        logits: bool,
+        written: tuple[torch.Tensor, Sequence[int]] | None = None,
     ) -> StepPart:
         """Launch one step, and a copy of what is wanted of it, which the next step of this shape overwrites."""
         for row in rows:
@@ -422,15 +460,19 @@ class PagedSteps:
             elif indices:
                 step.kept[number] = base + indices[0] - row.packed
                 places.append(number)
-        outputs = self._run(shape, step)
+        if written is not None:
+            step.sources[: len(rows)] = written[1]
+        outputs = self._run(shape, step, None if written is None else written[0])
         packed = [index for indices in mine for index in indices]
+        best = outputs.best.clone()  # the next step of this shape overwrites it
         if not logits:
-            return StepPart(outputs.best.clone(), places, packed)
+            values = torch.empty(best.shape, dtype=best.dtype, pin_memory=best.device.type == "cuda")
+            return StepPart(values.copy_(best, non_blocking=True), places, packed, best)
         if places != list(range(len(outputs.logits))):
             picked = outputs.logits[torch.tensor(places, dtype=torch.long, device=self._device)].float()
         else:
             picked = outputs.logits.to(torch.float32, copy=True)
-        return StepPart(picked, range(len(places)), packed)
+        return StepPart(picked, range(len(places)), packed, best)
 
     # -- capture -----------------------------------------------------------------------------------
 
@@ -445,9 +487,9 @@ class PagedSteps:
         step.clear()
         return step
 
-    def _run(self, shape: StepShape, step: Step) -> StepOutputs:
-        """Return a step's outputs; they stay until the next step of this shape."""
-        step.load()
+    def _run(self, shape: StepShape, step: Step, written: torch.Tensor | None = None) -> StepOutputs:
+        """Return a step's outputs; they stay until the next step of this shape. written: as Step.load takes it."""
+        step.load(written)
         if step.replay is None and self._capture is not None and self._pads and self.cache.layers:
             try:
                 step.replay, step.outputs = self._capture(lambda: self._work(step))

@@ -299,6 +299,16 @@ class Model:
         return Deferred(lambda: self.logits(segments, token_ids, wanted, together))
 
     @torch.inference_mode()
+    def begin_after(self, segments: list[Segment], written: tuple[torch.Tensor, Sequence[int]]) -> StepResult:
+        """Start a step of segments of one token each, which an earlier step has written. Over a paged cache alone.
+
+        written: that step's best tokens, and the index there of each segment's.
+        """
+        assert self.steps is not None
+        count = len(segments)
+        return self.steps.begin(segments, [0] * count, range(count), logits=False, written=written)
+
+    @torch.inference_mode()
     def whole(
         self,
         segments: list[Segment],

@@ -17,6 +17,12 @@ class StepResult(Protocol):
     def best(self) -> list[int]:
         """Return the most likely token after each."""
 
+    def written(self) -> tuple[torch.Tensor, list[int]] | None:
+        """Return best tokens on the device, and the index there of each wanted one's; None if there is no such tensor.
+
+        Does not wait for the device.
+        """
+
     def logits(self) -> torch.Tensor:
         """Return the logits, (wanted, vocab) in float32. Only if they were asked for."""
 
@@ -31,6 +37,9 @@ class Deferred:
     def done(self) -> bool:
         """Return True: there is nothing to wait for."""
         return True
+
+    def written(self) -> None:
+        """Return None: the next step has nothing to start from."""
 
     def best(self) -> list[int]:
         """Return the most likely token after each."""
