@@ -215,7 +215,7 @@ REPEATS = 2  # the first run of a shape also pays for libraries' set-up
 def probe(model: Model, rows: int) -> StepCost:
     """Return the cost of steps of `rows` rows, measured in a few seconds; the cache is empty afterwards."""
     if model.steps is not None:  # few shapes, since each is compiled and captured, and the run's own
-        shapes = [(1, 1), (1, FOUR), (4, FOUR), (rows, 1), (rows, FOUR)]
+        shapes = [(1, 1), (1, FOUR), (4, FOUR), (rows, 1), (rows, FOUR), (rows, FOUR**2)]
         segments = {count * tokens: [Segment(row, SHORT, tokens) for row in range(count)] for count, tokens in shapes}
         sizes, few, longest = sorted(segments), rows, FOUR
     else:
@@ -223,7 +223,7 @@ def probe(model: Model, rows: int) -> StepCost:
         sizes = [tokens for tokens in TOKENS if tokens <= largest] or [1]
         segments = {tokens: _spread(tokens) for tokens in sizes}
         few, longest = min(rows, 8), PER_ROW
-    occupy(model, max(map(len, segments.values())), SHORT + PER_ROW)
+    occupy(model, max(map(len, segments.values())), SHORT + max(PER_ROW, FOUR**2))
     points = [(tokens, _least(model, segments[tokens])) for tokens in sizes]
     per_slot, per_row_slot = _attention(model, few, longest)
     model.resize(rows)
