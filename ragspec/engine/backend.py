@@ -143,6 +143,7 @@ class EngineBackend:
             blocks = budget_of(inner.device, share=SHARE_POOL) // (self._bytes_per_token * BLOCK)
             for cache in self._paged:
                 cache.allocate(min(blocks, cache.most_blocks))
+                cache.fixed = True
         self._start_anew()
 
     def _compare(self, weights: int) -> None:

@@ -269,7 +269,7 @@ class Engine:
         elif not fits:
             yield from oom_policy.shrink_batch(scheduler, work)
         else:
-            written, failed = yield from self._forward(work, scheduler, oom_policy)
+            written, failed = yield from self._forward(work, timer, scheduler, oom_policy)
             self._commit(written, timer, scheduler, oom_policy)
             if failed is None:
                 oom_policy.succeeded()
@@ -295,8 +295,10 @@ class Engine:
         """Return what each row does: ready rows decode, the others are filled, oldest first."""
         chunk = self._settings.chunk
         rows = scheduler.rows()
-        ready = [row for row in rows if row.ready]
-        filling = sorted((row for row in rows if not row.ready), key=lambda row: row.started)
+        # where bits count, a prompt's last token is computed with its prompt, whatever is computed already
+        last = [row.ready and not (self._exact and row.computed < row.prompt_tokens) for row in rows]
+        ready = [row for row, each in zip(rows, last, strict=True) if each]
+        filling = sorted((row for row, each in zip(rows, last, strict=True) if not each), key=lambda row: row.started)
         missing = sum(len(row.tokens) - row.computed for row in filling)
         self._expect(ready)
         drafts = self._drafting.drafts(ready, min(missing, chunk))
@@ -338,7 +340,7 @@ class Engine:
         return True
 
     def _forward(
-        self, work: Sequence[ScheduledRequest], scheduler: Scheduler, oom_policy: OomPolicy
+        self, work: Sequence[ScheduledRequest], timer: StepTimer, scheduler: Scheduler, oom_policy: OomPolicy
     ) -> Generator[Generation | Failure, None, tuple[StepOutput, tuple[RequestState, str] | None]]:
         """Yield the last step's outcomes while the device computes; return the target's tokens by row, and the row that
         failed in a forward of its own, if any.
@@ -355,8 +357,9 @@ class Engine:
             except MAY_BE_MEMORY as error:
                 failure = out_of_memory(error)
             if result is not None:
-                yield from self._finished()
-                scheduler.read_ahead(result.done)
+                with timer.aside():
+                    yield from self._finished()
+                    scheduler.read_ahead(result.done)
                 try:
                     written += accept(part, result, self._constraint)
                 except MAY_BE_MEMORY as error:

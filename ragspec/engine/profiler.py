@@ -44,6 +44,16 @@ class StepTimer:
     def __init__(self) -> None:
         self._started = time.perf_counter()
         self._begun = self._drafted = self._started
+        self._aside = 0.0  # seconds of others' work
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave out the time that the body takes: the step's own begins again after it."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._aside += time.perf_counter() - started
 
     def begun(self) -> None:
         """Mark the start of drafting, after new rows got their slots."""
@@ -58,7 +68,7 @@ class StepTimer:
 
         written: tokens by which the decoding rows' answers grew.
         """
-        ended = time.perf_counter()
+        ended = time.perf_counter() - self._aside
         spent = ended - self._started
         decoding = [item for item in work if item.decodes]
         tokens = sum(len(item.token_ids) for item in decoding)

@@ -145,10 +145,12 @@ def reach_of(rows: Sequence[RequestState]) -> int:
 class CacheRow:
     """A slot of the cache, and the tokens whose keys and values it holds: its request's, or the previous one's."""
 
-    __slots__ = ("group", "left", "left_base", "row")
+    __slots__ = ("_text", "_text_of", "group", "left", "left_base", "row")
 
     def __init__(self) -> None:
         self.row: RequestState | None = None
+        self._text = array("i")  # of its request, as far as it was asked for
+        self._text_of: RequestState | None = None
         self.left = array("i")
         self.left_base = 0
         self.group = -1
@@ -169,7 +171,10 @@ class CacheRow:
         if self.row is None:
             held = shared(tokens, self.left)
             return held, held
-        coming = shared(tokens, array("i", self.row.tokens))
+        if self._text_of is not self.row:
+            self._text, self._text_of = array("i"), self.row
+        self._text.extend(self.row.tokens[len(self._text) :])
+        coming = shared(tokens, self._text)
         return min(coming, self.row.computed), coming
 
 

@@ -318,8 +318,9 @@ class Scheduler:
         last = len(waiting.tokens) - 1  # the last token is always computed, since its logits are needed
         donor, best, longest = self._latest, 0, 0
         for index, place in enumerate(self.places):
-            if place.group == waiting.group or index == self._latest:
-                most = place.base if self._prompts_only else last
+            # requests that were read apart have other groups, whatever they have in common
+            if place.group == waiting.group or index == self._latest or self._reads_beside:
+                most = min(place.base, len(waiting.request.token_ids)) if self._prompts_only else last
                 offered = [min(tokens, most) for tokens in place.offers(waiting.tokens)]
                 now, coming = (self._usable(waiting.base, place.base, min(last, tokens)) for tokens in offered)
                 longest = max(longest, coming)

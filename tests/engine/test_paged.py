@@ -1,6 +1,7 @@
 """Rows in blocks, and steps that are captured: exact, whatever stands in memory that a step must not read."""
 
 import random
+import time
 from collections import Counter
 from functools import cache
 from operator import attrgetter
@@ -15,7 +16,7 @@ from ragspec.engine import engine as engine_module
 from ragspec.engine.backends import steps
 from ragspec.engine.backends.paged_attention import flex, gathered, takes_block_lists
 from ragspec.engine.backends.steps import emulated, step_rows, tables_width, tokens_per_row
-from ragspec.engine.engine import Engine
+from ragspec.engine.engine import Engine, EngineSettings
 from ragspec.engine.kv.block_pool import BlockPool, BlockTables
 from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model import forward, loaded
@@ -27,7 +28,7 @@ from ragspec.engine.notes import Notes
 from ragspec.engine.proposers.base import NoProposer, RowProposer
 from ragspec.engine.proposers.draft_model import DraftModel
 from ragspec.models.tokenizer import HFTokenizer
-from ragspec.records import Sampling
+from ragspec.records import Request, Sampling
 from ragspec.speculation.drafters.context import ContextDrafter
 from tests.conftest import train_tokenizer
 from tests.engine.test_compiled import COMPILER
@@ -349,6 +350,27 @@ def test_a_tokens_bits_depend_on_the_tokens_before_it_alone(words):
     assert torch.equal(logits_of(model, chunks)[1:], plain[[0, 12]])
 
 
+def test_a_prompts_last_token_is_computed_with_its_prompt_in_an_exact_run(tiny, monkeypatch):
+    """Also if all before it is shared, or was computed in another chunk."""
+    inner, tokenizer = paged(tiny)[0].inner, paged(tiny)[1]
+    model = Model(inner, 4, None, gathered, emulated, exact=True)
+    base = next(requests_for(tokenizer)).token_ids
+    long, other = (base * 9)[:130], (base[::-1] * 9)[:127]
+    first = []
+    begin = model.begin
+
+    def seen(segments, *args, **kwargs):
+        first.extend(segment.alone for segment in segments if segment.start + segment.count == 130)
+        return begin(segments, *args, **kwargs)
+
+    monkeypatch.setattr(model, "begin", seen)
+    requests = [Request(i, f"p{i}", each, Sampling(max_new_tokens=3)) for i, each in enumerate([long, other, long])]
+    engine = Engine(model, NoProposer(), tokenizer, frozenset(), EngineSettings(chunk=256))
+    found = {outcome.index: outcome.token_ids for outcome in engine.run(requests)}
+    assert found[0] == found[2]
+    assert first[:2] == [True, True]
+
+
 def test_an_exact_run_is_the_same_whatever_is_preempted(tiny, plain):
     inner, tokenizer = paged(tiny)[0].inner, paged(tiny)[1]
     model = Model(inner, 4, None, gathered, emulated, exact=True)
@@ -417,6 +439,56 @@ def test_steps_captured_ahead_are_those_of_a_run(tiny, plain):
     assert count == len([(1, 1), (4, 1), (16, 1), (1, 4), (4, 4), (16, 4), *steps.PROMPTS])
     right = RowProposer(ContextDrafter(), 5, None)
     assert ids(answers(lambda _: (model, tokenizer), tiny, right, rows=4)) == plain
+
+
+def test_memory_that_runs_out_while_capturing_ahead_ends_no_run(tiny):
+    tried = []
+
+    def short(work):
+        tried.append(1)
+        if len(tried) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return emulated(work)
+
+    model, _ = paged(tiny, short)
+    model.steps.notes = notes = Notes()
+    for _ in range(2):  # its layers are known from the first forward on
+        model.logits([Segment(0, 0, 1)], [5], [0])
+    assert model.steps.capture(4, drafts=True) == len(tried) - 1
+    assert ["as they are needed" in note for note in notes] == [True]
+
+
+def test_what_the_reader_of_answers_does_is_no_steps_time(in_blocks, tiny):
+    model, tokenizer = in_blocks(tiny)
+    model.resize(2)
+    engine = Engine(model, NoProposer(), tokenizer, frozenset())
+    later, clock = [], time.perf_counter
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: clock() + 1000 * len(later))
+        for outcome in engine.run(requests_for(tokenizer)):
+            later.append(outcome)
+    assert len(later) == 9
+    assert engine.clock.decode_s + engine.clock.prefill_s < 1000
+
+
+def test_rows_made_shorter_give_their_blocks_back():
+    tables = BlockTables(BlockPool(9), 2, 4)
+    tables.reserve(0, 0, 32)
+    tables.resize(4, 8)
+    for row in range(1, 4):
+        tables.reserve(row, 0, 8)
+    assert len({block for row in range(4) for block in tables.of(row)}) == 8
+
+
+def test_a_lack_of_blocks_changes_no_table():
+    pool = BlockPool(5)
+    tables = BlockTables(pool, 2, 4)
+    tables.reserve(0, 0, 12)
+    tables.share(0, 1, 12)
+    before = list(tables.of(1)), pool.free
+    with pytest.raises(MemoryError):
+        tables.reserve(1, 0, 12)
+    assert (tables.of(1), pool.free) == before
 
 
 def test_memory_that_runs_out_while_capturing_is_no_reason_to_stop_capturing(tiny, plain):

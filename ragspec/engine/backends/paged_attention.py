@@ -195,8 +195,9 @@ def flex(compiled: bool, notes: list[str] | None = None, exact: bool = False) ->
                 out = call(queries, *blocks, lists, see, scores.cap, scores.scaling, sinks is not None, exact)
         except TorchDynamoException as error:  # what inductor and Triton raise is one of these
             if notes is not None and not refused:
+                less = " and not exact" if exact else ""
                 notes.append(
-                    f"attention: FlexAttention does not compile for some steps, which are slower: {flat(error)}"
+                    f"attention: FlexAttention does not compile for some steps, which are slower{less}: {flat(error)}"
                 )
             refused.add(tuple(whole.shape))
             return gathered(step, layer, whole, scores, rule)

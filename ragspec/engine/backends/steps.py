@@ -22,7 +22,7 @@ from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model.attention import attending
 from ragspec.engine.model.layout import Segment
 from ragspec.errors import flat
-from ragspec.models.memory import MAY_BE_MEMORY, is_out_of_memory
+from ragspec.models.memory import MAY_BE_MEMORY, is_out_of_memory, out_of_memory
 
 # Few sizes, since FlexAttention is compiled and a graph captured for each; weights cost more than padding.
 TOKENS = (1, 4)  # of a row that decodes or verifies, padding included
@@ -341,8 +341,14 @@ class PagedSteps:
                 )
                 shapes += [StepShape(size, tokens, width, True) for size in ROWS if size <= most]
         for shape in sorted(shapes, key=lambda shape: shape.packed or shape.rows * shape.tokens, reverse=True):
-            if self._capture is not None:  # the largest first: the others use its memory
+            if self._capture is None:
+                break
+            try:  # the largest first: the others use its memory
                 self._run(shape, self._step(shape))
+            except MAY_BE_MEMORY as error:
+                reason = out_of_memory(error)
+                self.notes.append(f"graphs: steps are captured as they are needed, not ahead, after {reason}")
+                break
         return self.captured
 
     @contextmanager
@@ -380,7 +386,7 @@ class PagedSteps:
         decoding: list[tuple[int, Segment]] = []
         prompts: list[tuple[int, Segment]] = []
         for each in zip(starts, segments, strict=False):
-            short = not each[1].alone and each[1].count <= TILE
+            short = not each[1].alone and (self.exact or each[1].count <= TILE)
             (decoding if short else prompts).append(each)
         if not self._pads:
             tokens = max(segment.count for segment in segments)

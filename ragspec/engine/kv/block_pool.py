@@ -53,10 +53,14 @@ class BlockPool:
         self._references += [0] * (blocks - before)
         self._free[:0] = range(blocks - 1, before - 1, -1)
 
+    def check(self, blocks: int) -> None:
+        """Raise MemoryError if fewer than `blocks` blocks are free."""
+        if len(self._free) < blocks:
+            raise MemoryError(f"all {len(self._references) - 1} blocks of the KV cache are in use")
+
     def take(self) -> int:
         """Return a free block with one reference. Raises MemoryError if there is none."""
-        if not self._free:
-            raise MemoryError(f"all {len(self._references) - 1} blocks of the KV cache are in use")
+        self.check(1)
         block = self._free.pop()
         self._references[block] = 1
         return block
@@ -93,10 +97,10 @@ class BlockTables:
         """Return a row's blocks."""
         return self._tables[row]
 
-    def resize(self, rows: int) -> None:
-        """Change the number of rows; blocks of rows that go are released."""
-        for row in range(rows, len(self._tables)):
-            self._release(row)
+    def resize(self, rows: int, tokens: int | None = None) -> None:
+        """Change the number of rows; blocks of rows that go are released, and of others what is beyond `tokens`."""
+        for row, table in enumerate(self._tables):
+            self._release(row, 0 if row >= rows else len(table) if tokens is None else -(-tokens // self.size))
         kept = self.array[:rows]
         self._tables = self._tables[:rows] + [[] for _ in range(rows - len(self._tables))]
         self.array = np.zeros((rows, kept.shape[1]), dtype=np.int64)
@@ -129,11 +133,12 @@ class BlockTables:
         Raises:
             MemoryError: No block is free.
         """
-        table, copies = self._tables[row], []
-        for index in range(first // self.size, min(len(table), -(-end // self.size))):
-            if self._pool.shared(table[index]):
-                copies += self._own(row, index, self.size)
-        while len(table) * self.size < end:
+        table, blocks = self._tables[row], -(-end // self.size)
+        others = [at for at in range(first // self.size, min(len(table), blocks)) if self._pool.shared(table[at])]
+        missing = max(0, blocks - len(table))
+        self._pool.check(len(others) + missing)  # before anything changes
+        copies = [copy for at in others for copy in self._own(row, at, self.size)]
+        for _ in range(missing):
             self._append(row, self._pool.take())
         return copies
 
@@ -154,9 +159,9 @@ class BlockTables:
         self.array[row, len(table)] = block
         table.append(block)
 
-    def _release(self, row: int) -> None:
-        """Release all blocks of a row."""
+    def _release(self, row: int, kept: int = 0) -> None:
+        """Release all but the first `kept` blocks of a row."""
         table = self._tables[row]
-        self.array[row] = 0
-        while table:
+        self.array[row, kept:] = 0
+        while len(table) > kept:
             self._pool.release(table.pop())

@@ -26,6 +26,7 @@ class PagedCache(ModelCache):
         slots: Tokens that each row may have; reserve() raises it.
         version: Changes whenever memory has moved.
         next: Index of the layer that the running forward writes next.
+        fixed: Whether the pool is not to grow any more: rows then share what there is, up to a MemoryError.
     """
 
     def __init__(self, rows: int, size: int = BLOCK) -> None:
@@ -34,6 +35,7 @@ class PagedCache(ModelCache):
         self.slots = 0
         self.version = 0
         self.next = 0
+        self.fixed = False
         self.layers: list[LayerCache] = []  # keys, values: (kv_heads, blocks x size, head_dim)
         self._stacks: list[torch.Tensor] = []  # of stores of one size: (their number, *their shape)
         self._pool = BlockPool(1)
@@ -49,7 +51,7 @@ class PagedCache(ModelCache):
 
     def resize(self, rows: int, slots: int) -> None:
         """Change the number of rows, and the tokens that each may have; rows that remain keep theirs."""
-        self._tables.resize(rows)
+        self._tables.resize(rows, slots)
         self.rows, self.slots = rows, 0
         self.reserve(slots)
 
@@ -57,7 +59,8 @@ class PagedCache(ModelCache):
         """Make sure that every row may have `slots` tokens. Raises MemoryError, or what torch raises."""
         slots = -(-slots // self.size) * self.size
         if slots > self.slots:
-            self.allocate(1 + self.rows * (slots // self.size))
+            if not self.fixed:
+                self.allocate(1 + self.rows * (slots // self.size))
             self.slots = slots
 
     def share_prefix(self, donor: int, row: int, tokens: int) -> None:

@@ -117,6 +117,7 @@ def prepare(
     if graphs == "on" and not cuda:
         notes.append(f"graphs: on has no effect on {inner.device.type}")
     if cuda:
+        torch.cuda.set_device(inner.device)  # for streams, events and graphs
         check_folder(INDUCTOR, notes)
     capture = emulated if graphs == "emulate" else CudaGraphs() if cuda and graphs != "off" else None
     merged = MergedLinears(inner) if cuda else None
@@ -135,6 +136,8 @@ def prepare(
         model = _prepared(inner, notes, native, True)
         why = f"it {reason}" if isinstance(reason, Unsupported) else reason
         notes.append(f"attention: FlexAttention is not used, which would be faster on a GPU: {why}")
+        if exact:
+            notes.append("exact: has no effect without FlexAttention: answers may differ where two tokens nearly tie")
         return model
 
 

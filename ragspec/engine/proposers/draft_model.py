@@ -142,6 +142,9 @@ class DraftModel(NoProposer):
         self._scripts, self._held, self._sketches = {}, {}, {}
 
     def widen(self, rows: int) -> None:
+        if self._model.steps is not None:  # rows are read anew: each could need the memory of the longest
+            self.resize(rows)
+            return
         cache = self._model.cache
         cache.resize(rows, cache.slots)
         self._held = {place: held for place, held in self._held.items() if place < rows}
