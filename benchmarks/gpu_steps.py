@@ -23,6 +23,7 @@ from ragspec.engine.model.layout import Segment
 from ragspec.engine.model.loaded import prepare
 
 REPEATS = 20
+SHAPES = ["1x1", "1x4", "16x1", "16x4", "64x1", "64x4", "256x1"]
 
 
 def load(name: str, dtype: str, attention: str, graphs: str) -> tuple[Model, list[str]]:
@@ -84,7 +85,7 @@ def main() -> None:
     """Measure the shapes that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--shapes", nargs="+", default=["1x1", "16x1", "64x1", "64x4", "256x1"])
+    parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--context", type=int, default=600)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--attention", default="auto")

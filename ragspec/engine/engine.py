@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from ragspec.engine.backends.paged_attention import TILE
@@ -357,7 +358,8 @@ class Engine:
             except MAY_BE_MEMORY as error:
                 failure = out_of_memory(error)
             if result is not None:
-                with timer.aside():
+                # what is done beside a device that computes is no time lost
+                with timer.aside() if result.done() else nullcontext():
                     yield from self._finished()
                     scheduler.read_ahead(result.done)
                 try:
@@ -382,7 +384,7 @@ class Engine:
         ahead, self._ahead = self._ahead, None
         bare = not needs_logits(work)
         rest = [item for item in work if ahead is None or not bare or ahead.number(item) is None]
-        result = self._launch(rest) if rest else None
+        result = self._launch(rest, logits=not bare) if rest else None
         if ahead is not None and len(rest) < len(work):
             result = ahead.joined(work, result)
         assert result is not None
@@ -393,8 +395,8 @@ class Engine:
                 out_of_memory(error)  # it is started when it is due, and fails then
         return result
 
-    def _launch(self, work: Sequence[ScheduledRequest]) -> StepResult:
-        """Start a forward of `work`; return its result, in its order."""
+    def _launch(self, work: Sequence[ScheduledRequest], logits: bool) -> StepResult:
+        """Start a forward of `work`; return its result, in its order. logits: whether they are needed."""
         token_ids: list[int] = []
         wanted: list[int] = []
         for item in work:
@@ -402,7 +404,7 @@ class Engine:
             wanted += range(len(token_ids) - item.wanted, len(token_ids))
         together = self._sharing.among([item.row for item in work]) if self._model.kernels else []
         segments = [item.segment for item in work]
-        return self._model.begin(segments, token_ids, wanted, together, logits=needs_logits(work))
+        return self._model.begin(segments, token_ids, wanted, together, logits=logits)
 
     # -- tokens ------------------------------------------------------------------------------------
 

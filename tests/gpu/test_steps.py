@@ -13,6 +13,7 @@ from ragspec.records import Generation
 from ragspec.speculation.drafters.context import ContextDrafter
 from tests.conftest import save_llama, train_tokenizer
 from tests.engine.test_engine import requests_for
+from tests.engine.test_paged import logits_of
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
@@ -70,20 +71,11 @@ def test_exact_answers_are_the_same_in_bfloat16(tiny):
 
 def test_exact_logits_are_the_same_bit_for_bit(tiny):
     model, _, _ = prepared(tiny, torch.bfloat16, exact=True)
-    model.resize(9)
-    model.cache.reserve(512)
-
-    def logits(segments, beside=()):
-        found = []
-        for segment in segments:
-            work = [segment, *beside]
-            text = [(7919 * at + 11) % 300 for each in work for at in range(each.start, each.start + each.count)]
-            found.append(model.logits(work, text, [segment.count - 1])[0])
-        return torch.stack(found)
-
     prompt = Segment(0, 0, 300, alone=True)
-    plain = logits([prompt, *(Segment(0, at, 1) for at in range(300, 312))])
+    plain = logits_of(model, [prompt, *(Segment(0, at, 1) for at in range(300, 312))])
     others = [Segment(row, 0, 40 * row, alone=row % 2 == 0) for row in range(1, 9)]
-    assert torch.equal(logits([prompt, *(Segment(0, at, 1) for at in range(300, 312))], others), plain)
+    assert torch.equal(logits_of(model, [prompt, *(Segment(0, at, 1) for at in range(300, 312))], beside=others), plain)
     chunks = [Segment(0, 0, 101, alone=True), Segment(0, 101, 199, alone=True)]
-    assert torch.equal(logits([*chunks, Segment(0, 300, 5), Segment(0, 305, 7)], others)[1:], plain[[0, 5, 12]])
+    assert torch.equal(
+        logits_of(model, [*chunks, Segment(0, 300, 5), Segment(0, 305, 7)], beside=others)[1:], plain[[0, 5, 12]]
+    )

@@ -288,9 +288,9 @@ def uncompiled(tmp_path, monkeypatch):
     """A machine without a compiler, on which nothing was built before."""
     monkeypatch.setenv("RAGSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
-    native.library_or_reason.cache_clear()
+    native.built_or_why_not.cache_clear()
     yield
-    native.library_or_reason.cache_clear()
+    native.built_or_why_not.cache_clear()
 
 
 def test_no_compiler_is_one_note_and_python_drafts(uncompiled):

@@ -26,6 +26,7 @@ class PagedCache(ModelCache):
         slots: Tokens that each row may have; reserve() raises it.
         version: Changes whenever memory has moved.
         next: Index of the layer that the running forward writes next.
+        bytes_per_token: Bytes of one token in all layers; 0 before the first forward.
         fixed: Whether the pool is not to grow any more: rows then share what there is, up to a MemoryError.
     """
 
@@ -35,6 +36,7 @@ class PagedCache(ModelCache):
         self.slots = 0
         self.version = 0
         self.next = 0
+        self.bytes_per_token = 0
         self.fixed = False
         self.layers: list[LayerCache] = []  # keys, values: (kv_heads, blocks x size, head_dim)
         self._stacks: list[torch.Tensor] = []  # of stores of one size: (their number, *their shape)
@@ -92,11 +94,6 @@ class PagedCache(ModelCache):
         return self._pool.blocks
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token in all layers; 0 before the first forward."""
-        return sum(s.shape[0] * s.shape[2] * s.element_size() for s in self.memory())
-
-    @property
     def most_blocks(self) -> int:
         """Number of blocks up to which kernels find every value of a layer by a 32-bit index."""
         widest = max((store.shape[0] * store.shape[2] for store in self.memory()), default=1)
@@ -134,7 +131,8 @@ class PagedCache(ModelCache):
     def layer(self, keys: torch.Tensor, values: torch.Tensor) -> LayerCache:
         """Return the next layer of a forward with keys and values of (1, kv_heads, T, head_dim)."""
         if self.next == len(self.layers):
-            stores = (new.new_zeros(new.shape[1], self.blocks * self.size, new.shape[3]) for new in (keys, values))
+            stores = [new.new_zeros(new.shape[1], self.blocks * self.size, new.shape[3]) for new in (keys, values)]
+            self.bytes_per_token += sum(each.shape[0] * each.shape[2] * each.element_size() for each in stores)
             self.layers.append(LayerCache(*stores))
             self._stacks = []
             self.version += 1

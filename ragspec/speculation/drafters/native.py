@@ -64,14 +64,14 @@ SIGNATURES: dict[str, tuple[list[Any], Any]] = {
 
 def library() -> ctypes.CDLL:
     """Return the compiled drafters, built unless they are cached. Raises Unbuilt."""
-    found = library_or_reason()
+    found = built_or_why_not()
     if isinstance(found, str):
         raise Unbuilt(found)
     return found
 
 
 @cache
-def library_or_reason() -> ctypes.CDLL | str:
+def built_or_why_not() -> ctypes.CDLL | str:
     """Return the library, or why there is none, so that a compiler that fails is asked once."""
     constants = "".join(f"constexpr {name} = {_in_cpp(value)};\n" for name, value in CONSTANTS.items())
     try:
