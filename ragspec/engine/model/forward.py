@@ -26,6 +26,7 @@ from ragspec.engine.model.layout import ForwardProfiler, Layout, Segment
 from ragspec.engine.model.masks import Unsupported
 from ragspec.engine.model.result import Deferred, StepResult
 from ragspec.engine.native.kernels import Kernels
+from ragspec.host.waiting import Waiting
 from ragspec.models.compat import (
     cache_argument,
     effective_length,
@@ -162,6 +163,7 @@ class Model:
         self.kernels = kernels
         self.compiled: Switch | None = None  # set while compiled layers run
         self.least = 1  # minimum tokens of a forward
+        self._waiting = Waiting() if self.device.type == "cpu" else nullcontext()
         self.watch: ForwardProfiler | None = None
         self.halves: SplitForward | None = None
         self._wanted: torch.Tensor | None = None  # indices whose logits the running forward needs; None: all
@@ -331,6 +333,7 @@ class Model:
         self._wanted = None if len(wanted) == self._tokens else indices if wanted else indices.new_zeros(1)
         try:
             with (
+                self._waiting,
                 cache.forward(layout, attended),
                 attending(PackedAttention(cache, layout)),
                 self.watch.forward(layout) if self.watch else nullcontext(),
