@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -141,6 +142,47 @@ def judge(divergence: Divergence, referee: Callable[[], Referee]) -> Verdict:
     )
 
 
+# -- bits ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Bits:
+    """How many answers have the same tokens with the same log-probabilities, bit for bit.
+
+    Attributes:
+        records: Answered in both runs.
+        same: Of those.
+        promised: Whether the run promises it, so that any other is a fault.
+        first: What differs: record id, position, and the two log-probabilities.
+    """
+
+    records: int
+    same: int
+    promised: bool
+    first: list[tuple[str, int, float | None, float | None]]
+
+
+FIRST = 5  # differences that are named
+
+
+def compare_bits(plain: Answers, speculative: Answers, promised: bool) -> Bits:
+    """Compare the log-probabilities of two runs' answers."""
+    pairs = [
+        (name, one, speculative.answered[name]) for name, one in plain.answered.items() if name in speculative.answered
+    ]
+    differing = [found for name, one, two in pairs if (found := _first_difference(name, one, two)) is not None]
+    return Bits(len(pairs), len(pairs) - len(differing), promised, differing[:FIRST])
+
+
+def _first_difference(name: str, one: Answer, two: Answer) -> tuple[str, int, float | None, float | None] | None:
+    """Return where two answers' tokens or log-probabilities differ first, None if nowhere."""
+    runs = (zip(each.token_ids, each.token_logprobs, strict=True) for each in (one, two))
+    for at, (plain, other) in enumerate(zip_longest(*runs)):
+        if plain != other:
+            return name, at, plain and plain[1], other and other[1]
+    return None
+
+
 # -- findings --------------------------------------------------------------------------------------
 
 
@@ -161,13 +203,14 @@ class Comparison:
 class Findings:
     """All comparisons, the method against plain decoding first, and what could not be compared.
 
-    quality: of both runs' answers, if records have references.
+    quality: of both runs' answers, if records have references. bits: None if they were not compared.
     """
 
     comparisons: list[Comparison] = field(default_factory=list)
     reference_ids: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     quality: dict[str, Quality] = field(default_factory=dict)
+    bits: Bits | None = None
 
     def to_json(self, reference: str, seed: int) -> dict[str, Any]:
         """Return the content of verify.json: the first comparison on top, those with the reference below it."""
@@ -179,15 +222,17 @@ class Findings:
                 "seed": seed,
                 "comparisons": [comparison.to_json() for comparison in others],
             },
+            "bits": None if self.bits is None else asdict(self.bits),
             "not_compared": self.left_out,
             "quality": {name: asdict(quality) for name, quality in self.quality.items()},
         }
 
     @property
     def failed(self) -> bool:
-        """Whether an answer changed, or one of the two runs lacks answers."""
+        """Whether an answer changed, bits that should not, or one of the two runs lacks answers."""
         audits = [comparison.audit for comparison in self.comparisons]
-        return any(audit.bugs for audit in audits) or bool(audits[0].unanswered)
+        broken = self.bits is not None and self.bits.promised and self.bits.same < self.bits.records
+        return broken or any(audit.bugs for audit in audits) or bool(audits[0].unanswered)
 
 
 def print_findings(console: Console, found: Findings, folder: Path) -> None:
@@ -200,6 +245,9 @@ def print_findings(console: Console, found: Findings, folder: Path) -> None:
             console.print(line, markup=False, style=style)
     for line in describe_quality(found.quality):
         console.print(line, markup=False)
+    if found.bits is not None:
+        for line, style in _describe_bits(found.bits):
+            console.print(line, markup=False, style=style)
     for why in found.left_out:
         console.print(f"not compared: {why}", markup=False, style="yellow")
     if any(comparison.audit.bugs for comparison in found.comparisons):
@@ -214,6 +262,13 @@ def _differences(audit: Audit) -> Iterator[tuple[str, str]]:
     if audit.unanswered:
         names = ", ".join(audit.unanswered[:5])
         yield f"{len(audit.unanswered)} not answered in both runs: {names}", "yellow"
+
+
+def _describe_bits(bits: Bits) -> Iterator[tuple[str, str]]:
+    yield f"{bits.same} of {bits.records} answers have the same log-probabilities, bit for bit", ""
+    kind, style = ("BUG", "red") if bits.promised else ("rounding", "yellow")
+    for name, position, plain, other in bits.first:
+        yield f'{kind}: "{name}", token {position}: {other} instead of {plain}', style
 
 
 def _describe(verdict: Verdict) -> str:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ragspec.audit.lossless import Audit, Comparison, Divergence, Findings, Verdict, divergences, judge
+from ragspec.audit.lossless import (
+    Audit,
+    Comparison,
+    Divergence,
+    Findings,
+    Verdict,
+    compare_bits,
+    divergences,
+    judge,
+)
 from ragspec.benchmark.comparison import graded
 from ragspec.benchmark.passes import Answer, Answers, read_answers
 from ragspec.benchmark.plan import Candidate, check_input, make_plan
@@ -23,7 +32,14 @@ STOCK = "stock generate()"
 
 
 def run_verify(
-    config: RunConfig, folder: Path, *, limit: int | None, console: Console, reference: int = 8, seed: int = 0
+    config: RunConfig,
+    folder: Path,
+    *,
+    limit: int | None,
+    console: Console,
+    reference: int = 8,
+    seed: int = 0,
+    bits: bool = False,
 ) -> Findings:
     """Audit `config` on its own input; write `folder`/verify.json and a reproducer for each bug.
 
@@ -34,6 +50,8 @@ def run_verify(
         console: For progress.
         reference: How many records stock generate() answers too; 0 for none.
         seed: Of that sample.
+        bits: Answer the input twice more with log-probabilities, and compare those bit for bit. A run with
+            `runner_args.exact` always does.
 
     Raises:
         ConfigError: If there is nothing to verify, or texts cannot be compared.
@@ -44,6 +62,9 @@ def run_verify(
     with config.redactor().over_errors():
         verification = _Verification(config, folder, limit, console)
         verification.compare_runs()
+        exact = bool(config.runner_args.get("exact"))
+        if bits or exact:
+            verification.compare_bits(exact)
         if reference:
             verification.compare_with_reference(reference, seed)
         found = verification.findings
@@ -64,11 +85,12 @@ class _Verification:
         self._plain_about: dict[str, Any] = {}  # Runner.about() of the plain run
         self._method_about: dict[str, Any] = {}  # of the run with speculation
         self._outputs: dict[str, Path] = {}
-        self._answers = [self._answer(candidate, limit) for candidate in self._plan]
+        self._limit = limit
+        self._answers = [self._answer(candidate) for candidate in self._plan]
         self.findings.quality = graded(self._outputs, {self._plan[1].name: self._plan[0].name})
 
-    def _answer(self, candidate: Candidate, limit: int | None) -> Answers:
-        with open_worker(candidate, self._folder, limit, self._console) as worker:
+    def _answer(self, candidate: Candidate) -> Answers:
+        with open_worker(candidate, self._folder, self._limit, self._console) as worker:
             self._console.print(f"{candidate.name}: answering ...", markup=False)
             worker.measure()
             self._method_about = worker.ready.about["runner"]
@@ -88,6 +110,11 @@ class _Verification:
             if not audit.add(judge(divergence, self._referee)):
                 self._write_reproducer(method, PLAIN, divergence, audit.bugs[-1])
         self.findings.comparisons.append(Comparison(method.name, plain.name, audit))
+
+    def compare_bits(self, promised: bool) -> None:
+        """Answer again with log-probabilities, and compare those of both runs. promised: by `runner_args.exact`."""
+        one, two = (self._reproducible(self._answer(_with_logprobs(candidate))) for candidate in self._plan)
+        self.findings.bits = compare_bits(one, two, promised)
 
     def _reproducible(self, answers: Answers) -> Answers:
         """Return the answers whose text is the same in any run."""
@@ -161,6 +188,14 @@ class _Verification:
                 "note": "others in its batch can matter: if this one shows nothing alone, run the whole input",
             },
         )
+
+
+def _with_logprobs(candidate: Candidate) -> Candidate:
+    sampling = candidate.config.sampling
+    if sampling.logprobs is None:
+        sampling = sampling.model_copy(update={"logprobs": 0})
+    config = candidate.config.model_copy(update={"sampling": sampling})
+    return replace(candidate, name=f"{candidate.name}-logprobs", config=config)
 
 
 def check_comparable(config: RunConfig) -> None:

@@ -25,7 +25,7 @@ class Answer:
     """One record's answer.
 
     guessed: a 1 per token that came from a draft, empty if unknown. copied_tokens: (start, end, passage id).
-    speculation: as in an output line.
+    token_logprobs: empty unless asked for. speculation: as in an output line.
     """
 
     id: str
@@ -33,6 +33,7 @@ class Answer:
     prompt_token_ids: list[int]
     sampling: Sampling
     grammar: str = ""
+    token_logprobs: list[float] = field(default_factory=list)
     guessed: list[int] = field(default_factory=list)
     copied_tokens: list[tuple[int, int, str]] = field(default_factory=list)
     question: str | None = None

@@ -25,6 +25,14 @@ def verify(
         ),
     ] = 8,
     seed: Annotated[int, typer.Option(metavar="SEED", help="Seed for choosing the --reference records.")] = 0,
+    bits: Annotated[
+        bool,
+        typer.Option(
+            "--bits",
+            help="Answer twice more with log-probabilities, and compare those bit for bit; always with "
+            "runner_args.exact.",
+        ),
+    ] = False,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
@@ -34,7 +42,7 @@ def verify(
 
     set_debug(debug)
     run_config, console = load(config, override, input, max_new_tokens)
-    found = run_verify(run_config, output, limit=limit, console=console, reference=reference, seed=seed)
+    found = run_verify(run_config, output, limit=limit, console=console, reference=reference, seed=seed, bits=bits)
     print_findings(console, found, output)
     if found.failed:
         raise typer.Exit(1)

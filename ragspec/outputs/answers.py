@@ -273,6 +273,7 @@ def token_details(flight: RecordInFlight, outcome: Generation) -> dict[str, Any]
         "prompt_token_ids": flight.prompt.token_ids,
         "sampling": asdict(flight.sampling),
         "grammar": flight.whole_grammar(flight.prompt),
+        "token_logprobs": [found.logprob for found in outcome.logprobs],
         "question": flight.record.query,
         "passages": [{"id": passage.id, "text": passage.text} for passage in kept],
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ragspec.audit.lossless import SAFETY, Audit, divergences, judge
+from ragspec.audit.lossless import SAFETY, Audit, compare_bits, divergences, judge
 from ragspec.audit.referee import ModelReferee, Target, check_same_answers, sample, stock_config
 from ragspec.benchmark.passes import Answer, Answers, read_answers
 from ragspec.config.load import build_config
@@ -336,3 +336,46 @@ def test_sampled_records_of_a_draft_of_other_tokens_are_compared(tiny, tiny_gpt2
     assert set(audit["quality"]) == {"none", "draft_model"}
     assert audit["quality"]["draft_model"]["differences"]["f1"]["mean"] == 0
     assert "none: F1" in done.stderr
+
+
+# -- bits ------------------------------------------------------------------------------------------
+
+EXACT = {"attention": "flex", "graphs": "emulate", "exact": True, "batch_size": 4}
+OFF_BY_A_BIT = """
+import torch
+import ragspec.engine.request_state as state
+found = state.token_logprobs
+def logprobs(logits, chosen, most):
+    shape = len(chosen) > 1  # a step that verified drafts
+    return found(logits.nextafter(torch.tensor(torch.inf)) * (1 + 1e-6) if shape else logits, chosen, most)
+state.token_logprobs = logprobs
+"""
+
+
+def test_exact_runs_are_compared_bit_for_bit(tiny, tmp_path):
+    done, audit, _ = verify_with("", config_of(tiny, tmp_path, runner_args=EXACT), tmp_path, "--reference", 0)
+    assert done.returncode == 0, done.stderr
+    assert audit["bits"] == {"records": 4, "same": 4, "promised": True, "first": []}
+    assert "4 of 4 answers have the same log-probabilities, bit for bit" in done.stderr
+
+
+@pytest.mark.parametrize("promised", [True, *wide(False)])
+def test_another_bit_is_a_fault_where_none_is_promised(tiny, tmp_path, promised):
+    config = config_of(tiny, tmp_path, runner_args=EXACT | {"exact": promised})
+    done, audit, _ = verify_with(OFF_BY_A_BIT, config, tmp_path, "--reference", 0, "--bits")
+    assert (audit["identical"], audit["bugs"]) == (4, []), "tokens are the same"
+    assert audit["bits"]["same"] < 4
+    name, position, plain, other = audit["bits"]["first"][0]
+    assert plain != other
+    assert f'{"BUG" if promised else "rounding"}: "{name}", token {position}: {other} instead of {plain}' in done.stderr
+    assert done.returncode == int(promised)
+
+
+def test_bits_differ_where_tokens_or_log_probabilities_do():
+    def run(*logprobs, ids=(1, 2)):
+        return run_of(replace(answer("a", list(ids)), token_logprobs=list(logprobs)))
+
+    assert compare_bits(run(-0.5, -1.0), run(-0.5, -1.0), True).same == 1
+    assert compare_bits(run(-0.5, -1.0), run(-0.5, -1.25), True).first == [("a", 1, -1.0, -1.25)]
+    assert compare_bits(run(-0.5, -1.0), run(-0.5, -1.0, ids=(1, 3)), True).same == 0
+    assert compare_bits(run(-0.5, ids=(1,)), run(-0.5, -1.0), False).first == [("a", 1, None, -1.0)]
