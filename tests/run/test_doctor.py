@@ -110,3 +110,23 @@ def test_memory_is_an_error_only_where_the_weights_do_not_fit(tiny, monkeypatch,
     config = build_config({"model": tiny, "runner": "huggingface", "speculation": {"method": "none"}})
     (found,) = [each for each in doctor.examine_config(config, []) if "keys and values" in each.text]
     assert found.level == level
+
+
+@pytest.mark.parametrize(
+    ("args", "room"),
+    [
+        ({}, "1.0 GiB free, room"),
+        ({"num_gpus": 2}, "3.0 GiB free on 2 GPUs, room"),
+        ({"device": "cpu"}, "9.0 GiB free"),
+    ],
+)
+def test_memory_is_that_of_the_gpus_that_the_run_uses(tiny, monkeypatch, args, room):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i: ((i + 1) << 30, 80 << 30))
+    monkeypatch.setattr(doctor, "free_bytes", lambda: 9 << 30)
+    given = {"model": tiny, "runner": "huggingface", "runner_args": args, "speculation": {"method": "none"}}
+    found = [each.text for each in doctor.examine_config(build_config(given), []) if "keys and values" in each.text]
+    assert room in found[0]

@@ -25,6 +25,7 @@ from ragspec.engine.model.kv_splits import PrefixGroup
 from ragspec.engine.model.layout import ForwardProfiler, Layout, Segment
 from ragspec.engine.model.masks import Unsupported
 from ragspec.engine.model.result import Deferred, StepResult
+from ragspec.engine.model.weight_layouts import stored_bytes
 from ragspec.engine.native.kernels import Kernels
 from ragspec.host.waiting import Waiting
 from ragspec.models.compat import (
@@ -157,7 +158,7 @@ class Model:
         self.steps: PagedSteps | None = None
         if paged is not None:
             self.cache = PagedCache(rows)
-            weight_bytes = sum(each.nbytes for each in inner.parameters())
+            weight_bytes = sum(map(stored_bytes, inner.parameters()))
             self.steps = PagedSteps(self.cache, self.device, self._step, paged, capture, weight_bytes, exact)
         self._own_attention = inner.config._attn_implementation
         self.kernels = kernels

@@ -19,7 +19,7 @@ from ragspec.engine.model.forward import Model
 from ragspec.engine.model.masks import Unsupported
 from ragspec.engine.model.merged_linears import MergedLinears
 from ragspec.engine.model.self_check import attention_is_exact, differs, kernels_are_faster
-from ragspec.engine.model.weight_layouts import can_pack, pack_linears, unpack_linears
+from ragspec.engine.model.weight_layouts import can_pack, pack_linears, stored_bytes, unpack_linears
 from ragspec.engine.native.kernels import Kernels, build
 from ragspec.engine.proposers.early_exit import LayerSplit
 from ragspec.errors import flat
@@ -229,4 +229,4 @@ def _attends_well(kernels: Kernels, notes: list[str] | None) -> bool:
 def linear_weights(inner: Any) -> tuple[int, int]:
     """Return the number of weights of linear layers, by which each token is multiplied, and their bytes."""
     weights = [module.weight for module in inner.modules() if isinstance(module, torch.nn.Linear)]
-    return sum(weight.numel() for weight in weights), sum(weight.nbytes for weight in weights)
+    return sum(weight.numel() for weight in weights), sum(map(stored_bytes, weights))

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
+from ragspec.engine.model.weight_layouts import is_plain
+
 
 class Product:
     """The common product. weight: (n, k) of all parts, one after the other."""
@@ -109,7 +111,7 @@ def _alike(inner: Any) -> list[list[tuple[torch.nn.Module, str, torch.nn.Linear]
         child: (parent, name)
         for parent in inner.modules()
         for name, child in parent.named_children()
-        if type(child) is torch.nn.Linear
+        if is_plain(child)
     }
     calls: list[tuple[torch.nn.Linear, torch.Tensor]] = []  # inputs are kept, so that no two have the same identity
     hooks = [

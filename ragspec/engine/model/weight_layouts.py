@@ -289,6 +289,23 @@ class PackedLinear(torch.nn.Module):
         return self._forms[self._choice[min(x.shape[-2], len(self._choice) - 1)]](x, self.bias)
 
 
+def is_plain(module: torch.nn.Module) -> bool:
+    """Return whether a module is a Linear of ordinary numbers. Libraries that quantise replace the module or its weight
+    by a subclass, which computes something else.
+    """
+    return type(module) is torch.nn.Linear and type(module.weight) is torch.nn.Parameter
+
+
+def stored_bytes(weight: torch.Tensor) -> int:
+    """Return the bytes of a weight. One that torchao quantised is made of several tensors, and its own size is that of
+    the numbers it stands for.
+    """
+    flatten = getattr(weight, "__tensor_flatten__", None)
+    if flatten is None:
+        return weight.nbytes
+    return sum(stored_bytes(getattr(weight, name)) for name in flatten()[0])
+
+
 def can_pack(model: torch.nn.Module) -> bool:
     """Return whether this machine may have better layouts for this model's weights."""
     weight = next(model.parameters())
@@ -304,8 +321,7 @@ def pack_linears(model: torch.nn.Module, kernels: Kernels | None = None) -> list
         (module, name, f"{path}.{name}")
         for path, module in model.named_modules()
         for name, child in module.named_children()
-        # a subclass may compute something else, and some experts are of size 0
-        if type(child) is torch.nn.Linear and can_pack(child) and child.weight.numel()
+        if is_plain(child) and can_pack(child) and child.weight.numel()  # some experts are of size 0
     ]
     makes = makers(kernels)
     if len(makes) == 1 or not found:
