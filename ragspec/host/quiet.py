@@ -13,6 +13,7 @@ def quiet() -> None:
         os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is first imported
     from transformers.utils import logging
 
-    getLogger("huggingface_hub").setLevel(ERROR)
+    for library in ("huggingface_hub", "torchao", "torch.utils._pytree"):  # torchao tries code for other machines
+        getLogger(library).setLevel(ERROR)
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -22,7 +22,8 @@ class Outcome:
 
     ties: records that part from stock generate() where it finds two tokens equally likely. captured: whether its layers
     answer as graphs too. halves: whether its first layer can draft for it. fused: whether our own kernels were asked to
-    run its layers, and did.
+    run its layers, and did. sdpa, flex: "exact" where the engine answers the same with that attention (flex: over a
+    cache in blocks, each step run on the buffers that a GPU would capture), else why it is not used.
     """
 
     by: Literal["engine", "stock"]
@@ -32,3 +33,5 @@ class Outcome:
     captured: bool = False
     halves: bool = False
     fused: bool = False
+    sdpa: str = ""
+    flex: str = ""

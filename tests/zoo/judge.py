@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -43,6 +43,7 @@ from tests.zoo.entry import Entry, Outcome
 from tests.zoo.tiny import VOCAB, build
 
 NEW = 20
+BEGUN = 8  # of them, with attention that is slow here
 LENGTHS = (90, 9, 57, 75, 23)  # just below each limit of the configs (10, 24, 60), and beyond all of them
 SHARED = 64  # tokens that the two longest have in common
 ALONE = LENGTHS[:2]  # what one row answers: a short record over the slots of a long one
@@ -111,11 +112,11 @@ def grammars() -> Grammars:
     return Grammars(tokenizer().inner, VOCAB, ())
 
 
-def requests(lengths: Sequence[int] = LENGTHS, grammar: str = "") -> Iterator[Request]:
-    """Yield a request for each prompt of these lengths."""
+def requests(lengths: Sequence[int] = LENGTHS, grammar: str = "", new: int = NEW) -> Iterator[Request]:
+    """Yield a request for each prompt of these lengths, each for `new` tokens."""
     for index, prompt in enumerate(prompts()):
         if len(prompt) in lengths:
-            yield Request(index, f"r{index}", prompt, Sampling(max_new_tokens=NEW), grammar=grammar)
+            yield Request(index, f"r{index}", prompt, Sampling(max_new_tokens=new), grammar=grammar)
 
 
 def model_of(entry: Entry) -> Any:
@@ -126,12 +127,38 @@ def model_of(entry: Entry) -> Any:
 
 
 def judge(entry: Entry, kernels: bool = False) -> Outcome:
-    """Return who answers, and whether the tokens are right in every order and with every draft that is tried.
-
-    kernels: with layers that our own kernels run, too, which takes some seconds more.
-    """
+    """Return who answers, and with which attention. kernels: as in judge_engine."""
     pristine = model_of(entry)
     right = {request.index: stock_answer(pristine, request) for request in requests()}
+    found = judge_engine(entry, pristine, right, kernels)
+    if found.by == "stock" or found.fault:
+        return found
+    tried: dict[str, str] = {}
+    for attention in ("sdpa", "flex"):
+        fault, tried[attention] = _with_attention(attention, pristine, right)
+        if fault:
+            return replace(found, fault=f"{fault} ({attention})")
+    return replace(found, **tried)
+
+
+def _with_attention(attention: Any, pristine: Any, right: dict[int, Answer]) -> tuple[str, str]:
+    """Return the first fault of the engine with this attention, or "", and "exact" or why it is not used."""
+    notes: list[str] = []
+    model = prepared.prepare(copy.deepcopy(pristine), notes, attention=attention, graphs="emulate")
+    if attention == "flex" and model.steps is None:
+        return "", next(note.rpartition("GPU: ")[2] for note in notes if "FlexAttention is not used" in note)
+    proposer = RowProposer(Fixed(_ragged(right)), 7, None)
+    begun = {index: replace(answer, token_ids=answer.token_ids[:BEGUN]) for index, answer in right.items()}
+    fault, _ = _compare(begun, engine_answers(model, 3, 32, proposer, new=BEGUN))
+    return fault, "exact"
+
+
+def judge_engine(entry: Entry, pristine: Any, right: dict[int, Answer], kernels: bool) -> Outcome:
+    """Return who answers, and whether the tokens are right in every order and with every draft that is tried.
+
+    pristine: the entry's model. right: stock generate()'s answers. kernels: with layers that our own kernels run, too,
+    which takes some seconds more.
+    """
     if len({tuple(answer.token_ids) for answer in right.values()}) < len(right):
         raise ValueError(f"{entry.name}: its answers say nothing, for they do not depend on the prompt")
     rules = GenerationRules(pristine, frozenset([NO_END]), 0)
@@ -216,7 +243,13 @@ def stock_answer(pristine: Any, request: Request) -> Answer:
 
 
 def engine_answers(
-    model: Any, rows: int, chunk: int, proposer: Proposer, lengths: Sequence[int] = LENGTHS, grammar: str = ""
+    model: Any,
+    rows: int,
+    chunk: int,
+    proposer: Proposer,
+    lengths: Sequence[int] = LENGTHS,
+    grammar: str = "",
+    new: int = NEW,
 ) -> list[Generation | Failure]:
     """Return the engine's outcomes."""
     model.resize(rows)
@@ -232,7 +265,7 @@ def engine_answers(
             processors=lambda request: rules.processors(request.sampling, len(request.token_ids)),
         ),
     )
-    return list(engine.run(requests(lengths, grammar)))
+    return list(engine.run(requests(lengths, grammar, new)))
 
 
 def stock_path(model: Any) -> list[Generation | Failure]:

@@ -39,14 +39,17 @@ token. A real model is checked again when it is loaded: the table says what to e
 Of the {classes} classes of causal models in transformers, {engine} run on the engine and {stock} on stock `generate()`;
 {absent} cannot be tried here. None gives a wrong answer.
 
-| Model type | Class | Answered by | Why |
-|---|---|---|---|
+The last two columns say what else can compute attention on the engine: torch's `sdpa`, and `flex`, FlexAttention over a
+cache in blocks as on GPUs ({flex} classes), whose steps are run on the buffers that a GPU would capture.
+
+| Model type | Class | Answered by | Why | sdpa | flex |
+|---|---|---|---|---|---|
 {rows}
 
 Further options of these families, one config each (`far`: the limit lies within the prompts, after some 50 tokens):
 
-| Config | Answered by | Why |
-|---|---|---|
+| Config | Answered by | Why | sdpa | flex |
+|---|---|---|---|---|
 {variants}
 
 `python -m tests.zoo` writes this page.
@@ -64,13 +67,14 @@ def page(outcomes: Mapping[str, Outcome]) -> str:
         raise ValueError(f"the page would not be true of {', '.join(faults)}")
     kinds = class_names()
     rows = {entry.model_type: _class_row(entry, kinds[entry.model_type], outcomes[entry.name]) for entry in CLASSES}
-    rows |= {name: f"| {name} | {kinds[name]} | not tried | {why} |" for name, why in ABSENT.items()}
+    rows |= {name: f"| {name} | {kinds[name]} | not tried | {why} | | |" for name, why in ABSENT.items()}
     return PAGE.format(
         version=".".join(transformers.__version__.split(".")[:2]),
         classes=len(set(kinds.values())),
         engine=sum(outcome.by == "engine" for outcome in found),
         stock=sum(outcome.by == "stock" for outcome in found),
         absent=len(ABSENT),
+        flex=sum(outcome.flex == "exact" for outcome in found),
         rows="\n".join(rows[name] for name in sorted(rows)),
         variants="\n".join(f"| {entry.name} | {_who(outcomes[entry.name])} |" for entry in FAMILIES),
     )
@@ -89,5 +93,5 @@ def _class_row(entry: Entry, kind: str, outcome: Outcome) -> str:
 
 def _who(outcome: Outcome) -> str:
     """Return who answers, and why, without the figures and messages that change from machine to machine."""
-    why = re.sub(r"\s*\(.*", "", outcome.why, flags=re.DOTALL)
-    return f"{WHO[outcome.by]} | {why}"
+    said = (re.sub(r"\s*\(.*", "", why, flags=re.DOTALL) for why in (outcome.why, outcome.sdpa, outcome.flex))
+    return " | ".join([WHO[outcome.by], *said])
