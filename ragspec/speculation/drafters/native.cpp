@@ -3,9 +3,11 @@
 // The arithmetic has the order of theirs, so that drafts are equal. native.py puts their constants before this text and
 // says what the functions at its end do. Limit: token ids are below 2^31.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <unordered_set>
 #include <vector>
@@ -44,6 +46,12 @@ private:
     uint64_t key_ = 0;
 };
 
+bool same(const Token* one, const Token* other, int n) {
+    for (int i = 1; i <= n; i++)
+        if (one[-i] != other[-i]) return false;
+    return true;
+}
+
 // The latest position of each n-gram. The text is not in it: positions are those of the caller's. 0: none.
 class Latest {
 public:
@@ -56,6 +64,14 @@ public:
     int32_t get(const Token* text, const Token* end, int n, uint32_t hash) const {
         return slots_.empty() ? 0 : slots_[find(text, end, n, hash)].position;
     }
+
+    // Asks for the memory of an n-gram's slot, so that get() need not wait for it.
+    void fetch(uint32_t hash) const {
+        if (!slots_.empty()) __builtin_prefetch(&slots_[hash & (slots_.size() - 1)]);
+    }
+
+    // Returns the position that an n-gram has if no other hash is in its slot; it may be another's.
+    int32_t likely(uint32_t hash) const { return slots_.empty() ? 0 : slots_[hash & (slots_.size() - 1)].position; }
 
     // Sets the position of the n-gram before it; returns the one that it had.
     int32_t set(const Token* text, int32_t position, int n, uint32_t hash) {
@@ -83,12 +99,6 @@ private:
         }
     }
 
-    static bool same(const Token* one, const Token* other, int n) {
-        for (int i = 1; i <= n; i++)
-            if (one[-i] != other[-i]) return false;
-        return true;
-    }
-
     void resize(size_t size) {
         std::vector<Slot> old(size, Slot{0, 0});
         old.swap(slots_);
@@ -103,6 +113,8 @@ private:
 };
 
 // A growing text and its n-grams of `smallest` to `largest` tokens. A position is the one just after an n-gram.
+//
+// Added tokens are looked through one by one until catch_up() indexes them, or there are many.
 class Index {
 public:
     std::vector<Token> tokens;
@@ -118,10 +130,14 @@ public:
     }
 
     void extend(const Token* added, size_t count) {
-        size_t start = tokens.size();
         tokens.insert(tokens.end(), added, added + count);
+        if (tokens.size() - indexed_ > size_t(MOST_UNINDEXED)) catch_up();
+    }
+
+    void catch_up() {
         before_.resize((tokens.size() + 1) * sizes());
-        for (size_t position = start + 1; position <= tokens.size(); position++) {
+        while (indexed_ < tokens.size()) {
+            size_t position = ++indexed_;
             const Token* end = tokens.data() + position;
             int32_t* before = &before_[position * sizes()] - smallest_;
             Key key;
@@ -135,28 +151,48 @@ public:
     // Writes up to KEPT positions before which the text ends like [end - size, end), in order; returns how many.
     int find(const Token* end, size_t size, int32_t* found) const {
         int count = 0;
-        for (int n = size < size_t(largest_) ? int(size) : largest_; n >= smallest_ && count < KEPT; n--) {
+        auto add = [&](int32_t position) {
+            int at = count;
+            while (at > 0 && found[at - 1] > position) at--;
+            if (at > 0 && found[at - 1] == position) return;
+            std::memmove(found + at + 1, found + at, size_t(count - at) * sizeof *found);
+            found[at] = position;
+            count++;
+        };
+        for (int n = reach(size); n >= smallest_ && count < KEPT; n--) {
+            for (size_t position = tokens.size(); position > indexed_ && count < KEPT; position--)
+                if (position >= size_t(n) && same(tokens.data() + position, end, n)) add(int32_t(position));
+            if (count == KEPT) break;
             int32_t position = latest_[n].get(tokens.data(), end, n, Key::of(end, n));
             while (position && count < KEPT) {
-                int at = count;
-                while (at > 0 && found[at - 1] > position) at--;
-                if (at == 0 || found[at - 1] != position) {
-                    std::memmove(found + at + 1, found + at, size_t(count - at) * sizeof *found);
-                    found[at] = position;
-                    count++;
-                }
+                add(position);
                 position = before_[size_t(position) * sizes() + size_t(n - smallest_)];
             }
         }
         return count;
     }
 
+    // Ask for the memory that find() will need: first for where n-grams are, then for what they lead to.
+    void fetch(const Token* end, size_t size) const {
+        for (int n = reach(size); n >= smallest_; n--) latest_[n].fetch(Key::of(end, n));
+    }
+
+    void fetch_texts(const Token* end, size_t size) const {
+        for (int n = reach(size); n >= smallest_; n--) {
+            int32_t position = latest_[n].likely(Key::of(end, n));
+            __builtin_prefetch(tokens.data() + position);
+            __builtin_prefetch(&before_[size_t(position) * sizes()]);
+        }
+    }
+
 private:
-    std::vector<Latest> latest_;    // by n
+    std::vector<Latest> latest_;   // by n
     std::vector<int32_t> before_;  // by position and n: the position of the same n-gram before it
+    size_t indexed_ = 0;           // tokens
     int smallest_, largest_;
 
     size_t sizes() const { return size_t(largest_ - smallest_ + 1); }
+    int reach(size_t size) const { return size < size_t(largest_) ? int(size) : largest_; }
 };
 
 // Returns how many tokens before `position`, from `floor` on, agree with those before `end`, of which there are `size`.
@@ -364,6 +400,7 @@ public:
         : index(smallest, largest), prompt_tokens(int32_t(count)) {
         index.reserve(count + count / 8 + 32);
         index.extend(prompt, count);
+        index.catch_up();
     }
 
     int build(Match* alive, int count, int limit, double least, const Calibration& calibration, const Drafts& to) {
@@ -435,9 +472,12 @@ public:
         known_.insert(key);
         int32_t start = int32_t(index_->tokens.size());
         index_->extend(text, count);
+        index_->catch_up();
         documents_.push_back({start, int32_t(index_->tokens.size()), origin});
         numbers_.resize(index_->tokens.size(), int32_t(documents_.size() - 1));
     }
+
+    const Index& index() const { return *index_; }
 
     int matches(const Token* end, size_t size, Match* to) const {
         int32_t found[KEPT + 1];
@@ -500,6 +540,12 @@ public:
         rows_[handle]->extend(tokens, count, calibration);
     }
 
+    // Does what the next drafts do not need.
+    void settle() {
+        for (auto& row : rows_)
+            if (row) row->index.catch_up();
+    }
+
     void close(int64_t handle, bool finished) {
         const std::vector<Token>& text = rows_[handle]->index.tokens;
         size_t start = size_t(rows_[handle]->prompt_tokens);
@@ -508,19 +554,46 @@ public:
         rows_[handle].reset();
     }
 
-    int propose(int64_t handle, int limit, double least, const Drafts& to) {
-        Row& row = *rows_[handle];
-        Match matches[MOST_MATCHES];
-        int count = votes_ ? every(row, matches) : longest(row, matches);
-        return row.build(matches, count, limit, least, calibration, to);
+    // Drafts for several rows, some of which may be closed (-1); returns how many tokens in all.
+    int64_t propose(const int64_t* handles, const int64_t* limits, int64_t several, double least, const Drafts& to,
+                    int64_t* counts) {
+        int64_t total = 0;
+        for (int64_t i = -3 * AHEAD; i < several; i++) {
+            // the memory of later rows is asked for while this one is computed
+            if (const Row* row = at(handles, i + 3 * AHEAD, several)) __builtin_prefetch(row);
+            if (const Row* row = at(handles, i + 2 * AHEAD, several)) fetch(*row, &Index::fetch);
+            if (const Row* row = at(handles, i + AHEAD, several)) fetch(*row, &Index::fetch_texts);
+            if (i < 0) continue;
+            Drafts here{to.tokens + total, to.acceptance + total, to.sources + total};
+            counts[i] = handles[i] < 0 ? 0 : propose(*rows_[handles[i]], int(limits[i]), least, here);
+            total += counts[i];
+        }
+        return total;
     }
 
 private:
+    static constexpr int64_t AHEAD = 2;  // rows
     int smallest_, largest_;
     bool votes_;
     std::unique_ptr<Pool> pool_;
     std::vector<std::unique_ptr<Row>> rows_;
     std::vector<int64_t> free_;
+
+    const Row* at(const int64_t* handles, int64_t i, int64_t several) const {
+        return 0 <= i && i < several && handles[i] >= 0 ? rows_[handles[i]].get() : nullptr;
+    }
+
+    void fetch(const Row& row, void (Index::*what)(const Token*, size_t) const) const {
+        const std::vector<Token>& text = row.index.tokens;
+        (row.index.*what)(text.data() + text.size(), text.size());
+        if (pool_) (pool_->index().*what)(text.data() + text.size(), text.size());
+    }
+
+    int propose(Row& row, int limit, double least, const Drafts& to) {
+        Match matches[MOST_MATCHES];
+        int count = votes_ ? every(row, matches) : longest(row, matches);
+        return row.build(matches, count, limit, least, calibration, to);
+    }
 
     static int own(const Row& row, Match* to) {
         const std::vector<Token>& text = row.index.tokens;
@@ -555,6 +628,71 @@ private:
         return 1;
     }
 };
+
+// -- draft lengths --------------------------------------------------------------------------------
+
+// Sorts probabilities, the highest first.
+void sort_descending(const double* values, size_t count, std::vector<double>& sorted) {
+    constexpr int BUCKETS_OF = 1024;
+    std::vector<uint32_t> ends(BUCKETS_OF + 1, 0);
+    auto bucket = [](double value) {
+        int number = int(value * BUCKETS_OF);
+        return BUCKETS_OF - 1 - (number < 0 ? 0 : number < BUCKETS_OF ? number : BUCKETS_OF - 1);
+    };
+    for (size_t i = 0; i < count; i++) ends[size_t(bucket(values[i])) + 1]++;
+    for (int i = 0; i < BUCKETS_OF; i++) ends[i + 1] += ends[i];
+    std::vector<uint32_t> to(ends.begin(), ends.end() - 1);
+    sorted.resize(count);
+    for (size_t i = 0; i < count; i++) sorted[to[size_t(bucket(values[i]))]++] = values[i];
+    for (int i = 0; i < BUCKETS_OF; i++)
+        std::sort(sorted.begin() + ends[i], sorted.begin() + ends[i + 1], std::greater<double>());
+}
+
+// Writes how many tokens of each row's chain to verify (allocate_flat in draft_length.py). costs: seconds of steps of
+// one drafted token, of two, and so on. token_s: seconds of a token beside prompts; negative: there are none.
+void allocate(const double* acceptance, const int64_t* counts, int64_t rows, const double* costs, double least_rate,
+              double token_s, int64_t* lengths) {
+    size_t total = 0, best = 0;
+    for (int64_t i = 0; i < rows; i++) total += size_t(counts[i]);
+    std::vector<double> ordered;
+    sort_descending(acceptance, total, ordered);
+    double expected = double(rows), rate = 0.0;
+    for (size_t i = 0; i < total; i++) {
+        expected += ordered[i];
+        if (expected / costs[i] > rate) {
+            rate = expected / costs[i];
+            best = i + 1;
+        }
+    }
+    if (!(rate > least_rate)) {
+        rate = least_rate;
+        best = 0;
+    }
+    bool beside = token_s >= 0;
+    if (!beside && !best) {
+        std::fill(lengths, lengths + rows, 0);
+        return;
+    }
+    double least = beside ? rate * token_s : ordered[best - 1];
+    bool divided = !beside && best < total && ordered[best] == least;  // among equals some are left out
+    size_t taken = 0;
+    std::vector<std::pair<int64_t, int64_t>> equals;  // depth, row
+    for (int64_t row = 0; row < rows; acceptance += counts[row], row++) {
+        int64_t length = 0;
+        for (int64_t depth = 0; depth < counts[row]; depth++) {
+            double value = acceptance[depth];
+            if (divided && value == least)
+                equals.push_back({depth, row});
+            else
+                length += beside ? value > least : value >= least;
+        }
+        lengths[row] = length;
+        taken += size_t(length);
+    }
+    if (!divided) return;
+    std::sort(equals.begin(), equals.end());  // the shallower first, so that every choice consists of prefixes
+    for (size_t i = 0; taken < best; i++, taken++) lengths[equals[i].second]++;
+}
 
 Drafter& at(void* drafter) { return *static_cast<Drafter*>(drafter); }
 
@@ -604,15 +742,33 @@ int64_t ragspec_drafter_close(void* drafter, int64_t row, int finished) {
     }
 }
 
+int64_t ragspec_drafter_settle(void* drafter) {
+    try {
+        at(drafter).settle();
+        return 0;
+    } catch (...) {
+        return -1;
+    }
+}
+
 int64_t ragspec_drafter_propose(void* drafter, const int64_t* rows, const int64_t* limits, int64_t several,
                                 double least, int32_t* tokens, double* acceptance, int32_t* sources, int64_t* counts) {
     try {
+        return at(drafter).propose(rows, limits, several, least, {tokens, acceptance, sources}, counts);
+    } catch (...) {
+        return -1;
+    }
+}
+
+// Chooses draft lengths, and moves the tokens that are kept to the front of `kept`; returns how many there are.
+int64_t ragspec_drafter_allocate(const double* acceptance, const int64_t* counts, int64_t rows, const double* costs,
+                                 double least_rate, double token_s, const int32_t* tokens, int64_t* lengths,
+                                 int32_t* kept) {
+    try {
+        allocate(acceptance, counts, rows, costs, least_rate, token_s, lengths);
         int64_t total = 0;
-        for (int64_t i = 0; i < several; i++) {
-            Drafts to{tokens + total, acceptance + total, sources + total};
-            counts[i] = rows[i] < 0 ? 0 : at(drafter).propose(rows[i], int(limits[i]), least, to);
-            total += counts[i];
-        }
+        for (int64_t row = 0; row < rows; tokens += counts[row], total += lengths[row], row++)
+            std::copy(tokens, tokens + lengths[row], kept + total);
         return total;
     } catch (...) {
         return -1;
