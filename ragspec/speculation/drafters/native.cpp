@@ -16,6 +16,8 @@ namespace {
 
 using Token = int32_t;
 
+constexpr int SEARCHES = 16;  // at once
+
 enum Origin { PROMPT, OUTPUT, OTHER_CONTEXT, OTHER_OUTPUT, ORIGINS };
 
 uint64_t mixed(uint64_t x) {
@@ -148,52 +150,94 @@ public:
         }
     }
 
-    // Writes up to KEPT positions before which the text ends like [end - size, end), in order; returns how many.
-    int find(const Token* end, size_t size, int32_t* found) const {
-        int count = 0;
-        auto add = [&](int32_t position) {
-            int at = count;
-            while (at > 0 && found[at - 1] > position) at--;
-            if (at > 0 && found[at - 1] == position) return;
-            std::memmove(found + at + 1, found + at, size_t(count - at) * sizeof *found);
-            found[at] = position;
-            count++;
-        };
-        for (int n = reach(size); n >= smallest_ && count < KEPT; n--) {
-            for (size_t position = tokens.size(); position > indexed_ && count < KEPT; position--)
-                if (position >= size_t(n) && same(tokens.data() + position, end, n)) add(int32_t(position));
-            if (count == KEPT) break;
-            int32_t position = latest_[n].get(tokens.data(), end, n, Key::of(end, n));
-            while (position && count < KEPT) {
-                add(position);
-                position = before_[size_t(position) * sizes() + size_t(n - smallest_)];
-            }
-        }
-        return count;
-    }
-
-    // Ask for the memory that find() will need: first for where n-grams are, then for what they lead to.
-    void fetch(const Token* end, size_t size) const {
-        for (int n = reach(size); n >= smallest_; n--) latest_[n].fetch(Key::of(end, n));
-    }
-
-    void fetch_texts(const Token* end, size_t size) const {
-        for (int n = reach(size); n >= smallest_; n--) {
-            int32_t position = latest_[n].likely(Key::of(end, n));
-            __builtin_prefetch(tokens.data() + position);
-            __builtin_prefetch(&before_[size_t(position) * sizes()]);
-        }
-    }
-
 private:
+    friend class Search;
     std::vector<Latest> latest_;   // by n
     std::vector<int32_t> before_;  // by position and n: the position of the same n-gram before it
     size_t indexed_ = 0;           // tokens
     int smallest_, largest_;
 
     size_t sizes() const { return size_t(largest_ - smallest_ + 1); }
-    int reach(size_t size) const { return size < size_t(largest_) ? int(size) : largest_; }
+    const int32_t& before(int32_t position, int n) const {
+        return before_[size_t(position) * sizes() + size_t(n - smallest_)];
+    }
 };
+
+// Looks for up to KEPT positions before which a text ends like [end - size, end), longer n-grams and later positions
+// first. Each step asks for the memory that the next one reads; others' steps hide the time that it takes to come.
+class Search {
+public:
+    int count = 0;
+    int32_t found[KEPT];  // in order
+
+    void begin(const Index& index, const Token* end, size_t size) {
+        index_ = &index;
+        end_ = end;
+        n_ = longest_ = size < size_t(index.largest_) ? int(size) : index.largest_;
+        position_ = count = 0;
+        looked_up_ = false;
+        for (int n = longest_; n >= index.smallest_; n--) index.latest_[n].fetch(Key::of(end, n));
+    }
+
+    // Returns whether there are more.
+    bool step() {
+        const Index& index = *index_;
+        const Token* text = index.tokens.data();
+        if (!looked_up_) {
+            looked_up_ = true;
+            for (int n = longest_; n >= index.smallest_; n--) {
+                int32_t position = index.latest_[n].likely(Key::of(end_, n));
+                __builtin_prefetch(text + position);
+                __builtin_prefetch(&index.before(position, n));
+            }
+            return true;
+        }
+        while (n_ >= index.smallest_ && !position_) {
+            size_t first = index.indexed_ < size_t(n_) ? size_t(n_) : index.indexed_ + 1;
+            for (size_t position = index.tokens.size(); position >= first; position--) {
+                if (!same(text + position, end_, n_)) continue;
+                add(int32_t(position));
+                if (count == KEPT) return false;
+            }
+            position_ = index.latest_[n_].get(text, end_, n_, Key::of(end_, n_));
+            n_--;
+        }
+        if (!position_) return false;
+        add(position_);
+        __builtin_prefetch(text + position_);
+        position_ = index.before(position_, n_ + 1);
+        __builtin_prefetch(&index.before(position_, n_ + 1));
+        return count < KEPT;
+    }
+
+private:
+    const Index* index_;
+    const Token* end_;
+    int n_, longest_;
+    int32_t position_;
+    bool looked_up_;
+
+    void add(int32_t position) {
+        int at = count;
+        while (at > 0 && found[at - 1] > position) at--;
+        if (at > 0 && found[at - 1] == position) return;
+        std::memmove(found + at + 1, found + at, size_t(count - at) * sizeof *found);
+        found[at] = position;
+        count++;
+    }
+};
+
+// Steps through several searches in turn.
+void finish(Search* const* searches, int count) {
+    Search* left[SEARCHES];
+    std::copy(searches, searches + count, left);
+    while (count) {
+        int going = 0;
+        for (int i = 0; i < count; i++)
+            if (left[i]->step()) left[going++] = left[i];
+        count = going;
+    }
+}
 
 // Returns how many tokens before `position`, from `floor` on, agree with those before `end`, of which there are `size`.
 int agreement(const Token* text, int32_t position, int32_t floor, const Token* end, size_t size) {
@@ -229,6 +273,9 @@ class Vocabulary {
 public:
     const TokenWeights& get(Token token) const { return slots_[find(token)]; }
 
+    // Asks for the memory of a token's weights.
+    void fetch(Token token) const { __builtin_prefetch(&slots_[first(token)]); }
+
     TokenWeights& learnt(Token token) {
         if (2 * (used_ + 1) > slots_.size()) grow();
         TokenWeights& slot = slots_[find(token)];
@@ -243,10 +290,12 @@ private:
     size_t used_ = 0;
 
     size_t find(Token token) const {
-        size_t mask = slots_.size() - 1, at = uint32_t(token) * 0x9e3779b1u >> 8 & mask;
+        size_t mask = slots_.size() - 1, at = first(token);
         while (slots_[at].known && slots_[at].token != token) at = (at + 1) & mask;
         return at;
     }
+
+    size_t first(Token token) const { return uint32_t(token) * 0x9e3779b1u >> 8 & (slots_.size() - 1); }
 
     void grow() {
         std::vector<TokenWeights> old(2 * slots_.size());
@@ -287,8 +336,8 @@ public:
         int counted = origins < MOST_ORIGINS ? origins : MOST_ORIGINS;
         int first = length - depth < LONGEST_START ? length - depth : LONGEST_START;
         int deep = depth < DEEPEST ? depth : DEEPEST;
-        return {origin * LENGTH_BUCKETS + bucket_of(length), (level * MOST_ORIGINS + counted - 1) * 2 + (matches > origins),
-                first * (DEEPEST + 1) + deep, guess, before};
+        int vote = (level * MOST_ORIGINS + counted - 1) * 2 + (matches > origins);
+        return {origin * LENGTH_BUCKETS + bucket_of(length), vote, first * (DEEPEST + 1) + deep, guess, before};
     }
 
     double estimate(const Features& known) const {
@@ -333,7 +382,7 @@ struct Match {
     double weight;
 };
 
-constexpr int MOST_MATCHES = 2 * KEPT;
+constexpr int MOST_MATCHES = 2 * KEPT, FETCHED = 3, FETCHED_AHEAD = 6;
 
 // Keeps the voters for the most popular token at this step of a chain; returns how many, and their share of the weight.
 int agreeing(Match* voters, int count, int step, double& share) {
@@ -410,6 +459,9 @@ public:
         const Match* leader = nullptr;
         int step = 0, origins = 1;
         for (int i = 0; i < count; i++) alive[i].weight = calibration.odds(alive[i].origin, alive[i].length);
+        for (int i = 0; i < count; i++)
+            for (int32_t at = alive[i].position - 1; at < alive[i].position + FETCHED && at < alive[i].end; at++)
+                calibration.vocabulary.fetch(alive[i].text[at]);
         for (; step < limit; step++) {
             double share = 1.0;
             if (!leader || !unanimous(alive, count, step)) {
@@ -424,6 +476,8 @@ public:
             }
             int32_t position = leader->position + step;
             if (position >= leader->end) break;
+            if (position + FETCHED_AHEAD < leader->end)
+                calibration.vocabulary.fetch(leader->text[position + FETCHED_AHEAD]);
             Token guess = leader->text[position];
             Features known = Calibration::features(leader->origin, leader->length + step, guess,
                                                    leader->text[position - 1], step, share, origins, count);
@@ -479,14 +533,18 @@ public:
 
     const Index& index() const { return *index_; }
 
-    int matches(const Token* end, size_t size, Match* to) const {
-        int32_t found[KEPT + 1];
-        int count = index_->find(end, size, found), kept = 0;
+    void fetch(const Search& search) const {
+        for (int i = 0; i < search.count; i++) __builtin_prefetch(&numbers_[search.found[i] - 1]);
+    }
+
+    int matches(const Search& search, const Token* end, size_t size, Match* to) const {
         const Token* text = index_->tokens.data();
-        for (int i = 0; i < count; i++) {
-            const Document& in = documents_[numbers_[found[i] - 1]];
-            int length = agreement(text, found[i], in.start, end, size);
-            if (length > 0 && found[i] < in.end) to[kept++] = {text, found[i], in.end, in.origin, length, false, 0.0};
+        int kept = 0;
+        for (int i = 0; i < search.count; i++) {
+            int32_t position = search.found[i];
+            const Document& in = documents_[numbers_[position - 1]];
+            int length = agreement(text, position, in.start, end, size);
+            if (length > 0 && position < in.end) to[kept++] = {text, position, in.end, in.origin, length, false, 0.0};
         }
         return kept;
     }
@@ -558,73 +616,96 @@ public:
     int64_t propose(const int64_t* handles, const int64_t* limits, int64_t several, double least, const Drafts& to,
                     int64_t* counts) {
         int64_t total = 0;
-        for (int64_t i = -3 * AHEAD; i < several; i++) {
-            // the memory of later rows is asked for while this one is computed
-            if (const Row* row = at(handles, i + 3 * AHEAD, several)) __builtin_prefetch(row);
-            if (const Row* row = at(handles, i + 2 * AHEAD, several)) fetch(*row, &Index::fetch);
-            if (const Row* row = at(handles, i + AHEAD, several)) fetch(*row, &Index::fetch_texts);
-            if (i < 0) continue;
-            Drafts here{to.tokens + total, to.acceptance + total, to.sources + total};
-            counts[i] = handles[i] < 0 ? 0 : propose(*rows_[handles[i]], int(limits[i]), least, here);
-            total += counts[i];
+        for (int64_t i = 0; i < several; i += SEARCHES) {
+            int together = int(several - i < SEARCHES ? several - i : SEARCHES);
+            match(handles + i, together);
+            for (int64_t row = i + together; row < several && row < i + 2 * SEARCHES; row++)
+                if (handles[row] >= 0) __builtin_prefetch(rows_[handles[row]].get());
+            for (int j = 0; j < together; j++) {
+                counts[i + j] = 0;
+                if (handles[i + j] < 0) continue;
+                Drafts here{to.tokens + total, to.acceptance + total, to.sources + total};
+                counts[i + j] = rows_[handles[i + j]]->build(matches_[j], matched_[j], int(limits[i + j]), least,
+                                                              calibration, here);
+                total += counts[i + j];
+            }
         }
         return total;
     }
 
 private:
-    static constexpr int64_t AHEAD = 2;  // rows
     int smallest_, largest_;
     bool votes_;
     std::unique_ptr<Pool> pool_;
     std::vector<std::unique_ptr<Row>> rows_;
     std::vector<int64_t> free_;
 
-    const Row* at(const int64_t* handles, int64_t i, int64_t several) const {
-        return 0 <= i && i < several && handles[i] >= 0 ? rows_[handles[i]].get() : nullptr;
-    }
+    Search searches_[SEARCHES];
+    Match matches_[SEARCHES][MOST_MATCHES];
+    int matched_[SEARCHES];
 
-    void fetch(const Row& row, void (Index::*what)(const Token*, size_t) const) const {
-        const std::vector<Token>& text = row.index.tokens;
-        (row.index.*what)(text.data() + text.size(), text.size());
-        if (pool_) (pool_->index().*what)(text.data() + text.size(), text.size());
-    }
-
-    int propose(Row& row, int limit, double least, const Drafts& to) {
-        Match matches[MOST_MATCHES];
-        int count = votes_ ? every(row, matches) : longest(row, matches);
-        return row.build(matches, count, limit, least, calibration, to);
-    }
-
-    static int own(const Row& row, Match* to) {
-        const std::vector<Token>& text = row.index.tokens;
-        int32_t found[KEPT + 1], size = int32_t(text.size());
-        const Token* end = text.data() + size;
-        int count = row.index.find(end, text.size(), found), kept = 0;
+    // Finds the matches of up to SEARCHES rows.
+    void match(const int64_t* handles, int several) {
+        Search* going[SEARCHES];
+        int count = 0;
+        for (int i = 0; i < several; i++) {
+            if (handles[i] < 0) continue;
+            const Index& index = rows_[handles[i]]->index;
+            searches_[i].begin(index, index.tokens.data() + index.tokens.size(), index.tokens.size());
+            going[count++] = &searches_[i];
+        }
+        finish(going, count);
+        count = 0;
+        for (int i = 0; i < several; i++) {
+            matched_[i] = 0;
+            if (handles[i] < 0) continue;
+            const Row& row = *rows_[handles[i]];
+            matched_[i] = own(row, searches_[i], matches_[i]);
+            if (!votes_) matched_[i] = longest(matches_[i], matched_[i]);
+            if (!pool_ || sure(matches_[i], matched_[i])) continue;
+            const std::vector<Token>& text = row.index.tokens;
+            searches_[i].begin(pool_->index(), text.data() + text.size(), text.size());
+            going[count++] = &searches_[i];
+        }
+        finish(going, count);
+        for (int i = 0; i < count; i++) pool_->fetch(*going[i]);
         for (int i = 0; i < count; i++) {
-            if (found[i] >= size) continue;
-            int origin = found[i] < row.prompt_tokens ? PROMPT : OUTPUT;
-            to[kept++] = {text.data(), found[i], size, origin, agreement(text.data(), found[i], 0, end, text.size()),
+            int64_t at = going[i] - searches_;
+            const std::vector<Token>& text = rows_[handles[at]]->index.tokens;
+            matched_[at] += pool_->matches(*going[i], text.data() + text.size(), text.size(),
+                                           matches_[at] + matched_[at]);
+        }
+    }
+
+    static int own(const Row& row, const Search& search, Match* to) {
+        const std::vector<Token>& text = row.index.tokens;
+        int32_t size = int32_t(text.size());
+        const Token* end = text.data() + size;
+        int kept = 0;
+        for (int i = 0; i < search.count; i++) {
+            int32_t position = search.found[i];
+            if (position >= size) continue;
+            int origin = position < row.prompt_tokens ? PROMPT : OUTPUT;
+            to[kept++] = {text.data(), position, size, origin, agreement(text.data(), position, 0, end, text.size()),
                           true, 0.0};
         }
         return kept;
     }
 
-    int every(const Row& row, Match* to) const {
-        int count = own(row, to);
-        const std::vector<Token>& text = row.index.tokens;
-        for (int i = 0; i < count; i++)
-            if (to[i].length >= SURE_LENGTH) return count;
-        return pool_ ? count + pool_->matches(text.data() + text.size(), text.size(), to + count) : count;
+    // Whether a match is long enough to do without other records' texts.
+    static bool sure(const Match* matches, int count) {
+        return std::any_of(matches, matches + count, [](const Match& match) { return match.length >= SURE_LENGTH; });
     }
 
-    int longest(const Row& row, Match* to) const {
-        int count = own(row, to), best = 0;
+    // Keeps the longest match; returns how many are left.
+    int longest(Match* matches, int count) const {
+        int best = 0;
         auto rank = [this](const Match& match) { return match.length < largest_ ? match.length : largest_; };
         for (int i = 1; i < count; i++)
-            if (rank(to[i]) >= rank(to[best])) best = i;  // ties: the latest, and positions rise
+            if (rank(matches[i]) >= rank(matches[best])) best = i;  // ties: the latest, and positions rise
         if (!count) return 0;
-        to[0] = to[best];
-        to[0].origin = PROMPT;
+        matches[0] = matches[best];
+        matches[0].origin = PROMPT;
         return 1;
     }
 };
