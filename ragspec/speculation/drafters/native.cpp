@@ -495,6 +495,12 @@ public:
         return step;
     }
 
+    // Asks for the memory that extend() needs.
+    void fetch() const {
+        __builtin_prefetch(index.tokens.data() + index.tokens.size());
+        if (!chain_.empty()) __builtin_prefetch(chain_.data() + at_);
+    }
+
     void extend(const Token* tokens, size_t count, Calibration& calibration) {
         for (size_t i = 0; i < count && !chain_.empty(); i++) {
             bool right = chain_[at_].token == tokens[i];
@@ -594,8 +600,15 @@ public:
         return handle;
     }
 
-    void extend(int64_t handle, const Token* tokens, size_t count) {
-        rows_[handle]->extend(tokens, count, calibration);
+    // Adds tokens to several rows. Row after row, memory is asked for before it is needed.
+    void extend(const int64_t* handles, const int64_t* counts, int64_t several, const Token* tokens) {
+        for (int64_t i = -2 * AHEAD; i < several; i++) {
+            if (i + 2 * AHEAD < several) __builtin_prefetch(rows_[handles[i + 2 * AHEAD]].get());
+            if (i >= -AHEAD && i + AHEAD < several) rows_[handles[i + AHEAD]]->fetch();
+            if (i < 0) continue;
+            rows_[handles[i]]->extend(tokens, size_t(counts[i]), calibration);
+            tokens += counts[i];
+        }
     }
 
     // Does what the next drafts do not need.
@@ -634,6 +647,7 @@ public:
     }
 
 private:
+    static constexpr int64_t AHEAD = 3;  // rows
     int smallest_, largest_;
     bool votes_;
     std::unique_ptr<Pool> pool_;
@@ -806,8 +820,7 @@ int64_t ragspec_drafter_open(void* drafter, const int32_t* prompt, int64_t count
 int64_t ragspec_drafter_extend(void* drafter, const int64_t* rows, const int64_t* counts, int64_t several,
                                const int32_t* tokens) {
     try {
-        for (int64_t i = 0; i < several; tokens += counts[i], i++)
-            at(drafter).extend(rows[i], tokens, size_t(counts[i]));
+        at(drafter).extend(rows, counts, several, tokens);
         return 0;
     } catch (...) {
         return -1;
