@@ -108,7 +108,9 @@ class Drafting:
         try:
             self._proposer.settle()
         except MAY_BE_MEMORY as error:
-            self._failed(out_of_memory(error))
+            reason = out_of_memory(error)
+            if not self._pause:
+                self._failed(reason)
 
     def _failed(self, reason: str) -> None:
         """Pause, longer with each failure."""
