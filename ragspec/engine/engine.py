@@ -79,11 +79,11 @@ class Drafting:
         self._pause = 0  # remaining steps without drafts, after a failure
         self._failures = 0
         self._worked = False  # whether a model ran for this step's drafts
-        self._asking_s = 0.0  # time spent in the proposer
+        self.asking_s = 0.0  # of this step, spent in the proposer
 
     def drafts(self, rows: Sequence[RequestState], prefill_tokens: int) -> list[Draft]:
         """Return a draft per row. prefill_tokens: tokens of the step that belong to other rows."""
-        self._worked, self._asking_s = False, 0.0
+        self._worked, self.asking_s = False, 0.0
         if rows and self._plain is not None:
             self._expected_s = self._plain(len(rows), len(rows), reach_of(rows))
         if not rows or self._pause:
@@ -101,7 +101,7 @@ class Drafting:
         try:
             return self._ask(rows, prefill_tokens)
         finally:
-            self._asking_s = time.perf_counter() - started
+            self.asking_s = time.perf_counter() - started
 
     def settle(self) -> None:
         """Let drafters do what the step under way does not need."""
@@ -144,7 +144,7 @@ class Drafting:
         drafters settled.
         """
         decoding = [item for item in work if item.decodes]
-        asking_s = self._asking_s
+        asking_s = self.asking_s
         if asking_s:
             asking_s += settling_s
         else:
@@ -280,9 +280,8 @@ class Engine:
         timer, failure = StepTimer(), None
         try:
             self._begin(scheduler, starts)
-            timer.begun()
             work = self._plan(scheduler)
-            timer.drafted()
+            timer.planned(self._drafting.asking_s)
             fits = self._reserve(scheduler, work)
         except MAY_BE_MEMORY as error:
             failure = out_of_memory(error)

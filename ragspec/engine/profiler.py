@@ -44,7 +44,7 @@ class StepTimer:
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
-        self._begun = self._drafted = self._started
+        self._planned, self._asking = self._started, 0.0
         self._aside = 0.0  # seconds of others' work
         self._settling = 0.0  # seconds of drafting after the launch, of which the forward knows nothing
         self._overlapped = 0.0  # the same beside a device that computes
@@ -76,13 +76,9 @@ class StepTimer:
         """Return the seconds of drafting for which the step waited after its launch."""
         return self._settling
 
-    def begun(self) -> None:
-        """Mark the start of drafting, after new rows got their slots."""
-        self._begun = time.perf_counter()
-
-    def drafted(self) -> None:
-        """Mark the end of drafting and the start of the forward."""
-        self._drafted = time.perf_counter()
+    def planned(self, asking_s: float) -> None:
+        """Mark the start of the forward. asking_s: seconds before it in which drafters were asked."""
+        self._planned, self._asking = time.perf_counter(), asking_s
 
     def count(self, work: Sequence[ScheduledRequest], written: int, clock: Clock, cost: StepCost | None) -> float:
         """Add the step, which ends now, to `clock` and `cost`; return its seconds.
@@ -97,8 +93,8 @@ class StepTimer:
         if not tokens + prefill:
             return spent
         share = tokens / (tokens + prefill)
-        forward_s = ended - self._drafted - self._settling
-        clock.drafting_s += self._drafted - self._begun + self._settling
+        forward_s = ended - self._planned - self._settling
+        clock.drafting_s += self._asking + self._settling
         clock.drafting_overlapped_s += self._overlapped
         clock.prompt_tokens += prefill
         clock.decode_s += share * spent

@@ -76,9 +76,8 @@ def test_drafting_is_parted_into_what_a_step_waits_for_and_what_is_done_beside_i
     monkeypatch.setattr(profiler.time, "perf_counter", lambda: now[0])
     clock, cost = Clock(), StepCost([(1, 4.0)])
     timer = StepTimer()
-    timer.begun()
-    now[0] += 3
-    timer.drafted()
+    now[0] += 4
+    timer.planned(3)
     now[0] += 1
     with timer.settling(overlapped):
         now[0] += 2
@@ -88,6 +87,6 @@ def test_drafting_is_parted_into_what_a_step_waits_for_and_what_is_done_beside_i
     seconds = timer.count([item], 1, clock, cost)
     assert (clock.drafting_s, clock.drafting_overlapped_s) == ((3, 2) if overlapped else (5, 0))
     assert timer.settling_s == (0 if overlapped else 2)
-    assert (seconds, clock.decode_s) == (7, 7)
+    assert (seconds, clock.decode_s) == (8, 8)
     # beside a device, settling is part of the forward's 4 s; alone, the forward took 2
     assert (cost(1, 1, 0) < 4.0) == (not overlapped)
