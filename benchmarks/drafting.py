@@ -1,5 +1,7 @@
 """What drafting takes on the host: microseconds a row and step, in C++ and in Python.
 
+Critical is what stands between a step's result and the next launch; overlapped is done while the model computes.
+
     python benchmarks/drafting.py RECORDS --rows 64
 
 RECORDS: records with "query" and "contexts", or answers that a run recorded ("prompt_token_ids", "token_ids"). Tokens
@@ -18,12 +20,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
+from statistics import median
 from typing import cast
 
 from ragspec.engine.proposers.base import LONGEST, cut
 from ragspec.engine.request_state import RequestState
 from ragspec.speculation.draft_length import least_acceptance
-from ragspec.speculation.drafters.base import Drafter, RowDrafter, propose_all
+from ragspec.speculation.drafters.base import Drafter, RowDrafter, propose_all, settle
 from ragspec.speculation.drafters.calibration import follow_to
 from ragspec.speculation.methods import HF, DrafterSettings, drafters_on
 from ragspec.speculation.step_cost import StepCost
@@ -34,7 +37,8 @@ WRONG = 0.06  # share of an answer's words that no passage has
 LEAST_RECORDS = 1000  # fewer come again, with other answers
 WARM = 8  # records and steps before those that count
 SENTENCES = 4  # of a passage, in an answer
-PARTS = ("open", "propose", "cut", "extend", "close")
+CRITICAL = ("propose", "cut", "extend")  # between a step's result and the next launch
+OVERLAPPED = ("open", "settle", "close")  # while the model computes
 
 
 @dataclass
@@ -50,9 +54,8 @@ class Text:
 class Spent:
     """Seconds of the parts of drafting, and what they were for."""
 
-    seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("open", "propose", "cut", "extend", "close"), 0.0)
-    )
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*CRITICAL, *OVERLAPPED), 0.0))
+    critical: list[float] = field(default_factory=list)  # seconds a row of each step
     rows: int = 0  # rows of all steps
     steps: int = 0
     drafted: int = 0
@@ -64,6 +67,10 @@ class Spent:
         now = time.perf_counter()
         self.seconds[part] += now - since
         return now
+
+    def between(self) -> float:
+        """Return the seconds so far between a step's result and the next launch."""
+        return sum(self.seconds[part] for part in CRITICAL)
 
 
 class Words:
@@ -117,6 +124,7 @@ def replay(drafter: Drafter, texts: list[Text], rows: int, cost: StepCost | None
     """Return what drafting for `rows` rows at once took."""
     spent, coming = Spent(), cycle(texts)
     here: list[tuple[RowDrafter, list[int], int]] = []
+    done: list[RowDrafter] = []
     while spent.steps < steps:
         while len(here) < rows:
             text = next(coming)
@@ -126,13 +134,18 @@ def replay(drafter: Drafter, texts: list[Text], rows: int, cost: StepCost | None
             spent.indexed += len(text.prompt)
             row.extend(text.answer[:1])
             here.append((row, text.answer, 1))
-        began = time.perf_counter()
+        before, began = spent.between(), time.perf_counter()
         if cost is not None:
             follow_to(drafter, least_acceptance(len(here), cost, 0))
         drafts = propose_all(drafter, [row for row, _, _ in here], [longest] * len(here))
         began = spent.add("propose", began)
         drafts = cut(drafts, cast(Sequence[RequestState], Rows(len(here))), cost, 0)
-        spent.add("cut", began)
+        began = spent.add("cut", began)  # the model computes from here on
+        settle(drafter)
+        began = spent.add("settle", began)
+        for row in done:
+            row.close()
+        spent.add("close", began)
         fresh = []
         for (_, answer, at), draft in zip(here, drafts, strict=True):
             right = 0
@@ -141,19 +154,16 @@ def replay(drafter: Drafter, texts: list[Text], rows: int, cost: StepCost | None
                     break
                 right += 1
             fresh.append(answer[at : at + right + 1])
-        spent.rows, spent.steps = spent.rows + len(here), spent.steps + 1
         spent.drafted += sum(len(draft.token_ids) for draft in drafts)
         spent.written += sum(map(len, fresh))
         began = time.perf_counter()
         for (row, _, _), token_ids in zip(here, fresh, strict=True):
             row.extend(token_ids)
         spent.add("extend", began)
+        spent.critical.append((spent.between() - before) / len(here))
+        spent.rows, spent.steps = spent.rows + len(here), spent.steps + 1
         now = [(row, answer, at + len(token_ids)) for (row, answer, at), token_ids in zip(here, fresh, strict=True)]
         done = [row for row, answer, at in now if at >= len(answer)]
-        began = time.perf_counter()
-        for row in done:
-            row.close()
-        spent.add("close", began)
         spent.indexed += sum(len(answer) for _, answer, at in now if at >= len(answer))
         here = [each for each in now if each[2] < len(each[1])]
     return spent
@@ -176,12 +186,14 @@ class Row:
 def report(name: str, spent: Spent) -> None:
     """Print the microseconds of each part."""
     each = {part: 1e6 * seconds / spent.rows for part, seconds in spent.seconds.items()}
-    total = each["propose"] + each["cut"] + each["extend"]
+    critical = sum(each[part] for part in CRITICAL)
+    parts = ", ".join(f"{part} {each[part]:.1f}" for part in CRITICAL)
+    overlapped = ", ".join(f"{part} {each[part]:.1f}" for part in OVERLAPPED)
     indexing = 1e6 * (spent.seconds["open"] + spent.seconds["close"]) / spent.indexed
     print(
-        f"{name}: {total:.1f} us a row and step (propose {each['propose']:.1f}, cut {each['cut']:.1f}, extend "
-        f"{each['extend']:.1f}), {indexing:.2f} us a token to index; {spent.drafted / spent.rows:.1f} tokens drafted "
-        f"and {spent.written / spent.rows:.2f} written a row and step"
+        f"{name}: {critical:.1f} us a row and step critical (median step {1e6 * median(spent.critical):.1f}; {parts}), "
+        f"{sum(each[part] for part in OVERLAPPED):.1f} overlapped ({overlapped}); {indexing:.2f} us a token to index; "
+        f"{spent.drafted / spent.rows:.1f} tokens drafted and {spent.written / spent.rows:.2f} written a row and step"
     )
 
 

@@ -330,6 +330,7 @@ class EngineBackend:
         spent = clock.prefill_s + clock.decode_s
         about["drafting_s"] = round(clock.drafting_s, 4)
         if self._method != PLAIN and spent:
+            about["drafting_overlapped_s"] = round(clock.drafting_overlapped_s, 4)
             about["drafting_share"] = round(clock.drafting_s / spent, 4)
         if clock.masks_s:
             forced = [proposer.forced for proposer in self._proposers.values() if isinstance(proposer, RowProposer)]

@@ -31,7 +31,8 @@ class Clock:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     decode_tokens: int = 0
-    drafting_s: float = 0.0  # included in the two above
+    drafting_s: float = 0.0  # between a step's result and the next launch; included in the two above
+    drafting_overlapped_s: float = 0.0  # beside a device that computes
     masks_s: float = 0.0  # of grammars; included in the two above
     steps: int = 0  # that decode
     drafted_steps: int = 0
@@ -43,8 +44,10 @@ class StepTimer:
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
-        self._begun = self._drafted = self._started
+        self._planned, self._asking = self._started, 0.0
         self._aside = 0.0  # seconds of others' work
+        self._settling = 0.0  # seconds of drafting after the launch, of which the forward knows nothing
+        self._overlapped = 0.0  # the same beside a device that computes
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -55,13 +58,27 @@ class StepTimer:
         finally:
             self._aside += time.perf_counter() - started
 
-    def begun(self) -> None:
-        """Mark the start of drafting, after new rows got their slots."""
-        self._begun = time.perf_counter()
+    @contextmanager
+    def settling(self, overlapped: bool) -> Iterator[None]:
+        """Count the time that the body takes as drafting. overlapped: a device computes beside it."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - started
+            if overlapped:
+                self._overlapped += spent
+            else:
+                self._settling += spent
 
-    def drafted(self) -> None:
-        """Mark the end of drafting and the start of the forward."""
-        self._drafted = time.perf_counter()
+    @property
+    def settling_s(self) -> float:
+        """Return the seconds of drafting for which the step waited after its launch."""
+        return self._settling
+
+    def planned(self, asking_s: float) -> None:
+        """Mark the start of the forward. asking_s: seconds before it in which drafters were asked."""
+        self._planned, self._asking = time.perf_counter(), asking_s
 
     def count(self, work: Sequence[ScheduledRequest], written: int, clock: Clock, cost: StepCost | None) -> float:
         """Add the step, which ends now, to `clock` and `cost`; return its seconds.
@@ -76,7 +93,9 @@ class StepTimer:
         if not tokens + prefill:
             return spent
         share = tokens / (tokens + prefill)
-        clock.drafting_s += self._drafted - self._begun
+        forward_s = ended - self._planned - self._settling
+        clock.drafting_s += self._asking + self._settling
+        clock.drafting_overlapped_s += self._overlapped
         clock.prompt_tokens += prefill
         clock.decode_s += share * spent
         clock.prefill_s += (1 - share) * spent
@@ -86,9 +105,9 @@ class StepTimer:
         clock.steps += 1
         clock.drafted_steps += any(item.draft.token_ids for item in decoding)
         if cost is not None and prefill:
-            cost.observe_beside(tokens + prefill, ended - self._drafted)
+            cost.observe_beside(tokens + prefill, forward_s)
         elif cost is not None:
-            cost.observe(tokens, len(decoding), reach_of([item.row for item in decoding]), ended - self._drafted)
+            cost.observe(tokens, len(decoding), reach_of([item.row for item in decoding]), forward_s)
         return spent
 
 

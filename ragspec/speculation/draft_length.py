@@ -46,11 +46,11 @@ def allocate_flat(
     """
     rows = len(counts)
     ordered = np.sort(acceptances)[::-1]  # candidates, best first
-    least_rate = rows / cost(rows, rows, reach) * LEAST_GAIN
+    least_rate, token_s = break_even(rows, cost, reach, prefill_tokens)
     best, rate = _best(ordered, rows, cost, reach, least_rate)
     ends = np.cumsum(counts)
-    if prefill_tokens:
-        chosen = acceptances > rate * cost.marginal(prefill_tokens + rows, reach)
+    if token_s is not None:
+        chosen = acceptances > rate * token_s
     elif not best:
         return np.zeros(rows, np.int64)
     else:
@@ -65,6 +65,15 @@ def allocate_flat(
     np.cumsum(chosen, out=before[1:])
     taken: np.ndarray = before[ends] - before[ends - counts]
     return taken
+
+
+def break_even(rows: int, cost: Cost, reach: int, prefill_tokens: int) -> tuple[float, float | None]:
+    """Return the tokens per second that drafts must exceed, and the seconds of a draft token beside prompts.
+
+    The latter is None without prompts.
+    """
+    token_s = cost.marginal(prefill_tokens + rows, reach) if prefill_tokens else None
+    return rows / cost(rows, rows, reach) * LEAST_GAIN, token_s
 
 
 def least_acceptance(rows: int, cost: Cost, reach: int, prefill_tokens: int = 0) -> float:

@@ -324,6 +324,16 @@ def test_out_of_memory_costs_rows_but_no_record(loaded, tiny, plain, monkeypatch
     assert any("OutOfMemoryError" in note for note in answers.engine.notes)
 
 
+def test_prompts_that_cannot_be_read_cost_drafts_but_no_record(loaded, tiny, plain):
+    class Short(ContextDrafter):
+        def open(self, prompt, passages=()):
+            raise MemoryError("drafting")
+
+    outcomes = answers(loaded, tiny, RowProposer(Short(), 3, None), rows=8)
+    assert ids(outcomes) == plain
+    assert 1 <= sum("drafting failed" in note for note in answers.engine.notes) < 4  # pauses grow
+
+
 def test_what_was_copied_is_cited_with_its_passage(loaded, tiny, plain):
     """Passages made of what the model is going to say are found again, token for token."""
     tokenizer = loaded(tiny)[1]

@@ -1,14 +1,19 @@
 """The watch: every second of a forward in one part, bounds by hand, and nothing left behind."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from ragspec.engine import profiler
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.kv_splits import PrefixGroup
 from ragspec.engine.model.layout import Segment
 from ragspec.engine.native.kernels import build
-from ragspec.engine.profiler import ATTENTION, DECODING, LINEAR, PROMPTS, Profiler
+from ragspec.engine.profiler import ATTENTION, DECODING, LINEAR, PROMPTS, Clock, Profiler, StepTimer
 from ragspec.host.compiler import Unbuilt
+from ragspec.speculation.drafters.base import Draft
+from ragspec.speculation.step_cost import StepCost
 from tests.engine.test_linear import llama
 
 WEIGHTS = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48) + 300 * 32  # of the linear layers of llama()
@@ -63,3 +68,25 @@ def test_nothing_is_left_behind_and_nothing_changes(model):
     assert watch.to_json()[PROMPTS]["steps"] == steps == 1
     assert model.watch is None
     assert not any(module._forward_hooks for module in model.inner.modules() if type(module) is torch.nn.Linear)
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_drafting_is_parted_into_what_a_step_waits_for_and_what_is_done_beside_it(overlapped, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(profiler.time, "perf_counter", lambda: now[0])
+    clock, cost = Clock(), StepCost([(1, 4.0)])
+    timer = StepTimer()
+    now[0] += 4
+    timer.planned(3)
+    now[0] += 1
+    with timer.settling(overlapped):
+        now[0] += 2
+    now[0] += 1
+    row = SimpleNamespace(tokens=[1, 2])
+    item = SimpleNamespace(row=row, token_ids=[1], draft=Draft(), decodes=True)
+    seconds = timer.count([item], 1, clock, cost)
+    assert (clock.drafting_s, clock.drafting_overlapped_s) == ((3, 2) if overlapped else (5, 0))
+    assert timer.settling_s == (0 if overlapped else 2)
+    assert (seconds, clock.decode_s) == (8, 8)
+    # beside a device, settling is part of the forward's 4 s; alone, the forward took 2
+    assert (cost(1, 1, 0) < 4.0) == (not overlapped)

@@ -1,6 +1,8 @@
 """The drafters in C++ draft what the ones in Python draft, and the latter are used where nothing can be compiled."""
 
+import itertools
 import json
+import operator
 import random
 import shutil
 from pathlib import Path
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from ragspec.engine.proposers.base import RowProposer
 from ragspec.host import compiler
+from ragspec.speculation.draft_length import allocate
 from ragspec.speculation.drafters import context, native
 from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.drafters.calibration import follow_to, judged
@@ -71,6 +74,9 @@ class Both:
             self.drafted += len(wanted.token_ids)
         return expected
 
+    def settle(self):
+        self.drafters[1].settle()
+
     def compare_statistics(self):
         expected, found = (drafter.calibration for drafter in self.drafters)
         assert (found.trials, found.hits) == (expected.trials, expected.hits)
@@ -99,6 +105,7 @@ ACTIONS = st.one_of(
     st.tuples(st.just("accept"), KEYS, st.integers(0, 5)),
     st.tuples(st.just("close"), KEYS),
     st.tuples(st.just("drop"), KEYS),
+    st.tuples(st.just("settle")),
     st.tuples(st.just("follow"), st.sampled_from([0.0, 0.05, 0.3, 0.7])),
     st.tuples(st.just("propose"), st.lists(st.integers(-1, 40), min_size=4, max_size=4)),
 )
@@ -115,6 +122,8 @@ def test_drafts_are_equal_whatever_happens(name, actions):
             both.open(*values)
         elif action == "follow":
             both.follow_to(*values)
+        elif action == "settle":
+            both.settle()
         elif action == "propose":
             drafts = both.propose({key: values[0][key] for key in both.rows})
         elif values[0] not in both.rows:
@@ -146,6 +155,8 @@ def test_drafts_are_equal_over_long_texts(name, monkeypatch):
                 phrase = chance.choice(phrases)
                 both.extend(key, phrase[: chance.randint(0, 9)])
             both.propose({key: chance.randint(0, 32) for key in both.rows})
+            if chance.random() < 0.5:
+                both.settle()
     both.compare_statistics()
     assert both.drafted > 200
 
@@ -218,6 +229,47 @@ def test_a_batch_is_cut_as_its_drafts_are():
     assert batch[:2] == list(batch)[:2]
 
 
+CHAINS = st.lists(st.sampled_from([1.0, 0.9, 0.5, 0.5, 0.25, 0.1]), max_size=6)  # of few values, so that many are equal
+COSTS = st.sampled_from(
+    [
+        StepCost([(1, 0.020), (8, 0.020), (40, 0.024), (60, 0.060)]),
+        StepCost([(1, 0.010)], 1e-6, 1e-5),
+        StepCost([(1, 0.01), (2, 0.02)]),
+    ]
+)
+
+
+@COMPILED
+@settings(max_examples=300)
+@given(st.lists(CHAINS, min_size=1, max_size=12), COSTS, st.sampled_from([0, 0, 20]), st.randoms())
+def test_lengths_that_pay_are_those_of_python(chains, cost, prefill_tokens, chance):
+    acceptances = [list(itertools.accumulate(chain, operator.mul)) for chain in chains]
+    counts = native.np.array([len(chain) for chain in chains])
+    total = int(counts.sum())
+    tokens = native.np.array([chance.randrange(99) for _ in range(total)], native.np.int32)
+    sources = native.np.array([chance.randrange(-1, 9) for _ in range(total)], native.np.int32)
+    flat = native.np.array([value for chain in acceptances for value in chain], float)
+    batch = native.DraftBatch(tokens, flat, sources, counts)
+    lengths = allocate(acceptances, cost, 100, prefill_tokens)
+    whole = list(batch)
+    assert [draft.cumulative_acceptance for draft in whole] == acceptances
+    assert batch.paying(cost, 100, prefill_tokens) == [
+        draft.cut(length) for draft, length in zip(whole, lengths, strict=True)
+    ]
+
+
+@COMPILED
+def test_a_draft_of_a_batch_is_like_any_other():
+    kept = native_context().open([5, 6, 7, 5, 6]).propose(3)
+    draft = Draft(kept.token_ids, list(kept.cumulative_acceptance), list(kept.sources))
+    assert draft.sources == [2, 3, 4]
+    assert (kept, kept.cut(2)) == (draft, draft.cut(2))
+    assert kept != draft.cut(2)
+    assert kept != "a draft"
+    with pytest.raises(AttributeError):
+        _ = kept.nothing
+
+
 @COMPILED
 @pytest.mark.parametrize("num_tokens", [None, 5])
 @pytest.mark.parametrize("forced", [False, True])
@@ -243,11 +295,75 @@ def test_a_proposer_drafts_the_same_with_either(num_tokens, forced):
             drafted += len(draft.token_ids)
         guesses = [proposer.guess(rows) for proposer in proposers]
         assert [draft.token_ids for draft in guesses[0]] == [draft.token_ids for draft in guesses[1]]
+        for proposer in proposers[step % 3 :]:
+            proposer.settle()
         for row, draft in zip(rows, python, strict=True):
             for proposer in proposers:
                 proposer.extend(row, [*draft.token_ids[:3], step % 9])
             row.room -= 1
     assert drafted > 100
+
+
+class Logged:
+    """A drafter that writes down what is asked of it."""
+
+    def __init__(self):
+        self.log = []
+
+    def open(self, prompt, passages=()):
+        self.log.append("open")
+        return self
+
+    def propose(self, limit):
+        self.log.append("propose")
+        return Draft([1])
+
+    def extend(self, token_ids):
+        self.log.append(list(token_ids))
+
+    def close(self):
+        self.log.append("close")
+
+    def settle(self):
+        self.log.append("settle")
+
+
+def row_of(place, answer=()):
+    request = SimpleNamespace(token_ids=[1, 2], passages=[])
+    return SimpleNamespace(
+        request=request, place=place, room=9, grammar=None, written=len(answer), tokens=[1, 2, *answer], prompt_tokens=2
+    )
+
+
+def test_prompts_are_read_and_answers_shared_while_the_model_computes():
+    drafter, row, other = Logged(), row_of(0), row_of(1, [3])
+    proposer = RowProposer(drafter, 4, None)
+    proposer.admit(row, 0, 0)
+    proposer.admit(other, 1, 0)
+    assert drafter.log == []
+    proposer.propose([row], 0)  # it was ready at once
+    assert drafter.log == ["open", "propose"]
+    proposer.settle()
+    assert drafter.log[2:] == ["open", [3], "settle"]
+    proposer.extend(row, [4, 5])
+    proposer.finish(row)
+    assert drafter.log[5:] == [[4, 5]]
+    proposer.settle()
+    assert drafter.log[6:] == ["close", "settle"]
+
+
+def test_a_prompt_that_could_not_be_read_is_tried_again_with_all_that_was_written_since(monkeypatch):
+    drafter, row = Logged(), row_of(0)
+    proposer = RowProposer(drafter, 4, None)
+    proposer.admit(row, 0, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(drafter, "open", lambda *text: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            proposer.settle()
+    row.tokens, row.written = [1, 2, 7], 1
+    proposer.extend(row, [7])
+    proposer.settle()
+    assert drafter.log == ["open", [7], "settle"]
 
 
 class Forcing:
@@ -300,6 +416,39 @@ def test_no_compiler_is_one_note_and_python_drafts(uncompiled):
         "drafting: ragspec's Python code is used, which is slower, because there is no C++ compiler (g++)"
     ]
     assert drafters["context"].open([5, 6, 7, 5, 6]).propose(3).token_ids == [7, 5, 6]
+
+
+@pytest.mark.slow
+def test_a_compiler_that_fails_is_one_note_and_python_drafts(uncompiled, tmp_path, monkeypatch):
+    failing = tmp_path / "failing"
+    failing.write_text("#!/bin/sh\ntest $1 = --version || { echo no space >&2; exit 1; }\n", encoding="utf-8")
+    failing.chmod(0o755)
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: str(failing))
+    drafters = drafters_on(HF, "auto", DrafterSettings())
+    assert {type(drafter) for drafter in drafters.values()} == {ContextDrafter, PromptLookup}
+    (note,) = notes_on(drafters.values())
+    assert note.endswith("slower, because failing failed: no space")
+
+
+@COMPILED
+@pytest.mark.slow
+@pytest.mark.parametrize("cached", ["nowhere", "damaged"])
+def test_a_cache_that_cannot_be_used_is_done_without(cached, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAGSPEC_CACHE", str(tmp_path / "cache"))
+    if cached == "nowhere":
+        (tmp_path / "cache").write_text("a file, where no folder can be made")
+    else:  # built elsewhere, or half written
+        monkeypatch.setattr(compiler, "digest_of", lambda *parts: "library")
+        (tmp_path / "cache" / "native").mkdir(parents=True)
+        (tmp_path / "cache" / "native" / "library.so").write_text("no library")
+    native.built_or_why_not.cache_clear()
+    try:
+        drafters = drafters_on(HF, "context", DrafterSettings())
+        assert type(drafters["context"]) is NativeDrafter
+        assert notes_on(drafters.values()) == []
+        assert drafters["context"].open([5, 6, 7, 5, 6]).propose(3).token_ids == [7, 5, 6]
+    finally:
+        native.built_or_why_not.cache_clear()
 
 
 def test_without_compilation_python_drafts_and_nothing_is_noted(uncompiled):

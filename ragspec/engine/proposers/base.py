@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ragspec.engine.request_state import RequestState, reach_of
-from ragspec.speculation.draft_length import allocate, allocate_flat, least_acceptance
-from ragspec.speculation.drafters.base import Draft, Drafter, RowDrafter, propose_all
+from ragspec.speculation.draft_length import allocate, least_acceptance
+from ragspec.speculation.drafters.base import Draft, Drafter, RowDrafter, propose_all, settle
 from ragspec.speculation.drafters.calibration import follow_to
 from ragspec.speculation.drafters.native import DraftBatch
 from ragspec.speculation.forced_tokens import ForcedTokens
@@ -31,6 +31,9 @@ class Proposer(Protocol):
 
     def watch(self, rows: Sequence[RequestState]) -> None:
         """Observe a step for which another proposer drafts: guess too if that is cheap, to learn from the result."""
+
+    def settle(self) -> None:
+        """Do what the step under way does not need. Called while the model computes."""
 
     def extend(self, row: RequestState, token_ids: Sequence[int]) -> None:
         """Record that the target generated `token_ids`; row.tokens ends with them already."""
@@ -56,7 +59,7 @@ def cut(drafts: Sequence[Draft], rows: Sequence[RequestState], cost: Cost | None
     if cost is None:
         return list(drafts)
     if isinstance(drafts, DraftBatch):
-        return drafts.cut(allocate_flat(drafts.acceptance, drafts.counts, cost, reach_of(rows), prefill_tokens))
+        return drafts.paying(cost, reach_of(rows), prefill_tokens)
     lengths = allocate([draft.cumulative_acceptance for draft in drafts], cost, reach_of(rows), prefill_tokens)
     return [
         draft if draft.probabilities is not None else draft.cut(length)
@@ -76,6 +79,8 @@ class NoProposer:
 
     def watch(self, rows: Sequence[RequestState]) -> None: ...
 
+    def settle(self) -> None: ...
+
     def extend(self, row: RequestState, token_ids: Sequence[int]) -> None: ...
 
     def finish(self, row: RequestState) -> None: ...
@@ -88,7 +93,10 @@ class NoProposer:
 
 
 class RowProposer(NoProposer):
-    """A drafter without a model, extended by tokens that a row's grammar forces. num_tokens: None: as long as pays."""
+    """A drafter without a model, extended by tokens that a row's grammar forces. num_tokens: None: as long as pays.
+
+    Prompts are read, and answers shared, while the model computes.
+    """
 
     def __init__(self, drafter: Drafter, num_tokens: int | None, cost: Cost | None) -> None:
         self.forced = ForcedTokens()
@@ -96,11 +104,26 @@ class RowProposer(NoProposer):
         self._num_tokens = num_tokens
         self._cost = cost
         self._open: dict[int, RowDrafter] = {}  # by slot
+        self._unread: dict[int, RequestState] = {}  # rows whose prompts were not read yet, by slot
+        self._finished: list[RowDrafter] = []  # to be closed
 
     def admit(self, row: RequestState, donor: int, tokens: int) -> None:
-        drafter = self._open[row.place] = self._drafter.open(row.request.token_ids, row.request.passages)
+        self._open.pop(row.place, None)
+        self._unread[row.place] = row
+
+    def settle(self) -> None:
+        while self._finished:
+            self._finished.pop().close()
+        for place in list(self._unread):
+            self._read(place)
+        settle(self._drafter)
+
+    def _read(self, place: int) -> None:
+        row = self._unread[place]
+        drafter = self._open[place] = self._drafter.open(row.request.token_ids, row.request.passages)
         if row.written:  # it was preempted
             drafter.extend(row.tokens[row.prompt_tokens :])
+        del self._unread[place]
 
     def propose(self, rows: Sequence[RequestState], prefill_tokens: int) -> list[Draft]:
         cost = self.follow(rows, prefill_tokens)
@@ -124,6 +147,10 @@ class RowProposer(NoProposer):
     def _uncut(self, rows: Sequence[RequestState]) -> Sequence[Draft]:
         most = self._num_tokens or LONGEST
         limits = [min(most, row.room - 1) for row in rows]
+        if self._unread:
+            for row in rows:
+                if row.place in self._unread:
+                    self._read(row.place)
         drafts = propose_all(self._drafter, [self._open[row.place] for row in rows], limits)
         if all(row.grammar is None for row in rows):
             return drafts
@@ -133,16 +160,18 @@ class RowProposer(NoProposer):
         ]
 
     def extend(self, row: RequestState, token_ids: Sequence[int]) -> None:
-        self._open[row.place].extend(token_ids)
+        if row.place not in self._unread:
+            self._open[row.place].extend(token_ids)
         if row.grammar is not None:
             self.forced.score(row.place, token_ids)
 
     def finish(self, row: RequestState) -> None:
-        self._open.pop(row.place).close()
+        if self._unread.pop(row.place, None) is None:
+            self._finished.append(self._open.pop(row.place))
         self.forced.forget(row.place)
 
     def resize(self, rows: int) -> None:
-        self._open = {}
+        self._open, self._unread = {}, {}
 
 
 class AutoProposer(NoProposer):
@@ -170,6 +199,10 @@ class AutoProposer(NoProposer):
             return self._asked.propose(rows, prefill_tokens)
 
         return self._trial.ask(ask, lambda name: self._proposers[name].watch(rows))
+
+    def settle(self) -> None:
+        for proposer in self._proposers.values():
+            proposer.settle()
 
     def extend(self, row: RequestState, token_ids: Sequence[int]) -> None:
         for proposer in self._proposers.values():

@@ -104,7 +104,11 @@ class Drafter(Protocol):
 
 
 class BatchDrafter(Drafter, Protocol):
-    """A drafter that drafts for several records in one call."""
+    """A drafter that drafts for several records in one call.
+
+    It may also have `settle()`: work that it has put off because the next drafts do not need it. It is called while the
+    model computes.
+    """
 
     def propose_all(self, rows: Sequence[Any], limits: Sequence[int]) -> Sequence[Draft]:
         """Return what each row would propose.
@@ -122,6 +126,13 @@ def propose_all(drafter: Drafter, rows: Sequence[RowDrafter], limits: Sequence[i
         return [row.propose(limit) for row, limit in zip(rows, limits, strict=True)]
     drafts: Sequence[Draft] = together(rows, limits)
     return drafts
+
+
+def settle(drafter: Any) -> None:
+    """Let a drafter do what it has put off, if it puts anything off."""
+    do = getattr(drafter, "settle", None)
+    if do is not None:
+        do()
 
 
 # -- no drafts -------------------------------------------------------------------------------------

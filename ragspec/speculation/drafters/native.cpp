@@ -3,9 +3,11 @@
 // The arithmetic has the order of theirs, so that drafts are equal. native.py puts their constants before this text and
 // says what the functions at its end do. Limit: token ids are below 2^31.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <unordered_set>
 #include <vector>
@@ -13,6 +15,8 @@
 namespace {
 
 using Token = int32_t;
+
+constexpr int SEARCHES = 16;  // at once
 
 enum Origin { PROMPT, OUTPUT, OTHER_CONTEXT, OTHER_OUTPUT, ORIGINS };
 
@@ -44,6 +48,12 @@ private:
     uint64_t key_ = 0;
 };
 
+bool same(const Token* one, const Token* other, int n) {
+    for (int i = 1; i <= n; i++)
+        if (one[-i] != other[-i]) return false;
+    return true;
+}
+
 // The latest position of each n-gram. The text is not in it: positions are those of the caller's. 0: none.
 class Latest {
 public:
@@ -56,6 +66,14 @@ public:
     int32_t get(const Token* text, const Token* end, int n, uint32_t hash) const {
         return slots_.empty() ? 0 : slots_[find(text, end, n, hash)].position;
     }
+
+    // Asks for the memory of an n-gram's slot, so that get() need not wait for it.
+    void fetch(uint32_t hash) const {
+        if (!slots_.empty()) __builtin_prefetch(&slots_[hash & (slots_.size() - 1)]);
+    }
+
+    // Returns the position that an n-gram has if no other hash is in its slot; it may be another's.
+    int32_t likely(uint32_t hash) const { return slots_.empty() ? 0 : slots_[hash & (slots_.size() - 1)].position; }
 
     // Sets the position of the n-gram before it; returns the one that it had.
     int32_t set(const Token* text, int32_t position, int n, uint32_t hash) {
@@ -83,12 +101,6 @@ private:
         }
     }
 
-    static bool same(const Token* one, const Token* other, int n) {
-        for (int i = 1; i <= n; i++)
-            if (one[-i] != other[-i]) return false;
-        return true;
-    }
-
     void resize(size_t size) {
         std::vector<Slot> old(size, Slot{0, 0});
         old.swap(slots_);
@@ -103,6 +115,8 @@ private:
 };
 
 // A growing text and its n-grams of `smallest` to `largest` tokens. A position is the one just after an n-gram.
+//
+// Added tokens are looked through one by one until catch_up() indexes them, or there are many.
 class Index {
 public:
     std::vector<Token> tokens;
@@ -118,10 +132,14 @@ public:
     }
 
     void extend(const Token* added, size_t count) {
-        size_t start = tokens.size();
         tokens.insert(tokens.end(), added, added + count);
+        if (tokens.size() - indexed_ > size_t(MOST_UNINDEXED)) catch_up();
+    }
+
+    void catch_up() {
         before_.resize((tokens.size() + 1) * sizes());
-        for (size_t position = start + 1; position <= tokens.size(); position++) {
+        while (indexed_ < tokens.size()) {
+            size_t position = ++indexed_;
             const Token* end = tokens.data() + position;
             int32_t* before = &before_[position * sizes()] - smallest_;
             Key key;
@@ -132,32 +150,94 @@ public:
         }
     }
 
-    // Writes up to KEPT positions before which the text ends like [end - size, end), in order; returns how many.
-    int find(const Token* end, size_t size, int32_t* found) const {
-        int count = 0;
-        for (int n = size < size_t(largest_) ? int(size) : largest_; n >= smallest_ && count < KEPT; n--) {
-            int32_t position = latest_[n].get(tokens.data(), end, n, Key::of(end, n));
-            while (position && count < KEPT) {
-                int at = count;
-                while (at > 0 && found[at - 1] > position) at--;
-                if (at == 0 || found[at - 1] != position) {
-                    std::memmove(found + at + 1, found + at, size_t(count - at) * sizeof *found);
-                    found[at] = position;
-                    count++;
-                }
-                position = before_[size_t(position) * sizes() + size_t(n - smallest_)];
-            }
-        }
-        return count;
-    }
-
 private:
-    std::vector<Latest> latest_;    // by n
+    friend class Search;
+    std::vector<Latest> latest_;   // by n
     std::vector<int32_t> before_;  // by position and n: the position of the same n-gram before it
+    size_t indexed_ = 0;           // tokens
     int smallest_, largest_;
 
     size_t sizes() const { return size_t(largest_ - smallest_ + 1); }
+    const int32_t& before(int32_t position, int n) const {
+        return before_[size_t(position) * sizes() + size_t(n - smallest_)];
+    }
 };
+
+// Looks for up to KEPT positions before which a text ends like [end - size, end), longer n-grams and later positions
+// first. Each step asks for the memory that the next one reads; others' steps hide the time that it takes to come.
+class Search {
+public:
+    int count = 0;
+    int32_t found[KEPT];  // in order
+
+    void begin(const Index& index, const Token* end, size_t size) {
+        index_ = &index;
+        end_ = end;
+        n_ = longest_ = size < size_t(index.largest_) ? int(size) : index.largest_;
+        position_ = count = 0;
+        looked_up_ = false;
+        for (int n = longest_; n >= index.smallest_; n--) index.latest_[n].fetch(Key::of(end, n));
+    }
+
+    // Returns whether there are more.
+    bool step() {
+        const Index& index = *index_;
+        const Token* text = index.tokens.data();
+        if (!looked_up_) {
+            looked_up_ = true;
+            for (int n = longest_; n >= index.smallest_; n--) {
+                int32_t position = index.latest_[n].likely(Key::of(end_, n));
+                __builtin_prefetch(text + position);
+                __builtin_prefetch(&index.before(position, n));
+            }
+            return true;
+        }
+        while (n_ >= index.smallest_ && !position_) {
+            size_t first = index.indexed_ < size_t(n_) ? size_t(n_) : index.indexed_ + 1;
+            for (size_t position = index.tokens.size(); position >= first; position--) {
+                if (!same(text + position, end_, n_)) continue;
+                add(int32_t(position));
+                if (count == KEPT) return false;
+            }
+            position_ = index.latest_[n_].get(text, end_, n_, Key::of(end_, n_));
+            n_--;
+        }
+        if (!position_) return false;
+        add(position_);
+        __builtin_prefetch(text + position_);
+        position_ = index.before(position_, n_ + 1);
+        __builtin_prefetch(&index.before(position_, n_ + 1));
+        return count < KEPT;
+    }
+
+private:
+    const Index* index_;
+    const Token* end_;
+    int n_, longest_;
+    int32_t position_;
+    bool looked_up_;
+
+    void add(int32_t position) {
+        int at = count;
+        while (at > 0 && found[at - 1] > position) at--;
+        if (at > 0 && found[at - 1] == position) return;
+        std::memmove(found + at + 1, found + at, size_t(count - at) * sizeof *found);
+        found[at] = position;
+        count++;
+    }
+};
+
+// Steps through several searches in turn.
+void finish(Search* const* searches, int count) {
+    Search* left[SEARCHES];
+    std::copy(searches, searches + count, left);
+    while (count) {
+        int going = 0;
+        for (int i = 0; i < count; i++)
+            if (left[i]->step()) left[going++] = left[i];
+        count = going;
+    }
+}
 
 // Returns how many tokens before `position`, from `floor` on, agree with those before `end`, of which there are `size`.
 int agreement(const Token* text, int32_t position, int32_t floor, const Token* end, size_t size) {
@@ -193,6 +273,9 @@ class Vocabulary {
 public:
     const TokenWeights& get(Token token) const { return slots_[find(token)]; }
 
+    // Asks for the memory of a token's weights.
+    void fetch(Token token) const { __builtin_prefetch(&slots_[first(token)]); }
+
     TokenWeights& learnt(Token token) {
         if (2 * (used_ + 1) > slots_.size()) grow();
         TokenWeights& slot = slots_[find(token)];
@@ -207,10 +290,12 @@ private:
     size_t used_ = 0;
 
     size_t find(Token token) const {
-        size_t mask = slots_.size() - 1, at = uint32_t(token) * 0x9e3779b1u >> 8 & mask;
+        size_t mask = slots_.size() - 1, at = first(token);
         while (slots_[at].known && slots_[at].token != token) at = (at + 1) & mask;
         return at;
     }
+
+    size_t first(Token token) const { return uint32_t(token) * 0x9e3779b1u >> 8 & (slots_.size() - 1); }
 
     void grow() {
         std::vector<TokenWeights> old(2 * slots_.size());
@@ -251,8 +336,8 @@ public:
         int counted = origins < MOST_ORIGINS ? origins : MOST_ORIGINS;
         int first = length - depth < LONGEST_START ? length - depth : LONGEST_START;
         int deep = depth < DEEPEST ? depth : DEEPEST;
-        return {origin * LENGTH_BUCKETS + bucket_of(length), (level * MOST_ORIGINS + counted - 1) * 2 + (matches > origins),
-                first * (DEEPEST + 1) + deep, guess, before};
+        int vote = (level * MOST_ORIGINS + counted - 1) * 2 + (matches > origins);
+        return {origin * LENGTH_BUCKETS + bucket_of(length), vote, first * (DEEPEST + 1) + deep, guess, before};
     }
 
     double estimate(const Features& known) const {
@@ -297,7 +382,7 @@ struct Match {
     double weight;
 };
 
-constexpr int MOST_MATCHES = 2 * KEPT;
+constexpr int MOST_MATCHES = 2 * KEPT, FETCHED = 3, FETCHED_AHEAD = 6;
 
 // Keeps the voters for the most popular token at this step of a chain; returns how many, and their share of the weight.
 int agreeing(Match* voters, int count, int step, double& share) {
@@ -364,6 +449,7 @@ public:
         : index(smallest, largest), prompt_tokens(int32_t(count)) {
         index.reserve(count + count / 8 + 32);
         index.extend(prompt, count);
+        index.catch_up();
     }
 
     int build(Match* alive, int count, int limit, double least, const Calibration& calibration, const Drafts& to) {
@@ -373,6 +459,9 @@ public:
         const Match* leader = nullptr;
         int step = 0, origins = 1;
         for (int i = 0; i < count; i++) alive[i].weight = calibration.odds(alive[i].origin, alive[i].length);
+        for (int i = 0; i < count; i++)
+            for (int32_t at = alive[i].position - 1; at < alive[i].position + FETCHED && at < alive[i].end; at++)
+                calibration.vocabulary.fetch(alive[i].text[at]);
         for (; step < limit; step++) {
             double share = 1.0;
             if (!leader || !unanimous(alive, count, step)) {
@@ -387,6 +476,8 @@ public:
             }
             int32_t position = leader->position + step;
             if (position >= leader->end) break;
+            if (position + FETCHED_AHEAD < leader->end)
+                calibration.vocabulary.fetch(leader->text[position + FETCHED_AHEAD]);
             Token guess = leader->text[position];
             Features known = Calibration::features(leader->origin, leader->length + step, guess,
                                                    leader->text[position - 1], step, share, origins, count);
@@ -402,6 +493,12 @@ public:
         }
         if (scored) at_ = 0;
         return step;
+    }
+
+    // Asks for the memory that extend() needs.
+    void fetch() const {
+        __builtin_prefetch(index.tokens.data() + index.tokens.size());
+        if (!chain_.empty()) __builtin_prefetch(chain_.data() + at_);
     }
 
     void extend(const Token* tokens, size_t count, Calibration& calibration) {
@@ -435,18 +532,25 @@ public:
         known_.insert(key);
         int32_t start = int32_t(index_->tokens.size());
         index_->extend(text, count);
+        index_->catch_up();
         documents_.push_back({start, int32_t(index_->tokens.size()), origin});
         numbers_.resize(index_->tokens.size(), int32_t(documents_.size() - 1));
     }
 
-    int matches(const Token* end, size_t size, Match* to) const {
-        int32_t found[KEPT + 1];
-        int count = index_->find(end, size, found), kept = 0;
+    const Index& index() const { return *index_; }
+
+    void fetch(const Search& search) const {
+        for (int i = 0; i < search.count; i++) __builtin_prefetch(&numbers_[search.found[i] - 1]);
+    }
+
+    int matches(const Search& search, const Token* end, size_t size, Match* to) const {
         const Token* text = index_->tokens.data();
-        for (int i = 0; i < count; i++) {
-            const Document& in = documents_[numbers_[found[i] - 1]];
-            int length = agreement(text, found[i], in.start, end, size);
-            if (length > 0 && found[i] < in.end) to[kept++] = {text, found[i], in.end, in.origin, length, false, 0.0};
+        int kept = 0;
+        for (int i = 0; i < search.count; i++) {
+            int32_t position = search.found[i];
+            const Document& in = documents_[numbers_[position - 1]];
+            int length = agreement(text, position, in.start, end, size);
+            if (length > 0 && position < in.end) to[kept++] = {text, position, in.end, in.origin, length, false, 0.0};
         }
         return kept;
     }
@@ -496,8 +600,21 @@ public:
         return handle;
     }
 
-    void extend(int64_t handle, const Token* tokens, size_t count) {
-        rows_[handle]->extend(tokens, count, calibration);
+    // Adds tokens to several rows. Row after row, memory is asked for before it is needed.
+    void extend(const int64_t* handles, const int64_t* counts, int64_t several, const Token* tokens) {
+        for (int64_t i = -2 * AHEAD; i < several; i++) {
+            if (i + 2 * AHEAD < several) __builtin_prefetch(rows_[handles[i + 2 * AHEAD]].get());
+            if (i >= -AHEAD && i + AHEAD < several) rows_[handles[i + AHEAD]]->fetch();
+            if (i < 0) continue;
+            rows_[handles[i]]->extend(tokens, size_t(counts[i]), calibration);
+            tokens += counts[i];
+        }
+    }
+
+    // Does what the next drafts do not need.
+    void settle() {
+        for (auto& row : rows_)
+            if (row) row->index.catch_up();
     }
 
     void close(int64_t handle, bool finished) {
@@ -508,53 +625,169 @@ public:
         rows_[handle].reset();
     }
 
-    int propose(int64_t handle, int limit, double least, const Drafts& to) {
-        Row& row = *rows_[handle];
-        Match matches[MOST_MATCHES];
-        int count = votes_ ? every(row, matches) : longest(row, matches);
-        return row.build(matches, count, limit, least, calibration, to);
+    // Drafts for several rows, some of which may be closed (-1); returns how many tokens in all.
+    int64_t propose(const int64_t* handles, const int64_t* limits, int64_t several, double least, const Drafts& to,
+                    int64_t* counts) {
+        int64_t total = 0;
+        for (int64_t i = 0; i < several; i += SEARCHES) {
+            int together = int(several - i < SEARCHES ? several - i : SEARCHES);
+            match(handles + i, together);
+            for (int64_t row = i + together; row < several && row < i + 2 * SEARCHES; row++)
+                if (handles[row] >= 0) __builtin_prefetch(rows_[handles[row]].get());
+            for (int j = 0; j < together; j++) {
+                counts[i + j] = 0;
+                if (handles[i + j] < 0) continue;
+                Drafts here{to.tokens + total, to.acceptance + total, to.sources + total};
+                counts[i + j] = rows_[handles[i + j]]->build(matches_[j], matched_[j], int(limits[i + j]), least,
+                                                              calibration, here);
+                total += counts[i + j];
+            }
+        }
+        return total;
     }
 
 private:
+    static constexpr int64_t AHEAD = 3;  // rows
     int smallest_, largest_;
     bool votes_;
     std::unique_ptr<Pool> pool_;
     std::vector<std::unique_ptr<Row>> rows_;
     std::vector<int64_t> free_;
 
-    static int own(const Row& row, Match* to) {
-        const std::vector<Token>& text = row.index.tokens;
-        int32_t found[KEPT + 1], size = int32_t(text.size());
-        const Token* end = text.data() + size;
-        int count = row.index.find(end, text.size(), found), kept = 0;
+    Search searches_[SEARCHES];
+    Match matches_[SEARCHES][MOST_MATCHES];
+    int matched_[SEARCHES];
+
+    // Finds the matches of up to SEARCHES rows.
+    void match(const int64_t* handles, int several) {
+        Search* going[SEARCHES];
+        int count = 0;
+        for (int i = 0; i < several; i++) {
+            if (handles[i] < 0) continue;
+            const Index& index = rows_[handles[i]]->index;
+            searches_[i].begin(index, index.tokens.data() + index.tokens.size(), index.tokens.size());
+            going[count++] = &searches_[i];
+        }
+        finish(going, count);
+        count = 0;
+        for (int i = 0; i < several; i++) {
+            matched_[i] = 0;
+            if (handles[i] < 0) continue;
+            const Row& row = *rows_[handles[i]];
+            matched_[i] = own(row, searches_[i], matches_[i]);
+            if (!votes_) matched_[i] = longest(matches_[i], matched_[i]);
+            if (!pool_ || sure(matches_[i], matched_[i])) continue;
+            const std::vector<Token>& text = row.index.tokens;
+            searches_[i].begin(pool_->index(), text.data() + text.size(), text.size());
+            going[count++] = &searches_[i];
+        }
+        finish(going, count);
+        for (int i = 0; i < count; i++) pool_->fetch(*going[i]);
         for (int i = 0; i < count; i++) {
-            if (found[i] >= size) continue;
-            int origin = found[i] < row.prompt_tokens ? PROMPT : OUTPUT;
-            to[kept++] = {text.data(), found[i], size, origin, agreement(text.data(), found[i], 0, end, text.size()),
+            int64_t at = going[i] - searches_;
+            const std::vector<Token>& text = rows_[handles[at]]->index.tokens;
+            matched_[at] += pool_->matches(*going[i], text.data() + text.size(), text.size(),
+                                           matches_[at] + matched_[at]);
+        }
+    }
+
+    static int own(const Row& row, const Search& search, Match* to) {
+        const std::vector<Token>& text = row.index.tokens;
+        int32_t size = int32_t(text.size());
+        const Token* end = text.data() + size;
+        int kept = 0;
+        for (int i = 0; i < search.count; i++) {
+            int32_t position = search.found[i];
+            if (position >= size) continue;
+            int origin = position < row.prompt_tokens ? PROMPT : OUTPUT;
+            to[kept++] = {text.data(), position, size, origin, agreement(text.data(), position, 0, end, text.size()),
                           true, 0.0};
         }
         return kept;
     }
 
-    int every(const Row& row, Match* to) const {
-        int count = own(row, to);
-        const std::vector<Token>& text = row.index.tokens;
-        for (int i = 0; i < count; i++)
-            if (to[i].length >= SURE_LENGTH) return count;
-        return pool_ ? count + pool_->matches(text.data() + text.size(), text.size(), to + count) : count;
+    // Whether a match is long enough to do without other records' texts.
+    static bool sure(const Match* matches, int count) {
+        return std::any_of(matches, matches + count, [](const Match& match) { return match.length >= SURE_LENGTH; });
     }
 
-    int longest(const Row& row, Match* to) const {
-        int count = own(row, to), best = 0;
+    // Keeps the longest match; returns how many are left.
+    int longest(Match* matches, int count) const {
+        int best = 0;
         auto rank = [this](const Match& match) { return match.length < largest_ ? match.length : largest_; };
         for (int i = 1; i < count; i++)
-            if (rank(to[i]) >= rank(to[best])) best = i;  // ties: the latest, and positions rise
+            if (rank(matches[i]) >= rank(matches[best])) best = i;  // ties: the latest, and positions rise
         if (!count) return 0;
-        to[0] = to[best];
-        to[0].origin = PROMPT;
+        matches[0] = matches[best];
+        matches[0].origin = PROMPT;
         return 1;
     }
 };
+
+// -- draft lengths --------------------------------------------------------------------------------
+
+// Sorts probabilities, the highest first.
+void sort_descending(const double* values, size_t count, std::vector<double>& sorted) {
+    constexpr int BUCKETS_OF = 1024;
+    std::vector<uint32_t> ends(BUCKETS_OF + 1, 0);
+    auto bucket = [](double value) {
+        int number = int(value * BUCKETS_OF);
+        return BUCKETS_OF - 1 - (number < 0 ? 0 : number < BUCKETS_OF ? number : BUCKETS_OF - 1);
+    };
+    for (size_t i = 0; i < count; i++) ends[size_t(bucket(values[i])) + 1]++;
+    for (int i = 0; i < BUCKETS_OF; i++) ends[i + 1] += ends[i];
+    std::vector<uint32_t> to(ends.begin(), ends.end() - 1);
+    sorted.resize(count);
+    for (size_t i = 0; i < count; i++) sorted[to[size_t(bucket(values[i]))]++] = values[i];
+    for (int i = 0; i < BUCKETS_OF; i++)
+        std::sort(sorted.begin() + ends[i], sorted.begin() + ends[i + 1], std::greater<double>());
+}
+
+// Writes how many tokens of each row's chain to verify (allocate_flat in draft_length.py). costs: seconds of steps of
+// one drafted token, of two, and so on. token_s: seconds of a token beside prompts; negative: there are none.
+void allocate(const double* acceptance, const int64_t* counts, int64_t rows, const double* costs, double least_rate,
+              double token_s, int64_t* lengths) {
+    size_t total = 0, best = 0;
+    for (int64_t i = 0; i < rows; i++) total += size_t(counts[i]);
+    std::vector<double> ordered;
+    sort_descending(acceptance, total, ordered);
+    double expected = double(rows), rate = 0.0;
+    for (size_t i = 0; i < total; i++) {
+        expected += ordered[i];
+        if (expected / costs[i] > rate) {
+            rate = expected / costs[i];
+            best = i + 1;
+        }
+    }
+    if (!(rate > least_rate)) {
+        rate = least_rate;
+        best = 0;
+    }
+    bool beside = token_s >= 0;
+    if (!beside && !best) {
+        std::fill(lengths, lengths + rows, 0);
+        return;
+    }
+    double least = beside ? rate * token_s : ordered[best - 1];
+    bool divided = !beside && best < total && ordered[best] == least;  // among equals some are left out
+    size_t taken = 0;
+    std::vector<std::pair<int64_t, int64_t>> equals;  // depth, row
+    for (int64_t row = 0; row < rows; acceptance += counts[row], row++) {
+        int64_t length = 0;
+        for (int64_t depth = 0; depth < counts[row]; depth++) {
+            double value = acceptance[depth];
+            if (divided && value == least)
+                equals.push_back({depth, row});
+            else
+                length += beside ? value > least : value >= least;
+        }
+        lengths[row] = length;
+        taken += size_t(length);
+    }
+    if (!divided) return;
+    std::sort(equals.begin(), equals.end());  // the shallower first, so that every choice consists of prefixes
+    for (size_t i = 0; taken < best; i++, taken++) lengths[equals[i].second]++;
+}
 
 Drafter& at(void* drafter) { return *static_cast<Drafter*>(drafter); }
 
@@ -587,8 +820,7 @@ int64_t ragspec_drafter_open(void* drafter, const int32_t* prompt, int64_t count
 int64_t ragspec_drafter_extend(void* drafter, const int64_t* rows, const int64_t* counts, int64_t several,
                                const int32_t* tokens) {
     try {
-        for (int64_t i = 0; i < several; tokens += counts[i], i++)
-            at(drafter).extend(rows[i], tokens, size_t(counts[i]));
+        at(drafter).extend(rows, counts, several, tokens);
         return 0;
     } catch (...) {
         return -1;
@@ -604,15 +836,33 @@ int64_t ragspec_drafter_close(void* drafter, int64_t row, int finished) {
     }
 }
 
+int64_t ragspec_drafter_settle(void* drafter) {
+    try {
+        at(drafter).settle();
+        return 0;
+    } catch (...) {
+        return -1;
+    }
+}
+
 int64_t ragspec_drafter_propose(void* drafter, const int64_t* rows, const int64_t* limits, int64_t several,
                                 double least, int32_t* tokens, double* acceptance, int32_t* sources, int64_t* counts) {
     try {
+        return at(drafter).propose(rows, limits, several, least, {tokens, acceptance, sources}, counts);
+    } catch (...) {
+        return -1;
+    }
+}
+
+// Chooses draft lengths, and moves the tokens that are kept to the front of `kept`; returns how many there are.
+int64_t ragspec_drafter_allocate(const double* acceptance, const int64_t* counts, int64_t rows, const double* costs,
+                                 double least_rate, double token_s, const int32_t* tokens, int64_t* lengths,
+                                 int32_t* kept) {
+    try {
+        allocate(acceptance, counts, rows, costs, least_rate, token_s, lengths);
         int64_t total = 0;
-        for (int64_t i = 0; i < several; i++) {
-            Drafts to{tokens + total, acceptance + total, sources + total};
-            counts[i] = rows[i] < 0 ? 0 : at(drafter).propose(rows[i], int(limits[i]), least, to);
-            total += counts[i];
-        }
+        for (int64_t row = 0; row < rows; tokens += counts[row], total += lengths[row], row++)
+            std::copy(tokens, tokens + lengths[row], kept + total);
         return total;
     } catch (...) {
         return -1;

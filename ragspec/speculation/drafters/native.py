@@ -15,6 +15,7 @@ import weakref
 from array import array
 from collections.abc import Sequence
 from ctypes import c_double, c_int, c_int64, c_void_p
+from dataclasses import astuple
 from functools import cache, cached_property
 from math import ceil, exp, log
 from pathlib import Path
@@ -23,20 +24,24 @@ from typing import Any, overload
 import numpy as np
 
 from ragspec.host.compiler import Unbuilt, build_library
+from ragspec.speculation.draft_length import break_even
 from ragspec.speculation.drafters import calibration, context, ngram_index
 from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.drafters.calibration import Calibration
+from ragspec.speculation.step_cost import Cost, costs_of
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 OPTIONS = ("-ffp-contract=off",)  # sums and products are rounded one by one, as Python's are
 LARGEST_SHARED = 4  # tokens of an n-gram of other records' texts
 QUEUED = 4096  # tokens of answers that wait for the next call
+MOST_UNINDEXED = 48  # tokens of a text that wait to be indexed
 BINS = 10
 LONGEST_CHAIN = ceil(log(ngram_index.LEAST_ACCEPTANCE) / -log(1 + exp(-calibration.SURE))) + 1
 CONSTANTS: dict[str, float | list[int]] = {
     "int KEPT": ngram_index.KEPT,
     "int LONGEST_MATCH": ngram_index.LONGEST_MATCH,
     "int LARGEST_SHARED": LARGEST_SHARED,
+    "int MOST_UNINDEXED": MOST_UNINDEXED,
     "int SURE_LENGTH": context.SURE,
     "int MOST_ORIGINS": calibration.MOST_ORIGINS,
     "int LONGEST_START": calibration.LONGEST_START,
@@ -57,7 +62,9 @@ SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "ragspec_drafter_open": ([c_void_p, c_void_p, c_int64, c_void_p, c_int64], c_int64),
     "ragspec_drafter_extend": ([c_void_p, c_void_p, c_void_p, c_int64, c_void_p], c_int64),
     "ragspec_drafter_close": ([c_void_p, c_int64, c_int], c_int64),
+    "ragspec_drafter_settle": ([c_void_p], c_int64),
     "ragspec_drafter_propose": ([*[c_void_p] * 3, c_int64, c_double, *[c_void_p] * 4], c_int64),
+    "ragspec_drafter_allocate": ([*[c_void_p] * 2, c_int64, c_void_p, *[c_double] * 2, *[c_void_p] * 3], c_int64),
     "ragspec_drafter_state": ([c_void_p, c_void_p], None),
 }
 
@@ -157,6 +164,11 @@ class NativeDrafter:
             )
         )
         return DraftBatch(tokens[:total], acceptance[:total], sources[:total], counts)
+
+    def settle(self) -> None:
+        """Index the answers' tokens, which drafts look through one by one until then."""
+        self.catch_up()
+        _checked(self._calls.ragspec_drafter_settle(self._drafter))
 
     def extend(self, row: int, token_ids: Sequence[int]) -> None:
         """Queue the tokens that a row emitted."""
@@ -265,32 +277,46 @@ class DraftBatch(Sequence[Draft]):
         self._sources = sources  # -1: none
         self.counts = counts
 
+    def paying(self, cost: Cost, reach: int, prefill_tokens: int = 0) -> list[Draft]:
+        """Return the drafts cut to what pays, as draft_length.allocate() has it."""
+        rows, total = len(self.counts), len(self._tokens)
+        least_rate, token_s = break_even(rows, cost, reach, prefill_tokens)
+        costs = np.ascontiguousarray(costs_of(cost, rows + 1, rows + total, rows, reach), np.float64)
+        lengths, kept = np.empty(rows, np.int64), np.empty(total, np.int32)
+        count = _checked(
+            library().ragspec_drafter_allocate(
+                *(_address(self.acceptance), _address(self.counts), rows, _address(costs)),
+                *(least_rate, -1.0 if token_s is None else token_s),
+                *(_address(self._tokens), _address(lengths), _address(kept)),
+            )
+        )
+        return self._lists(kept[:count], lengths)
+
     def cut(self, lengths: np.ndarray) -> list[Draft]:
         """Return the drafts with `lengths[i]` tokens each, at most as many as they have."""
-        kept = int(lengths.sum())
-        tokens, acceptance, sources = self._tokens, self.acceptance, self._sources
-        if kept < len(tokens):
-            skipped = np.cumsum(self.counts - lengths)  # tokens of earlier rows, after subtracting the row's own
-            skipped -= self.counts - lengths
-            index = np.arange(kept) + np.repeat(skipped, lengths)
-            tokens, acceptance, sources = tokens[index], acceptance[index], sources[index]
-        ids, chances = tokens.tolist(), acceptance.tolist()
-        copied: list[int | None] = sources.tolist()
-        if kept and sources.min() < 0:
-            copied = [None if source == -1 else source for source in copied]
-        new, empty, start = object.__new__, Draft(), 0
+        ends = np.cumsum(self.counts)
+        kept = np.arange(len(self._tokens)) < np.repeat(ends - self.counts + lengths, self.counts)
+        return self._lists(self._tokens[kept], lengths)
+
+    def _lists(self, kept: np.ndarray, lengths: np.ndarray) -> list[Draft]:
+        """Return drafts of `lengths[i]` tokens each, which `kept` has one row after the other."""
+        ids, empty, at, start = kept.tolist(), Draft(), 0, 0
         drafts: list[Draft] = []
-        for length in lengths.tolist():
-            if not length:
+        for length, count in zip(lengths.tolist(), self.counts.tolist(), strict=True):
+            if length:
+                draft = KeptDraft(self, at)
+                draft.token_ids = ids[start : start + length]
+                drafts.append(draft)
+                start += length
+            else:
                 drafts.append(empty)
-                continue
-            end = start + length
-            draft = new(Draft)  # without __init__, which takes longer than the rest
-            draft.token_ids, draft.cumulative_acceptance = ids[start:end], chances[start:end]
-            draft.sources, draft.probabilities = copied[start:end], None
-            drafts.append(draft)
-            start = end
+            at += count
         return drafts
+
+    def details(self, start: int, count: int) -> tuple[list[float], list[int | None]]:
+        """Return the cumulative acceptance and the sources of `count` tokens from the batch's token `start` on."""
+        places = self._sources[start : start + count].tolist()
+        return self.acceptance[start : start + count].tolist(), [None if place < 0 else place for place in places]
 
     @cached_property
     def _drafts(self) -> list[Draft]:
@@ -307,3 +333,30 @@ class DraftBatch(Sequence[Draft]):
 
     def __getitem__(self, index: int | slice) -> Draft | list[Draft]:
         return self._drafts[index]
+
+
+class KeptDraft(Draft):
+    """A draft of a batch. What is not needed to verify it becomes lists when it is asked for.
+
+    batch, start: where its tokens are.
+    """
+
+    __slots__ = ("_batch", "_start")
+
+    def __init__(self, batch: DraftBatch, start: int) -> None:
+        self._batch = batch
+        self._start = start
+        self.probabilities = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Fill the lists that are not there yet."""
+        if name not in ("cumulative_acceptance", "sources"):
+            raise AttributeError(name)
+        self.cumulative_acceptance, self.sources = self._batch.details(self._start, len(self.token_ids))
+        return getattr(self, name)
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether two drafts have the same fields."""
+        return isinstance(other, Draft) and astuple(self) == astuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
