@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from ragspec.cli.benchmark import benchmark
 from ragspec.cli.doctor import doctor
 from ragspec.cli.evaluate import evaluate
 from ragspec.cli.generate import generate
 from ragspec.cli.index import index
+from ragspec.cli.init import init
 from ragspec.cli.inspect import inspect
 from ragspec.cli.options import INTERRUPTED, Debug, set_debug
 from ragspec.cli.report import report
@@ -23,8 +25,34 @@ from ragspec.cli.tune import tune
 from ragspec.cli.verify import verify
 from ragspec.errors import RagspecError, flat
 
+SWITCH = " "  # what help shows as the type of a flag without a value, instead of <bool>
+
+
+class Command(TyperCommand):
+    """A command whose help shows no type for flags that take no value."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return _without_types(super().get_params(ctx))
+
+
+class Group(TyperGroup):
+    """The same for `ragspec` itself."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return _without_types(super().get_params(ctx))
+
+
+def _without_types(parameters: list[Any]) -> list[Any]:
+    for each in parameters:
+        if getattr(each, "is_flag", False):
+            each.metavar = SWITCH
+    return parameters
+
+
 app = typer.Typer(
+    cls=Group,
     add_completion=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Answer batches of RAG questions with speculative decoding.",
@@ -32,6 +60,7 @@ app = typer.Typer(
 
 for command in (
     generate,
+    init,
     run_batch,
     index,
     retrieve,
@@ -44,7 +73,7 @@ for command in (
     train_draft,
     doctor,
 ):
-    app.command()(command)
+    app.command(cls=Command)(command)
 
 
 @app.callback(invoke_without_command=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ragspec.cli.flags import with_settings
 from ragspec.cli.options import (
     INTERRUPTED,
-    Config,
+    ConfigIfAny,
     Debug,
     InputOrStdin,
     Limit,
@@ -26,14 +27,22 @@ from ragspec.cli.options import (
     quiet_pipe,
     scaled,
     set_debug,
+    settings_of,
 )
 
 if TYPE_CHECKING:
     from ragspec.config.run import RunConfig
 
 
+@with_settings(
+    *("model", "runner", "dtype", "device", "revision", "trust_remote_code"),
+    *("index", "top_k", "columns"),
+    *("system", "template", "schema", "temperature", "top_p", "seed", "stop", "include"),
+    *("method", "draft_model", "draft_tokens", "isolate", "batch_size"),
+)
 def generate(
-    config: Config,
+    settings: list[str],
+    config: ConfigIfAny = None,
     input: InputOrStdin = None,
     output: Annotated[
         str | None,
@@ -41,7 +50,7 @@ def generate(
             "--output",
             "-o",
             metavar="PATH|-",
-            help="Where answers go: a JSONL file, a folder of parts, a URL, or - for stdout.",
+            help="Where answers go: a .jsonl, .csv or .parquet file, a folder of parts, a URL, or - for stdout.",
         ),
     ] = None,
     max_new_tokens: MaxNewTokens = None,
@@ -53,23 +62,35 @@ def generate(
     retry_failed: RetryFailed = False,
     max_failures: MaxFailures = None,
     stats: Stats = None,
-    isolate: Annotated[
-        bool, typer.Option("--isolate", help="Draft from a record's own text only, not from other records.")
-    ] = False,
     workers: Workers = None,
     ray_address: RayAddress = None,
+    save_config: Annotated[
+        str | None,
+        typer.Option("--save-config", metavar="FILE", help="Also write these settings as a config with comments."),
+    ] = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
     """Answer every record of the input; rerun to continue after an interruption."""
-    from ragspec.config.load import load_config
-
     set_debug(debug)
-    settings = [*overrides(override, max_new_tokens), *(["speculation.isolate=true"] if isolate else [])]
-    settings += scaled(workers, ray_address)
-    run_config, notes = load_config(config, settings, input=input, output=output, order=order)
+    settings = [*overrides(None, max_new_tokens), *settings, *scaled(workers, ray_address)]
+    run_config, notes, values = settings_of(config, settings, override, input=input, output=output, order=order)
     allowed = failures_allowed(max_failures)
+    if save_config is not None:
+        save(run_config, values, save_config)
     run(run_config, notes, allowed, limit=limit, resume=resume, retry_failed=retry_failed, stats_path=stats)
+
+
+def save(config: RunConfig, values: dict[str, Any], path: str) -> None:
+    """Write the config of a command line, and say so."""
+    from pathlib import Path
+
+    from ragspec.cli.tables import stderr
+    from ragspec.config.written import save_config
+
+    why = [f"Written by ragspec generate --save-config. Run it: ragspec generate --config {path}"]
+    save_config(config, values, Path(path), why, force=False)
+    stderr().print(f"config in {path}", markup=False)
 
 
 def run(

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 
-RECORDS = "Records to answer: JSONL, JSON, CSV, TSV, Parquet or Arrow, compressed or not, or a folder of them"
-Config = Annotated[
-    str, typer.Option("--config", "-c", metavar="FILE", help="YAML config for ragspec or AutoGluon-RAG.")
-]
+RECORDS = "Records to answer: JSONL, JSON, CSV, TSV, Parquet or Arrow, a folder of them, or .txt, a question a line"
+CONFIG = typer.Option("--config", "-c", metavar="FILE", help="YAML config for ragspec or AutoGluon-RAG.")
+Config = Annotated[str, CONFIG]
+ConfigIfAny = Annotated[str | None, CONFIG]
 Input = Annotated[str | None, typer.Option("--input", "-i", metavar="FILE", help=f"{RECORDS}.")]
 InputOrStdin = Annotated[
     str | None, typer.Option("--input", "-i", metavar="FILE|-", help=f"{RECORDS}, or - for stdin.")
@@ -77,6 +77,29 @@ def overrides(override: list[str] | None, max_new_tokens: int | None = None) -> 
     """Return the `--set` overrides followed by those of flags that set a key, which therefore win."""
     answer_length = [] if max_new_tokens is None else [f"sampling.max_new_tokens={max_new_tokens}"]
     return [*(override or ()), *answer_length]
+
+
+def settings_of(
+    config: str | None, settings: list[str], override: list[str] | None = None, **direct: Any
+) -> tuple[RunConfig, list[str], dict[str, Any]]:
+    """Return what a command is to run: its config file's, if it has one, with its flags; notes; the values given.
+
+    settings: the overrides that flags mean; they win over `override` (`--set`). direct: as in `load_config`.
+    """
+    from ragspec.cli.flags import method_for
+    from ragspec.config.load import build_config, merged, read_config
+    from ragspec.errors import ConfigError
+
+    settings = [*(override or ()), *settings]
+    given = dict(each.partition("=")[::2] for each in settings)
+    if config is None and "model" not in given and given.get("runner") != "fake":
+        raise ConfigError("--model: missing; name a model (demo, a hub id, a folder, a .gguf file), or give --config")
+    raw, read_notes = read_config(config) if config else ({}, [])
+    source = config or "command line"
+    values, notes = merged(raw, source, [*method_for(settings, config=config is not None), *settings], **direct)
+    run_config = build_config(values, source)
+    redact = run_config.redactor()
+    return run_config, [*read_notes, *map(redact, notes)], values
 
 
 def input_of(path: str, columns: list[str] | None) -> InputConfig:

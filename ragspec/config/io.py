@@ -62,13 +62,14 @@ class InputConfig(Section):
         Field(min_length=1),
         BeforeValidator(listed, json_schema_input_type=str | list[str]),
     ]
-    """JSONL, JSON (an array of records, or an object that contains one), CSV, TSV, Parquet or Arrow files, compressed
-    (gzip, Zstandard, bzip2, xz, zip) or not, in UTF-8 or UTF-16, local or at a URL (`s3://`, `gs://`, `hf://`,
-    `https://`); patterns (`data/*.parquet`), folders, a folder written by `save_to_disk`, or `-` for stdin. With
-    `format: dataset`, a dataset's id on the Hugging Face hub. A record may be at most 256 MiB long."""
-    format: Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "dataset"] = "auto"
-    """`jsonl`, `json`, `csv`, `tsv`, `parquet`, `arrow` or `dataset`; `auto` goes by the files' content, and
-    by their names if the content is ambiguous."""
+    """JSONL, JSON (an array of records, or an object that contains one), CSV, TSV, plain text (`.txt`, one question per
+    line), Parquet or Arrow files, compressed (gzip, Zstandard, bzip2, xz, zip) or not, in UTF-8 or UTF-16, local or at
+    a URL (`s3://`, `gs://`, `hf://`, `https://`); patterns (`data/*.parquet`), folders, a folder written by
+    `save_to_disk`, or `-` for stdin. With `format: dataset`, a dataset's id on the Hugging Face hub. A record may be at
+    most 256 MiB long."""
+    format: Literal["auto", "jsonl", "json", "csv", "tsv", "text", "parquet", "arrow", "dataset"] = "auto"
+    """`jsonl`, `json`, `csv`, `tsv`, `text` (one question per line), `parquet`, `arrow` or `dataset`; `auto` goes by
+    the files' content, and by their names if the content is ambiguous."""
     columns: ColumnNames = ColumnNames()
     split: str | None = None
     """dataset: the split; optional if there is only one."""
@@ -110,12 +111,17 @@ class OutputConfig(Section):
     """Where answers go. A path can replace the section."""
 
     path: Place = "-"
-    """A local JSONL file is appended to, line by line; `-` is stdout. A path that ends in `.gz`, `.zst`, `.parquet` or
-    `/`, and any URL (`s3://`, `gs://`), cannot be appended to and is a folder of parts. A name that ends like another
-    format (`.csv`, `.xlsx`, `.bz2`) is refused."""
-    format: Literal["auto", "jsonl", "parquet", "openai"] = "auto"
-    """`auto` goes by the name: Parquet or JSONL. `openai`: OpenAI Batch API lines, in JSONL. JSONL in a file called
-    `.json` needs `jsonl`."""
+    """A local JSONL or CSV file is appended to, line by line; `-` is stdout. A path that ends in `.gz`, `.zst`,
+    `.parquet` or `/`, and any URL (`s3://`, `gs://`), cannot be appended to and is a folder of parts. A name with
+    another ending (`.xlsx`, `.bz2`, `.jsno`) is refused."""
+    format: Literal["auto", "jsonl", "csv", "parquet", "openai"] = "auto"
+    """`auto` goes by the name: CSV, Parquet or JSONL. `openai`: OpenAI Batch API lines, in JSONL. JSONL in a file with
+    any other ending needs `jsonl`."""
+    include: Annotated[
+        list[Literal["query", "contexts"]], BeforeValidator(listed, json_schema_input_type=str | list[str])
+    ] = []
+    """What else each line has: `query`, the question; `contexts`, the passages of its prompt with their texts, as
+    `passages`."""
     model: str | None = None
     """openai: the model name in the lines; by default `model`."""
     part_records: Annotated[int, Field(ge=1)] = 10_000
@@ -125,6 +131,12 @@ class OutputConfig(Section):
     storage_options: Settings = {}
     """Passed to fsspec with a URL, for instance `{endpoint_url: ...}`. Credentials come from the environment (or
     `${NAME}`)."""
+
+    @model_validator(mode="after")
+    def _only_in_our_lines(self) -> OutputConfig:
+        if self.include and self.format == "openai":
+            raise ValueError("include: OpenAI's lines have no place for it; leave output.format or output.include out")
+        return self
 
     def __str__(self) -> str:
         return str(self.path)

@@ -191,13 +191,22 @@ def config_of(
     raw: dict[str, Any], source: str, overrides: Sequence[str] = (), **direct: Any
 ) -> tuple[RunConfig, list[str]]:
     """Return what `load_config` does for a file's values `raw`, which may be changed. source: begins messages."""
+    values, notes = merged(raw, source, overrides, **direct)
+    with _raw_redactor(values, source).over_errors():
+        config = build_config(values, source)
+    return config, [config.redactor()(note) for note in notes]
+
+
+def merged(
+    raw: dict[str, Any], source: str, overrides: Sequence[str] = (), **direct: Any
+) -> tuple[dict[str, Any], list[str]]:
+    """Return a file's values in ragspec's keys, with overrides, as `build_config` takes them, and notes."""
     given = [key for key, value in direct.items() if value is not None]
     with _raw_redactor(raw, source).over_errors():
         raw, notes = _overridden(raw, source, overrides, given)
         notes += _modernise(raw, source)
         raw |= {key: _with_path(raw.get(key), value) for key, value in direct.items() if value is not None}
-        config = build_config(_without_empty(raw), source)
-    return config, [config.redactor()(note) for note in notes]
+    return _without_empty(raw), notes
 
 
 def build_config(raw: dict[str, Any], source: str = "config") -> RunConfig:

@@ -38,10 +38,12 @@ KINDS = {
     "json": (".json",),
     "csv": (".csv",),
     "tsv": (".tsv", ".tab"),
+    "text": (".txt",),
     "parquet": (".parquet", ".pq"),
     "arrow": (".arrow", ".feather", ".ipc"),
 }
 SAVED = "dataset_info.json", "dataset_dict.json"  # files in a folder written by save_to_disk
+UNLISTED = {"text"}  # in a folder, such a file may be anything
 SIDECARS = {"run.json", "stats.json", "manifest.json"}  # files beside the parts in a folder of answers
 
 
@@ -139,14 +141,14 @@ def _record_files(folder: str, names: Iterable[str]) -> list[str]:
     """Return the names in a folder that may be files of records. Raises ConfigError if there are none."""
     files = records_among(names)
     if not files:
-        shown = ", ".join(ending for kind in KINDS.values() for ending in kind)
+        shown = ", ".join(ending for kind, endings in KINDS.items() if kind not in UNLISTED for ending in endings)
         raise ConfigError(f"{folder}: the folder has no file that could be records ({shown}, compressed or not)")
     return files
 
 
 def records_among(names: Iterable[str]) -> list[str]:
     """Return the names of possible files of records, sorted, without hidden files and files of an output."""
-    plain = tuple(ending for kind in KINDS.values() for ending in kind)
+    plain = tuple(ending for kind, endings in KINDS.items() if kind not in UNLISTED for ending in endings)
     endings = plain + tuple(f"{ending}{packed}" for ending in plain for packed in PACKED)
     return sorted(
         name

@@ -1,4 +1,4 @@
-"""Text inputs: JSON Lines, JSON documents, CSV and TSV, from a file, stdin (-), an archive or a URL.
+"""Text inputs: JSON Lines, JSON documents, CSV, TSV and plain questions, from a file, stdin (-), an archive or a URL.
 
 >>> for row in TextSource("questions.csv.gz"): row.number, row.raw, row.value
 
@@ -48,7 +48,7 @@ class TextSource:
         path: the input's name.
         columns: the mapping of its fields.
         options: storage options for a URL.
-        format: "jsonl", "json", "csv", "tsv" or "auto".
+        format: "jsonl", "json", "csv", "tsv", "text" or "auto".
         name: the format that the file's name suggests; used with "auto".
         stream: the text, if it is already open.
 
@@ -111,6 +111,8 @@ class TextSource:
             if stream.head.startswith(BOM_UTF8):
                 stream.file.read(len(BOM_UTF8))
             self._reader = DocumentReader(stream.file, self.path, self._columns)
+        elif format == "text":
+            self._reader = QuestionReader(stream.file, self.path)
         else:
             self._reader = LineReader(stream.file, self.path, self._columns)
         self._format = format
@@ -153,7 +155,7 @@ class TextSource:
             from ragspec.inputs.delimited import rows_in
 
             return rows_in(path, self._delimiter)
-        if self._format != "jsonl":
+        if self._format not in ("jsonl", "text"):
             return None
         with path.open("rb") as file:
             return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
@@ -174,6 +176,8 @@ def format_of(head: bytes, whole: bool, name: str, columns: Columns) -> tuple[st
         ended = whole or len(line) < len(text)
         if _is_document(text, line, rest, name, ended, whole):
             return "json", ","
+        if name == "text" and text[:1] == b"[" and _value(line) is None:
+            return "text", ","
         if name not in DELIMITERS or text[:1] == b"{" or _value(line) is not None:
             return "jsonl", ","
     header = line.decode("utf-8", "replace")
@@ -181,8 +185,10 @@ def format_of(head: bytes, whole: bool, name: str, columns: Columns) -> tuple[st
         return name, _delimiter_of(header, DELIMITERS[name])
     delimiter = next((mark for mark in f",{OTHERS}" if _is_header(header, mark, columns)), None)
     if rest.lstrip()[:1] == b"{":  # JSON Lines with an invalid first line
-        delimiter = None
-    return ("jsonl", ",") if delimiter is None else ("csv", delimiter)
+        return "jsonl", ","
+    if delimiter is not None:
+        return "csv", delimiter
+    return name if name == "text" else "jsonl", ","
 
 
 def _stripped(head: bytes) -> bytes:
@@ -261,6 +267,29 @@ class JsonlSource(TextSource):
 
     def __init__(self, path: str, *rest: Any, **more: Any) -> None:
         super().__init__(path, *rest, **{**more, "format": "jsonl"})
+
+
+class QuestionReader:
+    """The non-blank lines of a plain text, each a question. path: for messages."""
+
+    def __init__(self, file: IO[bytes], path: str) -> None:
+        self._file = file
+        self._path = path
+
+    def rows(self) -> Iterator[InputRow]:
+        number = 0
+        try:
+            while raw := self._file.readline(LONGEST):
+                number += 1
+                raw = raw.removeprefix(BOM_UTF8) if number == 1 else raw
+                if raw.strip():
+                    yield InputRow(number, raw.rstrip(b"\r\n"), {"query": raw.decode().strip()})
+        except (OSError, *DAMAGES) as error:
+            raise ConfigError(f"{self.where(number)}: {failure_reason(error)}") from None
+
+    def where(self, number: int) -> str:
+        """Return "path:line", as compilers do."""
+        return f"{self._path}:{number}"
 
 
 class LineReader:

@@ -120,14 +120,20 @@ class LineFormat(Protocol):
 
 
 class NativeFormat:
-    """ragspec's own form: docs/guide/output.md."""
+    """ragspec's own form: docs/guide/output.md. include: `output.include`."""
+
+    def __init__(self, include: Sequence[str] = ()) -> None:
+        self._include = include
 
     def answer(
         self, flight: RecordInFlight, answers: Sequence[Generation], runner: Runner, *, details: bool
     ) -> dict[str, Any]:
         first, kept = answers[0], flight.prompt.kept
         parts = answer_texts(flight, answers, runner.tokenizer)
-        line: dict[str, Any] = {"id": flight.record.id, "output": parts[0].shown} | _reasoning(flight, parts)
+        line: dict[str, Any] = {"id": flight.record.id}
+        if "query" in self._include:
+            line["query"] = flight.record.query
+        line |= {"output": parts[0].shown} | _reasoning(flight, parts)
         line["finish_reason"] = first.finish_reason
         if len(answers) > 1:
             line["outputs"] = [part.shown for part in parts]
@@ -138,6 +144,8 @@ class NativeFormat:
         line["contexts"] = [passage.id for passage in kept]
         if any(passage.score is not None for passage in kept):
             line["context_scores"] = [passage.score for passage in kept]
+        if "contexts" in self._include:
+            line["passages"] = [passage_fields(passage) for passage in kept]
         if runner.cites:
             line["copied"] = copied_spans(runner.tokenizer, kept, first, parts[0])
         if flight.prompt.dropped:
@@ -156,6 +164,12 @@ class NativeFormat:
 
     def signed(self, line: bytes, config: str) -> bytes:
         return dumps({**loads(line), "config": config})
+
+
+def passage_fields(passage: Passage) -> dict[str, Any]:
+    """Return a passage as an output line has it."""
+    fields = {"id": passage.id, "title": passage.title, "text": passage.text, "score": passage.score}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

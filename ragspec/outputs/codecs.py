@@ -11,21 +11,29 @@ from __future__ import annotations
 import errno
 import gzip
 import io
+import re
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, Protocol
 
 import zstandard
 
 from ragspec.errors import ConfigError, flat
+from ragspec.inputs.storage import is_url
 from ragspec.json_text import JSONDecodeError, dumps, loads
 from ragspec.outputs.ledger import Drop, Finished
 
 # -- Parquet ---------------------------------------------------------------------------------------
 
-AS_JSON = ("metadata", "logprobs", "parsed")  # fields whose type depends on the record, stored as JSON texts
+AS_JSON = (
+    "metadata",
+    "logprobs",
+    "parsed",
+    "passages",
+)  # fields whose type depends on the record, stored as JSON texts
 FINISHED = ["id", "fingerprint", "error", "prompt_tokens", "output_tokens"]  # columns that Finished needs
 
 
@@ -122,6 +130,8 @@ def _schema(arrow: Any) -> Any:
         "dropped_contexts": arrow.list_(text),
         "copied": arrow.list_(arrow.struct([("start", whole), ("end", whole), ("context", text)])),
         "logprobs": text,
+        "query": text,
+        "passages": text,
         "metadata": text,
         "error": arrow.struct([("type", text), ("message", text)]),
         "line": whole,
@@ -137,12 +147,15 @@ LINES = (".jsonl", ".ndjson")
 PACKINGS = (".gz", ".zst")
 # endings of formats that are not written
 OTHERS = (
-    *(".json", ".csv", ".tsv", ".tab", ".xls", ".xlsx", ".ods", ".arrow", ".feather", ".ipc", ".orc", ".avro"),
+    *(".json", ".tsv", ".tab", ".xls", ".xlsx", ".ods", ".arrow", ".feather", ".ipc", ".orc", ".avro"),
     *(".bz2", ".xz", ".zip", ".7z", ".rar", ".tar", ".tgz", ".lz4", ".br", ".z", ".lzma", ".snappy"),
     *(".sqlite", ".sqlite3", ".db", ".duckdb", ".h5", ".hdf5", ".npy", ".npz", ".pkl", ".pickle", ".msgpack"),
     *(".html", ".htm", ".xml", ".yaml", ".yml", ".toml", ".md", ".pdf", ".docx"),
 )
-POSSIBLE = "NAME.jsonl, NAME.jsonl.gz, NAME.jsonl.zst, NAME.parquet or a folder (NAME/)"
+ENDING = re.compile(r"\.[a-z]{3,}")
+UNSAID = (".txt", ".out", ".log", ".tmp", ".dat")  # endings of files that may hold anything, lines of JSON too
+CSV = ".csv"
+POSSIBLE = "NAME.jsonl, NAME.jsonl.gz, NAME.jsonl.zst, NAME.csv, NAME.parquet or a folder (NAME/)"
 
 
 class Codec(Protocol):
@@ -215,20 +228,33 @@ def codec_of(path: str, format: str = "auto") -> Codec:
 
 
 def check_ending(path: str, format: str = "auto") -> None:
-    """Raise ConfigError for an output whose name promises a format that it would not have.
+    """Raise ConfigError for an output whose name promises a format that it would not have, or that is no format.
 
-    format: the config's; with JSON Lines, the name may end in .json.
+    format: the config's; with JSON Lines, the name may end in .json or in anything that is no format.
     """
     name = path.rstrip("/").lower()
     lines = format in ("jsonl", "openai")
     inner = name.removesuffix(".gz").removesuffix(".zst")
-    if format == "parquet" and name.endswith((*LINES, *PACKINGS)):
-        raise ConfigError(f"output.format: parquet, but {path} ends in .{name.rpartition('.')[2]}")
+    if format in ("parquet", "csv") and name.endswith((*LINES, *PACKINGS)):
+        raise ConfigError(f"output.format: {format}, but {path} ends in .{name.rpartition('.')[2]}")
+    if lines and name.endswith(CSV):
+        raise ConfigError(f"output.format: {format}, but {path} ends in {CSV}")
     ending = next((ending for ending in OTHERS if inner.endswith(ending)), "")
     if ending == ".json" and lines:
         return
-    if inner != name and inner.endswith(".parquet"):
-        ending = name.removeprefix(inner.removesuffix(".parquet"))
+    if inner != name and inner.endswith((".parquet", CSV)):
+        ending = name.removeprefix(inner.rpartition(".")[0])
+    elif is_url(path) or path.endswith("/"):
+        ending = CSV if inner.endswith(CSV) else ending  # a file, not a folder of parts
+    elif not ending and format == "auto":
+        ending = _unknown(name)
     if ending:
-        so = "; for JSON Lines under that name, set output.format: jsonl" if ending == ".json" else ""
+        lines_too = ending not in (CSV, *OTHERS) or ending == ".json"
+        so = "; for JSON Lines under that name, set output.format: jsonl" if lines_too and inner == name else ""
         raise ConfigError(f"{path}: cannot write {ending} files; choose one of {POSSIBLE}{so}")
+
+
+def _unknown(name: str) -> str:
+    """Return the ending of a file's name if it is a word but no format, such as ".jsnol"; else ""."""
+    ending = PurePath(name).suffix
+    return "" if not ENDING.fullmatch(ending) or ending in (*LINES, *PACKINGS, *UNSAID, CSV, ".parquet") else ending

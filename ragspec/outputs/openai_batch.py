@@ -99,4 +99,4 @@ def line_format_of(config: RunConfig) -> LineFormat:
     """Return the line format of a run's `output.format`."""
     if config.output.format == "openai":
         return OpenAIBatch(config.output.model or str(config.model))
-    return NativeFormat()
+    return NativeFormat(config.output.include)

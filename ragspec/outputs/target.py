@@ -10,7 +10,7 @@ import errno
 import hashlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +21,8 @@ from ragspec.host.cache import cache_dir
 from ragspec.inputs.storage import is_url, local_path
 from ragspec.outputs import parts
 from ragspec.outputs.base import Document, Store
-from ragspec.outputs.codecs import Codec, check_ending, codec_of
+from ragspec.outputs.codecs import CSV, Codec, check_ending, codec_of
+from ragspec.outputs.csv_file import CsvFile
 from ragspec.outputs.folder import Folder, FolderDocument, LocalDocument, LocalFolder, RemoteFolder
 from ragspec.outputs.line_file import Appended, write_all
 from ragspec.outputs.parts import Parts
@@ -105,6 +106,8 @@ def target_of(config: OutputConfig) -> Target | None:
     whole = path.lower().endswith((*PACKED, "/")) or config.format == "parquet"
     if is_remote or whole or there.is_dir():
         return PartsTarget(config)
+    if config.format == "csv" or (config.format == "auto" and path.lower().endswith(CSV)):
+        return CsvTarget(path, config.include)
     return FileTarget(path)
 
 
@@ -149,6 +152,18 @@ class FileTarget:
             "the file of waiting answers": self.pending,
             "the statistics": sibling(self.name, STATISTICS),
         }
+
+
+class CsvTarget(FileTarget):
+    """A local CSV file, with its other files beside it. include: `output.include`."""
+
+    def __init__(self, path: str, include: Sequence[str]) -> None:
+        super().__init__(path)
+        self._include = include
+
+    def open(self) -> CsvFile:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        return CsvFile(self.path, self._include)
 
 
 def _endpoint(options: Mapping[str, Any]) -> list[Any]:

@@ -15,6 +15,7 @@ from ragspec.inputs.record_ids import RecordIds
 from ragspec.inputs.sources import open_source
 from ragspec.inputs.storage import advising
 from ragspec.inputs.values import id_text
+from ragspec.outputs import csv_file
 from ragspec.outputs.codecs import line_of
 from ragspec.quality.metrics import cited, numbered
 
@@ -164,8 +165,10 @@ def _lines(path: str) -> Iterator[dict[str, Any]]:
     with open_source(InputConfig(path=[path])) as source:
         for row in source:
             value = _checked(row.value, source.where(row.number))
-            in_table = isinstance(value.get("metadata"), str)
-            yield line_of(value) if in_table else value
+            if {"fingerprint", "details"} <= value.keys():
+                yield csv_file.line_of(value)
+            else:
+                yield line_of(value) if isinstance(value.get("metadata"), str) else value
 
 
 def _checked(value: Any, where: str) -> dict[str, Any]:

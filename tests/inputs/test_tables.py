@@ -298,7 +298,7 @@ def test_a_flag_or_an_override_changes_a_part_of_the_section(tmp_path):
 
 def test_the_kind_of_a_file_is_told_by_its_name():
     names = ["a.jsonl.gz", "a.JSONL.XZ", "a.txt", "a.Parquet", "a.tsv.Bz2", "x.feather", "-", "a.json"]
-    kinds = ["jsonl", "jsonl", "jsonl", "parquet", "tsv", "arrow", "jsonl", "json"]
+    kinds = ["jsonl", "jsonl", "text", "parquet", "tsv", "arrow", "jsonl", "json"]
     assert [kind_of(name) for name in names] == kinds
 
 

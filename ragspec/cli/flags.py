@@ -1,0 +1,184 @@
+"""The flags that set a key of the config, each described once, and what makes a command take them.
+
+    >>> @with_settings("model", "temperature")
+    ... def command(settings: list[str], ...): ...
+
+A flag becomes the override that `--set` takes ("sampling.temperature=0.7"), so the config's own checks apply to it and
+speak of its key. Nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Annotated, Any
+
+import typer
+
+from ragspec.cli.completion import (
+    complete_dtypes,
+    complete_includes,
+    complete_methods,
+    complete_models,
+    complete_runners,
+)
+
+MODEL, PASSAGES, ANSWERS, DRAFTS, RUN = "Model", "Passages", "Answers", "Speculation", "Running"
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag, the key that it sets, and its help. letter: its short form. many: it may be repeated.
+
+    pairs: its values are FIELD=NAME, keys under `key`. switch: it takes no value and means true.
+    """
+
+    key: str
+    metavar: str
+    help: str
+    panel: str
+    letter: str = ""
+    many: bool = False
+    pairs: bool = False
+    switch: bool = False
+    complete: Callable[[str], list[str]] | None = None
+
+
+FLAGS = {
+    "model": Flag("model", "MODEL", "Hub id, folder, .gguf file, or demo.", MODEL, complete=complete_models),
+    "runner": Flag("runner", "RUNNER", "huggingface, vllm, or auto (the default).", MODEL, complete=complete_runners),
+    "dtype": Flag(
+        "runner_args.dtype", "DTYPE", "Data type, such as float32 or bfloat16.", MODEL, complete=complete_dtypes
+    ),
+    "device": Flag("runner_args.device", "DEVICE", "cuda, mps, cpu, or auto (the default).", MODEL),
+    "revision": Flag("runner_args.revision", "REVISION", "The model's revision on the hub.", MODEL),
+    "trust_remote_code": Flag(
+        "runner_args.trust_remote_code", "", "Run code that comes with the model.", MODEL, switch=True
+    ),
+    "index": Flag("retrieval.index", "DIR", "Retrieve passages from this index (see ragspec index).", PASSAGES),
+    "top_k": Flag("retrieval.top_k", "N", "Passages per question from the index (5).", PASSAGES, "-k"),
+    "columns": Flag(
+        "input.columns",
+        "FIELD=NAME",
+        "The input's name for a field: query=question. Repeatable.",
+        PASSAGES,
+        many=True,
+        pairs=True,
+    ),
+    "system": Flag("prompt.system", "TEXT", "System prompt.", ANSWERS),
+    "template": Flag(
+        "prompt.template", "FILE|TEXT", "Jinja2 template of the user message; citations asks for them.", ANSWERS
+    ),
+    "schema": Flag("structured.json_schema", "FILE", "JSON schema that every answer matches.", ANSWERS),
+    "temperature": Flag(
+        "sampling.temperature", "NUMBER", "0 takes the likeliest token (the default); 1 samples.", ANSWERS
+    ),
+    "top_p": Flag("sampling.top_p", "NUMBER", "Sample from tokens that together have this probability.", ANSWERS),
+    "seed": Flag("sampling.seed", "N", "Seed for sampling.", ANSWERS),
+    "stop": Flag("sampling.stop", "TEXT", "Text that ends an answer; repeatable.", ANSWERS, many=True),
+    "include": Flag(
+        "output.include",
+        "WHAT",
+        "Also write query (the question) or contexts (the passages); repeatable.",
+        ANSWERS,
+        many=True,
+        complete=complete_includes,
+    ),
+    "method": Flag(
+        "speculation.method",
+        "METHOD",
+        "Where drafts come from (context by default); none turns them off.",
+        DRAFTS,
+        "-m",
+        complete=complete_methods,
+    ),
+    "draft_model": Flag(
+        "speculation.draft_model", "MODEL", "Draft model, for --method draft_model.", DRAFTS, complete=complete_models
+    ),
+    "draft_tokens": Flag("speculation.num_tokens", "N", "Draft length; by default, as long as pays off.", DRAFTS),
+    "isolate": Flag(
+        "speculation.isolate", "", "Draft from a record's own text only, not from other records.", DRAFTS, switch=True
+    ),
+    "batch_size": Flag("runner_args.batch_size", "N", "Records at once; by default, as many as are fastest.", RUN),
+}
+METHOD = "context"  # of a command without a config
+
+
+def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that gives a command these flags; it gets them as `settings`, a list of overrides."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [each for each in signature.parameters.values() if each.name != "settings"]
+        flags = [_parameter(name, FLAGS[name]) for name in names]
+
+        @wraps(command)
+        def with_flags(**given: Any) -> None:
+            command(settings=_overrides({name: given.pop(name) for name in names}), **given)
+
+        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in [*own, *flags]]
+        with_flags.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        with_flags.__annotations__ = {each.name: each.annotation for each in parameters}
+        del with_flags.__wrapped__  # typer would read the command's own signature
+        return with_flags
+
+    return decorate
+
+
+def method_for(settings: Sequence[str], *, config: bool) -> list[str]:
+    """Return the override that chooses a method where neither a config nor a flag does.
+
+    config: a config is given, whose method counts.
+    """
+    from ragspec.speculation.methods import METHODS
+
+    given = dict(each.partition("=")[::2] for each in settings)
+    if config or any(key == "speculation" or key.startswith("speculation.method") for key in given):
+        return []
+    if "speculation.draft_model" in given:
+        return ["speculation.method=draft_model"]
+    runner = given.get("runner")
+    return [] if runner in ("fake",) and runner not in METHODS[METHOD].runners else [f"speculation.method={METHOD}"]
+
+
+def _parameter(name: str, flag: Flag) -> inspect.Parameter:
+    """Return a flag as typer reads it."""
+    names = [f"--{name.replace('_', '-')}", *([flag.letter] if flag.letter else [])]
+    option = typer.Option(
+        *names,
+        metavar=flag.metavar or None,
+        help=flag.help,
+        rich_help_panel=flag.panel,
+        autocompletion=flag.complete,
+    )
+    kind: Any = bool if flag.switch else list[str] | None if flag.many else str | None
+    default = False if flag.switch else None
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+
+
+def _overrides(given: dict[str, Any]) -> list[str]:
+    """Return flags' values as overrides."""
+    found: list[str] = []
+    for name, value in given.items():
+        flag = FLAGS[name]
+        if value is None or value is False:
+            continue
+        if flag.pairs:
+            found += [f"{flag.key}.{_pair(name, each)}" for each in value]
+        elif flag.switch:
+            found.append(f"{flag.key}=true")
+        else:
+            found.append(f"{flag.key}={json.dumps(value, ensure_ascii=False) if flag.many else value}")
+    return found
+
+
+def _pair(flag: str, given: str) -> str:
+    from ragspec.errors import ConfigError
+
+    field, equals, name = given.partition("=")
+    if not (field and equals and name):
+        raise ConfigError(f'--{flag}: "{given}" is not FIELD=NAME, for instance id=qid')
+    return given

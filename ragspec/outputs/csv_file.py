@@ -1,0 +1,113 @@
+"""An output as one CSV file: a header, then a row per record, appended as records finish.
+
+    >>> store = CsvFile(Path("answers.csv"), ["query"]); store.append(b'{"id": "q1", "output": "Ann."}\\n')
+
+Columns of text and numbers hold what most readers want; lists and objects are JSON in their cells, and fields without a
+column are together in `details`. A cell may contain line ends, so a row may have several lines. Source: RFC 4180.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ragspec.json_text import JSONDecodeError, dumps, loads
+from ragspec.outputs.ledger import Drop, Finished
+from ragspec.outputs.line_file import Appended
+
+COLUMNS = (
+    *("id", "query", "output", "finish_reason", "prompt_tokens", "output_tokens", "latency_s", "contexts", "passages"),
+    *("metadata", "error", "details", "fingerprint"),
+)
+OPTIONAL = {"query": "query", "passages": "contexts"}  # column: what output.include calls it
+NUMBERS = {"prompt_tokens", "output_tokens", "latency_s"}
+AS_JSON = {"contexts", "passages", "metadata", "error", "details"}
+csv.field_size_limit(256 << 20)
+
+
+class CsvFile(Appended):
+    """A store in one local CSV file. include: `output.include`. A file that has a header keeps its columns."""
+
+    def __init__(self, path: Path, include: Sequence[str] = ()) -> None:
+        super().__init__(path)
+        self._columns = [name for name in COLUMNS if OPTIONAL.get(name, name) in include or name not in OPTIONAL]
+        self._header = encoded(self._columns)
+
+    def append(self, line: bytes) -> int:
+        """Append the row of an output line."""
+        row = encoded(cells_of(loads(line), self._columns))
+        return super().append(row if self.size else self._header + row)
+
+    def finished(self, drop: Drop | None = None) -> Iterator[Finished]:
+        """Remove a partial last row and the rows to `drop`, and yield what the others finish."""
+        self.cut_torn_line()
+        rows = iter(self)
+        self._header = next(rows, (0, self._header))[1]
+        self._columns = decoded(self._header)
+        if drop is not None:
+            kept = [row for _, row in rows if not drop(self._finished(row))]
+            self.replace([self._header, *kept] if self.size else [])
+            rows = iter(self)
+            next(rows, None)
+        return (self._finished(row) for _, row in rows)
+
+    def cut_torn_line(self) -> None:
+        """Remove a last row that is not complete, which a killed run leaves."""
+        end = 0
+        for begin, row in self:
+            end = begin + len(row)
+        if end < self.size:
+            self._file.truncate(end)
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        """Yield each complete row, the header too, with its offset."""
+        begin, row = 0, b""
+        for _, line in super().__iter__():
+            row += line
+            if line.endswith(b"\n") and not row.count(b'"') % 2:  # else a cell goes on in the next line
+                yield begin, row
+                begin, row = begin + len(row), b""
+
+    def _finished(self, row: bytes) -> Finished:
+        return Finished.of(dumps(line_of(dict(zip(self._columns, decoded(row), strict=False)))))
+
+
+def encoded(cells: Iterable[Any]) -> bytes:
+    """Return a row with its line end."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\r\n").writerow(cells)  # a cell is quoted if it has either
+    return text.getvalue().removesuffix("\r\n").encode(errors="replace") + b"\n"
+
+
+def decoded(row: bytes) -> list[str]:
+    """Return the cells of a row."""
+    return next(csv.reader(io.StringIO(row.decode("utf-8-sig", "replace"), newline="")), [])
+
+
+def cells_of(line: Mapping[str, Any], columns: Sequence[str]) -> list[Any]:
+    """Return the cells of an output line."""
+    rest = {name: value for name, value in line.items() if name not in columns}
+    given = {**line, "details": rest} if rest else line
+    return [_cell(name, given.get(name)) for name in columns]
+
+
+def _cell(name: str, value: Any) -> Any:
+    if value is None or (name in AS_JSON and not value):
+        return ""
+    return dumps(value).decode() if name in AS_JSON else value
+
+
+def line_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row, by column, as an output line."""
+    line: dict[str, Any] = {name: cell for name, cell in row.items() if cell not in ("", None)}
+    for name in line.keys() & (AS_JSON | NUMBERS):
+        if isinstance(line[name], str):
+            with suppress(JSONDecodeError):  # another program's cell stays a text
+                line[name] = loads(line[name])
+    details = line.pop("details", None)
+    found = line | (details if isinstance(details, dict) else {})
+    return found if "error" in found else {"output": "", **found}

@@ -1,0 +1,109 @@
+"""CSV as an output: every line comes back, and a killed run goes on."""
+
+import csv
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragspec.config.load import build_config
+from ragspec.errors import ConfigError
+from ragspec.json_text import dumps
+from ragspec.outputs.csv_file import COLUMNS, CsvFile, cells_of, decoded, encoded, line_of
+from ragspec.outputs.ledger import Finished
+from ragspec.quality.evaluate import evaluate
+from ragspec.run.generate import generate
+from tests.conftest import write_jsonl
+
+TEXTS = ['say "a"\nor b, then\r\nc', "plain", "", 'é "', "\n", '"""']
+RECORDS = [
+    {
+        "id": f"q{i}",
+        "query": f"{text} ?",
+        "contexts": [{"id": "d", "title": "T", "text": text or "x"}],
+        "reference": "x",
+    }
+    for i, text in enumerate(TEXTS)
+]
+
+
+def run(tmp_path, records=RECORDS, **output):
+    source = write_jsonl(tmp_path / "in.jsonl", records)
+    raw = {"runner": "fake", "input": source, "output": {"path": str(tmp_path / "a.csv"), **output}}
+    return generate(build_config(raw))
+
+
+def rows(tmp_path):
+    with open(tmp_path / "a.csv", newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_row_has_the_question_and_its_passages_where_they_are_asked_for(tmp_path):
+    run(tmp_path, include=["query", "contexts"])
+    found = rows(tmp_path)
+    assert [row["query"] for row in found] == [record["query"] for record in RECORDS]
+    assert found[0]["passages"] == dumps(RECORDS[0]["contexts"]).decode()
+    run(tmp_path.joinpath("b"), include=[]) if (tmp_path / "b").mkdir() is None else None
+    assert not {"query", "passages"} & set(rows(tmp_path / "b")[0])
+
+
+@pytest.mark.parametrize("torn", range(1, 300, 23))
+def test_a_torn_row_is_answered_again(tmp_path, torn):
+    run(tmp_path)
+    whole = (tmp_path / "a.csv").read_bytes()
+    (tmp_path / "a.csv").write_bytes(whole[:-torn])
+    summary = run(tmp_path)
+    assert summary.records + summary.skipped == len(RECORDS)
+    assert 1 <= summary.records <= 3
+    assert [row["id"] for row in rows(tmp_path)] == [record["id"] for record in RECORDS]
+
+
+def test_failed_rows_are_retried_and_the_others_kept(tmp_path):
+    source = write_jsonl(tmp_path / "in.jsonl", [{"id": "a", "query": ""}, {"id": "b", "query": "x"}])
+    raw = {"runner": "fake", "input": source, "output": str(tmp_path / "a.csv")}
+    assert generate(build_config(raw)).failed == 1
+    assert "is empty" in rows(tmp_path)[0]["error"]
+    summary = generate(build_config(raw), retry_failed=True)
+    assert (summary.failed, summary.skipped) == (1, 1)
+    assert sorted(row["id"] for row in rows(tmp_path)) == ["a", "b"]
+
+
+def test_a_file_keeps_the_columns_it_has(tmp_path):
+    run(tmp_path, RECORDS[:2])
+    run(tmp_path, include=["query"])
+    assert len(rows(tmp_path)) == len(RECORDS)
+    assert "query" not in rows(tmp_path)[0]
+
+
+def test_answers_in_csv_can_be_evaluated(tmp_path):
+    run(tmp_path)
+    assert evaluate(str(tmp_path / "a.csv")).scores["exact_match"].count == len(RECORDS)
+
+
+@given(st.fixed_dictionaries({"id": st.text(min_size=1), "output": st.text(), "copied": st.lists(st.integers())}))
+def test_a_line_comes_back(line):
+    line |= {"prompt_tokens": 3, "latency_s": 0.5, "contexts": ["1"], "metadata": {"a": [None]}, "fingerprint": "f"}
+    found = line_of(dict(zip(COLUMNS, decoded(encoded(cells_of(line, COLUMNS))), strict=True)))
+    clean = {
+        key: value.encode(errors="replace").decode() if isinstance(value, str) else value for key, value in line.items()
+    }
+    assert found == clean
+    assert Finished.of(dumps(found)) == Finished.of(dumps(clean))
+
+
+@pytest.mark.parametrize("path", ["a.csv.gz", "a.csv/", "s3://bucket/a.csv"])
+def test_csv_is_one_local_file(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot write \.csv"):
+        generate(build_config({"runner": "fake", "input": "x.jsonl", "output": path}))
+
+
+@pytest.mark.parametrize("format", ["jsonl", "openai"])
+def test_csv_is_not_the_name_of_lines(tmp_path, format):
+    with pytest.raises(ConfigError, match=rf"output\.format: {format}, but .*a\.csv ends in \.csv"):
+        run(tmp_path, format=format)
+
+
+def test_an_empty_store_has_no_header(tmp_path):
+    CsvFile(tmp_path / "a.csv").close()
+    assert (tmp_path / "a.csv").read_bytes() == b""
