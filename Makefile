@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 .PHONY: demo demo-draft demo-vllm test test-fast test-all test-long test-newest test-oldest setup setup-vllm check clean
 
 demo: setup
-	$(BIN)/ragspec generate --config sample_configs/quickstart.yaml --no-resume
+	$(BIN)/ragspec generate --config sample_configs/quickstart.yaml --no-resume --show 1
 
 demo-vllm: setup-vllm
 	$(BIN)/ragspec generate --config sample_configs/vllm.yaml --no-resume

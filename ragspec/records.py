@@ -5,7 +5,7 @@ Standard library only. A Request holds only token ids: runners know nothing of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -101,12 +101,26 @@ class Thinking:
     inside: bool = False
 
 
+@dataclass(slots=True)
+class Copied:
+    """Tokens `start` to `end` of an answer, copied from passage number `passage`, starting at prompt token `source`."""
+
+    start: int
+    end: int
+    passage: int
+    source: int
+
+
+Hear = Callable[[Sequence[int], tuple[Copied, ...]], None]  # an answer's tokens so far, and what they copied
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One unit of work for a runner. `index` counts the requests of a run and identifies the answer.
 
     grammar: the grammar that the answer must match (structured/form.py), "" for free text. thinking: markers of the
-    reasoning that may precede the answer; stop strings do not apply inside it.
+    reasoning that may precede the answer; stop strings do not apply inside it. hear: called as the answer grows, by
+    runners that can (ragspec's engine), with tokens of which it is known whether they were copied.
     """
 
     index: int
@@ -116,6 +130,7 @@ class Request:
     passages: tuple[tuple[int, int], ...] = ()  # (start, end) of each context in token_ids
     grammar: str = ""
     thinking: Thinking | None = None
+    hear: Hear | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,16 +142,6 @@ class TokenLogprob:
 
     logprob: float
     likeliest: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(slots=True)
-class Copied:
-    """Tokens `start` to `end` of an answer, copied from passage number `passage`, starting at prompt token `source`."""
-
-    start: int
-    end: int
-    passage: int
-    source: int
 
 
 @dataclass(frozen=True, slots=True)

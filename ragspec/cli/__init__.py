@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ragspec.cli.ask import ask
 from ragspec.cli.benchmark import benchmark
 from ragspec.cli.doctor import doctor
 from ragspec.cli.evaluate import evaluate
@@ -20,6 +21,7 @@ from ragspec.cli.options import INTERRUPTED, Debug, set_debug
 from ragspec.cli.report import report
 from ragspec.cli.retrieve import retrieve
 from ragspec.cli.run_batch import run_batch
+from ragspec.cli.search import search
 from ragspec.cli.train_draft import train_draft
 from ragspec.cli.tune import tune
 from ragspec.cli.verify import verify
@@ -59,10 +61,12 @@ app = typer.Typer(
 )
 
 for command in (
+    ask,
     generate,
     init,
     run_batch,
     index,
+    search,
     retrieve,
     inspect,
     benchmark,

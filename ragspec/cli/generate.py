@@ -31,6 +31,8 @@ from ragspec.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ragspec.config.run import RunConfig
 
 
@@ -68,17 +70,37 @@ def generate(
         str | None,
         typer.Option("--save-config", metavar="FILE", help="Also write these settings as a config with comments."),
     ] = None,
+    show: Annotated[
+        int, typer.Option("--show", min=0, metavar="N", help="Then show the first N answers; includes their passages.")
+    ] = 0,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
     """Answer every record of the input; rerun to continue after an interruption."""
     set_debug(debug)
     settings = [*overrides(None, max_new_tokens), *settings, *scaled(workers, ray_address)]
+    if show:
+        settings.append("output.include=[query, contexts]")
     run_config, notes, values = settings_of(config, settings, override, input=input, output=output, order=order)
     allowed = failures_allowed(max_failures)
     if save_config is not None:
         save(run_config, values, save_config)
-    run(run_config, notes, allowed, limit=limit, resume=resume, retry_failed=retry_failed, stats_path=stats)
+    run(run_config, notes, allowed, limit=limit, resume=resume, retry_failed=retry_failed, stats_path=stats, show=show)
+
+
+def show_answers(console: Console, output: str, count: int) -> None:
+    """Show the first answers of an output with their passages, as `ragspec ask` does. Nothing for stdout."""
+    from itertools import islice
+
+    from ragspec.cli.answer_view import AnswerView
+    from ragspec.quality.graded import answer_lines
+
+    if output == "-":
+        return
+    view = AnswerView(console, console)
+    for line in islice((line for line in answer_lines(output) if "output" in line), count):
+        view.show(line)
+        console.print()
 
 
 def save(config: RunConfig, values: dict[str, Any], path: str) -> None:
@@ -102,10 +124,12 @@ def run(
     resume: bool,
     retry_failed: bool,
     stats_path: str | None,
+    show: int = 0,
 ) -> None:
     """Answer a config's input, with a progress bar and the totals on stderr.
 
-    allowed: returns how many of so many records may fail; exits with 1 if more did.
+    allowed: returns how many of so many records may fail; exits with 1 if more did. show: so many answers, before the
+    totals.
     """
     from ragspec.cli.tables import print_summary, progress, stderr
     from ragspec.outputs.journal import whereabouts
@@ -128,6 +152,8 @@ def run(
     except KeyboardInterrupt:
         console.print(f"interrupted: {whereabouts(target_of(config.output))}", markup=False)
         raise typer.Exit(INTERRUPTED) from None
+    if show:
+        show_answers(console, str(config.output), show)
     print_summary(console, summary, str(config.output))
     if summary.failed + summary.failed_before > allowed(summary.records + summary.failed + summary.skipped):
         raise typer.Exit(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -25,8 +25,10 @@ from ragspec.run.result_writer import Report
 from ragspec.stats import OTHERS, OutputTotals, RunSummary
 
 if TYPE_CHECKING:
+    from ragspec.config.run import RunConfig
     from ragspec.retrieval.build import BuildSummary
     from ragspec.retrieval.corpus import Skipped
+    from ragspec.run.local import Pipeline
 
 
 PIPED_WIDTH = 120
@@ -177,6 +179,24 @@ def _print_rows(console: Console, rows: Sequence[tuple[str, str]]) -> None:
         console.print(f"{name:{width}}  {first}", markup=False)
         for line in others:
             console.print(f"{'':{width}}  {line}", markup=False)
+
+
+@contextmanager
+def waiting(console: Console, what: str) -> Iterator[None]:
+    """Show on a terminal what takes time, while it does."""
+    with console.status(what) if console.is_terminal else nullcontext():
+        yield
+
+
+@contextmanager
+def loaded(console: Console, config: RunConfig) -> Iterator[Pipeline]:
+    """Yield a config's pipeline with its model loaded, saying so meanwhile."""
+    from ragspec.run.local import Pipeline
+
+    with ExitStack() as stack:
+        with waiting(console, f"loading {config.model}"):
+            pipeline = stack.enter_context(Pipeline(config))
+        yield pipeline
 
 
 # -- progress bars, shown only if stderr is a terminal ----------------------------------------------------------------

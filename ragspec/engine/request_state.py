@@ -113,6 +113,9 @@ class RequestState:
         self.logprobs += logprobs
         self.spec.record(len(draft.token_ids), accepted)
         self.guessed += b"\1" * accepted + b"\0" * (count - accepted)
+        if self.request.hear is not None:
+            answer = self.tokens[self.prompt_tokens : self.prompt_tokens + at + count]
+            self.request.hear(answer[: self.copies.settled(len(answer))], self.copies.worth_citing(answer))
 
     def outcome(self) -> Generation | Failure:
         """Return the finished answer, or the failure of its grammar."""

@@ -7,13 +7,13 @@ distribution.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from ragspec.json_text import JSONDecodeError, dumps, loads
 from ragspec.models.stopping import find_stop, split_reasoning
 from ragspec.prompts.builder import Prompt
-from ragspec.records import Generation, Passage, Record, Sampling, Tokenizer
+from ragspec.records import Copied, Generation, Passage, Record, Sampling, Tokenizer
 from ragspec.runners.base import Runner
 from ragspec.stats import SpecStats
 from ragspec.structured.form import Form, after_thinking
@@ -91,6 +91,16 @@ class RecordInFlight:
     def prompt_tokens(self) -> int:
         """Return the number of tokens in all prompts."""
         return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class PartialAnswer:
+    """An answer as far as it is written. copied: spans of `text` copied from a passage, as in an output line."""
+
+    id: str
+    text: str
+    reasoning: str = ""
+    copied: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +285,18 @@ def cached_tokens(flight: RecordInFlight, answers: Sequence[Generation]) -> int:
 def distinct_answers(answers: Sequence[Generation]) -> list[Generation]:
     """Return the answers without repetitions: greedy answers to one prompt are the same object."""
     return list({id(each): each for each in answers}.values())
+
+
+def partial_answer(
+    flight: RecordInFlight, token_ids: Sequence[int], copied: Sequence[Copied], tokenizer: Tokenizer
+) -> PartialAnswer:
+    """Return a record's answer as far as `token_ids` go, without half a character at its end."""
+    whole = [run for run in copied if run.start < len(token_ids)]
+    so_far = Generation(0, list(token_ids), "length", SpecStats(), 0.0, copied=tuple(whole))
+    part = answer_texts(flight, [so_far], tokenizer)[0]
+    part = replace(part, text=part.text.rstrip("\ufffd"))
+    spans = copied_spans(tokenizer, flight.prompt.kept, so_far, part)
+    return PartialAnswer(flight.record.id, part.text, part.reasoning, tuple(spans))
 
 
 def token_details(flight: RecordInFlight, outcome: Generation) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def read_graded(path: str, references: InputConfig | str | None = None, refusal:
     except re.error as error:
         raise ConfigError(f"--refusal: not a regular expression: {error}") from None
     answers = Answers()
-    for line in _lines(path):
+    for line in answer_lines(path):
         name, text = _named(line), _text(line)
         if name is None or (text is None and "error" not in line):
             raise ConfigError(f"{path}: not an output of ragspec: its lines need id and output")
@@ -161,7 +161,8 @@ def _metadata(line: Mapping[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _lines(path: str) -> Iterator[dict[str, Any]]:
+def answer_lines(path: str) -> Iterator[dict[str, Any]]:
+    """Yield the lines of an output, whatever its format. Raises ConfigError."""
     with open_source(InputConfig(path=[path])) as source:
         for row in source:
             value = _checked(row.value, source.where(row.number))

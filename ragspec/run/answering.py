@@ -5,21 +5,33 @@ Every stage is a generator that the runner pulls, so memory use does not grow wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from ragspec.errors import RecordError
 from ragspec.inputs.columns import GUESSES
 from ragspec.inputs.feed import Feed, Spread
 from ragspec.json_text import dumps
-from ragspec.outputs.answers import FailedRecord, LineFormat, RecordInFlight, answer_texts, distinct_answers, is_valid
-from ragspec.records import Failure, Generation, Passage, Record, Request
+from ragspec.outputs.answers import (
+    FailedRecord,
+    LineFormat,
+    PartialAnswer,
+    RecordInFlight,
+    answer_texts,
+    distinct_answers,
+    is_valid,
+    partial_answer,
+)
+from ragspec.records import Copied, Failure, Generation, Passage, Record, Request
 from ragspec.retrieval.search import Hit
 from ragspec.retrieval.stage import Stage
 from ragspec.run.request_builder import PendingRequests, RequestBuilder
 from ragspec.run.session import Session
 from ragspec.stats import Cost
+
+HearAnswer = Callable[[PartialAnswer], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +80,23 @@ class Answering:
         shape: The format of the output lines.
         sink: Receives the results and failures.
         details: Also write what an audit and a report need.
+        hear: Called with each answer as it grows, if the runner can tell.
     """
 
-    def __init__(self, session: Session, shape: LineFormat, sink: ResultSink, *, details: bool = False) -> None:
+    def __init__(
+        self,
+        session: Session,
+        shape: LineFormat,
+        sink: ResultSink,
+        *,
+        details: bool = False,
+        hear: HearAnswer | None = None,
+    ) -> None:
         self._runner = session.runner
         self._shape = shape
         self._sink = sink
         self._details = details
+        self._hear = hear
         self._stage = Stage(session.retriever, lambda task: task.query, with_contexts) if session.retriever else None
         self._builder = RequestBuilder(session)
         self._pending = PendingRequests()
@@ -101,10 +123,18 @@ class Answering:
 
     def _build_requests(self, task: RecordTask) -> list[Request]:
         try:
-            return self._pending.requests(self._builder.in_flight(task.index, task.record, task.key))
+            flight = self._builder.in_flight(task.index, task.record, task.key)
+            requests = self._pending.requests(flight)
+            if self._hear is not None:
+                requests[0] = replace(requests[0], hear=partial(self._heard, flight))
+            return requests
         except RecordError as error:
             self._sink.fail(task.index, FailedRecord(task.record.id, task.key, "RecordError", str(error), task.number))
             return []
+
+    def _heard(self, flight: RecordInFlight, token_ids: Sequence[int], copied: Sequence[Copied]) -> None:
+        assert self._hear is not None
+        self._hear(partial_answer(flight, token_ids, copied, self._runner.tokenizer))
 
     def _finish(self, outcome: Generation | Failure) -> None:
         finished = self._pending.take(outcome)

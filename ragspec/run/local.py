@@ -24,7 +24,7 @@ from ragspec.outputs.base import MemorySink
 from ragspec.outputs.journal import Journal
 from ragspec.outputs.openai_batch import line_format_of
 from ragspec.records import Request
-from ragspec.run.answering import Answering
+from ragspec.run.answering import Answering, HearAnswer
 from ragspec.run.ordering import Say, ignore_note, ordering_of
 from ragspec.run.record_reader import RecordReader
 from ragspec.run.result_writer import Report, ResultWriter
@@ -46,6 +46,7 @@ class LocalPass:
         report: Called as records finish.
         say: Called with a line on what `prompt.order` saves, before anything is answered.
         keep_details: Also write what an audit and a report need.
+        hear: Called with each answer as it grows, if the runner can tell.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class LocalPass:
         report: Report | None = None,
         say: Say = ignore_note,
         keep_details: bool = False,
+        hear: HearAnswer | None = None,
     ) -> None:
         shape = NativeFormat() if keep_details else line_format_of(session.config)
         self._session = session
@@ -66,7 +68,7 @@ class LocalPass:
         self._writer = ResultWriter(session, source, journal, shape, total, report)
         self._record_reader = RecordReader(session.config, self._writer, source)
         self._ordering = ordering_of(session, source, self._record_reader, limit, say)
-        self._answering = Answering(session, shape, self._writer, details=keep_details)
+        self._answering = Answering(session, shape, self._writer, details=keep_details, hear=hear)
         self._no_records = f"{session.config.input}: contains no records; nothing to answer"
         self.summary = self._writer.summary
 
@@ -181,7 +183,7 @@ class Pipeline:
     def __exit__(self, *exc: Any) -> None:
         self._session.runner.__exit__(*exc)
 
-    def answers(self, records: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    def answers(self, records: Iterable[Any], *, hear: HearAnswer | None = None) -> Iterator[dict[str, Any]]:
         """Yield the output line of each record.
 
         Records are read as they are needed, so `records` may be an endless generator.
@@ -189,6 +191,8 @@ class Pipeline:
         Args:
             records: Records as the lines of an input file would have them, such as
                 `{"id": "q1", "query": "Why?", "contexts": ["a passage"]}`.
+            hear: Called with each answer as it grows: an object with its `id`, its `text` and `reasoning` so far, and
+                the spans of the text that are `copied` from a passage. Only ragspec's engine calls it.
 
         Returns:
             An iterator over output lines, in the order of the records; with `order: finish`, as they finish. A record
@@ -203,11 +207,11 @@ class Pipeline:
             )
         self._answering = True
         try:
-            yield from self._answers(records)
+            yield from self._answers(records, hear)
         finally:
             self._answering = False
 
-    def _answers(self, records: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    def _answers(self, records: Iterable[Any], hear: HearAnswer | None) -> Iterator[dict[str, Any]]:
         config = self._session.config
         sink = MemorySink()
         with (
@@ -215,7 +219,7 @@ class Pipeline:
             MemorySource(records) as source,
             Journal(sink, order=config.order) as journal,
         ):
-            executor = LocalPass(self._session, source, journal)
+            executor = LocalPass(self._session, source, journal, hear=hear)
             self.summary = executor.summary
             for _ in executor.stream():
                 yield from sink.take()

@@ -45,6 +45,13 @@ class CopiedSpans:
             if passage is not None:
                 self._runs.append(Copied(at, at + 1, passage, guessed))
 
+    def settled(self, written: int) -> int:
+        """Return of how many of the first `written` tokens it is known whether they belong to a run worth citing."""
+        run = self._runs[-1] if self._runs else None
+        if run is not None and run.end == written and run.end - run.start < LEAST:
+            return max(0, run.start - 1)  # a run may begin with a token that was not drafted
+        return max(0, written - 1) if self._passages else written
+
     def worth_citing(self, answer: Sequence[int]) -> tuple[Copied, ...]:
         """Return the runs of at least LEAST tokens inside `answer`.
 

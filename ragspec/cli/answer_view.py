@@ -1,0 +1,166 @@
+"""An answer and its passages as a person reads them: streamed, with what was copied in the colour of its passage.
+
+    view = AnswerView(stdout(), stderr())
+    for line in pipeline.answers([record], hear=view.hear): view.finish(line)
+
+The answer goes to stdout, everything about it to stderr. Without a terminal, stdout gets the answer's text alone.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from ragspec.outputs.answers import PartialAnswer
+
+COLOURS = ("green", "cyan", "magenta", "yellow", "blue")
+EXCERPT = 320  # characters of a passage
+WIDEST = 100  # columns of an answer
+
+
+def stdout() -> Console:
+    """Return a console on stdout; a file gets plain text."""
+    terminal = sys.stdout is not None and sys.stdout.isatty()
+    return Console(soft_wrap=not terminal, highlight=False, emoji=False, width=None if terminal else WIDEST)
+
+
+class AnswerView:
+    """Shows one answer at a time. out: for the answer. about: for its passages and figures."""
+
+    def __init__(self, out: Console, about: Console) -> None:
+        self._out = out
+        self._about = about
+        self._colours: dict[str, str] = {}
+        self._shown = 0  # characters of the answer on the screen
+        self._column = 0
+
+    def begin(self) -> None:
+        """Forget the answer before."""
+        self._colours, self._shown, self._column = {}, 0, 0
+
+    def hear(self, partial: PartialAnswer) -> None:
+        """Show what is new of an answer, up to the last whole word."""
+        end = max(partial.text.rfind(" "), partial.text.rfind("\n")) + 1
+        self._show(partial.text[: max(end, self._shown)], partial.copied)
+
+    def show(self, line: Mapping[str, Any]) -> None:
+        """Show a whole answer under its question."""
+        self.begin()
+        self._out.print(Text(str(line.get("query") or line["id"]), style="bold"))
+        self.finish(line)
+
+    def finish(self, line: Mapping[str, Any]) -> None:
+        """Show the rest of an answer, its passages, and what it took."""
+        self._show(line["output"], line.get("copied") or ())
+        self._out.print()
+        spans = [{**span, "text": line["output"][span["start"] : span["end"]]} for span in line.get("copied") or ()]
+        self._passages(line.get("passages") or (), spans)
+        self._about.print(Text(_figures(line), style="dim"))
+
+    def _show(self, text: str, copied: Sequence[Mapping[str, Any]]) -> None:
+        styles = [""] * len(text)
+        for span in copied:
+            style = self._colour(span["context"])
+            styles[span["start"] : span["end"]] = [style] * (
+                min(span["end"], len(text)) - min(span["start"], len(text))
+            )
+        at = self._shown
+        while at < len(text):
+            end = at + 1
+            while end < len(text) and styles[end] == styles[at]:
+                end += 1
+            self._print(text[at:end], styles[at])
+            at = end
+        self._shown = max(self._shown, len(text))
+
+    def _print(self, text: str, style: str) -> None:
+        """Print a piece in one style, broken between words on a terminal."""
+        if not self._out.is_terminal:
+            self._out.print(text, end="", markup=False)
+            return
+        width = min(self._out.width, WIDEST)
+        for word in _words(text):
+            if word == "\n" or self._column + len(word.rstrip()) > width:
+                self._out.print()
+                self._column = 0
+            if word != "\n" and (self._column or word.strip()):
+                self._out.print(Text(word, style=style), end="")
+                self._column += len(word)
+
+    def _colour(self, context: str) -> str:
+        return self._colours.setdefault(context, COLOURS[len(self._colours) % len(COLOURS)])
+
+    def _passages(self, passages: Sequence[Mapping[str, Any]], copied: Sequence[Mapping[str, Any]]) -> None:
+        quoted = {span["context"] for span in copied}
+        for number, passage in enumerate(passages, 1):
+            name = str(passage["id"])
+            style = self._colour(name) if name in quoted else ""
+            print_passage(
+                self._about, number, passage, style, [span["text"] for span in copied if span["context"] == name]
+            )
+        self._about.print()
+
+
+def print_passage(
+    console: Console,
+    number: int,
+    passage: Mapping[str, Any],
+    style: str = "",
+    quotes: Sequence[str] = (),
+    *,
+    words: str = "",
+) -> None:
+    """Print a passage's number, name and text. style: of its name and of `quotes` in it. words: shown in bold."""
+    about = [passage.get("title") or "", f"{passage['score']:.2f}" if words and "score" in passage else ""]
+    head = Text.assemble(
+        (f"[{number}] {passage['id']}", style or "bold"), ("  ".join(["", *filter(None, about)]), "dim")
+    )
+    text = excerpt(str(passage["text"]), [style] if style else [], quotes)
+    if words:
+        asked = "|".join(re.findall(r"[^\W_]{3,}", words)) or "(?!)"
+        text.highlight_regex(rf"(?i)\b({asked})", "bold")
+    console.print()
+    console.print(head)
+    console.print(text, width=min(console.width, WIDEST) if console.is_terminal else None)
+
+
+def excerpt(text: str, styles: Sequence[str], quotes: Sequence[str]) -> Text:
+    """Return the part of a passage that shows its first quote, or its beginning. styles: of the quotes, if any."""
+    flat = " ".join(text.split())
+    places = [flat.find(" ".join(quote.split())) for quote in quotes]
+    first = min((place for place in places if place >= 0), default=0)
+    begin = 0 if first < EXCERPT // 2 else flat.rfind(" ", 0, first - EXCERPT // 4) + 1
+    end = len(flat) if len(flat) - begin <= EXCERPT else flat.rfind(" ", 0, begin + EXCERPT)
+    before, after = "... " if begin else "", " ..." if end < len(flat) else ""
+    shown = Text.assemble((before, "dim"), flat[begin:end], (after, "dim"))
+    for quote in quotes if styles else ():
+        shown.highlight_words([" ".join(quote.split())], styles[0])
+    return shown
+
+
+def _words(text: str) -> list[str]:
+    """Return words with the space after them, and line ends on their own."""
+    words: list[str] = []
+    for line in text.split("\n"):
+        pieces = line.split(" ")
+        words += [piece + " " for piece in pieces[:-1]] + ([pieces[-1]] if pieces[-1] else []) + ["\n"]
+    return words[:-1]
+
+
+def _figures(line: Mapping[str, Any]) -> str:
+    spec = line.get("speculation") or {}
+    parts = [f"{line['output_tokens']:,} tokens in {line['latency_s']:.1f} s"]
+    if line.get("time_to_first_token_s") is not None:
+        parts.append(f"the first after {line['time_to_first_token_s']:.1f} s")
+    if spec.get("drafted"):
+        parts.append(f"{spec['accepted']} of {spec['drafted']} drafted tokens accepted ({spec['method']})")
+    if line.get("dropped_contexts"):
+        parts.append(f"{len(line['dropped_contexts'])} passages did not fit")
+    if line["finish_reason"] == "length":
+        parts.append("cut off at --max-new-tokens")
+    return "; ".join(parts)

@@ -1,0 +1,119 @@
+"""`ragspec ask`: one question, answered on the screen; without one, question after question."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ragspec.cli.flags import with_settings
+from ragspec.cli.options import ConfigIfAny, Debug, MaxNewTokens, Set, overrides, quiet_pipe, set_debug, settings_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ragspec.cli.answer_view import AnswerView
+    from ragspec.run.local import Pipeline
+
+LONGEST = 256  # tokens of an answer, unless it is said
+
+
+@with_settings(
+    *("model", "runner", "dtype", "device", "trust_remote_code", "index", "top_k", "system", "schema"),
+    *("temperature", "seed", "method", "draft_model"),
+)
+def ask(
+    settings: list[str],
+    question: Annotated[
+        str | None, typer.Argument(metavar="QUESTION", help="The question. Without one, ragspec goes on asking.")
+    ] = None,
+    corpus: Annotated[
+        list[str] | None,
+        typer.Option("--corpus", metavar="FOLDER", help="Find passages in these documents; repeatable."),
+    ] = None,
+    context: Annotated[
+        list[str] | None,
+        typer.Option("--context", metavar="FILE|-", help="Answer from all of this file, or stdin; repeatable."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print an output line instead, with the passages.")] = False,
+    config: ConfigIfAny = None,
+    max_new_tokens: MaxNewTokens = None,
+    override: Set = None,
+    debug: Debug = False,
+) -> None:
+    """Answer a question on the screen, with the passages it comes from."""
+    from ragspec.cli.answer_view import AnswerView, stdout
+    from ragspec.cli.tables import loaded, print_notes, stderr
+    from ragspec.errors import ConfigError
+    from ragspec.run.ask import checked_question, context_passages, for_questions
+
+    set_debug(debug)
+    question = None if question is None else checked_question(question)
+    if context and "-" in context and question is None:
+        raise ConfigError("--context -: stdin cannot be both the context and the questions; give a QUESTION")
+    settings = [*overrides(None, max_new_tokens), *settings]
+    indexes = any(each.startswith("retrieval.index=") for each in settings)
+    if sum([bool(corpus), bool(context), indexes]) > 1:
+        raise ConfigError("--index, --corpus and --context: give one of them")
+    console = stderr()
+    if config is None and not any(each.startswith(("model=", "runner=fake")) for each in settings):
+        settings.append("model=demo")
+        console.print("note: no --model, so demo answers (SmolLM2, 135M: quick, and often wrong)", style="dim")
+    if config is None:
+        settings.insert(0, f"sampling.default_new_tokens={LONGEST}")
+    if corpus:
+        settings.append(f"retrieval.index={_indexed(console, corpus)}")
+    run_config, notes, _ = settings_of(config, settings, override)
+    passages = context_passages(context) if context else None
+    run_config = for_questions(run_config, passages=bool(passages or run_config.retrieval))
+    print_notes(console, notes)
+    view = None if json else AnswerView(stdout(), console)
+    with quiet_pipe(), loaded(console, run_config) as pipeline:
+        asked = [question] if question is not None else _questions(console)
+        failed = sum(not _answer(pipeline, each, passages, console, view) for each in asked)
+    if failed and question is not None:
+        raise typer.Exit(1)
+
+
+def _answer(
+    pipeline: Pipeline, question: str, passages: list[dict[str, Any]] | None, console: Console, view: AnswerView | None
+) -> bool:
+    """Answer one question on the screen, or as a line without a view; return whether there is an answer."""
+    from ragspec.json_text import dumps
+
+    record = {"query": question} | ({} if passages is None else {"contexts": passages})
+    if view is not None:
+        view.begin()
+    for line in pipeline.answers([record], hear=view.hear if view is not None else None):
+        if view is None:
+            sys.stdout.write(dumps(line).decode() + "\n")
+            sys.stdout.flush()
+        elif "error" in line:
+            console.print(f"error: {line['error']['message']}", markup=False)
+        else:
+            view.finish(line)
+    return "error" not in line
+
+
+def _questions(console: Console) -> Iterator[str]:
+    """Yield questions as they are typed, or the lines of a pipe."""
+    if not sys.stdin.isatty():
+        yield from filter(None, map(str.strip, sys.stdin))
+        return
+    with suppress(ImportError):  # it lets input() edit lines and recall them
+        import readline  # noqa: F401
+    console.print("Ask away; an empty line ends.", style="dim")
+    with suppress(EOFError):
+        while question := console.input("> ", markup=False).strip():
+            yield question
+
+
+def _indexed(console: Console, corpus: list[str]) -> str:
+    from ragspec.cli.tables import build_progress
+    from ragspec.run.ask import indexed
+
+    with build_progress(console) as (report, complain):
+        return indexed(corpus, report, complain)

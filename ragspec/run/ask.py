@@ -1,0 +1,97 @@
+"""What `ragspec ask` finds passages in: files given as context, and folders that are indexed on the way.
+
+>>> context_passages(["manual.pdf"])[0]["id"]
+'manual.pdf#1'
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ragspec.config.run import RunConfig
+from ragspec.config.sections import RetrievalConfig
+from ragspec.errors import ConfigError
+from ragspec.host.cache import cache_dir, digest_of
+from ragspec.retrieval.build import Complain, Report, build
+from ragspec.retrieval.corpus import (
+    Chunker,
+    Document,
+    Skipped,
+    Text,
+    Unreadable,
+    documents,
+    passage_ids,
+    read_text,
+    word_tokens,
+)
+
+WHOLE = 2000  # characters of a text that is one passage
+SYSTEM = "Answer from the passages. Quote them word for word where you can."
+
+
+def checked_question(question: str) -> str:
+    """Return a question without spaces around it. Raises ConfigError for an empty one."""
+    if not question.strip():
+        raise ConfigError("QUESTION: is empty")
+    return question.strip()
+
+
+def for_questions(config: RunConfig, *, passages: bool) -> RunConfig:
+    """Return a config for single questions: one row, and the question and passages in each line.
+
+    passages: questions come with passages, so that a config without a system prompt gets one that says so.
+    """
+    changed: dict[str, Any] = {"output": config.output.model_copy(update={"include": ["query", "contexts"]})}
+    if "batch_size" not in config.runner_args and config.runner != "vllm":
+        changed["runner_args"] = {**config.runner_args, "batch_size": 1}
+    if passages and config.prompt.system is None and config.prompt.template is None:
+        changed["prompt"] = config.prompt.model_copy(update={"system": SYSTEM})
+    return config.model_copy(update=changed)
+
+
+def context_passages(paths: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the passages of files (- for stdin), in their order, as a record's contexts. Raises ConfigError."""
+    return [passage for path in paths for passage in _passages_in(path)]
+
+
+def _passages_in(path: str) -> Iterator[dict[str, Any]]:
+    for name, text in _texts(path):
+        chunks = [text.text] if len(text.text) <= WHOLE else _chunker().split(text)
+        title = {"title": text.title} if text.title else {}
+        for each, chunk in zip(passage_ids(name, len(chunks)), chunks, strict=True):
+            yield {"id": each, **title, "text": chunk}
+
+
+def _texts(path: str) -> Iterator[tuple[str, Text]]:
+    """Yield the names and texts of a file's documents, or of a folder's."""
+    try:
+        if path == "-":
+            yield "stdin", read_text(sys.stdin.buffer.read())
+            return
+        if not os.path.exists(path):
+            raise ConfigError(f"--context: {path}: no such file")
+        for item in documents([path]):
+            if isinstance(item, Skipped):
+                raise ConfigError(f"--context: {item.where}: {item.why}")
+            if isinstance(item, Document):
+                yield item.id, item.read()
+    except Unreadable as error:
+        raise ConfigError(f"--context: {path}: {error}") from None
+
+
+def _chunker() -> Chunker:
+    size, overlap = (RetrievalConfig.model_fields[key].default for key in ("chunk_size", "chunk_overlap"))
+    return Chunker(word_tokens(), size, overlap)
+
+
+def indexed(corpus: Sequence[str], report: Report, complain: Complain) -> str:
+    """Return the folder of an index over these files and folders, built or brought up to date. Raises ConfigError.
+
+    It is in the user's cache, so that the next question finds it.
+    """
+    place = cache_dir() / "asked" / digest_of([os.path.abspath(os.path.expanduser(path)) for path in corpus])
+    build(RetrievalConfig(index=str(place), corpus=list(corpus)), report, complain)
+    return str(place)

@@ -1,0 +1,163 @@
+"""One question on the screen: where passages come from, what is streamed and coloured, and plain text."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from ragspec.cli import app
+from ragspec.cli.answer_view import AnswerView, excerpt
+from ragspec.errors import ConfigError
+from ragspec.outputs.answers import PartialAnswer
+from tests.conftest import ROOT, read_jsonl
+
+DOCUMENTS = ROOT / "sample_data" / "documents"
+FAKE = ["--runner", "fake", "--max-new-tokens", "40"]
+
+
+def invoke(*args, **given):
+    return CliRunner().invoke(app, [*map(str, args)], **given)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAGSPEC_CACHE", str(tmp_path / "cache"))
+
+
+def test_without_a_terminal_stdout_has_the_answers_text_alone():
+    done = invoke("ask", "Who built it?", *FAKE)
+    assert done.exit_code == 0, done.output
+    assert "Who built it?" in done.stdout
+    assert "note:" not in done.stdout
+    assert "\x1b" not in done.output
+
+
+def test_json_is_an_output_line_with_its_passages(tmp_path):
+    (tmp_path / "mill.txt").write_text("Ann Smith built it in 1871.")
+    done = invoke("ask", "Who built it?", "--context", tmp_path / "mill.txt", "--json", *FAKE)
+    line = json.loads(done.stdout)
+    assert line["query"] == "Who built it?"
+    assert line["passages"] == [{"id": "mill.txt", "text": "Ann Smith built it in 1871."}]
+
+
+def test_a_context_may_come_through_a_pipe():
+    done = invoke("ask", "Who?", "--context", "-", "--json", *FAKE, input="Ann built it.")
+    assert json.loads(done.stdout)["passages"] == [{"id": "stdin", "text": "Ann built it."}]
+
+
+def test_a_long_file_becomes_passages(tmp_path):
+    (tmp_path / "long.md").write_text(
+        "# Mills\n\n" + "\n\n".join(f"Mill {i} stands in the valley. " * 9 for i in range(60))
+    )
+    done = invoke("ask", "Who?", "--context", tmp_path / "long.md", "--json", *FAKE)
+    passages = json.loads(done.stdout)["passages"]
+    assert [passage["id"] for passage in passages[:2]] == ["long.md#1", "long.md#2"]
+    assert {passage["title"] for passage in passages} == {"Mills"}
+
+
+def test_without_a_question_each_line_is_one():
+    done = invoke("ask", *FAKE, "--json", input="One?\n\nTwo?\n")
+    assert [json.loads(line)["query"] for line in done.stdout.splitlines()] == ["One?", "Two?"]
+
+
+def test_a_folder_is_indexed_once(tmp_path):
+    pytest.importorskip("lancedb")
+    for _ in range(2):
+        done = invoke("ask", "When was the granite tower finished?", "--corpus", DOCUMENTS, "-k", 1, "--json", *FAKE)
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.stdout)["passages"][0]["id"] == "kestrel-point.md"
+    assert len(list((tmp_path / "cache" / "asked").iterdir())) == 1
+
+
+def test_search_shows_passages_and_their_files(tmp_path):
+    pytest.importorskip("lancedb")
+    assert invoke("index", DOCUMENTS, "-o", tmp_path / "index").exit_code == 0
+    shown = invoke("search", "sourdough starter", "--index", tmp_path / "index", "-k", 1)
+    assert shown.stdout.strip().startswith("[1] sourdough.txt")
+    found = invoke("search", "sourdough starter", "--index", tmp_path / "index", "-k", 2, "--json")
+    assert json.loads(found.stdout.splitlines()[0])["document"] == "sourdough.txt"
+    nothing = invoke("search", "xyzzy", "--index", tmp_path / "index")
+    assert (nothing.stdout, nothing.exit_code) == ("", 0)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["ask", "  ", *FAKE], "QUESTION: is empty"),
+        (["search", "", "--index", "x"], "WORDS: is empty"),
+        (["search", "x", "--index", "nowhere"], 'retrieval.index: "nowhere": no index there'),
+        (["ask", "x", *FAKE, "--index", "nowhere"], 'retrieval.index: "nowhere": no index there'),
+        (["ask", "x", *FAKE, "--corpus", "nowhere"], "--corpus: nowhere: no such file or folder"),
+        (["ask", "x", *FAKE, "--context", "nowhere"], "--context: nowhere: no such file"),
+        (["ask", "x", *FAKE, "--context", "a", "--corpus", "b"], "--index, --corpus and --context: give one of them"),
+        (["ask", *FAKE, "--context", "-"], "stdin cannot be both"),
+        (["ask", "x", "--model", "nowhere/none"], 'model: "nowhere/none": is not a local folder'),
+    ],
+)
+def test_what_cannot_be_asked_is_one_line(tmp_path, monkeypatch, args, message):
+    monkeypatch.chdir(tmp_path)
+    done = invoke(*args)
+    assert isinstance(done.exception, ConfigError)
+    assert message in str(done.exception)
+    assert "\n" not in str(done.exception)
+
+
+def test_a_run_can_show_its_first_answers(tmp_path):
+    out = tmp_path / "a.jsonl"
+    args = ["-i", ROOT / "sample_data" / "questions.jsonl", "-o", out, "--limit", 3, "--show", 2]
+    done = invoke("generate", *FAKE, *args)
+    assert done.exit_code == 0, done.output
+    shown = done.stderr
+    assert [line["query"] in shown for line in read_jsonl(out)] == [True, True, False]
+    assert "[1] d1  Kestrel Point Lighthouse" in shown
+    assert shown.index("Kestrel") < shown.index("records ")
+
+
+# -- what is shown ---------------------------------------------------------------------------------
+
+
+def view(*, terminal):
+    out = Console(file=io.StringIO(), force_terminal=terminal, width=30, color_system="standard" if terminal else None)
+    return AnswerView(out, out), out.file
+
+
+def test_an_answer_grows_word_by_word_and_ends_whole():
+    screen, file = view(terminal=False)
+    seen = []
+    for text in ["An", "Ann buil", "Ann built the mill"]:
+        screen.hear(PartialAnswer("q", text))
+        seen.append(file.getvalue())
+    assert seen == ["", "Ann ", "Ann built the "]
+    line = {"output": "Ann built the mill.", "output_tokens": 5, "latency_s": 0.1, "finish_reason": "stop"}
+    screen.finish(line)
+    assert file.getvalue().startswith("Ann built the mill.\n")
+
+
+def test_what_was_copied_has_the_colour_of_its_passage():
+    screen, file = view(terminal=True)
+    spans = [{"start": 4, "end": 9, "context": "d1"}, {"start": 14, "end": 18, "context": "d2"}]
+    passages = [{"id": "d1", "text": "He built it."}, {"id": "d2", "text": "A mill."}, {"id": "d3", "text": "Else."}]
+    figures = {"output_tokens": 5, "latency_s": 0.1, "finish_reason": "stop"}
+    screen.finish({"output": "Ann built the mill.", "copied": spans, "passages": passages, **figures})
+    shown = file.getvalue()
+    assert "\x1b[32mbuilt\x1b[0m" in shown
+    assert "\x1b[36mmill\x1b[0m." in shown
+    assert "\x1b[32m[1] d1\x1b[0m" in shown
+    assert "\x1b[36m[2] d2\x1b[0m" in shown
+    assert "\x1b[1m[3] d3\x1b[0m" in shown
+    assert "He \x1b[32mbuilt\x1b[0m it." in shown
+
+
+def test_a_long_answer_is_broken_between_words():
+    screen, file = view(terminal=True)
+    screen.hear(PartialAnswer("q", "word " * 20))
+    assert max(len(line) for line in file.getvalue().splitlines()) <= 30
+    assert file.getvalue().split() == ["word"] * 20
+
+
+def test_an_excerpt_shows_what_was_quoted():
+    text = "filler " * 200 + "the granite tower" + " filler" * 200
+    assert "the granite tower" in excerpt(text, ["green"], ["the granite tower"]).plain
+    assert excerpt(text, [], []).plain.startswith("filler")
