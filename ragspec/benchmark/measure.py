@@ -269,3 +269,24 @@ class _Benchmark:
         if number == self._repeat:
             entry.details = worker.details(self._profile)
         self._store.save(worker.candidate)
+        self._console.print(
+            f"{name}: pass {number} of {self._repeat}: {told(figures, self._seconds_left())}", markup=False
+        )
+
+    def _seconds_left(self) -> float:
+        """Return about how long the passes to come will take, by those that are done."""
+        known = [each.generate_s for entry in self._entries.values() for each in entry.passes]
+        left = 0.0
+        for entry in self._entries.values():
+            own = [each.generate_s for each in entry.passes] or known
+            left += (self._repeat - len(entry.passes)) * sum(own) / len(own)
+        return left
+
+
+def told(figures: Pass, left_s: float) -> str:
+    """Return a pass's result in a few words, and how long the passes to come will take."""
+    parts = [f"{figures.tokens_per_s:.1f} tokens/s" if figures.tokens_per_s else "no speed"]
+    if figures.acceptance_rate is not None:
+        parts.append(f"{figures.acceptance_rate:.0%} of drafts accepted")
+    left = f"; about {left_s / 60:.0f} min left" if left_s >= 90 else f"; about {left_s:.0f} s left" if left_s else ""
+    return f"{', '.join(parts)} in {figures.generate_s:.1f} s{left}"

@@ -138,7 +138,7 @@ def run(
 
     console = stderr()
     try:
-        with quiet_pipe(), progress(console) as report:
+        with quiet_pipe(), progress(console, config) as report:
             summary = answer(
                 config,
                 limit=limit,

@@ -16,11 +16,13 @@ from rich.progress import (
     ProgressColumn,
     SpinnerColumn,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
 from rich.text import Text
 
+from ragspec.models.resolve import size_of_weights
 from ragspec.run.result_writer import Report
 from ragspec.stats import OTHERS, OutputTotals, RunSummary
 
@@ -188,13 +190,21 @@ def waiting(console: Console, what: str) -> Iterator[None]:
         yield
 
 
+def _loading(config: RunConfig) -> str:
+    """Return what a run begins with, and how much there is to load, if that is on this machine."""
+    if config.model is None:
+        return "starting"
+    size = size_of_weights(str(config.model))
+    return f"loading {config.model}" + ("" if size is None else f" ({size / 1e9:.1f} GB of weights)")
+
+
 @contextmanager
 def loaded(console: Console, config: RunConfig) -> Iterator[Pipeline]:
     """Yield a config's pipeline with its model loaded, saying so meanwhile."""
     from ragspec.run.local import Pipeline
 
     with ExitStack() as stack:
-        with waiting(console, f"loading {config.model}"):
+        with waiting(console, _loading(config)):
             pipeline = stack.enter_context(Pipeline(config))
         yield pipeline
 
@@ -211,18 +221,22 @@ def _columns() -> tuple[ProgressColumn, ...]:
 
 
 @contextmanager
-def progress(console: Console) -> Iterator[Report | None]:
-    """Yield what moves the bar, or None if there is no terminal to show one."""
+def progress(console: Console, config: RunConfig) -> Iterator[Report | None]:
+    """Yield what moves the bar, or None if there is no terminal to show one. It says what a run is doing."""
     if not console.is_terminal:
         yield None
         return
-    with Progress(*_columns(), TextColumn("{task.fields[detail]}"), console=console, transient=True) as bar:
-        task = bar.add_task("loading the model", total=None, detail="")
+    columns = [*_columns(), TimeElapsedColumn(), TextColumn("{task.fields[detail]}")]
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(_loading(config), total=None, detail="")
         shown_at = 0.0
 
         def report(summary: RunSummary, total: int | None) -> None:
             nonlocal shown_at
             if (now := time.monotonic()) - shown_at < REFRESH_S:
+                return
+            if summary.load_s and not summary.records + summary.failed:
+                bar.update(task, description="warming up")
                 return
             shown_at = now
             done = summary.records + summary.failed + summary.skipped

@@ -203,6 +203,20 @@ def weights_bytes(path: str, revision: str | None = None) -> int | None:
     return sum(file.stat().st_size for file in files) or None
 
 
+def size_of_weights(name: str) -> int | None:
+    """Return the bytes of a named model's weights if they are on this machine, else None. Asks no hub."""
+    if name == DEMO:
+        spec = importlib.util.find_spec(DEMO_PACKAGE)
+        files = (
+            [file for place in (spec.submodule_search_locations or []) for file in Path(place).glob("*.gguf")]
+            if spec
+            else []
+        )
+        return sum(file.stat().st_size for file in files) or None
+    path = Path(name).expanduser()
+    return path.stat().st_size if path.is_file() else weights_bytes(str(path) if path.is_dir() else name)
+
+
 def context_length(config: Any) -> int | None:
     """Return how many tokens the model can attend to, None if its config does not say."""
     text = config.get_text_config()

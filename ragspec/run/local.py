@@ -94,6 +94,7 @@ class LocalPass:
         started = time.perf_counter()
         with runner:
             summary.load_s = time.perf_counter() - started
+            self._writer.begin()
             started = time.perf_counter()
             runner.warm_up(self._expected_requests(requests))
             summary.warmup_s = time.perf_counter() - started

@@ -143,6 +143,11 @@ class ResultWriter:
         if note not in self.summary.notes:
             self.summary.notes.append(note)
 
+    def begin(self) -> None:
+        """Report that the run has come further, before any record is finished."""
+        if self._report:
+            self._report(self.summary, self.total)
+
     def _report_progress(self) -> None:
         if self.summary.records or self.summary.failed:
             self._journal.keep_spent(self.summary)
