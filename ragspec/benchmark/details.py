@@ -162,6 +162,32 @@ def _rows(results: Results) -> Iterator[tuple[str, ...]]:
         )
 
 
+def table_of(results: Results) -> list[dict[str, Any]]:
+    """Return one row per candidate for `--format`: figures as numbers, intervals in columns of their own."""
+    plain = baselines(results.runs)
+    to_plain = {ratio.name: ratio for ratio in ratios_to_plain(results, SPEED)}
+    rows = []
+    for name in results.names:
+        run, ratio = results.typical(name), to_plain.get(name)
+        rows.append(
+            {
+                "method": name,
+                "tokens_per_s": run.tokens_per_s,
+                "vs_plain": ratio and ratio.median,
+                "vs_plain_low": ratio and ratio.low,
+                "vs_plain_high": ratio and ratio.high,
+                "decode_tokens_per_s": run.decode_tokens_per_s,
+                "acceptance_rate": run.acceptance_rate,
+                "tokens_per_step": run.tokens_per_step,
+                "output_tokens": run.output_tokens,
+                "identical": None if plain[name] is None else run.identical,
+                "records": run.records,
+                "passes": len(results.runs_of(name)),
+            }
+        )
+    return rows
+
+
 def _profile(name: str, profile: Profile) -> Table:
     """Return a table of where the time of a pass went, one row per part."""
     table = Table(box=None, pad_edge=False, title=f"{name}: where {profile.seconds:.1f} s went", title_justify="left")

@@ -44,11 +44,15 @@ LENGTHS = {"vllm": {"prompt_lookup": (4, 8)}}  # draft lengths to try where the 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """The choice, with a line of evidence per candidate. verdict: how sure the choice is, in a sentence."""
+    """The choice, with a line of evidence per candidate. verdict: how sure the choice is, in a sentence.
+
+    figures: the same as rows for `--format`.
+    """
 
     winner: Candidate
     evidence: list[str]
     verdict: str
+    figures: tuple[dict[str, Any], ...] = ()
 
 
 def tune(
@@ -160,7 +164,7 @@ def _try_variants(
     evidence += [f"{name}: ruled out: {why}" for name, why in refused.items()]
     chosen = allowed(found, max_loss)
     verdict = tuned.verdict if chosen.lossless else f"{chosen.candidate.name} is chosen: {chosen.speed}"
-    return Tuned(chosen.candidate, [*tuned.evidence, *evidence], verdict)
+    return replace(tuned, winner=chosen.candidate, evidence=[*tuned.evidence, *evidence], verdict=verdict)
 
 
 def _tokens_per_s(figures: Pass) -> float | None:
@@ -249,7 +253,23 @@ def choose(plan: list[Candidate], speeds: Speeds) -> Tuned:
         evidence.append(f"{candidate.name}: {rate:.1f} tokens/s{beside}, {_passes(mine)}")
         if ratios and min(ratios) > 1.0 and median(ratios) > best:
             winner, best = candidate, median(ratios)
-    return Tuned(winner, evidence, _verdict(winner, plan, speeds))
+    figures = tuple(_figures(candidate, speeds, plan[0], chosen=candidate is winner) for candidate in plan)
+    return Tuned(winner, evidence, _verdict(winner, plan, speeds), figures)
+
+
+def _figures(candidate: Candidate, speeds: Speeds, plain: Candidate, *, chosen: bool) -> dict[str, Any]:
+    """Return a candidate's row: its median speed, and the extremes of its ratios to plain decoding."""
+    mine = [speed for speed in speeds[candidate.name] if speed]
+    ratios = [] if candidate is plain else paired(speeds[candidate.name], speeds[plain.name])
+    return {
+        "method": candidate.name,
+        "tokens_per_s": median(mine) if mine else None,
+        "vs_plain": median(ratios) if ratios else None,
+        "vs_plain_low": min(ratios, default=None),
+        "vs_plain_high": max(ratios, default=None),
+        "passes": len(mine),
+        "chosen": chosen,
+    }
 
 
 def _verdict(winner: Candidate, plan: Sequence[Candidate], speeds: Speeds) -> str:

@@ -11,12 +11,14 @@ from ragspec.cli.options import (
     INTERRUPTED,
     Config,
     Debug,
+    Format,
     Input,
     Limit,
     MaxNewTokens,
     RayAddress,
     Set,
     load,
+    print_table,
     scaled,
     set_debug,
 )
@@ -87,17 +89,20 @@ def benchmark(
         list[str] | None,
         typer.Option("--prompt-order", metavar="ORDER", help="Passage order (rank, canonical, shared); repeatable."),
     ] = None,
+    format: Format = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
     """Compare the speed of methods on your input."""
-    from ragspec.benchmark.details import print_results
+    from ragspec.benchmark.details import print_results, table_of
     from ragspec.benchmark.measure import run_benchmark
     from ragspec.benchmark.plan import make_plan
     from ragspec.errors import ConfigError
     from ragspec.report.page import write_report
+    from ragspec.report.table import check_format
 
     set_debug(debug)
+    check_format(format)
     run_config, console = load(config, [*(override or ()), *scaled(None, ray_address)], input, max_new_tokens)
     draft_lengths = [*(draft_tokens or ()), *(num_tokens or ())]
     plan = make_plan(
@@ -126,6 +131,8 @@ def benchmark(
         console.print("interrupted: finished passes are kept; run again with --resume to continue", markup=False)
         raise typer.Exit(INTERRUPTED) from None
     print_results(console, results, output)
+    if format is not None:
+        print_table(table_of(results), format)
     try:
         console.print(f"report in {write_report(results, output)}", markup=False)
     except ConfigError as error:  # the figures are there; what draws them is an extra

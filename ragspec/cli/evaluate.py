@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ragspec.cli.options import Columns, Debug, Set, input_of, overrides, set_debug
+from ragspec.cli.options import Columns, Debug, Format, Set, input_of, overrides, print_table, set_debug
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,6 +33,7 @@ def evaluate(
         str | None,
         typer.Option(metavar="CONFIG", help="Config of a model that also judges answers; needs --references."),
     ] = None,
+    format: Format = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
@@ -47,8 +48,10 @@ def evaluate(
     from ragspec.json_text import dumps
     from ragspec.quality.evaluate import evaluate as score
     from ragspec.quality.graded import REFUSAL
+    from ragspec.report.table import check_format
 
     set_debug(debug)
+    check_format(format)
     config = None
     if judge is not None:
         from ragspec.config.load import load_config
@@ -62,6 +65,9 @@ def evaluate(
     found = score(answers, references=given, against=against, refusal=refusal or REFUSAL, judge=config)
     console = stderr()
     print_notes(console, found.notes)
+    if format not in (None, "json"):
+        print_table(found.rows(), str(format))
+        return
     _print(console, found)
     with quiet_pipe():
         sys.stdout.write(dumps(found.to_json(), option=orjson.OPT_INDENT_2).decode() + "\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,6 +59,9 @@ Columns = Annotated[
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
+Format = Annotated[
+    str | None, typer.Option("--format", metavar="FORMAT", help="Print the table to stdout as md, csv, latex or json.")
+]
 OptionalConfig = Annotated[
     str | None, typer.Option("--config", "-c", metavar="FILE", help="Config with a retrieval section.")
 ]
@@ -157,6 +160,14 @@ def load(
     choice = choose_for_input(run_config)
     print_notes(console, [*notes, *([choice.why] if choice.why else [])])
     return choice.config, console
+
+
+def print_table(rows: Sequence[Mapping[str, Any]], kind: str) -> None:
+    """Print rows to stdout in the form that `--format` names."""
+    from ragspec.report.table import written
+
+    with quiet_pipe():
+        sys.stdout.write(written(rows, kind))
 
 
 @contextmanager

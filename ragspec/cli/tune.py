@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ragspec.cli.options import Config, Debug, Input, MaxNewTokens, Set, load, set_debug
+from ragspec.cli.options import Config, Debug, Format, Input, MaxNewTokens, Set, load, print_table, set_debug
 
 
 def tune(
@@ -36,6 +36,7 @@ def tune(
             help="Let an option of --try win if its F1 loss, interval included, is at most this.",
         ),
     ] = None,
+    format: Format = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
@@ -43,8 +44,10 @@ def tune(
     from tempfile import TemporaryDirectory
 
     from ragspec.benchmark import tune as tuning
+    from ragspec.report.table import check_format
 
     set_debug(debug)
+    check_format(format)
     run_config, console = load(config, override, input, max_new_tokens)
     with TemporaryDirectory() as folder:
         tuned = tuning.tune(
@@ -59,4 +62,6 @@ def tune(
     tuning.write_config(tuned, output, f"the first {limit} records of {run_config.input}")
     for line in tuned.evidence:
         console.print(line, markup=False)
+    if format is not None:
+        print_table(tuned.figures, format)
     console.print(f"{tuned.verdict}; its config is in {output}", markup=False)

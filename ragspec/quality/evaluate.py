@@ -121,6 +121,19 @@ class Evaluation:
     agreement: Estimate | None = None
     notes: list[str] = field(default_factory=list)
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row per score for `--format`."""
+        found = []
+        for name, one in self.scores.items():
+            row: dict[str, Any] = {"score": name, "mean": one.mean, "low": one.low, "high": one.high}
+            row["records"] = one.count
+            if self.other is not None:
+                beside = self.differences.get(name)
+                for key, value in (("difference", "mean"), ("difference_low", "low"), ("difference_high", "high")):
+                    row[key] = getattr(beside, value, None)
+            found.append(row)
+        return found
+
     def to_json(self) -> dict[str, Any]:
         """Return the object that the command prints."""
         found: dict[str, Any] = {

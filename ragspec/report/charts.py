@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from html import escape
 from typing import Any
 
 from ragspec.benchmark.plan import baselines, ratios_to_peers, ratios_to_plain
 from ragspec.benchmark.results import DECODE_SPEED, SPEED, Ratio, Results, Run
 from ragspec.errors import ConfigError
 
+TICKS = [0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 8, 10, 15, 20]
+MARGIN = 1.06  # beyond the outermost interval
+SMALL, IN_A_ROW = (200, 110), 2  # pixels of a small multiple, and how many stand side by side
 WIDTH, HEIGHT = 430, 240  # pixels of the plot, without axes and legend
 PALETTE = ["#4c5b6b", "#0b7285", "#c2410c", "#6d28d9", "#15803d", "#b91c1c", "#a16207", "#1d4ed8"]
 STYLE = {
@@ -23,15 +27,16 @@ STYLE = {
 Spec = dict[str, Any]
 
 
-def draw(spec: Spec) -> str:
-    """Return `spec` as an SVG element. Raises ConfigError without vl-convert-python."""
+def draw(figure: Figure) -> str:
+    """Return a figure as an SVG element with its words. Raises ConfigError without vl-convert-python."""
     try:
         import vl_convert
     except ImportError:
         raise ConfigError('report.html: its charts need vl-convert: pip install "ragspec[report]"') from None
 
-    svg: str = vl_convert.vegalite_to_svg({**spec, "config": STYLE})
-    return svg[svg.index("<svg") :]
+    svg: str = vl_convert.vegalite_to_svg({**figure.spec, "config": STYLE})
+    words = escape(f"{figure.title}. {figure.text} {figure.words}".strip())
+    return f'<svg role="img" aria-label="{words}"' + svg[svg.index("<svg") + len("<svg") :]
 
 
 def speed_ups(ratios: list[dict[str, Any]]) -> Spec:
@@ -44,7 +49,11 @@ def speed_ups(ratios: list[dict[str, Any]]) -> Spec:
         "title": None,
         "axis": {"labelLimit": 320, "minExtent": 190},
     }
-    scale = {"zero": False, "nice": True}
+    ends = [end for ratio in ratios for end in (ratio["low"], ratio["median"], ratio["high"]) if end is not None]
+    lowest, highest = min([*ends, 1.0]) / MARGIN, max([*ends, 1.0]) * MARGIN
+    scale = {"type": "log", "domain": [lowest, highest], "nice": False}  # twice and half as fast are as far from 1
+    axis = {"values": [tick for tick in TICKS if lowest <= tick <= highest], "format": "~g"}
+    x: Spec = {"type": "quantitative", "scale": scale, "axis": axis, "title": "times as fast (logarithmic)"}
     return {
         "width": WIDTH - 170,
         "height": {"step": 30},
@@ -52,14 +61,14 @@ def speed_ups(ratios: list[dict[str, Any]]) -> Spec:
         "layer": [
             {
                 "mark": {"type": "rule", "color": "#9ca3af", "strokeDash": [4, 3]},
-                "encoding": {"x": {"datum": 1, "type": "quantitative"}},
+                "encoding": {"x": {**x, "datum": 1}},
             },
             {
                 "transform": [{"filter": "isValid(datum.low)"}],
                 "mark": {"type": "rule", "strokeWidth": 3, "color": "#99c8d1"},
                 "encoding": {
                     "y": name,
-                    "x": {"field": "low", "type": "quantitative", "scale": scale, "title": "times as fast"},
+                    "x": {**x, "field": "low"},
                     "x2": {"field": "high"},
                 },
             },
@@ -67,7 +76,7 @@ def speed_ups(ratios: list[dict[str, Any]]) -> Spec:
                 "mark": {"type": "point", "filled": True, "size": 90, "color": PALETTE[1], "opacity": 1},
                 "encoding": {
                     "y": name,
-                    "x": {"field": "median", "type": "quantitative", "scale": scale, "title": "times as fast"},
+                    "x": {**x, "field": "median"},
                 },
             },
         ],
@@ -90,6 +99,18 @@ def lines(values: list[dict[str, Any]], x: str, y: str, *, log: bool = False, or
             "color": {"field": "series", "type": "nominal", "sort": None},
         },
     }
+
+
+def multiples(spec: Spec, values: list[dict[str, Any]]) -> Spec:
+    """Return a chart as small multiples, one per series, if there are several. values: with a `series` each."""
+    names = list(dict.fromkeys(value["series"] for value in values))
+    if len(names) < 2:
+        return spec
+    each = {**spec, "width": SMALL[0], "height": SMALL[1]}
+    del each["data"]
+    each["encoding"] = {**spec["encoding"], "color": {**spec["encoding"]["color"], "legend": None}}
+    facet = {"field": "series", "type": "nominal", "sort": names, "title": None}
+    return {"data": spec["data"], "facet": facet, "columns": IN_A_ROW, "spec": each}
 
 
 def histogram(values: list[dict[str, Any]], x: str) -> Spec:
@@ -150,11 +171,12 @@ COST_TEXT = (
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A chart with its title and a line on what it shows."""
+    """A chart with its title, a line on what it shows, and its figures in words, for who cannot see it."""
 
     title: str
     text: str
     spec: Spec
+    words: str = ""
 
 
 def figures(results: Results) -> list[Figure]:
@@ -178,7 +200,8 @@ def _speed_ups(results: Results, metric: str, title: str) -> Iterator[Figure]:
     if all(ratio.low is None for ratio in ratios):
         text = "One pass each, so there is no interval."
     values = [{**asdict(ratio), "name": f"{ratio.name} / {ratio.baseline}"} for ratio in ratios]
-    yield Figure(title, text, speed_ups(values))
+    words = "; ".join(f"{ratio.name} beside {ratio.baseline}: {ratio.formatted()}" for ratio in ratios)
+    yield Figure(title, text, speed_ups(values), words)
 
 
 def _speed_by_batch_size(table: list[TableRow]) -> Iterator[Figure]:
@@ -187,7 +210,8 @@ def _speed_by_batch_size(table: list[TableRow]) -> Iterator[Figure]:
         return
     values = [{"series": _series(run), "x": run.batch_size, "y": run.tokens_per_s} for run in runs if run.batch_size]
     spec = lines(values, "records at once", "tokens per second", ordinal=True)
-    yield Figure("Speed against batch size", "Output tokens over the whole time, prompts included.", spec)
+    words = "; ".join(f"{each['series']} at {each['x']}: {each['y'] or 0:.1f} tokens per second" for each in values)
+    yield Figure("Speed against batch size", "Output tokens over the whole time, prompts included.", spec, words)
 
 
 def _acceptance_by_position(table: list[TableRow]) -> Iterator[Figure]:
@@ -198,7 +222,9 @@ def _acceptance_by_position(table: list[TableRow]) -> Iterator[Figure]:
     ]
     if values:
         text = "Of the drafts that are at least this long, the share accepted up to and including this position."
-        yield Figure("Acceptance by position", text, lines(values, "position in the draft", "accepted"))
+        yield Figure(
+            "Acceptance by position", text, multiples(lines(values, "position in the draft", "accepted"), values)
+        )
 
 
 def _acceptance_by_record(results: Results) -> Iterator[Figure]:
@@ -210,7 +236,7 @@ def _acceptance_by_record(results: Results) -> Iterator[Figure]:
     ]
     if values:
         text = "How much speculation's success differs from record to record."
-        spec = histogram(values, "accepted share of a record's drafts")
+        spec = multiples(histogram(values, "accepted share of a record's drafts"), values)
         yield Figure("Acceptance by record", text, spec)
 
 

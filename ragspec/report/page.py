@@ -169,6 +169,15 @@ def _source(piece: Piece) -> str:
 
 # -- page ------------------------------------------------------------------------------------------
 NAME = "report.html"
+COLUMNS = (  # of the table, after the candidate's name; on a phone, each value is labelled with it
+    *("tokens/s", "vs plain", "identical", "accepted", "tokens/step", "decode tokens/s", "output tokens"),
+    *("prompt tokens computed", "first token p50", "latency p50", "p95", "memory", "passes"),
+)
+
+
+def style() -> Markup:
+    """Return the style sheet that the pages share."""
+    return Markup((files(__package__) / "page.css").read_text(encoding="utf-8"))  # noqa: S704
 
 
 def write_report(results: Results, folder: Path, *, quote: bool = True) -> Path:
@@ -188,11 +197,13 @@ def render(results: Results, *, quote: bool = True) -> str:
         results=results,
         summary=summary(results),
         figures=[
-            (figure.title, figure.text, Markup(charts.draw(figure.spec)))  # noqa: S704
+            (figure.title, figure.text, Markup(charts.draw(figure)))  # noqa: S704
             for figure in figures(results)
         ],
         rows=rows(results),
         times=Ratio.formatted,
         scores=list(dict.fromkeys(name for quality in results.quality.values() for name in quality.scores)),
         answers=shown_answers(results) if quote else [],
+        columns=COLUMNS,
+        style=style(),
     )

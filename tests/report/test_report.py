@@ -22,7 +22,7 @@ from ragspec.benchmark.results import (
     StepCost,
 )
 from ragspec.errors import ConfigError
-from ragspec.report.charts import figures, rows
+from ragspec.report.charts import PALETTE, figures, rows
 from ragspec.report.page import render, shown_answers, summary, write_report
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
@@ -187,7 +187,7 @@ def test_a_peer_is_beaten_only_where_the_interval_says_so(results):
 
 
 def test_a_ratio_in_the_table_has_its_interval(results):
-    assert "<td>1.50x (1.40 to 1.60)</td>" in render(results)
+    assert ">1.50x (1.40 to 1.60)</td>" in render(results)
 
 
 def test_the_summary_says_when_answers_changed(results):
@@ -211,10 +211,63 @@ def test_a_speed_that_is_not_known_is_no_figure(results):
         "none", "none", 0.0, tokens_per_s=None, decode_tokens_per_s=None, latency_s=None, time_to_first_token_s=None
     )
     page = re.sub(r">\s+<", "><", render(replace(results, runs=(unknown, results.runs[1]))))
-    assert "<td>none</td><td>1</td><td>\u2013</td>" in page
-    assert "<td>context</td><td>1</td><td>30.0</td><td>1.50x (1.40 to 1.60)</td><td>60.0</td><td>60%</td>" in page
+    page = re.sub(r' (data-label|class)="[^"]*"', "", page)
+    assert '<th scope="row">none</th><td>\u2013</td>' in page
+    assert '<th scope="row">context</th><td>30.0</td><td>1.50x (1.40 to 1.60)</td><td>10 of 10</td><td>60%</td>' in page
 
 
 def test_answers_come_from_who_knows_where_tokens_came_from(results):
     assert [answer.name for answer in shown_answers(results)] == ["context"]
     assert shown_answers(replace(results, details=results.details | {"context": None})) == []
+
+
+def test_a_table_has_scopes_and_each_value_its_label(results):
+    page = render(results)
+    headings = re.findall(r'<th scope="col">([^<]*)</th>', page)
+    labels = re.findall(r'data-label="([^"]*)"', page)
+    assert headings[0] == "candidate"
+    assert labels[: len(headings) - 1] == headings[1:]
+    assert headings.index("identical") <= 3  # in sight without scrolling
+    assert "<th>" not in page
+
+
+def test_every_chart_has_its_figures_in_words(results):
+    page = render(results)
+    assert page.count('<svg role="img" aria-label="') == page.count("<svg")
+    assert "context beside none: 1.50x (1.40 to 1.60)" in page
+
+
+def test_ratios_are_on_a_logarithmic_axis_around_one():
+    from ragspec.report.charts import speed_ups
+
+    spec = speed_ups(
+        [{"name": "a", "median": 0.5, "low": 0.4, "high": 0.6}, {"name": "b", "median": 2, "low": None, "high": None}]
+    )
+    axes = [layer["encoding"]["x"] for layer in spec["layer"]]
+    assert {axis["scale"]["type"] for axis in axes} == {"log"}
+    low, high = axes[0]["scale"]["domain"]
+    assert low < 0.4 < 2 < high
+    assert 1 in axes[0]["axis"]["values"]
+
+
+def test_several_methods_are_small_multiples(results):
+    other = run("lookup", "prompt_lookup", 25.0)
+    given = replace(results, runs=(*results.runs, other), details=results.details | {"lookup": results.details["none"]})
+    by_title = {figure.title: figure.spec for figure in figures(given)}
+    assert by_title["Acceptance by position"]["columns"] == 2
+    assert "facet" in by_title["Acceptance by record"]
+    assert render(given).count("<svg") == len(figures(given))
+
+
+def test_answers_come_before_the_charts(results):
+    page = render(results)
+    assert page.index("summary") < page.index("Answers, token by token") < page.index("<h2>Charts")
+
+
+def test_the_page_knows_the_dark_phones_and_paper(results):
+    page = render(results)
+    for medium in ("(prefers-color-scheme: dark)", "(max-width: 700px)", "@media print"):
+        assert medium in page
+    colours = set(re.findall(r"#[0-9a-f]{6}", " ".join(PALETTE)))
+    dark = page[page.index("prefers-color-scheme: dark") :]
+    assert all(f'svg [fill="{colour}"]' in dark for colour in colours)

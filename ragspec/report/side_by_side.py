@@ -1,0 +1,139 @@
+"""A page of two runs' answers side by side: what differs is marked, and F1 is beside each where there are references.
+
+>>> write_pairs("small.jsonl", "large.jsonl", Path("side-by-side.html")).verdict
+'7 of 10 answers are the same'
+
+Like the report, the page is one file without scripts, and text from models and users is escaped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from ragspec.errors import ConfigError
+from ragspec.host.files import write_whole
+from ragspec.inputs.storage import advising
+from ragspec.quality.graded import answer_lines, references_of
+from ragspec.quality.metrics import f1
+from ragspec.report.page import style
+
+SHOWN = 500  # pairs on the page; those that differ come first
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One run's answer. pieces: (text, whether the other answer lacks it). f1: in per cent, None without reference."""
+
+    text: str
+    pieces: tuple[tuple[str, bool], ...]
+    f1: float | None
+    tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A record's two answers. question, reference: "" if the outputs do not hold them."""
+
+    id: str
+    question: str
+    reference: str
+    sides: tuple[Side, Side]
+
+    @property
+    def same(self) -> bool:
+        """Whether both answers are the same text."""
+        return self.sides[0].text == self.sides[1].text
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """All records that both runs answered. names: of the outputs."""
+
+    names: tuple[str, str]
+    pairs: list[Pair]
+
+    @property
+    def verdict(self) -> str:
+        """How many answers are the same, and how good each run's are."""
+        said = f"{sum(pair.same for pair in self.pairs)} of {len(self.pairs)} answers are the same"
+        means = [_mean([pair.sides[side].f1 for pair in self.pairs]) for side in (0, 1)]
+        if None in means:
+            return said
+        return said + f"; F1 {means[0]:.1f} ({self.names[0]}) and {means[1]:.1f} ({self.names[1]})"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row per record for `--format`."""
+        return [
+            {"id": pair.id, "question": pair.question, "reference": pair.reference, "same": pair.same}
+            | {f"answer_{side + 1}": pair.sides[side].text for side in (0, 1)}
+            | {f"f1_{side + 1}": pair.sides[side].f1 for side in (0, 1)}
+            for pair in self.pairs
+        ]
+
+
+def write_pairs(one: str, other: str, path: Path) -> Pairs:
+    """Write the page of two outputs, and return its content. Raises ConfigError if they have no record in common."""
+    found = pairs_of(one, other)
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    template = environment.from_string((files(__package__) / "side_by_side.html.jinja").read_text(encoding="utf-8"))
+    ranked = sorted(found.pairs, key=lambda pair: pair.same)
+    text = template.render(found=found, pairs=ranked[:SHOWN], left=len(ranked[SHOWN:]), style=style())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, text.encode())
+    return found
+
+
+def pairs_of(one: str, other: str) -> Pairs:
+    """Return the answers of two outputs to the same records."""
+    with advising("ANSWERS takes the output of a run: a file, a folder of parts, or a URL", [one, other]):
+        lines, others = ({line["id"]: line for line in _answered(path)} for path in (one, other))
+    shared = [name for name in lines if name in others]
+    if not shared:
+        raise ConfigError(f"{other}: none of its records are in {one}")
+    return Pairs((one, other), [_pair(lines[name], others[name]) for name in shared])
+
+
+def _answered(path: str) -> Iterator[dict[str, Any]]:
+    for line in answer_lines(path):
+        if "id" not in line or not ("output" in line or "error" in line):
+            raise ConfigError(f"{path}: not an output of ragspec: its lines need id and output")
+        if "output" in line:
+            yield line
+
+
+def _pair(line: dict[str, Any], other: dict[str, Any]) -> Pair:
+    metadata = line.get("metadata") or {}
+    references, _ = references_of(metadata)
+    question = line.get("query") or other.get("query") or metadata.get("query") or metadata.get("question") or ""
+    texts = (str(line["output"]), str(other["output"]))
+    split = _marked(*texts)
+    sides = [
+        Side(text, pieces, 100 * f1(text, references) if references else None, each.get("output_tokens"))
+        for text, pieces, each in zip(texts, split, (line, other), strict=True)
+    ]
+    return Pair(line["id"], str(question), references[0] if references else "", (sides[0], sides[1]))
+
+
+def _marked(one: str, other: str) -> tuple[tuple[tuple[str, bool], ...], tuple[tuple[str, bool], ...]]:
+    """Return both texts in pieces, each with whether the other text lacks it, by words."""
+    words, others = (re.findall(r"\s+|\w+|[^\w\s]", text) for text in (one, other))
+    left, right = [], []
+    for kind, begin, end, begin_other, end_other in SequenceMatcher(None, words, others, autojunk=False).get_opcodes():
+        left.append(("".join(words[begin:end]), kind != "equal"))
+        right.append(("".join(others[begin_other:end_other]), kind != "equal"))
+    return tuple(piece for piece in left if piece[0]), tuple(piece for piece in right if piece[0])
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

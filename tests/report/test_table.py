@@ -1,0 +1,97 @@
+"""`--format`: tables for papers, pages and programs."""
+
+import csv
+import io
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from ragspec.cli import app
+from ragspec.errors import ConfigError
+from ragspec.report.side_by_side import pairs_of, write_pairs
+from ragspec.report.table import check_format, written
+from tests.conftest import write_jsonl
+
+ROWS = [{"method": "a|b_c", "speed": 41.2345678, "low": None}, {"method": "50%", "speed": 12345.6, "low": 1}]
+HOSTILE = "<script>document.title='owned'</script>"
+
+
+def test_markdown_has_a_head_and_escapes_its_bars():
+    assert (
+        written(ROWS, "md") == "| method | speed | low |\n|---|---|---|\n| a\\|b_c | 41.23 |  |\n| 50% | 12346 | 1 |\n"
+    )
+
+
+def test_latex_escapes_what_is_special_there():
+    shown = written(ROWS, "latex")
+    assert r"a|b\_c & 41.23 &  \\" in shown
+    assert r"50\% & 12346 & 1 \\" in shown
+    assert shown.startswith(r"\begin{tabular}{lrr}")
+
+
+def test_csv_and_json_keep_every_digit():
+    assert json.loads(written(ROWS, "json")) == ROWS
+    found = list(csv.DictReader(io.StringIO(written(ROWS, "csv"))))
+    assert found[0] == {"method": "a|b_c", "speed": "41.2345678", "low": ""}
+
+
+def test_a_format_that_is_none_is_one_line():
+    with pytest.raises(ConfigError, match=r'--format: "latx" is not known; did you mean "latex"\?; give md, csv'):
+        check_format("latx")
+
+
+@pytest.fixture
+def answers(tmp_path):
+    texts = {"a": ("Ann built it.", "Ann Smith built it."), "b": ("Yes.", "Yes."), "c": (HOSTILE, "no")}
+    return [
+        write_jsonl(
+            tmp_path / f"{side}.jsonl",
+            [
+                {"id": name, "output": pair[side], "query": f"{name}?", "metadata": {"reference": "Ann Smith built it"}}
+                for name, pair in texts.items()
+            ]
+            + [{"id": "d", "error": {"type": "RecordError", "message": "no"}}],
+        )
+        for side in (0, 1)
+    ]
+
+
+def test_what_differs_is_marked_on_its_side(answers):
+    found = pairs_of(*answers)
+    assert found.verdict.startswith("1 of 3 answers are the same; F1 ")
+    first, second = found.pairs[0].sides
+    assert [text for text, marked in first.pieces if marked] == []
+    assert "".join(text for text, marked in second.pieces if marked).strip() == "Smith"
+    assert (round(first.f1), second.f1) == (86, 100.0)
+
+
+def test_the_page_shows_both_and_escapes_them(answers, tmp_path):
+    write_pairs(*answers, tmp_path / "p.html")
+    page = (tmp_path / "p.html").read_text()
+    assert "<ins>" in page
+    assert "<script" not in page
+    assert page.index("a?") < page.index("b?")
+    assert "Both answers are the same" in page
+
+
+def test_the_command_writes_the_page_and_the_table(answers, tmp_path):
+    done = CliRunner().invoke(app, ["report", *answers, "-o", str(tmp_path / "p.html"), "--format", "csv"])
+    assert done.exit_code == 0, done.output
+    rows = list(csv.DictReader(io.StringIO(done.stdout)))
+    assert [row["same"] for row in rows] == ["False", "True", "False"]
+    assert "1 of 3 answers are the same" in done.stderr
+    assert (tmp_path / "p.html").exists()
+
+
+def test_scores_are_printed_as_a_table(answers):
+    done = CliRunner().invoke(app, ["evaluate", answers[0], "--against", answers[1], "--format", "md"])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("| score | mean | low | high | records | difference |")
+    assert "| f1 |" in done.stdout
+
+
+def test_outputs_of_other_records_are_one_line(answers, tmp_path):
+    other = write_jsonl(tmp_path / "x.jsonl", [{"id": "z", "output": "x"}])
+    with pytest.raises(ConfigError, match="none of its records are in"):
+        pairs_of(answers[0], other)
