@@ -22,7 +22,7 @@ STYLE = {
     "view": {"stroke": None},
     "axis": {"gridColor": "#e5e7eb", "domainColor": "#9ca3af", "tickColor": "#9ca3af", "labelFontSize": 11},
     "range": {"category": PALETTE},
-    "legend": {"orient": "bottom", "title": None, "columns": 3, "symbolType": "square"},
+    "legend": {"orient": "bottom", "title": None, "columns": 3, "symbolType": "square", "columnPadding": 22},
 }
 Spec = dict[str, Any]
 
@@ -88,6 +88,8 @@ def lines(values: list[dict[str, Any]], x: str, y: str, *, log: bool = False, or
     scale: Spec = {"scale": {"type": "log", "nice": False}} if log else {}
     kind = "ordinal" if ordinal else "quantitative"
     axis: Spec = {"axis": {"labelAngle": 0}} if ordinal else {"axis": {"format": "~s", "grid": log}}
+    if not log and not ordinal:
+        axis = {"axis": {"values": sorted({value["x"] for value in values})}}
     return {
         "width": WIDTH,
         "height": HEIGHT,
@@ -126,9 +128,14 @@ def histogram(values: list[dict[str, Any]], x: str) -> Spec:
                 "type": "quantitative",
                 "bin": {"step": 0.1, "extent": [0, 1]},
                 "title": x,
-                "axis": {"format": "%"},
+                "axis": {"format": "%", "values": [0, 0.5, 1]},
             },
-            "y": {"aggregate": "count", "type": "quantitative", "title": "records", "stack": None},
+            "y": {
+                "aggregate": "count",
+                "type": "quantitative",
+                "title": "records",
+                "stack": None,
+            },
             "color": {"field": "series", "type": "nominal", "sort": None},
         },
     }
@@ -236,7 +243,7 @@ def _acceptance_by_record(results: Results) -> Iterator[Figure]:
     ]
     if values:
         text = "How much speculation's success differs from record to record."
-        spec = multiples(histogram(values, "accepted share of a record's drafts"), values)
+        spec = multiples(histogram(values, "accepted share of drafts"), values)
         yield Figure("Acceptance by record", text, spec)
 
 
