@@ -33,6 +33,7 @@ API = [  # the sections of docs/reference/python.md: together, all public names
     ("Drafters", ["register_drafter", "Drafter", "RowDrafter", "Draft", "DrafterSettings"]),
     ("Errors", ["RagspecError", "ConfigError", "ModelError"]),
 ]
+FRAMES = ["results", "benchmark", "evaluate", "index"]  # of ragspec.frames
 MADE_BY_RAGSPEC = ("RunSummary", "DrafterSettings")  # ragspec makes their instances
 INTERNAL = ("add_to",)
 PYTHON_HEAD = """\
@@ -52,6 +53,10 @@ are imported when they are first needed. The package is typed (`py.typed`). [exa
 scripts.
 
 This page is generated from the docstrings by `python docs/generate.py`.
+"""
+FRAMES_HEAD = """\
+`from ragspec.frames import benchmark, evaluate, index, results`: what the commands of these names do, as pandas frames.
+They need `pip install "ragspec[notebook]"`.
 """
 
 
@@ -107,6 +112,7 @@ def config_page() -> str:
 def python_page() -> str:
     """Return docs/reference/python.md: signatures and docstrings of the public API."""
     import ragspec
+    from ragspec import frames
     from ragspec.speculation.methods import DrafterSettings
 
     public = {name: getattr(ragspec, name) for name in ragspec.__all__} | {"DrafterSettings": DrafterSettings}
@@ -114,6 +120,7 @@ def python_page() -> str:
     parts = [PYTHON_HEAD]
     for title, names in API:
         parts += [f"## {title}\n", *(_entry(name, public[name]) for name in names)]
+    parts += [f"## Frames\n\n{FRAMES_HEAD}", *(_entry(name, getattr(frames, name)) for name in FRAMES)]
     return "\n".join(parts)
 
 

@@ -10,8 +10,9 @@ Standard library only. Limit: above `Reservoir.size` records, percentiles come f
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any, NamedTuple
 
 
@@ -336,6 +337,28 @@ class RunSummary(Totals):
     failures: Causes = field(default_factory=Causes)  # causes of `failed`
     totals: OutputTotals | None = None  # for an output that can be resumed
     workers: list[WorkerSummary] = field(default_factory=list)  # for a run on several workers
+
+    def __repr__(self) -> str:
+        return f"RunSummary({', '.join(f'{name} {value}' for name, value in self._told())})"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(f"<tr><th>{name}</th><td>{escape(value)}</td></tr>" for name, value in self._told())
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        return f"<table>{rows}</table>{notes}"
+
+    def _told(self) -> Iterator[tuple[str, str]]:
+        """Yield names and values for a person."""
+        yield "answered", f"{self.records:,}"
+        if self.failed:
+            yield "failed", f"{self.failed:,}"
+        if self.skipped:
+            yield "finished before", f"{self.skipped:,}"
+        yield "output tokens", f"{self.output_tokens:,}"
+        if self.tokens_per_s is not None:
+            yield "tokens/s", f"{self.tokens_per_s:.1f}"
+        yield "method", self.method
+        if self.spec.acceptance_rate is not None:
+            yield "accepted", f"{self.spec.acceptance_rate:.1%}"
 
     def add_to(self, spent: Spent) -> Spent:
         """Return the time of earlier runs plus this one."""

@@ -23,7 +23,7 @@ LEVELS = [  # a room may import rooms of lower lines only; a folder is one room,
     {"quality"},
     {"benchmark"},
     {"audit", "report", "training"},
-    {"cli"},
+    {"cli", "frames"},
     {"__main__"},
 ]
 APART = {("runners", "base")}  # a module of a room that stands lower than the others

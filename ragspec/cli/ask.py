@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragspec.cli.flags import with_settings
-from ragspec.cli.options import ConfigIfAny, Debug, MaxNewTokens, Set, overrides, quiet_pipe, set_debug, settings_of
+from ragspec.cli.options import (
+    ConfigIfAny,
+    Debug,
+    MaxNewTokens,
+    Plugin,
+    Set,
+    overrides,
+    quiet_pipe,
+    set_debug,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,6 +51,7 @@ def ask(
     json: Annotated[bool, typer.Option("--json", help="Print an output line instead, with the passages.")] = False,
     config: ConfigIfAny = None,
     max_new_tokens: MaxNewTokens = None,
+    plugin: Plugin = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:

@@ -15,6 +15,7 @@ from ragspec.cli.options import (
     Input,
     Limit,
     MaxNewTokens,
+    Plugin,
     RayAddress,
     Set,
     load,
@@ -90,6 +91,7 @@ def benchmark(
         typer.Option("--prompt-order", metavar="ORDER", help="Passage order (rank, canonical, shared); repeatable."),
     ] = None,
     format: Format = None,
+    plugin: Plugin = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:

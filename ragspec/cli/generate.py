@@ -16,6 +16,7 @@ from ragspec.cli.options import (
     Limit,
     MaxFailures,
     MaxNewTokens,
+    Plugin,
     RayAddress,
     Resume,
     RetryFailed,
@@ -73,6 +74,7 @@ def generate(
     show: Annotated[
         int, typer.Option("--show", min=0, metavar="N", help="Then show the first N answers; includes their passages.")
     ] = 0,
+    plugin: Plugin = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:

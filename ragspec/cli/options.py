@@ -58,6 +58,26 @@ Columns = Annotated[
         "--columns", metavar="FIELD=NAME", help="The file's name for a field, as in input.columns: id=qid. Repeatable."
     ),
 ]
+
+
+def _with_plugins(paths: list[str] | None) -> list[str] | None:
+    """Make the drafters in files known before anything looks up a method."""
+    if paths:
+        from ragspec.speculation.plugin_files import add_plugins
+
+        add_plugins(paths)
+    return paths
+
+
+Plugin = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--plugin",
+        metavar="FILE.py",
+        callback=_with_plugins,
+        help="Load a drafter of yours; its --method is the file's name. Repeatable.",
+    ),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
 Format = Annotated[
     str | None, typer.Option("--format", metavar="FORMAT", help="Print the table to stdout as md, csv, latex or json.")

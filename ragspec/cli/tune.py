@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ragspec.cli.options import Config, Debug, Format, Input, MaxNewTokens, Set, load, print_table, set_debug
+from ragspec.cli.options import Config, Debug, Format, Input, MaxNewTokens, Plugin, Set, load, print_table, set_debug
 
 
 def tune(
@@ -37,6 +37,7 @@ def tune(
         ),
     ] = None,
     format: Format = None,
+    plugin: Plugin = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ragspec.cli.options import Config, Debug, Input, Limit, MaxNewTokens, Set, load, set_debug
+from ragspec.cli.options import Config, Debug, Input, Limit, MaxNewTokens, Plugin, Set, load, set_debug
 
 
 def verify(
@@ -33,6 +33,7 @@ def verify(
             "runner_args.exact.",
         ),
     ] = False,
+    plugin: Plugin = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,6 +52,7 @@ def generate(
     notes: list[str] | None = None,
     report: Report | None = None,
     say: Say = ignore_note,
+    progress: bool = False,
 ) -> RunSummary:
     """Answer every record of `config.input` into `config.output`, as `ragspec generate` does.
 
@@ -63,6 +65,7 @@ def generate(
         notes: Notes to put before those of the run.
         report: Called after each record with the totals so far, and the number of lines of the input (None if it is not
             known).
+        progress: Show a bar, in a notebook too.
         say: Called with a line of text about what `prompt.order` saves, before anything is answered.
 
     Returns:
@@ -72,6 +75,18 @@ def generate(
         ConfigError: The config, the input or the output is not usable.
         ModelError: The model or its backend could not start, or stopped working.
     """
+    if progress:
+        with _bar() as bar:
+            return generate(
+                config,
+                limit=limit,
+                resume=resume,
+                retry_failed=retry_failed,
+                stats_path=stats_path,
+                notes=notes,
+                report=bar,
+                say=say,
+            )
     if config.input is None:
         raise ConfigError("input: missing; set it in the config, or give --input FILE (- for stdin)")
     with config.redactor().over_errors(), ExitStack() as stack:
@@ -111,6 +126,21 @@ def generate(
             summary.totals = journal.totals(summary)
             _write_stats(summary, Path(stats_path) if stats_path else None, journal)
     return summary
+
+
+@contextmanager
+def _bar() -> Iterator[Report]:
+    """Yield what moves a progress bar, which a notebook shows as its own."""
+    from tqdm.auto import tqdm
+
+    with tqdm(unit="record", disable=False) as bar:
+
+        def report(summary: RunSummary, total: int | None) -> None:
+            bar.total = total
+            bar.n = summary.records + summary.failed + summary.skipped
+            bar.refresh()
+
+        yield report
 
 
 def _keys(config: RunConfig, limit: int) -> set[str]:

@@ -10,10 +10,13 @@ The runner pulls everything: rows, prompts and output lines.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from os import PathLike
 from typing import Any, Self
 
+from ragspec.config.load import config_of, load_config
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError
 from ragspec.inputs.base import Source
@@ -23,6 +26,7 @@ from ragspec.outputs.answers import NativeFormat
 from ragspec.outputs.base import MemorySink
 from ragspec.outputs.journal import Journal
 from ragspec.outputs.openai_batch import line_format_of
+from ragspec.outputs.shown import Answer
 from ragspec.records import Request
 from ragspec.run.answering import Answering, HearAnswer
 from ragspec.run.ordering import Say, ignore_note, ordering_of
@@ -153,11 +157,11 @@ def _since(now: float | None, before: float | None) -> float | None:
 class Pipeline:
     """A model that is loaded once and answers records in memory.
 
-    Use it as a context manager: the model loads on enter and is freed on exit. `input`, `output` and `scale` of the
-    config are not used.
+    As a context manager, the model loads on enter and is freed on exit. Without `with`, it loads when the first answer
+    is asked for, and `close()` frees it. `input`, `output.path` and `scale` of the config are not used.
 
     Args:
-        config: What to run, from `load_config`.
+        config: What to run: from `load_config`, or a mapping or the path of a YAML file as it takes them.
 
     Attributes:
         summary: Totals of the latest call of `answers`, complete once its iterator is exhausted.
@@ -167,10 +171,12 @@ class Pipeline:
         ModelError: The model or its backend could not start.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig | Mapping[str, Any] | str | PathLike[str]) -> None:
+        config = checked_config(config)
         self._redact = config.redactor()
         self.summary = RunSummary()
         self._answering = False
+        self._loaded = False
         with self._redact.over_errors():
             self._session = prepare(config)
 
@@ -179,12 +185,42 @@ class Pipeline:
             stack.enter_context(self._session.runner)
             self._session.runner.warm_up()
             stack.pop_all()
+        self._loaded = True
         return self
 
     def __exit__(self, *exc: Any) -> None:
+        self._loaded = False
         self._session.runner.__exit__(*exc)
 
-    def answers(self, records: Iterable[Any], *, hear: HearAnswer | None = None) -> Iterator[dict[str, Any]]:
+    def __repr__(self) -> str:
+        config = self._session.config
+        state = "loaded" if self._loaded else "not loaded"
+        return f"Pipeline({config.model or config.runner}, method {config.speculation.method}, {state})"
+
+    def close(self) -> None:
+        """Free the model, if it is loaded. The next answer loads it again."""
+        if self._loaded:
+            self.__exit__(None, None, None)
+
+    def ask(self, question: str, contexts: Sequence[Any] | None = None, *, hear: HearAnswer | None = None) -> Answer:
+        """Return the answer to one question.
+
+        Args:
+            question: The question.
+            contexts: Its passages: texts, or objects with `id`, `title` and `text`. By default none, or those that the
+                config's `retrieval` finds.
+            hear: As for `answers`.
+
+        Raises:
+            ConfigError: As for `answers`.
+        """
+        record = {"query": question} if contexts is None else {"query": question, "contexts": list(contexts)}
+        (answer,) = self.answers([record], hear=hear)
+        return answer
+
+    def answers(
+        self, records: Iterable[Any], *, hear: HearAnswer | None = None, progress: bool = False
+    ) -> Iterator[Answer]:
         """Yield the output line of each record.
 
         Records are read as they are needed, so `records` may be an endless generator.
@@ -194,10 +230,12 @@ class Pipeline:
                 `{"id": "q1", "query": "Why?", "contexts": ["a passage"]}`.
             hear: Called with each answer as it grows: an object with its `id`, its `text` and `reasoning` so far, and
                 the spans of the text that are `copied` from a passage. Only ragspec's engine calls it.
+            progress: Show a bar, in a notebook too.
 
         Returns:
-            An iterator over output lines, in the order of the records; with `order: finish`, as they finish. A record
-            that cannot be answered yields a line with `error` instead of `output`.
+            An iterator over output lines, each a dictionary that notebooks show, in the order of the records; with
+            `order: finish`, as they finish. A record that cannot be answered yields a line with `error` instead of
+            `output`.
 
         Raises:
             ConfigError: The iterator of an earlier call is neither exhausted nor closed.
@@ -208,11 +246,14 @@ class Pipeline:
             )
         self._answering = True
         try:
-            yield from self._answers(records, hear)
+            if not self._loaded:
+                self.__enter__()
+            found = self._answers(records, hear)
+            yield from bar_over(found, len(records) if isinstance(records, Sized) else None) if progress else found
         finally:
             self._answering = False
 
-    def _answers(self, records: Iterable[Any], hear: HearAnswer | None) -> Iterator[dict[str, Any]]:
+    def _answers(self, records: Iterable[Any], hear: HearAnswer | None) -> Iterator[Answer]:
         config = self._session.config
         sink = MemorySink()
         with (
@@ -223,6 +264,22 @@ class Pipeline:
             executor = LocalPass(self._session, source, journal, hear=hear)
             self.summary = executor.summary
             for _ in executor.stream():
-                yield from sink.take()
+                yield from map(Answer, sink.take())
         self.summary.notes += self._session.notes()
-        yield from sink.take()
+        yield from map(Answer, sink.take())
+
+
+def checked_config(config: RunConfig | Mapping[str, Any] | str | PathLike[str]) -> RunConfig:
+    """Return a config that may be given as `load_config` takes it. Raises ConfigError."""
+    if isinstance(config, RunConfig):
+        return config
+    if isinstance(config, Mapping):
+        return config_of(deepcopy(dict(config)), "config")[0]
+    return load_config(str(config))[0]
+
+
+def bar_over(answers: Iterator[Answer], total: int | None) -> Iterator[Answer]:
+    """Yield answers under a progress bar, which a notebook shows as its own."""
+    from tqdm.auto import tqdm
+
+    yield from tqdm(answers, total=total, unit="answer", disable=False)

@@ -21,6 +21,7 @@ from ragspec.host.compiler import Unbuilt
 from ragspec.speculation.drafters.base import Draft, Drafter, NoDrafter, RowDrafter
 from ragspec.speculation.drafters.context import ContextDrafter
 from ragspec.speculation.drafters.prompt_lookup import PromptLookup
+from ragspec.speculation.plugin_files import load_plugins
 
 PLAIN = "none"
 FAKE, HF, VLLM = "fake", "huggingface", "vllm"
@@ -238,7 +239,8 @@ def register(name: str, make: Callable[[Any], Drafter]) -> None:
 
 
 def plugins() -> dict[str, Callable[[DrafterSettings], Drafter]]:
-    """Return the factories of external drafters by method name, without importing their code."""
+    """Return the factories of external drafters by method name. Only files of `--plugin` are run for it."""
+    load_plugins(register, lambda: len(registered))
     installed: dict[str, Callable[[Any], Drafter]] = {
         point.name: _Installed(point) for point in entry_points(group=GROUP)
     }

@@ -1,0 +1,174 @@
+"""The API as notebooks use it: pipelines without `with`, what they show, frames, and drafters in files."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+import ragspec
+from ragspec.errors import ConfigError
+from ragspec.speculation import methods, plugin_files
+from tests.conftest import write_jsonl
+
+FAKE = {"runner": "fake", "sampling": {"max_new_tokens": 12}}
+HOSTILE = "<script>x</script>"
+
+
+def test_a_pipeline_needs_no_with_and_no_load_config():
+    pipeline = ragspec.Pipeline(FAKE)
+    assert repr(pipeline) == "Pipeline(fake, method none, not loaded)"
+    assert pipeline.ask("Who built it?", ["Ann built it."])["output"]
+    assert "method none, loaded" in repr(pipeline)
+    pipeline.close()
+    assert "not loaded" in repr(pipeline)
+    assert [answer["id"] for answer in pipeline.answers([{"query": "a"}, {"query": "b"}])] == ["1", "2"]
+
+
+def test_a_pipeline_takes_the_path_of_a_config(tmp_path):
+    (tmp_path / "c.yaml").write_text("runner: fake\n")
+    assert ragspec.Pipeline(tmp_path / "c.yaml").ask("Who?")["output"]
+
+
+def test_an_answer_is_a_dictionary_that_a_person_can_read():
+    (answer,) = ragspec.Pipeline({**FAKE, "output": {"include": ["query"]}}).answers([{"id": "q", "query": HOSTILE}])
+    assert isinstance(answer, dict)
+    assert re.fullmatch(r"Answer\('q', '.*', 12 tokens, cut off\)", repr(answer))
+    assert "&lt;script&gt;" in answer._repr_html_()
+    assert "<script>" not in answer._repr_html_()
+    (failed,) = ragspec.Pipeline(FAKE).answers([{"id": "q", "query": ""}])
+    assert repr(failed) == "Answer('q', error: record 1: no prompt: \"query\" is empty)"
+
+
+def test_what_was_copied_has_the_colour_of_its_passage():
+    from ragspec.outputs.shown import BACKGROUNDS, Answer
+
+    spans = [{"start": 4, "end": 9, "context": "d2"}]
+    line = {"id": "q", "output": "Ann built it.", "copied": spans, "contexts": ["d1", "d2"]}
+    shown = Answer({**line, "passages": [{"id": "d2", "text": "She built."}]})._repr_html_()
+    assert f'Ann <span style="background:{BACKGROUNDS[1]}" title="d2">built</span> it.' in shown
+    assert "<summary>1 passages</summary>" in shown
+
+
+def test_a_summary_is_read_at_a_glance(tmp_path, capsys):
+    given = {**FAKE, "input": write_jsonl(tmp_path / "in.jsonl", [{"query": "a"}]), "output": str(tmp_path / "a.jsonl")}
+    summary = ragspec.generate(ragspec.load_config(given), progress=True)
+    assert repr(summary).startswith("RunSummary(answered 1, output tokens 9, tokens/s")
+    assert "<th>answered</th><td>1</td>" in summary._repr_html_()
+    assert "1/1" in capsys.readouterr().err
+
+
+def test_a_bar_counts_answers(capsys):
+    records = [{"query": str(number)} for number in range(3)]
+    assert len(list(ragspec.Pipeline(FAKE).answers(records, progress=True))) == 3
+    assert "3/3" in capsys.readouterr().err
+
+
+def test_frames_hold_what_the_commands_print(tmp_path):
+    pytest.importorskip("pandas")
+    from ragspec import frames
+
+    records = [{"id": str(i), "query": f"question {i}", "reference": "x"} for i in range(3)]
+    given = {**FAKE, "input": write_jsonl(tmp_path / "in.jsonl", records), "output": str(tmp_path / "a.jsonl")}
+    ragspec.generate(ragspec.load_config(given))
+    scores = frames.evaluate(tmp_path / "a.jsonl", against=str(tmp_path / "a.jsonl"))
+    assert (scores.loc["f1", "records"], scores.loc["f1", "difference"]) == (3, 0)
+
+
+@pytest.mark.slow
+def test_a_benchmark_is_a_frame(tmp_path):
+    pytest.importorskip("pandas")
+    from ragspec import frames
+
+    given = {**FAKE, "input": write_jsonl(tmp_path / "in.jsonl", [{"query": "a"}])}
+    found = frames.benchmark(given, methods=["none"], repeat=1, output=tmp_path / "out")
+    assert found.equals(frames.results(tmp_path / "out"))
+    assert found.loc["none", "records"] == 1
+
+
+def test_an_index_is_a_row(tmp_path):
+    pytest.importorskip("pandas")
+    pytest.importorskip("lancedb")
+    from ragspec import frames
+
+    (tmp_path / "a.txt").write_text("The mill was built in 1871.")
+    done = frames.index(str(tmp_path / "a.txt"), tmp_path / "index")
+    assert done.loc[str(tmp_path / "index"), "added"] == 1
+
+
+def test_frames_without_pandas_are_one_line(tmp_path, monkeypatch):
+    from ragspec import frames
+
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ConfigError, match=r'frames need pandas: pip install "ragspec\[notebook\]"'):
+        frames.index("x", tmp_path)
+
+
+# -- drafters in files -----------------------------------------------------------------------------
+
+DRAFTER = """
+import ragspec
+
+class Mine:
+    def __init__(self, settings): pass
+    def open(self, prompt, passages=()): return Row()
+
+class Row:
+    def propose(self, limit): return ragspec.Draft([])
+    def extend(self, token_ids): pass
+    def close(self): pass
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    monkeypatch.setenv(plugin_files.VARIABLE, "")
+    monkeypatch.setattr(methods, "registered", {})
+
+    def add(text, name="mine.py"):
+        (tmp_path / name).write_text(text)
+        monkeypatch.delitem(sys.modules, f"{plugin_files.PREFIX}{name.removesuffix('.py')}", raising=False)
+        plugin_files.add_plugins([str(tmp_path / name)])
+
+    return add
+
+
+def test_a_file_with_one_drafter_is_a_method_of_its_name(plugin):
+    plugin(DRAFTER)
+    assert "mine" in methods.known_methods()
+    assert methods.method_named("mine").drafter is not None
+
+
+def test_a_file_may_register_its_drafters_itself(plugin):
+    plugin(DRAFTER + "\nragspec.register_drafter('other', Mine)\n")
+    assert {"other", "mine"} & set(methods.known_methods()) == {"other"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1 / 0", "mine.py: ZeroDivisionError: division by zero"),
+        ("x = 1", "has 0 classes with a method `open`; call ragspec.register_drafter"),
+        (DRAFTER + "import ragspec\nragspec.register_drafter('context', Mine)", "ragspec has a method of that name"),
+    ],
+)
+def test_a_file_that_is_no_drafter_is_one_line(plugin, text, message):
+    plugin(text)
+    with pytest.raises(ConfigError) as caught:
+        methods.known_methods()
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_the_command_loads_a_plugin(tmp_path):
+    (tmp_path / "mine.py").write_text(DRAFTER)
+    done = subprocess.run(
+        [sys.executable, "-m", "ragspec", "generate", "--plugin", "mine.py", "--method", "mine", "--runner", "fake"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**__import__("os").environ, "PYTHONPATH": str(plugin_files.Path(ragspec.__file__).parent.parent)},
+        check=False,
+    )
+    assert 'runner "fake" does not have "mine" (it needs runner huggingface or vllm)' in done.stderr
