@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
+from ragspec.cli.flags import WHAT, with_settings
 from ragspec.cli.options import (
     INTERRUPTED,
-    Config,
+    ConfigIfAny,
     Debug,
     Format,
     Input,
@@ -26,8 +27,10 @@ from ragspec.cli.options import (
 from ragspec.speculation.methods import METHODS
 
 
+@with_settings(*WHAT)
 def benchmark(
-    config: Config,
+    settings: list[str],
+    config: ConfigIfAny = None,
     input: Input = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="Where results, report and answers go.")
@@ -105,7 +108,7 @@ def benchmark(
 
     set_debug(debug)
     check_format(format)
-    run_config, console = load(config, [*(override or ()), *scaled(None, ray_address)], input, max_new_tokens)
+    run_config, console = load(config, [*settings, *scaled(None, ray_address)], override, input, max_new_tokens)
     draft_lengths = [*(draft_tokens or ()), *(num_tokens or ())]
     plan = make_plan(
         run_config,

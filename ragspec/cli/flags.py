@@ -104,6 +104,7 @@ FLAGS = {
     ),
     "batch_size": Flag("runner_args.batch_size", "N", "Records at once; by default, as many as are fastest.", RUN),
 }
+WHAT = ("model", "dtype", "device", "index", "top_k", "columns", "system", "template", "schema", "temperature")
 METHOD = "context"  # of a command without a config
 
 

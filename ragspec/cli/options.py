@@ -168,15 +168,21 @@ def scaled(workers: int | None, address: str | None) -> list[str]:
 
 
 def load(
-    config: str, override: list[str] | None, input: str | None, max_new_tokens: int | None = None
+    config: str | None,
+    settings: list[str],
+    override: list[str] | None,
+    input: str | None,
+    max_new_tokens: int | None = None,
 ) -> tuple[RunConfig, Console]:
-    """Return the config, a runner chosen, and the console on stderr, with the config's notes printed there."""
+    """Return the config, a runner chosen, and the console on stderr, with the config's notes printed there.
+
+    settings: the overrides that flags mean.
+    """
     from ragspec.cli.tables import print_notes, stderr
-    from ragspec.config.load import load_config
     from ragspec.run.runner_choice import choose_for_input
 
     console = stderr()
-    run_config, notes = load_config(config, overrides(override, max_new_tokens), input=input)
+    run_config, notes, _ = settings_of(config, [*overrides(None, max_new_tokens), *settings], override, input=input)
     choice = choose_for_input(run_config)
     print_notes(console, [*notes, *([choice.why] if choice.why else [])])
     return choice.config, console

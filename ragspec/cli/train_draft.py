@@ -7,11 +7,14 @@ from typing import Annotated
 
 import typer
 
-from ragspec.cli.options import Config, Debug, Input, Limit, MaxNewTokens, Set, load, set_debug
+from ragspec.cli.flags import WHAT, with_settings
+from ragspec.cli.options import ConfigIfAny, Debug, Input, Limit, MaxNewTokens, Set, load, set_debug
 
 
+@with_settings(*WHAT, "batch_size")
 def train_draft(
-    config: Config,
+    settings: list[str],
+    config: ConfigIfAny = None,
     input: Input = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="Where the draft and its training data go.")
@@ -35,7 +38,7 @@ def train_draft(
     from ragspec.training.train import train_draft as train
 
     set_debug(debug)
-    run_config, console = load(config, override, input, max_new_tokens)
+    run_config, console = load(config, settings, override, input, max_new_tokens)
     with learning_progress(console) as progress:
         trained = train(
             run_config,

@@ -7,11 +7,25 @@ from typing import Annotated
 
 import typer
 
-from ragspec.cli.options import Config, Debug, Format, Input, MaxNewTokens, Plugin, Set, load, print_table, set_debug
+from ragspec.cli.flags import WHAT, with_settings
+from ragspec.cli.options import (
+    ConfigIfAny,
+    Debug,
+    Format,
+    Input,
+    MaxNewTokens,
+    Plugin,
+    Set,
+    load,
+    print_table,
+    set_debug,
+)
 
 
+@with_settings(*WHAT, "runner", "draft_model", "batch_size")
 def tune(
-    config: Config,
+    settings: list[str],
+    config: ConfigIfAny = None,
     input: Input = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="Where the fastest config goes.")
@@ -49,7 +63,7 @@ def tune(
 
     set_debug(debug)
     check_format(format)
-    run_config, console = load(config, override, input, max_new_tokens)
+    run_config, console = load(config, settings, override, input, max_new_tokens)
     with TemporaryDirectory() as folder:
         tuned = tuning.tune(
             run_config,

@@ -7,11 +7,14 @@ from typing import Annotated
 
 import typer
 
-from ragspec.cli.options import Config, Debug, Input, Limit, MaxNewTokens, Plugin, Set, load, set_debug
+from ragspec.cli.flags import WHAT, with_settings
+from ragspec.cli.options import ConfigIfAny, Debug, Input, Limit, MaxNewTokens, Plugin, Set, load, set_debug
 
 
+@with_settings(*WHAT, "runner", "method", "draft_model", "batch_size")
 def verify(
-    config: Config,
+    settings: list[str],
+    config: ConfigIfAny = None,
     input: Input = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="Where findings and answers go.")
@@ -42,7 +45,7 @@ def verify(
     from ragspec.audit.verify import run_verify
 
     set_debug(debug)
-    run_config, console = load(config, override, input, max_new_tokens)
+    run_config, console = load(config, settings, override, input, max_new_tokens)
     found = run_verify(run_config, output, limit=limit, console=console, reference=reference, seed=seed, bits=bits)
     print_findings(console, found, output)
     if found.failed:
