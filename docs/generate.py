@@ -3,7 +3,8 @@
 docs/reference/commands: each page holds the --help text of its command between two markers. docs/reference/config.md:
 the tables of keys and methods; docs/reference/config.schema.json: the same as a JSON schema. docs/reference/python.md:
 the docstrings of the public API. docs/lab/performance.md:
-the tables of benchmarks/results/; docs/results.svg: a chart of them.
+the tables of benchmarks/results/; docs/results.svg: a chart of them. docs/lab/example-report/report.html: the report of
+the results beside it; docs/answer.svg: an answer as the terminal shows it.
 """
 
 import inspect
@@ -23,6 +24,7 @@ from pydantic.fields import FieldInfo
 DOCS = Path(__file__).resolve().parent
 REFERENCE = DOCS / "reference"
 LAB = DOCS / "lab"
+EXAMPLE = LAB / "example-report"
 KEYS = "| key | default | meaning |\n|---|---|---|\n"
 METHOD_KEYS = "| method | what drafts | runners | needs |\n|---|---|---|---|\n"
 BLOCK = re.compile(r"(<!-- help -->\n```text\n).*?(\n```\n<!-- /help -->)", re.DOTALL)
@@ -238,6 +240,32 @@ def results_chart() -> str:
     return chart()
 
 
+def example_report() -> str:
+    """Return docs/lab/example-report/report.html, drawn from the results beside it."""
+    from ragspec.benchmark.results import read_results
+    from ragspec.report.page import render
+
+    return render(read_results(EXAMPLE))
+
+
+def picture() -> str:
+    """Return docs/answer.svg: an answer of the demo with its passages, as the terminal shows it."""
+    import io
+
+    from rich.console import Console
+
+    from ragspec.cli.answer_view import AnswerView
+
+    line = json.loads((EXAMPLE / "answer.json").read_text(encoding="utf-8"))
+    screen = Console(file=io.StringIO(), record=True, force_terminal=True, width=88, color_system="truecolor")
+    AnswerView(screen, Console(file=io.StringIO(), width=88)).show(line)
+    AnswerView(screen, screen).show_passages(line)
+    drawn = screen.export_svg(
+        title="make demo", unique_id="answer"
+    )
+    return re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)  # no fonts from elsewhere
+
+
 def _key_rows(model: Any, prefix: str = "") -> Iterator[str]:
     """Yield a table row for every key of a section and of those in it."""
     for name, field in model.model_fields.items():
@@ -276,6 +304,8 @@ def main() -> None:
     (DOCS / "results.svg").write_text(results_chart(), encoding="utf-8")
     (REFERENCE / "config.md").write_text(config_page(), encoding="utf-8")
     (REFERENCE / "config.schema.json").write_text(schema(), encoding="utf-8")
+    (EXAMPLE / "report.html").write_text(example_report(), encoding="utf-8")
+    (DOCS / "answer.svg").write_text(picture(), encoding="utf-8")
 
 
 if __name__ == "__main__":

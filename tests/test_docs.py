@@ -1,5 +1,6 @@
 """What the docs take from the code is what the code says."""
 
+import importlib.util
 import json
 import re
 import sys
@@ -52,6 +53,28 @@ def test_the_figures_are_those_of_the_result_files():
 
 def test_the_chart_is_drawn_from_the_result_files():
     assert (DOCS / "results.svg").read_text() == generate.results_chart(), REMEDY
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vl_convert") is None, reason="the report's charts need vl-convert")
+def test_the_example_report_is_drawn_by_the_current_template():
+    def without_charts(page):  # whose paths are those of one version of vl-convert
+        return re.sub(r"<svg.*?</svg>", "", page, flags=re.DOTALL)
+
+    page = (generate.EXAMPLE / "report.html").read_text()
+    assert without_charts(page) == without_charts(generate.example_report()), REMEDY
+    assert "<svg" in page
+
+
+def test_the_picture_is_what_the_terminal_shows():
+    assert (DOCS / "answer.svg").read_text() == generate.picture(), REMEDY
+
+
+def test_installs_are_spelt_alike_everywhere():
+    pages = [ROOT / "README.md", *(DOCS / "guide").glob("*.md"), *(DOCS / "reference").rglob("*.md")]
+    code = [*(ROOT / "ragspec").rglob("*.py")]
+    for path in [*pages, *code]:
+        for spelt in re.findall(r"pip install (\S*ragspec\S*\[\S*)", path.read_text()):
+            assert re.match(r'\\?"ragspec\\?\[[a-z0-9,-]+\\?\]"', spelt), f"{path}: {spelt}"
 
 
 def test_the_chart_shows_losses_as_losses():

@@ -21,6 +21,16 @@ PEERS = (
     "the same, with loading",
 )
 PLAIN = ("records", "machine", "runner", "at once", "method", "end to end", "in decoding")
+TEN = ("records", "machine", "at once", "end to end", "in decoding")
+SETS = ("QuoteSum", "XQuAD, shared passages", "long documents, shared", "PubMedQA", "Spec-Bench, RAG part")
+TEN_ROWS = """\
+## In ten rows
+
+How many times as fast method `context` is as plain decoding on the same engine, on two CPU cores: of each set of
+records, the fewest and the most at once that were timed. An interval that contains 1 shows no difference.
+[Results](../results.md) has a GPU's figures.
+"""
+APPENDIX = "# Appendix: every table\n"
 WHOLE = ("load_s", "warmup_s", "generate_s")
 ORDERED = ("", "batch", "tokens/s", "prompt tokens computed", "accepted", "tokens a step", "F1 against references")
 ENOUGH = 3  # pairs of passes for an interval
@@ -33,7 +43,27 @@ Results = dict[str, Any]
 def tables(folder: Path = RESULTS) -> str:
     """Return an overview, and a section for each result file, in the order of their names."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    return "\n".join([*_overview([results for results in found if "label" in results]), *map(_section, found)])
+    labelled = [results for results in found if "label" in results]
+    return "\n".join([*_ten_rows(labelled), APPENDIX, *_overview(labelled), *map(_section, found)])
+
+
+def _ten_rows(found: Sequence[Results]) -> Iterator[str]:
+    """Yield a table of `context` beside plain decoding: of each set, the fewest and the most records at once.
+
+    Where several runs have these, the first counts, whatever it shows.
+    """
+    yield TEN_ROWS
+    yield from map(_line, [TEN, ["---"] * len(TEN)])
+    for label in SETS:
+        rows: dict[int, list[str]] = {}
+        for results in found:
+            if results["label"] == label:
+                for _, machine, runner, size, method, whole, decoding in _beside_plain(results):
+                    if (runner, method) == ("huggingface", "context"):
+                        rows.setdefault(int(size), [label, machine, size, whole, decoding])
+        for size in dict.fromkeys((min(rows), max(rows))) if rows else ():
+            yield _line(rows[size])
+    yield ""
 
 
 def _overview(found: Sequence[Results]) -> Iterator[str]:

@@ -58,9 +58,16 @@ class AnswerView:
         """Show the rest of an answer, its passages, and what it took."""
         self._show(line["output"], line.get("copied") or ())
         self._out.print()
-        spans = [{**span, "text": line["output"][span["start"] : span["end"]]} for span in line.get("copied") or ()]
-        self._passages(line.get("passages") or (), spans)
+        self.show_passages(line)
         self._about.print(Text(_figures(line), style="dim"))
+
+    def show_passages(self, line: Mapping[str, Any]) -> None:
+        """Show an answer's passages, and in them what it copied."""
+        copied = line.get("copied") or ()
+        for span in copied:
+            self._colour(span["context"])
+        quotes = [{**span, "text": line["output"][span["start"] : span["end"]]} for span in copied]
+        self._passages(line.get("passages") or (), quotes)
 
     def _show(self, text: str, copied: Sequence[Mapping[str, Any]]) -> None:
         styles = [""] * len(text)
@@ -154,7 +161,7 @@ def _words(text: str) -> list[str]:
 
 def _figures(line: Mapping[str, Any]) -> str:
     spec = line.get("speculation") or {}
-    parts = [f"{line['output_tokens']:,} tokens in {line['latency_s']:.1f} s"]
+    parts = [f"{line['output_tokens']:,} tokens" + (f" in {line['latency_s']:.1f} s" if "latency_s" in line else "")]
     if line.get("time_to_first_token_s") is not None:
         parts.append(f"the first after {line['time_to_first_token_s']:.1f} s")
     if spec.get("drafted"):
