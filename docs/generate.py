@@ -260,9 +260,7 @@ def picture() -> str:
     screen = Console(file=io.StringIO(), record=True, force_terminal=True, width=88, color_system="truecolor")
     AnswerView(screen, Console(file=io.StringIO(), width=88)).show(line)
     AnswerView(screen, screen).show_passages(line)
-    drawn = screen.export_svg(
-        title="make demo", unique_id="answer"
-    )
+    drawn = screen.export_svg(title="make demo", unique_id="answer")
     return re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)  # no fonts from elsewhere
 
 

@@ -37,7 +37,7 @@ def check_head(kind: str, checkpoint: Checkpoint) -> None:
     """Raise ConfigError if heads cannot be trained here, or not for this target."""
     if importlib.util.find_spec("speculators") is None:
         raise ConfigError(
-            f"--method {kind}: needs the speculators package (pip install 'ragspec[heads]'), which is not installed; "
+            f'--method {kind}: needs the speculators package (pip install "ragspec[heads]"), which is not installed; '
             "--method draft_model needs nothing more"
         )
     if checkpoint.source.revision not in (None, "main"):
