@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ragspec.cli.completion import complete_methods, complete_runners
 from ragspec.cli.flags import WHAT, with_settings
 from ragspec.cli.options import (
     INTERRUPTED,
@@ -41,12 +42,18 @@ def benchmark(
             "--method",
             "-m",
             metavar="METHOD",
+            autocompletion=complete_methods,
             help=f"Method to time ({', '.join(METHODS)}); repeatable. By default, none and the config's.",
         ),
     ] = None,
     runner: Annotated[
         list[str] | None,
-        typer.Option("--runner", metavar="RUNNER", help="Runner to time (huggingface, vllm); repeatable."),
+        typer.Option(
+            "--runner",
+            metavar="RUNNER",
+            autocompletion=complete_runners,
+            help="Runner to time (huggingface, vllm); repeatable.",
+        ),
     ] = None,
     batch_size: Annotated[
         list[int] | None, typer.Option("--batch-size", min=1, metavar="N", help="Records at once; repeatable.")

@@ -6,15 +6,17 @@ from typing import Annotated
 
 import typer
 
+from ragspec.cli.flags import METHOD, with_settings
 from ragspec.cli.generate import run
 from ragspec.cli.options import Debug, Limit, MaxFailures, Resume, RetryFailed, Set, Stats, failures_allowed, set_debug
 
 # what a body means that does not say: OpenAI's temperature, and room for a long answer
 SAMPLING = {"temperature": 1.0, "default_new_tokens": 1024}
-METHOD = "context"
 
 
+@with_settings("model", "runner", "method", "dtype", "revision", "seed", "trust_remote_code")
 def run_batch(
+    settings: list[str],
     input: Annotated[
         str,
         typer.Option("--input", "--input-file", "-i", metavar="FILE", help="OpenAI batch lines: a file or a URL."),
@@ -22,32 +24,16 @@ def run_batch(
     output: Annotated[
         str, typer.Option("--output", "--output-file", "-o", metavar="PATH", help="Where OpenAI's output lines go.")
     ],
-    model: Annotated[str | None, typer.Option(metavar="MODEL", help="Hub id, folder, .gguf file, or demo.")] = None,
     config: Annotated[
         str | None, typer.Option("--config", "-c", metavar="FILE", help="YAML config for everything else.")
     ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Model name in the output lines. By default, the model's own.")
     ] = None,
-    runner: Annotated[
-        str | None, typer.Option(metavar="RUNNER", help="huggingface, vllm, or auto (the default).")
-    ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            "--method", "-m", metavar="METHOD", help="Where drafts come from (context by default); none turns them off."
-        ),
-    ] = None,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Records at once.")] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Longest answer, in tokens, if a body sets none (1024).")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="Data type, such as float32 or bfloat16.")] = None,
-    revision: Annotated[str | None, typer.Option(metavar="REVISION", help="The model's revision on the hub.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, metavar="N", help="Seed, if a body sets none.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
-    ] = False,
     limit: Limit = None,
     resume: Resume = True,
     retry_failed: RetryFailed = False,
@@ -66,19 +52,12 @@ def run_batch(
         raw["sampling"] = SAMPLING | (raw.get("sampling") or {})
         raw["speculation"] = raw.get("speculation") or {"method": METHOD}
     given = {
-        "model": model,
-        "runner": runner,
-        "speculation.method": method,
         "sampling.max_new_tokens": max_tokens,
-        "sampling.seed": seed,
         "runner_args.batch_size": max_num_seqs,
-        "runner_args.dtype": dtype,
-        "runner_args.revision": revision,
-        "runner_args.trust_remote_code": trust_remote_code or None,
         "output.model": served_model_name,
         "output.format": "openai",
     }
-    settings = [f"{key}={value}" for key, value in given.items() if value is not None]
+    settings = [*settings, *(f"{key}={value}" for key, value in given.items() if value is not None)]
     run_config, notes = config_of(
         raw, config or "run-batch", [*settings, *(override or ())], input=input, output=output
     )
