@@ -12,6 +12,8 @@ from ragspec.benchmark.results import DECODE_SPEED, SPEED, Ratio, Results, Run
 from ragspec.errors import ConfigError
 
 TICKS = [0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 8, 10, 15, 20]
+COARSE = [0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10, 15, 20]  # on an axis over more than WIDE
+WIDE = 3
 MARGIN = 1.06  # beyond the outermost interval
 SMALL, IN_A_ROW = (200, 110), 2  # pixels of a small multiple, and how many stand side by side
 WIDTH, HEIGHT = 430, 240  # pixels of the plot, without axes and legend
@@ -52,7 +54,10 @@ def speed_ups(ratios: list[dict[str, Any]]) -> Spec:
     ends = [end for ratio in ratios for end in (ratio["low"], ratio["median"], ratio["high"]) if end is not None]
     lowest, highest = min([*ends, 1.0]) / MARGIN, max([*ends, 1.0]) * MARGIN
     scale = {"type": "log", "domain": [lowest, highest], "nice": False}  # twice and half as fast are as far from 1
-    axis = {"values": [tick for tick in TICKS if lowest <= tick <= highest], "format": "~g"}
+    axis = {
+        "values": [tick for tick in (TICKS if highest < WIDE * lowest else COARSE) if lowest <= tick <= highest],
+        "format": "~g",
+    }
     x: Spec = {"type": "quantitative", "scale": scale, "axis": axis, "title": "times as fast (logarithmic)"}
     return {
         "width": WIDTH - 170,
