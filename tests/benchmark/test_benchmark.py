@@ -100,7 +100,7 @@ def test_methods_are_timed_in_processes_of_their_own_and_compared(tiny, tmp_path
     assert ratio["low"] <= ratio["median"] <= ratio["high"]
     assert results["machine"]["cores"] >= 1
     assert len(read_jsonl(out / "outputs" / "none-b1.jsonl")) == 4
-    order = [line.split(":")[0] for line in done.stderr.splitlines() if ": pass " in line]
+    order = [line.split(":")[0] for line in done.stderr.splitlines() if ": pass " in line and line.endswith(" ...")]
     pairs = ["none-b1", "prompt_lookup-b1", "prompt_lookup-b1", "none-b1"]
     assert order == (sorted(pairs) if sequential else pairs)
     profiles = [detail["profile"] for detail in results["details"].values()]
