@@ -92,8 +92,10 @@ def test_a_killed_run_leaves_neither_workers_nor_their_cluster(tmp_path, how):
 
 @pytest.mark.wide
 @pytest.mark.vllm
+@pytest.mark.parametrize("own_process", [False, True])
 @signals
-def test_a_killed_run_of_vllm_leaves_no_process_of_its_engine(tmp_path, demo, how):
+def test_a_killed_run_of_vllm_leaves_no_process_of_its_engine(tmp_path, demo, how, own_process):
     args = {"enforce_eager": True, "max_model_len": 256, "batch_size": 2, "kv_cache_memory_bytes": 36 << 20}
+    args["own_process"] = own_process
     config = {"runner": "vllm", "model": demo, "runner_args": args, "sampling": {"max_new_tokens": 4}}
-    assert not killed(tmp_path, how, config, lines(tmp_path / "out"), least=0)
+    assert not killed(tmp_path, how, config, lines(tmp_path / "out"), least=int(own_process))

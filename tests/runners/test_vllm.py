@@ -21,6 +21,7 @@ from tests.speculation.test_plugins import install
 
 pytestmark = pytest.mark.vllm
 ARGS = {"enforce_eager": True, "max_model_len": 512, "batch_size": 4, "kv_cache_memory_bytes": 36 << 20, "lookahead": 8}
+ARGS["disable_log_stats"] = False  # its counters are compared with ours
 RECORDS = 4
 
 

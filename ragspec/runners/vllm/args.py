@@ -23,9 +23,12 @@ class Args(RunnerArgs):
     guard: bool = True
     """Time vLLM's own drafts (of a draft model, a head, suffixes) against plain steps, and pause them while they are
     slower; with `num_tokens`, only say so."""
+    own_process: bool | Literal["auto"] = "auto"
+    """Run vLLM's engine in a process of its own, beside the one that tokenises and writes. auto: if vLLM schedules
+    asynchronously, which it does on a GPU, except with `context`, prompt lookup and suffix decoding."""
     sampling_args: Settings = {}
     """Passed to `SamplingParams`, in addition to the `sampling` section."""
 
     def neutral_keys(self) -> set[str]:
         memory = {"gpu_memory_utilization", "kv_cache_memory_bytes", "block_size"}
-        return {"batch_size", "max_num_seqs", "lookahead", "guard", "enforce_eager"} | memory
+        return {"batch_size", "max_num_seqs", "lookahead", "guard", "enforce_eager", "own_process"} | memory

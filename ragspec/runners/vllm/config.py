@@ -29,7 +29,7 @@ def prepare() -> None:
         "VLLM_LOGGING_LEVEL": "INFO" if os.environ.get("RAGSPEC_DEBUG") else "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        # run the engine in this process: an interruption ends it cleanly, and a CPU gains nothing from a second process
+        # Plan.own_process decides, and an engine of a CPU's own process needs no more processes for its one device
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }.items():
         os.environ.setdefault(name, value)

@@ -162,7 +162,7 @@ class Plan:
             self.notes.append(f"sampling.{wrong}: such records are answered without drafts")
 
     def _make_engine_args(self, extra: dict[str, Any], spec: dict[str, Any] | None) -> dict[str, Any]:
-        args: dict[str, Any] = {"model": self.source.path, "disable_log_stats": False, "use_tqdm_on_load": False}
+        args: dict[str, Any] = {"model": self.source.path, "disable_log_stats": True, "use_tqdm_on_load": False}
         args["structured_outputs_config"] = {"backend": "guidance"}  # llguidance, as in ragspec's engine
         if self.on_cpu:
             args["dtype"] = "float32"  # bfloat16 is emulated on CPUs without AVX-512
@@ -187,17 +187,22 @@ class Plan:
         """Let vLLM validate all arguments, without reading weights; return the effective max_model_len."""
         from dataclasses import fields
 
+        from vllm import envs
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
 
         known = [field.name for field in fields(EngineArgs)]
         for key in self.engine_args:
             if key not in known:
                 raise ConfigError(f'"runner_args.{key}" is not an argument of vLLM{did_you_mean(key, known)}')
         try:
-            config = EngineArgs(**revealed(self.engine_args)).create_engine_config()
+            config = EngineArgs(**revealed(self.engine_args)).create_engine_config(UsageContext.LLM_CLASS)
         except Exception as error:  # its many checks raise many types; none of them has read weights
             raise ConfigError(f"vLLM refuses the configuration: {one_line(error)}") from error
-        self.undraftable = self.is_tried() and is_reachable(config)
+        asynchronous = bool(config.scheduler_config.async_scheduling)
+        wanted = asynchronous if self.args.own_process == "auto" else self.args.own_process
+        self.own_process = wanted or envs.VLLM_ENABLE_V1_MULTIPROCESSING
+        self.undraftable = self.is_tried() and is_reachable(config) and not self.own_process
         self.rows = int(config.scheduler_config.max_num_seqs)
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
         self.quantized = config.model_config.quantization is not None

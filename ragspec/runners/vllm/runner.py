@@ -3,7 +3,7 @@
     runner: vllm
     runner_args: {max_model_len: 4096, gpu_memory_utilization: 0.9}     # any argument of LLM(...)
 
-Limit: one engine in this process; several GPUs by tensor_parallel_size.
+Limit: one engine; several GPUs by tensor_parallel_size.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ragspec.models.resolve import context_length
 from ragspec.records import Failure, Generation, Request, Sampling
 from ragspec.runners.vllm.args import Args
 from ragspec.runners.vllm.config import is_ours, one_line
+from ragspec.runners.vllm.engine import Engine
 from ragspec.runners.vllm.patches.guarded_drafts import GuardedProposer
 from ragspec.runners.vllm.patches.seeds import patch_seeds
 from ragspec.runners.vllm.patches.steps import patch_steps
@@ -37,7 +38,7 @@ class Runner:
 
     def __init__(self, config: RunConfig) -> None:
         self._plan = Plan(config)
-        self._engine: Any = None
+        self._running: Engine | None = None
         self.method = self._plan.method
         self.remembers = not config.speculation.speculative_config and VLLM in method_named(self.method).remembers
         self.cites = is_ours(self.method)
@@ -62,8 +63,8 @@ class Runner:
 
     @property
     def engine(self) -> Any:
-        """vLLM's engine, while there is one."""
-        return self._engine
+        """vLLM's LLMEngine, while there is one."""
+        return self._running.inner if self._running is not None else None
 
     @property
     def engine_args(self) -> dict[str, Any]:
@@ -72,36 +73,32 @@ class Runner:
 
     def __enter__(self) -> Self:
         plan = self._plan
-        with redirect_stdout(sys.stderr):
-            from vllm.engine.arg_utils import EngineArgs
-            from vllm.v1.engine.llm_engine import LLMEngine
-
-            if plan.on_cpu and plan.is_tried():
-                patch_seeds()
-            try:
-                self._engine = LLMEngine.from_engine_args(EngineArgs(**revealed(plan.engine_args)))
-            except Exception as error:  # anything may stop an engine from starting
-                self._free()
-                with_method = "" if self.method == PLAIN else f" with method {self.method}"
-                raise ModelError(
-                    f'"{plan.model_name}": vLLM could not start{with_method}: {one_line(error)} '
-                    "(if memory is short: lower runner_args.max_model_len, or choose a smaller model)"
-                ) from error
+        if plan.on_cpu and plan.is_tried() and not plan.own_process:
+            patch_seeds()
+        try:
+            self._running = Engine(revealed(plan.engine_args), own_process=plan.own_process)
+        except Exception as error:  # anything may stop an engine from starting
+            self._free()
+            with_method = "" if self.method == PLAIN else f" with method {self.method}"
+            raise ModelError(
+                f'"{plan.model_name}": vLLM could not start{with_method}: {one_line(error)} '
+                "(if memory is short: lower runner_args.max_model_len, or choose a smaller model)"
+            ) from error
         if is_ours(self.method):
             self._find_proposer()
         if self.method != PLAIN and plan.undraftable:
-            patch_steps(self._engine)
-            self._undrafted = UndraftedRequests.within(self._engine, on_cpu=plan.on_cpu)
+            patch_steps(self.engine)
+            self._undrafted = UndraftedRequests.within(self.engine, on_cpu=plan.on_cpu)
             if plan.args.guard and not is_ours(self.method):
                 spec = plan.spec
                 fixed = spec.draft_tokens or spec.num_tokens_by_batch_size or spec.speculative_config
-                self._guarded = GuardedProposer.within(self._engine, pauses=not fixed)
+                self._guarded = GuardedProposer.within(self.engine, pauses=not fixed)
         return self
 
     def _find_proposer(self) -> None:
         """Find our proposer in the engine. In another process it still drafts, but reports nothing."""
-        if hasattr(self._engine, "model_executor"):  # the engine is in this process
-            found = self._engine.collective_rpc(lambda worker: getattr(worker.model_runner, "drafter", None))
+        if hasattr(self.engine, "model_executor"):  # the engine is in this process
+            found = self.engine.collective_rpc(lambda worker: getattr(worker.model_runner, "drafter", None))
             self._proposer = found[0] if len(found) == 1 else None
         if self._proposer is None:
             self.cites = False
@@ -112,9 +109,9 @@ class Runner:
         self._free()
 
     def _free(self) -> None:
-        engine, self._engine, self._proposer, self._undrafted, self._guarded = self._engine, None, None, None, None
+        engine, self._running, self._proposer, self._undrafted, self._guarded = self._running, None, None, None, None
         if engine is not None:
-            engine.engine_core.shutdown()
+            engine.close()
             del engine
         gc.collect()
         from vllm.distributed import cleanup_dist_env_and_memory
@@ -135,6 +132,8 @@ class Runner:
             self._guarded.reset()
         stream = self._stream()
         yield from stream.run(requests)
+        if stream.restarted:
+            self._judgement.append(f"{stream.restarted}; it was started again, and answered what was left")
         if stream.masked_logprobs:
             self._judgement.append(
                 "logprobs of structured answers are those under their grammar (-9999: not allowed there), not the "
@@ -156,8 +155,9 @@ class Runner:
 
     def _stream(self) -> Stream:
         plan = self._plan
+        assert self._running is not None
         return Stream(
-            self._engine,
+            self._running,
             self._proposer,
             self.tokenizer,
             rows=plan.rows,
@@ -183,6 +183,7 @@ class Runner:
             "model": plan.source.path,
             "revision": getattr(plan.hf_config, "_commit_hash", None),
             "batch_size": plan.rows,
+            "own_process": plan.own_process,
             "dtype": plan.dtype,
             "quantized": plan.quantized,
             **({"not_done": plan.not_done} if plan.not_done else {}),

@@ -3,6 +3,7 @@
     >>> for outcome in Stream(engine, proposer, tokenizer, rows=16, ...).run(requests): ...
 
 The engine is driven step by step: `LLM.generate` returns only at the end, and one refused prompt aborts all others.
+Requests are read beside an engine in a process of its own, a few at a time while it computes.
 Source: vLLM 0.32, v1/engine/llm_engine.py, sampling_params.py and v1/spec_decode.
 """
 
@@ -12,9 +13,10 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 from ragspec.engine.kv.prefix_blocks import grouped, largest_first
 from ragspec.errors import ModelError
@@ -22,10 +24,13 @@ from ragspec.inputs.feed import Feed
 from ragspec.models.stopping import ends_with_stop, stop_strings_from, trim
 from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer, TokenLogprob, record_seed
 from ragspec.runners.vllm.config import one_line
+from ragspec.runners.vllm.engine import Engine, EngineDied
 from ragspec.runners.vllm.patches.steps import written_in
 from ragspec.runners.vllm.patches.undrafted import UndraftedRequests
 from ragspec.speculation.methods import PLAIN
 from ragspec.stats import SpecStats
+
+T = TypeVar("T")
 
 
 def settings_of(sampling: Sampling, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,7 +72,8 @@ def sampling_params(kind: Any, request: Request, settings: Mapping[str, Any]) ->
         from vllm.sampling_params import StructuredOutputsParams
 
         settings = {**settings, "structured_outputs": StructuredOutputsParams(grammar=request.grammar)}
-    return kind(**{"seed": seed, "output_kind": kept} | dict(settings))
+    reads_text = bool(settings.get("stop"))  # all else is decided by tokens, and text is decoded here
+    return kind(**{"seed": seed, "output_kind": kept, "detokenize": reads_text} | dict(settings))
 
 
 def is_requests_fault(error: Exception) -> bool:
@@ -108,6 +114,7 @@ def spec_stats(metrics: Any, written: int, output_tokens: int) -> SpecStats:
 # -- stream ----------------------------------------------------------------------------------------
 log = logging.getLogger(__name__)
 AHEAD = 2  # requests submitted per row of the engine's batch, so that no row waits for one
+READ = 4  # requests read at a time while the engine computes, so that its answers are not kept waiting
 
 
 @dataclass(slots=True)
@@ -122,7 +129,7 @@ class Stream:
     """One run of requests through an engine.
 
     Args:
-        engine: A vLLM LLMEngine.
+        engine: The running engine.
         proposer: Our proposer inside it, or None.
         tokenizer: The target's.
         rows: Maximum batch size of the engine.
@@ -135,7 +142,7 @@ class Stream:
 
     def __init__(
         self,
-        engine: Any,
+        engine: Engine,
         proposer: Any,
         tokenizer: Tokenizer,
         *,
@@ -155,48 +162,79 @@ class Stream:
         self._lost = lost
         self._undrafted = undrafted
         self.masked_logprobs = False  # whether logprobs of structured answers were returned
+        self.restarted = ""  # why the engine was started again, "" if it was not
         self._method = method
         self._in_flight: dict[str, _Submitted] = {}
+        self._grouped: deque[Request] = deque()  # to submit next
+        self._read: list[Request] = []  # behind those, not grouped yet
+        self._is_dry = False  # whether no more requests had arrived when they were last asked for
 
     def run(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield outcomes as they finish. Raises ModelError if the engine itself fails."""
-        self._engine.reset_prefix_cache()  # each pass starts cold
+        self._recovering(self._engine.reset)
         if self._proposer is not None:
             self._proposer.reset()
-        feed, queue = Feed(requests), deque[Request]()
+        feed = Feed(requests)
         try:
             while True:
-                while len(self._in_flight) < AHEAD * self._rows:
-                    if not queue:
-                        queue.extend(_by_prefix(feed.take(self._lookahead, wait=not self._in_flight)))
-                    if not queue:
-                        break
-                    if (refused := self._submit(queue.popleft())) is not None:
+                while len(self._in_flight) < AHEAD * self._rows and (request := self._next(feed)) is not None:
+                    if (refused := self._submit(request)) is not None:
                         yield refused
                 if not self._in_flight:
                     return
+                if self._engine.is_computing() and self._read_beside(feed):
+                    continue
                 for output in self._step():
                     if output.finished or self._has_stopped(output):
                         yield self._outcome(self._in_flight.pop(output.request_id), output)
         finally:  # if the caller stops early, these answers must not show up in the next run
             if self._in_flight:
-                self._engine.abort_request(list(self._in_flight))
+                with suppress(EngineDied):
+                    self._engine.abort(list(self._in_flight))
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def _next(self, feed: Feed[Request]) -> Request | None:
+        """Return the request to submit next, None if there is none yet."""
+        if not self._grouped and (self._read or not self._in_flight or not self._engine.own_process):
+            if not self._read:
+                # an engine that computes elsewhere starts with a batch; one of this process waits for them all anyway
+                most = min(self._rows, self._lookahead) if self._engine.own_process else self._lookahead
+                self._read = feed.take(most, wait=not self._in_flight)
+            elif not self._is_dry and len(self._read) < self._lookahead and self._has_spare():
+                return None  # the more that are grouped together, the more prefixes are shared
+            self._grouped.extend(_by_prefix(self._read))
+            self._read = []
+        return self._grouped.popleft() if self._grouped else None
+
+    def _has_spare(self) -> bool:
+        """Return whether the engine has enough requests for its next rows."""
+        return len(self._in_flight) > self._rows + self._rows // 2
+
+    def _read_beside(self, feed: Feed[Request]) -> bool:
+        """Read a few requests, unless enough are waiting; return whether that is worth repeating."""
+        room = self._lookahead - len(self._grouped) - len(self._read)
+        if room <= 0:
+            return False
+        found = feed.take(min(READ, room), wait=False)
+        self._is_dry = not found
+        self._read += found
+        return bool(found)
 
     def _submit(self, request: Request) -> Failure | None:
-        from vllm import SamplingParams
-
         settings = settings_of(request.sampling, self._sampling_args)
-        lost, kind = self._lost(settings), SamplingParams
-        if lost:
-            if self._undrafted is None:
-                return Failure(request.index, f"{lost}; use method: none, or remove it")
-            kind = self._undrafted.params
+        lost = self._lost(settings)
+        if lost and self._undrafted is None:
+            return Failure(request.index, f"{lost}; use method: none, or remove it")
         name = str(request.index)
-        prompt = {"prompt_token_ids": request.token_ids}
+        self._in_flight[name] = _Submitted(request, perf_counter(), lost)
         try:
-            self._engine.add_request(name, prompt, sampling_params(kind, request, settings))
+            self._recovering(lambda: self._add(request, lost))
+        except ModelError:
+            raise
         except Exception as error:  # a refused request fails alone
             log.debug("vLLM refuses a record", exc_info=error)
+            del self._in_flight[name]
             return Failure(
                 request.index,
                 f"vLLM refuses it: {one_line(error)}",
@@ -210,19 +248,47 @@ class Stream:
                 grammar=request.grammar,
                 most=request.sampling.max_new_tokens,
             )
-        self._in_flight[name] = _Submitted(request, perf_counter(), lost)
         return None
+
+    def _add(self, request: Request, lost: str) -> None:
+        """Submit a request to the engine. lost: why it gets no drafts."""
+        from vllm import SamplingParams
+
+        kind = self._undrafted.params if lost and self._undrafted is not None else SamplingParams
+        params = sampling_params(kind, request, settings_of(request.sampling, self._sampling_args))
+        self._engine.add(str(request.index), {"prompt_token_ids": request.token_ids}, params)
+
+    # -- the engine --------------------------------------------------------------------------------
 
     def _step(self) -> list[Any]:
         try:
-            outputs: list[Any] = self._engine.step()
+            return self._recovering(self._engine.step) or []
+        except ModelError:
+            raise
         except Exception as error:  # after a failed step the engine's requests are lost
             self._in_flight.clear()
-            raise ModelError(
-                f"vLLM's engine stopped (method {self._method}): {one_line(error)}; finished answers are kept, "
-                "run again to continue"
-            ) from error
-        return outputs
+            raise self._stopped(one_line(error)) from error
+
+    def _recovering(self, call: Callable[[], T]) -> T | None:
+        """Return what `call` returns; None if the engine had died and was started again with what it had to answer."""
+        try:
+            return call()
+        except EngineDied as died:
+            if self.restarted:
+                self._in_flight.clear()
+                raise self._stopped(f"{died} again, after a restart") from died
+            self.restarted = str(died)
+            log.debug("restarting", exc_info=died)
+            self._engine.restart()
+            for each in self._in_flight.values():
+                each.seen = 0
+                self._add(each.request, each.undrafted)
+            return None
+
+    def _stopped(self, why: str) -> ModelError:
+        return ModelError(
+            f"vLLM's engine stopped (method {self._method}): {why}; finished answers are kept, run again to continue"
+        )
 
     def _has_stopped(self, output: Any) -> bool:
         """Return whether an unfinished answer contains a stop string, after aborting it in the engine."""
@@ -235,7 +301,7 @@ class Stream:
         # search only the new tokens: reasoning has thousands, and every step would read them all
         if least >= len(answer) or not ends_with_stop(self._tokenizer, answer, fresh, request.sampling.stop, least):
             return False
-        self._engine.abort_request([output.request_id])
+        self._engine.abort([output.request_id])
         return True
 
     def _trimmed(self, request: Request, answer: Sequence[int]) -> tuple[list[int], str]:
@@ -253,7 +319,7 @@ class Stream:
             if request.grammar:
                 return Failure(request.index, "structured: vLLM cannot go on with its grammar", "RecordError")
             return Failure(request.index, f"vLLM ended it with {reason!r}")
-        metrics, most = output.metrics, request.sampling.logprobs
+        first, most = self._engine.first_token_at(output.request_id), request.sampling.logprobs
         self.masked_logprobs |= most is not None and bool(request.grammar)
         return Generation(
             request.index,
@@ -261,7 +327,7 @@ class Stream:
             reason,
             spec_stats(answer.spec_decode_metrics, len(written), len(token_ids)),
             latency_s=perf_counter() - submitted.at,
-            time_to_first_token_s=metrics.first_token_latency if metrics is not None else None,
+            time_to_first_token_s=None if first is None else max(0.0, first - submitted.at),
             cached_prompt_tokens=output.num_cached_tokens or 0,
             guessed=bytes(known.guessed[: len(token_ids)]) if known else b"",
             copied=known.copies.worth_citing(token_ids) if known else (),

@@ -49,10 +49,8 @@ def lost(settings: Mapping[str, Any], on_cpu: bool) -> str:
 
 
 def is_reachable(config: Any) -> bool:
-    """Return whether an engine of this VllmConfig can be patched."""
-    from vllm import envs
-
-    one = config.parallel_config.world_size == 1 and not envs.VLLM_ENABLE_V1_MULTIPROCESSING
+    """Return whether an engine of this VllmConfig can be patched, if it is in this process."""
+    one = config.parallel_config.world_size == 1
     return bool(one and not config.scheduler_config.async_scheduling and not config.use_v2_model_runner)
 
 

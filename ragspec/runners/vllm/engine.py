@@ -1,0 +1,118 @@
+"""vLLM's LLMEngine, in this process or in one of its own, which is started again if it dies.
+
+    engine = Engine(engine_args, own_process=True)
+    engine.add("0", prompt, params); outputs = engine.step()
+
+In its own process the engine never waits for what is done here: prompts are tokenised and lines written beside it.
+Source: vLLM 0.32, v1/engine/llm_engine.py. Limit: what patches/ changes is only changed in an engine of this process.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, redirect_stdout
+from typing import Any
+
+from ragspec.runners.vllm.patches.engine_process import exit_code, own_process, watch
+
+RESET_TRIES, RESET_S = 200, 0.01  # to empty the prefix cache, while the last run's steps end
+
+
+class EngineDied(Exception):
+    """The engine's process ended. str() says how."""
+
+
+class Engine:
+    """A running engine.
+
+    Args:
+        arguments: Of vLLM's EngineArgs.
+        own_process: Whether it gets a process of its own.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], *, own_process: bool) -> None:
+        self._arguments = dict(arguments)
+        self.own_process = own_process
+        self._first_at: dict[str, float] = {}  # when a request's first token came, by vLLM's id
+        self._ids: dict[str, str] = {}  # our name -> vLLM's id
+        self._start()
+
+    def _start(self) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        with redirect_stdout(sys.stderr), own_process() if self.own_process else nullcontext():
+            self.inner: Any = LLMEngine.from_engine_args(
+                EngineArgs(**self._arguments),
+                usage_context=UsageContext.LLM_CLASS,  # batches as large as the LLM class has them
+                enable_multiprocessing=self.own_process,
+            )
+        core = self.inner.engine_core
+        self.own_process = hasattr(core, "outputs_queue")  # also by VLLM_ENABLE_V1_MULTIPROCESSING
+        if self.own_process:
+            watch(core)
+        core.get_output = self._noting_first_tokens(core.get_output)
+
+    def _noting_first_tokens(self, get_output: Callable[[], Any]) -> Callable[[], Any]:
+        """Return `get_output` with a note of each first token's time, which vLLM's metrics cost more for."""
+
+        def get() -> Any:
+            outputs, now = get_output(), time.perf_counter()
+            for each in outputs.outputs:
+                if each.prefill_stats is not None:
+                    self._first_at.setdefault(each.request_id, now)
+            return outputs
+
+        return get
+
+    def restart(self) -> None:
+        """Start the engine anew; its requests are lost."""
+        self.close()
+        self._start()
+
+    def close(self) -> None:
+        """End the engine."""
+        self.inner.engine_core.shutdown()
+        del self.inner
+
+    def reset(self) -> None:
+        """Empty the prefix cache, so that each pass starts cold. Raises EngineDied."""
+        self._first_at.clear()
+        self._ids.clear()
+        tries = RESET_TRIES if self.own_process else 1
+        while not self._alive(self.inner.reset_prefix_cache) and (tries := tries - 1):
+            time.sleep(RESET_S)
+
+    def add(self, name: str, prompt: Mapping[str, Any], params: Any) -> None:
+        """Submit a request. Raises EngineDied, and what vLLM refuses it with."""
+        self._ids[name] = self._alive(self.inner.add_request, name, prompt, params)
+
+    def abort(self, names: list[str]) -> None:
+        """Drop requests."""
+        self._alive(self.inner.abort_request, names)
+
+    def is_computing(self) -> bool:
+        """Return whether an engine of another process has brought nothing yet, so that step() would wait."""
+        return self.own_process and bool(self.inner.engine_core.outputs_queue.empty())
+
+    def step(self) -> list[Any]:
+        """Return the outputs of a step, which an engine of this process computes here. Raises EngineDied."""
+        outputs: list[Any] = self._alive(self.inner.step)
+        return outputs
+
+    def first_token_at(self, name: str) -> float | None:
+        """Return when a finished request's first token came (perf_counter), and forget the request."""
+        return self._first_at.pop(self._ids.pop(name, ""), None)
+
+    def _alive(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return call(*arguments)
+        except EngineDeadError as error:
+            code = exit_code(self.inner.engine_core)
+            how = "" if code is None else f" (signal {-code})" if code < 0 else f" (exit code {code})"
+            raise EngineDied(f"the process of vLLM's engine ended{how}") from error
