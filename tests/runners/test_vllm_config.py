@@ -13,7 +13,6 @@ from ragspec.errors import ConfigError
 from ragspec.records import Sampling, TokenLogprob
 from ragspec.runners.vllm import runner as vllm
 from ragspec.runners.vllm.config import check_build, check_memory, check_parallel, speculative_config
-from ragspec.runners.vllm.patches.steps import WRITTEN
 from ragspec.runners.vllm.patches.undrafted import expanded, lost
 from ragspec.runners.vllm.stream import logprobs_of, settings_of, spec_stats
 
@@ -179,9 +178,7 @@ def test_a_draft_that_outruns_the_answer_hides_no_step():
         per_step_drafted = (16,)
         per_step_accepted = (16,)
 
-    metrics = Metrics()
-    setattr(metrics, WRITTEN, 20)
-    stats = spec_stats(metrics, 20, 20)
+    stats = spec_stats(Metrics(), 20, 20, steps=20)
     assert (stats.steps, stats.accepted, stats.drafted, stats.cut) == (20, 1, 16, 1)
 
 
@@ -221,3 +218,85 @@ def test_logprobs_are_the_tokens_own_and_as_many_of_the_likeliest_as_were_asked_
     assert first == TokenLogprob(-4.0, ((1, -0.1), (2, -2.5)))
     assert second == TokenLogprob(-0.7, ((1, -0.6), (2, -0.7)))
     assert logprobs_of(steps, [9], 0) == (TokenLogprob(-4.0),)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("backend", "mode", "allowed"),
+    [
+        ("flex_attention.FlexAttentionBackend", "FULL_AND_PIECEWISE", True),
+        ("triton_attn.TritonAttentionBackend", "FULL_AND_PIECEWISE", True),
+        ("triton_attn.TritonAttentionBackend", "PIECEWISE", False),
+        ("triton_attn.TritonAttentionBackend", "NONE", False),
+        ("mla.triton_mla.TritonMLABackend", "FULL_AND_PIECEWISE", False),
+        ("cpu_attn.CPUAttentionBackend", "FULL_AND_PIECEWISE", False),
+        (None, "FULL_AND_PIECEWISE", False),
+    ],
+)
+def test_full_graphs_are_taken_where_vllms_own_tables_allow_them_for_ragged_batches(
+    demo, monkeypatch, backend, mode, allowed
+):
+    pytest.importorskip("vllm")
+    from vllm.config import CUDAGraphMode
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.attention import selector
+
+    from ragspec.runners.vllm.graphs import allows_ragged_graphs
+
+    def chosen(*asked, **named):
+        if backend is None:
+            raise ValueError("no backend")
+        module, _, name = backend.rpartition(".")
+        return getattr(importlib.import_module(f"vllm.v1.attention.backends.{module}"), name)
+
+    monkeypatch.setattr(selector, "get_attn_backend", chosen)
+    config = EngineArgs(model=demo, dtype="float32").create_engine_config()
+    config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
+    assert allows_ragged_graphs(config) == allowed
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("method", "given", "mode"),
+    [
+        ("context", {}, "FULL"),
+        ("context", {"compilation_config": {"cudagraph_capture_sizes": [1, 2]}}, "FULL"),
+        ("context", {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, "PIECEWISE"),
+        ("none", {}, None),
+    ],
+)
+def test_graphs_that_a_user_chose_are_left_alone(demo, monkeypatch, method, given, mode):
+    pytest.importorskip("vllm")
+    from ragspec.runners.vllm import plan
+    from ragspec.runners.vllm.runner import Runner
+
+    monkeypatch.setattr(plan, "allows_ragged_graphs", lambda config: True)
+    monkeypatch.setattr(plan.Plan, "on_cpu", property(lambda plan: False, lambda plan, found: None), raising=False)
+    monkeypatch.setattr(plan, "device_count", lambda: 1)
+    monkeypatch.setattr(plan, "free_gpu_bytes", lambda: 1 << 40)
+    config = {"model": demo, "runner": "vllm", "speculation": {"method": method}, "runner_args": given}
+    runner = Runner(build_config(config))
+    runner.check()
+    chosen = runner.engine_args.get("compilation_config")
+    assert (chosen.get("cudagraph_mode") if isinstance(chosen, dict) else None) == mode
+    if isinstance(chosen, dict) and mode == "FULL":
+        assert chosen == {**given.get("compilation_config", {}), "cudagraph_mode": "FULL"}
+    assert runner.about()["own_process"]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("method", ["none", "context"])
+def test_batches_are_as_large_as_the_llm_classs(demo, method):
+    pytest.importorskip("vllm")
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    from ragspec.runners.vllm.runner import Runner
+
+    runner = Runner(build_config({"model": demo, "runner": "vllm", "speculation": {"method": method}}))
+    runner.check()
+    own = EngineArgs(model=demo).create_engine_config(UsageContext.LLM_CLASS).scheduler_config
+    ours = EngineArgs(**runner.engine_args).create_engine_config(UsageContext.LLM_CLASS).scheduler_config
+    assert ours.max_num_batched_tokens == own.max_num_batched_tokens
+    assert ours.max_num_scheduled_tokens in (None, own.max_num_batched_tokens)
+    assert runner.about()["batch_size"] == own.max_num_seqs == ours.max_num_seqs

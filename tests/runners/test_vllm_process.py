@@ -13,7 +13,7 @@ import pytest
 from ragspec.config.load import build_config
 from ragspec.config.run import to_sampling
 from ragspec.errors import ModelError
-from ragspec.records import Failure, Request
+from ragspec.records import Failure, Request, Thinking
 from tests.conftest import ROOT, SAMPLE, read_jsonl
 
 pytestmark = [pytest.mark.vllm, pytest.mark.demo]
@@ -21,11 +21,11 @@ ARGS = {"enforce_eager": True, "max_model_len": 512, "batch_size": 4, "kv_cache_
 TEXTS = [" ".join(passage["text"] for passage in record["contexts"]) for record in read_jsonl(SAMPLE)]
 
 
-def make(demo, own_process):
+def make(demo, own_process, **speculation):
     from ragspec.runners.vllm.runner import Runner
 
     raw = {"model": demo, "runner": "vllm", "runner_args": {**ARGS, "own_process": own_process}}
-    runner = Runner(build_config(raw))
+    runner = Runner(build_config({**raw, "speculation": speculation}))
     runner.check()
     return runner
 
@@ -145,6 +145,68 @@ def test_a_client_that_waits_for_a_dead_engine_is_woken(engine, expected):
     started = time.monotonic()
     assert [one.token_ids for one in ordered(engine.generate(asked(engine)))] == expected[0]
     assert time.monotonic() > started
+
+
+def test_our_drafter_cites_and_counts_from_the_engines_process(demo, expected):
+    """Also where rows are preempted, aborted, constrained, or need no drafts."""
+    with make(demo, True, method="context", num_tokens=6) as runner:
+        assert runner.cites
+        requests = [replace(one, passages=((0, len(one.token_ids)),)) for one in asked(runner)]
+        outcomes = ordered(runner.generate(requests))
+        assert [one.token_ids for one in outcomes] == expected[0]
+        cited = 0
+        for request, one in zip(requests, outcomes, strict=True):
+            assert one.spec.steps + one.spec.accepted - one.spec.cut == len(one.token_ids)
+            assert len(one.guessed) == len(one.token_ids)
+            for copy in one.copied:
+                length = copy.end - copy.start
+                assert one.token_ids[copy.start : copy.end] == request.token_ids[copy.source : copy.source + length]
+                cited += length
+        assert cited > 10
+        assert sum(one.spec.accepted for one in outcomes) > 10
+        assert runner.about()["drafting_s"] > 0
+
+        plain = [one.token_ids for one in outcomes]
+        unlike = next(token for token in range(100, 200) if token not in plain[1])
+        requests[1] = replace(requests[1], sampling=replace(requests[1].sampling, logit_bias=((unlike, 100.0),)))
+        requests[2] = replace(requests[2], grammar='start: "yes" | "no"')
+        text = runner.tokenizer.decode(plain[3])
+        stops = replace(requests[3].sampling, stop=(text[len(text) // 2 :][:4],))
+        requests[3] = replace(requests[3], sampling=stops, thinking=Thinking("<think>", "</think>"))
+        mixed = ordered(runner.generate(requests))
+        assert mixed[1].undrafted.startswith("logit_bias: ")
+        assert set(mixed[1].token_ids) == {unlike}
+        assert mixed[1].spec.drafted == 0
+        assert runner.tokenizer.decode(mixed[2].token_ids) in ("yes", "no")
+        assert mixed[3].finish_reason == "stop"
+        assert len(mixed[3].guessed) == len(mixed[3].token_ids) < len(plain[3])
+        assert [one.token_ids for one in mixed[4:]] == plain[4:]
+        first = next(outcomes := runner.generate(requests[4:]))  # it drafts and cites after a restart, too
+        engine_process(runner).kill()
+        again = ordered([first, *outcomes])
+        assert [one.token_ids for one in again] == plain[4:]
+        assert sum(one.spec.accepted for one in again) > 0
+
+
+@pytest.mark.wide
+def test_vllms_own_drafts_are_timed_and_counted_in_the_engines_process(demo, expected):
+    with make(demo, True, method="prompt_lookup") as runner:
+        outcomes = ordered(runner.generate(asked(runner)))
+        assert [one.token_ids for one in outcomes] == expected[0]
+        assert all(one.spec.steps + one.spec.accepted - one.spec.cut == len(one.token_ids) for one in outcomes)
+        assert "guard" in runner.about()
+
+
+@pytest.mark.wide
+def test_our_drafter_drafts_where_vllms_devices_have_processes_of_their_own(demo, expected, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # its CPU build then has a process for the device
+    with make(demo, True, method="context", num_tokens=6) as runner:
+        assert not runner.cites
+        outcomes = ordered(runner.generate(asked(runner)))
+        assert [one.token_ids for one in outcomes] == expected[0]
+        assert sum(one.spec.accepted for one in outcomes) > 0
+        assert runner.about()["drafting_s"] > 0
+        assert any("no passage is cited" in note for note in runner.notes)
 
 
 SCRIPT = """

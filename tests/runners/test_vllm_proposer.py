@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from ragspec.records import Request, Sampling
 from ragspec.runners.vllm import proposer as proposer_module
-from ragspec.runners.vllm import proposer as rows
 from ragspec.runners.vllm.proposer import Proposer, least_acceptance
+from ragspec.runners.vllm.stream import drafted_in
 from ragspec.speculation.drafters.calibration import Calibration
 from ragspec.speculation.drafters.prompt_lookup import PromptLookup
 from ragspec.speculation.step_cost import FittedCost
@@ -20,13 +21,29 @@ LONGEST = 400
 
 def make(method="context", num_tokens=None, isolate=False, reach=LONGEST, native=True):
     settings = {"method": method, "num_tokens": num_tokens, "drafting": {"isolate": isolate, "native": native}}
-    return Proposer(
+    proposer = Proposer(
         SimpleNamespace(
             additional_config={"ragspec": settings},
             speculative_config=SimpleNamespace(num_speculative_tokens=LIMIT),
             model_config=SimpleNamespace(max_model_len=reach),
         )
     )
+    proposer.follow(SimpleNamespace(requests={}, input_batch=SimpleNamespace(req_ids=[])))
+    return proposer
+
+
+def place(proposer, *prompts, **told):
+    """Put requests into the batch, one a slot, named by its number."""
+    runner = proposer.model_runner
+    runner.input_batch.req_ids = [str(slot) for slot in range(len(prompts))]
+    runner.requests |= {str(slot): request(prompt, **told) for slot, prompt in enumerate(prompts)}
+
+
+def request(prompt, passages=(), drafts=True):
+    """Return a request as vLLM's model runner keeps it."""
+    told = {"ragspec": {"passages": [list(span) for span in passages], "drafts": drafts}}
+    params = SimpleNamespace(extra_args=told, max_tokens=None, structured_outputs=None)
+    return SimpleNamespace(prompt_token_ids=list(prompt), sampling_params=params)
 
 
 @dataclass(eq=False)
@@ -40,6 +57,10 @@ class Job:
     drafted: int = 0
     accepted: int = 0
     emissions: list = field(default_factory=list)
+
+    @property
+    def name(self):
+        return str(id(self))
 
     @property
     def tokens(self):
@@ -60,7 +81,8 @@ class Scheduler:
 
     def run(self):
         for job in self.line:
-            self.proposer.expect(job.prompt, [(0, len(job.prompt))], drafts=job not in self.undrafted)
+            told = request(job.prompt, [(0, len(job.prompt))], drafts=job not in self.undrafted)
+            self.proposer.model_runner.requests[job.name] = told
         drafts = {}
         while self.line or self.batch:
             self._change_rows(drafts)
@@ -70,7 +92,7 @@ class Scheduler:
             for job in [job for job in self.batch if job.written >= len(job.answer)]:
                 self.batch[self.batch.index(job)] = self.batch[-1]  # condensed: the last row takes the free slot
                 self.batch.pop()
-                self.seen[job] = self.proposer.finish(job.prompt, job.answer)
+                self.seen[job] = self.proposer.finish(job.name)
                 self.done.append(job)
         return self
 
@@ -101,12 +123,16 @@ class Scheduler:
         job.emissions.append(right + 1)
         return rest[: right + 1]
 
+    def names(self):
+        return [job.name for job in self.batch]
+
     def _ask(self, sampled):
         lengths = np.zeros(self.slots, dtype=np.int32)
         tokens = np.full((self.slots, LONGEST), -1, dtype=np.int32)
         for slot, job in enumerate(self.batch):
             lengths[slot] = len(job.tokens)
             tokens[slot, : len(job.tokens)] = job.tokens
+        self.proposer.model_runner.input_batch.req_ids = self.names()
         proposed = self.proposer.propose(sampled, lengths, tokens)
         assert len(proposed) == len(sampled)
         for job, draft, wrote in zip(self.batch, proposed, sampled, strict=True):
@@ -114,6 +140,11 @@ class Scheduler:
             assert wrote or not draft
             self.check(job, draft)
         return dict(zip(self.batch, proposed, strict=True))
+
+
+def asked_for(job):
+    """Return the request that a job answers."""
+    return Request(0, "", job.prompt, Sampling(), ((0, len(job.prompt)),))
 
 
 def jobs(count, seed=0):
@@ -134,7 +165,7 @@ def jobs(count, seed=0):
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("silent", [0.0, 0.2])
-def test_every_row_is_known_by_its_tokens(seed, silent):
+def test_every_row_is_known_by_its_request(seed, silent):
     """Whatever moves, a row's draft is that of its own record: prompt lookup's, made from its tokens alone."""
     with pytest.MonkeyPatch.context() as patch:  # alone, it would be vLLM's own
         patch.setattr(proposer_module, "drafters_on", lambda *given: {"prompt_lookup": PromptLookup()})
@@ -160,20 +191,28 @@ def test_every_row_is_known_by_its_tokens(seed, silent):
         if known is None:
             assert silent  # it wrote its last token, or all, unseen
             continue
-        whole = job.prompt + job.answer
-        assert known.tokens.tolist() == whole[: len(known.tokens)]
+        assert known.prompt_tokens == len(job.prompt)
         if not silent:
-            assert len(known.tokens) == len(whole)
-            assert known.prompt_tokens == len(job.prompt)
-            assert known.guessed == b"".join(b"\1" * (n - 1) + b"\0" for n in job.emissions)
-    assert silent or not proposer.known
-    assert not proposer.expected
+            assert known.length == len(job.prompt) + len(job.answer)
+            guessed, _ = drafted_in(asked_for(job), known.accepted, job.answer)
+            assert guessed == b"".join(b"\1" * (n - 1) + b"\0" for n in job.emissions)
+    assert not proposer.known
 
 
 def test_a_row_taken_for_another_would_be_noticed(monkeypatch):
-    monkeypatch.setattr(rows, "continues", lambda row, tokens, before: True)
-    with pytest.raises(AssertionError):
-        test_every_row_is_known_by_its_tokens(1, 0.0)
+    def mixed_up(scheduler):
+        names = [job.name for job in scheduler.batch]
+        return names[1:] + names[:1]
+
+    monkeypatch.setattr(Scheduler, "names", mixed_up)
+    with pytest.raises((AssertionError, ValueError, IndexError)):
+        test_every_row_is_known_by_its_request(1, 0.0)
+
+
+def test_without_a_model_runner_nothing_is_drafted():
+    proposer = make()
+    proposer.follow(None)
+    assert proposer.propose([[5], [6]], np.array([1, 1]), np.zeros((2, 4), dtype=np.int32)) == [[], []]
 
 
 def test_drafts_are_accepted_and_copies_cited():
@@ -184,7 +223,7 @@ def test_drafts_are_accepted_and_copies_cited():
     assert accepted / drafted > 0.3
     cited = 0
     for job, known in scheduler.seen.items():
-        for run in known.copies.worth_citing(job.answer):
+        for run in drafted_in(asked_for(job), known.accepted, job.answer)[1]:
             length = run.end - run.start
             assert job.answer[run.start : run.end] == job.prompt[run.source : run.source + length]
             cited += length
@@ -196,7 +235,8 @@ def test_the_pool_holds_the_passages_of_other_records_unless_isolated():
     for isolate, found in ((False, True), (True, False)):
         proposer = make("context", num_tokens=LIMIT, isolate=isolate)
         first, second = [*range(60, 70), *text], [*range(80, 95)]
-        proposer.expect(first, [(10, 50)])
+        place(proposer, first, second)
+        proposer.model_runner.requests["0"] = request(first, [(10, 50)])
         tokens = np.full((2, LONGEST), -1, dtype=np.int32)
         for slot, prompt in enumerate((first, second)):
             tokens[slot, : len(prompt) + 1] = [*prompt, 5]
@@ -208,6 +248,7 @@ def test_the_pool_holds_the_passages_of_other_records_unless_isolated():
 def test_drafts_end_at_the_models_length():
     proposer = make("context", num_tokens=LIMIT, reach=54)
     prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 5 + [1, 2]
+    place(proposer, prompt)
     tokens = np.zeros((1, LONGEST), dtype=np.int32)
     for length in range(48, 55):
         tokens[0, :length] = [*prompt, 3, 4, 5, 6, 7, 8, 9][:length]
@@ -246,14 +287,6 @@ def test_a_step_of_records_that_nobody_follows_is_not_drafted_for(method):
     nobody = np.zeros(0, dtype=np.int64), np.zeros((0, LONGEST), dtype=np.int64)
     assert proposer.propose([], *nobody) == []
     assert proposer.drafting_s > 0
-
-
-def test_a_forgotten_record_is_given_up_when_too_many_are_away(monkeypatch):
-    monkeypatch.setattr(rows, "KEEP", 3)
-    proposer = make("context")
-    proposer.finish = lambda prompt, answer: None  # a runner in another process tells nothing
-    Scheduler(proposer, jobs(20)).run()
-    assert proposer.known <= 3 + 4  # in the slots
 
 
 def test_the_line_is_found_in_noise():
@@ -306,7 +339,9 @@ def test_chains_are_followed_no_further_than_can_pay(monkeypatch, method):
         for count in range(1, 60):
             drafting.cost.observe(2 * count, count, 0.01 * (8 + 2 * count))
         guesses.clear()
-        made.append((drafting.propose([[1]] * 16, lengths, tokens), len(guesses)))
+        place(drafting, *(tokens[row, : length - 1].tolist() for row, length in enumerate(lengths)))
+        sampled = [[int(tokens[row, length - 1])] for row, length in enumerate(lengths)]
+        made.append((drafting.propose(sampled, lengths, tokens), len(guesses)))
     (drafts, fewer), (unbounded, more) = made
     assert drafts == unbounded
     assert sum(map(len, drafts)) > 5

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ragspec.config.sections import SpeculationConfig
@@ -55,6 +55,7 @@ def one_line(error: Exception) -> str:
 # ragspec's method -> vLLM's, where they differ
 NAMES = {"prompt_lookup": "ngram"}
 PROPOSER = "ragspec.runners.vllm.proposer.Proposer"
+EXTENSION = "ragspec.runners.vllm.inside.WorkerExtension"
 MAX_DRAFT_TOKENS = 16  # of our proposer, if draft lengths are chosen during the run
 # vLLM versions tested with our proposer, and how: the custom_class interface is experimental.
 TRIED = {"0.32": "the whole suite passes (CPU build)"}
@@ -63,6 +64,23 @@ AUTO_TOKENS = {"prompt_lookup": 8, "draft_model": 4, "eagle": 3, "eagle3": 3}
 NGRAM_RANGE = (2, 4)  # vLLM's own default is 5 for both
 MODEL_FREE = ("ngram", "ngram_gpu", "suffix", "custom_class")  # for these, `model` in vLLM's config is not a model
 DRAFT_TRUST_KEYS = "speculation.draft_trust_remote_code and runner_args.trust_remote_code"  # vLLM has one flag for both
+
+
+@dataclass(frozen=True, slots=True)
+class Additions:
+    """What is added to an engine that speculates (inside.py).
+
+    Attributes:
+        method: Its name, for notes.
+        drafts: Whether our proposer drafts.
+        on_cpu: Whether it is vLLM's CPU build.
+        pauses: Whether vLLM's own drafts are paused while they lose; None if they are not timed.
+    """
+
+    method: str
+    drafts: bool
+    on_cpu: bool
+    pauses: bool | None = None
 
 
 def is_ours(method: str) -> bool:

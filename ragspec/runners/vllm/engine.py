@@ -1,10 +1,10 @@
 """vLLM's LLMEngine, in this process or in one of its own, which is started again if it dies.
 
-    engine = Engine(engine_args, own_process=True)
+    engine = Engine(engine_args, own_process=True, additions=None)
     engine.add("0", prompt, params); outputs = engine.step()
 
 In its own process the engine never waits for what is done here: prompts are tokenised and lines written beside it.
-Source: vLLM 0.32, v1/engine/llm_engine.py. Limit: what patches/ changes is only changed in an engine of this process.
+Source: vLLM 0.32, v1/engine/llm_engine.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext, redirect_stdout
 from typing import Any
 
+from ragspec.runners.vllm.config import Additions
 from ragspec.runners.vllm.patches.engine_process import exit_code, own_process, watch
 
 RESET_TRIES, RESET_S = 200, 0.01  # to empty the prefix cache, while the last run's steps end
@@ -30,11 +31,14 @@ class Engine:
     Args:
         arguments: Of vLLM's EngineArgs.
         own_process: Whether it gets a process of its own.
+        additions: What is added to it, in its process; None for nothing.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], *, own_process: bool) -> None:
+    def __init__(self, arguments: Mapping[str, Any], *, own_process: bool, additions: Additions | None) -> None:
         self._arguments = dict(arguments)
         self.own_process = own_process
+        self._additions = additions
+        self._inside: Any = None  # of an engine in this process
         self._first_at: dict[str, float] = {}  # when a request's first token came, by vLLM's id
         self._ids: dict[str, str] = {}  # our name -> vLLM's id
         self._start()
@@ -44,7 +48,7 @@ class Engine:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        with redirect_stdout(sys.stderr), own_process() if self.own_process else nullcontext():
+        with redirect_stdout(sys.stderr), own_process(self._additions) if self.own_process else nullcontext():
             self.inner: Any = LLMEngine.from_engine_args(
                 EngineArgs(**self._arguments),
                 usage_context=UsageContext.LLM_CLASS,  # batches as large as the LLM class has them
@@ -54,6 +58,10 @@ class Engine:
         self.own_process = hasattr(core, "outputs_queue")  # also by VLLM_ENABLE_V1_MULTIPROCESSING
         if self.own_process:
             watch(core)
+        elif self._additions is not None:
+            from ragspec.runners.vllm.inside import Inside
+
+            self._inside = Inside(core.engine_core, self._additions)
         core.get_output = self._noting_first_tokens(core.get_output)
 
     def _noting_first_tokens(self, get_output: Callable[[], Any]) -> Callable[[], Any]:
@@ -75,16 +83,26 @@ class Engine:
 
     def close(self) -> None:
         """End the engine."""
+        self._inside = None
         self.inner.engine_core.shutdown()
         del self.inner
 
     def reset(self) -> None:
-        """Empty the prefix cache, so that each pass starts cold. Raises EngineDied."""
+        """Empty the prefix cache and forget measurements, so that each pass starts cold. Raises EngineDied."""
+        self.ask("reset")
         self._first_at.clear()
         self._ids.clear()
         tries = RESET_TRIES if self.own_process else 1
         while not self._alive(self.inner.reset_prefix_cache) and (tries := tries - 1):
             time.sleep(RESET_S)
+
+    def ask(self, what: str, *arguments: Any) -> Any:
+        """Return what a method of the engine's Inside returns, None if it has none. Raises EngineDied."""
+        if self._additions is None:
+            return None
+        if self._inside is not None:
+            return getattr(self._inside, what)(*arguments)
+        return self._alive(self.inner.engine_core.call_utility, f"ragspec_{what}", *arguments)
 
     def add(self, name: str, prompt: Mapping[str, Any], params: Any) -> None:
         """Submit a request. Raises EngineDied, and what vLLM refuses it with."""
@@ -93,6 +111,10 @@ class Engine:
     def abort(self, names: list[str]) -> None:
         """Drop requests."""
         self._alive(self.inner.abort_request, names)
+
+    def ended(self, name: str) -> dict[str, Any]:
+        """Return what the engine's Inside knows of a request that was aborted."""
+        return self.ask("ended", self._ids.get(name, "")) or {}
 
     def is_computing(self) -> bool:
         """Return whether an engine of another process has brought nothing yet, so that step() would wait."""

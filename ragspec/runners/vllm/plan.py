@@ -17,7 +17,9 @@ from ragspec.models.resolve import read_model_config, resolve
 from ragspec.runners.vllm.args import Args
 from ragspec.runners.vllm.config import (
     DRAFT_TRUST_KEYS,
+    EXTENSION,
     TRIED,
+    Additions,
     check_build,
     check_draft_code,
     check_memory,
@@ -29,9 +31,10 @@ from ragspec.runners.vllm.config import (
     proposer_settings,
     speculative_config,
 )
+from ragspec.runners.vllm.graphs import allows_ragged_graphs
 from ragspec.runners.vllm.patches.undrafted import is_reachable, lost
 from ragspec.runners.vllm.stream import settings_of
-from ragspec.speculation.methods import PLAIN
+from ragspec.speculation.methods import PLAIN, registered
 
 CPU_KV_CACHE_BYTES = 2 << 30  # vLLM would reserve nearly all memory, and a benchmark loads several engines
 CPU_BLOCK = 32  # tokens; vLLM's 128 cache less of each shared prefix, smaller blocks lose its fast kernels
@@ -176,7 +179,39 @@ class Plan:
             args |= {"speculative_config": spec, "per_request_spec_decode_metrics": "detailed"}
         if is_ours(self.method):
             extra = extra | {"additional_config": (extra.get("additional_config") or {}) | self._settings()}
+            args["worker_extension_cls"] = EXTENSION
         return args | extra
+
+    def _created(self) -> Any:
+        """Return vLLM's configuration. Raises ConfigError."""
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
+
+        try:
+            return EngineArgs(**revealed(self.engine_args)).create_engine_config(UsageContext.LLM_CLASS)
+        except Exception as error:  # its many checks raise many types; none of them has read weights
+            raise ConfigError(f"vLLM refuses the configuration: {one_line(error)}") from error
+
+    def _compilation(self) -> dict[str, Any]:
+        """Return the user's `compilation_config`, unless it is of another kind."""
+        given = self.engine_args.get("compilation_config") or {}
+        return dict(given) if isinstance(given, Mapping) else {}
+
+    def _may_choose_graphs(self) -> bool:
+        """Return whether drafts of ours differ in length on a GPU, and the user has not chosen graphs for them."""
+        given = self.engine_args.get("compilation_config")
+        chosen = not (given is None or isinstance(given, Mapping)) or "cudagraph_mode" in self._compilation()
+        return is_ours(self.method) and not self.on_cpu and not chosen
+
+    def _wants_own_process(self) -> bool:
+        """Return whether an engine of its own process is faster: on a GPU, unless only this process has its drafter."""
+        return not self.on_cpu and self.method not in registered
+
+    def _additions(self) -> Additions:
+        spec = self.spec
+        fixed = spec.draft_tokens or spec.num_tokens_by_batch_size or spec.speculative_config
+        timed = self.args.guard and not is_ours(self.method)
+        return Additions(self.method, is_ours(self.method), self.on_cpu, pauses=not fixed if timed else None)
 
     def _settings(self) -> dict[str, Any]:
         from ragspec.models.draft import width_of
@@ -189,20 +224,19 @@ class Plan:
 
         from vllm import envs
         from vllm.engine.arg_utils import EngineArgs
-        from vllm.usage.usage_lib import UsageContext
 
         known = [field.name for field in fields(EngineArgs)]
         for key in self.engine_args:
             if key not in known:
                 raise ConfigError(f'"runner_args.{key}" is not an argument of vLLM{did_you_mean(key, known)}')
-        try:
-            config = EngineArgs(**revealed(self.engine_args)).create_engine_config(UsageContext.LLM_CLASS)
-        except Exception as error:  # its many checks raise many types; none of them has read weights
-            raise ConfigError(f"vLLM refuses the configuration: {one_line(error)}") from error
-        asynchronous = bool(config.scheduler_config.async_scheduling)
-        wanted = asynchronous if self.args.own_process == "auto" else self.args.own_process
+        config = self._created()
+        if self._may_choose_graphs() and allows_ragged_graphs(config):
+            self.engine_args["compilation_config"] = self._compilation() | {"cudagraph_mode": "FULL"}
+            config = self._created()
+        wanted = self._wants_own_process() if self.args.own_process == "auto" else self.args.own_process
         self.own_process = wanted or envs.VLLM_ENABLE_V1_MULTIPROCESSING
-        self.undraftable = self.is_tried() and is_reachable(config) and not self.own_process
+        self.undraftable = self.method != PLAIN and self.is_tried() and is_reachable(config)
+        self.additions = self._additions() if self.undraftable or is_ours(self.method) else None
         self.rows = int(config.scheduler_config.max_num_seqs)
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
         self.quantized = config.model_config.quantization is not None

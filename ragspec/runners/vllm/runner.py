@@ -22,10 +22,7 @@ from ragspec.records import Failure, Generation, Request, Sampling
 from ragspec.runners.vllm.args import Args
 from ragspec.runners.vllm.config import is_ours, one_line
 from ragspec.runners.vllm.engine import Engine
-from ragspec.runners.vllm.patches.guarded_drafts import GuardedProposer
 from ragspec.runners.vllm.patches.seeds import patch_seeds
-from ragspec.runners.vllm.patches.steps import patch_steps
-from ragspec.runners.vllm.patches.undrafted import UndraftedRequests
 from ragspec.runners.vllm.plan import Plan
 from ragspec.runners.vllm.stream import Stream
 from ragspec.speculation.methods import PLAIN, VLLM, method_named
@@ -42,10 +39,7 @@ class Runner:
         self.method = self._plan.method
         self.remembers = not config.speculation.speculative_config and VLLM in method_named(self.method).remembers
         self.cites = is_ours(self.method)
-        self._proposer: Any = None  # our proposer inside the engine, if it is in this process
-        self._drafting: dict[str, Any] = {}  # its statistics
-        self._undrafted: UndraftedRequests | None = None  # runs single records without drafts, if possible
-        self._guarded: GuardedProposer | None = None  # pauses vLLM's own drafter, if possible
+        self._drafting: dict[str, Any] = {}  # statistics of the latest run's drafts
         self._notes: list[str] = []
         self._judgement: list[str] = []  # notes of the latest run
         self.prefill_s: float | None = None  # unknown: prefill and decoding share the engine's steps
@@ -57,7 +51,9 @@ class Runner:
         plan = self._plan
         plan.check()
         self._notes += plan.notes
-        self.method, self.cites = plan.method, is_ours(plan.method)
+        self.method, self.cites = plan.method, is_ours(plan.method) and plan.undraftable
+        if is_ours(self.method) and not plan.undraftable:
+            self._notes.append(f"method {self.method}: vLLM's devices have processes of their own; no passage is cited")
         self.tokenizer = plan.tokenizer
         self.context_length: int | None = plan.context_length
 
@@ -76,7 +72,7 @@ class Runner:
         if plan.on_cpu and plan.is_tried() and not plan.own_process:
             patch_seeds()
         try:
-            self._running = Engine(revealed(plan.engine_args), own_process=plan.own_process)
+            self._running = Engine(revealed(plan.engine_args), own_process=plan.own_process, additions=plan.additions)
         except Exception as error:  # anything may stop an engine from starting
             self._free()
             with_method = "" if self.method == PLAIN else f" with method {self.method}"
@@ -84,32 +80,13 @@ class Runner:
                 f'"{plan.model_name}": vLLM could not start{with_method}: {one_line(error)} '
                 "(if memory is short: lower runner_args.max_model_len, or choose a smaller model)"
             ) from error
-        if is_ours(self.method):
-            self._find_proposer()
-        if self.method != PLAIN and plan.undraftable:
-            patch_steps(self.engine)
-            self._undrafted = UndraftedRequests.within(self.engine, on_cpu=plan.on_cpu)
-            if plan.args.guard and not is_ours(self.method):
-                spec = plan.spec
-                fixed = spec.draft_tokens or spec.num_tokens_by_batch_size or spec.speculative_config
-                self._guarded = GuardedProposer.within(self.engine, pauses=not fixed)
         return self
-
-    def _find_proposer(self) -> None:
-        """Find our proposer in the engine. In another process it still drafts, but reports nothing."""
-        if hasattr(self.engine, "model_executor"):  # the engine is in this process
-            found = self.engine.collective_rpc(lambda worker: getattr(worker.model_runner, "drafter", None))
-            self._proposer = found[0] if len(found) == 1 else None
-        if self._proposer is None:
-            self.cites = False
-            self.remembers = True  # it cannot be reset between passes
-            self._notes.append(f"method {self.method}: vLLM runs in other processes; passages are not cited or shared")
 
     def __exit__(self, *exc: object) -> None:
         self._free()
 
     def _free(self) -> None:
-        engine, self._running, self._proposer, self._undrafted, self._guarded = self._running, None, None, None, None
+        engine, self._running = self._running, None
         if engine is not None:
             engine.close()
             del engine
@@ -128,8 +105,6 @@ class Runner:
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield outcomes as they finish, with a bounded number of requests in flight."""
         self._judgement = []
-        if self._guarded is not None:
-            self._guarded.reset()
         stream = self._stream()
         yield from stream.run(requests)
         if stream.restarted:
@@ -139,14 +114,10 @@ class Runner:
                 "logprobs of structured answers are those under their grammar (-9999: not allowed there), not the "
                 "model's own: vLLM masks before it tells them"
             )
-        if self._guarded is not None:
-            self._drafting = self._guarded.about()
-            self._judgement += filter(None, [self._guarded.note(self.method)])
-        if self._proposer is not None:
-            self._drafting = self._proposer.about()
-            self._judgement += self._proposer.notes
-            if self.method == "auto":
-                self._judgement.append(self._proposer.trial.note())
+        report = self._running.ask("report") if self._running is not None else None
+        if report is not None:
+            self._drafting = report["about"]
+            self._judgement += report["notes"]
 
     @property
     def notes(self) -> list[str]:
@@ -158,13 +129,12 @@ class Runner:
         assert self._running is not None
         return Stream(
             self._running,
-            self._proposer,
             self.tokenizer,
             rows=plan.rows,
             lookahead=plan.args.lookahead,
             sampling_args=revealed(plan.args.sampling_args),
             lost=plan.lost,
-            undrafted=self._undrafted,
+            undraftable=plan.undraftable,
             method=self.method,
         )
 

@@ -1,6 +1,6 @@
 """Keep a bounded number of requests in flight in one vLLM engine, and convert requests and outputs.
 
-    >>> for outcome in Stream(engine, proposer, tokenizer, rows=16, ...).run(requests): ...
+    >>> for outcome in Stream(engine, tokenizer, rows=16, ...).run(requests): ...
 
 The engine is driven step by step: `LLM.generate` returns only at the end, and one refused prompt aborts all others.
 Requests are read beside an engine in a process of its own, a few at a time while it computes.
@@ -22,11 +22,13 @@ from ragspec.engine.kv.prefix_blocks import grouped, largest_first
 from ragspec.errors import ModelError
 from ragspec.inputs.feed import Feed
 from ragspec.models.stopping import ends_with_stop, stop_strings_from, trim
-from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer, TokenLogprob, record_seed
+from ragspec.records import Copied, Failure, Generation, Request, Sampling, Tokenizer, TokenLogprob, record_seed
 from ragspec.runners.vllm.config import one_line
 from ragspec.runners.vllm.engine import Engine, EngineDied
-from ragspec.runners.vllm.patches.steps import written_in
-from ragspec.runners.vllm.patches.undrafted import UndraftedRequests
+from ragspec.runners.vllm.patches import KEY
+from ragspec.runners.vllm.patches.undrafted import unchecked_params
+from ragspec.speculation.copied_spans import CopiedSpans
+from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.methods import PLAIN
 from ragspec.stats import SpecStats
 
@@ -92,18 +94,38 @@ def logprobs_of(reported: Sequence[Mapping[int, Any]], token_ids: Sequence[int],
     return tuple(found)
 
 
-def spec_stats(metrics: Any, written: int, output_tokens: int) -> SpecStats:
-    """Return one request's counts. vLLM lists only the steps that drafted; patches/steps.py counts all.
+def drafted_in(
+    request: Request, accepted: Iterable[tuple[int, Sequence[int | None]]], token_ids: Sequence[int]
+) -> tuple[bytes, tuple[Copied, ...]]:
+    """Return which tokens of an answer were drafts, a byte each, and what it copied from its passages.
 
-    written: tokens that vLLM returned. output_tokens: those up to the end of the answer. Without the patch, every
-    other step is assumed to have generated one token, and the last draft not to have run past the answer.
+    accepted: positions in the answer, and the prompt positions of the draft tokens accepted from there on.
+    """
+    guessed = bytearray(len(token_ids))
+    sources: list[int | None] = [None] * len(token_ids)
+    for start, several in accepted:
+        for position, source in enumerate(several[: max(0, len(token_ids) - start)], start):
+            guessed[position], sources[position] = 1, source
+    spans = CopiedSpans(request.token_ids, request.passages)
+    spans.note(0, Draft(list(token_ids), sources=sources), token_ids)
+    return bytes(guessed), spans.worth_citing(token_ids)
+
+
+def spec_stats(metrics: Any, written: int, output_tokens: int, steps: int | None = None) -> SpecStats:
+    """Return one request's counts.
+
+    Args:
+        metrics: vLLM's, which list only the steps that drafted.
+        written: Tokens that vLLM returned.
+        output_tokens: Those up to the end of the answer.
+        steps: In how many steps tokens were generated. None: every step that did not draft is assumed to have
+            generated one token, and the last draft not to have run past the answer.
     """
     stats = SpecStats()
     if metrics is not None:
         for drafted, accepted in zip(metrics.per_step_drafted, metrics.per_step_accepted, strict=True):
             if drafted:
                 stats.record(drafted, accepted)
-    steps = written_in(metrics)
     if steps is None:  # the step that computes the prompt never drafts
         steps = stats.steps + max(min(1, written), written - stats.accepted - stats.steps)
     stats.steps = steps
@@ -130,37 +152,34 @@ class Stream:
 
     Args:
         engine: The running engine.
-        proposer: Our proposer inside it, or None.
         tokenizer: The target's.
         rows: Maximum batch size of the engine.
         lookahead: Requests read ahead, to submit those with a common prefix together.
         sampling_args: Arguments of SamplingParams that override a record's own.
         lost: Returns which of a request's settings the engine gets wrong where it drafts, or "".
-        undrafted: Marks such requests to run without drafts; None if that is impossible, and they fail.
+        undraftable: Whether such requests can run without drafts; if not, they fail.
         method: Name of the speculation method, for messages.
     """
 
     def __init__(
         self,
         engine: Engine,
-        proposer: Any,
         tokenizer: Tokenizer,
         *,
         rows: int,
         lookahead: int,
         sampling_args: Mapping[str, Any],
         lost: Callable[[Mapping[str, Any]], str],
-        undrafted: UndraftedRequests | None = None,
+        undraftable: bool = False,
         method: str = PLAIN,
     ) -> None:
         self._engine = engine
-        self._proposer = proposer
         self._tokenizer = tokenizer
         self._rows = rows
         self._lookahead = lookahead
         self._sampling_args = dict(sampling_args)
         self._lost = lost
-        self._undrafted = undrafted
+        self._undraftable = undraftable
         self.masked_logprobs = False  # whether logprobs of structured answers were returned
         self.restarted = ""  # why the engine was started again, "" if it was not
         self._method = method
@@ -172,8 +191,6 @@ class Stream:
     def run(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield outcomes as they finish. Raises ModelError if the engine itself fails."""
         self._recovering(self._engine.reset)
-        if self._proposer is not None:
-            self._proposer.reset()
         feed = Feed(requests)
         try:
             while True:
@@ -224,7 +241,7 @@ class Stream:
     def _submit(self, request: Request) -> Failure | None:
         settings = settings_of(request.sampling, self._sampling_args)
         lost = self._lost(settings)
-        if lost and self._undrafted is None:
+        if lost and not self._undraftable:
             return Failure(request.index, f"{lost}; use method: none, or remove it")
         name = str(request.index)
         self._in_flight[name] = _Submitted(request, perf_counter(), lost)
@@ -240,22 +257,17 @@ class Stream:
                 f"vLLM refuses it: {one_line(error)}",
                 "RecordError" if is_requests_fault(error) else "BackendError",
             )
-        if self._proposer is not None:
-            self._proposer.expect(
-                request.token_ids,
-                request.passages,
-                drafts=not lost,
-                grammar=request.grammar,
-                most=request.sampling.max_new_tokens,
-            )
         return None
 
     def _add(self, request: Request, lost: str) -> None:
         """Submit a request to the engine. lost: why it gets no drafts."""
         from vllm import SamplingParams
 
-        kind = self._undrafted.params if lost and self._undrafted is not None else SamplingParams
-        params = sampling_params(kind, request, settings_of(request.sampling, self._sampling_args))
+        kind, settings = unchecked_params() if lost else SamplingParams, dict(self._sampling_args)
+        if self._method != PLAIN and (lost or request.passages):  # for our part of the engine
+            told = {"drafts": not lost, "passages": [list(span) for span in request.passages]}
+            settings["extra_args"] = {**(settings.get("extra_args") or {}), KEY: told}
+        params = sampling_params(kind, request, settings_of(request.sampling, settings))
         self._engine.add(str(request.index), {"prompt_token_ids": request.token_ids}, params)
 
     # -- the engine --------------------------------------------------------------------------------
@@ -314,7 +326,9 @@ class Stream:
         written = list(answer.token_ids)
         token_ids, reason = self._trimmed(request, written)
         reason = reason if reason == "stop" else answer.finish_reason
-        known = self._proposer.finish(request.token_ids, written) if self._proposer is not None else None
+        known = (output.kv_transfer_params or {}) if output.finished else {KEY: self._engine.ended(output.request_id)}
+        known = known.get(KEY) or {}
+        guessed, copied = drafted_in(request, known["accepted"], token_ids) if "accepted" in known else (b"", ())
         if reason not in ("stop", "length"):
             if request.grammar:
                 return Failure(request.index, "structured: vLLM cannot go on with its grammar", "RecordError")
@@ -325,12 +339,12 @@ class Stream:
             request.index,
             token_ids,
             reason,
-            spec_stats(answer.spec_decode_metrics, len(written), len(token_ids)),
+            spec_stats(answer.spec_decode_metrics, len(written), len(token_ids), known.get("steps")),
             latency_s=perf_counter() - submitted.at,
             time_to_first_token_s=None if first is None else max(0.0, first - submitted.at),
             cached_prompt_tokens=output.num_cached_tokens or 0,
-            guessed=bytes(known.guessed[: len(token_ids)]) if known else b"",
-            copied=known.copies.worth_citing(token_ids) if known else (),
+            guessed=guessed,
+            copied=copied,
             logprobs=() if most is None else logprobs_of(answer.logprobs, token_ids, most),
             undrafted=submitted.undrafted,
         )

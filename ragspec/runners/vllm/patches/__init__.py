@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+KEY = "ragspec"  # ours in vLLM's additional_config, in a request's extra_args and in its last output
+
 
 @dataclass(frozen=True, slots=True)
 class Patch:

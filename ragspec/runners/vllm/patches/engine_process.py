@@ -1,6 +1,6 @@
 """vLLM's engine in a process of its own: ended with ours, deaf to a terminal's Ctrl-C, and missed when it dies.
 
-    with own_process():
+    with own_process(additions):
         engine = LLMEngine.from_engine_args(args, enable_multiprocessing=True)
     watch(engine.engine_core)
 
@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import InvalidStateError
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import wait
 from threading import Thread
 from types import ModuleType
@@ -32,6 +33,7 @@ from ragspec.runners.vllm.patches import Patch
 PATCH = Patch(
     changes=(
         "vllm.v1.engine.core:EngineCoreProc.run_engine_core",
+        "vllm.v1.engine.core:EngineCoreProc.__init__",
         "vllm.v1.engine.core_client:SyncMPClient.get_output",
     ),
     versions="0.32",
@@ -44,13 +46,16 @@ _unpatched: Callable[..., None] | None = None  # vLLM's own, where this process 
 
 
 @contextmanager
-def own_process() -> Iterator[None]:
-    """Start engine processes, within this context, as `run_engine_core` runs them."""
+def own_process(additions: Any) -> Iterator[None]:
+    """Start engine processes, within this context, as `run_engine_core` runs them.
+
+    additions: arguments of Inside, which the process makes beside its engine; None for nothing.
+    """
     from vllm.v1.engine.core import EngineCoreProc
 
     global _unpatched
     _unpatched, main = EngineCoreProc.run_engine_core, sys.modules["__main__"]
-    EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
+    EngineCoreProc.run_engine_core = staticmethod(partial(run_engine_core, additions))
     sys.modules["__main__"] = ModuleType("__main__")  # a spawned process would import the main module
     try:
         yield
@@ -59,7 +64,7 @@ def own_process() -> Iterator[None]:
         EngineCoreProc.run_engine_core, _unpatched = staticmethod(_unpatched), None
 
 
-def run_engine_core(*arguments: Any, **named: Any) -> None:
+def run_engine_core(additions: Any, *arguments: Any, **named: Any) -> None:
     """Run vLLM's engine until it ends, or the process that started it does."""
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -75,7 +80,24 @@ def run_engine_core(*arguments: Any, **named: Any) -> None:
         from ragspec.runners.vllm.patches.seeds import patch_seeds
 
         patch_seeds()
+    if additions is not None:
+        _add(EngineCoreProc, additions)
     (_unpatched or EngineCoreProc.run_engine_core)(*arguments, **named)
+
+
+def _add(kind: Any, additions: Any) -> None:
+    """Let engines of this class have an Inside, whose methods their clients call as the engine's own."""
+    from ragspec.runners.vllm.inside import Inside
+
+    make = kind.__init__
+
+    def made(core: Any, *arguments: Any, **named: Any) -> None:
+        make(core, *arguments, **named)
+        inside = Inside(core, additions)
+        for name in ("reset", "report", "ended"):
+            setattr(core, f"ragspec_{name}", getattr(inside, name))
+
+    kind.__init__ = made
 
 
 def _end_after(sentinel: int) -> None:
@@ -90,9 +112,11 @@ def watch(client: Any) -> None:
 
     processes = client.resources.engine_manager.processes
     sentinels, outputs, results = [each.sentinel for each in processes], client.outputs_queue, client.utility_results
+    resources = client.resources
 
     def notice() -> None:
         wait(sentinels)
+        resources.engine_dead = True  # first, so that no call can begin to wait
         outputs.put_nowait(EngineDeadError())
         for result in list(results.values()):
             with suppress(InvalidStateError):

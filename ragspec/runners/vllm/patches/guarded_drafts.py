@@ -1,6 +1,6 @@
 """Time the steps of vLLM's own drafters, and pause drafting while it makes steps slower.
 
-    guarded = GuardedProposer.within(engine, pauses=True)        # None if the engine cannot be reached
+    guarded = GuardedProposer(core, model_runner, pauses=True)
 
 During a pause vLLM is told that the batch does not fit its drafter, a case that it handles. For a single plain step the
 drafter still runs, so that its KV cache has no gap, and its drafts are dropped. Batches with sampled records are left
@@ -13,10 +13,10 @@ the drafter's KV cache and get worse drafts afterwards.
 from __future__ import annotations
 
 import time
-from typing import Any, Self
+from typing import Any
 
 from ragspec.runners.vllm.patches import Patch
-from ragspec.runners.vllm.patches.undrafted import drop_drafts, reach
+from ragspec.runners.vllm.patches.undrafted import drop_drafts
 from ragspec.speculation.speculation_guard import SpeculationGuard
 from ragspec.speculation.step_cost import FittedCost
 
@@ -49,12 +49,6 @@ class GuardedProposer:
         self._time_steps(model_runner)
         self._gate_drafter(model_runner)
         drop_drafts(core.scheduler, lambda _: self._dropping)
-
-    @classmethod
-    def within(cls, engine: Any, *, pauses: bool) -> Self | None:
-        """Wrap a speculating engine; return None if it cannot be reached."""
-        found = reach(engine)
-        return cls(*found, pauses=pauses) if found else None
 
     def reset(self) -> None:
         """Forget all measurements, as for a new run."""

@@ -1,6 +1,6 @@
 """Count vLLM's steps per request, and keep placeholder drafts out of the counts.
 
-    patch_steps(engine)
+    patch_steps(scheduler, model_runner)
     written_in(answer.spec_decode_metrics)      # steps that generated tokens of a request, None if not counted
 
 vLLM pads a row with one token left to compute with drafts of -1, to match the shapes of CUDA graphs; if one row is too
@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from ragspec.runners.vllm.patches import Patch
-from ragspec.runners.vllm.patches.undrafted import drop_drafts, reach
+from ragspec.runners.vllm.patches.undrafted import drop_drafts
 
 PATCH = Patch(
     changes=(
@@ -32,14 +32,11 @@ PATCH = Patch(
 WRITTEN = "ragspec_steps"  # attribute added to vLLM's metrics of a request
 
 
-def patch_steps(engine: Any) -> None:
-    """Patch a speculating engine, if it can be reached."""
-    found = reach(engine)
-    if found is not None:
-        core, model_runner = found
-        skip_placeholders(core.scheduler)
-        drop_unproposed(core.scheduler, model_runner)
-        count_steps(core.scheduler)
+def patch_steps(scheduler: Any, model_runner: Any) -> None:
+    """Patch the scheduler of a speculating engine."""
+    skip_placeholders(scheduler)
+    drop_unproposed(scheduler, model_runner)
+    count_steps(scheduler)
 
 
 def written_in(metrics: Any) -> int | None:

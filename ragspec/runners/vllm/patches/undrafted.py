@@ -1,20 +1,22 @@
 """Run single records without drafts in a speculating engine, where vLLM would sample them wrongly with drafts.
 
-    undrafted = UndraftedRequests.within(engine)        # None if the engine cannot be reached
-    engine.add_request(name, prompt, undrafted.params(logit_bias={7: 2.0}))
+    UndraftedRequests(scheduler, model_runner, on_cpu=False)
+    engine.add_request(name, prompt, unchecked_params()(logit_bias={7: 2.0}, extra_args=marked))
 
 A row without a draft is sampled as in plain decoding, whatever other rows do. So the drafts of such rows are dropped,
 the processors that vLLM leaves out of a speculating engine (min_p, logit_bias) are restored, and its check, which
-refuses them for the whole engine, is skipped. Source: vLLM 0.32, v1/sample/rejection_sampler.py, sampling_params.py.
-Limit: model runner "V1" in this process, one device, no asynchronous scheduling.
+refuses them for the whole engine, is skipped. Such rows are marked: {"ragspec": {"drafts": False}} in `extra_args`.
+Source: vLLM 0.32, v1/sample/rejection_sampler.py, sampling_params.py.
+Limit: model runner "V1", one device, no asynchronous scheduling.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ragspec.runners.vllm.patches import Patch
+from ragspec.runners.vllm.patches import KEY, Patch
 
 if TYPE_CHECKING:
     import torch
@@ -49,18 +51,9 @@ def lost(settings: Mapping[str, Any], on_cpu: bool) -> str:
 
 
 def is_reachable(config: Any) -> bool:
-    """Return whether an engine of this VllmConfig can be patched, if it is in this process."""
-    one = config.parallel_config.world_size == 1
+    """Return whether an engine of this VllmConfig can be patched: its model runner is in its own process."""
+    one = config.parallel_config.world_size == 1 and config.parallel_config.distributed_executor_backend == "uni"
     return bool(one and not config.scheduler_config.async_scheduling and not config.use_v2_model_runner)
-
-
-def reach(engine: Any) -> tuple[Any, Any] | None:
-    """Return the core and model runner of an engine in this process, None if they cannot be reached."""
-    core = getattr(engine.engine_core, "engine_core", None)
-    if core is None or not is_reachable(engine.vllm_config):
-        return None
-    found = engine.collective_rpc(lambda worker: worker.model_runner)
-    return (core, found[0]) if len(found) == 1 else None
 
 
 def drop_drafts(scheduler: Any, dropped: Callable[[str], bool]) -> None:
@@ -75,27 +68,23 @@ def drop_drafts(scheduler: Any, dropped: Callable[[str], bool]) -> None:
 
 
 class UndraftedRequests:
-    """Patches an engine. params: the SamplingParams class of a record without drafts."""
+    """Patches an engine, in its process."""
 
-    def __init__(self, core: Any, model_runner: Any, *, on_cpu: bool) -> None:
-        self.params = _unchecked_params()
-        scheduler = core.scheduler
-        drop_drafts(scheduler, lambda name: self._is_undrafted(scheduler.requests.get(name)))
+    def __init__(self, scheduler: Any, model_runner: Any, *, on_cpu: bool) -> None:
+        drop_drafts(scheduler, lambda name: is_undrafted(scheduler.requests.get(name)))
         _restore_processors(model_runner)
         if on_cpu:
             _patch_cpu_sampling()
 
-    @classmethod
-    def within(cls, engine: Any, *, on_cpu: bool) -> UndraftedRequests | None:
-        """Patch a speculating engine; return None if it cannot be reached."""
-        found = reach(engine)
-        return cls(*found, on_cpu=on_cpu) if found else None
 
-    def _is_undrafted(self, request: Any) -> bool:
-        return request is not None and isinstance(request.sampling_params, self.params)
+def is_undrafted(request: Any) -> bool:
+    """Return whether a request of vLLM's is marked to run without drafts."""
+    told = request is not None and (request.sampling_params.extra_args or {}).get(KEY)
+    return bool(told and not told.get("drafts", True))
 
 
-def _unchecked_params() -> Any:
+@cache
+def unchecked_params() -> Any:
     """Return a SamplingParams class that skips vLLM's check for speculation."""
     from vllm import SamplingParams
 

@@ -1,0 +1,102 @@
+"""What ragspec adds to vLLM's engine, in the process that the engine is in.
+
+    inside = Inside(engine_core, Additions("context", drafts=True, on_cpu=False))
+    inside.reset(); ...; inside.report()
+
+Each request that ends takes with it what is known of it: its steps, and which of its tokens were drafts of what.
+Source: vLLM 0.32. Limit: what patches/ changes needs the model runner in this process; of an engine whose devices have
+processes of their own, only our drafter is reached.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ragspec.runners.vllm.config import Additions
+from ragspec.runners.vllm.patches.guarded_drafts import GuardedProposer
+from ragspec.runners.vllm.patches.request_ends import tell_at_end
+from ragspec.runners.vllm.patches.steps import patch_steps, written_in
+from ragspec.runners.vllm.patches.undrafted import UndraftedRequests, is_reachable
+
+
+class Inside:
+    """Our part of one engine. core: vLLM's EngineCore."""
+
+    def __init__(self, core: Any, additions: Additions) -> None:
+        self._core = core
+        self._method = additions.method
+        self._proposer: Any = None
+        self._guarded: GuardedProposer | None = None
+        self._drafts_elsewhere = False  # our proposer, in the devices' processes
+        self._ended: dict[str, dict[str, Any]] = {}  # what is known of aborted requests
+        if not is_reachable(core.vllm_config):
+            if additions.drafts:
+                self._workers("ragspec_follow")
+                self._drafts_elsewhere = True
+            return
+        scheduler, (model_runner,) = core.scheduler, self._workers(lambda worker: worker.model_runner)
+        patch_steps(scheduler, model_runner)
+        UndraftedRequests(scheduler, model_runner, on_cpu=additions.on_cpu)
+        if additions.drafts:
+            self._proposer = model_runner.drafter
+            self._proposer.follow(model_runner)
+        if additions.pauses is not None:
+            self._guarded = GuardedProposer(core, model_runner, pauses=additions.pauses)
+        tell_at_end(scheduler, self._known)
+
+    def _workers(self, call: Any) -> list[Any]:
+        found: list[Any] = self._core.model_executor.collective_rpc(call)
+        return found
+
+    def reset(self) -> None:
+        """Forget all measurements, as for a new run."""
+        self._ended.clear()
+        for part in (self._proposer, self._guarded):
+            if part is not None:
+                part.reset()
+        if self._drafts_elsewhere:
+            self._workers("ragspec_reset")
+
+    def report(self) -> dict[str, Any]:
+        """Return statistics and notes on the drafts since the last reset, of JSON's types."""
+        about, notes = {}, []
+        if self._proposer is not None:
+            about, notes = self._proposer.about(), self._proposer.notes
+        elif self._drafts_elsewhere:
+            about, notes = self._workers("ragspec_report")[0]
+        elif self._guarded is not None:
+            about, notes = self._guarded.about(), list(filter(None, [self._guarded.note(self._method)]))
+        report: dict[str, Any] = json.loads(json.dumps({"about": about, "notes": notes}, default=float))
+        return report
+
+    def ended(self, name: str) -> dict[str, Any]:
+        """Return what is known of a request that was aborted, and forget it."""
+        return self._ended.pop(name, {})
+
+    def _known(self, request: Any) -> dict[str, Any]:
+        row = self._proposer.finish(request.request_id) if self._proposer is not None else None
+        known: dict[str, Any] = {"steps": written_in(request.spec_decode_metrics)}
+        if row is not None:
+            known["accepted"] = row.accepted
+        if request.status.name == "FINISHED_ABORTED":  # it has no last output
+            self._ended[request.request_id] = known
+        return known
+
+
+class WorkerExtension:
+    """Mixed into vLLM's workers, whose processes have no other door. Source: vLLM 0.32, v1/worker/worker_base.py."""
+
+    model_runner: Any
+
+    def ragspec_follow(self) -> None:
+        """Let our proposer follow the requests of its model runner."""
+        self.model_runner.drafter.follow(self.model_runner)
+
+    def ragspec_reset(self) -> None:
+        """Let our proposer forget all requests and measurements."""
+        self.model_runner.drafter.reset()
+
+    def ragspec_report(self) -> tuple[dict[str, Any], list[str]]:
+        """Return our proposer's statistics and notes."""
+        return self.model_runner.drafter.about(), self.model_runner.drafter.notes
