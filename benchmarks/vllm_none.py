@@ -2,15 +2,16 @@
 
     python benchmarks/vllm_none.py tiny --at-once 8 64 256 --pairs 5
 
-Both engines live in this process's care at once and answer the same token ids, each first in every other pair. Prints
-one JSON line for each number at once: tokens/s of both, and the ratio of each pair. `tiny` is a random Llama of two
-layers, whose steps cost little beside what drives them. RAGSPEC_VLLM_PROCESS=0 runs ours in this process.
+Both engines are loaded at once and answer the same token ids, each first in every other pair. Prints one JSON line for
+each number at once: tokens/s of both, and the ratio of each pair. `tiny` is a random Llama of two layers, whose steps
+cost little beside what drives them. --own-process gives ours a process of its own, as on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -56,16 +57,16 @@ def save_tiny(folder: Path) -> str:
 def ours(args: argparse.Namespace, model: str, at_once: int) -> tuple[Runner, Callable[[list[list[int]]], int]]:
     """Return ragspec's runner, entered, and what answers prompts with it."""
     engine = {"enforce_eager": True, "max_model_len": LENGTH, "batch_size": at_once}
-    config = build_config({"model": model, "runner": "vllm", "runner_args": engine})
-    sampling = to_sampling(config.model_copy(update={"sampling": config.sampling}).sampling)
-    settings = {"max_new_tokens": args.tokens, "ignore_eos": True}
-    runner = Runner(build_config({"model": model, "runner": "vllm", "runner_args": engine, "sampling": settings}))
-    sampling = to_sampling(runner_sampling(settings))
+    if args.own_process:
+        engine["own_process"] = True
+    sampling = {"max_new_tokens": args.tokens, "ignore_eos": True}
+    config = build_config({"model": model, "runner": "vllm", "runner_args": engine, "sampling": sampling})
+    runner, settings = Runner(config), to_sampling(config.sampling)
     runner.check()
     runner.__enter__()
 
     def answer(prompts: list[list[int]]) -> int:
-        requests = [Request(i, str(i), ids, sampling) for i, ids in enumerate(prompts)]
+        requests = [Request(i, str(i), ids, settings) for i, ids in enumerate(prompts)]
         done = list(runner.generate(requests))
         assert all(isinstance(each, Generation) for each in done), done
         return sum(len(each.token_ids) for each in done if isinstance(each, Generation))
@@ -73,15 +74,8 @@ def ours(args: argparse.Namespace, model: str, at_once: int) -> tuple[Runner, Ca
     return runner, answer
 
 
-def runner_sampling(settings: dict[str, Any]) -> Any:
-    """Return a `sampling` section."""
-    return build_config({"runner": "fake", "sampling": settings}).sampling
-
-
 def theirs(args: argparse.Namespace, runner: Runner, at_once: int) -> tuple[Any, Callable[[list[list[int]]], int]]:
     """Return vLLM's LLM with the arguments that ours has, and what answers prompts with it."""
-    import os
-
     from vllm import LLM, SamplingParams
 
     chosen = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
@@ -115,6 +109,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--own-process", action="store_true")
     parser.add_argument("--theirs", default="1", help="0: the LLM class with its engine in this process")
     args = parser.parse_args()
     prepare()

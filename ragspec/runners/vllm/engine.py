@@ -41,6 +41,7 @@ class Engine:
         self._inside: Any = None  # of an engine in this process
         self._first_at: dict[str, float] = {}  # when a request's first token came, by vLLM's id
         self._ids: dict[str, str] = {}  # our name -> vLLM's id
+        self.inner: Any = None  # vLLM's LLMEngine
         self._start()
 
     def _start(self) -> None:
@@ -49,7 +50,7 @@ class Engine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         with redirect_stdout(sys.stderr), own_process(self._additions) if self.own_process else nullcontext():
-            self.inner: Any = LLMEngine.from_engine_args(
+            self.inner = LLMEngine.from_engine_args(
                 EngineArgs(**self._arguments),
                 usage_context=UsageContext.LLM_CLASS,  # batches as large as the LLM class has them
                 enable_multiprocessing=self.own_process,
@@ -81,11 +82,18 @@ class Engine:
         self.close()
         self._start()
 
+    def replace(self, arguments: Mapping[str, Any], *, own_process: bool, additions: Additions | None) -> None:
+        """Start another engine in this one's place; its requests are lost. Arguments as for a new one."""
+        self.close()
+        self._arguments, self.own_process, self._additions = dict(arguments), own_process, additions
+        self._start()
+
     def close(self) -> None:
         """End the engine."""
         self._inside = None
-        self.inner.engine_core.shutdown()
-        del self.inner
+        if self.inner is not None:
+            self.inner.engine_core.shutdown()
+        self.inner = None
 
     def reset(self) -> None:
         """Empty the prefix cache and forget measurements, so that each pass starts cold. Raises EngineDied."""

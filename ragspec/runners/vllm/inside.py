@@ -11,6 +11,7 @@ processes of their own, only our drafter is reached.
 from __future__ import annotations
 
 import json
+from time import perf_counter
 from typing import Any
 
 from ragspec.runners.vllm.config import Additions
@@ -30,6 +31,7 @@ class Inside:
         self._guarded: GuardedProposer | None = None
         self._drafts_elsewhere = False  # our proposer, in the devices' processes
         self._ended: dict[str, dict[str, Any]] = {}  # what is known of aborted requests
+        self._steps = HostTime()
         if not is_reachable(core.vllm_config):
             if additions.drafts:
                 self._workers("ragspec_follow")
@@ -44,6 +46,7 @@ class Inside:
         if additions.pauses is not None:
             self._guarded = GuardedProposer(core, model_runner, pauses=additions.pauses)
         tell_at_end(scheduler, self._known)
+        self._steps.watch(scheduler)
 
     def _workers(self, call: Any) -> list[Any]:
         found: list[Any] = self._core.model_executor.collective_rpc(call)
@@ -52,6 +55,7 @@ class Inside:
     def reset(self) -> None:
         """Forget all measurements, as for a new run."""
         self._ended.clear()
+        self._steps.reset()
         for part in (self._proposer, self._guarded):
             if part is not None:
                 part.reset()
@@ -70,6 +74,13 @@ class Inside:
         report: dict[str, Any] = json.loads(json.dumps({"about": about, "notes": notes}, default=float))
         return report
 
+    def progress(self) -> dict[str, Any]:
+        """Return the speed of steps with drafts relative to plain ones, None while unknown, and the host's share."""
+        ratio = None
+        if self._proposer is not None:
+            ratio = (self._proposer.about().get("guard") or {}).get("ratio")
+        return {"ratio": ratio, "host_share": self._steps.share, "steps": self._steps.count}
+
     def ended(self, name: str) -> dict[str, Any]:
         """Return what is known of a request that was aborted, and forget it."""
         return self._ended.pop(name, {})
@@ -82,6 +93,44 @@ class Inside:
         if request.status.name == "FINISHED_ABORTED":  # it has no last output
             self._ended[request.request_id] = known
         return known
+
+
+class HostTime:
+    """How much of an engine's steps its scheduler takes, all of which waits for it unless it is asynchronous."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all steps."""
+        self.count = 0
+        self._host_s = self._all_s = self._began = 0.0
+
+    @property
+    def share(self) -> float:
+        """The scheduler's share of the seconds of all steps."""
+        return self._host_s / self._all_s if self._all_s else 0.0
+
+    def watch(self, scheduler: Any) -> None:
+        """Time a scheduler."""
+        schedule, update = scheduler.schedule, scheduler.update_from_output
+
+        def timed_schedule(*arguments: Any, **named: Any) -> Any:
+            self._began = perf_counter()
+            scheduled = schedule(*arguments, **named)
+            self._host_s += perf_counter() - self._began
+            return scheduled
+
+        def timed_update(*arguments: Any, **named: Any) -> Any:
+            began = perf_counter()
+            outputs = update(*arguments, **named)
+            ended = perf_counter()
+            self._host_s += ended - began
+            self._all_s += ended - self._began
+            self.count += 1
+            return outputs
+
+        scheduler.schedule, scheduler.update_from_output = timed_schedule, timed_update
 
 
 class WorkerExtension:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from typing import Any
 from ragspec.config.redaction import revealed
 from ragspec.config.run import RunConfig, to_sampling
 from ragspec.errors import ConfigError, did_you_mean
-from ragspec.host.machine import free_bytes, free_gpu_bytes
+from ragspec.host.machine import free_bytes, free_gpu_bytes, machine
 from ragspec.models.resolve import read_model_config, resolve
 from ragspec.runners.vllm.args import Args
 from ragspec.runners.vllm.config import (
@@ -197,6 +198,16 @@ class Plan:
         given = self.engine_args.get("compilation_config") or {}
         return dict(given) if isinstance(given, Mapping) else {}
 
+    def settings(self) -> list[object]:
+        """Return what a mode's speed depends on, apart from the mode and the rows."""
+        import vllm
+
+        about, other = machine(), {"speculative_config", "additional_config", "worker_extension_cls"}
+        other |= {"per_request_spec_decode_metrics", "compilation_config", "max_num_seqs", "model"}
+        shared = {key: value for key, value in self.engine_args.items() if key not in other}
+        where = [about["processor"], about["cores"], about["gpus"]]
+        return [self.model_name, vllm.__version__, *where, json.dumps(shared, sort_keys=True, default=str)]
+
     def _may_choose_graphs(self) -> bool:
         """Return whether drafts of ours differ in length on a GPU, and the user has not chosen graphs for them."""
         given = self.engine_args.get("compilation_config")
@@ -237,6 +248,7 @@ class Plan:
         self.own_process = wanted or envs.VLLM_ENABLE_V1_MULTIPROCESSING
         self.undraftable = self.method != PLAIN and self.is_tried() and is_reachable(config)
         self.additions = self._additions() if self.undraftable or is_ours(self.method) else None
+        self.asynchronous = bool(config.scheduler_config.async_scheduling)
         self.rows = int(config.scheduler_config.max_num_seqs)
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
         self.quantized = config.model_config.quantization is not None

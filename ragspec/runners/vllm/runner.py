@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
+from time import perf_counter
 from typing import Any, Self
 
 from ragspec.config.redaction import revealed
@@ -22,19 +23,27 @@ from ragspec.records import Failure, Generation, Request, Sampling
 from ragspec.runners.vllm.args import Args
 from ragspec.runners.vllm.config import is_ours, one_line
 from ragspec.runners.vllm.engine import Engine
+from ragspec.runners.vllm.modes import LEAST_STEPS, OURS, ModeRun, first_mode, read_runs, remember_run, worth_restarting
 from ragspec.runners.vllm.patches.seeds import patch_seeds
 from ragspec.runners.vllm.plan import Plan
 from ragspec.runners.vllm.stream import Stream
-from ragspec.speculation.methods import PLAIN, VLLM, method_named
+from ragspec.speculation.methods import AUTO, PLAIN, VLLM, find, method_named
 
 __all__ = ["Args", "Runner"]
+LEAST_TOKENS = 2000  # of answers, for a run to say how fast its mode is
 
 
 class Runner:
     """Answers with one vLLM engine."""
 
     def __init__(self, config: RunConfig) -> None:
+        self._config = config
         self._plan = Plan(config)
+        self._plain: Plan | None = None  # what a run may be restarted with
+        self._mode = ""  # with method auto, the one that answers
+        self._modes: dict[str, Any] = {}  # what was expected of each, and what came
+        self._expected_records: int | None = None
+        self._load_s = self._began = 0.0  # seconds that the engine took to start; when the run began
         self._running: Engine | None = None
         self.method = self._plan.method
         self.remembers = not config.speculation.speculative_config and VLLM in method_named(self.method).remembers
@@ -51,11 +60,48 @@ class Runner:
         plan = self._plan
         plan.check()
         self._notes += plan.notes
-        self.method, self.cites = plan.method, is_ours(plan.method) and plan.undraftable
-        if is_ours(self.method) and not plan.undraftable:
-            self._notes.append(f"method {self.method}: vLLM's devices have processes of their own; no passage is cited")
-        self.tokenizer = plan.tokenizer
+        self.cites = is_ours(plan.method) and plan.undraftable
+        if is_ours(plan.method) and not plan.undraftable:
+            self._notes.append(f"method {plan.method}: vLLM's devices have processes of their own; no passage is cited")
+        self.method, self.tokenizer = plan.method, plan.tokenizer
         self.context_length: int | None = plan.context_length
+        if plan.method == AUTO:
+            self._choose_mode()
+
+    def _choose_mode(self) -> None:
+        """Choose the mode to start in; plain vLLM is one where it schedules asynchronously, as our drafter cannot."""
+        known = read_runs(self._plan.settings())
+        plain = self._plain_beside()
+        able = {mode: runs for mode, runs in known.items() if mode in (PLAIN, OURS) or self._can_run(mode)}
+        self._mode, expected = first_mode(self._plan.rows, asynchronous=plain is not None, known=able)
+        self._modes = {"first": self._mode, "expected": expected}
+        if self._mode != OURS:
+            self._plan = plain if plain is not None and self._mode == PLAIN else self._planned(self._mode)
+            self.cites = False
+            self._notes.append(
+                f"method auto: starts with {self._mode}, expected to be fastest with {self._plan.rows} at once"
+            )
+        else:
+            self._plain = plain
+
+    def _plain_beside(self) -> Plan | None:
+        """Return plain vLLM's plan, None where it schedules as an engine with drafts does."""
+        if self._plan.on_cpu:
+            return None
+        plain = self._planned(PLAIN)
+        return plain if plain.asynchronous else None
+
+    def _can_run(self, mode: str) -> bool:
+        """Return whether a mode that ran here before needs nothing that the config lacks."""
+        row, spec = find(mode), self._config.speculation
+        return row is not None and VLLM in row.runners and all(getattr(spec, key) for key in row.needs)
+
+    def _planned(self, method: str) -> Plan:
+        """Return the checked plan of another method."""
+        spec = self._config.speculation.model_copy(update={"method": method})
+        plan = Plan(self._config.model_copy(update={"speculation": spec}))
+        plan.check()
+        return plan
 
     @property
     def engine(self) -> Any:
@@ -68,7 +114,7 @@ class Runner:
         return self._plan.engine_args
 
     def __enter__(self) -> Self:
-        plan = self._plan
+        plan, began = self._plan, perf_counter()
         if plan.on_cpu and plan.is_tried() and not plan.own_process:
             patch_seeds()
         try:
@@ -80,6 +126,7 @@ class Runner:
                 f'"{plan.model_name}": vLLM could not start{with_method}: {one_line(error)} '
                 "(if memory is short: lower runner_args.max_model_len, or choose a smaller model)"
             ) from error
+        self._load_s = perf_counter() - began
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -98,15 +145,22 @@ class Runner:
 
     def warm_up(self, records: int | None = None) -> None:
         """Answer a short prompt, so that the first record does not pay for lazy initialisation."""
+        self._expected_records = records
         ids = self.tokenizer.encode("one two three one two three one two", special_tokens=True)
-        for _ in self._stream().run([Request(-1, "warm-up", ids, Sampling(max_new_tokens=8))]):
+        for _ in self._stream(lambda finished: None).run([Request(-1, "warm-up", ids, Sampling(max_new_tokens=8))]):
             pass
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield outcomes as they finish, with a bounded number of requests in flight."""
-        self._judgement = []
-        stream = self._stream()
+        self._judgement, self._began, first = [], perf_counter(), self._plan
+        stream = self._stream(self._reconsider)
         yield from stream.run(requests)
+        seconds = perf_counter() - self._began
+        run = ModeRun(self._plan.rows, stream.prompt_tokens, stream.output_tokens, seconds)
+        if self._modes and run.output_tokens:
+            self._modes["output_tokens_per_s"] = round(run.speed, 1)
+        if self._plan is first and not stream.restarted and run.output_tokens >= LEAST_TOKENS:
+            remember_run(OURS if is_ours(self._plan.method) else self._plan.method, run, self._plan.settings())
         if stream.restarted:
             self._judgement.append(f"{stream.restarted}; it was started again, and answered what was left")
         if stream.masked_logprobs:
@@ -124,19 +178,29 @@ class Runner:
         """Notes for the user on the engine and on the latest run's drafts."""
         return self._notes + self._judgement
 
-    def _stream(self) -> Stream:
-        plan = self._plan
+    def _stream(self, reconsider: Callable[[int], Plan | None]) -> Stream:
         assert self._running is not None
-        return Stream(
-            self._running,
-            self.tokenizer,
-            rows=plan.rows,
-            lookahead=plan.args.lookahead,
-            sampling_args=revealed(plan.args.sampling_args),
-            lost=plan.lost,
-            undraftable=plan.undraftable,
-            method=self.method,
+        return Stream(self._running, self.tokenizer, self._plan, reconsider)
+
+    def _reconsider(self, finished: int) -> Plan | None:
+        """Return plain vLLM's plan if that is expected to finish sooner, restart included. finished: outcomes."""
+        if self._plain is None or self._running is None or not finished:
+            return None
+        progress = self._running.ask("progress")
+        spent_s = perf_counter() - self._began
+        left = self._expected_records - finished if self._expected_records is not None else finished
+        if progress["steps"] < LEAST_STEPS or not worth_restarting(
+            progress["ratio"], progress["host_share"], spent_s * left / finished, self._load_s
+        ):
+            return None
+        plan, self._plain, self._mode = self._plain, None, PLAIN
+        self._plan, self.method = plan, AUTO
+        self._modes["restarted"] = {"mode": PLAIN, "after_records": finished, **progress}
+        self._judgement.append(
+            f"method auto: started again as plain vLLM after {finished} records; steps with drafts were "
+            f"{progress['ratio']:.2f}x as fast as plain ones, and {progress['host_share']:.0%} of a step is the host's"
         )
+        return plan
 
     def outlook(self) -> str:
         """Return what will answer; call check() first."""
@@ -160,4 +224,5 @@ class Runner:
             "context_length": plan.context_length or context_length(plan.hf_config),
             "engine_args": {key: value for key, value in plan.engine_args.items() if key != "model"},
             **self._drafting,
+            **({"modes": self._modes} if self._modes else {}),
         }

@@ -1,6 +1,6 @@
 """Keep a bounded number of requests in flight in one vLLM engine, and convert requests and outputs.
 
-    >>> for outcome in Stream(engine, tokenizer, rows=16, ...).run(requests): ...
+    >>> for outcome in Stream(engine, tokenizer, plan).run(requests): ...
 
 The engine is driven step by step: `LLM.generate` returns only at the end, and one refused prompt aborts all others.
 Requests are read beside an engine in a process of its own, a few at a time while it computes.
@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from ragspec.config.redaction import revealed
 from ragspec.engine.kv.prefix_blocks import grouped, largest_first
 from ragspec.errors import ModelError
 from ragspec.inputs.feed import Feed
@@ -31,6 +32,9 @@ from ragspec.speculation.copied_spans import CopiedSpans
 from ragspec.speculation.drafters.base import Draft
 from ragspec.speculation.methods import PLAIN
 from ragspec.stats import SpecStats
+
+if TYPE_CHECKING:
+    from ragspec.runners.vllm.plan import Plan
 
 T = TypeVar("T")
 
@@ -136,6 +140,7 @@ def spec_stats(metrics: Any, written: int, output_tokens: int, steps: int | None
 # -- stream ----------------------------------------------------------------------------------------
 log = logging.getLogger(__name__)
 AHEAD = 2  # requests submitted per row of the engine's batch, so that no row waits for one
+LOOK_S = 5.0  # between two thoughts on whether another engine would be faster
 READ = 4  # requests read at a time while the engine computes, so that its answers are not kept waiting
 
 
@@ -153,36 +158,30 @@ class Stream:
     Args:
         engine: The running engine.
         tokenizer: The target's.
-        rows: Maximum batch size of the engine.
-        lookahead: Requests read ahead, to submit those with a common prefix together.
-        sampling_args: Arguments of SamplingParams that override a record's own.
-        lost: Returns which of a request's settings the engine gets wrong where it drafts, or "".
-        undraftable: Whether such requests can run without drafts; if not, they fail.
-        method: Name of the speculation method, for messages.
+        plan: What the engine is.
+        reconsider: Called with the number of outcomes, every few seconds; returns the plan of an engine to go on with,
+            None to stay.
     """
 
     def __init__(
         self,
         engine: Engine,
         tokenizer: Tokenizer,
-        *,
-        rows: int,
-        lookahead: int,
-        sampling_args: Mapping[str, Any],
-        lost: Callable[[Mapping[str, Any]], str],
-        undraftable: bool = False,
-        method: str = PLAIN,
+        plan: Plan,
+        reconsider: Callable[[int], Plan | None] = lambda finished: None,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
-        self._rows = rows
-        self._lookahead = lookahead
-        self._sampling_args = dict(sampling_args)
-        self._lost = lost
-        self._undraftable = undraftable
+        self._plan = plan
+        self._reconsider = reconsider
+        self._rows = plan.rows
+        self._lookahead = plan.args.lookahead
+        self._sampling_args = dict(revealed(plan.args.sampling_args))
         self.masked_logprobs = False  # whether logprobs of structured answers were returned
         self.restarted = ""  # why the engine was started again, "" if it was not
-        self._method = method
+        self.prompt_tokens = self.output_tokens = 0  # of finished answers
+        self._finished = 0
+        self._next_look = perf_counter() + LOOK_S
         self._in_flight: dict[str, _Submitted] = {}
         self._grouped: deque[Request] = deque()  # to submit next
         self._read: list[Request] = []  # behind those, not grouped yet
@@ -199,15 +198,28 @@ class Stream:
                         yield refused
                 if not self._in_flight:
                     return
-                if self._engine.is_computing() and self._read_beside(feed):
+                if self._engine.own_process and self._read_beside(feed):
                     continue
                 for output in self._step():
                     if output.finished or self._has_stopped(output):
                         yield self._outcome(self._in_flight.pop(output.request_id), output)
+                if perf_counter() > self._next_look:
+                    self._look()
         finally:  # if the caller stops early, these answers must not show up in the next run
             if self._in_flight:
                 with suppress(EngineDied):
                     self._engine.abort(list(self._in_flight))
+
+    def _look(self) -> None:
+        """Go on with another engine, if that is worth it."""
+        plan = self._recovering(lambda: self._reconsider(self._finished))
+        if plan is not None:
+            self._plan = plan
+            arguments = revealed(plan.engine_args)
+            self._begin_again(
+                lambda: self._engine.replace(arguments, own_process=plan.own_process, additions=plan.additions)
+            )
+        self._next_look = perf_counter() + LOOK_S
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -229,9 +241,9 @@ class Stream:
         return len(self._in_flight) > self._rows + self._rows // 2
 
     def _read_beside(self, feed: Feed[Request]) -> bool:
-        """Read a few requests, unless enough are waiting; return whether that is worth repeating."""
+        """Read a few requests if more are wanted and no outputs wait, or the engine runs short; return whether any."""
         room = self._lookahead - len(self._grouped) - len(self._read)
-        if room <= 0:
+        if room <= 0 or (self._has_spare() and not self._engine.is_computing()):
             return False
         found = feed.take(min(READ, room), wait=False)
         self._is_dry = not found
@@ -240,8 +252,8 @@ class Stream:
 
     def _submit(self, request: Request) -> Failure | None:
         settings = settings_of(request.sampling, self._sampling_args)
-        lost = self._lost(settings)
-        if lost and not self._undraftable:
+        lost = self._plan.lost(settings)
+        if lost and not self._plan.undraftable:
             return Failure(request.index, f"{lost}; use method: none, or remove it")
         name = str(request.index)
         self._in_flight[name] = _Submitted(request, perf_counter(), lost)
@@ -264,7 +276,7 @@ class Stream:
         from vllm import SamplingParams
 
         kind, settings = unchecked_params() if lost else SamplingParams, dict(self._sampling_args)
-        if self._method != PLAIN and (lost or request.passages):  # for our part of the engine
+        if self._plan.method != PLAIN and (lost or request.passages):  # for our part of the engine
             told = {"drafts": not lost, "passages": [list(span) for span in request.passages]}
             settings["extra_args"] = {**(settings.get("extra_args") or {}), KEY: told}
         params = sampling_params(kind, request, settings_of(request.sampling, settings))
@@ -291,16 +303,27 @@ class Stream:
                 raise self._stopped(f"{died} again, after a restart") from died
             self.restarted = str(died)
             log.debug("restarting", exc_info=died)
-            self._engine.restart()
+            self._begin_again(self._engine.restart)
+            return None
+
+    def _begin_again(self, start: Callable[[], None]) -> None:
+        """Start a new engine with what is in flight. Raises ModelError."""
+        try:
+            start()
+        except Exception as error:  # anything may stop an engine from starting
+            self._in_flight.clear()
+            raise self._stopped(f"it cannot start again: {one_line(error)}") from error
+        try:
             for each in self._in_flight.values():
                 each.seen = 0
                 self._add(each.request, each.undrafted)
-            return None
+        except EngineDied as died:
+            self._in_flight.clear()
+            raise self._stopped(f"{died} as it started again") from died
 
     def _stopped(self, why: str) -> ModelError:
-        return ModelError(
-            f"vLLM's engine stopped (method {self._method}): {why}; finished answers are kept, run again to continue"
-        )
+        kept = "finished answers are kept, run again to continue"
+        return ModelError(f"vLLM's engine stopped (method {self._plan.method}): {why}; {kept}")
 
     def _has_stopped(self, output: Any) -> bool:
         """Return whether an unfinished answer contains a stop string, after aborting it in the engine."""
@@ -334,6 +357,9 @@ class Stream:
                 return Failure(request.index, "structured: vLLM cannot go on with its grammar", "RecordError")
             return Failure(request.index, f"vLLM ended it with {reason!r}")
         first, most = self._engine.first_token_at(output.request_id), request.sampling.logprobs
+        self._finished += 1
+        self.prompt_tokens += len(request.token_ids)
+        self.output_tokens += len(token_ids)
         self.masked_logprobs |= most is not None and bool(request.grammar)
         return Generation(
             request.index,

@@ -94,7 +94,7 @@ def _add(kind: Any, additions: Any) -> None:
     def made(core: Any, *arguments: Any, **named: Any) -> None:
         make(core, *arguments, **named)
         inside = Inside(core, additions)
-        for name in ("reset", "report", "ended"):
+        for name in ("reset", "report", "progress", "ended"):
             setattr(core, f"ragspec_{name}", getattr(inside, name))
 
     kind.__init__ = made
