@@ -148,7 +148,7 @@ METHODS = {
     "suffix": Method("a suffix tree of texts and earlier answers", (VLLM,), remembers=(VLLM,)),
     "eagle": Method("an EAGLE head", (VLLM,), needs=DRAFT, takes_draft=True),
     "eagle3": Method("an EAGLE-3 head", (VLLM,), needs=DRAFT, takes_draft=True),
-    "medusa": Method("Medusa heads", (VLLM,), needs=DRAFT, takes_draft=True),
+    "medusa": Method("Medusa heads, in vLLM up to 0.32", (VLLM,), needs=DRAFT, takes_draft=True),
     "mtp": Method("the model's own multi-token prediction layers", (VLLM,), some_models=True),
     "dflash": Method("a DFlash block-diffusion draft", (VLLM,), needs=DRAFT, takes_draft=True),
     "speculative_config": Method("whatever vLLM's speculative_config says", (VLLM,), needs=("speculative_config",)),

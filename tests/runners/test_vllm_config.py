@@ -113,10 +113,16 @@ def test_speculation_among_the_runner_args_is_moved_to_its_section(tmp_path, arg
 def test_what_a_build_lacks_is_said_with_the_way_out(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install --no-deps arctic-inference"):
-        check_build({"method": "suffix"}, on_cpu=True)
+        check_build({"method": "suffix"}, on_cpu=True, version="0.32.0")
     with pytest.raises(ConfigError, match="ngram_gpu needs a GPU"):
-        check_build({"method": "ngram_gpu"}, on_cpu=True)
-    check_build({"method": "ngram_gpu"}, on_cpu=False)
+        check_build({"method": "ngram_gpu"}, on_cpu=True, version="0.32.0")
+    check_build({"method": "ngram_gpu"}, on_cpu=False, version="0.32.0")
+
+
+def test_a_method_that_a_release_dropped_is_refused_from_there_on():
+    check_build({"method": "medusa"}, False, "0.32.1+cu130")
+    with pytest.raises(ConfigError, match=r"medusa: vLLM has none from 0.33 on, and this is 0.33.0"):
+        check_build({"method": "medusa"}, False, "0.33.0+cu130")
 
 
 def test_vllm_not_installed_names_the_extra(monkeypatch):

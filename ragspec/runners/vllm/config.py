@@ -59,6 +59,7 @@ EXTENSION = "ragspec.runners.vllm.inside.WorkerExtension"
 MAX_DRAFT_TOKENS = 16  # of our proposer, if draft lengths are chosen during the run
 # vLLM versions tested with our proposer, and how: the custom_class interface is experimental.
 TRIED = {"0.32": "the whole suite passes (CPU build)"}
+GONE = {"medusa": "0.33"}  # vLLM's methods: the version that no longer has it
 # draft lengths for `num_tokens: auto`; other methods take theirs from the draft's config, or from vLLM
 AUTO_TOKENS = {"prompt_lookup": 8, "draft_model": 4, "eagle": 3, "eagle3": 3}
 NGRAM_RANGE = (2, 4)  # vLLM's own default is 5 for both
@@ -139,9 +140,16 @@ def proposer_settings(spec: SpeculationConfig, vocabulary: int | None = None) ->
     return {"method": spec.method, "num_tokens": spec.draft_tokens, "drafting": asdict(drafting)}
 
 
-def check_build(config: dict[str, Any] | None, on_cpu: bool) -> None:
-    """Raise ConfigError if this build of vLLM lacks the method of `config`."""
+def check_build(config: dict[str, Any] | None, on_cpu: bool, version: str) -> None:
+    """Raise ConfigError if this build of vLLM lacks the method of `config`. version: vLLM's."""
+    from packaging.version import Version
+
     method = (config or {}).get("method")
+    if method in GONE and Version(version) >= Version(GONE[method]):
+        raise ConfigError(
+            f"speculation.method: {method}: vLLM has none from {GONE[method]} on, and this is {version}; install an "
+            "older one, or use eagle3 or dflash"
+        )
     if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
         raise ConfigError(
             "speculation.method: suffix needs another package: pip install --no-deps arctic-inference==0.1.1 "

@@ -93,11 +93,12 @@ class Plan:
             spec["use_heterogeneous_vocab"] = True
         # vLLM's modules read the environment at import
         with redirect_stdout(sys.stderr):
+            from vllm import __version__ as vllm_version
             from vllm.platforms import current_platform
 
             spec = self._resolve_method(spec)
             self.on_cpu = current_platform.is_cpu()
-            check_build(spec, self.on_cpu)
+            check_build(spec, self.on_cpu, vllm_version)
             devices = None if self.on_cpu else device_count()
             self.notes += check_parallel(extra, spec, devices)
             check_memory(self.model_name, self.source.path, free_bytes() if self.on_cpu else free_gpu_bytes())
