@@ -165,7 +165,7 @@ def test_a_run_starts_as_what_was_fastest_here(demo, monkeypatch):
     runner = make(demo)
     assert runner.about()["modes"]["first"] == OURS
     settings = vars(runner)["_plan"].settings()
-    for mode, speed in ((PLAIN, 100), (OURS, 90), ("prompt_lookup", 140), ("eagle", 900)):
+    for mode, speed in ((PLAIN, 100), (OURS, 90), ("prompt_lookup", 140), ("eagle", 900), ("ngram_gpu", 999)):
         remember_run(mode, run(speed, rows=4), settings)
     runner = make(demo)
     assert runner.about()["modes"] == {

@@ -29,6 +29,7 @@ def prepare() -> None:
         "VLLM_LOGGING_LEVEL": "INFO" if os.environ.get("RAGSPEC_DEBUG") else "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would copy the locks of our threads
         # Plan.own_process decides, and an engine of a CPU's own process needs no more processes for its one device
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }.items():

@@ -30,6 +30,8 @@ from ragspec.runners.vllm.stream import Stream
 from ragspec.speculation.methods import AUTO, PLAIN, VLLM, find, method_named
 
 __all__ = ["Args", "Runner"]
+# vLLM's n-grams on the GPU, which have no word of ours
+NGRAM_GPU = {"method": "ngram_gpu", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 LEAST_TOKENS = 2000  # of answers, for a run to say how fast its mode is
 
 
@@ -93,12 +95,17 @@ class Runner:
 
     def _can_run(self, mode: str) -> bool:
         """Return whether a mode that ran here before needs nothing that the config lacks."""
+        if mode == NGRAM_GPU["method"]:
+            return not self._plan.on_cpu
         row, spec = find(mode), self._config.speculation
         return row is not None and VLLM in row.runners and all(getattr(spec, key) for key in row.needs)
 
     def _planned(self, method: str) -> Plan:
         """Return the checked plan of another method."""
-        spec = self._config.speculation.model_copy(update={"method": method})
+        change: dict[str, Any] = {"method": method}
+        if method == NGRAM_GPU["method"]:
+            change = {"method": "speculative_config", "speculative_config": NGRAM_GPU}
+        spec = self._config.speculation.model_copy(update=change)
         plan = Plan(self._config.model_copy(update={"speculation": spec}))
         plan.check()
         return plan
