@@ -12,9 +12,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from typing import Any
 
+from ragspec.host.waiting import Waiting
 from ragspec.runners.vllm.config import Additions
 from ragspec.runners.vllm.patches.engine_process import exit_code, own_process, watch
 
@@ -38,6 +39,7 @@ class Engine:
         self._arguments = dict(arguments)
         self.own_process = own_process
         self._additions = additions
+        self._waiting: AbstractContextManager[None] = nullcontext()  # how threads of a CPU's engine wait here
         self._inside: Any = None  # of an engine in this process
         self._first_at: dict[str, float] = {}  # when a request's first token came, by vLLM's id
         self._ids: dict[str, str] = {}  # our name -> vLLM's id
@@ -46,6 +48,7 @@ class Engine:
 
     def _start(self) -> None:
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.platforms import current_platform
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -57,6 +60,8 @@ class Engine:
             )
         core = self.inner.engine_core
         self.own_process = hasattr(core, "outputs_queue")  # also by VLLM_ENABLE_V1_MULTIPROCESSING
+        computes_here = current_platform.is_cpu() and not self.own_process
+        self._waiting = Waiting() if computes_here else nullcontext()
         if self.own_process:
             watch(core)
         elif self._additions is not None:
@@ -130,7 +135,8 @@ class Engine:
 
     def step(self) -> list[Any]:
         """Return the outputs of a step, which an engine of this process computes here. Raises EngineDied."""
-        outputs: list[Any] = self._alive(self.inner.step)
+        with self._waiting:
+            outputs: list[Any] = self._alive(self.inner.step)
         return outputs
 
     def first_token_at(self, name: str) -> float | None:
