@@ -80,24 +80,43 @@ def run_engine_core(additions: Any, *arguments: Any, **named: Any) -> None:
         from ragspec.runners.vllm.patches.seeds import patch_seeds
 
         patch_seeds()
+        _extend(EngineCoreProc, _wait_briefly)
     if additions is not None:
-        _add(EngineCoreProc, additions)
+        _extend(EngineCoreProc, partial(_add, additions))
     (_unpatched or EngineCoreProc.run_engine_core)(*arguments, **named)
 
 
-def _add(kind: Any, additions: Any) -> None:
-    """Let engines of this class have an Inside, whose methods their clients call as the engine's own."""
-    from ragspec.runners.vllm.inside import Inside
-
+def _extend(kind: Any, change: Callable[[Any], None]) -> None:
+    """Let `change` see each engine of this class once it is made."""
     make = kind.__init__
 
     def made(core: Any, *arguments: Any, **named: Any) -> None:
         make(core, *arguments, **named)
-        inside = Inside(core, additions)
-        for name in ("reset", "report", "progress", "ended"):
-            setattr(core, f"ragspec_{name}", getattr(inside, name))
+        change(core)
 
     kind.__init__ = made
+
+
+def _add(additions: Any, core: Any) -> None:
+    """Make an engine's Inside, whose methods its client calls as the engine's own."""
+    from ragspec.runners.vllm.inside import Inside
+
+    inside = Inside(core, additions)
+    for name in ("reset", "report", "progress", "ended"):
+        setattr(core, f"ragspec_{name}", getattr(inside, name))
+
+
+def _wait_briefly(core: Any) -> None:
+    """Let the threads of an engine on a CPU sleep at barriers while other processes use the cores."""
+    from ragspec.host.waiting import Waiting
+
+    step, waiting = core.step_fn, Waiting()
+
+    def step_waiting() -> Any:
+        with waiting:
+            return step()
+
+    core.step_fn = step_waiting
 
 
 def _end_after(sentinel: int) -> None:
