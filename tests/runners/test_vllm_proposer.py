@@ -133,6 +133,8 @@ class Scheduler:
             lengths[slot] = len(job.tokens)
             tokens[slot, : len(job.tokens)] = job.tokens
         self.proposer.model_runner.input_batch.req_ids = self.names()
+        if self.random.random() < 0.5:
+            self.proposer.settle()
         proposed = self.proposer.propose(sampled, lengths, tokens)
         assert len(proposed) == len(sampled)
         for job, draft, wrote in zip(self.batch, proposed, sampled, strict=True):

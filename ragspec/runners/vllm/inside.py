@@ -17,6 +17,7 @@ from typing import Any
 from ragspec.runners.vllm.config import Additions
 from ragspec.runners.vllm.patches.guarded_drafts import GuardedProposer
 from ragspec.runners.vllm.patches.request_ends import tell_at_end
+from ragspec.runners.vllm.patches.settling import settle_beside
 from ragspec.runners.vllm.patches.steps import patch_steps, written_in
 from ragspec.runners.vllm.patches.undrafted import UndraftedRequests, is_reachable
 
@@ -43,6 +44,7 @@ class Inside:
         if additions.drafts:
             self._proposer = model_runner.drafter
             self._proposer.follow(model_runner)
+            settle_beside(model_runner, self._proposer)
         if additions.pauses is not None:
             self._guarded = GuardedProposer(core, model_runner, pauses=additions.pauses)
         tell_at_end(scheduler, self._known)

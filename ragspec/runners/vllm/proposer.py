@@ -21,7 +21,7 @@ import numpy as np
 from ragspec.errors import RagspecError
 from ragspec.runners.vllm.patches import KEY
 from ragspec.speculation.draft_length import allocate, allocate_flat, least_acceptance
-from ragspec.speculation.drafters.base import Draft, RowDrafter, propose_all
+from ragspec.speculation.drafters.base import Draft, RowDrafter, propose_all, settle
 from ragspec.speculation.drafters.calibration import follow_to, judged
 from ragspec.speculation.drafters.native import DraftBatch
 from ragspec.speculation.forced_tokens import ForcedTokens
@@ -45,7 +45,7 @@ class Tracked:
     draft: Draft | None = None  # proposed for the next step
     accepted: list[tuple[int, list[int | None]]] = field(default_factory=list)
     grammar: Matcher | None = None  # state of the answer's grammar, if it has one
-    step: int = 0  # the latest step that generated tokens of it
+    step: int = -1  # the latest step that generated tokens of it
 
     def extend(self, fresh: list[int], emitted: int) -> None:
         """Append new tokens. The last `emitted` are from the last step; all of those but the final one were drafts."""
@@ -91,6 +91,7 @@ class Proposer:
         # no end token: vLLM counts tokens differently once a grammar has consumed one
         self.forced = {name: ForcedTokens(end=False) for name in self._drafters}
         self._rows: dict[str, Tracked] = {}  # by vLLM's request ids
+        self._finished: list[Tracked] = []  # to be closed
         self._step = 0
         self._step_size = (0, 0)  # (tokens, rows) of the step in progress, if it only decodes
         self._step_started = 0.0
@@ -105,6 +106,18 @@ class Proposer:
         """Read requests and slots from vLLM's model runner; without it nothing is drafted."""
         self.model_runner = model_runner
 
+    def settle(self) -> None:
+        """Do what the next drafts do not need: close what has ended, read new prompts. While the device computes."""
+        began = time.perf_counter()
+        while self._finished:
+            self._finished.pop().close()
+        for name in self.model_runner.input_batch.req_ids:
+            if name not in self._rows:
+                self._rows[name] = self._open(name, self.model_runner.requests[name].prompt_token_ids)
+        for drafter in self._drafters.values():
+            settle(drafter)
+        self.drafting_s += time.perf_counter() - began
+
     @property
     def known(self) -> int:
         """Requests that it follows, those outside the batch among them."""
@@ -114,7 +127,7 @@ class Proposer:
         """Remove a request that has ended and return what was tracked of it, None if nothing was."""
         row = self._rows.pop(name, None)
         if row is not None:
-            row.close()
+            self._finished.append(row)
             for forced in self.forced.values():
                 forced.forget(id(row))
             if row.step == self._step:  # it is not part of the next step
@@ -249,6 +262,9 @@ class Proposer:
         slots, drafts = self._propose_all(method, rows)
         if not slots or self._settings["num_tokens"] is not None:
             return dict(zip(slots, drafts, strict=True))
+        if isinstance(drafts, DraftBatch) and len(slots) == len(rows):
+            paying = zip(slots, drafts.paying(self.cost, 0), strict=True)
+            return {slot: draft for slot, draft in paying if draft.token_ids}
         if isinstance(drafts, DraftBatch):  # rows without drafters count in the step, and have nothing to verify
             counts = np.zeros(len(rows), np.int64)
             places = {slot: place for place, slot in enumerate(rows)}
