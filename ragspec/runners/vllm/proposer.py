@@ -87,7 +87,7 @@ class Proposer:
         # expected cost of plain steps: the initial shape, never fitted
         self._plain = FittedCost()
         self._is_guarded = method == AUTO or self._settings["num_tokens"] is None
-        self.drafting_s = 0.0
+        self.drafting_s = self.overlapped_s = 0.0  # what steps waited for, and what was done beside them
         # no end token: vLLM counts tokens differently once a grammar has consumed one
         self.forced = {name: ForcedTokens(end=False) for name in self._drafters}
         self._rows: dict[str, Tracked] = {}  # by vLLM's request ids
@@ -116,7 +116,7 @@ class Proposer:
                 self._rows[name] = self._open(name, self.model_runner.requests[name].prompt_token_ids)
         for drafter in self._drafters.values():
             settle(drafter)
-        self.drafting_s += time.perf_counter() - began
+        self.overlapped_s += time.perf_counter() - began
 
     @property
     def known(self) -> int:
@@ -143,7 +143,10 @@ class Proposer:
 
     def about(self) -> dict[str, Any]:
         """Return the drafting time and how well the drafters were calibrated."""
-        about: dict[str, Any] = {"drafting_s": round(self.drafting_s, 3)}
+        about: dict[str, Any] = {
+            "drafting_s": round(self.drafting_s, 3),
+            "drafting_overlapped_s": round(self.overlapped_s, 3),
+        }
         if self._is_guarded:
             found = self.trial.about()
             about |= found if self._settings["method"] == AUTO else {"guard": found["guard"]}
