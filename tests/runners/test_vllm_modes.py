@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from ragspec.config.io import InputConfig
 from ragspec.config.load import build_config
 from ragspec.config.run import to_sampling
 from ragspec.records import Request
@@ -18,7 +19,8 @@ from ragspec.runners.vllm.modes import (
     remember_run,
     worth_restarting,
 )
-from tests.conftest import SAMPLE, read_jsonl
+from ragspec.runners.vllm.runner import at_once
+from tests.conftest import SAMPLE, read_jsonl, write_jsonl
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +98,18 @@ def test_a_broken_memory_is_an_empty_one(broken):
     assert read_runs(["a"]) == {}
     remember_run("none", run(7), ["a"])
     assert len(read_runs(["a"])["none"]) == 1
+
+
+@pytest.mark.parametrize(("records", "rows"), [(0, 1), (1, 1), (91, 91), (2000, 1024)])
+def test_no_more_records_are_computed_at_once_than_there_are(tmp_path, records, rows):
+    path = write_jsonl(tmp_path / "in.jsonl", [{"query": "Why?"}] * records)
+    assert at_once(InputConfig(path=[str(path)]), 1024) == rows
+
+
+def test_an_input_of_unknown_size_may_fill_the_engine(tmp_path):
+    assert at_once(None, 64) == 64
+    assert at_once(InputConfig(path=["-"]), 64) == 64
+    assert at_once(InputConfig(path=[str(tmp_path / "missing.jsonl")]), 64) == 64
 
 
 # -- in vLLM ---------------------------------------------------------------------------------------

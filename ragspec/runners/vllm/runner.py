@@ -15,9 +15,11 @@ from contextlib import redirect_stdout
 from time import perf_counter
 from typing import Any, Self
 
+from ragspec.config.io import InputConfig
 from ragspec.config.redaction import revealed
 from ragspec.config.run import RunConfig
-from ragspec.errors import ModelError
+from ragspec.errors import ConfigError, ModelError
+from ragspec.inputs.sources import open_source, size_of
 from ragspec.models.resolve import context_length
 from ragspec.records import Failure, Generation, Request, Sampling
 from ragspec.runners.vllm.args import Args
@@ -75,14 +77,13 @@ class Runner:
         known = read_runs(self._plan.settings())
         plain = self._plain_beside()
         able = {mode: runs for mode, runs in known.items() if mode in (PLAIN, OURS) or self._can_run(mode)}
-        self._mode, expected = first_mode(self._plan.rows, asynchronous=plain is not None, known=able)
+        rows = at_once(self._config.input, self._plan.rows)
+        self._mode, expected = first_mode(rows, asynchronous=plain is not None, known=able)
         self._modes = {"first": self._mode, "expected": expected}
         if self._mode != OURS:
             self._plan = plain if plain is not None and self._mode == PLAIN else self._planned(self._mode)
             self.cites = False
-            self._notes.append(
-                f"method auto: starts with {self._mode}, expected to be fastest with {self._plan.rows} at once"
-            )
+            self._notes.append(f"method auto: starts with {self._mode}, expected to be fastest with {rows} at once")
         else:
             self._plain = plain
 
@@ -163,7 +164,8 @@ class Runner:
         stream = self._stream(self._reconsider)
         yield from stream.run(requests)
         seconds = perf_counter() - self._began
-        run = ModeRun(self._plan.rows, stream.prompt_tokens, stream.output_tokens, seconds)
+        rows = max(1, min(self._plan.rows, stream.finished))
+        run = ModeRun(rows, stream.prompt_tokens, stream.output_tokens, seconds)
         if self._modes and run.output_tokens:
             self._modes["output_tokens_per_s"] = round(run.speed, 1)
         if self._plan is first and not stream.restarted and run.output_tokens >= LEAST_TOKENS:
@@ -233,3 +235,15 @@ class Runner:
             **self._drafting,
             **({"modes": self._modes} if self._modes else {}),
         }
+
+
+def at_once(given: InputConfig | None, rows: int) -> int:
+    """Return how many records are computed at once: at most `rows`, and no more than the input is known to have."""
+    if given is None or size_of(given) is None:
+        return rows
+    try:
+        with open_source(given) as source:
+            count = source.count()
+    except ConfigError:  # reported when the input is opened for the run
+        return rows
+    return rows if count is None else max(1, min(rows, count))

@@ -180,7 +180,7 @@ class Stream:
         self.masked_logprobs = False  # whether logprobs of structured answers were returned
         self.restarted = ""  # why the engine was started again, "" if it was not
         self.prompt_tokens = self.output_tokens = 0  # of finished answers
-        self._finished = 0
+        self.finished = 0  # answers
         self._next_look = perf_counter() + LOOK_S
         self._in_flight: dict[str, _Submitted] = {}
         self._grouped: deque[Request] = deque()  # to submit next
@@ -212,7 +212,7 @@ class Stream:
 
     def _look(self) -> None:
         """Go on with another engine, if that is worth it."""
-        plan = self._recovering(lambda: self._reconsider(self._finished))
+        plan = self._recovering(lambda: self._reconsider(self.finished))
         if plan is not None:
             self._plan = plan
             arguments = revealed(plan.engine_args)
@@ -357,7 +357,7 @@ class Stream:
                 return Failure(request.index, "structured: vLLM cannot go on with its grammar", "RecordError")
             return Failure(request.index, f"vLLM ended it with {reason!r}")
         first, most = self._engine.first_token_at(output.request_id), request.sampling.logprobs
-        self._finished += 1
+        self.finished += 1
         self.prompt_tokens += len(request.token_ids)
         self.output_tokens += len(token_ids)
         self.masked_logprobs |= most is not None and bool(request.grammar)
