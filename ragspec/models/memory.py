@@ -1,4 +1,4 @@
-"""Out-of-memory errors, the only errors of a forward that a run survives.
+"""Out-of-memory errors, the only errors of a forward that a run survives, and those of a device that has failed.
 
     >>> try: logits = model(...)
     ... except MAY_BE_MEMORY as error: reason = out_of_memory(error)
@@ -15,6 +15,8 @@ import torch
 from ragspec.errors import flat
 
 MAY_BE_MEMORY = (RuntimeError, MemoryError)  # torch.OutOfMemoryError is a RuntimeError
+# a device that has failed computes nothing more in this process; torch before 2.9 raises a plain RuntimeError
+DEVICE_FAILED: tuple[type[Exception], ...] = tuple(filter(None, [getattr(torch, "AcceleratorError", None)]))
 CPU_ALLOCATOR = "DefaultCPUAllocator"  # torch's, whose RuntimeError names it
 log = logging.getLogger(__name__)
 

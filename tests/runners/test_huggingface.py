@@ -9,7 +9,7 @@ from transformers import GenerationMixin, GPT2LMHeadModel, LlamaForCausalLM
 
 from ragspec.config.load import build_config
 from ragspec.config.run import to_sampling
-from ragspec.errors import ConfigError
+from ragspec.errors import ConfigError, ModelError
 from ragspec.records import Failure, Request, Sampling
 from ragspec.run.generate import generate as run
 from ragspec.runners.huggingface import runner as huggingface
@@ -275,6 +275,44 @@ def test_a_record_without_memory_costs_itself_alone(tiny, monkeypatch):
         outcomes = list(runner.generate(requests))
     assert [isinstance(outcome, Failure) for outcome in outcomes] == [False, False, True, False, False]
     assert "OutOfMemoryError: no room" in outcomes[2].message
+
+
+@pytest.mark.parametrize("engine", ["ragspec", *wide("transformers")])
+def test_a_device_that_fails_ends_the_run_with_one_line_and_loses_no_answer(tiny, tmp_path, monkeypatch, engine):
+    """It computes nothing more in this process: neither records nor what would free its memory."""
+    raw = {
+        "model": tiny,
+        "runner": "huggingface",
+        "input": str(SAMPLE),
+        "output": str(tmp_path / "out.jsonl"),
+        "sampling": {"max_new_tokens": 8},
+        "speculation": {"method": "none"},
+        "runner_args": {"engine": engine, "batch_size": 2, "compile": "off"},
+    }
+    forward, failing = LlamaForCausalLM.forward, [False]
+
+    def fail(*args, **kwargs):
+        if failing[0]:
+            raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+        return forward(*args, **kwargs) if args else None
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", fail)
+    monkeypatch.setattr("ragspec.models.memory.free_memory", fail)
+
+    def answered():
+        return (tmp_path / "out.jsonl").read_text().count('"output"')
+
+    def report(summary, total):
+        failing[0] = summary.records >= 4
+
+    with pytest.raises(
+        ModelError, match=r"^the device has failed: CUDA error: .*; finished answers are kept, run again"
+    ):
+        run(build_config(raw), report=report)
+    assert 4 <= answered() < 10
+    failing[0] = False
+    run(build_config(raw))
+    assert answered() == 10
 
 
 def test_records_of_other_sampling_begin_a_new_batch(tiny):

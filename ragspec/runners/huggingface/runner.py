@@ -10,11 +10,12 @@ The stats file says which one answered (`engine`), and the notes say why. `engin
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 from ragspec.config.redaction import revealed
 from ragspec.config.run import RunConfig, to_sampling
-from ragspec.errors import ConfigError, ModelError
+from ragspec.errors import ConfigError, ModelError, flat
 from ragspec.host.quiet import quiet
 from ragspec.records import Failure, Generation, Request
 from ragspec.runners.base import Watched
@@ -216,10 +217,10 @@ class Runner:
             self._final_clock = (self.prefill_s, self.decode_s, self.decode_tokens)
             self._checkpoint.forget()
         self._backend = None
-        import torch
+        from ragspec.models.memory import DEVICE_FAILED, free_memory
 
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        with suppress(*DEVICE_FAILED):
+            free_memory()
 
     def warm_up(self, records: int | None = None) -> None:
         """Run once what the first record would otherwise pay for."""
@@ -229,10 +230,17 @@ class Runner:
     # -- generate ----------------------------------------------------------------------------------
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
-        """Yield outcomes as they finish."""
+        """Yield outcomes as they finish. Raises ModelError if the device fails."""
+        from ragspec.models.memory import DEVICE_FAILED
+
         assert self._backend is not None
         try:
             yield from self._backend.generate(requests)
+        except DEVICE_FAILED as error:
+            raise ModelError(
+                f"the device has failed: {flat(error, 200)}; finished answers are kept, run again to continue (if it "
+                "fails again, see what the driver's log says)"
+            ) from error
         finally:
             if self._backend is not None:
                 self.notes += [note for note in self._backend.notes if note not in self.notes]
