@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ragspec.engine.backends.steps import TOKENS
+from ragspec.engine.backends.step_shapes import TOKENS
 from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.layout import Segment

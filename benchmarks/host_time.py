@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from ragspec.engine.backends.graphs import StepOutputs, Work, emulated
 from ragspec.engine.backends.paged_attention import gathered
-from ragspec.engine.backends.steps import StepOutputs, Work, emulated
 from ragspec.engine.engine import CHUNK_CUDA, Engine, EngineSettings
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.result import StepResult

@@ -237,7 +237,7 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 SHORT = 32  # context tokens of a row while the curve is measured
 REACHES = (64, 576)  # context lengths; their difference is attention's cost
 PER_ROW = 8  # tokens per row while the curve is measured
-FOUR = 4  # the same for captured steps (backends/steps.py, TOKENS)
+FOUR = 4  # the same for captured steps (backends/step_shapes.py, TOKENS)
 REPEATS = 2  # the first run of a shape also pays for libraries' set-up
 
 

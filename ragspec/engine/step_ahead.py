@@ -78,7 +78,12 @@ def start_ahead(model: Model, work: Sequence[ScheduledRequest], result: StepResu
     """
     written = result.written()
     slots = max(item.slots for item in work) + 1
-    if model.steps is None or written is None or slots > model.cache.slots or not model.steps.one_shape(len(work)):
+    if (
+        model.steps is None
+        or written is None
+        or slots > model.cache.slots
+        or not model.steps.shapes.one_step(len(work))
+    ):
         return None
     going = [at for at, item in enumerate(work) if item.row.written + 1 < item.row.request.sampling.max_new_tokens]
     if not going:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from ragspec.engine.backends.graphs import emulated
 from ragspec.engine.backends.paged_attention import gathered
-from ragspec.engine.backends.steps import emulated
 from ragspec.engine.model.compiled import CompiledLayers, called_with
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.merged_linears import MergedLinear, MergedLinears

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch._dynamo.exc import TorchDynamoException
 
 from ragspec.engine import engine as engine_module
-from ragspec.engine.backends import steps
+from ragspec.engine.backends import step_shapes, steps
+from ragspec.engine.backends.graphs import emulated
 from ragspec.engine.backends.paged_attention import flex, gathered, takes_block_lists
-from ragspec.engine.backends.steps import emulated, step_rows, tables_width, tokens_per_row
+from ragspec.engine.backends.step_shapes import step_rows, tables_width, tokens_per_row
 from ragspec.engine.engine import Engine, EngineSettings
 from ragspec.engine.kv.block_pool import BlockPool, BlockTables
 from ragspec.engine.kv.paged_cache import PagedCache
@@ -137,14 +138,14 @@ def test_rows_are_as_long_as_makes_the_step_quick(counts, blocks, tokens):
 @given(st.lists(st.integers(1, 128), min_size=1, max_size=300), st.floats(0, 1))
 def test_a_step_of_any_rows_has_a_shape(counts, blocks):
     tokens = tokens_per_row(counts, blocks)
-    assert tokens in steps.TOKENS
-    assert tokens * steps.most_rows(tokens) <= steps.MOST
+    assert tokens in step_shapes.TOKENS
+    assert tokens * step_shapes.most_rows(tokens) <= step_shapes.MOST
 
 
 @given(st.integers(1, 5000))
 def test_tables_are_wide_enough_and_have_few_widths(blocks):
     width = tables_width(blocks)
-    assert blocks <= width < max(steps.WIDTH + 1, 2 * blocks)
+    assert blocks <= width < max(step_shapes.WIDTH + 1, 2 * blocks)
     assert width & (width - 1) == 0
 
 
@@ -436,7 +437,7 @@ def test_steps_captured_ahead_are_those_of_a_run(tiny, plain):
     model.cache.reserve(100)
     model.logits([Segment(0, 0, 1)], [5], [0])  # its layers are known from the first forward on
     count = model.steps.capture(4, drafts=True)
-    assert count == len([(1, 1), (4, 1), (16, 1), (1, 4), (4, 4), (16, 4), *steps.PROMPTS])
+    assert count == len([(1, 1), (4, 1), (16, 1), (1, 4), (4, 4), (16, 4), *step_shapes.PROMPTS])
     right = RowProposer(ContextDrafter(), 5, None)
     assert ids(answers(lambda _: (model, tokenizer), tiny, right, rows=4)) == plain
 

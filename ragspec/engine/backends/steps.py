@@ -1,165 +1,31 @@
 """Steps of fixed shapes over the paged cache, each captured once and then replayed.
 
-A step has R rows of n tokens. A prompt is cut into rows of up to 64 tokens, and a long draft into several rows too:
-rows of one text see each other's keys, since a layer writes before it attends. Shapes are padded up to few sizes, so
-that a captured step (a CUDA graph) serves many. Tokens of prompts are packed: only attention sees rows and their
-padding. A step reads one buffer that the host fills, and writes its logits to another.
+A step reads one buffer that the host fills, and writes its logits to another. Its shape is one of a few
+(step_shapes.py), so that a captured step (graphs.py) serves many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
+from ragspec.engine.backends.graphs import Capture, StepOutputs
 from ragspec.engine.backends.paged_attention import TILE, Compute, PagedAttention, StepTensors
+from ragspec.engine.backends.step_shapes import StepRow, StepShape, StepShapes, packed, step_rows, tables_width
 from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model.attention import attending
 from ragspec.engine.model.layout import Segment
 from ragspec.errors import flat
 from ragspec.models.memory import MAY_BE_MEMORY, is_out_of_memory, out_of_memory
 
-# Few sizes, since FlexAttention is compiled and a graph captured for each; weights cost more than padding.
-TOKENS = (1, 4)  # of a row that decodes or verifies, padding included
-ROWS = (1, 4, 16, 64, 96, 128, 192, 256, 384, 512)  # of a step that decodes or verifies, padding included
-MOST = 2048  # tokens of a step
-PROMPTS = (64, 256, 512, 1024, MOST)  # tokens of a step that computes prompts, padding included
-SPARE = 16  # rows of such a step beyond those of full tiles: the last tile of a prompt may have few tokens
-EXACT = 4, 64  # tokens of a row, and rows, of a step that decodes, where all steps have one shape
-WIDTH = 32  # least width of block tables; larger ones are powers of two
-RIDGE = 256  # tokens up to which reading a layer's weights takes longer than multiplying by them, on GPUs of today
-
 # token ids (1, T), positions (1, T), packed indices of the wanted logits or None for all -> logits (wanted, vocab)
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-
-
-class StepOutputs(NamedTuple):
-    """What a step computes of its wanted tokens: logits, (wanted, vocab), and the best token of each."""
-
-    logits: torch.Tensor
-    best: torch.Tensor
-
-
-Work = Callable[[], StepOutputs]
-
-
-class Capture(Protocol):
-    """Captures work on static tensors."""
-
-    def __call__(self, work: Work) -> tuple[Callable[[], None], StepOutputs]:
-        """Return what runs the work again, and the tensors that then hold its outputs."""
-
-
-def emulated(work: Work) -> tuple[Callable[[], None], StepOutputs]:
-    """Run the same work again on the same tensors, where there are no graphs: shows whether it may be captured."""
-    outputs = StepOutputs(*(each.clone() for each in work()))
-
-    def replay() -> None:
-        for mine, new in zip(outputs, work(), strict=True):
-            mine.copy_(new)
-
-    return replay, outputs
-
-
-class CudaGraphs:
-    """Captures CUDA graphs, which share their memory."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, work: Work) -> tuple[Callable[[], None], StepOutputs]:
-        """Return the graph's replay and its outputs."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # compilers and libraries allocate and choose in the first runs
-            for _ in range(2):
-                work()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = work()
-        return graph.replay, outputs
-
-
-# -- shapes ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """The shape of a step: rows, tokens of each, width of block tables; whether all tokens' logits are wanted, or at
-    most one per row; number of tokens if they are packed, otherwise 0."""
-
-    rows: int
-    tokens: int
-    width: int
-    all_logits: bool
-    packed: int = 0
-
-
-@dataclass(slots=True)
-class StepRow:
-    """A row of a step: `count` tokens of a cache row from position `start`. packed: index of the first among the
-    forward's tokens."""
-
-    row: int
-    start: int
-    count: int
-    packed: int
-
-
-def step_rows(segments: Iterable[tuple[int, Segment]], tokens: int) -> list[StepRow]:
-    """Return the rows of segments, each with the packed index of its first token, cut into up to `tokens` tokens."""
-    return [
-        StepRow(segment.row, segment.start + first, min(tokens, segment.count - first), packed + first)
-        for packed, segment in segments
-        for first in range(0, segment.count, tokens)
-    ]
-
-
-def tokens_per_row(counts: Sequence[int], blocks: float) -> int:
-    """Return into rows of how many tokens to cut the segments of a step, of `counts` tokens, so that it takes least.
-
-    More rows read a text's keys and values more often; longer rows have more padding. A step reads its layers' weights
-    once, and takes longer only for more than RIDGE tokens.
-
-    Args:
-        counts: Tokens of each segment.
-        blocks: Bytes of keys and values that a row reads, as a share of the weights'.
-    """
-    if max(counts) == 1:
-        return 1
-    best, least = TOKENS[-1], float("inf")
-    for tokens in reversed(TOKENS):
-        rows = sum(-(-count // tokens) for count in counts)
-        steps, rest = divmod(rows, most_rows(tokens))
-        sizes = [most_rows(tokens)] * steps + [padded(rest, ROWS)] * (rest > 0)
-        taken = sum(max(1.0, size * tokens / RIDGE) for size in sizes) + rows * blocks
-        if taken < least:
-            best, least = tokens, taken
-    return best
-
-
-def most_rows(tokens: int) -> int:
-    """Return the most rows of a step with rows of so many tokens."""
-    return max(rows for rows in ROWS if rows * tokens <= MOST)
-
-
-def padded(number: int, sizes: Sequence[int]) -> int:
-    """Return the least of `sizes` that holds `number`."""
-    return next(size for size in sizes if size >= number)
-
-
-def tables_width(blocks: int) -> int:
-    """Return the width of block tables for rows of up to `blocks` blocks."""
-    return max(WIDTH, 1 << (blocks - 1).bit_length())
-
-
-# -- steps -----------------------------------------------------------------------------------------
 
 
 class Step:
@@ -272,12 +138,6 @@ class LaunchedStep:
         return torch.cat([part.values for part in self._parts])[[where[each] for each in self._wanted]]
 
 
-def _fitting(rows: Sequence[StepRow], tokens: int, most: int) -> list[StepRow]:
-    """Return as many of the first rows as have `tokens` tokens, and are fewer than `most`."""
-    ends = accumulate(row.count for row in rows)
-    return [row for row, end in zip(rows[: most - 1], ends, strict=False) if end <= tokens]
-
-
 class PagedSteps:
     """Runs a model's forwards as steps over its paged cache.
 
@@ -303,7 +163,7 @@ class PagedSteps:
         exact: bool = False,
     ) -> None:
         self.cache = cache
-        self.exact = exact
+        self.shapes = StepShapes(exact)
         self.notes: list[str] = []  # for the user
         self._device = device
         self._forward = forward
@@ -313,6 +173,11 @@ class PagedSteps:
         self._steps: dict[StepShape, Step] = {}
         self._version = cache.version
         self._pads = True
+
+    @property
+    def exact(self) -> bool:
+        """Whether all steps have one shape."""
+        return self.shapes.exact
 
     @property
     def captured(self) -> int:
@@ -329,17 +194,7 @@ class PagedSteps:
 
         drafts: whether rows verify drafts.
         """
-        width = tables_width(1)
-        shapes = [StepShape(rows, TILE, width, False, length) for length, rows in self._prompt_sizes]
-        if self.exact:
-            tokens, exact_rows = EXACT
-            shapes.append(StepShape(exact_rows, tokens, width, True))
-        else:
-            for tokens in TOKENS if drafts else TOKENS[:1]:
-                most = min(
-                    padded(min(rows * (tokens if tokens > 1 else 1 + drafts), ROWS[-1]), ROWS), most_rows(tokens)
-                )
-                shapes += [StepShape(size, tokens, width, True) for size in ROWS if size <= most]
+        shapes = self.shapes.likely(rows, drafts)
         for shape in sorted(shapes, key=lambda shape: shape.packed or shape.rows * shape.tokens, reverse=True):
             if self._capture is None:
                 break
@@ -382,44 +237,12 @@ class PagedSteps:
     def _shaped(self, segments: Sequence[Segment]) -> Iterator[tuple[list[StepRow], StepShape]]:
         """Yield the rows of each of the steps for some segments, and its shape, but for the logits that are wanted."""
         width = tables_width(self.cache.slots // self.cache.size)
-        starts = accumulate((segment.count for segment in segments), initial=0)
-        decoding: list[tuple[int, Segment]] = []
-        prompts: list[tuple[int, Segment]] = []
-        for each in zip(starts, segments, strict=False):
-            short = not each[1].alone and (self.exact or each[1].count <= TILE)
-            (decoding if short else prompts).append(each)
-        if not self._pads:
-            tokens = max(segment.count for segment in segments)
-            rows = step_rows([*decoding, *prompts], tokens)
-            yield rows, StepShape(len(rows), tokens, width, False)
+        if self._pads:
+            yield from self.shapes.cut(segments, width, self.cache.bytes_per_token / self._weight_bytes)
             return
-        if decoding:
-            reach = sum(segment.start + segment.count for _, segment in decoding) / len(decoding)
-            blocks = reach * self.cache.bytes_per_token / self._weight_bytes
-            tokens, most = EXACT
-            if not self.exact:
-                tokens = tokens_per_row([segment.count for _, segment in decoding], blocks)
-                most = most_rows(tokens)
-            rows = step_rows(decoding, tokens)
-            for at in range(0, len(rows), most):
-                part = rows[at : at + most]
-                yield part, StepShape(most if self.exact else padded(len(part), ROWS), tokens, width, self.exact)
-        rows = step_rows(prompts, TILE)
-        while rows:
-            part = _fitting(rows, *self._prompt_sizes[-1])
-            length = sum(row.count for row in part)
-            size = next(size for size in self._prompt_sizes if length <= size[0] and len(part) < size[1])
-            yield part, StepShape(size[1], TILE, width, False, size[0])
-            del rows[: len(part)]
-
-    def one_shape(self, rows: int) -> bool:
-        """Return whether so many rows that decode make one step."""
-        return rows <= (EXACT[1] if self.exact else most_rows(1))
-
-    @property
-    def _prompt_sizes(self) -> list[tuple[int, int]]:
-        """Tokens and rows of steps that compute prompts."""
-        return [(size, size // TILE + SPARE) for size in (PROMPTS[-1:] if self.exact else PROMPTS)]
+        tokens = max(segment.count for segment in segments)
+        rows = step_rows(packed(segments), tokens)
+        yield rows, StepShape(len(rows), tokens, width, False)
 
     def _part(
         self,

@@ -1,7 +1,7 @@
 """The KV cache in blocks: keys and values of all rows in one pool per layer, found through block tables.
 
 A row takes blocks as it grows and shares those of a common prefix (block_pool.py). The pool's memory moves only when it
-grows, so captured steps (backends/steps.py) may keep its addresses until then.
+grows, so captured steps (backends/graphs.py) may keep its addresses until then.
 """
 
 from __future__ import annotations

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 
 import torch
 
+from ragspec.engine.backends.graphs import Capture
 from ragspec.engine.backends.paged_attention import Compute
-from ragspec.engine.backends.steps import Capture, PagedSteps
+from ragspec.engine.backends.steps import PagedSteps
 from ragspec.engine.kv.budget import keepable
 from ragspec.engine.kv.cache import RaggedCache
 from ragspec.engine.kv.paged_cache import PagedCache
@@ -138,7 +139,7 @@ class Model:
         kernels: For attention over the ragged cache; None: torch's.
         paged: Computes attention over a paged cache, which the model then has.
         capture: Captures the steps over it; None: they run as they are.
-        exact: Whether those steps all have one shape (backends/steps.py).
+        exact: Whether those steps all have one shape (backends/step_shapes.py).
     """
 
     def __init__(

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import torch
 
+from ragspec.engine.backends.graphs import Capture, CudaGraphs, emulated
 from ragspec.engine.backends.paged_attention import Compute, flex
-from ragspec.engine.backends.steps import Capture, CudaGraphs, emulated
 from ragspec.engine.model.compiled import INDUCTOR, check_folder
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.masks import Unsupported

@@ -1,0 +1,60 @@
+"""Work on static tensors, captured once and then run again: as CUDA graphs, or emulated where there are none.
+
+replay, outputs = CudaGraphs()(work)
+replay()  # `outputs` now hold what work() computes of the tensors that it reads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class StepOutputs(NamedTuple):
+    """What a step computes of its wanted tokens: logits, (wanted, vocab), and the best token of each."""
+
+    logits: torch.Tensor
+    best: torch.Tensor
+
+
+Work = Callable[[], StepOutputs]
+
+
+class Capture(Protocol):
+    """Captures work on static tensors."""
+
+    def __call__(self, work: Work) -> tuple[Callable[[], None], StepOutputs]:
+        """Return what runs the work again, and the tensors that then hold its outputs."""
+
+
+def emulated(work: Work) -> tuple[Callable[[], None], StepOutputs]:
+    """Run the same work again on the same tensors, where there are no graphs: shows whether it may be captured."""
+    outputs = StepOutputs(*(each.clone() for each in work()))
+
+    def replay() -> None:
+        for mine, new in zip(outputs, work(), strict=True):
+            mine.copy_(new)
+
+    return replay, outputs
+
+
+class CudaGraphs:
+    """Captures CUDA graphs, which share their memory."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Work) -> tuple[Callable[[], None], StepOutputs]:
+        """Return the graph's replay and its outputs."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compilers and libraries allocate and choose in the first runs
+            for _ in range(2):
+                work()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = work()
+        return graph.replay, outputs

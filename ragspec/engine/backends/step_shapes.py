@@ -1,0 +1,174 @@
+"""The few shapes that steps over the paged cache have, and how the segments of a step are cut into their rows.
+
+A step has R rows of n tokens. A prompt is cut into rows of up to 64 tokens, and a long draft into several rows too:
+rows of one text see each other's keys, since a layer writes before it attends. Shapes are padded up to few sizes, so
+that a captured step serves many. Tokens of prompts are packed: only attention sees rows and their padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ragspec.engine.backends.paged_attention import TILE
+from ragspec.engine.model.layout import Segment
+
+# Few sizes, since FlexAttention is compiled and a graph captured for each; weights cost more than padding.
+TOKENS = (1, 4)  # of a row that decodes or verifies, padding included
+ROWS = (1, 4, 16, 64, 96, 128, 192, 256, 384, 512)  # of a step that decodes or verifies, padding included
+MOST = 2048  # tokens of a step
+PROMPTS = (64, 256, 512, 1024, MOST)  # tokens of a step that computes prompts, padding included
+SPARE = 16  # rows of such a step beyond those of full tiles: the last tile of a prompt may have few tokens
+EXACT = 4, 64  # tokens of a row, and rows, of a step that decodes, where all steps have one shape
+WIDTH = 32  # least width of block tables; larger ones are powers of two
+RIDGE = 256  # tokens up to which reading a layer's weights takes longer than multiplying by them, on GPUs of today
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The shape of a step: rows, tokens of each, width of block tables; whether all tokens' logits are wanted, or at
+    most one per row; number of tokens if they are packed, otherwise 0."""
+
+    rows: int
+    tokens: int
+    width: int
+    all_logits: bool
+    packed: int = 0
+
+
+@dataclass(slots=True)
+class StepRow:
+    """A row of a step: `count` tokens of a cache row from position `start`. packed: index of the first among the
+    forward's tokens."""
+
+    row: int
+    start: int
+    count: int
+    packed: int
+
+
+def step_rows(segments: Iterable[tuple[int, Segment]], tokens: int) -> list[StepRow]:
+    """Return the rows of segments, each with the packed index of its first token, cut into up to `tokens` tokens."""
+    return [
+        StepRow(segment.row, segment.start + first, min(tokens, segment.count - first), packed + first)
+        for packed, segment in segments
+        for first in range(0, segment.count, tokens)
+    ]
+
+
+def tokens_per_row(counts: Sequence[int], blocks: float) -> int:
+    """Return into rows of how many tokens to cut the segments of a step, of `counts` tokens, so that it takes least.
+
+    More rows read a text's keys and values more often; longer rows have more padding. A step reads its layers' weights
+    once, and takes longer only for more than RIDGE tokens.
+
+    Args:
+        counts: Tokens of each segment.
+        blocks: Bytes of keys and values that a row reads, as a share of the weights'.
+    """
+    if max(counts) == 1:
+        return 1
+    best, least = TOKENS[-1], float("inf")
+    for tokens in reversed(TOKENS):
+        rows = sum(-(-count // tokens) for count in counts)
+        steps, rest = divmod(rows, most_rows(tokens))
+        sizes = [most_rows(tokens)] * steps + [padded(rest, ROWS)] * (rest > 0)
+        taken = sum(max(1.0, size * tokens / RIDGE) for size in sizes) + rows * blocks
+        if taken < least:
+            best, least = tokens, taken
+    return best
+
+
+def most_rows(tokens: int) -> int:
+    """Return the most rows of a step with rows of so many tokens."""
+    return max(rows for rows in ROWS if rows * tokens <= MOST)
+
+
+def padded(number: int, sizes: Sequence[int]) -> int:
+    """Return the least of `sizes` that holds `number`."""
+    return next(size for size in sizes if size >= number)
+
+
+def tables_width(blocks: int) -> int:
+    """Return the width of block tables for rows of up to `blocks` blocks."""
+    return max(WIDTH, 1 << (blocks - 1).bit_length())
+
+
+def packed(segments: Iterable[Segment]) -> list[tuple[int, Segment]]:
+    """Return segments, each with the index of its first token among those of all."""
+    several = list(segments)
+    return list(zip(accumulate((segment.count for segment in several), initial=0), several, strict=False))
+
+
+class StepShapes:
+    """Into which shapes steps are cut.
+
+    Args:
+        exact: Whether steps have the same shape whatever they compute, so that the bits of a token's logits depend on
+            the tokens before it alone.
+    """
+
+    def __init__(self, exact: bool) -> None:
+        self.exact = exact
+
+    def likely(self, rows: int, drafts: bool) -> list[StepShape]:
+        """Return what a run of `rows` rows is likely to need. drafts: whether rows verify drafts."""
+        width = tables_width(1)
+        shapes = [StepShape(size, TILE, width, False, length) for length, size in self._prompt_sizes]
+        if self.exact:
+            tokens, size = EXACT
+            return [*shapes, StepShape(size, tokens, width, True)]
+        for tokens in TOKENS if drafts else TOKENS[:1]:
+            wanted = min(rows * (tokens if tokens > 1 else 1 + drafts), ROWS[-1])
+            most = min(padded(wanted, ROWS), most_rows(tokens))
+            shapes += [StepShape(size, tokens, width, True) for size in ROWS if size <= most]
+        return shapes
+
+    def cut(
+        self, segments: Sequence[Segment], width: int, token_share: float
+    ) -> Iterator[tuple[list[StepRow], StepShape]]:
+        """Yield the rows of each step for some segments, and its shape, but for the logits that are wanted.
+
+        Args:
+            segments: What is to be computed.
+            width: Of block tables.
+            token_share: Bytes of a token's keys and values, as a share of the weights'.
+        """
+        decoding: list[tuple[int, Segment]] = []
+        prompts: list[tuple[int, Segment]] = []
+        for each in packed(segments):
+            short = not each[1].alone and (self.exact or each[1].count <= TILE)
+            (decoding if short else prompts).append(each)
+        if decoding:
+            tokens, most = EXACT
+            if not self.exact:
+                reach = sum(segment.start + segment.count for _, segment in decoding) / len(decoding)
+                tokens = tokens_per_row([segment.count for _, segment in decoding], reach * token_share)
+                most = most_rows(tokens)
+            rows = step_rows(decoding, tokens)
+            for at in range(0, len(rows), most):
+                part = rows[at : at + most]
+                yield part, StepShape(most if self.exact else padded(len(part), ROWS), tokens, width, self.exact)
+        rows = step_rows(prompts, TILE)
+        while rows:
+            part = _fitting(rows, *self._prompt_sizes[-1])
+            length = sum(row.count for row in part)
+            size = next(size for size in self._prompt_sizes if length <= size[0] and len(part) < size[1])
+            yield part, StepShape(size[1], TILE, width, False, size[0])
+            del rows[: len(part)]
+
+    def one_step(self, rows: int) -> bool:
+        """Return whether so many rows that decode make one step."""
+        return rows <= (EXACT[1] if self.exact else most_rows(1))
+
+    @property
+    def _prompt_sizes(self) -> list[tuple[int, int]]:
+        """Tokens and rows of steps that compute prompts."""
+        return [(size, size // TILE + SPARE) for size in (PROMPTS[-1:] if self.exact else PROMPTS)]
+
+
+def _fitting(rows: Sequence[StepRow], tokens: int, most: int) -> list[StepRow]:
+    """Return as many of the first rows as have `tokens` tokens, and are fewer than `most`."""
+    ends = accumulate(row.count for row in rows)
+    return [row for row, end in zip(rows[: most - 1], ends, strict=False) if end <= tokens]
