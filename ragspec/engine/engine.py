@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
+from ragspec.engine.acceptance import StepOutput, accept, needs_logits
 from ragspec.engine.backends.paged_attention import TILE
 from ragspec.engine.constraint import Constraint
 from ragspec.engine.kv.budget import PATIENCE, KvBudget
@@ -27,9 +28,6 @@ from ragspec.engine.request_state import (
     RequestState,
     ScheduledRequest,
     Start,
-    StepOutput,
-    accept,
-    needs_logits,
     reach_of,
 )
 from ragspec.engine.scheduler import PrefixGroups, Scheduler, new_row

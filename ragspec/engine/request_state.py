@@ -19,23 +19,16 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
-
-import torch
 
 from ragspec.engine.kv.prefix_blocks import shared
 from ragspec.engine.model.layout import Segment
-from ragspec.engine.model.result import StepResult
-from ragspec.engine.sampling import Noise, agreement, draw, reject
-from ragspec.models.logits_processors import Processors, token_logprobs
+from ragspec.engine.sampling import Noise
+from ragspec.models.logits_processors import Processors
 from ragspec.records import Failure, Generation, Request, Sampling, TokenLogprob
 from ragspec.speculation.copied_spans import CopiedSpans
 from ragspec.speculation.drafters.base import Draft
 from ragspec.stats import SpecStats
 from ragspec.structured.grammars import Matcher
-
-if TYPE_CHECKING:
-    from ragspec.engine.constraint import Constraint, Masks
 
 
 @dataclass
@@ -226,106 +219,3 @@ class ScheduledRequest:
     def slots(self) -> int:
         """Cache slots (token positions) that its row needs."""
         return self.row.computed + len(self.token_ids)
-
-
-TOGETHER = 1 << 24  # logits that are sampled from at once
-
-StepOutput = list[tuple[ScheduledRequest, list[int]]]  # each request with its generated tokens
-
-
-def needs_logits(work: Sequence[ScheduledRequest]) -> bool:
-    """Return whether more is needed than the best tokens."""
-    return any(
-        not item.row.greedy or item.row.grammar is not None or item.row.request.sampling.logprobs is not None
-        for item in work
-        if item.writes
-    )
-
-
-def accept(work: Sequence[ScheduledRequest], result: StepResult, constraint: Constraint) -> StepOutput:
-    """Return each request's tokens, up to and including the target's first disagreement with the draft.
-
-    result: of the sum of wanted tokens, request after request. constraint: applies grammars.
-    """
-    masks = constraint.masks(work)
-    logits = result.logits() if needs_logits(work) else None
-    sampled = {} if logits is None else _sample_together(work, logits, masks)
-    best: list[int] = []
-    if logits is None:
-        best = result.best()
-    elif any(item.writes and item.row.greedy for item in work):
-        best = logits.argmax(-1).tolist()
-    written: StepOutput = []
-    at = 0
-    for item in work:
-        end = at + item.wanted
-        row, guesses = item.row, item.draft.token_ids
-        if not item.writes:
-            chosen = []
-        elif logits is None:
-            chosen = best[at : at + agreement(guesses, best[at:end]) + 1] if guesses else best[at:end]
-        else:
-            mine = logits[at:end]
-            if at in sampled:
-                chosen = sampled[at]
-            elif not row.greedy:
-                chosen = _choose(item, mine if masks is None else masks.applied(mine, at))
-            elif row.grammar is not None:
-                chosen = constraint.greedy(row.grammar, guesses, best[at:end], mine)
-            else:
-                chosen = best[at : at + agreement(guesses, best[at:end]) + 1]
-            most = row.request.sampling.logprobs
-            if most is not None:
-                item.logprobs = token_logprobs(mine, chosen, most)
-        written.append((item, chosen))
-        at = end
-    return written
-
-
-def _sample_together(
-    work: Sequence[ScheduledRequest], logits: torch.Tensor, masks: Masks | None
-) -> dict[int, list[int]]:
-    """Return the tokens of all rows whose choice depends on their logits and noise alone, by their first logits.
-
-    Rows of the same settings take few calls, not several each.
-    """
-    alike: dict[Sampling, list[tuple[int, ScheduledRequest]]] = {}
-    at = 0
-    for item in work:
-        if item.writes and item.row.sampled_alike is not None and item.draft.probabilities is None:
-            alike.setdefault(item.row.sampled_alike, []).append((at, item))
-        at += item.wanted
-    chosen: dict[int, list[int]] = {}
-    for items in alike.values():
-        indices = [at + i for at, item in items for i in range(item.wanted)]
-        noise = [item.row.noise.at(item.row.written + i) for _, item in items for i in range(item.wanted)]
-        most = max(1, TOGETHER // logits.shape[1])
-        tokens: list[int] = []
-        for first in range(0, len(indices), most):
-            part = indices[first : first + most]
-            rows = logits[torch.tensor(part, device=logits.device)]
-            if masks is not None:
-                rows = masks.applied_at(rows, part)
-            row = items[0][1].row
-            if row.processors is not None:
-                rows = row.processors(rows, row.tokens)
-            tokens += draw(torch.softmax(rows.double(), dim=-1), noise[first : first + most])
-        for at, item in items:
-            mine, tokens = tokens[: item.wanted], tokens[item.wanted :]
-            chosen[at] = mine[: agreement(item.draft.token_ids, mine) + 1]
-    return chosen
-
-
-def _choose(item: ScheduledRequest, logits: torch.Tensor) -> list[int]:
-    """Return one request's tokens by its own processors, and its own noise if it samples."""
-    row, guesses = item.row, item.draft.token_ids
-    if row.processors is not None:
-        logits = row.processors(logits, row.tokens, guesses)
-    if not row.samples:
-        chosen = logits.argmax(-1).tolist()
-    else:
-        weights = torch.softmax(logits.double(), dim=-1)
-        if item.draft.probabilities is not None:
-            return reject(weights, item.draft.probabilities, guesses, row.noise, row.written)
-        chosen = draw(weights, [row.noise.at(row.written + i) for i in range(len(guesses) + 1)])
-    return chosen[: agreement(guesses, chosen) + 1]

@@ -7,7 +7,9 @@ speculation: taking the sample, and continuing while the draft equals it, gives 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 
 import torch
 
@@ -53,20 +55,51 @@ def agreement(draft: Sequence[int], chosen: Sequence[int]) -> int:
     return len(draft)
 
 
-def reject(target: torch.Tensor, drafted: torch.Tensor, draft: Sequence[int], noise: Noise, position: int) -> list[int]:
-    """Return the tokens to emit for a draft that was itself sampled; their distribution is the target's.
+@dataclass(frozen=True, slots=True)
+class SampledDraft:
+    """A draft that was itself sampled, and what the target makes of it.
 
-    target: (k+1, vocab) and drafted: (k, vocab) probabilities; draft: k tokens drawn from `drafted`. position: of
-    the first in the answer. Source: arXiv:2211.17192 algorithm 1, arXiv:2302.01318.
+    target: (k+1, vocab) and drafted: (k, vocab) probabilities. token_ids: k tokens drawn from `drafted`. position: of
+    the first in the answer.
     """
-    emitted: list[int] = []
-    for i, token in enumerate(draft):
-        p, q = float(target[i, token]), float(drafted[i, token])
-        if noise.at(position + i, b"accept") * q < p:
-            emitted.append(token)
-            continue
-        left = (target[i] - drafted[i]).clamp_(min=0)
-        if float(left.sum()) <= 0.0:  # equal up to rounding
-            left = target[i]
-        return emitted + draw(left[None], [noise.at(position + i, b"residual")])
-    return emitted + draw(target[len(draft)][None], [noise.at(position + len(draft))])
+
+    target: torch.Tensor
+    drafted: torch.Tensor
+    token_ids: Sequence[int]
+    noise: Noise
+    position: int
+
+
+def reject(drafts: Sequence[SampledDraft]) -> list[list[int]]:
+    """Return the tokens to emit for each draft; their distribution is the target's.
+
+    A device is waited for twice, however many drafts there are. Source: arXiv:2211.17192 algorithm 1, arXiv:2302.01318.
+    """
+    emitted: list[list[int]] = []
+    weights: list[torch.Tensor] = []
+    uniforms: list[float] = []
+    for draft, chances in zip(drafts, _chances(drafts), strict=True):
+        noise, position, last = draft.noise, draft.position, len(draft.token_ids)
+        passed = (noise.at(position + i, b"accept") * q < p for i, (p, q) in enumerate(chances))
+        end = next((i for i, accepted in enumerate(passed) if not accepted), last)
+        emitted.append(list(draft.token_ids[:end]))
+        weights.append(draft.target[last] if end == last else _left(draft.target[end], draft.drafted[end]))
+        uniforms.append(noise.at(position + last) if end == last else noise.at(position + end, b"residual"))
+    for tokens, token in zip(emitted, draw(torch.stack(weights), uniforms), strict=True):
+        tokens.append(token)
+    return emitted
+
+
+def _chances(drafts: Sequence[SampledDraft]) -> list[list[list[float]]]:
+    """Return, for each draft, two probabilities of each of its tokens: the target's and its own."""
+    ids = [torch.tensor(draft.token_ids, dtype=torch.long, device=draft.target.device)[:, None] for draft in drafts]
+    target = torch.cat([draft.target[:-1].gather(1, each) for draft, each in zip(drafts, ids, strict=True)])
+    drafted = torch.cat([draft.drafted.gather(1, each) for draft, each in zip(drafts, ids, strict=True)])
+    pairs = iter(torch.cat([target, drafted.to(target)], dim=1).tolist())
+    return [list(islice(pairs, len(draft.token_ids))) for draft in drafts]
+
+
+def _left(target: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
+    """Return what the target has beyond the draft, (vocab,); all of the target if rounding leaves nothing."""
+    left = (target - drafted).clamp_(min=0)
+    return torch.where(left.sum() > 0, left, target)

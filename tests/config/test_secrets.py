@@ -347,8 +347,8 @@ def test_what_is_written_of_a_run_is_its_owners(tmp_path):
 LOUD = """
 import sys
 import transformers
-from ragspec.engine import request_state
-request_state.agreement = lambda draft, chosen: len(draft)
+from ragspec.engine import acceptance
+acceptance.agreement = lambda draft, chosen: len(draft)
 load = transformers.AutoModelForCausalLM.from_pretrained
 def loud(*args, **kwargs):
     for key in ("token", "proxies"):

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from ragspec.engine import request_state as work
+from ragspec.engine import acceptance as work
 from ragspec.engine.engine import Engine, EngineSettings
 from ragspec.engine.kv.cache import RaggedCache
 from ragspec.engine.model import layout

@@ -255,7 +255,8 @@ def test_full_graphs_are_taken_where_vllms_own_tables_allow_them_for_ragged_batc
         module, _, name = backend.rpartition(".")
         return getattr(importlib.import_module(f"vllm.v1.attention.backends.{module}"), name)
 
-    monkeypatch.setattr(selector, "get_attn_backend", chosen)
+    # not get_attn_backend: modules that are first imported now would keep it for later tests
+    monkeypatch.setattr(selector, "_cached_get_attn_backend", chosen)
     config = EngineArgs(model=demo, dtype="float32").create_engine_config()
     config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
     assert allows_ragged_graphs(config) == allowed

@@ -1,0 +1,197 @@
+"""Which tokens a step's requests generate: the target's own choice, as far as each draft agrees with it.
+
+    >>> for item, token_ids in accept(work, result, constraint): ...
+
+Requests are chosen for together, so that a device is waited for a few times a step, not a few times a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from ragspec.engine.constraint import Constraint, Masks
+from ragspec.engine.model.result import StepResult
+from ragspec.engine.request_state import ScheduledRequest
+from ragspec.engine.sampling import SampledDraft, agreement, draw, reject
+from ragspec.models.logits_processors import token_logprobs
+from ragspec.records import Sampling
+
+TOGETHER = 1 << 24  # probabilities that are computed at once
+
+StepOutput = list[tuple[ScheduledRequest, list[int]]]  # each request with its generated tokens
+Chosen = dict[int, list[int]]  # tokens, by the index of a request's first logits
+
+
+class Place(NamedTuple):
+    """A request that generates, and the index of its first logits."""
+
+    item: ScheduledRequest
+    at: int
+
+    @property
+    def end(self) -> int:
+        """The index after its last logits."""
+        return self.at + self.item.wanted
+
+    def agreed(self, tokens: Sequence[int]) -> list[int]:
+        """Return the target's choices up to and including the first that is not the draft's."""
+        return list(tokens[: agreement(self.item.draft.token_ids, tokens) + 1])
+
+    def noise(self) -> list[float]:
+        """Return the uniform number of each of its positions."""
+        row = self.item.row
+        return [row.noise.at(row.written + i) for i in range(self.item.wanted)]
+
+
+def needs_logits(work: Sequence[ScheduledRequest]) -> bool:
+    """Return whether more is needed than the best tokens."""
+    return any(
+        not item.row.greedy or item.row.grammar is not None or item.row.request.sampling.logprobs is not None
+        for item in work
+        if item.writes
+    )
+
+
+def accept(work: Sequence[ScheduledRequest], result: StepResult, constraint: Constraint) -> StepOutput:
+    """Return each request's tokens, up to and including the target's first disagreement with the draft.
+
+    result: of the sum of wanted tokens, request after request. constraint: applies grammars.
+    """
+    starts = list(accumulate((item.wanted for item in work), initial=0))[:-1]
+    places = [Place(item, at) for item, at in zip(work, starts, strict=True) if item.writes]
+    masks = constraint.masks(work)
+    if needs_logits(work):
+        logits = result.logits()
+        chosen = _choose(places, logits, masks, constraint)
+        _note_logprobs(places, chosen, logits)
+    else:
+        best = result.best()
+        chosen = {place.at: place.agreed(best[place.at : place.end]) for place in places}
+    return [(item, chosen[at] if item.writes else []) for item, at in zip(work, starts, strict=True)]
+
+
+def _choose(places: Sequence[Place], logits: torch.Tensor, masks: Masks | None, constraint: Constraint) -> Chosen:
+    """Return the tokens of requests of any kind."""
+    greedy: list[Place] = []
+    alike: dict[Sampling, list[Place]] = {}
+    apart: list[Place] = []
+    drafted: list[Place] = []  # by a model that sampled
+    for place in places:
+        row = place.item.row
+        if row.greedy:
+            greedy.append(place)
+        elif row.samples and place.item.draft.probabilities is not None:
+            drafted.append(place)
+        elif row.sampled_alike is not None:
+            alike.setdefault(row.sampled_alike, []).append(place)
+        else:
+            apart.append(place)
+    chosen = _choose_best(greedy, logits, constraint) if greedy else {}
+    for several in alike.values():
+        chosen |= _sample_alike(several, logits, masks)
+    chosen |= _choose_apart(apart, logits, masks)
+    for several in _batches(drafted, logits):
+        samples = [_sampled_draft(place, logits, masks) for place in several]
+        chosen |= {place.at: tokens for place, tokens in zip(several, reject(samples), strict=True)}
+    return chosen
+
+
+def _choose_best(places: Sequence[Place], logits: torch.Tensor, constraint: Constraint) -> Chosen:
+    """Return the best tokens that grammars allow."""
+    best: list[int] = logits.argmax(-1).tolist()
+    chosen = {}
+    for place in places:
+        mine, grammar = best[place.at : place.end], place.item.row.grammar
+        if grammar is None:
+            chosen[place.at] = place.agreed(mine)
+        else:
+            guesses = place.item.draft.token_ids
+            chosen[place.at] = constraint.greedy(grammar, guesses, mine, logits[place.at : place.end])
+    return chosen
+
+
+def _sample_alike(places: Sequence[Place], logits: torch.Tensor, masks: Masks | None) -> Chosen:
+    """Return samples of requests with the same settings, whose choice depends on their logits and noise alone."""
+    chosen: Chosen = {}
+    row = places[0].item.row
+    for several in _batches(places, logits):
+        indices = [at for place in several for at in range(place.at, place.end)]
+        rows = logits[torch.tensor(indices, device=logits.device)]
+        if masks is not None:
+            rows = masks.applied_at(rows, indices)
+        if row.processors is not None:
+            rows = row.processors(rows, row.tokens)
+        tokens = iter(draw(torch.softmax(rows.double(), dim=-1), _noise(several)))
+        chosen |= _parted(several, tokens)
+    return chosen
+
+
+def _choose_apart(places: Sequence[Place], logits: torch.Tensor, masks: Masks | None) -> Chosen:
+    """Return the tokens of requests with processors of their own: samples, or the best after processing."""
+    chosen: Chosen = {}
+    for samples in (False, True):
+        for several in _batches([place for place in places if place.item.row.samples is samples], logits):
+            rows = torch.cat([_processed(place, logits, masks) for place in several])
+            if samples:
+                tokens = iter(draw(torch.softmax(rows.double(), dim=-1), _noise(several)))
+            else:
+                tokens = iter(rows.argmax(-1).tolist())
+            chosen |= _parted(several, tokens)
+    return chosen
+
+
+def _sampled_draft(place: Place, logits: torch.Tensor, masks: Masks | None) -> SampledDraft:
+    row, draft = place.item.row, place.item.draft
+    assert draft.probabilities is not None
+    target = torch.softmax(_processed(place, logits, masks).double(), dim=-1)
+    return SampledDraft(target, draft.probabilities, draft.token_ids, row.noise, row.written)
+
+
+def _processed(place: Place, logits: torch.Tensor, masks: Masks | None) -> torch.Tensor:
+    """Return a request's logits, (wanted, vocab), after its grammar and processors."""
+    mine, row = logits[place.at : place.end], place.item.row
+    if masks is not None:
+        mine = masks.applied(mine, place.at)
+    return mine if row.processors is None else row.processors(mine, row.tokens, place.item.draft.token_ids)
+
+
+def _noise(places: Iterable[Place]) -> list[float]:
+    return [uniform for place in places for uniform in place.noise()]
+
+
+def _parted(places: Iterable[Place], tokens: Iterator[int]) -> Chosen:
+    """Return each request's part of the tokens of all."""
+    return {place.at: place.agreed([next(tokens) for _ in range(place.item.wanted)]) for place in places}
+
+
+def _batches(places: Sequence[Place], logits: torch.Tensor) -> Iterator[list[Place]]:
+    """Yield the requests in parts of at most TOGETHER probabilities, or of one request."""
+    most, part, rows = max(1, TOGETHER // logits.shape[1]), list[Place](), 0
+    for place in places:
+        if part and rows + place.item.wanted > most:
+            yield part
+            part, rows = [], 0
+        part.append(place)
+        rows += place.item.wanted
+    if part:
+        yield part
+
+
+def _note_logprobs(places: Sequence[Place], chosen: Chosen, logits: torch.Tensor) -> None:
+    """Note the log-probabilities of generated tokens where they are asked for."""
+    asked: dict[int, list[Place]] = {}
+    for place in places:
+        most = place.item.row.request.sampling.logprobs
+        if most is not None:
+            asked.setdefault(most, []).append(place)
+    for most, several in asked.items():
+        for part in _batches(several, logits):
+            indices = [place.at + i for place in part for i in range(len(chosen[place.at]))]
+            tokens = [token for place in part for token in chosen[place.at]]
+            found = iter(token_logprobs(logits[torch.tensor(indices, device=logits.device)], tokens, most))
+            for place in part:
+                place.item.logprobs = [next(found) for _ in chosen[place.at]]
