@@ -150,8 +150,8 @@ class Bits:
     """How many answers have the same tokens with the same log-probabilities, bit for bit.
 
     Attributes:
-        records: Answered in both runs.
-        same: Of those.
+        records: Of both runs.
+        same: Answered in both, with the same bits.
         promised: Whether the run promises it, so that any other is a fault.
         first: What differs: record id, position, and the two log-probabilities.
     """
@@ -171,7 +171,8 @@ def compare_bits(plain: Answers, speculative: Answers, promised: bool) -> Bits:
         (name, one, speculative.answered[name]) for name, one in plain.answered.items() if name in speculative.answered
     ]
     differing = [found for name, one, two in pairs if (found := _first_difference(name, one, two)) is not None]
-    return Bits(len(pairs), len(pairs) - len(differing), promised, differing[:FIRST])
+    names = {*plain.answered, *speculative.answered, *plain.failed, *speculative.failed}
+    return Bits(len(names), len(pairs) - len(differing), promised, differing[:FIRST])
 
 
 def _first_difference(name: str, one: Answer, two: Answer) -> tuple[str, int, float | None, float | None] | None:

@@ -23,6 +23,15 @@ EXCERPT = 320  # characters of a passage
 WIDEST = 100  # columns of an answer
 
 
+# what a terminal would obey, as models and documents may write it: C0 but for line ends and tabs, DEL and C1
+CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def visible(text: str) -> str:
+    """Return a text without the control characters that a terminal would obey."""
+    return text.translate(CONTROLS)
+
+
 def stdout() -> Console:
     """Return a console on stdout; a file gets plain text."""
     terminal = sys.stdout is not None and sys.stdout.isatty()
@@ -38,10 +47,11 @@ class AnswerView:
         self._colours: dict[str, str] = {}
         self._shown = 0  # characters of the answer on the screen
         self._column = 0
+        self._wrapped = False  # whether the line began in the middle of one of the answer's
 
     def begin(self) -> None:
         """Forget the answer before."""
-        self._colours, self._shown, self._column = {}, 0, 0
+        self._colours, self._shown, self._column, self._wrapped = {}, 0, 0, False
 
     def hear(self, partial: PartialAnswer) -> None:
         """Show what is new of an answer, up to the last whole word."""
@@ -51,7 +61,7 @@ class AnswerView:
     def show(self, line: Mapping[str, Any]) -> None:
         """Show a whole answer under its question."""
         self.begin()
-        self._out.print(Text(str(line.get("query") or line["id"]), style="bold"))
+        self._out.print(Text(visible(str(line.get("query") or line["id"])), style="bold"))
         self.finish(line)
 
     def finish(self, line: Mapping[str, Any]) -> None:
@@ -88,16 +98,18 @@ class AnswerView:
     def _print(self, text: str, style: str) -> None:
         """Print a piece in one style, broken between words on a terminal."""
         if not self._out.is_terminal:
-            self._out.print(text, end="", markup=False)
+            self._out.file.write(text)
+            self._out.file.flush()
             return
         width = min(self._out.width, WIDEST)
-        for word in _words(text):
+        for word in _words(visible(text)):
             if word == "\n" or self._column + len(word.rstrip()) > width:
                 self._out.print()
-                self._column = 0
-            if word != "\n" and (self._column or word.strip()):
-                self._out.print(Text(word, style=style), end="")
-                self._column += len(word)
+                self._column, self._wrapped = 0, word != "\n"
+            if word == "\n" or (self._wrapped and not self._column and not word.strip()):
+                continue
+            self._out.print(Text(word if self._column + len(word) <= width else word.rstrip(), style=style), end="")
+            self._column += len(word)
 
     def _colour(self, context: str) -> str:
         return self._colours.setdefault(context, COLOURS[len(self._colours) % len(COLOURS)])
@@ -123,9 +135,10 @@ def print_passage(
     words: str = "",
 ) -> None:
     """Print a passage's number, name and text. style: of its name and of `quotes` in it. words: shown in bold."""
-    about = [passage.get("title") or "", f"{passage['score']:.2f}" if words and "score" in passage else ""]
+    score = f"{passage['score']:.2f}" if words and "score" in passage else ""
+    about = [visible(str(passage.get("title") or "")), score]
     head = Text.assemble(
-        (f"[{number}] {passage['id']}", style or "bold"), ("  ".join(["", *filter(None, about)]), "dim")
+        (visible(f"[{number}] {passage['id']}"), style or "bold"), ("  ".join(["", *filter(None, about)]), "dim")
     )
     text = excerpt(str(passage["text"]), [style] if style else [], quotes)
     if words:
@@ -138,15 +151,16 @@ def print_passage(
 
 def excerpt(text: str, styles: Sequence[str], quotes: Sequence[str]) -> Text:
     """Return the part of a passage that shows its first quote, or its beginning. styles: of the quotes, if any."""
-    flat = " ".join(text.split())
-    places = [flat.find(" ".join(quote.split())) for quote in quotes]
+    flat = visible(" ".join(text.split()))
+    quotes = [visible(" ".join(quote.split())) for quote in quotes]
+    places = [flat.find(quote) for quote in quotes]
     first = min((place for place in places if place >= 0), default=0)
     begin = 0 if first < EXCERPT // 2 else flat.rfind(" ", 0, first - EXCERPT // 4) + 1
     end = len(flat) if len(flat) - begin <= EXCERPT else flat.rfind(" ", 0, begin + EXCERPT)
     before, after = "... " if begin else "", " ..." if end < len(flat) else ""
     shown = Text.assemble((before, "dim"), flat[begin:end], (after, "dim"))
     for quote in quotes if styles else ():
-        shown.highlight_words([" ".join(quote.split())], styles[0])
+        shown.highlight_words([quote], styles[0])
     return shown
 
 

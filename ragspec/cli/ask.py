@@ -65,7 +65,7 @@ def ask(
     question = None if question is None else checked_question(question)
     if context and "-" in context and question is None:
         raise ConfigError("--context -: stdin cannot be both the context and the questions; give a QUESTION")
-    settings = [*overrides(None, max_new_tokens), *settings]
+    settings = [*overrides(override, max_new_tokens), *settings]
     indexes = any(each.startswith("retrieval.index=") for each in settings)
     if sum([bool(corpus), bool(context), indexes]) > 1:
         raise ConfigError("--index, --corpus and --context: give one of them")
@@ -77,7 +77,7 @@ def ask(
         settings.insert(0, f"sampling.default_new_tokens={LONGEST}")
     if corpus:
         settings.append(f"retrieval.index={_indexed(console, corpus)}")
-    run_config, notes, _ = settings_of(config, settings, override)
+    run_config, notes, _ = settings_of(config, settings)
     passages = context_passages(context) if context else None
     run_config = for_questions(run_config, passages=bool(passages or run_config.retrieval))
     print_notes(console, notes)

@@ -110,7 +110,7 @@ def settings_of(
     settings: the overrides that flags mean; they win over `override` (`--set`). direct: as in `load_config`.
     """
     from ragspec.cli.flags import method_for
-    from ragspec.config.load import build_config, merged, read_config
+    from ragspec.config.load import merged, read_config, redacted_config
     from ragspec.errors import ConfigError
 
     settings = [*(override or ()), *settings]
@@ -120,7 +120,7 @@ def settings_of(
     raw, read_notes = read_config(config) if config else ({}, [])
     source = config or "command line"
     values, notes = merged(raw, source, [*method_for(settings, config=config is not None), *settings], **direct)
-    run_config = build_config(values, source)
+    run_config = redacted_config(values, source)
     redact = run_config.redactor()
     return run_config, [*read_notes, *map(redact, notes)], values
 

@@ -192,9 +192,14 @@ def config_of(
 ) -> tuple[RunConfig, list[str]]:
     """Return what `load_config` does for a file's values `raw`, which may be changed. source: begins messages."""
     values, notes = merged(raw, source, overrides, **direct)
-    with _raw_redactor(values, source).over_errors():
-        config = build_config(values, source)
+    config = redacted_config(values, source)
     return config, [config.redactor()(note) for note in notes]
+
+
+def redacted_config(values: dict[str, Any], source: str) -> RunConfig:
+    """Return `build_config` of values as `merged` returns them; errors show no secret that is among them."""
+    with _raw_redactor(values, source).over_errors():
+        return build_config(values, source)
 
 
 def merged(

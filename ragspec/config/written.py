@@ -29,10 +29,10 @@ NAMES_FILES = (("prompt", "template"), ("structured", "json_schema"), ("structur
 
 def save_config(config: RunConfig, given: Mapping[str, Any], path: Path, why: Sequence[str], *, force: bool) -> None:
     """Write a config with comments. force: replace an existing file. Raises ConfigError."""
-    if path.exists() and not force:
-        raise ConfigError(f"{path}: is there already; choose another name, or delete it")
     text = commented(config, given, why)
     try:
+        if path.exists() and not force and path.read_text(encoding="utf-8") != text:
+            raise ConfigError(f"{path}: already exists with other content; choose another name, or delete it")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text.encode())
     except OSError as error:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ragspec.errors import ConfigError
 from ragspec.json_text import JSONDecodeError, dumps, loads
 from ragspec.outputs.ledger import Drop, Finished
 from ragspec.outputs.line_file import Appended
@@ -25,6 +26,7 @@ COLUMNS = (
 )
 OPTIONAL = {"query": "query", "passages": "contexts"}  # column: what output.include calls it
 NUMBERS = {"prompt_tokens", "output_tokens", "latency_s"}
+NEEDED = {"id", "output", "error", "details", "fingerprint"}  # columns without which a row loses something
 AS_JSON = {"contexts", "passages", "metadata", "error", "details"}
 csv.field_size_limit(256 << 20)
 
@@ -48,6 +50,11 @@ class CsvFile(Appended):
         rows = iter(self)
         self._header = next(rows, (0, self._header))[1]
         self._columns = decoded(self._header)
+        if lost := sorted(NEEDED - set(self._columns)):
+            raise ConfigError(
+                f"{self.path}: its header is not ragspec's any more ({lost[0]} is missing; a spreadsheet's?); "
+                "choose another --output, or start over with --no-resume"
+            )
         if drop is not None:
             kept = [row for _, row in rows if not drop(self._finished(row))]
             self.replace([self._header, *kept] if self.size else [])
@@ -74,6 +81,20 @@ class CsvFile(Appended):
 
     def _finished(self, row: bytes) -> Finished:
         return Finished.of(dumps(line_of(dict(zip(self._columns, decoded(row), strict=False)))))
+
+
+def written_here(path: Path) -> bool:
+    """Return whether a file is such an output."""
+    if path.suffix.lower() != ".csv" or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return set(decoded(file.readline())) >= NEEDED
+
+
+def lines_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of such an output as output lines."""
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        yield from map(line_of, csv.DictReader(file))
 
 
 def encoded(cells: Iterable[Any]) -> bytes:

@@ -17,13 +17,13 @@ class Answer(dict[str, Any]):
     """An output line (docs/guide/output.md): `answer["output"]` is the text, or `answer["error"]` says why not."""
 
     def __repr__(self) -> str:
-        if "error" in self:
+        if self.get("error"):
             return f"Answer({self['id']!r}, error: {self['error']['message']})"
         cut = ", cut off" if self.get("finish_reason") == "length" else ""
         return f"Answer({self.get('id')!r}, {self.get('output')!r}, {self.get('output_tokens', 0)} tokens{cut})"
 
     def _repr_html_(self) -> str:
-        if "error" in self:
+        if self.get("error"):
             return f"<p><b>{escape(str(self['id']))}</b>: {escape(self['error']['message'])}</p>"
         copied = sorted(self.get("copied") or [], key=lambda span: int(span["start"]))
         colours = {name: BACKGROUNDS[at % len(BACKGROUNDS)] for at, name in enumerate(self.get("contexts") or [])}

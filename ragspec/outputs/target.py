@@ -95,10 +95,11 @@ class Target(Protocol):
 def target_of(config: OutputConfig) -> Target | None:
     """Return the target of an output; None for stdout, pipes and devices, which keep nothing. Raises ConfigError."""
     path = local_path(revealed(config.path))
+    there, is_remote = Path(path), is_url(path)
+    if config.format == "csv" and (is_remote or path == "-" or (there.exists() and not there.is_file())):
+        raise ConfigError(f"output.format: csv is written to one local file, and {config.path} is none")
     if path == "-" or path.startswith("/dev/"):
         return None
-    there = Path(path)
-    is_remote = is_url(path)
     if not is_remote and there.exists() and not there.is_file() and not there.is_dir():
         return None
     if config.format in ("jsonl", "openai") and path.rstrip("/").lower().endswith(".parquet"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ragspec.config.io import InputConfig
@@ -163,13 +164,15 @@ def _metadata(line: Mapping[str, Any]) -> dict[str, Any]:
 
 def answer_lines(path: str) -> Iterator[dict[str, Any]]:
     """Yield the lines of an output, whatever its format. Raises ConfigError."""
+    if csv_file.written_here(Path(path)):
+        yield from csv_file.lines_of(Path(path))
+        return
+    is_table = path.lower().endswith(".parquet")
     with open_source(InputConfig(path=[path])) as source:
         for row in source:
             value = _checked(row.value, source.where(row.number))
-            if {"fingerprint", "details"} <= value.keys():
-                yield csv_file.line_of(value)
-            else:
-                yield line_of(value) if isinstance(value.get("metadata"), str) else value
+            texts = is_table or any(isinstance(value.get(key), str) for key in ("metadata", "logprobs", "passages"))
+            yield line_of(value) if texts else value
 
 
 def _checked(value: Any, where: str) -> dict[str, Any]:

@@ -81,6 +81,8 @@ class Pairs:
 
 def write_pairs(one: str, other: str, path: Path) -> Pairs:
     """Write the page of two outputs, and return its content. Raises ConfigError if they have no record in common."""
+    if path.exists() and any(path.samefile(each) for each in (one, other) if Path(each).exists()):
+        raise ConfigError(f"--output: {path} is one of the two outputs; choose another name for the page")
     found = pairs_of(one, other)
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined

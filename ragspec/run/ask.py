@@ -44,7 +44,9 @@ def for_questions(config: RunConfig, *, passages: bool) -> RunConfig:
 
     passages: questions come with passages, so that a config without a system prompt gets one that says so.
     """
-    changed: dict[str, Any] = {"output": config.output.model_copy(update={"include": ["query", "contexts"]})}
+    changed: dict[str, Any] = {
+        "output": config.output.model_copy(update={"include": ["query", "contexts"], "format": "auto"})
+    }
     if "batch_size" not in config.runner_args and config.runner != "vllm":
         changed["runner_args"] = {**config.runner_args, "batch_size": 1}
     if passages and config.prompt.system is None and config.prompt.template is None:
@@ -54,7 +56,13 @@ def for_questions(config: RunConfig, *, passages: bool) -> RunConfig:
 
 def context_passages(paths: Sequence[str]) -> list[dict[str, Any]]:
     """Return the passages of files (- for stdin), in their order, as a record's contexts. Raises ConfigError."""
-    return [passage for path in paths for passage in _passages_in(path)]
+    found = []
+    for path in paths:
+        passages = [passage for passage in _passages_in(path) if passage["text"].strip()]
+        if not passages:
+            raise ConfigError(f"--context: {path}: contains no text")
+        found += passages
+    return found
 
 
 def _passages_in(path: str) -> Iterator[dict[str, Any]]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from itertools import accumulate, takewhile
+from numbers import Integral
 from typing import Any
 
 from ragspec.errors import ConfigError, did_you_mean, flat
@@ -316,7 +317,10 @@ class GuardedDrafter:
             rate = self.hits / self.trials
             acceptance = [rate ** (depth + 1) for depth in range(count)]
         sources: list[int | None] = [None] * count
-        return Draft(token_ids, acceptance, draft.sources[:count] if len(draft.sources) >= count else sources)
+        if len(draft.sources) >= count:  # numpy's integers are some too, but no JSON
+            given = list(draft.sources)[:count]
+            sources = [int(place) if isinstance(place, Integral) and place >= 0 else None for place in given]
+        return Draft(token_ids, acceptance, sources)
 
 
 class _GuardedRow:

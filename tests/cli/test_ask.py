@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import pytest
 from rich.console import Console
@@ -94,10 +95,13 @@ def test_search_shows_passages_and_their_files(tmp_path):
         (["ask", "x", *FAKE, "--context", "a", "--corpus", "b"], "--index, --corpus and --context: give one of them"),
         (["ask", *FAKE, "--context", "-"], "stdin cannot be both"),
         (["ask", "x", "--model", "nowhere/none"], 'model: "nowhere/none": is not a local folder'),
+        (["ask", "x", "--set", "model=nowhere/none"], 'model: "nowhere/none": is not a local folder'),
+        (["ask", "x", *FAKE, "--context", "empty.txt"], "--context: empty.txt: contains no text"),
     ],
 )
 def test_what_cannot_be_asked_is_one_line(tmp_path, monkeypatch, args, message):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").write_text(" \n")
     done = invoke(*args)
     assert isinstance(done.exception, ConfigError)
     assert message in str(done.exception)
@@ -161,3 +165,30 @@ def test_an_excerpt_shows_what_was_quoted():
     text = "filler " * 200 + "the granite tower" + " filler" * 200
     assert "the granite tower" in excerpt(text, ["green"], ["the granite tower"]).plain
     assert excerpt(text, [], []).plain.startswith("filler")
+
+
+FIGURES = {"output_tokens": 5, "latency_s": 0.1, "finish_reason": "stop"}
+
+
+def test_a_terminal_obeys_nothing_that_a_model_or_a_document_says():
+    screen, file = view(terminal=True)
+    orders = "\x1b]0;title\x07 \x1b[2J \x9b31m \x08"
+    passage = {"id": f"d{orders}", "title": orders, "text": f"He {orders} built it."}
+    screen.show({"id": orders, "query": orders, "output": f"Ann {orders}", "passages": [passage], **FIGURES})
+    assert not {"\x07", "\x08", "\x9b"} & set(file.getvalue())
+    assert set(re.findall(r"\x1b(\[[\d;]*m)?", file.getvalue())) <= {"[1m", "[2m", "[0m"}, "but for our own colours"
+
+
+def test_lines_keep_their_indentation_and_none_is_too_long():
+    screen, file = view(terminal=True)
+    screen.finish({"output": "def f():\n    return 1\n\n" + "abcdefghi " * 12 + "end", **FIGURES})
+    lines = file.getvalue().splitlines()
+    assert lines[:3] == ["def f():", "    return 1", ""]
+    assert max(map(len, lines[:8])) <= 30
+
+
+def test_what_goes_to_a_file_is_the_answer_itself():
+    screen, file = view(terminal=False)
+    text = "a\tb \x0c\r\n  c [bold]d[/bold]"
+    screen.finish({"output": text, **FIGURES})
+    assert file.getvalue().startswith(text + "\n")

@@ -91,7 +91,17 @@ def test_a_saved_config_has_no_secret_and_replaces_nothing(tmp_path, questions, 
     assert "hf_abcdefgh12345678" not in saved.read_text()
     monkeypatch.setenv("RAGSPEC_OUTPUT_STORAGE_OPTIONS_TOKEN", "other")
     assert load_config(str(saved))[0].output.storage_options["token"] == "${RAGSPEC_OUTPUT_STORAGE_OPTIONS_TOKEN}"
-    assert "is there already" in str(invoke("generate", *flags).exception)
+    assert invoke("generate", *flags).exit_code == 0, "the same again"
+    found = invoke("generate", *flags, "--temperature", 0.5)
+    assert "already exists with other content" in str(found.exception)
+
+
+def test_an_error_of_a_config_shows_no_secret(tmp_path, questions):
+    config = {"runner": "fake", "input": str(questions), "runner_args": {"hf_token": "supersecretvalue1"}}
+    (tmp_path / "c.yaml").write_text(json.dumps(config | {"order": "supersecretvalue1"}))
+    done = invoke("generate", "-c", tmp_path / "c.yaml")
+    assert isinstance(done.exception, ConfigError)
+    assert "supersecretvalue1" not in str(done.exception)
 
 
 def test_a_config_of_init_runs(tmp_path, questions, monkeypatch):

@@ -12,6 +12,7 @@ from ragspec.json_text import dumps
 from ragspec.outputs.csv_file import COLUMNS, CsvFile, cells_of, decoded, encoded, line_of
 from ragspec.outputs.ledger import Finished
 from ragspec.quality.evaluate import evaluate
+from ragspec.quality.graded import answer_lines
 from ragspec.run.generate import generate
 from tests.conftest import write_jsonl
 
@@ -73,6 +74,31 @@ def test_a_file_keeps_the_columns_it_has(tmp_path):
     run(tmp_path, include=["query"])
     assert len(rows(tmp_path)) == len(RECORDS)
     assert "query" not in rows(tmp_path)[0]
+
+
+@pytest.mark.parametrize(
+    "change", [lambda text: text.replace(b",", b";"), lambda text: text.replace(b"output", b"answer")]
+)
+def test_a_file_that_a_spreadsheet_has_changed_is_left_alone(tmp_path, change):
+    run(tmp_path, RECORDS[:3])
+    path = tmp_path / "a.csv"
+    changed = change(path.read_bytes())
+    path.write_bytes(changed)
+    with pytest.raises(ConfigError, match=r"a.csv: its header is not ragspec's any more"):
+        run(tmp_path)
+    assert path.read_bytes() == changed
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
+def test_an_answer_that_is_json_stays_a_text(tmp_path, name):
+    records = [{"id": "q", "query": '{"a": [1, "\u00e9"]}', "contexts": []}]
+    source = write_jsonl(tmp_path / "in.jsonl", records)
+    output = {"path": str(tmp_path / name), "include": ["query", "contexts"]}
+    raw = {"runner": "fake", "input": source, "output": output, "prompt": {"template": "{{ query }}"}}
+    generate(build_config(raw | {"sampling": {"max_new_tokens": 200}}))
+    (line,) = answer_lines(str(tmp_path / name))
+    assert isinstance(line["output"], str)
+    assert not line.get("passages")
 
 
 def test_answers_in_csv_can_be_evaluated(tmp_path):

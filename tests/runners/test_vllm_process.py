@@ -140,6 +140,14 @@ def test_a_run_that_begins_with_a_dead_engine_starts_it_again(engine, expected):
     assert [one.token_ids for one in ordered(engine.generate(asked(engine)))] == expected[0]
 
 
+def test_an_engine_that_is_told_to_end_gives_up_no_record(engine, expected):
+    """On SIGTERM vLLM ends all requests as aborted before its process ends."""
+    outcomes = engine.generate(asked(engine))
+    first = next(outcomes)
+    engine_process(engine).terminate()
+    assert [one.token_ids for one in ordered([first, *outcomes])] == expected[0]
+
+
 def test_a_client_that_waits_for_a_dead_engine_is_woken(engine, expected):
     """vLLM's own would wait for ever."""
     process = engine_process(engine)
@@ -176,6 +184,9 @@ def test_our_drafter_cites_and_counts_from_the_engines_process(demo, expected):
         text = runner.tokenizer.decode(plain[3])
         stops = replace(requests[3].sampling, stop=(text[len(text) // 2 :][:4],))
         requests[3] = replace(requests[3], sampling=stops, thinking=Thinking("<think>", "</think>"))
+        text = runner.tokenizer.decode(plain[4])
+        stops = replace(requests[4].sampling, stop=(text[len(text) // 2 :][:4],))  # vLLM itself looks for this one
+        requests[4] = replace(requests[4], sampling=stops)
         mixed = ordered(runner.generate(requests))
         assert mixed[1].undrafted.startswith("logit_bias: ")
         assert set(mixed[1].token_ids) == {unlike}
@@ -183,7 +194,10 @@ def test_our_drafter_cites_and_counts_from_the_engines_process(demo, expected):
         assert runner.tokenizer.decode(mixed[2].token_ids) in ("yes", "no")
         assert mixed[3].finish_reason == "stop"
         assert len(mixed[3].guessed) == len(mixed[3].token_ids) < len(plain[3])
-        assert [one.token_ids for one in mixed[4:]] == plain[4:]
+        assert mixed[4].finish_reason == "stop"
+        assert len(mixed[4].guessed) == len(mixed[4].token_ids) < len(plain[4])
+        assert [one.token_ids for one in mixed[5:]] == plain[5:]
+        requests[4] = replace(requests[4], sampling=requests[5].sampling)
         first = next(outcomes := runner.generate(requests[4:]))  # it drafts and cites after a restart, too
         engine_process(runner).kill()
         again = ordered([first, *outcomes])

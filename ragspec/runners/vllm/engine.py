@@ -12,12 +12,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
+from multiprocessing.connection import wait
 from typing import Any
 
 from ragspec.host.waiting import Waiting
 from ragspec.runners.vllm.config import Additions
-from ragspec.runners.vllm.patches.engine_process import exit_code, own_process, watch
+from ragspec.runners.vllm.patches.engine_process import exit_code, own_process
 
 RESET_TRIES, RESET_S = 200, 0.01  # to empty the prefix cache, while the last run's steps end
 
@@ -62,9 +63,7 @@ class Engine:
         self.own_process = hasattr(core, "outputs_queue")  # also by VLLM_ENABLE_V1_MULTIPROCESSING
         computes_here = current_platform.is_cpu() and not self.own_process
         self._waiting = Waiting() if computes_here else nullcontext()
-        if self.own_process:
-            watch(core)
-        elif self._additions is not None:
+        if not self.own_process and self._additions is not None:
             from ragspec.runners.vllm.inside import Inside
 
             self._inside = Inside(core.engine_core, self._additions)
@@ -126,12 +125,22 @@ class Engine:
         self._alive(self.inner.abort_request, names)
 
     def ended(self, name: str) -> dict[str, Any]:
-        """Return what the engine's Inside knows of a request that was aborted."""
-        return self.ask("ended", self._ids.get(name, "")) or {}
+        """Return what the engine's Inside knows of a request that was aborted; nothing if the engine has died."""
+        with suppress(EngineDied):  # the next step says so
+            return self.ask("ended", self._ids.get(name, "")) or {}
+        return {}
 
     def is_computing(self) -> bool:
         """Return whether an engine of another process has brought nothing yet, so that step() would wait."""
         return self.own_process and bool(self.inner.engine_core.outputs_queue.empty())
+
+    def has_ended(self, patience_s: float) -> bool:
+        """Return whether an engine of another process ends within so many seconds."""
+        if not self.own_process:
+            return False
+        return bool(
+            wait([each.sentinel for each in self.inner.engine_core.resources.engine_manager.processes], patience_s)
+        )
 
     def step(self) -> list[Any]:
         """Return the outputs of a step, which an engine of this process computes here. Raises EngineDied."""

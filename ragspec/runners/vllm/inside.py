@@ -70,7 +70,7 @@ class Inside:
         if self._proposer is not None:
             about, notes = self._proposer.about(), self._proposer.notes
         elif self._drafts_elsewhere:
-            about, notes = self._workers("ragspec_report")[0]
+            about, notes = next((each for each in self._workers("ragspec_report") if each), ({}, []))
         elif self._guarded is not None:
             about, notes = self._guarded.about(), list(filter(None, [self._guarded.note(self._method)]))
         report: dict[str, Any] = json.loads(json.dumps({"about": about, "notes": notes}, default=float))
@@ -140,14 +140,21 @@ class WorkerExtension:
 
     model_runner: Any
 
+    @property
+    def _proposer(self) -> Any:
+        """Our proposer; None in a stage of a pipeline that is not the last."""
+        return getattr(self.model_runner, "drafter", None)
+
     def ragspec_follow(self) -> None:
         """Let our proposer follow the requests of its model runner."""
-        self.model_runner.drafter.follow(self.model_runner)
+        if self._proposer is not None:
+            self._proposer.follow(self.model_runner)
 
     def ragspec_reset(self) -> None:
         """Let our proposer forget all requests and measurements."""
-        self.model_runner.drafter.reset()
+        if self._proposer is not None:
+            self._proposer.reset()
 
-    def ragspec_report(self) -> tuple[dict[str, Any], list[str]]:
-        """Return our proposer's statistics and notes."""
-        return self.model_runner.drafter.about(), self.model_runner.drafter.notes
+    def ragspec_report(self) -> tuple[dict[str, Any], list[str]] | None:
+        """Return our proposer's statistics and notes, None without one."""
+        return None if self._proposer is None else (self._proposer.about(), self._proposer.notes)

@@ -219,6 +219,7 @@ class Proposer:
                 continue
             row = self._rows.get(name)
             if row is None:
+                self._forget_ended()
                 row = self._rows[name] = self._open(name, tokens[slot, : length - emitted].tolist())
                 more = True
             if row.length + emitted == length:
@@ -230,6 +231,14 @@ class Proposer:
             row.step = self._step
             seen[slot] = row
         return seen, more
+
+    def _forget_ended(self) -> None:
+        """Close requests of whose end nobody tells, as where vLLM's devices have processes of their own."""
+        if len(self._rows) > 2 * len(self.model_runner.requests):  # preempted ones are among those
+            for name in [name for name in self._rows if name not in self.model_runner.requests]:
+                self.finish(name)
+            while self._finished:
+                self._finished.pop().close()
 
     def _open(self, name: str, token_ids: list[int]) -> Tracked:
         """Return a request that vLLM has begun to answer. token_ids: as far as they were not generated this step."""

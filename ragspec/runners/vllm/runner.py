@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from time import perf_counter
 from typing import Any, Self
 
@@ -24,7 +24,7 @@ from ragspec.models.resolve import context_length
 from ragspec.records import Failure, Generation, Request, Sampling
 from ragspec.runners.vllm.args import Args
 from ragspec.runners.vllm.config import is_ours, one_line
-from ragspec.runners.vllm.engine import Engine
+from ragspec.runners.vllm.engine import Engine, EngineDied
 from ragspec.runners.vllm.modes import LEAST_STEPS, OURS, ModeRun, first_mode, read_runs, remember_run, worth_restarting
 from ragspec.runners.vllm.patches.seeds import patch_seeds
 from ragspec.runners.vllm.plan import Plan
@@ -79,10 +79,18 @@ class Runner:
         able = {mode: runs for mode, runs in known.items() if mode in (PLAIN, OURS) or self._can_run(mode)}
         rows = at_once(self._config.input, self._plan.rows)
         self._mode, expected = first_mode(rows, asynchronous=plain is not None, known=able)
+        chosen = self._plan
+        if self._mode != OURS:
+            try:
+                chosen = plain if plain is not None and self._mode == PLAIN else self._planned(self._mode)
+            except ConfigError as error:  # it ran here once, and lacks something now
+                self._notes.append(f"method auto: {self._mode} was fastest here, but {error}")
+                self._mode = OURS
         self._modes = {"first": self._mode, "expected": expected}
         if self._mode != OURS:
-            self._plan = plain if plain is not None and self._mode == PLAIN else self._planned(self._mode)
-            self.cites = False
+            self._plan, self.cites = chosen, False
+            row = find(_method(self._mode))
+            self.remembers = row is not None and VLLM in row.remembers
             self._notes.append(f"method auto: starts with {self._mode}, expected to be fastest with {rows} at once")
         else:
             self._plain = plain
@@ -98,12 +106,14 @@ class Runner:
         """Return whether a mode that ran here before needs nothing that the config lacks."""
         if mode == NGRAM_GPU["method"]:
             return not self._plan.on_cpu
-        row, spec = find(mode), self._config.speculation
-        return row is not None and VLLM in row.runners and all(getattr(spec, key) for key in row.needs)
+        row, spec = find(_method(mode)), self._config.speculation
+        if row is None or VLLM not in row.runners or mode != _mode_of(_method(mode), spec.draft_model):
+            return False
+        return all(getattr(spec, key) for key in row.needs)
 
     def _planned(self, method: str) -> Plan:
         """Return the checked plan of another method."""
-        change: dict[str, Any] = {"method": method}
+        change: dict[str, Any] = {"method": _method(method)}
         if method == NGRAM_GPU["method"]:
             change = {"method": "speculative_config", "speculative_config": NGRAM_GPU}
         spec = self._config.speculation.model_copy(update=change)
@@ -169,7 +179,7 @@ class Runner:
         if self._modes and run.output_tokens:
             self._modes["output_tokens_per_s"] = round(run.speed, 1)
         if self._plan is first and not stream.restarted and run.output_tokens >= LEAST_TOKENS:
-            remember_run(OURS if is_ours(self._plan.method) else self._plan.method, run, self._plan.settings())
+            remember_run(_mode_of(self._plan.method, self._config.speculation.draft_model), run, self._plan.settings())
         if stream.restarted:
             self._judgement.append(f"{stream.restarted}; it was started again, and answered what was left")
         if stream.masked_logprobs:
@@ -177,7 +187,9 @@ class Runner:
                 "logprobs of structured answers are those under their grammar (-9999: not allowed there), not the "
                 "model's own: vLLM masks before it tells them"
             )
-        report = self._running.ask("report") if self._running is not None else None
+        report, self._drafting = None, {}
+        with suppress(EngineDied):  # everything is answered
+            report = self._running.ask("report") if self._running is not None else None
         if report is not None:
             self._drafting = report["about"]
             self._judgement += report["notes"]
@@ -235,6 +247,18 @@ class Runner:
             **self._drafting,
             **({"modes": self._modes} if self._modes else {}),
         }
+
+
+def _mode_of(method: str, draft: str | None) -> str:
+    """Return the name under which runs of a method are remembered, of a draft's with the draft."""
+    if is_ours(method):
+        return OURS
+    row = find(method)
+    return f"{method} {draft}" if draft and row is not None and row.takes_draft else method
+
+
+def _method(mode: str) -> str:
+    return mode.partition(" ")[0]
 
 
 def at_once(given: InputConfig | None, rows: int) -> int:

@@ -141,6 +141,7 @@ def spec_stats(metrics: Any, written: int, output_tokens: int, steps: int | None
 log = logging.getLogger(__name__)
 AHEAD = 2  # requests submitted per row of the engine's batch, so that no row waits for one
 LOOK_S = 5.0  # between two thoughts on whether another engine would be faster
+ENDING_S = 60.0  # for an engine that gives its requests up
 READ = 4  # requests read at a time while the engine computes, so that its answers are not kept waiting
 
 
@@ -201,6 +202,8 @@ class Stream:
                 if self._engine.own_process and self._read_beside(feed):
                     continue
                 for output in self._step():
+                    if self._was_abandoned(output):
+                        continue  # it is answered once the engine has been started again
                     if output.finished or self._has_stopped(output):
                         yield self._outcome(self._in_flight.pop(output.request_id), output)
                 if perf_counter() > self._next_look:
@@ -325,6 +328,10 @@ class Stream:
         kept = "finished answers are kept, run again to continue"
         return ModelError(f"vLLM's engine stopped (method {self._plan.method}): {why}; {kept}")
 
+    def _was_abandoned(self, output: Any) -> bool:
+        """Return whether an engine that is told to end (SIGTERM) gave a request up. We hear of no abort of our own."""
+        return output.finished and output.outputs[0].finish_reason == "abort" and self._engine.has_ended(ENDING_S)
+
     def _has_stopped(self, output: Any) -> bool:
         """Return whether an unfinished answer contains a stop string, after aborting it in the engine."""
         submitted = self._in_flight[output.request_id]
@@ -336,7 +343,8 @@ class Stream:
         # search only the new tokens: reasoning has thousands, and every step would read them all
         if least >= len(answer) or not ends_with_stop(self._tokenizer, answer, fresh, request.sampling.stop, least):
             return False
-        self._engine.abort([output.request_id])
+        with suppress(EngineDied):  # the next step says so
+            self._engine.abort([output.request_id])
         return True
 
     def _trimmed(self, request: Request, answer: Sequence[int]) -> tuple[list[int], str]:
@@ -349,8 +357,7 @@ class Stream:
         written = list(answer.token_ids)
         token_ids, reason = self._trimmed(request, written)
         reason = reason if reason == "stop" else answer.finish_reason
-        known = (output.kv_transfer_params or {}) if output.finished else {KEY: self._engine.ended(output.request_id)}
-        known = known.get(KEY) or {}
+        known = (output.kv_transfer_params or {}).get(KEY) or self._engine.ended(output.request_id)
         guessed, copied = drafted_in(request, known["accepted"], token_ids) if "accepted" in known else (b"", ())
         if reason not in ("stop", "length"):
             if request.grammar:

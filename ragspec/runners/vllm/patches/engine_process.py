@@ -2,7 +2,6 @@
 
     with own_process(additions):
         engine = LLMEngine.from_engine_args(args, enable_multiprocessing=True)
-    watch(engine.engine_core)
 
 vLLM starts `EngineCoreProc.run_engine_core` in a new process. Ours stands in its place while that process is started:
 it waits on a thread for the end of the process that started it, and moves the engine to a session of its own, so that
@@ -34,7 +33,7 @@ PATCH = Patch(
     changes=(
         "vllm.v1.engine.core:EngineCoreProc.run_engine_core",
         "vllm.v1.engine.core:EngineCoreProc.__init__",
-        "vllm.v1.engine.core_client:SyncMPClient.get_output",
+        "vllm.v1.engine.core_client:SyncMPClient.__init__",
     ),
     versions="0.32",
     why="vLLM's engine outlives a process that is killed, and a process whose engine is killed waits for ever",
@@ -54,13 +53,17 @@ def own_process(additions: Any) -> Iterator[None]:
     from vllm.v1.engine.core import EngineCoreProc
 
     global _unpatched
+    from vllm.v1.engine.core_client import SyncMPClient
+
     _unpatched, main = EngineCoreProc.run_engine_core, sys.modules["__main__"]
     EngineCoreProc.run_engine_core = staticmethod(partial(run_engine_core, additions))
+    connect = _extend(SyncMPClient, watch)  # before anything can wait for it
     sys.modules["__main__"] = ModuleType("__main__")  # a spawned process would import the main module
     try:
         yield
     finally:
         sys.modules["__main__"] = main
+        SyncMPClient.__init__ = connect
         EngineCoreProc.run_engine_core, _unpatched = staticmethod(_unpatched), None
 
 
@@ -86,8 +89,8 @@ def run_engine_core(additions: Any, *arguments: Any, **named: Any) -> None:
     (_unpatched or EngineCoreProc.run_engine_core)(*arguments, **named)
 
 
-def _extend(kind: Any, change: Callable[[Any], None]) -> None:
-    """Let `change` see each engine of this class once it is made."""
+def _extend(kind: Any, change: Callable[[Any], None]) -> Any:
+    """Let `change` see each object of this class once it is made; return the class's own `__init__`."""
     make = kind.__init__
 
     def made(core: Any, *arguments: Any, **named: Any) -> None:
@@ -95,6 +98,7 @@ def _extend(kind: Any, change: Callable[[Any], None]) -> None:
         change(core)
 
     kind.__init__ = made
+    return make
 
 
 def _add(additions: Any, core: Any) -> None:
