@@ -159,9 +159,10 @@ def _code(name: str, function: Any, *, bound: bool = False) -> str:
         if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
             keyword_only = True
             shown.append("*")
+        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
         kind = "" if parameter.annotation is parameter.empty else f": {_annotation(parameter.annotation)}"
         default = "" if parameter.default is parameter.empty else f" = {_value(parameter.default)}"
-        shown.append(f"{parameter.name}{kind}{default}")
+        shown.append(f"{stars}{parameter.name}{kind}{default}")
     result = signature.return_annotation
     end = "" if result in (signature.empty, "None", None) else f" -> {_annotation(result)}"
     line = f"{name}({', '.join(shown)}){end}"

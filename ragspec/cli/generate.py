@@ -72,7 +72,8 @@ def generate(
         typer.Option("--save-config", metavar="FILE", help="Also write these settings as a config with comments."),
     ] = None,
     show: Annotated[
-        int, typer.Option("--show", min=0, metavar="N", help="Then show the first N answers; includes their passages.")
+        int,
+        typer.Option("--show", min=0, metavar="N", help="Print the first N answers at the end, with their passages."),
     ] = 0,
     plugin: Plugin = None,
     override: Set = None,
