@@ -134,15 +134,14 @@ def method_for(settings: Sequence[str], *, config: bool) -> list[str]:
 
     config: a config is given, whose method counts.
     """
-    from ragspec.speculation.methods import METHODS
+    from ragspec.speculation.methods import FAKE
 
     given = dict(each.partition("=")[::2] for each in settings)
     if config or any(key == "speculation" or key.startswith("speculation.method") for key in given):
         return []
     if "speculation.draft_model" in given:
         return ["speculation.method=draft_model"]
-    runner = given.get("runner")
-    return [] if runner in ("fake",) and runner not in METHODS[METHOD].runners else [f"speculation.method={METHOD}"]
+    return [] if given.get("runner") == FAKE else [f"speculation.method={METHOD}"]
 
 
 def _parameter(name: str, flag: Flag) -> inspect.Parameter:
@@ -168,7 +167,7 @@ def _overrides(given: dict[str, Any]) -> list[str]:
         if value is None or value is False:
             continue
         if flag.pairs:
-            found += [f"{flag.key}.{_pair(name, each)}" for each in value]
+            found += [f"{flag.key}.{'='.join(pair(name, each))}" for each in value]
         elif flag.switch:
             found.append(f"{flag.key}=true")
         else:
@@ -176,10 +175,11 @@ def _overrides(given: dict[str, Any]) -> list[str]:
     return found
 
 
-def _pair(flag: str, given: str) -> str:
+def pair(flag: str, given: str) -> tuple[str, str]:
+    """Return FIELD and NAME of a flag's value. Raises ConfigError."""
     from ragspec.errors import ConfigError
 
     field, equals, name = given.partition("=")
     if not (field and equals and name):
         raise ConfigError(f'--{flag}: "{given}" is not FIELD=NAME, for instance id=qid')
-    return given
+    return field, name

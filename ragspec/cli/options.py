@@ -127,15 +127,13 @@ def settings_of(
 
 def input_of(path: str, columns: list[str] | None) -> InputConfig:
     """Return a file of records as an input, with the columns that `--columns` maps."""
+    from ragspec.cli.flags import pair
     from ragspec.config.io import InputConfig
     from ragspec.config.sections import validate
-    from ragspec.errors import ConfigError
 
     mapping: dict[str, Any] = {}
     for given in columns or ():
-        field, equals, name = given.partition("=")
-        if not (field and equals and name):
-            raise ConfigError(f'--columns: "{given}" is not FIELD=NAME, for instance id=qid')
+        field, name = pair("columns", given)
         outer, _, inner = field.partition(".")
         if inner:
             mapping[outer] = {**mapping.get(outer, {}), inner: name}

@@ -75,21 +75,11 @@ def generate(
         ConfigError: The config, the input or the output is not usable.
         ModelError: The model or its backend could not start, or stopped working.
     """
-    if progress:
-        with _bar() as bar:
-            return generate(
-                config,
-                limit=limit,
-                resume=resume,
-                retry_failed=retry_failed,
-                stats_path=stats_path,
-                notes=notes,
-                report=bar,
-                say=say,
-            )
     if config.input is None:
         raise ConfigError("input: missing; set it in the config, or give --input FILE (- for stdin)")
     with config.redactor().over_errors(), ExitStack() as stack:
+        if progress:
+            report = stack.enter_context(_bar())
         check_name(config.output)
         target = target_of(config.output)
         with advising("--input takes a file of records, or - for stdin", revealed(config.input.path)):
