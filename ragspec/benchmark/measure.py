@@ -270,7 +270,7 @@ class _Benchmark:
             entry.details = worker.details(self._profile)
         self._store.save(worker.candidate)
         self._console.print(
-            f"{name}: pass {number} of {self._repeat}: {told(figures, self._seconds_left())}", markup=False
+            f"{name}: pass {number} of {self._repeat}: {describe_pass(figures, self._seconds_left())}", markup=False
         )
 
     def _seconds_left(self) -> float:
@@ -283,7 +283,7 @@ class _Benchmark:
         return left
 
 
-def told(figures: Pass, left_s: float) -> str:
+def describe_pass(figures: Pass, left_s: float) -> str:
     """Return a pass's result in a few words, and how long the passes to come will take."""
     parts = [f"{figures.tokens_per_s:.1f} tokens/s" if figures.tokens_per_s else "no speed"]
     if figures.acceptance_rate is not None:

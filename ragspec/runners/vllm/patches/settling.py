@@ -18,7 +18,7 @@ PATCH = Patch(
     versions="0.32",
     why="a custom proposer is only called when the next step waits for its drafts",
     upstream="",
-    until="a custom proposer is told of new requests before their first token",
+    until="a custom proposer learns of new requests before their first token",
 )
 
 

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from ragspec.benchmark.measure import told
+from ragspec.benchmark.measure import describe_pass
 
 
 def figures(**given):
@@ -10,8 +10,8 @@ def figures(**given):
 
 
 def test_a_pass_is_told_with_its_speed_and_the_time_left():
-    assert told(figures(), 0) == "41.3 tokens/s in 9.0 s"
-    assert told(figures(acceptance_rate=0.517), 45.2) == (
+    assert describe_pass(figures(), 0) == "41.3 tokens/s in 9.0 s"
+    assert describe_pass(figures(acceptance_rate=0.517), 45.2) == (
         "41.3 tokens/s, 52% of drafts accepted in 9.0 s; about 45 s left"
     )
-    assert told(figures(tokens_per_s=None), 600).endswith("about 10 min left")
+    assert describe_pass(figures(tokens_per_s=None), 600).endswith("about 10 min left")
