@@ -137,11 +137,19 @@ def method_for(settings: Sequence[str], *, config: bool) -> list[str]:
     from ragspec.speculation.methods import FAKE
 
     given = dict(each.partition("=")[::2] for each in settings)
-    if config or any(key == "speculation" or key.startswith("speculation.method") for key in given):
+    if config or any(_says_method(key) for key in given):
         return []
     if "speculation.draft_model" in given:
         return ["speculation.method=draft_model"]
     return [] if given.get("runner") == FAKE else [f"speculation.method={METHOD}"]
+
+
+def _says_method(key: str) -> bool:
+    """Return whether a config's key decides where drafts come from; vLLM's own arguments do, too."""
+    from ragspec.config.translate.vllm import speculates
+
+    section, _, argument = key.partition(".")
+    return key in ("speculation", "speculation.method") or (section == "runner_args" and speculates(argument))
 
 
 def _parameter(name: str, flag: Flag) -> inspect.Parameter:
@@ -167,7 +175,7 @@ def _overrides(given: dict[str, Any]) -> list[str]:
         if value is None or value is False:
             continue
         if flag.pairs:
-            found += [f"{flag.key}.{'='.join(pair(name, each))}" for each in value]
+            found += pairs_of(name, flag.key, value)
         elif flag.switch:
             found.append(f"{flag.key}=true")
         else:
@@ -175,11 +183,16 @@ def _overrides(given: dict[str, Any]) -> list[str]:
     return found
 
 
-def pair(flag: str, given: str) -> tuple[str, str]:
-    """Return FIELD and NAME of a flag's value. Raises ConfigError."""
+def pairs_of(flag: str, key: str, given: Sequence[str]) -> list[str]:
+    """Return the overrides that a flag's FIELD=NAME values mean under `key`. Raises ConfigError.
+
+    Fields come before fields inside them (`contexts` before `contexts.text`), so their order does not matter.
+    """
     from ragspec.errors import ConfigError
 
-    field, equals, name = given.partition("=")
-    if not (field and equals and name):
-        raise ConfigError(f'--{flag}: "{given}" is not FIELD=NAME, for instance id=qid')
-    return field, name
+    for each in given:
+        field, _, name = each.partition("=")
+        if not (field and name):
+            raise ConfigError(f'--{flag}: "{each}" is not FIELD=NAME, for instance id=qid')
+    ordered = sorted(given, key=lambda each: each.partition("=")[0].count("."))
+    return [f"{key}.{each}" for each in ordered]

@@ -127,19 +127,15 @@ def settings_of(
 
 def input_of(path: str, columns: list[str] | None) -> InputConfig:
     """Return a file of records as an input, with the columns that `--columns` maps."""
-    from ragspec.cli.flags import pair
+    from ragspec.cli.flags import pairs_of
     from ragspec.config.io import InputConfig
+    from ragspec.config.load import override
     from ragspec.config.sections import validate
 
-    mapping: dict[str, Any] = {}
-    for given in columns or ():
-        field, name = pair("columns", given)
-        outer, _, inner = field.partition(".")
-        if inner:
-            mapping[outer] = {**mapping.get(outer, {}), inner: name}
-        else:
-            mapping[outer] = {**mapping.get(outer, {}), "path": name} if outer == "contexts" else name
-    found = validate(InputConfig, {"path": path, "columns": mapping}, "command line")
+    raw: dict[str, Any] = {"input": {"path": path}}
+    for each in pairs_of("columns", "input.columns", columns or ()):
+        override(raw, each, {})
+    found = validate(InputConfig, raw["input"], "command line")
     assert isinstance(found, InputConfig)
     return found
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ragspec.cli.flags import METHOD, with_settings
+from ragspec.cli.flags import method_for, with_settings
 from ragspec.cli.generate import run
 from ragspec.cli.options import Debug, Limit, MaxFailures, Resume, RetryFailed, Set, Stats, failures_allowed, set_debug
 
@@ -48,18 +48,23 @@ def run_batch(
 
     set_debug(debug)
     raw, said = read_config(config) if config else ({}, [])
-    if not is_autogluon(raw):
-        raw["sampling"] = SAMPLING | (raw.get("sampling") or {})
-        raw["speculation"] = raw.get("speculation") or {"method": METHOD}
     given = {
         "sampling.max_new_tokens": max_tokens,
         "runner_args.batch_size": max_num_seqs,
         "output.model": served_model_name,
-        "output.format": "openai",
     }
-    settings = [*settings, *(f"{key}={value}" for key, value in given.items() if value is not None)]
-    run_config, notes = config_of(
-        raw, config or "run-batch", [*settings, *(override or ())], input=input, output=output
-    )
+    flags = [*settings, *(f"{key}={value}" for key, value in given.items() if value is not None)]
+    settings = [*(override or ()), *flags, "output.format=openai"]
+    if not is_autogluon(raw):
+        raw["sampling"] = SAMPLING | (raw.get("sampling") or {})
+        settings = [*method_for([*_overrides_of(raw), *settings], config=False), *settings]
+    run_config, notes = config_of(raw, config or "run-batch", settings, input=input, output=output)
     allowed = failures_allowed(max_failures)
     run(run_config, said + notes, allowed, limit=limit, resume=resume, retry_failed=retry_failed, stats_path=stats)
+
+
+def _overrides_of(raw: dict[str, Any]) -> list[str]:
+    """Return a config's sections, and its runner's arguments, as overrides."""
+    args = raw.get("runner_args")
+    within = {f"runner_args.{key}": value for key, value in args.items()} if isinstance(args, dict) else {}
+    return [f"{key}={value}" for key, value in {**raw, **within}.items() if value is not None]

@@ -2,14 +2,16 @@
 
 import csv
 import json
+from itertools import permutations
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
 from ragspec.cli import app
-from ragspec.cli.flags import FLAGS, METHOD, method_for
-from ragspec.config.load import load_config
+from ragspec.cli.flags import FLAGS, METHOD, method_for, pairs_of
+from ragspec.cli.options import input_of
+from ragspec.config.load import config_of, load_config
 from ragspec.errors import ConfigError
 from tests.conftest import ROOT, read_jsonl, write_jsonl
 
@@ -62,10 +64,24 @@ def test_every_flag_sets_a_key_that_the_config_has():
         (["model=demo", "speculation.method=none"], False, []),
         (["model=demo", "speculation.draft_model=x"], False, ["speculation.method=draft_model"]),
         (["runner=fake"], False, []),
+        (["model=m", "runner_args.speculative_config={}"], False, []),
+        (["model=m", "runner_args.dtype=float32"], False, [f"speculation.method={METHOD}"]),
     ],
 )
 def test_a_method_is_chosen_where_nothing_else_says_one(settings, config, method):
     assert method_for(settings, config=config) == method
+
+
+MAPPED = ["query=q", "contexts=found", "contexts.text=body", "contexts.id=key"]
+
+
+@pytest.mark.parametrize("columns", list(permutations(MAPPED)))
+def test_columns_mean_the_same_in_any_order_and_any_command(columns):
+    mapping = {"query": "q", "contexts": {"path": "found", "text": "body", "id": "key"}}
+    raw = {"runner": "fake", "input": "a.jsonl"}
+    config, _ = config_of(raw, "config", pairs_of("columns", "input.columns", columns))
+    assert config.input.columns.given == mapping
+    assert input_of("a.jsonl", list(columns)).columns.given == mapping
 
 
 def test_a_saved_config_has_comments_and_means_the_same(tmp_path, questions):

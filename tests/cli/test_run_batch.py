@@ -46,14 +46,29 @@ def test_what_a_body_does_not_say_is_as_in_openais_api(tmp_path, batch):
     assert found["output_format"] == "openai"
 
 
-def test_flags_and_settings_win(tmp_path, batch):
-    flags = [*FAKE, "--max-tokens", "9", "--seed", "5", "--served-model-name", "s"]
+def test_flags_win_over_settings_and_both_over_the_defaults(tmp_path, batch):
+    flags = [*FAKE, "--max-tokens", "9", "--seed", "5", "--served-model-name", "s", "--set", "sampling.seed=4"]
     out = str(tmp_path / "out.jsonl")
     ragspec("run-batch", "--input-file", batch, "--output-file", out, *flags, "--set", "sampling.temperature=0")
     found = state(tmp_path)
     sampling = found["sampling"]
     assert (sampling["temperature"], sampling["max_new_tokens"], sampling["seed"]) == (0.0, 9, 5)
     assert read_jsonl(out)[0]["response"]["body"]["model"] == "s"
+
+
+@pytest.mark.parametrize("given", [["--runner", "fake"], ["-c", "fake.yaml"]])
+def test_no_method_is_chosen_for_a_runner_without_drafts(tmp_path, batch, given):
+    (tmp_path / "fake.yaml").write_text("runner: fake\n")
+    ragspec("run-batch", "-i", batch, "-o", str(tmp_path / "out.jsonl"), *given, cwd=tmp_path)
+    assert state(tmp_path)["speculation"]["method"] == "none"
+
+
+@pytest.mark.parametrize("command", ["run-batch", "generate"])
+def test_vllms_own_words_for_speculation_are_a_method(tmp_path, batch, command):
+    flags = ["--runner", "vllm", "--set", "runner_args.speculative_config={method: ngram, num_speculative_tokens: 3}"]
+    done = ragspec(command, "-i", batch, "-o", str(tmp_path / "out.jsonl"), "--model", str(tmp_path / "none"), *flags)
+    assert "speculative_config" not in done.stderr
+    assert "no such folder" in done.stderr
 
 
 def test_a_model_is_needed(tmp_path, batch):

@@ -33,12 +33,17 @@ NAMES = (
 MOST_ROWS = 1024  # end of the batch size range without speculation
 
 
+def speculates(key: str) -> bool:
+    """Return whether an argument of vLLM's is about speculation."""
+    return key in NAMES or key == "speculative_config"
+
+
 def modernise(init: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Return (`init` without the old arguments, the equivalent `speculation` section, a note for each argument).
 
     Raises ConfigError for arguments that would change the answers.
     """
-    rest = {key: value for key, value in init.items() if key not in NAMES and key != "speculative_config"}
+    rest = {key: value for key, value in init.items() if not speculates(key)}
     old = {key: value for key, value in init.items() if key in NAMES and value is not None}
     notes: list[str] = []
     speculation: dict[str, Any] = {"method": "none"}
