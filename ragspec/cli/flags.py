@@ -149,7 +149,8 @@ def _says_method(key: str) -> bool:
     from ragspec.config.translate.vllm import speculates
 
     section, _, argument = key.partition(".")
-    return key in ("speculation", "speculation.method") or (section == "runner_args" and speculates(argument))
+    ours = key in ("speculation", "speculation.method")
+    return ours or (section == "runner_args" and speculates(argument.partition(".")[0]))
 
 
 def _parameter(name: str, flag: Flag) -> inspect.Parameter:

@@ -9,6 +9,7 @@ Limit: a line of JSON Lines longer than 256 MiB is an error of its record, one l
 from __future__ import annotations
 
 import csv
+import re
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -30,6 +31,9 @@ from ragspec.json_text import JSONDecodeError, loads
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 OPEN = (b"{", b"[", b",", b":")  # last bytes of a line of JSON that continues on the next line
 OTHERS = "\t;|"  # delimiters of a .csv other than the comma
+RECORDS = re.compile(
+    rb'\[\s*(\{|\]\s*$)|\{\s*["}]'
+)  # how JSON begins that can be records; a question may begin "[1] ..."
 
 
 class Reader(Protocol):
@@ -146,7 +150,7 @@ class TextSource:
         return type(self)(self.path, columns, options, format=format, name=name)
 
     def count(self) -> int | None:
-        """Return the number of lines or rows of a local, uncompressed JSON Lines, CSV or TSV file; else None."""
+        """Return the number of lines, questions or rows of a local, uncompressed text; None for other formats."""
         plain = not self._stream.packed and not self._stream.is_member and self._stream.encoding is None
         path = Path(self.path)
         if not plain or self.path == "-" or is_url(self.path) or not path.is_file():
@@ -158,6 +162,8 @@ class TextSource:
         if self._format not in ("jsonl", "text"):
             return None
         with path.open("rb") as file:
+            if self._format == "text":
+                return sum(1 for _ in QuestionReader(file, self.path).rows())
             return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
 
     def where(self, number: int) -> str:
@@ -173,14 +179,16 @@ def format_of(head: bytes, whole: bool, name: str, columns: Columns) -> tuple[st
     text = _stripped(head)
     line, _, rest = text.partition(b"\n")
     if _is_json(head):
+        if name == "text" and not RECORDS.match(text):
+            return "text", ","
         ended = whole or len(line) < len(text)
         if _is_document(text, line, rest, name, ended, whole):
             return "json", ","
-        if name == "text" and text[:1] == b"[" and _value(line) is None:
+        if name == "text" and ended and _value(line) is None and rest.lstrip()[:1] != b"{":
             return "text", ","
         if name not in DELIMITERS or text[:1] == b"{" or _value(line) is not None:
             return "jsonl", ","
-    header = line.decode("utf-8", "replace")
+    header = line.partition(b"\r")[0].decode("utf-8", "replace")
     if name in DELIMITERS:
         return name, _delimiter_of(header, DELIMITERS[name])
     delimiter = next((mark for mark in f",{OTHERS}" if _is_header(header, mark, columns)), None)
@@ -248,6 +256,10 @@ def _is_header(header: str, delimiter: str, columns: Columns) -> bool:
     return len(names) > 1 and columns.makes_records(name.strip() for name in names)
 
 
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"not UTF-8 (byte {error.start + 1} is 0x{error.object[error.start]:02x}); save the file as UTF-8"
+
+
 def _not_text(kind: str, format: str, *, pipe: bool) -> str:
     what = {"zip": "a zip archive", "parquet": "a Parquet file", "arrow": "an Arrow file"}[kind]
     if pipe:
@@ -270,20 +282,34 @@ class JsonlSource(TextSource):
 
 
 class QuestionReader:
-    """The non-blank lines of a plain text, each a question. path: for messages."""
+    """The non-blank lines of a plain text, each a question; they end as any system ends them. path: for messages.
+
+    A line that is not UTF-8 yields a RecordError as its value.
+    """
 
     def __init__(self, file: IO[bytes], path: str) -> None:
         self._file = file
         self._path = path
 
     def rows(self) -> Iterator[InputRow]:
-        number = 0
+        for number, raw in enumerate(self._lines(), 1):
+            raw = raw.removeprefix(BOM_UTF8) if number == 1 else raw
+            if raw.strip():
+                value: Any
+                try:
+                    value = {"query": raw.decode().strip()}
+                except UnicodeDecodeError as error:
+                    value = RecordError(_not_utf8(error))
+                yield InputRow(number, raw, value)
+
+    def _lines(self) -> Iterator[bytes]:
+        """Yield lines without their ends: LF, CR LF or CR."""
+        number = 1
         try:
             while raw := self._file.readline(LONGEST):
-                number += 1
-                raw = raw.removeprefix(BOM_UTF8) if number == 1 else raw
-                if raw.strip():
-                    yield InputRow(number, raw.rstrip(b"\r\n"), {"query": raw.decode().strip()})
+                for line in raw.removesuffix(b"\n").removesuffix(b"\r").split(b"\r"):
+                    yield line
+                    number += 1
         except (OSError, *DAMAGES) as error:
             raise ConfigError(f"{self.where(number)}: {failure_reason(error)}") from None
 
@@ -322,7 +348,7 @@ class LineReader:
             except EOFError:
                 return
             except jsonlines.InvalidLineError as error:
-                value = RecordError(self._reason_for(error))
+                value = RecordError(self._reason_for(error, raw))
             except RecordError as error:
                 value = error
             yield InputRow(number, raw.rstrip(b"\r\n"), value)
@@ -355,14 +381,15 @@ class LineReader:
             return f"~{found.hexdigest()}\n".encode()
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def _reason_for(self, error: jsonlines.InvalidLineError) -> str:
+    def _reason_for(self, error: jsonlines.InvalidLineError, line: bytes) -> str:
         """Return why the last line is invalid."""
         if self._too_long:
             return f"the line has {self._too_long >> 20:,} MiB, {LONGEST >> 20} at most; one record per line"
         cause = error.__cause__
         if isinstance(cause, UnicodeDecodeError):
-            return f"not UTF-8 (byte {cause.start + 1} is 0x{cause.object[cause.start]:02x}); save the file as UTF-8"
-        return f"not valid JSON ({cause}); each line must be one JSON object"
+            return _not_utf8(cause)
+        plain = "" if line.lstrip()[:1] in (b"{", b"[", b'"') else " (input.format: text reads a question a line)"
+        return f"not valid JSON ({cause}); each line must be one JSON object{plain}"
 
     def where(self, number: int) -> str:
         """Return "path:line", as compilers do."""
