@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.cells import cell_len, chop_cells
 from rich.console import Console
 from rich.text import Text
 
@@ -21,6 +22,7 @@ from ragspec.outputs.answers import PartialAnswer
 COLOURS = ("green", "cyan", "magenta", "yellow", "blue")
 EXCERPT = 320  # characters of a passage
 WIDEST = 100  # columns of an answer
+TAB = 4
 
 
 # what a terminal would obey, as models and documents may write it: C0 but for line ends and tabs, DEL and C1
@@ -55,8 +57,7 @@ class AnswerView:
 
     def hear(self, partial: PartialAnswer) -> None:
         """Show what is new of an answer, up to the last whole word."""
-        end = max(partial.text.rfind(" "), partial.text.rfind("\n")) + 1
-        self._show(partial.text[: max(end, self._shown)], partial.copied)
+        self._show(partial.text[: max(_word_end(partial.text), self._shown)], partial.copied)
 
     def show(self, line: Mapping[str, Any]) -> None:
         """Show a whole answer under its question."""
@@ -102,14 +103,15 @@ class AnswerView:
             self._out.file.flush()
             return
         width = min(self._out.width, WIDEST)
-        for word in _words(visible(text)):
-            if word == "\n" or self._column + len(word.rstrip()) > width:
+        for word in _words(visible(text).expandtabs(TAB), width):
+            if word == "\n" or self._column + cell_len(word.rstrip()) > width:
                 self._out.print()
                 self._column, self._wrapped = 0, word != "\n"
             if word == "\n" or (self._wrapped and not self._column and not word.strip()):
                 continue
-            self._out.print(Text(word if self._column + len(word) <= width else word.rstrip(), style=style), end="")
-            self._column += len(word)
+            fits = self._column + cell_len(word) <= width
+            self._out.print(Text(word if fits else word.rstrip(), style=style), end="")
+            self._column += cell_len(word)
 
     def _colour(self, context: str) -> str:
         return self._colours.setdefault(context, COLOURS[len(self._colours) % len(COLOURS)])
@@ -164,13 +166,39 @@ def excerpt(text: str, styles: Sequence[str], quotes: Sequence[str]) -> Text:
     return shown
 
 
-def _words(text: str) -> list[str]:
-    """Return words with the space after them, and line ends on their own."""
-    words: list[str] = []
-    for line in text.split("\n"):
-        pieces = line.split(" ")
-        words += [piece + " " for piece in pieces[:-1]] + ([pieces[-1]] if pieces[-1] else []) + ["\n"]
-    return words[:-1]
+# East Asian text: a line may break before any character of it but those that close or join what is before them
+WIDE = (
+    r"[\u2e80-\u303f\u3041-\u30ff\u3130-\u318f\u31a0-\u9fff\ua960-\ua97f\uf900-\ufaff\uff01-\uff60"
+    r"\U00020000-\U0003ffff]"
+)
+CLOSING = (
+    r"[\u3001\u3002\u3009\u300b\u300d\u300f\u3011\u3015\u3099-\u309c\u30fc\uff01\uff09\uff0c\uff0e\uff1a\uff1b"
+    r"\uff1f\uff3d\uff5d]"
+)
+WORD = re.compile(rf"\n|{WIDE}{CLOSING}* *|(?:(?!{WIDE})[^ \n])+ *| +")
+WHOLE = re.compile(rf"(?s).*(?:[ \n]|(?=(?!{CLOSING}){WIDE}))")  # up to where a growing text may break last
+
+
+def _words(text: str, width: int) -> list[str]:
+    """Return the pieces between which lines may break, with the spaces after them, and line ends on their own.
+
+    width: what is wider is broken anyway.
+    """
+    return [piece for word in WORD.findall(text) for piece in _fitting(word, width)]
+
+
+def _fitting(word: str, width: int) -> list[str]:
+    if cell_len(word.rstrip()) <= width:
+        return [word]
+    ink = word.rstrip()
+    *pieces, last = chop_cells(ink, width)
+    return [*pieces, last + word[len(ink) :]]
+
+
+def _word_end(text: str) -> int:
+    """Return how much of a growing text ends with whole words."""
+    whole = WHOLE.match(text)
+    return 0 if whole is None else whole.end()
 
 
 def _figures(line: Mapping[str, Any]) -> str:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ragspec.cli.answer_view import AnswerView
+    from ragspec.config.run import RunConfig
+    from ragspec.errors import RecordError
     from ragspec.run.local import Pipeline
 
 LONGEST = 256  # tokens of an answer, unless it is said
@@ -59,15 +61,15 @@ def ask(
     from ragspec.cli.answer_view import AnswerView, stdout
     from ragspec.cli.tables import loaded, print_notes, stderr
     from ragspec.errors import ConfigError
-    from ragspec.run.ask import checked_question, context_passages, for_questions
+    from ragspec.run.ask import checked_question, context_passages, for_questions, indexes
 
     set_debug(debug)
     question = None if question is None else checked_question(question)
     if context and "-" in context and question is None:
         raise ConfigError("--context -: stdin cannot be both the context and the questions; give a QUESTION")
     settings = [*overrides(override, max_new_tokens), *settings]
-    indexes = any(each.startswith("retrieval.index=") for each in settings)
-    if sum([bool(corpus), bool(context), indexes]) > 1:
+    by_index = any(each.startswith("retrieval.index=") for each in settings)
+    if sum([bool(corpus), bool(context), by_index]) > 1:
         raise ConfigError("--index, --corpus and --context: give one of them")
     console = stderr()
     if config is None and not any(each.startswith(("model=", "runner=fake")) for each in settings):
@@ -76,8 +78,11 @@ def ask(
     if config is None:
         settings.insert(0, f"sampling.default_new_tokens={LONGEST}")
     if corpus:
-        settings.append(f"retrieval.index={_indexed(console, corpus)}")
+        settings.append(f"retrieval.index={indexes()}")
     run_config, notes, _ = settings_of(config, settings)
+    if corpus:
+        run_config, more = _over_corpus(run_config, corpus, console)
+        notes += more
     passages = context_passages(context) if context else None
     run_config = for_questions(run_config, passages=bool(passages or run_config.retrieval))
     print_notes(console, notes)
@@ -85,20 +90,29 @@ def ask(
     with quiet_pipe(), loaded(console, run_config) as pipeline:
         asked = [question] if question is not None else _questions(console)
         failed = sum(not _answer(pipeline, each, passages, console, view) for each in asked)
-    if failed and question is not None:
+    if failed and (question is not None or not sys.stdin.isatty()):
         raise typer.Exit(1)
 
 
 def _answer(
-    pipeline: Pipeline, question: str, passages: list[dict[str, Any]] | None, console: Console, view: AnswerView | None
+    pipeline: Pipeline,
+    question: str | RecordError,
+    passages: list[dict[str, Any]] | None,
+    console: Console,
+    view: AnswerView | None,
 ) -> bool:
     """Answer one question on the screen, or as a line without a view; return whether there is an answer."""
+    from ragspec.errors import RecordError
     from ragspec.json_text import dumps
 
-    record = {"query": question} | ({} if passages is None else {"contexts": passages})
     if view is not None:
         view.begin()
-    for line in pipeline.answers([record], hear=view.hear if view is not None else None):
+    if isinstance(question, RecordError):
+        lines: Iterator[Any] = iter([{"error": {"type": "RecordError", "message": str(question)}}])
+    else:
+        record = {"query": question} | ({} if passages is None else {"contexts": passages})
+        lines = pipeline.answers([record], hear=view.hear if view is not None else None)
+    for line in lines:
         if view is None:
             sys.stdout.write(dumps(line).decode() + "\n")
             sys.stdout.flush()
@@ -109,10 +123,16 @@ def _answer(
     return "error" not in line
 
 
-def _questions(console: Console) -> Iterator[str]:
-    """Yield questions as they are typed, or the lines of a pipe."""
+def _questions(console: Console) -> Iterator[str | RecordError]:
+    """Yield questions as they are typed, or the lines of a pipe; an error for a line that is no text."""
     if not sys.stdin.isatty():
-        yield from filter(None, map(str.strip, sys.stdin))
+        from ragspec.errors import RecordError
+        from ragspec.inputs.text import TextSource
+
+        with TextSource("-", format="text") as source:
+            for row in source:
+                failed = isinstance(row.value, RecordError)
+                yield RecordError(f"{source.where(row.number)}: {row.value}") if failed else row.value["query"]
         return
     with suppress(ImportError):  # it lets input() edit lines and recall them
         import readline  # noqa: F401
@@ -122,9 +142,12 @@ def _questions(console: Console) -> Iterator[str]:
             yield question
 
 
-def _indexed(console: Console, corpus: list[str]) -> str:
+def _over_corpus(config: RunConfig, corpus: list[str], console: Console) -> tuple[RunConfig, list[str]]:
+    """Return a config that finds passages in these documents, and notes."""
     from ragspec.cli.tables import build_progress
     from ragspec.run.ask import indexed
 
+    assert config.retrieval is not None
     with build_progress(console) as (report, complain):
-        return indexed(corpus, report, complain)
+        retrieval, notes = indexed(corpus, config.retrieval, report, complain)
+    return config.model_copy(update={"retrieval": retrieval}), notes

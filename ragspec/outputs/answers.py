@@ -290,13 +290,20 @@ def distinct_answers(answers: Sequence[Generation]) -> list[Generation]:
 def partial_answer(
     flight: RecordInFlight, token_ids: Sequence[int], copied: Sequence[Copied], tokenizer: Tokenizer
 ) -> PartialAnswer:
-    """Return a record's answer as far as `token_ids` go, without half a character at its end."""
+    """Return a record's answer as far as `token_ids` go, without half a character or stop string at its end."""
     whole = [run for run in copied if run.start < len(token_ids)]
     so_far = Generation(0, list(token_ids), "length", SpecStats(), 0.0, copied=tuple(whole))
     part = answer_texts(flight, [so_far], tokenizer)[0]
-    part = replace(part, text=part.text.rstrip("\ufffd"))
+    part = replace(part, text=_settled(part.text, flight.sampling.stop))
     spans = copied_spans(tokenizer, flight.prompt.kept, so_far, part)
     return PartialAnswer(flight.record.id, part.text, part.reasoning, tuple(spans))
+
+
+def _settled(text: str, stop: Sequence[str]) -> str:
+    """Return a growing text without what may yet become another character, or a stop string."""
+    text = text.rstrip("\ufffd")
+    begun = (size for word in stop for size in range(1, len(word)) if text.endswith(word[:size]))
+    return text[: len(text) - max(begun, default=0)]
 
 
 def token_details(flight: RecordInFlight, outcome: Generation) -> dict[str, Any]:

@@ -29,13 +29,16 @@ from ragspec.retrieval.corpus import (
 )
 
 WHOLE = 2000  # characters of a text that is one passage
+BUILT_WITH = {"file_types", "chunk_size", "chunk_overlap", "embedding_model", "tokenizer", "language"}
 SYSTEM = "Answer from the passages. Quote them word for word where you can."
 
 
 def checked_question(question: str) -> str:
-    """Return a question without spaces around it. Raises ConfigError for an empty one."""
+    """Return a question without spaces around it. Raises ConfigError for an empty one, and one that is no text."""
     if not question.strip():
         raise ConfigError("QUESTION: is empty")
+    if not question.isprintable() and any("\ud800" <= char <= "\udfff" for char in question):
+        raise ConfigError("QUESTION: is not UTF-8, as this terminal or script writes it")
     return question.strip()
 
 
@@ -95,11 +98,25 @@ def _chunker() -> Chunker:
     return Chunker(word_tokens(), size, overlap)
 
 
-def indexed(corpus: Sequence[str], report: Report, complain: Complain) -> str:
-    """Return the folder of an index over these files and folders, built or brought up to date. Raises ConfigError.
+def indexes() -> str:
+    """Return the folder of the indexes over what questions were asked about. It is in the user's cache."""
+    return str(cache_dir() / "asked")
 
-    It is in the user's cache, so that the next question finds it.
+
+def indexed(
+    corpus: Sequence[str], given: RetrievalConfig, report: Report, complain: Complain
+) -> tuple[RetrievalConfig, list[str]]:
+    """Return a retrieval section for an index over these files and folders, built or brought up to date, and notes.
+
+    given: how to build and search it. The next question that asks for the same finds the index. Raises ConfigError.
     """
-    place = cache_dir() / "asked" / digest_of([os.path.abspath(os.path.expanduser(path)) for path in corpus])
-    build(RetrievalConfig(index=str(place), corpus=list(corpus)), report, complain)
-    return str(place)
+    paths = [os.path.abspath(os.path.expanduser(path)) for path in corpus]
+    place = os.path.join(indexes(), digest_of([paths, given.model_dump(mode="json", include=BUILT_WITH)]))
+    changed: dict[str, Any] = {"index": place, "corpus": list(corpus), "storage_options": {}}
+    notes = []
+    if given.mode in ("dense", "hybrid") and given.embedding_model is None:
+        changed["mode"] = "auto"
+        notes.append(f"retrieval.mode: auto instead of {given.mode}: --corpus has no vectors without embedding_model")
+    section = given.model_copy(update=changed)
+    build(section, report, complain)
+    return section, notes

@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -63,6 +64,28 @@ def test_without_a_question_each_line_is_one():
     assert [json.loads(line)["query"] for line in done.stdout.splitlines()] == ["One?", "Two?"]
 
 
+def test_lines_of_a_pipe_are_text_of_any_encoding(tmp_path):
+    done = invoke("ask", *FAKE, "--json", input=b"\xef\xbb\xbfOne?\r\ncaf\xe9?\nTwo?")
+    one, bad, two = map(json.loads, done.stdout.splitlines())
+    assert (one["query"], two["query"]) == ("One?", "Two?")
+    assert "-:2: not UTF-8" in bad["error"]["message"]
+    assert done.exit_code == 1, "a question of a pipe failed"
+    assert invoke("ask", *FAKE, "--json", input="One?".encode("utf-16")).stdout.count("One?") > 0
+
+
+def test_a_corpus_is_searched_as_the_config_says(tmp_path):
+    pytest.importorskip("lancedb")
+    config = tmp_path / "c.yaml"
+    dense = {"index": "elsewhere", "mode": "dense", "storage_options": {"region": "x"}}
+    dense |= {"top_k": 1, "chunk_size": 64, "chunk_overlap": 0}
+    config.write_text(json.dumps({"runner": "fake", "retrieval": dense}))
+    done = invoke("ask", "When was the granite tower finished?", "-c", config, "--corpus", DOCUMENTS, "--json")
+    assert done.exit_code == 0, done.output
+    (found,) = json.loads(done.stdout)["passages"]
+    assert found["id"].startswith("kestrel-point.md#"), "in passages of 64 tokens"
+    assert "retrieval.mode: auto instead of dense" in done.stderr
+
+
 def test_a_folder_is_indexed_once(tmp_path):
     pytest.importorskip("lancedb")
     for _ in range(2):
@@ -87,6 +110,7 @@ def test_search_shows_passages_and_their_files(tmp_path):
     ("args", "message"),
     [
         (["ask", "  ", *FAKE], "QUESTION: is empty"),
+        (["ask", "caf\udce9?", *FAKE], "QUESTION: is not UTF-8"),
         (["search", "", "--index", "x"], "WORDS: is empty"),
         (["search", "x", "--index", "nowhere"], 'retrieval.index: "nowhere": no index there'),
         (["ask", "x", *FAKE, "--index", "nowhere"], 'retrieval.index: "nowhere": no index there'),
@@ -159,6 +183,27 @@ def test_a_long_answer_is_broken_between_words():
     screen.hear(PartialAnswer("q", "word " * 20))
     assert max(len(line) for line in file.getvalue().splitlines()) <= 30
     assert file.getvalue().split() == ["word"] * 20
+
+
+def test_text_without_spaces_grows_and_fits_its_cells():
+    screen, file = view(terminal=True)
+    text = "灯台は一八七一年に建てられた。それから、" * 5
+    screen.hear(PartialAnswer("q", text[:9]))
+    assert file.getvalue() == text[:8], "the last character may be joined by the next"
+    screen.hear(PartialAnswer("q", text))
+    screen.finish({"output": text, **FIGURES})
+    lines = file.getvalue().split("\x1b")[0].split()
+    assert max(map(cell_len, lines)) <= 30
+    assert min(map(cell_len, lines[:-1])) >= 26
+    assert "".join(lines) == text
+    assert not any(line[0] in "。、" for line in lines)
+
+
+def test_a_word_wider_than_the_screen_is_broken():
+    screen, file = view(terminal=True)
+    screen.finish({"output": "see https://" + "x" * 70 + " and on", **FIGURES})
+    lines = file.getvalue().splitlines()
+    assert [len(line.rstrip()) for line in lines[:4]] == [3, 30, 30, 25]
 
 
 def test_an_excerpt_shows_what_was_quoted():

@@ -34,6 +34,21 @@ def test_what_is_heard_grows_into_the_answer(tiny, method):
                 assert any(start <= span["start"] and span["end"] <= end for start, end in spans)
 
 
+def test_nothing_of_a_stop_string_is_heard(tiny):
+    raw = {"model": tiny, "runner": "huggingface", "sampling": {"max_new_tokens": 40}}
+    question = read_jsonl(SAMPLE)[0]["query"]
+    with ragspec.Pipeline(raw) as pipeline:
+        plain = pipeline.ask(question)["output"]
+    for size in (2, 9, 17):
+        heard = []
+        raw["sampling"]["stop"] = [plain[20 : 20 + size]]
+        with ragspec.Pipeline(raw) as pipeline:
+            line = pipeline.ask(question, hear=heard.append)
+        assert line["finish_reason"] == "stop"
+        assert all(line["output"].startswith(partial.text) for partial in heard)
+        assert heard
+
+
 def test_tokens_of_a_run_that_may_be_a_citation_wait():
     prompt = list(range(100, 120))
     copies = CopiedSpans(prompt, [(0, 20)])
