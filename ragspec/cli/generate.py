@@ -69,7 +69,7 @@ def generate(
     ray_address: RayAddress = None,
     save_config: Annotated[
         str | None,
-        typer.Option("--save-config", metavar="FILE", help="Also write these settings as a config with comments."),
+        typer.Option("--save-config", metavar="FILE|-", help="Also write these settings as a config with comments."),
     ] = None,
     show: Annotated[
         int,
@@ -107,15 +107,21 @@ def show_answers(console: Console, output: str, count: int) -> None:
 
 
 def save(config: RunConfig, values: dict[str, Any], path: str) -> None:
-    """Write the config of a command line, and say so."""
+    """Write the config of a command line, and say so; to stdout for -. Raises ConfigError."""
     from pathlib import Path
 
     from ragspec.cli.tables import stderr
     from ragspec.config.written import save_config
+    from ragspec.errors import ConfigError
 
-    why = [f"Written by ragspec generate --save-config. Run it: ragspec generate --config {path}"]
+    printed = path == "-"
+    if printed and str(config.output) == "-":
+        raise ConfigError("--save-config -: answers go to stdout, too; give --output FILE")
+    named = "FILE" if printed else path
+    why = [f"Written by ragspec generate --save-config. Run it: ragspec generate --config {named}"]
     save_config(config, values, Path(path), why, force=False)
-    stderr().print(f"config in {path}", markup=False)
+    if not printed:
+        stderr().print(f"config in {path}", markup=False)
 
 
 def run(

@@ -18,7 +18,7 @@ from ragspec.cli.options import Debug, InputOrStdin, MaxNewTokens, Set, override
 )
 def init(
     settings: list[str],
-    path: Annotated[Path, typer.Argument(metavar="CONFIG", help="Where the config goes.")] = Path("ragspec.yaml"),
+    path: Annotated[Path, typer.Argument(metavar="CONFIG|-", help="Where the config goes.")] = Path("ragspec.yaml"),
     input: InputOrStdin = None,
     output: Annotated[
         str | None, typer.Option("--output", "-o", metavar="PATH|-", help="Where answers go (answers.jsonl).")
@@ -42,14 +42,16 @@ def init(
     input = input or _asked("input", "File of questions", "questions.jsonl")
     output = output or (_asked("output", "File for the answers", "answers.jsonl") if _is_asked() else "answers.jsonl")
     config, notes, values = settings_of(None, settings, override, input=input, output=output)
-    why = [f"Run it: ragspec generate --config {path}", "Check it first: ragspec doctor --config " + str(path)]
+    named = "FILE" if str(path) == "-" else str(path)
+    why = [f"Run it: ragspec generate --config {named}", f"Check it first: ragspec doctor --config {named}"]
     save_config(config, values, path, why, force=force)
     console = stderr()
     for note in notes:
         console.print(f"note: {note}", markup=False, style="yellow")
     if input != "-" and "://" not in input and not Path(input).exists():
         console.print(f"note: {input} is not there yet", markup=False, style="yellow")
-    console.print(f"config in {path}; next: ragspec generate --config {path}", markup=False)
+    if str(path) != "-":
+        console.print(f"config in {path}; next: ragspec generate --config {path}", markup=False)
 
 
 def _is_asked() -> bool:

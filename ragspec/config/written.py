@@ -9,6 +9,7 @@ names of environment variables.
 from __future__ import annotations
 
 import re
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,8 +29,12 @@ NAMES_FILES = (("prompt", "template"), ("structured", "json_schema"), ("structur
 
 
 def save_config(config: RunConfig, given: Mapping[str, Any], path: Path, why: Sequence[str], *, force: bool) -> None:
-    """Write a config with comments. force: replace an existing file. Raises ConfigError."""
+    """Write a config with comments, to stdout for -. force: replace an existing file. Raises ConfigError."""
     text = commented(config, given, why)
+    if str(path) == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
     try:
         if path.exists() and not force and path.read_text(encoding="utf-8") != text:
             raise ConfigError(f"{path}: already exists with other content; choose another name, or delete it")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import chain
 from types import FrameType
@@ -140,7 +140,7 @@ class Journal:
         if not isinstance(config, OutputConfig):
             self._file = config
         elif self.target is not None:
-            self._file = self._store = self._open(self.target, identity, resume)
+            self._file = self._store = self._open(self.target, identity, resume, config.include)
         else:
             with _opening(self.output):
                 self._file = OutStream(self.output)
@@ -237,7 +237,7 @@ class Journal:
                 where = error.filename or self.output
                 raise ConfigError(f"{where}: cannot be written ({error.strerror}){kept}") from None
 
-    def _open(self, target: Target, identity: dict[str, Any] | None, resume: bool) -> Store:
+    def _open(self, target: Target, identity: dict[str, Any] | None, resume: bool, include: Sequence[str]) -> Store:
         if identity is not None:
             target.state.check_names()
         spill = None
@@ -257,7 +257,7 @@ class Journal:
                 spent = _spent(target)
                 self._resume(store, spill)
             if identity is not None:
-                target.state.begin(identity, spent, kept=kept)
+                target.state.begin(identity, spent, kept=kept, include=include)
             opened.pop_all()
         return store
 
@@ -300,6 +300,14 @@ class Journal:
     def signature(self) -> str:
         """Return the config's digest for the lines, "" for the config that began the output."""
         return self.target.state.signature if self.target is not None else ""
+
+    def notes(self) -> list[str]:
+        """Return what the user should know of the earlier lines."""
+        lacking = self.target.state.lacking if self.target is not None else []
+        if not lacking or not self.ledger.answers:
+            return []
+        without = " and ".join(lacking)
+        return [f"{self.output}: lines of an earlier run have no {without}; --no-resume starts over"]
 
     def keep_spent(self, summary: RunSummary) -> None:
         """Record the time spent by all runs at intervals, so that a killed run loses little of it."""

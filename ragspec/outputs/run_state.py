@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,6 +63,7 @@ class RunState:
         self._content: dict[str, Any] = {}
         self._spent = Spent()
         self.signature = ""  # digest of the current config, "" if it began the output
+        self.lacking: list[str] = []  # of `output.include`, what earlier lines do not have
 
     def check_names(self) -> None:
         """Raise ConfigError if a file beside the output belongs to another output."""
@@ -95,15 +96,23 @@ class RunState:
             first, retry = (kept or changed)[0], "" if kept or retrying else RETRY
             raise ConfigError(f"{self._name}: was started with a different config: {first}{retry}{WAY_OUT}")
 
-    def begin(self, identity: dict[str, Any], spent: Spent, *, kept: bool) -> None:
-        """Record the config that answers from now on. kept: earlier answers stay. Raises ConfigError."""
+    def begin(self, identity: dict[str, Any], spent: Spent, *, kept: bool, include: Sequence[str] = ()) -> None:
+        """Record the config that answers from now on.
+
+        kept: earlier answers stay. include: `output.include`; what all lines have of it is recorded, too.
+
+        Raises ConfigError.
+        """
         before = self.read() if kept else {}
+        included = [each for each in include if not kept or each in before.get("include", [])]
+        self.lacking = [each for each in include if each not in included]
         self._spent = spent
         configs = before.get("configs") or {_digest(old): old for old in [before.get("config")] if old}
         configs = {**configs, _digest(identity): identity}
         self.signature = "" if next(iter(configs)) == _digest(identity) else _digest(identity)
         self._content = {"config": identity, "output": self._name.rstrip("/").rpartition("/")[2]}
         self._content |= {"spent": spent.to_json(), **({"configs": configs} if len(configs) > 1 else {})}
+        self._content |= {"include": included} if included else {}
         try:
             self._document.write(self._content)
         except OSError as error:

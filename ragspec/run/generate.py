@@ -105,7 +105,7 @@ def generate(
         )
         executor = _executor(session, source, journal, limit=limit, total=within(limit, count), report=report, say=say)
         summary = executor.summary
-        summary.notes += notes or []
+        summary.notes += [*(notes or []), *journal.notes()]
         downloaded = downloads(session.config)
         try:
             executor.answer()

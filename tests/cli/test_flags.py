@@ -112,6 +112,26 @@ def test_a_saved_config_has_no_secret_and_replaces_nothing(tmp_path, questions, 
     assert "already exists with other content" in str(found.exception)
 
 
+def test_a_config_can_go_to_stdout(tmp_path, questions):
+    flags = [*FAKE, "-i", questions, "--temperature", 0.5]
+    done = invoke("generate", *flags, "-o", tmp_path / "a.jsonl", "--save-config", "-")
+    assert yaml.safe_load(done.stdout)["sampling"] == {"temperature": 0.5}
+    assert "answers go to stdout, too" in str(invoke("generate", *flags, "--save-config", "-").exception)
+    assert yaml.safe_load(invoke("init", "-", *flags).stdout)["output"] == "answers.jsonl"
+    assert not list(tmp_path.glob("-"))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_a_resumed_output_says_what_its_earlier_lines_lack(tmp_path, questions, name):
+    run = ["generate", *FAKE, "-i", questions, "-o", tmp_path / name]
+    assert invoke(*run, "--limit", 1).exit_code == 0
+    said = [invoke(*run, "--include", "query").stderr for _ in range(2)]
+    assert all("lines of an earlier run have no query; --no-resume" in each for each in said)
+    for how in ("--no-resume", "--resume"):
+        assert "earlier" not in invoke(*run, "--include", "query", how).stderr
+    assert "have no contexts" in invoke(*run, "--include", "query", "--include", "contexts").stderr
+
+
 def test_an_error_of_a_config_shows_no_secret(tmp_path, questions):
     config = {"runner": "fake", "input": str(questions), "runner_args": {"hf_token": "supersecretvalue1"}}
     (tmp_path / "c.yaml").write_text(json.dumps(config | {"order": "supersecretvalue1"}))
