@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ragspec.cli.options import Debug, InputOrStdin, Set, overrides, set_debug
+from ragspec.cli.options import Debug, InputOrStdin, Plugin, Set, overrides, set_debug
 
 
 def doctor(
@@ -17,6 +17,7 @@ def doctor(
     clear_speeds: Annotated[
         bool, typer.Option("--clear-speeds", help="Forget the speeds of earlier runs, which runner: auto goes by.")
     ] = False,
+    plugin: Plugin = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:

@@ -29,6 +29,7 @@ from ragspec.cli.options import (
     scaled,
     set_debug,
     settings_of,
+    with_config,
 )
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def generate(
     run_config, notes, values = settings_of(config, settings, override, input=input, output=output, order=order)
     allowed = failures_allowed(max_failures)
     if save_config is not None:
-        save(run_config, values, save_config)
+        save(run_config, values, save_config, plugin)
     run(run_config, notes, allowed, limit=limit, resume=resume, retry_failed=retry_failed, stats_path=stats, show=show)
 
 
@@ -106,7 +107,7 @@ def show_answers(console: Console, output: str, count: int) -> None:
         console.print()
 
 
-def save(config: RunConfig, values: dict[str, Any], path: str) -> None:
+def save(config: RunConfig, values: dict[str, Any], path: str, plugin: list[str] | None) -> None:
     """Write the config of a command line, and say so; to stdout for -. Raises ConfigError."""
     from pathlib import Path
 
@@ -117,8 +118,7 @@ def save(config: RunConfig, values: dict[str, Any], path: str) -> None:
     printed = path == "-"
     if printed and str(config.output) == "-":
         raise ConfigError("--save-config -: answers go to stdout, too; give --output FILE")
-    named = "FILE" if printed else path
-    why = [f"Written by ragspec generate --save-config. Run it: ragspec generate --config {named}"]
+    why = [f"Written by ragspec generate --save-config. Run it: ragspec generate {with_config(path, plugin)}"]
     save_config(config, values, Path(path), why, force=False)
     if not printed:
         stderr().print(f"config in {path}", markup=False)

@@ -9,7 +9,17 @@ from typing import Annotated
 import typer
 
 from ragspec.cli.flags import with_settings
-from ragspec.cli.options import Debug, InputOrStdin, MaxNewTokens, Set, overrides, set_debug, settings_of
+from ragspec.cli.options import (
+    Debug,
+    InputOrStdin,
+    MaxNewTokens,
+    Plugin,
+    Set,
+    overrides,
+    set_debug,
+    settings_of,
+    with_config,
+)
 
 
 @with_settings(
@@ -25,6 +35,7 @@ def init(
     ] = None,
     max_new_tokens: MaxNewTokens = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing config.")] = False,
+    plugin: Plugin = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
@@ -42,8 +53,8 @@ def init(
     input = input or _asked("input", "File of questions", "questions.jsonl")
     output = output or (_asked("output", "File for the answers", "answers.jsonl") if _is_asked() else "answers.jsonl")
     config, notes, values = settings_of(None, settings, override, input=input, output=output)
-    named = "FILE" if str(path) == "-" else str(path)
-    why = [f"Run it: ragspec generate --config {named}", f"Check it first: ragspec doctor --config {named}"]
+    flags = with_config(path, plugin)
+    why = [f"Run it: ragspec generate {flags}", f"Check it first: ragspec doctor {flags}"]
     save_config(config, values, path, why, force=force)
     console = stderr()
     for note in notes:
@@ -51,7 +62,7 @@ def init(
     if input != "-" and "://" not in input and not Path(input).exists():
         console.print(f"note: {input} is not there yet", markup=False, style="yellow")
     if str(path) != "-":
-        console.print(f"config in {path}; next: ragspec generate --config {path}", markup=False)
+        console.print(f"config in {path}; next: ragspec generate {flags}", markup=False)
 
 
 def _is_asked() -> bool:

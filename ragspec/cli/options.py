@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -138,6 +139,12 @@ def input_of(path: str, columns: list[str] | None) -> InputConfig:
     found = validate(InputConfig, raw["input"], "command line")
     assert isinstance(found, InputConfig)
     return found
+
+
+def with_config(path: str | Path, plugin: list[str] | None) -> str:
+    """Return the flags with which a command uses a config that was written to `path` (- is stdout)."""
+    plugins = "".join(f" --plugin {each}" for each in plugin or ())
+    return f"--config {'FILE' if str(path) == '-' else path}{plugins}"
 
 
 def failures_allowed(given: str | None) -> Callable[[int], float]:

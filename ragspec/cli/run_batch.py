@@ -8,7 +8,18 @@ import typer
 
 from ragspec.cli.flags import method_for, with_settings
 from ragspec.cli.generate import run
-from ragspec.cli.options import Debug, Limit, MaxFailures, Resume, RetryFailed, Set, Stats, failures_allowed, set_debug
+from ragspec.cli.options import (
+    Debug,
+    Limit,
+    MaxFailures,
+    Plugin,
+    Resume,
+    RetryFailed,
+    Set,
+    Stats,
+    failures_allowed,
+    set_debug,
+)
 
 # what a body means that does not say: OpenAI's temperature, and room for a long answer
 SAMPLING = {"temperature": 1.0, "default_new_tokens": 1024}
@@ -39,6 +50,7 @@ def run_batch(
     retry_failed: RetryFailed = False,
     max_failures: MaxFailures = None,
     stats: Stats = None,
+    plugin: Plugin = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ragspec.cli.flags import WHAT, with_settings
-from ragspec.cli.options import ConfigIfAny, Debug, Input, Limit, MaxNewTokens, Set, load, set_debug
+from ragspec.cli.options import ConfigIfAny, Debug, Input, Limit, MaxNewTokens, Plugin, Set, load, set_debug
 
 
 @with_settings(*WHAT, "batch_size")
@@ -30,6 +30,7 @@ def train_draft(
     epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Passes over the answers.")] = 6,
     max_new_tokens: MaxNewTokens = None,
     limit: Limit = None,
+    plugin: Plugin = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:

@@ -241,7 +241,7 @@ def register(name: str, make: Callable[[Any], Drafter]) -> None:
 
 def plugins() -> dict[str, Callable[[DrafterSettings], Drafter]]:
     """Return the factories of external drafters by method name. Only files of `--plugin` are run for it."""
-    load_plugins(register, lambda: len(registered))
+    load_plugins(register, registered)
     installed: dict[str, Callable[[Any], Drafter]] = {
         point.name: _Installed(point) for point in entry_points(group=GROUP)
     }

@@ -11,7 +11,8 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +20,60 @@ from ragspec.errors import ConfigError, flat
 
 VARIABLE = "RAGSPEC_PLUGINS"
 PREFIX = "ragspec_plugin_"  # of the modules' names
+BETWEEN = "\n"  # the paths in the variable; a path may hold any other separator
 
 
 def add_plugins(paths: Sequence[str]) -> None:
-    """Use the drafters in these files from now on. Raises ConfigError if a file does not load."""
-    named = [str(Path(path).expanduser().absolute()) for path in paths]
-    before = [path for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
-    os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys([*before, *named]))
+    """Use the drafters in these files from now on. Raises ConfigError if one is no Python file."""
+    named = [Path(path).expanduser().absolute() for path in paths]
+    for path in named:
+        _check(path)
+    os.environ[VARIABLE] = BETWEEN.join(dict.fromkeys([*_paths(), *map(str, named)]))
 
 
-def load_plugins(register: Callable[[str, Any], None], known: Callable[[], int]) -> None:
-    """Run the files that have not run in this process. register: takes a drafter. known: how many are registered."""
-    for path in os.environ.get(VARIABLE, "").split(os.pathsep):
-        name = PREFIX + Path(path).stem
-        if path and getattr(sys.modules.get(name), "__file__", None) != path:
-            _load(Path(path), name, register, known)
+def load_plugins(register: Callable[[str, Any], None], registered: MutableMapping[str, Any]) -> None:
+    """Run the files that have not run in this process. register: takes a drafter. registered: those that it took.
+
+    Raises ConfigError if a file does not load, has no drafter, or has one of a name that is taken.
+    """
+    for path in _paths():
+        name = module_name(path)
+        if name not in sys.modules:
+            before = dict(registered)
+            try:
+                _load(Path(path), name, register, registered)
+            except BaseException:
+                sys.modules.pop(name, None)
+                registered.clear()
+                registered.update(before)
+                raise
 
 
-def _load(path: Path, name: str, register: Callable[[str, Any], None], known: Callable[[], int]) -> None:
-    before = known()
+def module_name(path: str) -> str:
+    """Return the name under which a file is imported, another for each path."""
+    return f"{PREFIX}{Path(path).stem}_{blake2b(path.encode(errors='surrogateescape'), digest_size=4).hexdigest()}"
+
+
+def _paths() -> list[str]:
+    return [path for path in os.environ.get(VARIABLE, "").split(BETWEEN) if path]
+
+
+def _check(path: Path) -> None:
+    """Raise ConfigError if a path is no Python file."""
+    if path.is_file() and path.suffix == ".py":
+        return
+    why = "is a folder" if path.is_dir() else "is not a Python file" if path.is_file() else "no such file"
+    beside = path.with_name(f"{path.name}.py")
+    near = f"; did you mean {beside.name}?" if beside.is_file() else "; give a Python file (.py) with a drafter"
+    raise ConfigError(f"--plugin: {path}: {why}{near}")
+
+
+def _load(path: Path, name: str, register: Callable[[str, Any], None], registered: MutableMapping[str, Any]) -> None:
+    before = dict(registered)
+    _check(path)
     spec = importlib.util.spec_from_file_location(name, path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        raise ConfigError(f"--plugin: {path}: no such file; give a Python file (.py) with a drafter")
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -48,14 +81,20 @@ def _load(path: Path, name: str, register: Callable[[str, Any], None], known: Ca
     except ConfigError:
         raise
     except Exception as error:  # the user's code may raise anything
-        del sys.modules[name]
         raise ConfigError(f"--plugin: {path}: {type(error).__name__}: {flat(error, 200)}") from error
-    if known() > before:
-        return
-    found = [each for each in vars(module).values() if inspect.isclass(each) and each.__module__ == name]
+    if registered == before:
+        register(path.stem, _drafter_in(path, vars(module), name))
+    for taken in before:
+        if registered[taken] is not before[taken]:
+            raise ConfigError(f'--plugin: {path}: there is another drafter "{taken}"; rename one of them')
+
+
+def _drafter_in(path: Path, names: Mapping[str, Any], module: str) -> Any:
+    """Return the only drafter class of a file that registers none. Raises ConfigError."""
+    found = [each for each in names.values() if inspect.isclass(each) and each.__module__ == module]
     drafters = [each for each in found if callable(getattr(each, "open", None))]
     if len(drafters) != 1:
         raise ConfigError(
             f"--plugin: {path}: has {len(drafters)} classes with a method `open`; call ragspec.register_drafter in it"
         )
-    register(path.stem, drafters[0])
+    return drafters[0]

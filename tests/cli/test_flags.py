@@ -196,3 +196,10 @@ def test_a_shell_completes_methods_runners_and_cached_models(tmp_path, monkeypat
     assert complete_models("de") == ["demo"]
     assert complete_methods("conte") == ["context"]
     assert complete_runners("v") == ["vllm"]
+
+
+@pytest.mark.parametrize(
+    "command", ["ask", "benchmark", "doctor", "generate", "init", "run-batch", "train-draft", "tune", "verify"]
+)
+def test_every_command_that_knows_methods_takes_plugins(command):
+    assert "--plugin" in invoke(command, "--help").output

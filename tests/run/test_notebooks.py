@@ -126,9 +126,11 @@ def plugin(tmp_path, monkeypatch):
     monkeypatch.setattr(methods, "registered", {})
 
     def add(text, name="mine.py"):
-        (tmp_path / name).write_text(text)
-        monkeypatch.delitem(sys.modules, f"{plugin_files.PREFIX}{name.removesuffix('.py')}", raising=False)
-        plugin_files.add_plugins([str(tmp_path / name)])
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        monkeypatch.delitem(sys.modules, plugin_files.module_name(str(path)), raising=False)
+        plugin_files.add_plugins([str(path)])
 
     return add
 
@@ -142,6 +144,42 @@ def test_a_file_with_one_drafter_is_a_method_of_its_name(plugin):
 def test_a_file_may_register_its_drafters_itself(plugin):
     plugin(DRAFTER + "\nragspec.register_drafter('other', Mine)\n")
     assert {"other", "mine"} & set(methods.known_methods()) == {"other"}
+
+
+def test_files_of_one_name_are_loaded_once_each_wherever_they_are(plugin):
+    plugin(DRAFTER + "\nragspec.register_drafter('first', Mine)\n", "a:b/mine.py")
+    plugin(DRAFTER, "c/mine.py")
+    before = methods.registered.copy()
+    assert before.keys() == set(), "files run when a method is looked up"
+    assert {"first", "mine"} <= set(methods.known_methods())
+    loaded = methods.registered.copy()
+    methods.known_methods()
+    assert methods.registered == loaded
+
+
+def test_two_drafters_of_one_name_are_one_line(plugin):
+    plugin(DRAFTER, "a/mine.py")
+    plugin(DRAFTER, "b/mine.py")
+    for _ in range(2):  # the second time, too
+        with pytest.raises(ConfigError, match=r'b/mine.py: there is another drafter "mine"; rename one of them'):
+            methods.known_methods()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere.py", "nowhere.py: no such file; give a Python file"),
+        ("mine", "mine: no such file; did you mean mine.py?"),
+        ("notes.txt", "notes.txt: is not a Python file; give"),
+        (".", ": is a folder; give a Python file"),
+    ],
+)
+def test_a_path_that_is_no_python_file_is_one_line(tmp_path, name, message):
+    (tmp_path / "mine.py").write_text(DRAFTER)
+    (tmp_path / "notes.txt").write_text(DRAFTER)
+    with pytest.raises(ConfigError) as caught:
+        plugin_files.add_plugins([str(tmp_path / name)])
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
