@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,9 +19,10 @@ from ragspec.errors import ConfigError, did_you_mean
 
 FORMATS = ("md", "csv", "latex", "json")
 LATEX = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "$": r"\$", "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}"}
-LATEX |= {"^": r"\textasciicircum{}", "\\": r"\textbackslash{}"}
+LATEX |= {"^": r"\textasciicircum{}", "\\": r"\textbackslash{}", "<": r"\textless{}", ">": r"\textgreater{}"}
+LATEX |= {"|": r"\textbar{}", "[": "{[}", "]": "{]}"}  # \\[ would be a length
+MARKDOWN = {"|": r"\|", "<": "&lt;"}
 DIGITS = 1000  # numbers above have no decimals
-BAR = r"\|"
 Row = Mapping[str, Any]
 
 
@@ -32,8 +34,9 @@ def check_format(kind: str | None) -> None:
 
 def written(rows: Sequence[Row], kind: str) -> str:
     """Return rows as text, with a line end. rows: with the same keys; None is an empty cell. kind: one of FORMATS."""
+    rows = [{title: _known(value) for title, value in row.items()} for row in rows]
     if kind == "json":
-        return json.dumps(list(map(dict, rows)), indent=2, ensure_ascii=False) + "\n"
+        return json.dumps(rows, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     titles = list(rows[0]) if rows else []
     if kind == "csv":
         text = io.StringIO()
@@ -42,7 +45,18 @@ def written(rows: Sequence[Row], kind: str) -> str:
         writer.writerows(rows)
         return text.getvalue()
     cells = [[_shown(row[title]) for title in titles] for row in rows]
-    return _markdown(titles, cells) if kind == "md" else _latex(titles, cells)
+    if kind == "md":
+        return _markdown(titles, cells)
+    return _latex(titles, cells, "".join("l" if _holds_text(rows, title) else "r" for title in titles))
+
+
+def _known(value: Any) -> Any:
+    """Return a value; None for a number that is none, such as the mean of nothing."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _holds_text(rows: Sequence[Row], title: str) -> bool:
+    return any(isinstance(row[title], str) for row in rows)
 
 
 def _shown(value: Any) -> str:
@@ -53,16 +67,18 @@ def _shown(value: Any) -> str:
 
 
 def _markdown(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    head, *rest = (f"| {' | '.join(cell.replace('|', BAR) for cell in line)} |" for line in [titles, *cells])
+    lines = ([_escaped(cell, MARKDOWN, "<br>") for cell in line] for line in [titles, *cells])
+    head, *rest = (f"| {' | '.join(line)} |" for line in lines)
     return "\n".join([head, "|" + "---|" * len(titles), *rest, ""])
 
 
-def _latex(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    lines = [" & ".join(map(_escaped, line)) + r" \\" for line in [titles, *cells]]
-    columns = "l" + "r" * (len(titles) - 1)
+def _latex(titles: Sequence[str], cells: Sequence[Sequence[str]], columns: str) -> str:
+    lines = [" & ".join(_escaped(cell, LATEX, " ") for cell in line) + r" \\" for line in [titles, *cells]]
     body = "\n".join([r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule"])
     return f"\\begin{{tabular}}{{{columns}}}\n{body}\n\\end{{tabular}}\n"
 
 
-def _escaped(text: str) -> str:
-    return "".join(LATEX.get(letter, letter) for letter in text)
+def _escaped(text: str, special: Mapping[str, str], between: str) -> str:
+    """Return a cell on one line. special: what stands for a character. between: what stands for a line end."""
+    lines = ("".join(special.get(letter, letter) for letter in line) for line in text.splitlines())
+    return between.join(lines)

@@ -25,7 +25,7 @@ def test_markdown_has_a_head_and_escapes_its_bars():
 
 def test_latex_escapes_what_is_special_there():
     shown = written(ROWS, "latex")
-    assert r"a|b\_c & 41.23 &  \\" in shown
+    assert r"a\textbar{}b\_c & 41.23 &  \\" in shown
     assert r"50\% & 12346 & 1 \\" in shown
     assert shown.startswith(r"\begin{tabular}{lrr}")
 
@@ -34,6 +34,29 @@ def test_csv_and_json_keep_every_digit():
     assert json.loads(written(ROWS, "json")) == ROWS
     found = list(csv.DictReader(io.StringIO(written(ROWS, "csv"))))
     assert found[0] == {"method": "a|b_c", "speed": "41.2345678", "low": ""}
+
+
+TEXTS = [{"id": "[1]\\", "answer": 'a < b\n\n50% of {x}_1 | ~\u2028"#&$^', "f1": 1.5, "same": True}]
+
+
+def test_a_cell_is_one_line_and_means_itself(tmp_path):
+    shown = written(TEXTS, "md")
+    assert shown.splitlines()[2] == '| [1]\\ | a &lt; b<br><br>50% of {x}_1 \\| ~<br>"#&$^ | 1.5 | True |'
+    latex = written(TEXTS, "latex")
+    assert latex.startswith(r"\begin{tabular}{llrr}")
+    row = latex.splitlines()[4]
+    assert row.startswith(r"{[}1{]}\textbackslash{} & a \textless{} b  50\% of \{x\}\_1 \textbar{} \textasciitilde{} ")
+    assert row.endswith(r'"\#\&\$\textasciicircum{} & 1.5 & True \\')
+    assert next(csv.DictReader(io.StringIO(written(TEXTS, "csv"), newline="")))["answer"] == TEXTS[0]["answer"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_none_is_an_empty_cell(value):
+    rows = [{"method": "none", "speed": value}]
+    assert json.loads(written(rows, "json")) == [{"method": "none", "speed": None}]
+    assert written(rows, "csv") == "method,speed\nnone,\n"
+    assert written(rows, "md").endswith("| none |  |\n")
+    assert r"none &  \\" in written(rows, "latex")
 
 
 def test_a_format_that_is_none_is_one_line():
