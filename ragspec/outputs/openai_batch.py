@@ -98,5 +98,5 @@ def _text_choice(answer: Generation, part: AnswerText, runner: Runner, logprobs:
 def line_format_of(config: RunConfig) -> LineFormat:
     """Return the line format of a run's `output.format`."""
     if config.output.format == "openai":
-        return OpenAIBatch(config.output.model or str(config.model))
+        return OpenAIBatch(config.output.model or config.model or config.runner)
     return NativeFormat(config.output.include)

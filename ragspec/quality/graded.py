@@ -76,7 +76,7 @@ def read_graded(path: str, references: InputConfig | str | None = None, refusal:
         raise ConfigError(f"--refusal: not a regular expression: {error}") from None
     answers = Answers()
     for line in answer_lines(path):
-        name, text = _named(line), _text(line)
+        name, text = id_of(line), text_of(line)
         if name is None or (text is None and "error" not in line):
             raise ConfigError(f"{path}: not an output of ragspec: its lines need id and output")
         if text is None:
@@ -128,7 +128,7 @@ def _graded(
         said,
         references,
         refusal.search(said) is not None,
-        line.get("output_tokens"),
+        tokens_of(line),
         cited(text, parsed, contexts),
         wanted,
     )
@@ -181,7 +181,8 @@ def _checked(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
-def _named(line: Mapping[str, Any]) -> str | None:
+def id_of(line: Mapping[str, Any]) -> str | None:
+    """Return the id of a line's record, in either output format; None if it has none."""
     return _name(line.get("custom_id", line.get("id")))
 
 
@@ -193,7 +194,7 @@ def _name(given: Any) -> str | None:
         return None
 
 
-def _text(line: Mapping[str, Any]) -> str | None:
+def text_of(line: Mapping[str, Any]) -> str | None:
     """Return a line's answer, in either output format; None if it has none."""
     if isinstance(line.get("output"), str):
         return str(line["output"])
@@ -203,3 +204,13 @@ def _text(line: Mapping[str, Any]) -> str | None:
     except (KeyError, TypeError, IndexError):
         return None
     return text if isinstance(text, str) else None
+
+
+def tokens_of(line: Mapping[str, Any]) -> int | None:
+    """Return how many tokens a line's answers have, in either output format; None if it does not say."""
+    if "response" not in line:
+        return line.get("output_tokens")
+    try:
+        return int(line["response"]["body"]["usage"]["completion_tokens"])
+    except (KeyError, TypeError, ValueError):
+        return None

@@ -21,7 +21,7 @@ import jinja2
 from ragspec.errors import ConfigError
 from ragspec.host.files import write_whole
 from ragspec.inputs.storage import advising
-from ragspec.quality.graded import answer_lines, references_of
+from ragspec.quality.graded import answer_lines, id_of, references_of, text_of, tokens_of
 from ragspec.quality.metrics import f1
 from ragspec.report.page import style
 
@@ -98,32 +98,33 @@ def write_pairs(one: str, other: str, path: Path) -> Pairs:
 def pairs_of(one: str, other: str) -> Pairs:
     """Return the answers of two outputs to the same records."""
     with advising("ANSWERS takes the output of a run: a file, a folder of parts, or a URL", [one, other]):
-        lines, others = ({line["id"]: line for line in _answered(path)} for path in (one, other))
+        lines, others = (dict(_answered(path)) for path in (one, other))
     shared = [name for name in lines if name in others]
     if not shared:
         raise ConfigError(f"{other}: none of its records are in {one}")
-    return Pairs((one, other), [_pair(lines[name], others[name]) for name in shared])
+    return Pairs((one, other), [_pair(name, lines[name], others[name]) for name in shared])
 
 
-def _answered(path: str) -> Iterator[dict[str, Any]]:
+def _answered(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for line in answer_lines(path):
-        if "id" not in line or not ("output" in line or "error" in line):
+        name, text = id_of(line), text_of(line)
+        if name is None or (text is None and "error" not in line):
             raise ConfigError(f"{path}: not an output of ragspec: its lines need id and output")
-        if "output" in line:
-            yield line
+        if text is not None:
+            yield name, line
 
 
-def _pair(line: dict[str, Any], other: dict[str, Any]) -> Pair:
-    metadata = line.get("metadata") or {}
+def _pair(name: str, line: dict[str, Any], other: dict[str, Any]) -> Pair:
+    metadata = {**(other.get("metadata") or {}), **(line.get("metadata") or {})}
     references, _ = references_of(metadata)
     question = line.get("query") or other.get("query") or metadata.get("query") or metadata.get("question") or ""
-    texts = (str(line["output"]), str(other["output"]))
+    texts = (str(text_of(line)), str(text_of(other)))
     split = _marked(*texts)
     sides = [
-        Side(text, pieces, 100 * f1(text, references) if references else None, each.get("output_tokens"))
+        Side(text, pieces, 100 * f1(text, references) if references else None, tokens_of(each))
         for text, pieces, each in zip(texts, split, (line, other), strict=True)
     ]
-    return Pair(line["id"], str(question), references[0] if references else "", (sides[0], sides[1]))
+    return Pair(name, str(question), references[0] if references else "", (sides[0], sides[1]))
 
 
 def _marked(one: str, other: str) -> tuple[tuple[tuple[str, bool], ...], tuple[tuple[str, bool], ...]]:

@@ -11,7 +11,7 @@ from ragspec.cli import app
 from ragspec.errors import ConfigError
 from ragspec.report.side_by_side import pairs_of, write_pairs
 from ragspec.report.table import check_format, written
-from tests.conftest import write_jsonl
+from tests.conftest import read_jsonl, write_jsonl
 
 ROWS = [{"method": "a|b_c", "speed": 41.2345678, "low": None}, {"method": "50%", "speed": 12345.6, "low": 1}]
 HOSTILE = "<script>document.title='owned'</script>"
@@ -96,6 +96,29 @@ def test_the_page_shows_both_and_escapes_them(answers, tmp_path):
     assert "<script" not in page
     assert page.index("a?") < page.index("b?")
     assert "Both answers are the same" in page
+
+
+def test_openai_lines_are_outputs_too(answers, tmp_path):
+    lines = read_jsonl(answers[1])
+    batch = [
+        {"id": f"batch_{line['id']}", "custom_id": line["id"], "error": line.get("error")}
+        | {
+            "response": {
+                "body": {"choices": [{"message": {"content": line["output"]}}], "usage": {"completion_tokens": 7}}
+            }
+        }
+        if "output" in line
+        else {"id": "batch_d", "custom_id": "d", "response": {"body": {"error": {}}}, "error": line["error"]}
+        for line in lines
+    ]
+    other = write_jsonl(tmp_path / "batch.jsonl", batch)
+    found, mixed = pairs_of(*answers), pairs_of(answers[0], other)
+    assert [pair.sides[1].text for pair in mixed.pairs] == [pair.sides[1].text for pair in found.pairs]
+    assert [(pair.id, pair.question) for pair in mixed.pairs] == [(pair.id, pair.question) for pair in found.pairs]
+    assert {pair.sides[1].tokens for pair in mixed.pairs} == {7}
+    assert pairs_of(other, answers[0]).pairs[0].reference == "Ann Smith built it", "from either output"
+    alone = write_pairs(other, other, tmp_path / "p.html")
+    assert alone.verdict == "3 of 3 answers are the same"
 
 
 def test_the_command_writes_the_page_and_the_table(answers, tmp_path):
