@@ -25,6 +25,8 @@ from ragspec.quality.graded import answer_lines, id_of, references_of, text_of, 
 from ragspec.quality.metrics import f1
 from ragspec.report.page import style
 
+EAST_ASIAN = r"\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # written without spaces
+WORD = re.compile(rf"\s+|[^\W{EAST_ASIAN}]+|.", re.DOTALL)
 SHOWN = 500  # pairs on the page; those that differ come first
 
 
@@ -129,7 +131,7 @@ def _pair(name: str, line: dict[str, Any], other: dict[str, Any]) -> Pair:
 
 def _marked(one: str, other: str) -> tuple[tuple[tuple[str, bool], ...], tuple[tuple[str, bool], ...]]:
     """Return both texts in pieces, each with whether the other text lacks it, by words."""
-    words, others = (re.findall(r"\s+|\w+|[^\w\s]", text) for text in (one, other))
+    words, others = (WORD.findall(text) for text in (one, other))
     left, right = [], []
     for kind, begin, end, begin_other, end_other in SequenceMatcher(None, words, others, autojunk=False).get_opcodes():
         left.append(("".join(words[begin:end]), kind != "equal"))

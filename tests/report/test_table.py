@@ -98,6 +98,17 @@ def test_the_page_shows_both_and_escapes_them(answers, tmp_path):
     assert "Both answers are the same" in page
 
 
+def test_east_asian_text_is_compared_by_character(tmp_path):
+    sides = [
+        write_jsonl(tmp_path / f"{n}.jsonl", [{"id": "a", "output": text}])
+        for n, text in enumerate(["灯台は1871年に建つ。", "灯台は1867年に焼けた。"])
+    ]
+    (pair,) = pairs_of(*sides).pairs
+    assert [text for text, marked in pair.sides[0].pieces if not marked] == ["灯台は", "年に", "。"]
+    write_pairs(sides[0], write_jsonl(tmp_path / "e.jsonl", [{"id": "a", "output": ""}]), tmp_path / "p.html")
+    assert "(empty)" in (tmp_path / "p.html").read_text()
+
+
 def test_openai_lines_are_outputs_too(answers, tmp_path):
     lines = read_jsonl(answers[1])
     batch = [
