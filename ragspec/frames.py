@@ -66,11 +66,12 @@ def benchmark(
     from ragspec.benchmark.details import table_of
     from ragspec.benchmark.measure import run_benchmark
     from ragspec.benchmark.plan import make_plan
+    from ragspec.run.inspect import with_columns
     from ragspec.run.local import checked_config
     from ragspec.run.runner_choice import choose_for_input
 
     _pandas()
-    chosen = choose_for_input(checked_config(config)).config
+    chosen = choose_for_input(with_columns(checked_config(config))[0]).config
     plan = make_plan(chosen, list(methods), list(batch_sizes), [], [], [], [], [])
     with TemporaryDirectory() as folder:
         place = Path(folder if output is None else output)

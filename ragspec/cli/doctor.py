@@ -26,6 +26,7 @@ def doctor(
     from ragspec.config.io import InputConfig
     from ragspec.config.redaction import Redactor
     from ragspec.run.doctor import Finding, examine_config, examine_input, examine_machine, examine_passages
+    from ragspec.run.inspect import with_columns
     from ragspec.run.runner_choice import SPEEDS, forget
 
     set_debug(debug)
@@ -38,8 +39,9 @@ def doctor(
         from ragspec.config.load import load_config
 
         run_config, notes = load_config(config, overrides(override), input=input)
+        run_config, read_as = with_columns(run_config)
         given = run_config.input
-        findings += examine_config(run_config, notes)
+        findings += examine_config(run_config, [*notes, *read_as])
         findings += examine_passages(run_config)
     elif input is not None:
         given = InputConfig(path=[input])

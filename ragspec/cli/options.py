@@ -126,14 +126,14 @@ def settings_of(
     return run_config, [*read_notes, *map(redact, notes)], values
 
 
-def input_of(path: str, columns: list[str] | None) -> InputConfig:
-    """Return a file of records as an input, with the columns that `--columns` maps."""
+def input_of(path: str | list[str], columns: list[str] | None, **given: str) -> InputConfig:
+    """Return files of records as an input, with the columns that `--columns` maps. given: other keys of the section."""
     from ragspec.cli.flags import pairs_of
     from ragspec.config.io import InputConfig
     from ragspec.config.load import override
     from ragspec.config.sections import validate
 
-    raw: dict[str, Any] = {"input": {"path": path}}
+    raw: dict[str, Any] = {"input": {"path": path, **given}}
     for each in pairs_of("columns", "input.columns", columns or ()):
         override(raw, each, {})
     found = validate(InputConfig, raw["input"], "command line")
@@ -180,12 +180,14 @@ def load(
     settings: the overrides that flags mean.
     """
     from ragspec.cli.tables import print_notes, stderr
+    from ragspec.run.inspect import with_columns
     from ragspec.run.runner_choice import choose_for_input
 
     console = stderr()
     run_config, notes, _ = settings_of(config, [*overrides(None, max_new_tokens), *settings], override, input=input)
+    run_config, read_as = with_columns(run_config)
     choice = choose_for_input(run_config)
-    print_notes(console, [*notes, *([choice.why] if choice.why else [])])
+    print_notes(console, [*notes, *read_as, *([choice.why] if choice.why else [])])
     return choice.config, console
 
 

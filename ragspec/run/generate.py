@@ -21,6 +21,7 @@ from ragspec.outputs.folder import LocalDocument
 from ragspec.outputs.journal import Journal
 from ragspec.outputs.run_state import check_writable
 from ragspec.outputs.target import Target, check_name, target_of
+from ragspec.run.inspect import with_columns
 from ragspec.run.local import LocalPass
 from ragspec.run.ordering import Say, ignore_note
 from ragspec.run.record_reader import keys_of
@@ -78,6 +79,8 @@ def generate(
     if config.input is None:
         raise ConfigError("input: missing; set it in the config, or give --input FILE (- for stdin)")
     with config.redactor().over_errors(), ExitStack() as stack:
+        config, read_as = with_columns(config)
+        assert config.input is not None
         if progress:
             report = stack.enter_context(_bar())
         check_name(config.output)
@@ -105,7 +108,7 @@ def generate(
         )
         executor = _executor(session, source, journal, limit=limit, total=within(limit, count), report=report, say=say)
         summary = executor.summary
-        summary.notes += [*(notes or []), *journal.notes()]
+        summary.notes += [*(notes or []), *read_as, *journal.notes()]
         downloaded = downloads(session.config)
         try:
             executor.answer()

@@ -11,16 +11,19 @@ from dataclasses import dataclass
 from itertools import combinations, islice
 from typing import Any
 
-from ragspec.config.io import InputConfig
-from ragspec.errors import RecordError
+from ragspec.config.io import ColumnNames, InputConfig
+from ragspec.config.run import RunConfig
+from ragspec.config.sections import validate
+from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.columns import GUESSES, Columns, look_up
 from ragspec.inputs.passages import guessed_fields
 from ragspec.inputs.record import REFERENCES, SOURCES, parse_record, reference_texts
-from ragspec.inputs.sources import open_source
+from ragspec.inputs.sources import open_source, size_of
 from ragspec.inputs.storage import advising
 from ragspec.records import Record
 
 LOOKED_AT = 20  # rows
+PROMPTS = {*SOURCES, "body"}
 OPTIONAL = ("contexts", "id", "reference")  # keys that a mapping can do without
 
 
@@ -60,6 +63,35 @@ def inspect(given: InputConfig) -> Inspection:
             error = f"{source.where(rows[0].number)}: {reason}"
     done = record is not None and bool(given.columns.given)
     return Inspection(count, columns, record, error, {} if done else suggestion([row.value for row in rows]))
+
+
+def with_columns(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """Return a config that reads its input's columns by their names where it maps none, and a note that says how.
+
+    Only for files whose first records are none without a mapping: what runs as it is stays as it is.
+    """
+    given = config.input
+    if given is None or given.columns.given or config.prompt.source != "auto" or size_of(given) is None:
+        return config, []
+    try:
+        with open_source(given) as source:
+            values = [row.value for row in islice(source, LOOKED_AT)]
+    except ConfigError:  # whoever opens it next says so
+        return config, []
+    records = [value for value in values if isinstance(value, dict)]
+    if len(records) < len(values) or any(not PROMPTS.isdisjoint(record) for record in records):
+        return config, []
+    mapping = suggestion(values)
+    if not mapping:
+        return config, []
+    columns = validate(ColumnNames, mapping, "input.columns")
+    read = ", ".join(f"{_path_of(theirs)} as {ours}" for ours, theirs in mapping.items())
+    changed = config.model_copy(update={"input": given.model_copy(update={"columns": columns})})
+    return changed, [f"{given}: reads {read}, by the columns' names (--columns FIELD=NAME says otherwise)"]
+
+
+def _path_of(mapped: str | dict[str, str]) -> str:
+    return mapped if isinstance(mapped, str) else mapped["path"]
 
 
 def suggestion(values: Sequence[Any]) -> dict[str, str | dict[str, str]]:

@@ -669,15 +669,15 @@ def test_a_mapped_field_that_no_record_has_is_one_error_for_the_run(tmp_path, ma
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.arrow"])
 def test_a_table_without_a_prompt_is_one_error_for_the_run(tmp_path, name):
-    MAKE[name](tmp_path / name, [{"question": "Why?", "contexts": ["one"]}] * 3)
+    MAKE[name](tmp_path / name, [{"asked": "Why?", "contexts": ["one"]}] * 3)
     raw = {"runner": "fake", "output": str(tmp_path / "out.jsonl"), "input": {"path": str(tmp_path / name)}}
     with pytest.raises(
-        ConfigError, match=r"no record can have a prompt.* the columns are question, contexts; ragspec insp"
+        ConfigError, match=r"no record can have a prompt.* the columns are asked, contexts; ragspec insp"
     ):
         generate(build_config(raw))
     with pytest.raises(ConfigError, match=r'it needs "messages" \(prompt.source\)'):
         generate(build_config(raw | {"prompt": {"source": "messages"}}))
-    raw["input"]["columns"] = {"query": "question"}
+    raw["input"]["columns"] = {"query": "asked"}
     assert generate(build_config(raw)).records == 3
 
 
