@@ -36,7 +36,7 @@ PATCH = Patch(
         "vllm.v1.engine.core:EngineCoreProc.__init__",
         "vllm.v1.engine.core_client:SyncMPClient.__init__",
     ),
-    versions="0.32",
+    versions=("0.32", "0.33"),
     why="vLLM's engine outlives a process that is killed, and a process whose engine is killed waits for ever",
     upstream="https://github.com/vllm-project/vllm/issues/55510",
     until="vLLM's engine ends with its client, and its synchronous client notices that an engine is gone",
