@@ -61,7 +61,7 @@ MAX_DRAFT_TOKENS = 16  # of our proposer, if draft lengths are chosen during the
 # vLLM versions tested with our proposer, and how: the custom_class interface is experimental.
 TRIED = {
     "0.32": "the whole suite passes (CPU build)",
-    "0.33": "the suite passes with its Python on the kernels of 0.32 (CPU build); its CUDA build was configured, not run",
+    "0.33": "the suite passes: its Python on the CPU kernels of 0.32; its CUDA build was configured, not run",
 }
 GONE = {"medusa": "0.33"}  # vLLM's methods: the version that no longer has it
 # draft lengths for `num_tokens: auto`; other methods take theirs from the draft's config, or from vLLM
