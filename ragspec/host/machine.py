@@ -50,6 +50,15 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def gpu_capability() -> tuple[int, int]:
+    """Return the compute capability of the first GPU; (0, 0) without one of CUDA's."""
+    import torch
+
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        return 0, 0
+    return torch.cuda.get_device_capability(0)
+
+
 def cpu_features() -> str:
     """Return the processor's instruction sets, which decide whether native code built elsewhere runs here."""
     try:

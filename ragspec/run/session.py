@@ -49,12 +49,12 @@ def peak_memory_gib(runner: Runner) -> float:
 class Session:
     """What a pass over an input needs; an executor (local.py, ray/driver.py) drives it.
 
-    config: with the runner resolved. choice: why that runner was chosen, "" if the config named it. retriever: None if
+    config: with the runner resolved. choice: why that runner was chosen. retriever: None if
     records bring their own contexts.
     """
 
     config: RunConfig
-    choice: str
+    choice: RunnerChoice
     runner: Runner
     prompts: PromptBuilder
     retriever: Retriever | None
@@ -65,12 +65,12 @@ class Session:
 
     def notes(self) -> list[str]:
         """Return the notes for the user so far, with secrets hidden."""
-        own = [self.choice] if self.choice else []
+        own = [self.choice.why] if self.choice.why else []
         return [*dict.fromkeys(map(self.config.redactor(), [*own, *self.runner.notes])), *self.prompts.notes]
 
     def about(self) -> dict[str, Any]:
         """Return what identifies the run in its statistics."""
-        return about(self.config, self.runner)
+        return about(self.config, self.runner) | self.choice.about()
 
 
 def prepare(config: RunConfig, choice: RunnerChoice | None = None) -> Session:
@@ -83,7 +83,7 @@ def prepare(config: RunConfig, choice: RunnerChoice | None = None) -> Session:
     runner = check_runner(config)
     prompts = make_prompts(config, runner)
     retriever = Retriever(config.retrieval) if config.retrieval else None
-    return Session(config, choice.why, runner, prompts, retriever)
+    return Session(config, choice, runner, prompts, retriever)
 
 
 def check_runner(config: RunConfig) -> Runner:
