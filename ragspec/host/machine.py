@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
+import subprocess
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 UNKNOWN_FREE_BYTES = 8 << 30  # assumed free if the system does not say
+DRIVER_S = 20.0  # for an answer of the GPUs' driver
 CGROUP = Path("/sys/fs/cgroup")
 INSTRUCTION_SETS = {"amx_tile": "AMX", "avx512f": "AVX-512", "avx2": "AVX2", "sve": "SVE"}  # by CPU flag, widest first
 
@@ -45,6 +48,15 @@ def has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def gpu_capability() -> tuple[int, int]:
+    """Return the compute capability of the first GPU; (0, 0) without one of CUDA's."""
+    import torch
+
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        return 0, 0
+    return torch.cuda.get_device_capability(0)
 
 
 def cpu_features() -> str:
@@ -91,9 +103,43 @@ def free_bytes() -> int:
 
 def free_gpu_bytes(count: int | None = None) -> int:
     """Return the free memory of the first `count` GPUs together; None: of all."""
+    return sum(free for free, _ in gpu_memory(count))
+
+
+def gpu_memory(count: int | None = None) -> list[tuple[int, int]]:
+    """Return the free and all bytes of the first `count` GPUs, by torch's numbers; None: of all.
+
+    The driver is asked first: where torch is asked, it takes some of that memory, on each of them.
+    """
     import torch
 
-    return sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count() if count is None else count))
+    known, found = _free_by_driver(), []
+    for index in range(torch.cuda.device_count() if count is None else count):
+        about = torch.cuda.get_device_properties(index)
+        free = known.get(str(getattr(about, "uuid", "")).removeprefix("GPU-"))
+        # unknown: another vendor's, a part of one, or without the driver's tool
+        found.append((torch.cuda.mem_get_info(index)[0] if free is None else free, about.total_memory))
+    return found
+
+
+def _free_by_driver() -> dict[str, int]:
+    """Return the free bytes of NVIDIA's GPUs by UUID; nothing without their driver's tool."""
+    query = ["nvidia-smi", "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        shown = subprocess.run(query, capture_output=True, text=True, timeout=DRIVER_S, check=True).stdout
+        lines = [line.split(",") for line in shown.splitlines() if line.strip()]
+        return {name.strip().removeprefix("GPU-"): int(mebibytes) << 20 for name, mebibytes in lines}
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return {}
+
+
+def peak_memory() -> tuple[int, int]:
+    """Return this process's peak bytes: resident, and of torch on GPUs that it has used."""
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return resident, 0
+    return resident, sum(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
 
 
 def _processor() -> str:

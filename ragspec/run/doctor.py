@@ -18,7 +18,7 @@ from ragspec.config.run import RunConfig
 from ragspec.config.sections import RetrievalConfig, ScaleConfig
 from ragspec.errors import ConfigError, RagspecError
 from ragspec.host.compiler import Unbuilt, find_compiler
-from ragspec.host.machine import free_bytes, free_gpu_bytes, installed, machine
+from ragspec.host.machine import free_bytes, free_gpu_bytes, gpu_memory, installed, machine
 from ragspec.inputs.sources import first_records, open_source, size_of
 from ragspec.inputs.storage import advising, is_url
 from ragspec.models.draft import DRAFT_KEY, DRAFT_TRUST_KEY, compare, fits, width_of
@@ -118,13 +118,14 @@ class Finding:
 
 def examine_machine() -> Iterator[Finding]:
     """Yield the processor, memory, GPUs and libraries of this machine."""
-    import torch  # so that machine() can see GPUs
+    import torch  # noqa: F401 - so that machine() can see GPUs
 
     about = machine()
     free = free_bytes() / (1 << 30)
     yield Finding("ok", f"{about['processor']}, {about['cores']} cores, {free:.1f} of {about['memory_gib']} GiB free")
+    memory = gpu_memory() if about["gpus"] else []
     for index, name in enumerate(about["gpus"]):
-        free, total = (amount / (1 << 30) for amount in torch.cuda.mem_get_info(index))
+        free, total = (amount / (1 << 30) for amount in memory[index])
         yield Finding("ok", f"GPU {index}: {name}, {free:.1f} of {total:.1f} GiB free")
     if not about["gpus"]:
         yield Finding("note", "torch sees no GPU; everything runs on the CPU")

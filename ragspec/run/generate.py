@@ -114,7 +114,7 @@ def generate(
             executor.answer()
         finally:
             summary.notes += [note for note in session.notes() if note not in summary.notes]
-            summary.about = executor.about()
+            summary.about = executor.about() | session.choice.about(summary.load_s + summary.generate_s)
             remember(session.config, summary, downloaded=downloaded)
             summary.totals = journal.totals(summary)
             _write_stats(summary, Path(stats_path) if stats_path else None, journal)

@@ -134,7 +134,7 @@ class LocalPass:
             summary.prefill_s = _since(runner.prefill_s, prefill_s)
             summary.decode_s = _since(runner.decode_s, decode_s)
             summary.decode_tokens = runner.decode_tokens - decode_tokens
-            summary.peak_memory_gib = peak_memory_gib()
+            summary.peak_memory_gib = peak_memory_gib(runner)
 
     @contextmanager
     def _requests(self) -> Iterator[Feed[Request]]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from math import log
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,11 +21,11 @@ from ragspec.config.redaction import revealed
 from ragspec.config.run import CHOICES, RunConfig
 from ragspec.errors import ConfigError, flat
 from ragspec.host.cache import JsonCache
-from ragspec.host.machine import has_gpu, installed, machine
+from ragspec.host.machine import gpu_capability, has_gpu, installed, machine
 from ragspec.inputs.base import within
 from ragspec.inputs.sources import open_source, size_of
 from ragspec.models.resolve import resolve, weights_bytes
-from ragspec.speculation.methods import AUTO, HF, VLLM
+from ragspec.speculation.methods import AUTO, HF, VLLM, find
 from ragspec.stats import RunSummary
 
 RECENT = 8  # runs kept per setting
@@ -150,17 +151,35 @@ def _depends(config: RunConfig) -> list[Any]:
 
 
 LOADING_S = {HF: 5.0, VLLM: 80.0}
-TOKEN_S = {"CPU": {HF: 2e-3, VLLM: 2e-3}, "GPU": {HF: 1e-4, VLLM: 3e-5}}  # of prompts and answers together
+# of prompts and answers together; a GPU of GRAPHS runs our steps as CUDA graphs, an older one does not
+TOKEN_S = {"CPU": {HF: 2e-3, VLLM: 2e-3}, "old GPU": {HF: 1e-4, VLLM: 3e-5}, "GPU": {HF: 3e-5, VLLM: 3e-5}}
+GRAPHS = (8, 0)  # least compute capability
+# our engine's speed relative to vLLM's by records at once: an 8B on an H100 (docs/results.md), with passages that
+# answers copy from and without drafts. 256 was not measured: drafts are assumed to gain nothing there.
+OURS_BESIDE_VLLM = {True: ((16, 1.34), (64, 1.12), (256, 0.87)), False: ((16, 0.91), (64, 0.87))}
+AT_ONCE = 256  # most records, where the config does not say
 PRIOR_TOKENS = 1000  # that those count for, beside the tokens of earlier runs
 TOKEN_BYTES = 4  # of an input, roughly
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerChoice:
-    """config: with a runner named. why: one line for the user, "" if there was nothing to choose."""
+    """A config with a runner named.
+
+    why: one line for the user, "" if there was nothing to choose. expected_s: of each runner, where that decided.
+    """
 
     config: RunConfig
     why: str = ""
+    expected_s: Mapping[str, float] = field(default_factory=dict)
+
+    def about(self, took_s: float | None = None) -> dict[str, Any]:
+        """Return what the statistics say of it: what was expected, and the seconds that the run took."""
+        if not self.expected_s:
+            return {}
+        seconds = {word: round(value, 1) for word, value in self.expected_s.items()}
+        took = {} if took_s is None else {"took_s": round(took_s, 1)}
+        return {"runner_choice": {"runner": self.config.runner, "expected_s": seconds, **took}}
 
 
 def choose_for_input(config: RunConfig, limit: int | None = None) -> RunnerChoice:
@@ -199,15 +218,14 @@ def choose_runner(
     if rows is None:
         return _chosen(config, HF, "the number of records is not known, and vLLM takes long to load")
     tokens = _tokens(config, rows, limit)
-    device = "GPU" if has_gpu() else "CPU"
     known = speeds(config)
-    seconds = expected_seconds(known, device, tokens)
+    seconds = expected_seconds(known, prior_token_s(config, within(limit, rows) or 0), tokens)
     basis = (
         f"by earlier runs of {' and '.join(sorted(known))}" if known else "by what is usual: neither has run here yet"
     )
     gain = seconds[HF] - seconds[VLLM]
     if gain <= 0:
-        return _chosen(config, HF, f"expected to be done some {-gain:,.0f} s before vLLM, {basis}")
+        return _chosen(config, HF, f"expected to be done some {-gain:,.0f} s before vLLM, {basis}", seconds)
     try:
         runners.module(VLLM).Runner(config.model_copy(update={"runner": VLLM})).check()
     except ConfigError as error:
@@ -216,15 +234,32 @@ def choose_runner(
         return _chosen(
             config, HF, f"vLLM is expected to be faster, but fails here ({type(error).__name__}: {flat(error, 120)})"
         )
-    return _chosen(config, VLLM, f"expected to be done some {gain:,.0f} s before huggingface, {basis}")
+    return _chosen(config, VLLM, f"expected to be done some {gain:,.0f} s before huggingface, {basis}", seconds)
 
 
-def expected_seconds(known: Mapping[str, Speed], device: str, tokens: int) -> dict[str, float]:
+def prior_token_s(config: RunConfig, records: int) -> dict[str, float]:
+    """Return the seconds a token of each runner on this machine, where it has not run yet."""
+    import numpy as np
+
+    if not has_gpu():
+        return TOKEN_S["CPU"]
+    if gpu_capability() < GRAPHS:
+        return TOKEN_S["old GPU"]
+    most = config.runner_args.get("batch_size", AUTO)
+    at_once = min(records, most if isinstance(most, int) else AT_ONCE)
+    method = find(config.speculation.method)
+    points = OURS_BESIDE_VLLM[method is not None and VLLM in method.drafts_on]
+    ratio = float(np.interp(log(max(1, at_once)), [log(rows) for rows, _ in points], [each for _, each in points]))
+    prior = TOKEN_S["GPU"]
+    return prior | {HF: prior[VLLM] / ratio}
+
+
+def expected_seconds(known: Mapping[str, Speed], prior: Mapping[str, float], tokens: int) -> dict[str, float]:
     """Return the seconds that each runner should take for `tokens` prompt and answer tokens, loading included.
 
-    known: measured speeds. A runner without any is assumed to differ from the other by the ratio of the priors.
+    known: measured speeds. prior: seconds a token. A runner without a measured speed is assumed to differ from the
+    other by the ratio of the priors.
     """
-    prior = TOKEN_S[device]
     shown = {word: speed for word, speed in known.items() if word in prior}
     ratios = [(speed.tokens, speed.token_s / prior[word]) for word, speed in shown.items() if speed.token_s is not None]
     scale = (PRIOR_TOKENS + sum(count * ratio for count, ratio in ratios)) / (
@@ -244,8 +279,9 @@ def has_vllm() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
-def _chosen(config: RunConfig, word: str, why: str) -> RunnerChoice:
-    return RunnerChoice(config.model_copy(update={"runner": word}), f"runner: {word}, as chosen by auto: {why}")
+def _chosen(config: RunConfig, word: str, why: str, expected_s: Mapping[str, float] | None = None) -> RunnerChoice:
+    named = config.model_copy(update={"runner": word})
+    return RunnerChoice(named, f"runner: {word}, as chosen by auto: {why}", expected_s or {})
 
 
 def _tokens(config: RunConfig, rows: int, limit: int | None) -> int:

@@ -6,7 +6,6 @@ Also holds what a stats file records about a run: config, runner, versions, hash
 from __future__ import annotations
 
 import hashlib
-import resource
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from ragspec import __version__, runners
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError
+from ragspec.host.machine import peak_memory
 from ragspec.inputs.sources import digest
 from ragspec.prompts.builder import PromptBuilder
 from ragspec.retrieval.search import Retriever
@@ -36,13 +36,10 @@ def about(config: RunConfig, runner: Runner) -> dict[str, Any]:
     }
 
 
-def peak_memory_gib() -> float:
-    """Return this process's peak resident size in GiB, or CUDA's peak allocation if that is larger."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform != "darwin" else 1 << 30)
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        peak = max(peak, torch.cuda.max_memory_allocated() / (1 << 30))
-    return peak
+def peak_memory_gib(runner: Runner) -> float:
+    """Return the peak resident size of this process and its engine's in GiB, or that on GPUs if it is larger."""
+    both = zip(peak_memory(), runner.peak_elsewhere, strict=True)
+    return max(here + elsewhere for here, elsewhere in both) / (1 << 30)
 
 
 # -- session ---------------------------------------------------------------------------------------
@@ -52,12 +49,12 @@ def peak_memory_gib() -> float:
 class Session:
     """What a pass over an input needs; an executor (local.py, ray/driver.py) drives it.
 
-    config: with the runner resolved. choice: why that runner was chosen, "" if the config named it. retriever: None if
+    config: with the runner resolved. choice: why that runner was chosen. retriever: None if
     records bring their own contexts.
     """
 
     config: RunConfig
-    choice: str
+    choice: RunnerChoice
     runner: Runner
     prompts: PromptBuilder
     retriever: Retriever | None
@@ -68,12 +65,12 @@ class Session:
 
     def notes(self) -> list[str]:
         """Return the notes for the user so far, with secrets hidden."""
-        own = [self.choice] if self.choice else []
+        own = [self.choice.why] if self.choice.why else []
         return [*dict.fromkeys(map(self.config.redactor(), [*own, *self.runner.notes])), *self.prompts.notes]
 
     def about(self) -> dict[str, Any]:
         """Return what identifies the run in its statistics."""
-        return about(self.config, self.runner)
+        return about(self.config, self.runner) | self.choice.about()
 
 
 def prepare(config: RunConfig, choice: RunnerChoice | None = None) -> Session:
@@ -86,7 +83,7 @@ def prepare(config: RunConfig, choice: RunnerChoice | None = None) -> Session:
     runner = check_runner(config)
     prompts = make_prompts(config, runner)
     retriever = Retriever(config.retrieval) if config.retrieval else None
-    return Session(config, choice.why, runner, prompts, retriever)
+    return Session(config, choice, runner, prompts, retriever)
 
 
 def check_runner(config: RunConfig) -> Runner:

@@ -57,6 +57,10 @@ class Runner(Protocol):
     def decode_tokens(self) -> int:
         """Tokens generated in decode_s."""
 
+    @property
+    def peak_elsewhere(self) -> tuple[int, int]:
+        """Peak bytes of processes that the runner has started: resident, and on GPUs."""
+
     def check(self) -> None:
         """Find the model and tokenizers and check the config against them, without weights. Raises ConfigError."""
 

@@ -93,6 +93,7 @@ class Runner:
         self.cites = False
         self.notes: list[str] = []
         self.prefill_s: float | None = None
+        self.peak_elsewhere = (0, 0)
         self.decode_s: float | None = None
         self.decode_tokens = 0
 

@@ -12,7 +12,16 @@ from ragspec.host.cache import cache_dir
 from ragspec.run import runner_choice as choice
 from ragspec.run import runner_choice as experience
 from ragspec.run.generate import generate
-from ragspec.run.runner_choice import Speed, choose_for_input, choose_runner, expected_seconds, remember, speeds
+from ragspec.run.runner_choice import (
+    TOKEN_S,
+    Speed,
+    choose_for_input,
+    choose_runner,
+    expected_seconds,
+    prior_token_s,
+    remember,
+    speeds,
+)
 from ragspec.runners.vllm.runner import Runner
 from ragspec.stats import RunSummary
 
@@ -155,7 +164,7 @@ def test_a_token_counts_once_whichever_run_it_was_in():
     for _ in range(3):
         remember(ours, summary(20, 4))
     assert speeds(config())["huggingface"].token_s == 4e-3
-    few = expected_seconds({"huggingface": Speed(5.0, 0.2, 20, 3)}, "CPU", 1000)
+    few = expected_seconds({"huggingface": Speed(5.0, 0.2, 20, 3)}, TOKEN_S["CPU"], 1000)
     assert few["huggingface"] < 15  # a few tokens do not outweigh the priors
 
 
@@ -163,7 +172,7 @@ def test_downloading_is_no_loading():
     ours = config(runner="vllm")
     remember(ours, summary(10_000, 40, load=900), downloaded=True)
     assert speeds(config()) == {"vllm": Speed(None, 4e-3, 10_000, 1)}
-    assert expected_seconds(speeds(config()), "CPU", 0)["vllm"] == choice.LOADING_S["vllm"]
+    assert expected_seconds(speeds(config()), TOKEN_S["CPU"], 0)["vllm"] == choice.LOADING_S["vllm"]
 
 
 def test_a_run_that_loaded_nothing_teaches_nothing():
@@ -196,7 +205,7 @@ def test_the_doctor_says_what_is_known_and_clears_it(tmp_path):
 
 
 def test_one_runner_tells_of_the_other():
-    seconds = expected_seconds({"huggingface": Speed(2.0, 8e-3, 10**9, 5)}, "CPU", 1000)
+    seconds = expected_seconds({"huggingface": Speed(2.0, 8e-3, 10**9, 5)}, TOKEN_S["CPU"], 1000)
     assert seconds == {"huggingface": pytest.approx(10.0), "vllm": pytest.approx(88.0)}
 
 
@@ -254,4 +263,49 @@ def test_a_vllm_that_is_broken_ends_no_run(monkeypatch):
 def test_runners_that_are_no_choice_are_not_remembered():
     remember(build_config({"model": "demo", "runner": "fake"}), summary(1000, 20))
     assert speeds(config()) == {}
-    assert expected_seconds({"fake": Speed(0.0, 1.0, 10**6, 1)}, "CPU", 10)["huggingface"] < 10
+    assert expected_seconds({"fake": Speed(0.0, 1.0, 10**6, 1)}, TOKEN_S["CPU"], 10)["huggingface"] < 10
+
+
+@pytest.mark.parametrize(
+    ("capability", "method", "records", "faster"),
+    [
+        ((9, 0), "context", 16, "huggingface"),
+        ((9, 0), "auto", 64, "huggingface"),
+        ((9, 0), "context", 256, "vllm"),
+        ((8, 0), "none", 16, "vllm"),
+        ((7, 5), "context", 16, "vllm"),
+    ],
+)
+def test_on_a_gpu_the_measured_table_decides_by_drafts_and_records_at_once(
+    capability, method, records, faster, monkeypatch
+):
+    monkeypatch.setattr(choice, "has_gpu", lambda: True)
+    monkeypatch.setattr(choice, "gpu_capability", lambda: capability)
+    prior = prior_token_s(config(speculation={"method": method}), records)
+    assert min(prior, key=prior.get) == faster
+    few = prior_token_s(config(speculation={"method": method}, runner_args={"batch_size": 16}), 10**6)
+    if capability >= choice.GRAPHS:
+        assert few == prior_token_s(config(speculation={"method": method}), 16)
+
+
+def test_what_a_run_has_measured_outweighs_the_table_of_another_gpu(monkeypatch):
+    monkeypatch.setattr(choice, "has_gpu", lambda: True)
+    monkeypatch.setattr(choice, "gpu_capability", lambda: (9, 0))
+    for runner, seconds in (("huggingface", 40), ("vllm", 20)):
+        remember(config(runner=runner), summary(100_000, seconds, load=1))
+    assert choose_runner(config(), 10**4).config.runner == "vllm"
+
+
+def test_the_statistics_say_what_was_expected_and_what_came(tmp_path, monkeypatch):
+    monkeypatch.setattr(choice, "LOADING_S", {"huggingface": 5.0, "vllm": 80.0})
+    (tmp_path / "in.txt").write_text("Why?\n")
+    given = {"input": str(tmp_path / "in.txt"), "output": str(tmp_path / "out.jsonl")}
+    chosen = choose_for_input(config(**given))
+    assert set(chosen.expected_s) == {"huggingface", "vllm"}
+    fake = choice.RunnerChoice(chosen.config.model_copy(update={"runner": "fake"}), chosen.why, chosen.expected_s)
+    monkeypatch.setattr("ragspec.run.generate.choose_runner", lambda *given, **named: fake)
+    about = generate(config(**given)).about["runner_choice"]
+    assert about["expected_s"]["vllm"] - about["expected_s"]["huggingface"] == pytest.approx(75, abs=1)
+    assert about["took_s"] >= 0
+    assert about["runner"] == "fake"
+    assert choice.RunnerChoice(config(runner="fake")).about() == {}

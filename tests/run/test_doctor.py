@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -125,6 +126,7 @@ def test_memory_is_that_of_the_gpus_that_the_run_uses(tiny, monkeypatch, args, r
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=80 << 30))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i: ((i + 1) << 30, 80 << 30))
     monkeypatch.setattr(doctor, "free_bytes", lambda: 9 << 30)
     given = {"model": tiny, "runner": "huggingface", "runner_args": args, "speculation": {"method": "none"}}

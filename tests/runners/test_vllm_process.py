@@ -7,13 +7,16 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from ragspec.config.load import build_config
 from ragspec.config.run import to_sampling
 from ragspec.errors import ModelError
+from ragspec.host.machine import peak_memory
 from ragspec.records import Failure, Request, Thinking
+from ragspec.run.session import peak_memory_gib
 from tests.conftest import ROOT, SAMPLE, read_jsonl
 
 pytestmark = [pytest.mark.vllm, pytest.mark.demo]
@@ -71,6 +74,28 @@ def test_the_answers_are_those_of_an_engine_in_this_process(engine, expected, wh
     for one in outcomes:
         assert 0 < one.time_to_first_token_s <= one.latency_s
         assert (len(one.logprobs) > 0) == ("logprobs" in sampling)
+
+
+def test_peak_memory_is_that_of_both_processes(engine, expected):
+    ordered(engine.generate(asked(engine)))
+    resident, on_gpus = engine.peak_elsewhere
+    status = Path(f"/proc/{engine_process(engine).pid}/status").read_text()
+    (peak,) = [int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM")]
+    assert 0 < resident <= peak
+    assert on_gpus == 0
+    assert peak_memory_gib(engine) == pytest.approx((peak_memory()[0] + resident) / (1 << 30))
+
+
+def test_a_prefix_cache_that_is_not_emptied_is_noted(engine, monkeypatch):
+    from ragspec.runners.vllm import engine as module
+
+    monkeypatch.setattr(module, "RESET_TRIES", 2)
+    monkeypatch.setattr(engine.engine, "reset_prefix_cache", lambda: False)
+    ordered(engine.generate(asked(engine, max_new_tokens=2)))
+    assert any("could not empty its prefix cache" in note for note in engine.notes)
+    monkeypatch.undo()
+    ordered(engine.generate(asked(engine, max_new_tokens=2)))
+    assert not any("prefix cache" in note for note in engine.notes)
 
 
 def test_a_refused_request_is_a_failure_and_the_others_are_answered(engine, expected):

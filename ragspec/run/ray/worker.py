@@ -138,7 +138,7 @@ class Worker:
         report.method = runner.method
         report.prefill_s, report.decode_s = runner.prefill_s, runner.decode_s
         report.decode_tokens = runner.decode_tokens
-        report.peak_memory_gib = peak_memory_gib()
+        report.peak_memory_gib = peak_memory_gib(runner)
         report.retrieval = self._answering.retrieval()
         report.about = session.about()
         report.notes = [*session.notes(), *self._answering.notes()]

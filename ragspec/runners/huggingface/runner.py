@@ -246,6 +246,10 @@ class Runner:
                 self.notes += [note for note in self._backend.notes if note not in self.notes]
 
     @property
+    def peak_elsewhere(self) -> tuple[int, int]:
+        return 0, 0
+
+    @property
     def prefill_s(self) -> float | None:
         """Seconds to first tokens, summed over batches."""
         return self._backend.clock.prefill_s if self._backend else self._final_clock[0]

@@ -25,7 +25,7 @@ class Args(RunnerArgs):
     slower; with `num_tokens`, only say so."""
     own_process: bool | Literal["auto"] = "auto"
     """Run vLLM's engine in a process of its own, beside the one that tokenises and writes. auto: if vLLM schedules
-    asynchronously, which it does on a GPU, except with `context`, prompt lookup and suffix decoding."""
+    asynchronously, which it does on a GPU, except with `context`, suffix decoding and, before 0.33, prompt lookup."""
     sampling_args: Settings = {}
     """Passed to `SamplingParams`, in addition to the `sampling` section."""
 

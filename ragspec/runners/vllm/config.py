@@ -3,7 +3,7 @@
     >>> speculative_config(SpeculationConfig(method="prompt_lookup"))
     {'method': 'ngram', 'num_speculative_tokens': 8, 'prompt_lookup_min': 2, 'prompt_lookup_max': 4}
 
-Source: vLLM 0.32, config/speculative.py. Limit: what only vLLM can judge is left to its own validation.
+Source: vLLM 0.32 and 0.33, config/speculative.py. Limit: what only vLLM can judge is left to its own validation.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ PROPOSER = "ragspec.runners.vllm.proposer.Proposer"
 EXTENSION = "ragspec.runners.vllm.inside.WorkerExtension"
 MAX_DRAFT_TOKENS = 16  # of our proposer, if draft lengths are chosen during the run
 # vLLM versions tested with our proposer, and how: the custom_class interface is experimental.
-TRIED = {"0.32": "the whole suite passes (CPU build)"}
+TRIED = {
+    "0.32": "the whole suite passes (CPU build)",
+    "0.33": "the suite passes: its Python on the CPU kernels of 0.32; its CUDA build was configured, not run",
+}
 GONE = {"medusa": "0.33"}  # vLLM's methods: the version that no longer has it
 # draft lengths for `num_tokens: auto`; other methods take theirs from the draft's config, or from vLLM
 AUTO_TOKENS = {"prompt_lookup": 8, "draft_model": 4, "eagle": 3, "eagle3": 3}
@@ -163,7 +166,7 @@ def check_build(config: dict[str, Any] | None, on_cpu: bool, version: str) -> No
 def check_draft_code(config: dict[str, Any] | None, target: str, trust: bool, draft_trust: bool) -> None:
     """Raise ConfigError if vLLM would run the draft's own code although only the target's is trusted.
 
-    vLLM loads both with the target's trust_remote_code (0.32, config/speculative.py). target: the target's path.
+    vLLM loads both with the target's trust_remote_code (0.33, config/speculative.py). target: the target's path.
     """
     config = config or {}
     name = config.get("model")

@@ -9,6 +9,7 @@ Source: vLLM 0.32, v1/engine/llm_engine.py.
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -48,6 +49,13 @@ class Engine:
         self._start()
 
     def _start(self) -> None:
+        try:
+            self._make()
+        except BaseException:
+            self.close()
+            raise
+
+    def _make(self) -> None:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
         from vllm.usage.usage_lib import UsageContext
@@ -93,20 +101,29 @@ class Engine:
         self._start()
 
     def close(self) -> None:
-        """End the engine."""
-        self._inside = None
-        if self.inner is not None:
-            self.inner.engine_core.shutdown()
-        self.inner = None
+        """End the engine, and free what it had in this process before another can start."""
+        from vllm.distributed import cleanup_dist_env_and_memory
 
-    def reset(self) -> None:
-        """Empty the prefix cache and forget measurements, so that each pass starts cold. Raises EngineDied."""
+        self._inside, engine, self.inner = None, self.inner, None
+        with redirect_stdout(sys.stderr):
+            if engine is not None:
+                engine.engine_core.shutdown()
+                del engine
+            gc.collect()  # its parts refer to each other
+            cleanup_dist_env_and_memory()
+
+    def reset(self) -> bool:
+        """Empty the prefix cache and forget measurements, so that each pass starts cold. Raises EngineDied.
+
+        Returns whether the prefix cache is empty.
+        """
         self.ask("reset")
         self._first_at.clear()
         self._ids.clear()
         tries = RESET_TRIES if self.own_process else 1
-        while not self._alive(self.inner.reset_prefix_cache) and (tries := tries - 1):
+        while not (is_empty := bool(self._alive(self.inner.reset_prefix_cache))) and (tries := tries - 1):
             time.sleep(RESET_S)
+        return is_empty
 
     def ask(self, what: str, *arguments: Any) -> Any:
         """Return what a method of the engine's Inside returns, None if it has none. Raises EngineDied."""
@@ -115,6 +132,13 @@ class Engine:
         if self._inside is not None:
             return getattr(self._inside, what)(*arguments)
         return self._alive(self.inner.engine_core.call_utility, f"ragspec_{what}", *arguments)
+
+    def peak_memory(self) -> tuple[int, int]:
+        """Return the peak bytes of the engine's own process: resident, and on GPUs. Raises EngineDied."""
+        if not self.own_process:
+            return 0, 0
+        resident, on_gpus = self._alive(self.inner.engine_core.call_utility, "ragspec_peak_memory")
+        return resident, on_gpus
 
     def add(self, name: str, prompt: Mapping[str, Any], params: Any) -> None:
         """Submit a request. Raises EngineDied, and what vLLM refuses it with."""

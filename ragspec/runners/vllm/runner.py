@@ -8,10 +8,8 @@ Limit: one engine; several GPUs by tensor_parallel_size.
 
 from __future__ import annotations
 
-import gc
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import redirect_stdout, suppress
+from contextlib import suppress
 from time import perf_counter
 from typing import Any, Self
 
@@ -58,6 +56,7 @@ class Runner:
         self.prefill_s: float | None = None  # unknown: prefill and decoding share the engine's steps
         self.decode_s: float | None = None
         self.decode_tokens = 0
+        self.peak_elsewhere = (0, 0)  # of the engine's own process
 
     def check(self) -> None:
         """Find the model, draft and tokenizers, and let vLLM validate its configuration. Raises ConfigError."""
@@ -138,7 +137,6 @@ class Runner:
         try:
             self._running = Engine(revealed(plan.engine_args), own_process=plan.own_process, additions=plan.additions)
         except Exception as error:  # anything may stop an engine from starting
-            self._free()
             with_method = "" if self.method == PLAIN else f" with method {self.method}"
             raise ModelError(
                 f'"{plan.model_name}": vLLM could not start{with_method}: {one_line(error)} '
@@ -148,18 +146,9 @@ class Runner:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._free()
-
-    def _free(self) -> None:
         engine, self._running = self._running, None
         if engine is not None:
             engine.close()
-            del engine
-        gc.collect()
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        with redirect_stdout(sys.stderr):
-            cleanup_dist_env_and_memory()
 
     def warm_up(self, records: int | None = None) -> None:
         """Answer a short prompt, so that the first record does not pay for lazy initialisation."""
@@ -187,9 +176,15 @@ class Runner:
                 "logprobs of structured answers are those under their grammar (-9999: not allowed there), not the "
                 "model's own: vLLM masks before it tells them"
             )
+        if stream.kept_prefixes:
+            self._judgement.append(
+                "vLLM could not empty its prefix cache: prompts that an earlier run computed were not computed again"
+            )
         report, self._drafting = None, {}
-        with suppress(EngineDied):  # everything is answered
-            report = self._running.ask("report") if self._running is not None else None
+        if self._running is not None:
+            with suppress(EngineDied):  # everything is answered
+                report = self._running.ask("report")
+                self.peak_elsewhere = self._running.peak_memory()
         if report is not None:
             self._drafting = report["about"]
             self._judgement += report["notes"]

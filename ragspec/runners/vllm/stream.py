@@ -179,6 +179,7 @@ class Stream:
         self._lookahead = plan.args.lookahead
         self._sampling_args = dict(revealed(plan.args.sampling_args))
         self.masked_logprobs = False  # whether logprobs of structured answers were returned
+        self.kept_prefixes = False  # whether prompts of an earlier run were still in the engine's prefix cache
         self.restarted = ""  # why the engine was started again, "" if it was not
         self.prompt_tokens = self.output_tokens = 0  # of finished answers
         self.finished = 0  # answers
@@ -190,7 +191,7 @@ class Stream:
 
     def run(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield outcomes as they finish. Raises ModelError if the engine itself fails."""
-        self._recovering(self._engine.reset)
+        self.kept_prefixes = self._recovering(self._engine.reset) is False
         feed = Feed(requests)
         try:
             while True:

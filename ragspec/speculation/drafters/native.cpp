@@ -428,6 +428,16 @@ bool unanimous(const Match* voters, int count, int step) {
     return true;
 }
 
+// Gives matches their weight in a vote, and asks for the memory of the first weights of their tokens.
+void weigh(Match* matches, int count, const Calibration& calibration) {
+    for (int i = 0; i < count; i++) {
+        Match& match = matches[i];
+        match.weight = calibration.odds(match.origin, match.length);
+        for (int32_t at = match.position - 1; at < match.position + FETCHED && at < match.end; at++)
+            calibration.vocabulary.fetch(match.text[at]);
+    }
+}
+
 struct Link {
     Token token;
     Features known;
@@ -452,16 +462,13 @@ public:
         index.catch_up();
     }
 
+    // alive: weighed.
     int build(Match* alive, int count, int limit, double least, const Calibration& calibration, const Drafts& to) {
         bool scored = chain_.empty();
         double acceptance = 1.0;
         const TokenWeights* before = nullptr;
         const Match* leader = nullptr;
         int step = 0, origins = 1;
-        for (int i = 0; i < count; i++) alive[i].weight = calibration.odds(alive[i].origin, alive[i].length);
-        for (int i = 0; i < count; i++)
-            for (int32_t at = alive[i].position - 1; at < alive[i].position + FETCHED && at < alive[i].end; at++)
-                calibration.vocabulary.fetch(alive[i].text[at]);
         for (; step < limit; step++) {
             double share = 1.0;
             if (!leader || !unanimous(alive, count, step)) {
@@ -493,6 +500,14 @@ public:
         }
         if (scored) at_ = 0;
         return step;
+    }
+
+    // Asks for the memory of the weights that extend() learns from `count` tokens.
+    void fetch_weights(const Vocabulary& vocabulary, size_t count) const {
+        for (size_t i = at_; i < chain_.size() && i < at_ + count; i++) {
+            vocabulary.fetch(chain_[i].known.guess);
+            vocabulary.fetch(chain_[i].known.before);
+        }
     }
 
     // Asks for the memory that extend() needs.
@@ -600,14 +615,19 @@ public:
         return handle;
     }
 
-    // Adds tokens to several rows. Row after row, memory is asked for before it is needed.
-    void extend(const int64_t* handles, const int64_t* counts, int64_t several, const Token* tokens) {
-        for (int64_t i = -2 * AHEAD; i < several; i++) {
-            if (i + 2 * AHEAD < several) __builtin_prefetch(rows_[handles[i + 2 * AHEAD]].get());
-            if (i >= -AHEAD && i + AHEAD < several) rows_[handles[i + AHEAD]]->fetch();
-            if (i < 0) continue;
-            rows_[handles[i]]->extend(tokens, size_t(counts[i]), calibration);
-            tokens += counts[i];
+    // Adds tokens to rows: a row's handle, how many there are, and they; then the next row's. Row after row, memory is
+    // asked for before it is needed.
+    void extend(const int32_t* queue, int64_t length) {
+        waiting_.clear();
+        for (const int32_t* at = queue; at < queue + length; at += 2 + at[1])
+            waiting_.push_back({rows_[at[0]].get(), at + 2, size_t(at[1])});
+        int64_t several = int64_t(waiting_.size());
+        for (int64_t i = -3 * AHEAD; i < several; i++) {
+            if (i + 3 * AHEAD < several) __builtin_prefetch(waiting_[i + 3 * AHEAD].row);
+            if (i >= -2 * AHEAD && i + 2 * AHEAD < several) waiting_[i + 2 * AHEAD].row->fetch();
+            if (i >= -AHEAD && i + AHEAD < several)
+                waiting_[i + AHEAD].row->fetch_weights(calibration.vocabulary, waiting_[i + AHEAD].count);
+            if (i >= 0) waiting_[i].row->extend(waiting_[i].tokens, waiting_[i].count, calibration);
         }
     }
 
@@ -625,21 +645,26 @@ public:
         rows_[handle].reset();
     }
 
-    // Drafts for several rows, some of which may be closed (-1); returns how many tokens in all.
-    int64_t propose(const int64_t* handles, const int64_t* limits, int64_t several, double least, const Drafts& to,
+    // Drafts for several rows, some of which may be closed (-1), each of at most `longest` tokens; returns how many
+    // tokens in all. handles: and behind them the rows' own limits.
+    int64_t propose(const int64_t* handles, int64_t several, int64_t longest, double least, const Drafts& to,
                     int64_t* counts) {
+        const int64_t* limits = handles + several;
         int64_t total = 0;
         for (int64_t i = 0; i < several; i += SEARCHES) {
             int together = int(several - i < SEARCHES ? several - i : SEARCHES);
             match(handles + i, together);
             for (int64_t row = i + together; row < several && row < i + 2 * SEARCHES; row++)
                 if (handles[row] >= 0) __builtin_prefetch(rows_[handles[row]].get());
+            for (int j = 0; j < together; j++)
+                if (handles[i + j] >= 0) weigh(matches_[j], matched_[j], calibration);
             for (int j = 0; j < together; j++) {
                 counts[i + j] = 0;
                 if (handles[i + j] < 0) continue;
                 Drafts here{to.tokens + total, to.acceptance + total, to.sources + total};
-                counts[i + j] = rows_[handles[i + j]]->build(matches_[j], matched_[j], int(limits[i + j]), least,
-                                                              calibration, here);
+                counts[i + j] = rows_[handles[i + j]]->build(
+                    matches_[j], matched_[j], int(std::clamp<int64_t>(limits[i + j], 0, longest)), least, calibration,
+                    here);
                 total += counts[i + j];
             }
         }
@@ -653,6 +678,12 @@ private:
     std::unique_ptr<Pool> pool_;
     std::vector<std::unique_ptr<Row>> rows_;
     std::vector<int64_t> free_;
+    struct Waiting {
+        Row* row;
+        const Token* tokens;
+        size_t count;
+    };
+    std::vector<Waiting> waiting_;
 
     Search searches_[SEARCHES];
     Match matches_[SEARCHES][MOST_MATCHES];
@@ -817,10 +848,9 @@ int64_t ragspec_drafter_open(void* drafter, const int32_t* prompt, int64_t count
     }
 }
 
-int64_t ragspec_drafter_extend(void* drafter, const int64_t* rows, const int64_t* counts, int64_t several,
-                               const int32_t* tokens) {
+int64_t ragspec_drafter_extend(void* drafter, const int32_t* queue, int64_t length) {
     try {
-        at(drafter).extend(rows, counts, several, tokens);
+        at(drafter).extend(queue, length);
         return 0;
     } catch (...) {
         return -1;
@@ -845,10 +875,10 @@ int64_t ragspec_drafter_settle(void* drafter) {
     }
 }
 
-int64_t ragspec_drafter_propose(void* drafter, const int64_t* rows, const int64_t* limits, int64_t several,
+int64_t ragspec_drafter_propose(void* drafter, const int64_t* rows_and_limits, int64_t several, int64_t longest,
                                 double least, int32_t* tokens, double* acceptance, int32_t* sources, int64_t* counts) {
     try {
-        return at(drafter).propose(rows, limits, several, least, {tokens, acceptance, sources}, counts);
+        return at(drafter).propose(rows_and_limits, several, longest, least, {tokens, acceptance, sources}, counts);
     } catch (...) {
         return -1;
     }

@@ -19,6 +19,7 @@ from dataclasses import astuple
 from functools import cache, cached_property
 from math import ceil, exp, log
 from pathlib import Path
+from struct import pack
 from typing import Any, overload
 
 import numpy as np
@@ -33,7 +34,7 @@ from ragspec.speculation.step_cost import Cost, costs_of
 SOURCE = Path(__file__).with_suffix(".cpp")
 OPTIONS = ("-ffp-contract=off",)  # sums and products are rounded one by one, as Python's are
 LARGEST_SHARED = 4  # tokens of an n-gram of other records' texts
-QUEUED = 4096  # tokens of answers that wait for the next call
+QUEUED = 8192  # numbers that wait for the next call: tokens of answers, and two more for each row
 MOST_UNINDEXED = 48  # tokens of a text that wait to be indexed
 BINS = 10
 LONGEST_CHAIN = ceil(log(ngram_index.LEAST_ACCEPTANCE) / -log(1 + exp(-calibration.SURE))) + 1
@@ -60,10 +61,10 @@ SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "ragspec_drafter": ([c_int, c_int, c_int, c_int64, c_void_p, c_void_p], c_void_p),
     "ragspec_drafter_free": ([c_void_p], None),
     "ragspec_drafter_open": ([c_void_p, c_void_p, c_int64, c_void_p, c_int64], c_int64),
-    "ragspec_drafter_extend": ([c_void_p, c_void_p, c_void_p, c_int64, c_void_p], c_int64),
+    "ragspec_drafter_extend": ([c_void_p, c_void_p, c_int64], c_int64),
     "ragspec_drafter_close": ([c_void_p, c_int64, c_int], c_int64),
     "ragspec_drafter_settle": ([c_void_p], c_int64),
-    "ragspec_drafter_propose": ([*[c_void_p] * 3, c_int64, c_double, *[c_void_p] * 4], c_int64),
+    "ragspec_drafter_propose": ([*[c_void_p] * 2, c_int64, c_int64, c_double, *[c_void_p] * 4], c_int64),
     "ragspec_drafter_allocate": ([*[c_void_p] * 2, c_int64, c_void_p, *[c_double] * 2, *[c_void_p] * 3], c_int64),
     "ragspec_drafter_state": ([c_void_p, c_void_p], None),
 }
@@ -134,32 +135,27 @@ class NativeDrafter:
         weakref.finalize(self, self._calls.ragspec_drafter_free, self._drafter)
         self.calibration = NativeCalibration(self)
         self.dropped: list[int] = []  # rows that ended unfinished
-        self._rows: list[int] = []  # of the tokens that wait
-        self._counts: list[int] = []
-        self._tokens: list[int] = []
+        self.waiting: list[int] = []  # a row, how many tokens it emitted, and they; then the next row's
 
     def open(self, prompt: Sequence[int], passages: Sequence[tuple[int, int]] = ()) -> NativeRow:
         """Return the drafter of one record."""
-        tokens = array("i", prompt)
-        spans = array("q", [edge for passage in passages for edge in slice(*passage).indices(len(tokens))[:2]])
+        tokens = pack(f"{len(prompt)}i", *prompt)
+        spans = array("q", [edge for passage in passages for edge in slice(*passage).indices(len(prompt))[:2]])
         call = self._calls.ragspec_drafter_open
-        return NativeRow(
-            self, _checked(call(self._drafter, _address(tokens), len(tokens), _address(spans), len(spans) // 2))
-        )
+        return NativeRow(self, _checked(call(self._drafter, tokens, len(prompt), _address(spans), len(spans) // 2)))
 
     def propose_all(self, rows: Sequence[NativeRow], limits: Sequence[int]) -> DraftBatch:
         """Return the drafts of several rows of this drafter, each of at most `limits[i]` tokens."""
         self.catch_up()
-        if limits and (max(limits) > LONGEST_CHAIN or min(limits) < 0):
-            limits = [max(0, min(limit, LONGEST_CHAIN)) for limit in limits]
-        most = sum(limits)
+        longest = max(0, min(max(limits, default=0), LONGEST_CHAIN))
+        most = len(rows) * longest
         tokens, sources = np.empty(most, np.int32), np.empty(most, np.int32)
         acceptance, counts = np.empty(most), np.empty(len(rows), np.int64)
-        handles, limited = array("q", [row.handle for row in rows]), array("q", limits)
+        asked = pack(f"{2 * len(rows)}q", *[row.handle for row in rows], *limits)
         least = max(ngram_index.LEAST_ACCEPTANCE, self.calibration.least)
         total = _checked(
             self._calls.ragspec_drafter_propose(
-                *(self._drafter, _address(handles), _address(limited), len(rows), least),
+                *(self._drafter, asked, len(rows), longest, least),
                 *(_address(tokens), _address(acceptance), _address(sources), _address(counts)),
             )
         )
@@ -170,14 +166,6 @@ class NativeDrafter:
         self.catch_up()
         _checked(self._calls.ragspec_drafter_settle(self._drafter))
 
-    def extend(self, row: int, token_ids: Sequence[int]) -> None:
-        """Queue the tokens that a row emitted."""
-        self._rows.append(row)
-        self._counts.append(len(token_ids))
-        self._tokens.extend(token_ids)
-        if len(self._tokens) > QUEUED:
-            self.catch_up()
-
     def close(self, row: int) -> None:
         """Share the row's answer with others, and release it."""
         self.catch_up()
@@ -185,11 +173,10 @@ class NativeDrafter:
 
     def catch_up(self) -> None:
         """Learn from the tokens that wait, and release rows that ended unfinished."""
-        if self._rows:
-            rows, counts, tokens = array("q", self._rows), array("q", self._counts), array("i", self._tokens)
-            self._rows, self._counts, self._tokens = [], [], []
-            call = self._calls.ragspec_drafter_extend
-            _checked(call(self._drafter, _address(rows), _address(counts), len(rows), _address(tokens)))
+        if self.waiting:
+            queue = pack(f"{len(self.waiting)}i", *self.waiting)
+            self.waiting.clear()
+            _checked(self._calls.ragspec_drafter_extend(self._drafter, queue, len(queue) // 4))
         while self.dropped:
             _checked(self._calls.ragspec_drafter_close(self._drafter, self.dropped.pop(), 0))
 
@@ -210,20 +197,25 @@ def _checked(result: int) -> int:
 class NativeRow:
     """Drafts for one record. handle: the row's number in C++; -1 once it is closed."""
 
-    __slots__ = ("_drafter", "handle")
+    __slots__ = ("_drafter", "_waiting", "handle")
 
     def __init__(self, drafter: NativeDrafter, handle: int) -> None:
         self.handle = handle
         self._drafter = drafter
+        self._waiting = drafter.waiting
 
     def propose(self, limit: int) -> Draft:
         """Return the draft of this row alone."""
         return self._drafter.propose_all([self], [limit])[0]
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Add the emitted tokens."""
+        """Queue the emitted tokens."""
         if self.handle >= 0:
-            self._drafter.extend(self.handle, token_ids)
+            waiting = self._waiting
+            waiting += self.handle, len(token_ids)
+            waiting.extend(token_ids)
+            if len(waiting) > QUEUED:
+                self._drafter.catch_up()
 
     def close(self) -> None:
         """Share the finished answer with other rows."""
@@ -304,10 +296,9 @@ class DraftBatch(Sequence[Draft]):
         drafts: list[Draft] = []
         for length, count in zip(lengths.tolist(), self.counts.tolist(), strict=True):
             if length:
-                draft = KeptDraft(self, at)
-                draft.token_ids = ids[start : start + length]
-                drafts.append(draft)
-                start += length
+                end = start + length
+                drafts.append(KeptDraft(self, at, ids[start:end]))
+                start = end
             else:
                 drafts.append(empty)
             at += count
@@ -338,14 +329,15 @@ class DraftBatch(Sequence[Draft]):
 class KeptDraft(Draft):
     """A draft of a batch. What is not needed to verify it becomes lists when it is asked for.
 
-    batch, start: where its tokens are.
+    batch, start: where its tokens are. token_ids: those of them that are kept.
     """
 
     __slots__ = ("_batch", "_start")
 
-    def __init__(self, batch: DraftBatch, start: int) -> None:
+    def __init__(self, batch: DraftBatch, start: int, token_ids: list[int]) -> None:
         self._batch = batch
         self._start = start
+        self.token_ids = token_ids
         self.probabilities = None
 
     def __getattr__(self, name: str) -> Any:

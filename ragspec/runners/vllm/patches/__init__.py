@@ -19,7 +19,7 @@ class Patch:
     """
 
     changes: tuple[str, ...]
-    versions: str
+    versions: tuple[str, ...]
     why: str
     upstream: str
     until: str

@@ -27,6 +27,7 @@ from threading import Thread
 from types import ModuleType
 from typing import Any
 
+from ragspec.host.machine import peak_memory
 from ragspec.runners.vllm.patches import Patch
 
 PATCH = Patch(
@@ -35,7 +36,7 @@ PATCH = Patch(
         "vllm.v1.engine.core:EngineCoreProc.__init__",
         "vllm.v1.engine.core_client:SyncMPClient.__init__",
     ),
-    versions="0.32",
+    versions=("0.32", "0.33"),
     why="vLLM's engine outlives a process that is killed, and a process whose engine is killed waits for ever",
     upstream="https://github.com/vllm-project/vllm/issues/55510",
     until="vLLM's engine ends with its client, and its synchronous client notices that an engine is gone",
@@ -84,6 +85,7 @@ def run_engine_core(additions: Any, *arguments: Any, **named: Any) -> None:
 
         patch_seeds()
         _extend(EngineCoreProc, _wait_briefly)
+    _extend(EngineCoreProc, _tell_peak)
     if additions is not None:
         _extend(EngineCoreProc, partial(_add, additions))
     (_unpatched or EngineCoreProc.run_engine_core)(*arguments, **named)
@@ -108,6 +110,22 @@ def _add(additions: Any, core: Any) -> None:
     inside = Inside(core, additions)
     for name in ("reset", "report", "progress", "ended"):
         setattr(core, f"ragspec_{name}", getattr(inside, name))
+
+
+def _tell_peak(core: Any) -> None:
+    """Let the client ask for the peak memory of this process and of its devices' own."""
+
+    def peaks() -> tuple[int, int]:
+        every = {os.getpid(): peak_memory()}
+        every |= dict(core.model_executor.collective_rpc(_peak_of))
+        return sum(resident for resident, _ in every.values()), sum(on_gpus for _, on_gpus in every.values())
+
+    core.ragspec_peak_memory = peaks
+
+
+def _peak_of(worker: Any) -> tuple[int, tuple[int, int]]:
+    """Return the process that one of vLLM's workers is in, and its peak memory."""
+    return os.getpid(), peak_memory()
 
 
 def _wait_briefly(core: Any) -> None:

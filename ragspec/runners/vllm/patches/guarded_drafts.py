@@ -28,7 +28,7 @@ PATCH = Patch(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._input_fits_in_drafter",
         "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids",
     ),
-    versions="0.32",
+    versions=("0.32", "0.33"),
     why="vLLM drafts even where its drafts make steps slower",
     upstream="https://github.com/vllm-project/vllm/issues/6993",
     until="vLLM chooses draft lengths by what steps take",

@@ -16,7 +16,7 @@ from ragspec.runners.vllm.patches import KEY, Patch
 
 PATCH = Patch(
     changes=("vllm.v1.core.sched.scheduler:Scheduler._free_request",),
-    versions="0.32",
+    versions=("0.32", "0.33"),
     why="nothing in a request's output says in how many steps it was written, or which tokens were drafts",
     upstream="",
     until="a proposer can add to a request's output",

@@ -14,7 +14,7 @@ from ragspec.runners.vllm.patches import Patch
 
 PATCH = Patch(
     changes=("vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync",),
-    versions="0.32",
+    versions=("0.32", "0.33"),
     why="a sampled record whose prompt is computed in pieces ends vLLM's CPU engine",
     upstream="https://github.com/vllm-project/vllm/pull/10097",
     until="vLLM rewinds the generators of CPUs too",

@@ -15,7 +15,7 @@ from ragspec.runners.vllm.patches import Patch
 
 PATCH = Patch(
     changes=("vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens",),
-    versions="0.32",
+    versions=("0.32", "0.33"),
     why="a custom proposer is only called when the next step waits for its drafts",
     upstream="",
     until="a custom proposer learns of new requests before their first token",

@@ -24,7 +24,7 @@ PATCH = Patch(
         "vllm.v1.core.sched.scheduler:Scheduler._update_request_with_output",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._input_fits_in_drafter",
     ),
-    versions="0.32",
+    versions=("0.32", "0.33"),
     why="placeholder drafts of -1 and 0 are counted as drafts, and steps without drafts are not counted",
     upstream="",
     until="vLLM's metrics of a request say how many steps wrote its tokens",

@@ -29,7 +29,7 @@ PATCH = Patch(
         "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
         "vllm.v1.sample.rejection_sampler:apply_sampling_constraints",
     ),
-    versions="0.32",
+    versions=("0.32", "0.33"),
     why="an engine that speculates refuses min_p and logit_bias, and its CPU build samples from uninitialised memory",
     upstream="https://github.com/vllm-project/vllm/issues/42744",
     until="vLLM applies min_p and logit_bias to drafts, or lets a request do without drafts",
