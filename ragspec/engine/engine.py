@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 
 from ragspec.engine.acceptance import StepOutput, accept, needs_logits
 from ragspec.engine.backends.paged_attention import TILE
+from ragspec.engine.block_space import BlockSpace
 from ragspec.engine.constraint import Constraint
 from ragspec.engine.kv.budget import PATIENCE, KvBudget
+from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.result import StepResult
 from ragspec.engine.notes import Notes
@@ -214,6 +216,8 @@ class Engine:
         self._settings = settings or EngineSettings()
         self._plain = type(proposer) is NoProposer  # no row will ever have a draft
         self._ahead: StepAhead | None = None
+        pool = model.cache if isinstance(model.cache, PagedCache) and model.cache.fixed else None
+        self._space = None if pool is None else BlockSpace(pool)
         self._exact = model.steps is not None and model.steps.exact
         self._sharing = PrefixGroups(model.frequencies.agree)
         self._constraint = Constraint(self.clock)
@@ -237,6 +241,7 @@ class Engine:
             refusal=self._settings.refusal,
             reads_beside=self._model.steps is not None,
             prompts_only=self._exact,
+            beside=self._space.room_beside if self._space else None,
         )
         oom_policy = OomPolicy(self._model, self._proposer, room, self.notes)
         try:
@@ -275,16 +280,20 @@ class Engine:
         self, scheduler: Scheduler, oom_policy: OomPolicy, starts: Sequence[Start]
     ) -> Iterator[Generation | Failure]:
         """Run one forward over all rows; yield the records that it finishes."""
-        timer, failure = StepTimer(), None
+        timer, failure, unfit = StepTimer(), None, None
         try:
             self._begin(scheduler, starts)
             work = self._plan(scheduler)
             timer.planned(self._drafting.asking_s)
+            if self._space is not None:
+                work, unfit = self._space.make_room(scheduler, work)
             fits = self._reserve(scheduler, work)
         except MAY_BE_MEMORY as error:
             failure = out_of_memory(error)
         if failure is not None:  # outside of the handler, since the error keeps allocations alive
             yield from oom_policy.preempt(scheduler, failure)
+        elif unfit is not None:
+            yield from oom_policy.refuse(scheduler, unfit)
         elif not fits:
             yield from oom_policy.shrink_batch(scheduler, work)
         else:
@@ -299,16 +308,15 @@ class Engine:
         """Resize the cache to the number of slots, and start new rows from the prefixes that others have computed."""
         cache, places = self._model.cache, len(scheduler.places)
         if cache.rows != places:
-            slots = min(cache.slots, self._settings.room.slots(places))
+            slots = cache.slots if self._space else min(cache.slots, self._settings.room.slots(places))
             scheduler.forget_beyond(slots)
             cache.resize(places, slots)
             self._proposer.widen(places)
         for start in starts:
-            cache.share_prefix(start.donor, start.row.place, start.tokens)
-            self._proposer.admit(start.row, start.donor, start.tokens)
-        idle = scheduler.idle() if starts else []
-        for start in starts:
-            scheduler.forget(cache.make_writable(start.row.place, start.tokens, idle))
+            row, shared = start.row, cache.share_prefix(start.donor, start.row.place, start.tokens)
+            if shared < start.tokens:
+                row.computed, row.cached = shared, min(row.cached, shared)
+            self._proposer.admit(row, start.donor, shared)
 
     def _plan(self, scheduler: Scheduler) -> list[ScheduledRequest]:
         """Return what each row does: ready rows decode, the others are filled, oldest first."""
@@ -350,9 +358,10 @@ class Engine:
     def _reserve(self, scheduler: Scheduler, work: Sequence[ScheduledRequest]) -> bool:
         """Grow the cache for this step, and some steps more; return whether there is memory for it."""
         cache = self._model.cache
-        slots = max(item.slots for item in work)
+        slots = max((item.slots for item in work), default=0)
         if slots > cache.slots:
-            slots = self._settings.room.ahead(slots, len(scheduler.places), *scheduler.coming())
+            rows = 1 if self._space else len(scheduler.places)
+            slots = self._settings.room.ahead(slots, rows, *scheduler.coming())
             if not slots:
                 return False
             cache.reserve(slots)

@@ -67,6 +67,10 @@ class OomPolicy:
         self._begin_anew(scheduler, max(1, places))
         return failed
 
+    def refuse(self, scheduler: Scheduler, row: RequestState) -> list[Failure]:
+        """Fail a row that needs more memory than there is."""
+        return [self._fail(scheduler, row, self._room.why(len(row.tokens)))]
+
     def run_alone(self, scheduler: Scheduler, row: RequestState, text: str) -> list[Failure]:
         """Retry a row alone after its own forward failed; if it is alone already, it fails."""
         if len(scheduler.rows()) == 1:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ragspec.engine.kv.prefix_blocks import shared
+from ragspec.engine.kv.common_prefix import shared
 from ragspec.engine.model.layout import Segment
 from ragspec.engine.sampling import Noise
 from ragspec.models.logits_processors import Processors

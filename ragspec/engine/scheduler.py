@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import count, islice
 
 from ragspec.engine.kv.budget import KvBudget
-from ragspec.engine.kv.prefix_blocks import LEAST, grouped, shared
+from ragspec.engine.kv.common_prefix import LEAST, grouped, shared
 from ragspec.engine.model.kv_splits import PrefixGroup
 from ragspec.engine.request_state import CacheRow, RequestState, Start
 from ragspec.engine.sampling import Noise
@@ -121,6 +121,8 @@ class Scheduler:
         agree: agree(base, other, tokens): whether rows with these bases compute the same for the first `tokens` tokens
             (Frequencies.agree).
         refusal: Returns why a request cannot be answered, or "".
+        beside: Returns how many tokens a request may have beside others, whose tokens are given by slot; None where
+            memory is divided evenly among the slots.
         prompts_only: Whether a request may start with the tokens of another's prompt, but not of its answer.
         reads_beside: Whether requests are read while the device computes; the first few are enough to begin with.
     """
@@ -138,6 +140,7 @@ class Scheduler:
         step: int = 1,
         agree: Agree | None = None,
         refusal: Callable[[Request], str] | None = None,
+        beside: Callable[[Mapping[int, int]], int] | None = None,
     ) -> None:
         self._requests = Feed(requests)
         self._lookahead = lookahead
@@ -147,6 +150,7 @@ class Scheduler:
         self._agree = agree or (lambda base, other, tokens: True)
         self._prompts_only = prompts_only
         self._reads_beside = reads_beside
+        self._beside = beside
         self._refusal_of = refusal or (lambda request: "")
         self._queue: deque[WaitingRequest] = deque()
         self._read: list[Request] = []  # while the device computed, before the queue was empty
@@ -175,11 +179,29 @@ class Scheduler:
             row.place, row.computed = -1, 0
             self._queue.appendleft(WaitingRequest(row.request, next(self._groups), row))
 
+    def preempt_youngest(self) -> tuple[int, RequestState]:
+        """Move the row that started last to the head of the queue; return the slot that it had, and the row."""
+        row = max(self.rows(), key=lambda row: row.started)
+        number = row.place
+        self.places[number] = CacheRow()
+        self._free.append(number)
+        row.place, row.computed = -1, 0
+        self._queue.appendleft(WaitingRequest(row.request, next(self._groups), row))
+        return number, row
+
+    def forget_oldest(self) -> int | None:
+        """Forget what the least recently used free slot holds; return it, None if all of them are empty."""
+        found = next((number for number in self._free if self.places[number].left), None)
+        if found is not None:
+            self.places[found] = CacheRow()
+        return found
+
     def widen(self, most: int) -> int:
         """Add slots, up to `most`, while every row could finish in them; return how many there are."""
         needs = [len(row.request.token_ids) + row.request.sampling.max_new_tokens for row in self.rows()]
         longest = max([*needs, *(waiting.most for waiting in islice(self._queue, 1))], default=1)
-        for _ in range(len(self.places), min(most, self._room.rows(longest))):
+        fit = most if self._beside else self._room.rows(longest)
+        for _ in range(len(self.places), min(most, fit)):
             self._free.append(len(self.places))
             self.places.append(CacheRow())
         return len(self.places)
@@ -188,17 +210,6 @@ class Scheduler:
         """Forget tokens that slots hold beyond the first `slots`."""
         for place in self.places:
             del place.left[slots:]
-
-    def idle(self) -> list[int]:
-        """Return the free slots whose tokens no waiting request may start with."""
-        wanted = {waiting.group for waiting in self._queue}
-        places = enumerate(self.places)
-        return [number for number, place in places if place.row is None and place.group not in wanted]
-
-    def forget(self, lost: Mapping[int, int]) -> None:
-        """Forget all but the first tokens of these slots' previous rows. lost: slot -> tokens kept."""
-        for number, tokens in lost.items():
-            del self.places[number].left[tokens:]
 
     def coming(self) -> tuple[int, int]:
         """Return the longest prompt among rows and queue, and the most tokens that one of them may reach."""
@@ -236,6 +247,12 @@ class Scheduler:
             row.cached = chosen.tokens
         self._latest = chosen.target
         return Start(row, chosen.donor, chosen.tokens)
+
+    def _fits(self) -> int:
+        """Return how many tokens one more row may have."""
+        if self._beside is None:
+            return self._room.slots(len(self.places))
+        return self._beside({row.place: len(row.tokens) + self._step for row in self.rows()})
 
     def _needs(self, waiting: WaitingRequest) -> int:
         return len(waiting.tokens) + self._step
@@ -295,9 +312,11 @@ class Scheduler:
         for number, waiting in enumerate(islice(self._queue, SCAN)):
             heads.setdefault(waiting.group, number)
         spare = next((i for i in self._free if self.places[i].group not in heads), None)
-        fits = self._room.slots(len(self.places))
+        fits = self._fits()
         for group, number in heads.items():
             if self._needs(self._queue[number]) > fits:
+                if self._beside and self._queue[number].row is not None:
+                    break  # it was preempted: others would take the blocks that it waits for
                 continue
             donor, now, coming = self._best_donor(self._queue[number])
             if coming >= now + WAIT:
@@ -308,7 +327,7 @@ class Scheduler:
                 return _Choice(number, donor, target, now)
         if self.rows() or not heads:
             return None
-        if self._needs(self._queue[0]) > fits:
+        if self._needs(self._queue[0]) > fits and self._beside is None:
             self._clear(self._room.rows(self._needs(self._queue[0])))
         donor, now, _ = self._best_donor(self._queue[0])
         return _Choice(0, donor, donor if donor in self._free else self._free[0], now)

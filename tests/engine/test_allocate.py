@@ -13,7 +13,7 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 
 from ragspec.engine.engine import Drafting
 from ragspec.engine.kv.cache import RaggedCache
-from ragspec.engine.kv.prefix_blocks import WORTH, grouped, largest_first, shared
+from ragspec.engine.kv.common_prefix import WORTH, grouped, largest_first, shared
 from ragspec.engine.model import layout as layout_module
 from ragspec.engine.model import masks
 from ragspec.engine.model.attention import PackedAttention, attend, attending

@@ -3,6 +3,7 @@
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from operator import attrgetter
 
@@ -19,6 +20,7 @@ from ragspec.engine.backends.paged_attention import flex, gathered, takes_block_
 from ragspec.engine.backends.step_shapes import step_rows, tables_width, tokens_per_row
 from ragspec.engine.engine import Engine, EngineSettings
 from ragspec.engine.kv.block_pool import BlockPool, BlockTables
+from ragspec.engine.kv.budget import KvBudget
 from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model import forward, loaded
 from ragspec.engine.model.compiled import CompiledLayers, called_with
@@ -28,8 +30,9 @@ from ragspec.engine.model.self_check import differs
 from ragspec.engine.notes import Notes
 from ragspec.engine.proposers.base import NoProposer, RowProposer
 from ragspec.engine.proposers.draft_model import DraftModel
+from ragspec.engine.scheduler import Scheduler
 from ragspec.models.tokenizer import HFTokenizer
-from ragspec.records import Request, Sampling
+from ragspec.records import Failure, Request, Sampling
 from ragspec.speculation.drafters.context import ContextDrafter
 from tests.conftest import train_tokenizer
 from tests.engine.test_compiled import COMPILER
@@ -387,6 +390,84 @@ def test_an_exact_run_is_the_same_whatever_is_preempted(tiny, plain):
     model.steps.begin = short
     assert ids(answers(lambda _: (model, tokenizer), tiny, RowProposer(ContextDrafter(), 5, None), rows=4)) == plain
     assert min(tried[11:14]) == 1
+
+
+# -- blocks that run short --------------------------------------------------------------------------------------------
+
+
+def short_of_blocks(folder, blocks):
+    """Return a model whose pool has `blocks` blocks of SIZE tokens and does not grow, and its tokenizer."""
+    model, tokenizer = paged(folder)
+    model.logits([Segment(0, 0, 1)], [1], [0])
+    model.cache.clear(4)
+    model.cache.allocate(1 + blocks)
+    model.cache.fixed = True
+    return model, tokenizer
+
+
+def answered(model, tokenizer, requests, proposer=None, rows=4):
+    """Return the engine's answers by index, how often a request was preempted, and how often all were."""
+    model.resize(rows)
+    room = KvBudget(1, (model.cache.blocks - 1) * SIZE, SIZE)
+    engine = Engine(model, proposer or NoProposer(), tokenizer, frozenset(), EngineSettings(room=room))
+    interrupted = []
+    original = Scheduler.interrupt
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduler, "interrupt", lambda *args: interrupted.append(1) or original(*args))
+        found = {outcome.index: outcome for outcome in engine.run(iter(requests))}
+    return found, engine._space.preempted, len(interrupted)  # noqa: SLF001
+
+
+def texts(lengths, new=24):
+    """Return requests of prompts of these lengths, all different, each for `new` tokens."""
+    rng = random.Random(7)
+    for index, length in enumerate(lengths):
+        yield Request(index, str(index), [rng.randrange(5, 300) for _ in range(length)], Sampling(max_new_tokens=new))
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_a_lack_of_blocks_preempts_the_youngest_and_changes_no_answer(tiny, drafted):
+    lengths = [30, 33, 29, 40, 35, 31, 28, 45]
+    model, tokenizer = short_of_blocks(tiny, 200)
+    right, none, _ = answered(model, tokenizer, texts(lengths, 60), rows=1)
+    assert none == 0
+    model, tokenizer = short_of_blocks(tiny, 17)  # four prompts and what the watermark wants fit, not their answers
+    proposer = RowProposer(ContextDrafter(), 5, None) if drafted else None
+    found, preempted, all_of_them = answered(model, tokenizer, texts(lengths, 60), proposer)
+    assert ids(found) == ids(right)
+    assert preempted > 0
+    assert all_of_them == 0
+
+
+def test_one_long_record_takes_no_rows_from_the_others(tiny):
+    lengths = [20] * 4 + [300] + [20] * 6
+    model, tokenizer = short_of_blocks(tiny, 40)  # 640 tokens: four rows of 320 would need 80
+    found, preempted, all_of_them = answered(model, tokenizer, texts(lengths))
+    assert all(len(one.token_ids) == 24 for one in found.values())
+    assert (preempted, all_of_them) == (0, 0)
+    assert model.cache.rows == 4
+
+
+def test_a_record_that_needs_all_blocks_is_answered_and_one_that_needs_more_is_refused(tiny):
+    model, tokenizer = short_of_blocks(tiny, 20)  # 320 tokens
+    found, _, _ = answered(model, tokenizer, texts([20, 290, 20, 310, 290, 20], 30))
+    refused = found.pop(3)
+    assert isinstance(refused, Failure)
+    assert "keys and values" in refused.message
+    assert all(len(one.token_ids) == 30 for one in found.values())
+
+
+def test_what_finished_records_left_goes_first(tiny):
+    head = [5 + i % 90 for i in range(64)]
+    some = [Request(i, str(i), [*head, 100 + i], Sampling(max_new_tokens=8)) for i in range(3)]
+    some += [replace(one, index=one.index + 3, id=f"x{one.index}") for one in texts([90, 90, 90, 90])]
+    model, tokenizer = short_of_blocks(tiny, 200)
+    right, _, _ = answered(model, tokenizer, some, rows=1)
+    model, tokenizer = short_of_blocks(tiny, 16)
+    found, _, all_of_them = answered(model, tokenizer, some)
+    assert ids(found) == ids(right)
+    assert all_of_them == 0
+    assert sum(one.cached_prompt_tokens >= 64 for one in found.values()) >= 1
 
 
 # -- what fails -------------------------------------------------------------------------------------------------------

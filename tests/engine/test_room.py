@@ -75,6 +75,8 @@ def test_a_cache_that_is_resized_keeps_what_fits():
     layer = cache.layer_of(2, 4, keys)
     layer.keys.copy_(keys)
     layer.values.copy_(values)
+    for row in range(3):
+        cache.reserve_row(row, 0, 64)
     cache.resize(5, 128)
     assert layer.keys.shape == (2, 5, 128, 4)
     assert torch.equal(layer.keys[:, :3, :64], keys)

@@ -62,14 +62,14 @@ def test_what_new_rows_copy_is_no_drafting(sample_texts, monkeypatch):
     model = prepared.prepare(build("llama-heads-of-16", words))
     model.resize(2)
     copied = []
-    original, clock = RaggedCache.copy_part, time.perf_counter
+    original, clock = RaggedCache._copy_slots, time.perf_counter  # noqa: SLF001
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + 10_000 * len(copied))
 
-    def slowly(self, part, target):
-        copied.append(part)
-        original(self, part, target)
+    def slowly(self, source, target, first, last):
+        copied.append(last - first)
+        original(self, source, target, first, last)
 
-    monkeypatch.setattr(RaggedCache, "copy_part", slowly)
+    monkeypatch.setattr(RaggedCache, "_copy_slots", slowly)
     head = [3 + i % 50 for i in range(LEAST // 2)]
     requests = [Request(i, str(i), [*head, 60 + i], Sampling(max_new_tokens=8)) for i in range(2)]
     engine = Engine(model, NoProposer(), words, frozenset())

@@ -9,16 +9,21 @@
     ([1, 2], [1, 3])
 
 A block holds tokens at the same positions for all of its rows, since a prefix is shared from its first token on. Shared
-blocks are never written. Source: Kwon et al. 2023, PagedAttention, arXiv:2309.06180.
+blocks are never written. Where the blocks are is the pool's affair: anywhere (BlockPool), or in rows (RowBlocks).
+Source: Kwon et al. 2023, PagedAttention, arXiv:2309.06180.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
+Part = tuple[int, int, int]  # row that holds some tokens of a row, first slot, end slot
 PADDING = 0  # the block that padding is written to; it belongs to no row
+MOST_ROWS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +35,27 @@ class BlockCopy:
     tokens: int
 
 
-class BlockPool:
+class Blocks(Protocol):
     """Blocks, and how many rows use each."""
+
+    def check(self, blocks: int) -> None:
+        """Raise MemoryError if fewer than `blocks` blocks are free."""
+
+    def take(self, row: int, index: int) -> int:
+        """Return a free block for the tokens of a row's block `index`, with one reference."""
+
+    def hold(self, block: int) -> None:
+        """Add a reference."""
+
+    def release(self, block: int) -> None:
+        """Drop a reference; a block without any is free."""
+
+    def shared(self, block: int) -> bool:
+        """Return whether several rows use a block."""
+
+
+class BlockPool:
+    """Blocks of which any serves any row."""
 
     def __init__(self, blocks: int) -> None:
         self._references = [0] * blocks
@@ -58,7 +82,7 @@ class BlockPool:
         if len(self._free) < blocks:
             raise MemoryError(f"all {len(self._references) - 1} blocks of the KV cache are in use")
 
-    def take(self) -> int:
+    def take(self, row: int, index: int) -> int:
         """Return a free block with one reference. Raises MemoryError if there is none."""
         self.check(1)
         block = self._free.pop()
@@ -80,6 +104,50 @@ class BlockPool:
         return self._references[block] > 1
 
 
+class RowBlocks:
+    """Blocks in rows that are each in one piece: a row's block is at its own place there or, while others use that one,
+    at the same place in another row. One is always free, since each row uses one block of a place at most.
+
+    A block's number is its place times MOST_ROWS, plus the row that it is in.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._references: list[list[int]] = []  # by place and row
+
+    def resize(self, rows: int) -> None:
+        """Change the number of rows; none of those that go may hold a block."""
+        self._references = [(counts + [0] * rows)[:rows] for counts in self._references]
+        self._rows = rows
+
+    def check(self, blocks: int) -> None:
+        """Do nothing: there are enough."""
+
+    def take(self, row: int, index: int) -> int:
+        """Return a free block with one reference, in `row` if possible."""
+        while len(self._references) <= index:
+            self._references.append([0] * self._rows)
+        counts = self._references[index]
+        home = counts.index(0) if counts[row] else row
+        counts[home] = 1
+        return index * MOST_ROWS + home
+
+    def hold(self, block: int) -> None:
+        """Add a reference."""
+        index, home = divmod(block, MOST_ROWS)
+        self._references[index][home] += 1
+
+    def release(self, block: int) -> None:
+        """Drop a reference."""
+        index, home = divmod(block, MOST_ROWS)
+        self._references[index][home] -= 1
+
+    def shared(self, block: int) -> bool:
+        """Return whether several rows use a block."""
+        index, home = divmod(block, MOST_ROWS)
+        return self._references[index][home] > 1
+
+
 class BlockTables:
     """The blocks of each row, in the order of its tokens. size: tokens of a block.
 
@@ -87,7 +155,7 @@ class BlockTables:
         array: (rows, W), the same tables as numbers; 0 where a row has fewer blocks.
     """
 
-    def __init__(self, pool: BlockPool, rows: int, size: int) -> None:
+    def __init__(self, pool: Blocks, rows: int, size: int) -> None:
         self.size = size
         self._pool = pool
         self._tables: list[list[int]] = [[] for _ in range(rows)]
@@ -133,24 +201,41 @@ class BlockTables:
         Raises:
             MemoryError: No block is free.
         """
-        table, blocks = self._tables[row], -(-end // self.size)
-        others = [at for at in range(first // self.size, min(len(table), blocks)) if self._pool.shared(table[at])]
-        missing = max(0, blocks - len(table))
-        self._pool.check(len(others) + missing)  # before anything changes
-        copies = [copy for at in others for copy in self._own(row, at, self.size)]
-        for _ in range(missing):
-            self._append(row, self._pool.take())
+        others, missing = self._to_take(row, first, end)
+        self._pool.check(len(others) + len(missing))  # before anything changes
+        copies = [copy for at in others for copy in self._own(row, at, first - at * self.size)]
+        for index in missing:
+            self._append(row, self._pool.take(row, index))
         return copies
 
+    def missing(self, row: int, first: int, end: int) -> int:
+        """Return how many blocks reserve() would take."""
+        others, missing = self._to_take(row, first, end)
+        return len(others) + len(missing)
+
+    def used(self, rows: Sequence[int]) -> int:
+        """Return how many blocks these rows use."""
+        return len(set().union(*(self._tables[row] for row in rows)))
+
+    def drop(self, row: int) -> None:
+        """Release a row's blocks."""
+        self._release(row)
+
+    def _to_take(self, row: int, first: int, end: int) -> tuple[list[int], range]:
+        """Return the places of the blocks that a row lacks: those that others use too, and those beyond its table."""
+        table, blocks = self._tables[row], -(-end // self.size)
+        present = range(first // self.size, min(len(table), blocks))
+        return [at for at in present if self._pool.shared(table[at])], range(len(table), blocks)
+
     def _own(self, row: int, index: int, tokens: int) -> list[BlockCopy]:
-        """Replace a block that others use too by one of the row's own."""
+        """Replace a block that others use too by one of the row's own, of which it needs the first `tokens` tokens."""
         table = self._tables[row]
         block = table[index]
         if not self._pool.shared(block):
             return []
-        table[index] = self.array[row, index] = self._pool.take()
+        table[index] = self.array[row, index] = self._pool.take(row, index)
         self._pool.release(block)
-        return [BlockCopy(block, table[index], tokens)]
+        return [BlockCopy(block, table[index], tokens)] if tokens > 0 else []
 
     def _append(self, row: int, block: int) -> None:
         table, width = self._tables[row], self.array.shape[1]

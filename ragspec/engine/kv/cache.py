@@ -1,8 +1,8 @@
 """The KV cache of all rows: a token's slot is its position in the row.
 
 Every row has its own length; nothing is realigned. Stale slots beyond that length are masked, and overwritten when the
-row gets there. A row's prefix may be in another row's slots (prefix_blocks.py) until that row needs them. Limit: every
-row has room for as many tokens as the longest needs (budget.py).
+row gets there. A block of a prefix that rows share is in the slots of one of them (block_pool.RowBlocks). Limit: every
+row has room for as many tokens as the longest needs (budget.py), though memory that is never written costs nothing.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import errno
 import math
 import mmap
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from ragspec.engine.kv.prefix_blocks import LEAST, Part, PrefixBlocks
-from ragspec.engine.model.layout import Layout, Segment
+from ragspec.engine.kv.block_pool import MOST_ROWS, BlockCopy, BlockTables, Part, RowBlocks
+from ragspec.engine.model.layout import Layout
 
 
 def zeros(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -53,7 +54,7 @@ def _pages(size: int) -> mmap.mmap:
 
 
 # -- cache -----------------------------------------------------------------------------------------
-ROUND = 64  # slots are allocated in multiples of this
+BLOCK = 64  # tokens
 
 
 class LayerCache:
@@ -103,8 +104,10 @@ class RaggedCache(ModelCache):
         self.kept = list(kept)
         self.rows = rows
         self.slots = 0
-        self.prefix_blocks = PrefixBlocks()
-        self.lends = True  # False once attention reads rows in place
+        self._pool = RowBlocks(rows)
+        self._tables = BlockTables(self._pool, rows, BLOCK)
+        self._parts: dict[int, list[Part]] = {}  # of rows, as far as they are known
+        self.shares = True  # False once attention reads rows in place
         self._layers: list[LayerCache] = []  # in the order of attention in a forward
         self._written: dict[tuple[int, int], tuple[Any, Any, LayerCache]] = {}  # by this forward
         self.next = 0  # index of the layer to write next
@@ -113,7 +116,6 @@ class RaggedCache(ModelCache):
     @contextmanager
     def forward(self, layout: Layout, attended: int = 0) -> Iterator[None]:
         """Let attention write to this cache as `layout` says. attended: layers before the first that attends."""
-        self._make_way(layout.segments)
         self.layout, self.next = layout, attended
         token = self.running.set(self)
         try:
@@ -200,111 +202,110 @@ class RaggedCache(ModelCache):
         Layer by layer, so that only one layer exists twice at a time. New room is zero: masked slots still take part in
         the arithmetic and must not hold NaN.
         """
-        slots = -(-slots // ROUND) * ROUND
-        kept, most = min(rows, self.rows), min(slots, self.slots)
-        if kept < self.rows:
-            self._part()
-        self.rows, self.slots = rows, slots
+        slots = -(-slots // BLOCK) * BLOCK
+        if rows < self.rows:
+            self._bring_home()
+        used = [min(tokens, slots) for tokens in self._used()[:rows]]
         for layer in self._layers:
             for name in ("keys", "values"):
                 old = getattr(layer, name)
                 new = zeros(old, (old.shape[0], rows, slots, old.shape[3]))
-                new[:, :kept, :most] = old[:, :kept, :most]
+                for row, tokens in enumerate(used):
+                    new[:, row, :tokens] = old[:, row, :tokens]
                 setattr(layer, name, new)
+        self._tables.resize(rows, slots)
+        self._pool.resize(rows)
+        self._parts.clear()
+        self.rows, self.slots = rows, slots
 
-    # -- shared prefixes ---------------------------------------------------------------------------
+    # -- blocks ------------------------------------------------------------------------------------
 
-    def share_prefix(self, donor: int, row: int, tokens: int) -> None:
-        """Start `row` with the first `tokens` tokens of `donor`; call make_writable() before its slots are written."""
-        self.prefix_blocks.share_prefix(donor, row, tokens)
+    def share_prefix(self, donor: int, row: int, tokens: int) -> int:
+        """Start `row` with the first `tokens` tokens of `donor`, which may be the row itself; return how many."""
+        self._parts.pop(row, None)
+        if self.shares:
+            self._copy(self._tables.share(donor, row, tokens))
+        else:
+            self._tables.reserve(row, 0, tokens)
+            if donor != row:
+                self._copy_slots(donor, row, 0, tokens)
+        return tokens
 
-    def make_writable(self, row: int, first: int, idle: Collection[int] = ()) -> dict[int, int]:
-        """Evict borrowers of a row's slots from `first` on.
+    copy = share_prefix
 
-        Other rows take a copy, one for all of them; `idle` rows lose theirs, and are returned with the number of tokens
-        that they keep. If the row's own shared prefix ends in a short block, or rows are read in place, that block is
-        copied too.
-        """
-        parts = self.prefix_blocks.parts(row, 0, self.prefix_blocks.end(row))
-        while parts and (not self.lends or parts[-1][2] - parts[-1][1] < LEAST):
-            first = min(first, parts.pop()[1])
-        lost = self._vacate(row, first, self.slots, idle)
-        for part in self.prefix_blocks.parts(row, first, self.prefix_blocks.end(row)):
-            self.copy_part(part, row)
-        self.prefix_blocks.shorten(row, first)
-        return lost
+    def reserve_row(self, row: int, first: int, end: int) -> None:
+        """Make sure that a row has blocks of its own for its tokens from `first` to before `end`."""
+        table = self._tables.of(row)
+        before = table.copy()
+        copies = self._tables.reserve(row, first, end)
+        if table != before:
+            self._parts.pop(row, None)
+            self._copy(copies)
 
-    def copy(self, donor: int, target: int, tokens: int) -> None:
-        """Copy the first `tokens` slots of row `donor` to row `target`."""
-        self.copy_part((donor, 0, tokens), target)
+    def parts(self, row: int, first: int, last: int) -> list[Part]:
+        """Return where a row's tokens from `first` to before `last` are."""
+        found = self._all_parts(row)
+        if len(found) == 1:
+            return [(found[0][0], first, last)]
+        cut = ((holder, max(begin, first), min(end, last)) for holder, begin, end in found)
+        return [part for part in cut if part[1] < part[2]]
+
+    def _all_parts(self, row: int) -> list[Part]:
+        """Return where all blocks of a row are, joined where they are in one row."""
+        if row not in self._parts:
+            homes = [block % MOST_ROWS for block in self._tables.of(row)]
+            ends = [at for at in range(1, len(homes)) if homes[at] != homes[at - 1]]
+            cuts = pairwise([0, *ends, len(homes)] if homes else [])
+            self._parts[row] = [(homes[a], a * BLOCK, b * BLOCK) for a, b in cuts]
+        return self._parts[row]
 
     def settle(self) -> None:
         """Stop sharing slots, since attention reads rows in place from now on."""
-        self.lends = False
-        if self.prefix_blocks:
-            self._part()
+        if self.shares:
+            self.shares = False
+            self._bring_home()
             if self.layout is not None:
-                self.layout.forget_pieces()
+                self.layout.forget_parts()
 
     @torch.inference_mode()
-    def _part(self) -> None:
-        """Give every row its own copy of its shared prefix."""
-        for layer in self._layers:
+    def _bring_home(self) -> None:
+        """Give every row its own copy of what it shares."""
+        rows = range(self.rows)
+        away = [row for row in rows if any(part[0] != row for part in self._all_parts(row))]
+        for layer in self._layers if away else ():
             for store in (layer.keys, layer.values):
-                found = {
-                    row: self.prefix_blocks.parts(row, 0, self.prefix_blocks.end(row)) for row in self.prefix_blocks
-                }
                 whole = {
-                    row: torch.cat([store[:, holder, first:last] for holder, first, last in parts], 1)
-                    for row, parts in found.items()
+                    row: torch.cat([store[:, holder, first:last] for holder, first, last in self._all_parts(row)], 1)
+                    for row in away
                 }
                 for row, tokens in whole.items():
                     store[:, row, : tokens.shape[1]] = tokens
-        self.prefix_blocks = PrefixBlocks()
+        ends = [len(self._tables.of(row)) * BLOCK for row in rows]
+        self._tables.resize(0)
+        self._tables.resize(self.rows)
+        for row, end in enumerate(ends):
+            self._tables.reserve(row, 0, end)
+        self._parts.clear()
 
-    def _make_way(self, segments: Sequence[Segment]) -> None:
-        """Evict borrowers of slots that a forward writes."""
-        if not self.prefix_blocks:
-            return
-        held = self.prefix_blocks.held()
-        for segment in segments:
-            if segment.start < self.prefix_blocks.end(segment.row):
-                self.prefix_blocks.shorten(segment.row, segment.start)
-            if segment.start < held.get(segment.row, 0):
-                self._vacate(segment.row, segment.start, segment.start + segment.count)
+    def _used(self) -> list[int]:
+        """Return the end of what any row has in each row's slots."""
+        used = [0] * self.rows
+        for row in range(self.rows):
+            for holder, _, end in self._all_parts(row):
+                used[holder] = max(used[holder], end)
+        return used
 
-    def _vacate(
-        self, row: int, first: int, last: int, idle: Collection[int] = (), waiting: frozenset[int] = frozenset()
-    ) -> dict[int, int]:
-        """Evict borrowers of these slots of a row. Returns the idle rows that lost them, with the tokens they keep.
-
-        waiting: rows on whose behalf this is done, which cannot take a copy.
-        """
-        lost = {}
-        while found := self.prefix_blocks.from_row(row, first, last):
-            for other in found.keys() & set(idle):
-                lost[other] = found.pop(other)[0][1]
-                self.prefix_blocks.shorten(other, lost[other])
-            able = found.keys() - waiting
-            if able:  # the row that needs most takes the copy, once its own slots are free
-                chosen = max(able, key=lambda other: found[other][-1][2])
-                lost |= self._vacate(chosen, found[chosen][0][1], found[chosen][-1][2], idle, waiting | {row})
-                for part in self.prefix_blocks.from_row(row, first, last).get(chosen, ()):
-                    self.copy_part(part, chosen)
-                    self.prefix_blocks.move(part, chosen)
-            elif found:  # a cycle: each row holds what another needs
-                self._part()
-        return lost
+    def _copy(self, copies: Iterable[BlockCopy]) -> None:
+        for copy in copies:
+            at = copy.source // MOST_ROWS * BLOCK
+            self._copy_slots(copy.source % MOST_ROWS, copy.target % MOST_ROWS, at, at + copy.tokens)
 
     @torch.inference_mode()
-    def copy_part(self, part: Part, target: int) -> None:
+    def _copy_slots(self, source: int, target: int, first: int, last: int) -> None:
         """Copy slots of one row to the same slots of another."""
-        holder, first, last = part
-        if holder == target:
-            return
         for layer in self._layers:
             for store in (layer.keys, layer.values):
-                store[:, target, first:last] = store[:, holder, first:last]
+                store[:, target, first:last] = store[:, source, first:last]
 
     @property
     def bytes_per_token(self) -> int:

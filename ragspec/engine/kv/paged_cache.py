@@ -6,7 +6,7 @@ grows, so captured steps (backends/graphs.py) may keep its addresses until then.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -65,15 +65,14 @@ class PagedCache(ModelCache):
                 self.allocate(1 + self.rows * (slots // self.size))
             self.slots = slots
 
-    def share_prefix(self, donor: int, row: int, tokens: int) -> None:
-        """Start `row` with the first `tokens` tokens of `donor`."""
+    def share_prefix(self, donor: int, row: int, tokens: int) -> int:
+        """Start `row` with the first `tokens` tokens of `donor`; return how many: whole blocks if none is free."""
+        if not self.free and donor != row:
+            tokens = tokens // self.size * self.size
         self._copy(self._tables.share(donor, row, tokens))
+        return tokens
 
     copy = share_prefix
-
-    def make_writable(self, row: int, first: int, idle: Collection[int] = ()) -> dict[int, int]:
-        """Do nothing: reserve_row() copies shared blocks before they are written."""
-        return {}
 
     def reserve_row(self, row: int, first: int, end: int) -> list[int]:
         """Return a row's blocks, with room of its own for its tokens from `first` to before `end`."""
@@ -81,6 +80,24 @@ class PagedCache(ModelCache):
         if copies:
             self._copy(copies)
         return self._tables.of(row)
+
+    @property
+    def free(self) -> int:
+        """Number of blocks that no row uses."""
+        return self._pool.free
+
+    def missing(self, row: int, first: int, end: int) -> int:
+        """Return how many blocks reserve_row() would take."""
+        return self._tables.missing(row, first, end)
+
+    def room_beside(self, needs: Mapping[int, int]) -> int:
+        """Return how many tokens one more row may have, if no rows but these stay. needs: their tokens, by row."""
+        missing = sum(max(0, -(-tokens // self.size) - len(self._tables.of(row))) for row, tokens in needs.items())
+        return (self.blocks - 1 - self._tables.used(list(needs)) - missing) * self.size
+
+    def drop(self, row: int) -> None:
+        """Forget a row's tokens."""
+        self._tables.drop(row)
 
     def tables(self, rows: Sequence[int]) -> np.ndarray:
         """Return the tables of rows, (rows, W); 0 where a row has fewer blocks."""

@@ -327,8 +327,11 @@ class Model:
         cache = self.cache
         assert isinstance(cache, RaggedCache)
         cache.reserve(max(segment.start + segment.count for segment in segments))
+        for segment in segments:
+            cache.reserve_row(segment.row, segment.start, segment.start + segment.count)
         padding = max(0, self.least - len(token_ids))
-        layout = Layout(segments, cache.slots, self.device, together, self.kernels, padding, cache.prefix_blocks)
+        parts = cache.parts if cache.shares else None
+        layout = Layout(segments, cache.slots, self.device, together, self.kernels, padding, parts)
         layout.watch = self.watch
         indices = torch.tensor(wanted, dtype=torch.long, device=self.device)
         self._tokens = len(token_ids) + padding

@@ -7,13 +7,13 @@ Sources: Dao et al., Flash-Decoding (2023); Juravsky et al., Hydragen (2024).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
-from ragspec.engine.kv.prefix_blocks import PrefixBlocks
+from ragspec.engine.kv.block_pool import Part
 
 LONGEST = 512  # slots of a split that few queries see, as in kernels.cpp
 DEEPEST = 2048  # slots of a split that a full tile of queries sees: fewer partial results to merge
@@ -21,6 +21,7 @@ SHORTEST = 64  # slots that keep a core busy for longer than handing them over t
 TILE = 32  # queries of a tile, a part of a prompt: they see nearly the same slots
 
 Query = tuple[int, int]  # packed index of a token, number of slots that it sees
+Parts = Callable[[int, int, int], Sequence[Part]]  # where a row's tokens are, from a first to before a last one
 Span = tuple[int, int, int, list[Query]]  # row, first slot, end slot, queries that read them
 
 
@@ -52,10 +53,10 @@ def split_kv(
     together: Sequence[PrefixGroup],
     tokens: int,
     threads: int,
-    prefix_blocks: PrefixBlocks | None = None,
+    parts: Parts | None = None,
 ) -> KvSplits:
-    """Return the splits of a forward of `tokens` tokens. queries: by row. prefix_blocks: who holds shared slots."""
-    spans = [tile for span in _held(_spans(queries, together), prefix_blocks) for tile in _tiles(*span)]
+    """Return the splits of a forward of `tokens` tokens. queries: by row. parts: None where each row holds its own."""
+    spans = [tile for span in _held(_spans(queries, together), parts) for tile in _tiles(*span)]
     length = sum(last - first for _, first, last, _ in spans) // (2 * threads)  # about two splits per core
     length = max(SHORTEST, -(-length // 16) * 16)
     pieces: list[tuple[int, int, int, int, int]] = []
@@ -71,18 +72,18 @@ def split_kv(
         counts[token] += 1
     ends = list(accumulate(counts))
     following = [end - count for end, count in zip(ends, counts, strict=True)]
-    parts = torch.tensor(list(zip(following, ends, strict=True)), dtype=torch.long)
+    merged = torch.tensor(list(zip(following, ends, strict=True)), dtype=torch.long)
     entries = []
     for token, seen in asked:
         entries.append((token, seen, following[token]))
         following[token] += 1
-    return KvSplits(torch.tensor(pieces), torch.tensor(entries), parts, len(entries))
+    return KvSplits(torch.tensor(pieces), torch.tensor(entries), merged, len(entries))
 
 
-def _held(spans: Sequence[Span], prefix_blocks: PrefixBlocks | None) -> Iterator[Span]:
+def _held(spans: Sequence[Span], parts: Parts | None) -> Iterator[Span]:
     """Yield the spans, read from the rows that hold them."""
     for row, first, last, who in spans:
-        for holder, begin, end in prefix_blocks.parts(row, first, last) if prefix_blocks else [(row, first, last)]:
+        for holder, begin, end in parts(row, first, last) if parts else [(row, first, last)]:
             yield holder, begin, end, [query for query in who if query[1] > begin]
 
 

@@ -18,8 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ragspec.engine.kv.prefix_blocks import PrefixBlocks
-from ragspec.engine.model.kv_splits import KvSplits, PrefixGroup, split_kv
+from ragspec.engine.model.kv_splits import KvSplits, Parts, PrefixGroup, split_kv
 from ragspec.engine.model.masks import AttentionMask, MaskRule, attention_mask, is_causal
 from ragspec.engine.native.kernels import Kernels
 
@@ -109,7 +108,7 @@ class Layout:
         together: Rows with a common prefix.
         kernels: For attention; None: torch's.
         padding: Tokens at the end that are computed and belong to no row.
-        prefix_blocks: Which rows hold which shared slots.
+        parts: Which rows hold the slots of a row; None where each holds its own.
     """
 
     def __init__(
@@ -120,29 +119,26 @@ class Layout:
         together: Sequence[PrefixGroup] = (),
         kernels: Kernels | None = None,
         padding: int = 0,
-        prefix_blocks: PrefixBlocks | None = None,
+        parts: Parts | None = None,
     ) -> None:
         self.kernels = kernels
         self.padding = padding
         self.watch: ForwardProfiler | None = None  # set while the model is profiled
         self._causal: dict[MaskRule | None, bool] = {None: True}
         self._together = together
-        self._prefix_blocks = prefix_blocks
+        self._parts = parts
+        self._slots = slots
         self.segments = segments
         self.device = device
         positions: list[int] = []
-        writes: list[int] = []
         self.lengths: list[int] = []  # per token, the text length with which generate() would compute it
         self.starts: list[int] = []  # packed index of each segment's first token
         for segment in segments:
             self.starts.append(len(positions))
             positions.extend(range(segment.start, segment.start + segment.count))
             self.lengths.extend(max(segment.base, at + 1) for at in range(segment.start, segment.start + segment.count))
-            base = segment.row * slots + segment.start
-            writes.extend(range(base, base + segment.count))
         self.tokens = len(positions)
         self.positions = torch.tensor(positions + positions[:1] * padding, device=device)  # (T + padding,)
-        self.writes = torch.tensor(writes, device=device)  # (T,) row x slots + slot
 
     @cached_property
     def alone(self) -> list[Alone]:
@@ -158,18 +154,29 @@ class Layout:
         return pieces
 
     @cached_property
+    def writes(self) -> torch.Tensor:
+        """Where the tokens are written, (T,): row x slots + slot."""
+        found: list[int] = []
+        for segment in self.segments:
+            own = (segment.row, segment.start, segment.start + segment.count)
+            for row, first, last in self._parts(*own) if self._parts else [own]:
+                found.extend(range(row * self._slots + first, row * self._slots + last))
+        return torch.tensor(found, device=self.device)
+
+    @cached_property
     def pieces(self) -> KvSplits:
         """All segments, as the kernels compute them."""
         queries = {
             segment.row: [(at + i, segment.start + i + 1) for i in range(segment.count)]
             for segment, at in zip(self.segments, self.starts, strict=True)
         }
-        return split_kv(queries, self._together, self.tokens, torch.get_num_threads(), self._prefix_blocks)
+        return split_kv(queries, self._together, self.tokens, torch.get_num_threads(), self._parts)
 
-    def forget_pieces(self) -> None:
-        """Recompute the splits, since rows now hold their own copies."""
-        self._prefix_blocks = None
-        self.__dict__.pop("pieces", None)
+    def forget_parts(self) -> None:
+        """Read and write anew where each row holds its own copies."""
+        self._parts = None
+        for name in ("pieces", "writes"):
+            self.__dict__.pop(name, None)
 
     @property
     def distinct_slots(self) -> int:

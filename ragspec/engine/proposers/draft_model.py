@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from ragspec.engine.constraint import Constraint
-from ragspec.engine.kv.prefix_blocks import shared
+from ragspec.engine.kv.common_prefix import shared
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.layout import Segment
 from ragspec.engine.profiler import Clock

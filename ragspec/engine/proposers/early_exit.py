@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ragspec.engine.kv.prefix_blocks import shared
+from ragspec.engine.kv.common_prefix import shared
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.kv_splits import PrefixGroup
 from ragspec.engine.model.layout import Segment

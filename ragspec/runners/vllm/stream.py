@@ -19,7 +19,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ragspec.config.redaction import revealed
-from ragspec.engine.kv.prefix_blocks import grouped, largest_first
+from ragspec.engine.kv.common_prefix import grouped, largest_first
 from ragspec.errors import ModelError
 from ragspec.inputs.feed import Feed
 from ragspec.models.stopping import ends_with_stop, stop_strings_from, trim

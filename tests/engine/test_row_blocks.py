@@ -1,4 +1,4 @@
-"""What rows begin with is in memory once: who holds it, who takes a copy of it, and that no answer changes."""
+"""What rows begin with is in memory once: who holds it, who copies it, and that no answer changes."""
 
 import random
 
@@ -7,12 +7,12 @@ import torch
 
 from ragspec.engine.engine import Engine, EngineSettings
 from ragspec.engine.kv import cache as caches
+from ragspec.engine.kv.block_pool import MOST_ROWS, BlockCopy, BlockTables, RowBlocks
 from ragspec.engine.kv.cache import RaggedCache
-from ragspec.engine.kv.prefix_blocks import LEAST, PrefixBlocks
+from ragspec.engine.kv.common_prefix import LEAST
 from ragspec.engine.model import loaded as prepared
 from ragspec.engine.model.layout import Layout, Segment
 from ragspec.engine.proposers.base import NoProposer
-from ragspec.engine.scheduler import Scheduler
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Request, Sampling
 from tests.conftest import train_tokenizer, wide
@@ -23,17 +23,17 @@ ROWS, SLOTS = 5, 64
 CPU = torch.device("cpu")
 
 
-def test_a_loan_of_a_loan_names_who_holds_it():
-    prefix_blocks = PrefixBlocks()
-    prefix_blocks.share_prefix(0, 1, 100)
-    prefix_blocks.share_prefix(1, 2, 130)
-    assert prefix_blocks.parts(2, 0, 150) == [(0, 0, 100), (1, 100, 130), (2, 130, 150)]
-    assert prefix_blocks.held() == {0: 100, 1: 130}
-    prefix_blocks.move((0, 20, 100), 2)
-    assert prefix_blocks.parts(2, 0, 150) == [(0, 0, 20), (2, 20, 100), (1, 100, 130), (2, 130, 150)]
-    assert prefix_blocks.parts(1, 10, 30) == [(0, 10, 20), (2, 20, 30)]
-    prefix_blocks.shorten(1, 0)
-    assert (prefix_blocks.end(1), prefix_blocks.end(2), list(prefix_blocks)) == (0, 130, [2])
+def test_a_block_that_others_use_leaves_its_place_to_them():
+    tables = BlockTables(RowBlocks(3), 3, 4)
+    assert tables.reserve(0, 0, 8) == []
+    assert tables.share(0, 1, 7) == [BlockCopy(source=MOST_ROWS, target=MOST_ROWS + 1, tokens=3)]
+    assert tables.of(1) == [0, MOST_ROWS + 1]
+    tables.share(0, 0, 0)  # another text begins in row 0, whose first block row 1 goes on using
+    tables.reserve(0, 0, 8)
+    assert tables.of(0) == [1, MOST_ROWS]
+    assert tables.reserve(1, 2, 3) == []  # it has that block for itself now
+    assert tables.share(1, 2, 4) == []
+    assert tables.reserve(2, 2, 6) == [BlockCopy(source=0, target=2, tokens=2)]
 
 
 class Rows:
@@ -44,90 +44,100 @@ class Rows:
         self.cache.reserve(SLOTS)
         self.layers = [self.cache.layer_of(heads, 2, torch.zeros(1)) for heads in (1, 2)]
         self.texts = [[] for _ in range(ROWS)]
-        self.idle = set()
         self.numbers = 0
 
+    @torch.inference_mode()
     def write(self, row, start, count):
         """Let a row go on from one of its slots, as a forward does."""
-        segment = Segment(row, start, count)
-        with self.cache.forward(Layout([segment], SLOTS, CPU, prefix_blocks=self.cache.prefix_blocks)):
+        self.cache.reserve_row(row, start, start + count)
+        parts = self.cache.parts if self.cache.shares else None
+        layout = Layout([Segment(row, start, count)], SLOTS, CPU, parts=parts)
+        with self.cache.forward(layout):
             new = [self.numbers + i + 1 for i in range(count)]
             self.numbers += count
             for layer in self.layers:
-                layer.keys[:, row, start : start + count] = torch.tensor(new)[:, None].float()
-                layer.values[:, row, start : start + count] = -torch.tensor(new)[:, None].float()
+                for store, sign in ((layer.keys, 1), (layer.values, -1)):
+                    heads, rows, slots, size = store.shape
+                    filled = sign * torch.tensor(new).float()[None, :, None].expand(heads, -1, size)
+                    store.view(heads, rows * slots, size).index_copy_(1, layout.writes, filled)
         self.texts[row] = self.texts[row][:start] + new
 
     def begin(self, row, donor, tokens):
         """Let another text begin at a row, with what a donor has."""
         self.cache.share_prefix(donor, row, tokens)
         self.texts[row] = self.texts[donor][:tokens]
-        self.idle.discard(row)
-        for other, kept in self.cache.make_writable(row, tokens, self.idle).items():
-            assert other in self.idle
-            assert kept < len(self.texts[other])
-            del self.texts[other][kept:]
 
     def check(self):
         """Every row reads what it should, wherever that is."""
         for row, text in enumerate(self.texts):
             for layer in self.layers:
                 for store, sign in ((layer.keys, 1), (layer.values, -1)):
-                    parts = self.cache.prefix_blocks.parts(row, 0, len(text))
+                    parts = self.cache.parts(row, 0, len(text)) if text else []
                     read = torch.cat([store[:, holder, a:b] for holder, a, b in parts] or [store[:, 0, :0]], 1)
                     assert read[..., 0].tolist() == [[sign * number for number in text]] * len(read)
                     assert torch.equal(read[..., 0], read[..., 1])
 
 
-@pytest.mark.parametrize("least", [1, 5, 1000])
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch):
+    monkeypatch.setattr(caches, "BLOCK", 8)
+
+
+def shares(rows):
+    """Return whether any row reads another's slots."""
+    return any(part[0] != row for row in range(ROWS) for part in rows.cache.parts(row, 0, len(rows.texts[row])))
+
+
 @pytest.mark.parametrize("seed", [*range(8), *wide(*range(8, 40))])
-def test_every_row_reads_its_own_text_whoever_holds_it(monkeypatch, least, seed):
-    monkeypatch.setattr(caches, "LEAST", least)
+def test_every_row_reads_its_own_text_whoever_holds_it(seed):
     rng = random.Random(seed)
-    rows, lent = Rows(), 0
+    rows, shared = Rows(), 0
     for _ in range(250):
         row, donor = rng.randrange(ROWS), rng.randrange(ROWS)
         text = rows.texts[row]
         do = rng.random()
-        if do < 0.45 and row not in rows.idle:
+        if do < 0.45:
             start = len(text) if rng.random() < 0.8 else rng.randint(0, len(text))  # rarely, it computes its text anew
             count = min(rng.randint(1, 12), SLOTS - start)
             if count > 0:
                 rows.write(row, start, count)
-        elif do < 0.75:
+        elif do < 0.9:
             rows.begin(row, donor, rng.randint(0, len(rows.texts[donor])))
-        elif do < 0.95:
-            rows.idle.add(row)
-        elif do < 0.97:
+        elif do < 0.94:
+            rows.cache.resize(ROWS + 2, SLOTS)  # more rows, and fewer again
+            rows.check()
+            rows.cache.resize(ROWS, SLOTS)
+        elif do < 0.96:
             rows.cache.settle()
-            assert not rows.cache.prefix_blocks
-            rows.cache.lends = True
-        lent += bool(rows.cache.prefix_blocks)
+            assert not shares(rows)
+            rows.check()
+            rows.cache.shares = rng.random() < 0.5
+        else:
+            rows.cache.shares = True
+        shared += shares(rows)
         rows.check()
-    assert (lent > 10) is (least < 1000)
+    assert shared > 10
 
 
-def test_rows_that_hold_what_the_other_needs_are_parted(monkeypatch):
-    monkeypatch.setattr(caches, "LEAST", 1)
+def test_a_cache_with_fewer_slots_forgets_what_is_beyond():
     rows = Rows()
-    rows.write(0, 0, 10)
-    rows.write(1, 0, 10)
-    for row, donor in ((2, 0), (3, 1), (0, 3), (1, 2)):
-        rows.begin(row, donor, 10)
-    rows.begin(2, 2, 0)
-    rows.begin(3, 3, 0)
-    assert [rows.cache.prefix_blocks.parts(row, 0, 10) for row in (0, 1)] == [[(1, 0, 10)], [(0, 0, 10)]]
-    monkeypatch.setattr(caches, "LEAST", 100)
-    rows.begin(0, 0, 10)
-    assert not rows.cache.prefix_blocks
+    rows.write(0, 0, 40)
+    rows.begin(1, 0, 33)
+    rows.cache.resize(ROWS, 16)
+    rows.texts = [text[:16] for text in rows.texts]
+    rows.check()
+    rows.cache.resize(ROWS, SLOTS)
+    rows.write(1, 16, 20)
+    rows.write(0, 16, 10)
     rows.check()
 
 
 def test_pieces_are_cut_anew_where_a_forward_comes_to_read_rows_where_they_are():
     rows = Rows()
     rows.write(0, 0, 40)
-    rows.cache.prefix_blocks.share_prefix(0, 1, 40)
-    layout = Layout([Segment(1, 40, 1)], SLOTS, CPU, prefix_blocks=rows.cache.prefix_blocks)
+    rows.cache.share_prefix(0, 1, 40)
+    rows.cache.reserve_row(1, 40, 41)
+    layout = Layout([Segment(1, 40, 1)], SLOTS, CPU, parts=rows.cache.parts)
     with rows.cache.forward(layout):
         assert set(layout.pieces.pieces[:, 0].tolist()) == {0, 1}
         rows.cache.settle()
@@ -148,26 +158,9 @@ def answered(model, words, some, rows, lookahead):
     return {outcome.index: outcome.token_ids for outcome in engine.run(iter(some))}
 
 
-def test_what_waiting_requests_may_begin_with_is_not_idle():
-    head = list(range(100))
-    texts = [[*head, 200 + i] for i in range(3)] + [[7] * 50]
-    some = [Request(i, str(i), text, Sampling(max_new_tokens=4)) for i, text in enumerate(texts)]
-    scheduler = Scheduler(some, 2, 4096)
-    starts = scheduler.admit()
-    assert [start.row.request.index for start in starts] == [0, 3]  # the other two wait for the first
-    for start in starts:
-        start.row.computed = len(start.row.tokens)
-        scheduler.release(start.row)
-    assert scheduler.idle() == [1]
-    scheduler.forget({1: 5})
-    assert len(scheduler.places[1].left) == 5
-    assert [(start.row.request.index, start.tokens) for start in scheduler.admit()] == [(1, 100), (2, 100)]
-    assert scheduler.idle() == []
-
-
 @COMPILER
 @pytest.mark.parametrize("name", [*wide("llama-heads-of-16"), "gemma2-wide"])
-def test_no_loan_changes_an_answer(sample_texts, monkeypatch, name):
+def test_no_shared_block_changes_an_answer(sample_texts, monkeypatch, name):
     words = HFTokenizer(train_tokenizer(300, sample_texts))
     model = prepared.prepare(build(name, words))
     assert model.kernels is not None
@@ -175,24 +168,23 @@ def test_no_loan_changes_an_answer(sample_texts, monkeypatch, name):
     heads = [[rng.randrange(3, 200) for _ in range(LEAST + 30 * i)] for i in range(1, 4)]
     some = requests(heads, 40)
     alone = answered(model, words, some, 1, 1)
-    lent, copied = [], []
-    share_prefix, copy = PrefixBlocks.share_prefix, RaggedCache.copy_part
+    shared, copied = [], []
+    share_prefix, copy = RaggedCache.share_prefix, RaggedCache._copy_slots  # noqa: SLF001
 
-    def lending(self, donor, row, tokens):
-        lent.append(tokens if donor != row else 0)
+    def sharing(self, donor, row, tokens):
+        shared.append(tokens if donor != row else 0)
         share_prefix(self, donor, row, tokens)
 
-    def copying(self, part, target):
-        copied.append(part)
-        copy(self, part, target)
+    def copying(self, source, target, first, last):
+        copied.append(last - first)
+        copy(self, source, target, first, last)
 
-    monkeypatch.setattr(PrefixBlocks, "share_prefix", lending)
-    monkeypatch.setattr(RaggedCache, "copy_part", copying)
+    monkeypatch.setattr(RaggedCache, "share_prefix", sharing)
+    monkeypatch.setattr(RaggedCache, "_copy_slots", copying)
     for rows, lookahead in ((2, 4), (8, 40), (8, 5), (5, 3)):
         assert answered(model, words, some, rows, lookahead) == alone
-    prefix_blocks = sum(tokens >= LEAST for tokens in lent)
-    assert prefix_blocks > 20
+    assert sum(tokens >= LEAST for tokens in shared) > 20
     if name == "gemma2-wide":
-        assert len(copied) == prefix_blocks  # its window's layers read rows where they are
+        assert sum(copied) == sum(shared)  # its window's layers read rows where they are
     else:
-        assert 0 < len(copied) < prefix_blocks / 2
+        assert 0 < sum(copied) < sum(shared) / 5

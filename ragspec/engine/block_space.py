@@ -1,0 +1,60 @@
+"""Who has the blocks of a pool that does not grow: a request takes what its tokens need, and the youngest gives way.
+
+    >>> space = BlockSpace(cache)
+    >>> work, failed = space.make_room(scheduler, work)
+
+Blocks that finished requests left are given up first, the least recently used before others; then drafts; then the
+youngest request, which is computed again later. Source: Kwon et al. 2023, PagedAttention, arXiv:2309.06180.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ragspec.engine.kv.paged_cache import PagedCache
+from ragspec.engine.request_state import RequestState, ScheduledRequest
+from ragspec.engine.scheduler import Scheduler
+from ragspec.speculation.drafters.base import Draft
+
+WATERMARK = 0.01  # of all blocks, which no request is admitted to, so that it need not leave at once (as in vLLM)
+
+
+class BlockSpace:
+    """The blocks of one cache. preempted: how often a request has lost its blocks."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        self._cache = cache
+        self.preempted = 0
+
+    def room_beside(self, needs: Mapping[int, int]) -> int:
+        """Return how many tokens a request may have to be admitted beside others. needs: their tokens, by slot."""
+        spare = int(WATERMARK * self._cache.blocks) * self._cache.size if needs else 0
+        return self._cache.room_beside(needs) - spare
+
+    def make_room(
+        self, scheduler: Scheduler, work: Sequence[ScheduledRequest]
+    ) -> tuple[list[ScheduledRequest], RequestState | None]:
+        """Return the part of a step's work that there are blocks for, and a request that does not fit even alone."""
+        kept = list(work)
+        while self._missing(kept) > self._cache.free:
+            left = scheduler.forget_oldest()
+            if left is not None:
+                self._cache.drop(left)
+            elif any(item.draft.token_ids for item in kept):
+                kept = [_without_draft(item) for item in kept]
+            elif len(scheduler.rows()) == 1:
+                return [], kept[0].row
+            else:
+                place, row = scheduler.preempt_youngest()
+                self._cache.drop(place)
+                self.preempted += 1
+                kept = [item for item in kept if item.row is not row]
+        return kept, None
+
+    def _missing(self, work: Sequence[ScheduledRequest]) -> int:
+        return sum(self._cache.missing(item.row.place, item.row.computed, item.slots) for item in work)
+
+
+def _without_draft(item: ScheduledRequest) -> ScheduledRequest:
+    return replace(item, token_ids=item.token_ids[:1], draft=Draft()) if item.draft.token_ids else item

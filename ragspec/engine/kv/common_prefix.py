@@ -1,0 +1,58 @@
+"""What token sequences have in common from their start, and which prompts to bring together for it. Pure.
+
+    >>> shared([1, 2, 3], [1, 2, 4]), grouped([[1] * 40, [2] * 40, [1] * 40 + [3]])
+    (2, [[0, 2], [1]])
+
+Source of grouping by prefix: BatchLLM, arXiv:2412.03594; it only sees records that are read ahead together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+LEAST = 64  # tokens from which a shared prefix is worth a split of its own in attention
+WORTH = 32  # shared tokens, beyond those that all prompts share, from which prompts are grouped
+
+
+def shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the common prefix. Both arguments are lists, or both arrays."""
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def grouped(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the indices of `prompts` in groups with a common prefix, otherwise in the order given.
+
+    A group is in lexicographic order, so that longer common prefixes are adjacent too.
+    """
+    ranked = sorted(range(len(prompts)), key=lambda i: prompts[i])  # type: ignore[arg-type, return-value]
+    if len(ranked) < 2:
+        return [ranked] if ranked else []
+    # what all of them share (a system prompt) is in every cache row anyway
+    common = shared(prompts[ranked[0]], prompts[ranked[-1]]) if len(ranked) > 2 else 0
+    groups = [[ranked[0]]]
+    for before, index in pairwise(ranked):
+        if shared(prompts[before], prompts[index]) >= common + WORTH:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    groups.sort(key=min)
+    return groups
+
+
+def largest_first(groups: list[list[int]], prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the groups by saving, largest first: the common prefix, for all but one of a group."""
+
+    def saved(group: list[int]) -> int:
+        return shared(prompts[group[0]], prompts[group[-1]]) * (len(group) - 1)
+
+    return sorted(groups, key=saved, reverse=True)
