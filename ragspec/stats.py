@@ -307,6 +307,7 @@ class RunSummary(Totals):
         records, failed, skipped: Records answered, records that became error lines, and records that were finished
             before this run.
         failed_before: Those of `skipped` that are error lines.
+        read: Rows of the input that were read, finished or not.
         prompt_tokens, cached_prompt_tokens, output_tokens: Tokens of prompts, those of them that were not computed
             again, and tokens of answers.
         load_s, warmup_s, generate_s: Seconds to load the model, to warm it up, and to answer.
@@ -328,6 +329,7 @@ class RunSummary(Totals):
     method: str = "none"
     skipped: int = 0  # finished before this run began
     failed_before: int = 0  # the error lines among `skipped`
+    read: int = 0  # rows of the input
     generate_s: float = 0.0
     time_to_first_token_s: Reservoir = field(default_factory=Reservoir)
     latency_s: Reservoir = field(default_factory=Reservoir)
@@ -368,6 +370,11 @@ class RunSummary(Totals):
             spent.warmup_s + self.warmup_s,
             spent.generate_s + self.generate_s,
         )
+
+    @property
+    def in_flight(self) -> int:
+        """Return how many records are read and not finished."""
+        return max(0, self.read - self.skipped - self.records - self.failed)
 
     @property
     def tokens_per_s(self) -> float | None:

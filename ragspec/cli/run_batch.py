@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ragspec.cli.flags import METHOD, with_settings
 from ragspec.cli.generate import run
-from ragspec.cli.options import Debug, Limit, MaxFailures, Resume, RetryFailed, Set, Stats, failures_allowed, set_debug
+from ragspec.cli.options import (
+    Debug,
+    Limit,
+    LogEvery,
+    LogFormat,
+    MaxFailures,
+    Metrics,
+    Quiet,
+    Resume,
+    RetryFailed,
+    Set,
+    Stats,
+    Tracing,
+    Verbose,
+    failures_allowed,
+    set_debug,
+)
+from ragspec.cli.run_log import RunLog
 
 # what a body means that does not say: OpenAI's temperature, and room for a long answer
 SAMPLING = {"temperature": 1.0, "default_new_tokens": 1024}
@@ -39,10 +56,17 @@ def run_batch(
     retry_failed: RetryFailed = False,
     max_failures: MaxFailures = None,
     stats: Stats = None,
+    metrics: Metrics = None,
+    tracing: Tracing = False,
+    log_format: LogFormat = None,
+    log_every: LogEvery = 30,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
     """Answer an OpenAI batch file; rerun to continue after an interruption."""
+    from ragspec.cli.tables import stderr
     from ragspec.config.load import config_of, read_config
     from ragspec.config.translate.autogluon import is_autogluon
 
@@ -62,4 +86,6 @@ def run_batch(
         raw, config or "run-batch", [*settings, *(override or ())], input=input, output=output
     )
     allowed = failures_allowed(max_failures)
-    run(run_config, said + notes, allowed, limit=limit, resume=resume, retry_failed=retry_failed, stats_path=stats)
+    log = RunLog(stderr(), quiet=quiet, verbose=verbose, every_s=log_every)
+    watch: dict[str, Any] = {"metrics": metrics, "tracing": tracing, "stats_path": stats}
+    run(run_config, said + notes, allowed, log, limit=limit, resume=resume, retry_failed=retry_failed, **watch)

@@ -75,7 +75,7 @@ def print_summary(console: Console, summary: RunSummary, output: str) -> None:
             ("acceptance", f"{spec.acceptance_rate:.1%} ({spec.accepted:,} of {spec.drafted:,} drafted tokens)"),
             ("tokens per step", f"{summary.tokens_per_step:.2f} ({spec.mean_acceptance_length:.2f} where it drafted)"),
         ]
-    if reasons := _reasons(summary):
+    if reasons := failure_reasons(summary):
         rows.append(("failed", reasons))
     if summary.shaped:
         cut = f", {summary.truncated:,} cut off at max_new_tokens" if summary.truncated else ""
@@ -122,7 +122,7 @@ def _records(summary: RunSummary) -> str:
     return ", ".join(parts)
 
 
-def _reasons(summary: RunSummary) -> str:
+def failure_reasons(summary: RunSummary) -> str:
     """Return why records failed, a line per cause; of an earlier run's failures, where this one had none."""
     failures = summary.failures
     if not summary.failed and summary.failed_before and summary.totals is not None:

@@ -31,7 +31,7 @@ from ragspec.records import Request
 from ragspec.run.answering import Answering, HearAnswer
 from ragspec.run.ordering import Say, ignore_note, ordering_of
 from ragspec.run.record_reader import RecordReader
-from ragspec.run.result_writer import Report, ResultWriter
+from ragspec.run.result_writer import Observer, Report, ResultWriter
 from ragspec.run.session import Session, peak_memory_gib, prepare
 from ragspec.stats import RunSummary
 
@@ -48,6 +48,7 @@ class LocalPass:
         limit: Read only this many rows.
         total: Expected number of rows, None if unknown.
         report: Called as records finish.
+        observers: Are told of each record.
         say: Called with a line on what `prompt.order` saves, before anything is answered.
         keep_details: Also write what an audit and a report need.
         hear: Called with each answer as it grows, if the runner can tell.
@@ -62,6 +63,7 @@ class LocalPass:
         limit: int | None = None,
         total: int | None = None,
         report: Report | None = None,
+        observers: Sequence[Observer] = (),
         say: Say = ignore_note,
         keep_details: bool = False,
         hear: HearAnswer | None = None,
@@ -69,7 +71,7 @@ class LocalPass:
         shape = NativeFormat() if keep_details else line_format_of(session.config)
         self._session = session
         self._runner = session.runner
-        self._writer = ResultWriter(session, source, journal, shape, total, report)
+        self._writer = ResultWriter(session, source, journal, shape, total, report, observers)
         self._record_reader = RecordReader(session.config, self._writer, source)
         self._ordering = ordering_of(session, source, self._record_reader, limit, say)
         self._answering = Answering(session, shape, self._writer, details=keep_details, hear=hear)

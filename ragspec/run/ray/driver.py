@@ -9,6 +9,7 @@ Records that start alike form a group and go to one worker, which has their pref
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -24,7 +25,7 @@ from ragspec.run.ray.leases import Leases
 from ragspec.run.ray.messages import WorkerMessage
 from ragspec.run.ray.worker_pool import LostWorker, WorkerHandle, WorkerPool
 from ragspec.run.record_reader import RecordReader
-from ragspec.run.result_writer import Report, ResultWriter
+from ragspec.run.result_writer import Observer, Report, ResultWriter
 from ragspec.run.session import Session
 
 HEAD = 1024  # leading characters that name the group of a prompt without passages; shorter prompts have none
@@ -81,12 +82,13 @@ class RayPass:
         limit: int | None = None,
         total: int | None = None,
         report: Report | None = None,
+        observers: Sequence[Observer] = (),
         say: Say = ignore_note,
     ) -> None:
         self._session = session
         self._pool = pool
         shape = NativeFormat() if pool.details else line_format_of(session.config)
-        self._writer = ResultWriter(session, source, journal, shape, total, report)
+        self._writer = ResultWriter(session, source, journal, shape, total, report, observers)
         self._record_reader = RecordReader(session.config, self._writer, source)
         self._ordering = ordering_of(session, source, self._record_reader, limit, say)
         self._tasks = self._ordering.tasks()
