@@ -12,15 +12,18 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ragspec.errors import ConfigError, did_you_mean
+from ragspec.host.files import write_whole
 
 FORMATS = ("md", "csv", "latex", "json")
 LATEX = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "$": r"\$", "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}"}
 LATEX |= {"^": r"\textasciicircum{}", "\\": r"\textbackslash{}"}
 DIGITS = 1000  # numbers above have no decimals
 BAR = r"\|"
+TABLES = (".jsonl", ".csv")  # files of rows
 Row = Mapping[str, Any]
 
 
@@ -43,6 +46,21 @@ def written(rows: Sequence[Row], kind: str) -> str:
         return text.getvalue()
     cells = [[_shown(row[title]) for title in titles] for row in rows]
     return _markdown(titles, cells) if kind == "md" else _latex(titles, cells)
+
+
+def check_table(path: str, flag: str) -> None:
+    """Raise ConfigError for a file of rows that cannot be written."""
+    if Path(path).suffix.lower() not in TABLES:
+        raise ConfigError(f"{flag}: {path} must end in {' or '.join(TABLES)}")
+    if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
+        raise ConfigError(f"{flag}: {path} cannot be written; choose another file")
+
+
+def write_table(path: str, rows: Sequence[Row]) -> None:
+    """Write rows to a .csv or .jsonl file, whole or not at all."""
+    is_csv = Path(path).suffix.lower() == ".csv"
+    text = written(rows, "csv") if is_csv else "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_whole(Path(path), text.encode())
 
 
 def _shown(value: Any) -> str:
