@@ -29,6 +29,7 @@ from ragspec.outputs.openai_batch import line_format_of
 from ragspec.outputs.shown import Answer
 from ragspec.records import Request
 from ragspec.run.answering import Answering, HearAnswer
+from ragspec.run.energy import RunEnergy
 from ragspec.run.ordering import Say, ignore_note, ordering_of
 from ragspec.run.record_reader import RecordReader
 from ragspec.run.result_writer import Observer, Report, ResultWriter
@@ -77,10 +78,11 @@ class LocalPass:
         self._answering = Answering(session, shape, self._writer, details=keep_details, hear=hear)
         self._no_records = f"{session.config.input}: contains no records; nothing to answer"
         self.summary = self._writer.summary
+        self._energy = RunEnergy(session.config, self.summary)
 
     def answer(self) -> None:
         """Load the model if there is anything to answer, and answer it."""
-        with self._requests() as requests:
+        with self._requests() as requests, self._energy:
             first = next(requests, None)  # rows with errors before it need no model
             if first is None:
                 if not (self.summary.failed or self.summary.skipped):
@@ -119,19 +121,21 @@ class LocalPass:
 
     def stream(self) -> Iterator[None]:
         """Answer the input with a runner that is already loaded, and time it; yield after each outcome."""
-        with self._requests() as requests:
+        with self._requests() as requests, self._energy:
             yield from self._outcomes(requests)
 
     def _outcomes(self, requests: Feed[Request]) -> Iterator[None]:
         summary, runner = self.summary, self._runner
         prefill_s, decode_s, decode_tokens = runner.prefill_s, runner.decode_s, runner.decode_tokens
         started = time.perf_counter()
+        self._energy.begin_answering()
         try:
             for _ in self._answering.outcomes(requests):
                 summary.generate_s = time.perf_counter() - started
                 yield
         finally:
             summary.generate_s = time.perf_counter() - started
+            self._energy.update()
             summary.method = runner.method  # the runner may have chosen another one while loading
             summary.prefill_s = _since(runner.prefill_s, prefill_s)
             summary.decode_s = _since(runner.decode_s, decode_s)

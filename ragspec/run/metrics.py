@@ -175,6 +175,11 @@ class RunFigures:
         yield now("peak_memory_bytes", "Most memory in use by this process.", peak_memory_gib() * (1 << 30))
         if (gpu := _gpu_bytes()) is not None:
             yield now("gpu_memory_bytes", "GPU memory that this process holds.", gpu)
+        if summary.energy is not None:
+            joules = CounterMetricFamily("ragspec_energy_joules", "Joules since the run began.", labels=["domain"])
+            for domain, used in summary.energy.run_j.items():
+                joules.add_metric([domain], used)
+            yield joules
         workers = summary.workers
         yield now("workers", "Workers that answer.", sum(worker.alive for worker in workers) if workers else 1)
         yield counted("worker_deaths", "Workers that died and were replaced.", sum(each.deaths for each in workers))

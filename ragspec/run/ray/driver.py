@@ -20,6 +20,7 @@ from ragspec.outputs.openai_batch import line_format_of
 from ragspec.records import Record
 from ragspec.retrieval.stage import retrieval_statistics
 from ragspec.run.answering import RecordTask
+from ragspec.run.energy import RunEnergy
 from ragspec.run.ordering import Say, ignore_note, ordering_of
 from ragspec.run.ray.leases import Leases
 from ragspec.run.ray.messages import WorkerMessage
@@ -99,6 +100,7 @@ class RayPass:
         self._started = 0.0
         self._loaded_at: float | None = None
         self.summary = self._writer.summary
+        self._energy = RunEnergy(session.config, self.summary)
 
     def answer(self) -> None:
         """Start workers if there is anything to answer, answer it, and shut them down."""
@@ -107,7 +109,7 @@ class RayPass:
             self._read_ahead()
             if self._leases.waiting:
                 self._started = time.perf_counter()
-                with self._pool as pool:
+                with self._pool as pool, self._energy:
                     self._stream()
                     pool.shut_down()
         finally:
@@ -121,7 +123,8 @@ class RayPass:
         """Answer the input with workers that are loaded, and time it; another pass may follow."""
         self._started = time.perf_counter()
         try:
-            self._stream()
+            with self._energy:
+                self._stream()
             self._pool.end_pass()
         finally:
             self._tasks.close()
@@ -141,6 +144,7 @@ class RayPass:
             if self._loaded_at is None and any(handle.summary.alive for handle in pool.handles):
                 self._loaded_at = time.perf_counter()
                 self.summary.load_s = self._loaded_at - self._started
+                self._energy.begin_answering()
             self._send()
             for event in pool.poll_events():
                 if isinstance(event, LostWorker):
