@@ -228,6 +228,35 @@ class Cost(NamedTuple):
     whole: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Energy:
+    """Joules of a machine by domain: of a run, loading included, and of answering alone.
+
+    Attributes:
+        run_j, answering_j: Joules by domain; of domains that could be read all the time. Empty before answering begins.
+    """
+
+    run_j: dict[str, float]
+    answering_j: dict[str, float]
+
+    @property
+    def answering(self) -> float:
+        """Return the joules of answering, of all domains."""
+        return sum(self.answering_j.values())
+
+    def to_json(self, records: int, output_tokens: int) -> dict[str, Any]:
+        """Return the `energy` object of the stats file."""
+        found: dict[str, Any] = {
+            "run_j": _round(sum(self.run_j.values())),
+            "domains_j": {name: _round(value) for name, value in self.run_j.items()},
+        }
+        if self.answering > 0:  # a run can be too short for the counters
+            found["answering_j"] = _round(self.answering)
+            per = {"j_per_record": records, "j_per_output_token": output_tokens}
+            found |= {name: _round(self.answering / count) for name, count in per.items() if count}
+        return found
+
+
 @dataclass(slots=True, kw_only=True)
 class Totals:
     """Totals over records. Seconds are wall-clock; load, warm-up and generation are separate."""
@@ -307,6 +336,7 @@ class RunSummary(Totals):
         records, failed, skipped: Records answered, records that became error lines, and records that were finished
             before this run.
         failed_before: Those of `skipped` that are error lines.
+        read: Rows of the input that were read, finished or not.
         prompt_tokens, cached_prompt_tokens, output_tokens: Tokens of prompts, those of them that were not computed
             again, and tokens of answers.
         load_s, warmup_s, generate_s: Seconds to load the model, to warm it up, and to answer.
@@ -323,11 +353,13 @@ class RunSummary(Totals):
         about: Config, versions, hashes and the runner's own statistics.
         retrieval: Statistics of searches; None without retrieval.
         workers: Each worker's share, if there are several.
+        energy: Joules that the machine took; None if it does not tell.
     """
 
     method: str = "none"
     skipped: int = 0  # finished before this run began
     failed_before: int = 0  # the error lines among `skipped`
+    read: int = 0  # rows of the input
     generate_s: float = 0.0
     time_to_first_token_s: Reservoir = field(default_factory=Reservoir)
     latency_s: Reservoir = field(default_factory=Reservoir)
@@ -337,6 +369,7 @@ class RunSummary(Totals):
     failures: Causes = field(default_factory=Causes)  # causes of `failed`
     totals: OutputTotals | None = None  # for an output that can be resumed
     workers: list[WorkerSummary] = field(default_factory=list)  # for a run on several workers
+    energy: Energy | None = None
 
     def __repr__(self) -> str:
         return f"RunSummary({', '.join(f'{name} {value}' for name, value in self._told())})"
@@ -368,6 +401,11 @@ class RunSummary(Totals):
             spent.warmup_s + self.warmup_s,
             spent.generate_s + self.generate_s,
         )
+
+    @property
+    def in_flight(self) -> int:
+        """Return how many records are read and not finished."""
+        return max(0, self.read - self.skipped - self.records - self.failed)
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -415,6 +453,7 @@ class RunSummary(Totals):
             "speculation": spec,
             **({"structured": self._structured()} if self.shaped else {}),
             **({"retrieval": self.retrieval} if self.retrieval else {}),
+            **({"energy": self.energy.to_json(self.records, self.output_tokens)} if self.energy else {}),
             **({"workers": [worker.to_json() for worker in self.workers]} if self.workers else {}),
             **({"totals": self.totals.to_json()} if self.totals else {}),
             "notes": self.notes,

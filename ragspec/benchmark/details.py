@@ -17,7 +17,19 @@ from rich.text import Text
 from ragspec.benchmark.comparison import describe_quality
 from ragspec.benchmark.passes import Answer
 from ragspec.benchmark.plan import baselines, ratios_to_fewer, ratios_to_peers, ratios_to_plain, ratios_to_rank
-from ragspec.benchmark.results import NAME, RECORD_SPEED, SPEED, Piece, Profile, Quote, Ratio, Results, Roofline, Sample
+from ragspec.benchmark.results import (
+    NAME,
+    RECORD_SPEED,
+    SPEED,
+    Piece,
+    Profile,
+    Quote,
+    Ratio,
+    Results,
+    Roofline,
+    Run,
+    Sample,
+)
 from ragspec.records import Tokenizer
 
 SAMPLES = 6  # answers shown
@@ -101,6 +113,7 @@ def roofline(device: str, dtype: str) -> Roofline | None:
 
 MAX_WIDTH = 1000  # columns of the console for which the table is measured
 COLUMNS = ("method", "tokens/s", "vs plain", "decode tokens/s", "acceptance", "tokens/step", "output", "identical")
+ENERGY = "J/token"  # the last column, where the machine tells
 
 
 def print_results(console: Console, results: Results, folder: Path) -> None:
@@ -129,9 +142,10 @@ def print_results(console: Console, results: Results, folder: Path) -> None:
 
 def _print_figures(console: Console, results: Results) -> None:
     """Print a table or, if it is too wide for the console, each candidate's figures below its name."""
+    columns = (*COLUMNS, ENERGY) if results.has_energy else COLUMNS
     rows = list(_rows(results))
     table = Table(box=None, pad_edge=False)
-    for title in COLUMNS:
+    for title in columns:
         table.add_column(title, justify="left" if title == "method" else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(Text, row))
@@ -139,13 +153,13 @@ def _print_figures(console: Console, results: Results) -> None:
         console.print(table)
         return
     for name, *figures in rows:
-        shown = (f"{title} {figure}" for title, figure in zip(COLUMNS[1:], figures, strict=True) if figure != "-")
+        shown = (f"{title} {figure}" for title, figure in zip(columns[1:], figures, strict=True) if figure != "-")
         console.print(name, markup=False, style="bold")
         console.print(Padding(Text(", ".join(shown)), (0, 0, 0, 2)), soft_wrap=False)
 
 
 def _rows(results: Results) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of each candidate, in the order of COLUMNS."""
+    """Yield the cells of each candidate, in the order of COLUMNS, then of ENERGY."""
     plain = baselines(results.runs)
     to_plain = {ratio.name: ratio for ratio in ratios_to_plain(results, SPEED)}
     for name in results.names:
@@ -159,6 +173,7 @@ def _rows(results: Results) -> Iterator[tuple[str, ...]]:
             f"{run.tokens_per_step or 0:.2f}",
             f"{run.output_tokens:,}",
             "-" if plain[name] is None else f"{run.identical} of {run.records}",
+            *([_joules(run)] if results.has_energy else []),
         )
 
 
@@ -183,6 +198,7 @@ def table_of(results: Results) -> list[dict[str, Any]]:
                 "identical": None if plain[name] is None else run.identical,
                 "records": run.records,
                 "passes": len(results.runs_of(name)),
+                **({"j_per_output_token": run.j_per_output_token} if results.has_energy else {}),
             }
         )
     return rows
@@ -221,6 +237,10 @@ def _scaling_suffix(results: Results, ratio: Ratio) -> str:
     workers = {run.name: run.workers for run in results.runs}
     more, fewer = workers[ratio.name] or 1, workers[ratio.baseline] or 1
     return f", {ratio.median * fewer / more:.0%} of a linear speed-up on {more} workers" if more > fewer else ""
+
+
+def _joules(run: Run) -> str:
+    return "-" if run.j_per_output_token is None else f"{run.j_per_output_token:.2f}"
 
 
 def _speed(speed: float | None) -> str:

@@ -23,7 +23,7 @@ NAME = "results.json"
 # metrics of ratios; records per second where prompts differ, since longer answers are no gain
 SPEED, DECODE_SPEED, RECORD_SPEED = "tokens_per_s", "decode_tokens_per_s", "records_per_s"
 # figures that vary between passes: speeds, and acceptance where draft lengths follow measured costs
-VARYING = (SPEED, DECODE_SPEED, "acceptance_rate", "mean_acceptance_length", "tokens_per_step")
+VARYING = (SPEED, DECODE_SPEED, "acceptance_rate", "mean_acceptance_length", "tokens_per_step", "energy_j")
 T = TypeVar("T")
 
 
@@ -60,6 +60,12 @@ class Pass:
     latency_s: Percentiles | None
     time_to_first_token_s: Percentiles | None
     peak_memory_gib: float
+    energy_j: float | None = None  # of answering; None if the machine does not tell
+
+    @property
+    def j_per_output_token(self) -> float | None:
+        """Joules per output token; None if unknown."""
+        return None if self.energy_j is None or not self.output_tokens else self.energy_j / self.output_tokens
 
     @property
     def records_per_s(self) -> float | None:
@@ -254,9 +260,20 @@ class Results:
         medians: dict[str, Any] = {figure: _median([getattr(run, figure) for run in runs]) for figure in VARYING}
         return replace(runs[0], **medians, identical=min(identical, default=None))
 
+    @property
+    def has_energy(self) -> bool:
+        """Whether the machine told the joules of any pass."""
+        return any(run.energy_j is not None for run in self.runs)
+
     def to_json(self) -> dict[str, Any]:
         """Return the content of results.json, each run's name first."""
-        return asdict(self) | {"runs": [{"name": run.name, **asdict(run)} for run in self.runs]}
+        runs = [{"name": run.name, **asdict(run)} for run in self.runs]
+        absent = {"energy_j"}  # where the machine does not tell
+        return asdict(self) | {
+            "runs": [
+                {key: value for key, value in run.items() if key not in absent or value is not None} for run in runs
+            ]
+        }
 
 
 def _median(values: list[float | None]) -> float | None:

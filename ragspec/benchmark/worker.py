@@ -112,7 +112,8 @@ def _run_pass(session: Session, output: Path, limit: int | None, pool: WorkerPoo
     stats = summary.to_json()
     # read after the pass, since a runner may choose its batch size by the records
     batch_size = (pool.about["runner"] if pool else session.runner.about()).get("batch_size")
-    return parse(Pass, stats | stats["speculation"] | {"batch_size": batch_size})
+    energy_j = stats.get("energy", {}).get("answering_j")
+    return parse(Pass, stats | stats["speculation"] | {"batch_size": batch_size, "energy_j": energy_j})
 
 
 def _stream(session: Session, rows: Source, journal: Journal, limit: int | None, pool: WorkerPool | None) -> RunSummary:

@@ -119,7 +119,11 @@ def main() -> None:
 
 
 def _say(message: str) -> None:
+    from ragspec.cli.run_log import is_json, write_event
     from ragspec.cli.tables import stderr
     from ragspec.config.redaction import Redactor
 
-    stderr().print(f"error: {Redactor()(message)}", markup=False)
+    if is_json():
+        write_event("error", "error", Redactor()(message))
+    else:
+        stderr().print(f"error: {Redactor()(message)}", markup=False)

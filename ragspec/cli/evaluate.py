@@ -33,12 +33,29 @@ def evaluate(
         str | None,
         typer.Option(metavar="CONFIG", help="Config of a model that also judges answers; needs --references."),
     ] = None,
+    gate: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CONDITION",
+            help='A condition on a score, "f1 >= 60", or with a sign on its difference, "f1 >= -0.5"; repeatable. '
+            "Exit code 1: it fails; 4: the interval cannot tell.",
+        ),
+    ] = None,
+    by_record: Annotated[
+        str | None,
+        typer.Option("--by-record", metavar="FILE", help="Also write the scores of each record: .jsonl or .csv."),
+    ] = None,
+    log_to: Annotated[
+        list[str] | None,
+        typer.Option("--log-to", metavar="TRACKER", help="Also log the figures to mlflow or wandb; repeatable."),
+    ] = None,
     format: Format = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
     """Score answers against references, and compare two runs."""
     import sys
+    from contextlib import suppress
 
     import orjson
 
@@ -47,11 +64,17 @@ def evaluate(
     from ragspec.errors import ConfigError
     from ragspec.json_text import dumps
     from ragspec.quality.evaluate import evaluate as score
+    from ragspec.quality.gates import exit_code, parse_gate
     from ragspec.quality.graded import REFUSAL
-    from ragspec.report.table import check_format
+    from ragspec.quality.trackers import check_trackers, track
+    from ragspec.report.table import check_format, check_table, write_table
 
     set_debug(debug)
     check_format(format)
+    gates = [parse_gate(each) for each in gate or ()]
+    check_trackers(log_to or ())
+    if by_record is not None:
+        check_table(by_record, "--by-record")
     config = None
     if judge is not None:
         from ragspec.config.load import load_config
@@ -62,15 +85,24 @@ def evaluate(
     if columns and references is None:
         raise ConfigError("--columns names the columns of --references; give that file too")
     given = None if references is None else input_of(references, columns)
-    found = score(answers, references=given, against=against, refusal=refusal or REFUSAL, judge=config)
+    found = score(answers, references=given, against=against, refusal=refusal or REFUSAL, judge=config, gates=gates)
     console = stderr()
     print_notes(console, found.notes)
-    if format not in (None, "json"):
-        print_table(found.rows(), str(format))
-        return
-    _print(console, found)
-    with quiet_pipe():
-        sys.stdout.write(dumps(found.to_json(), option=orjson.OPT_INDENT_2).decode() + "\n")
+    if by_record is not None:
+        write_table(by_record, found.record_rows())
+    with suppress(typer.Exit):  # a reader of stdout that has gone; the gates count all the same
+        if format not in (None, "json"):
+            print_table(found.rows(), str(format))
+        else:
+            _print(console, found)
+            with quiet_pipe():
+                sys.stdout.write(dumps(found.to_json(), option=orjson.OPT_INDENT_2).decode() + "\n")
+                sys.stdout.flush()
+    for verdict in found.verdicts:
+        console.print(verdict.formatted(), markup=False)
+    track(found, log_to or ())
+    if code := exit_code(found.verdicts):
+        raise typer.Exit(code)
 
 
 def _print(console: Console, found: Evaluation) -> None:

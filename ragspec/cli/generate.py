@@ -10,18 +10,25 @@ import typer
 from ragspec.cli.flags import with_settings
 from ragspec.cli.options import (
     INTERRUPTED,
+    TERMINATED,
     ConfigIfAny,
     Debug,
     InputOrStdin,
     Limit,
+    LogEvery,
+    LogFormat,
     MaxFailures,
     MaxNewTokens,
+    Metrics,
     Plugin,
+    Quiet,
     RayAddress,
     Resume,
     RetryFailed,
     Set,
     Stats,
+    Tracing,
+    Verbose,
     Workers,
     failures_allowed,
     overrides,
@@ -31,6 +38,7 @@ from ragspec.cli.options import (
     settings_of,
     with_config,
 )
+from ragspec.cli.run_log import RunLog, Terminated, terminable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,19 +85,31 @@ def generate(
         typer.Option("--show", min=0, metavar="N", help="Print the first N answers at the end, with their passages."),
     ] = 0,
     plugin: Plugin = None,
+    metrics: Metrics = None,
+    tracing: Tracing = False,
+    log_format: LogFormat = None,
+    log_every: LogEvery = 30,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
     """Answer every record of the input; rerun to continue after an interruption."""
+    from ragspec.cli.tables import stderr
+
     set_debug(debug)
     settings = [*overrides(None, max_new_tokens), *settings, *scaled(workers, ray_address)]
     if show:
         settings.append("output.include=[query, contexts]")
     run_config, notes, values = settings_of(config, settings, override, input=input, output=output, order=order)
     allowed = failures_allowed(max_failures)
+    log = RunLog(stderr(), quiet=quiet, verbose=verbose, every_s=log_every)
     if save_config is not None:
         save(run_config, values, save_config, plugin)
-    run(run_config, notes, allowed, limit=limit, resume=resume, retry_failed=retry_failed, stats_path=stats, show=show)
+        if save_config != "-":
+            log.say(f"config in {save_config}")
+    given: dict[str, Any] = {"limit": limit, "resume": resume, "retry_failed": retry_failed, "stats_path": stats}
+    run(run_config, notes, allowed, log, show=show, metrics=metrics, tracing=tracing, **given)
 
 
 def show_answers(console: Console, output: str, count: int) -> None:
@@ -108,10 +128,9 @@ def show_answers(console: Console, output: str, count: int) -> None:
 
 
 def save(config: RunConfig, values: dict[str, Any], path: str, plugin: list[str] | None) -> None:
-    """Write the config of a command line, and say so; to stdout for -. Raises ConfigError."""
+    """Write the config of a command line; to stdout for -. Raises ConfigError."""
     from pathlib import Path
 
-    from ragspec.cli.tables import stderr
     from ragspec.config.written import save_config
     from ragspec.errors import ConfigError
 
@@ -120,49 +139,28 @@ def save(config: RunConfig, values: dict[str, Any], path: str, plugin: list[str]
         raise ConfigError("--save-config -: answers go to stdout, too; give --output FILE")
     why = [f"Written by ragspec generate --save-config. Run it: ragspec generate {with_config(path, plugin)}"]
     save_config(config, values, Path(path), why, force=False)
-    if not printed:
-        stderr().print(f"config in {path}", markup=False)
 
 
 def run(
-    config: RunConfig,
-    notes: list[str],
-    allowed: Callable[[int], float],
-    *,
-    limit: int | None,
-    resume: bool,
-    retry_failed: bool,
-    stats_path: str | None,
-    show: int = 0,
+    config: RunConfig, notes: list[str], allowed: Callable[[int], float], log: RunLog, *, show: int = 0, **given: Any
 ) -> None:
-    """Answer a config's input, with a progress bar and the totals on stderr.
+    """Answer a config's input, saying how it goes and the totals on stderr.
 
     allowed: returns how many of so many records may fail; exits with 1 if more did. show: so many answers, before the
-    totals.
+    totals. given: as for ragspec.run.generate.
     """
-    from ragspec.cli.tables import print_summary, progress, stderr
     from ragspec.outputs.journal import whereabouts
     from ragspec.outputs.target import target_of
     from ragspec.run.generate import generate as answer
 
-    console = stderr()
     try:
-        with quiet_pipe(), progress(console, config) as report:
-            summary = answer(
-                config,
-                limit=limit,
-                resume=resume,
-                retry_failed=retry_failed,
-                stats_path=stats_path,
-                notes=notes,
-                report=report,
-                say=lambda said: console.print(said, markup=False),
-            )
-    except KeyboardInterrupt:
-        console.print(f"interrupted: {whereabouts(target_of(config.output))}", markup=False)
-        raise typer.Exit(INTERRUPTED) from None
+        with quiet_pipe(), terminable(), log.watching(config) as report:
+            summary = answer(config, notes=notes, report=report, observers=log.observers, say=log.say, **given)
+    except KeyboardInterrupt as stop:
+        log.stopped(stop, whereabouts(target_of(config.output)))
+        raise typer.Exit(TERMINATED if isinstance(stop, Terminated) else INTERRUPTED) from None
     if show:
-        show_answers(console, str(config.output), show)
-    print_summary(console, summary, str(config.output))
+        show_answers(log.console, str(config.output), show)
+    log.finished(summary, str(config.output))
     if summary.failed + summary.failed_before > allowed(summary.records + summary.failed + summary.skipped):
         raise typer.Exit(1)

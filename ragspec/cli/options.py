@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from ragspec.config.run import RunConfig
     from ragspec.config.sections import RetrievalConfig
 
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
+WATCHING = "Watching"
 
 RECORDS = "Records to answer: JSONL, JSON, CSV, TSV, Parquet or Arrow, a folder of them, or .txt, a question a line"
 CONFIG = typer.Option("--config", "-c", metavar="FILE", help="YAML config for ragspec or AutoGluon-RAG.")
@@ -88,12 +89,62 @@ OptionalConfig = Annotated[
 ]
 
 
+Metrics = Annotated[
+    str | None,
+    typer.Option(
+        "--metrics",
+        metavar="[HOST:]PORT",
+        help="Serve figures for Prometheus here while the run lasts.",
+        rich_help_panel=WATCHING,
+    ),
+]
+Tracing = Annotated[
+    bool,
+    typer.Option("--tracing", help="Send OpenTelemetry spans of the run and its records.", rich_help_panel=WATCHING),
+]
+
+
+def _with_log_format(given: str | None) -> str | None:
+    from ragspec.cli.run_log import set_log_format
+
+    set_log_format(given)
+    return given
+
+
+LogFormat = Annotated[
+    str | None,
+    typer.Option(
+        "--log-format",
+        metavar="FORMAT",
+        callback=_with_log_format,
+        is_eager=True,
+        help="What stderr holds: text, or json, an object a line.",
+        rich_help_panel=WATCHING,
+    ),
+]
+LogEvery = Annotated[
+    float,
+    typer.Option(
+        "--log-every",
+        min=0,
+        metavar="SECONDS",
+        help="Seconds between lines on progress; 0 for none.",
+        rich_help_panel=WATCHING,
+    ),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say only what went wrong.", rich_help_panel=WATCHING)]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also name every record.", rich_help_panel=WATCHING)]
+
+
 def set_debug(debug: bool) -> None:
     """Show tracebacks from now on, if `debug`: of errors that end the run, and of those that cost only a record."""
     if debug:
         os.environ["RAGSPEC_DEBUG"] = "1"
     if os.environ.get("RAGSPEC_DEBUG"):
-        logging.basicConfig(stream=sys.stderr, format="%(name)s: %(message)s")
+        from ragspec.cli.run_log import JsonHandler, is_json
+
+        as_lines: dict[str, Any] = {"handlers": [JsonHandler()]} if is_json() else {"stream": sys.stderr}
+        logging.basicConfig(format="%(name)s: %(message)s", **as_lines)
         logging.getLogger("ragspec").setLevel(logging.DEBUG)
 
 

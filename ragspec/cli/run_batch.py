@@ -11,15 +11,22 @@ from ragspec.cli.generate import run
 from ragspec.cli.options import (
     Debug,
     Limit,
+    LogEvery,
+    LogFormat,
     MaxFailures,
+    Metrics,
     Plugin,
+    Quiet,
     Resume,
     RetryFailed,
     Set,
     Stats,
+    Tracing,
+    Verbose,
     failures_allowed,
     set_debug,
 )
+from ragspec.cli.run_log import RunLog
 
 # what a body means that does not say: OpenAI's temperature, and room for a long answer
 SAMPLING = {"temperature": 1.0, "default_new_tokens": 1024}
@@ -51,10 +58,17 @@ def run_batch(
     max_failures: MaxFailures = None,
     stats: Stats = None,
     plugin: Plugin = None,
+    metrics: Metrics = None,
+    tracing: Tracing = False,
+    log_format: LogFormat = None,
+    log_every: LogEvery = 30,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
     """Answer an OpenAI batch file; rerun to continue after an interruption."""
+    from ragspec.cli.tables import stderr
     from ragspec.config.load import config_of, read_config
     from ragspec.config.translate.autogluon import is_autogluon
 
@@ -72,7 +86,9 @@ def run_batch(
         settings = [*method_for([*_overrides_of(raw), *settings], config=False), *settings]
     run_config, notes = config_of(raw, config or "run-batch", settings, input=input, output=output)
     allowed = failures_allowed(max_failures)
-    run(run_config, said + notes, allowed, limit=limit, resume=resume, retry_failed=retry_failed, stats_path=stats)
+    log = RunLog(stderr(), quiet=quiet, verbose=verbose, every_s=log_every)
+    watch: dict[str, Any] = {"metrics": metrics, "tracing": tracing, "stats_path": stats}
+    run(run_config, said + notes, allowed, log, limit=limit, resume=resume, retry_failed=retry_failed, **watch)
 
 
 def _overrides_of(raw: dict[str, Any]) -> list[str]:

@@ -48,6 +48,7 @@ def stderr() -> Console:
 
 
 WORKERS_SHOWN = 8
+PER = {"j_per_record": "an answer", "j_per_output_token": "a token"}
 
 
 def print_notes(console: Console, notes: Iterable[str]) -> None:
@@ -75,7 +76,9 @@ def print_summary(console: Console, summary: RunSummary, output: str) -> None:
             ("acceptance", f"{spec.acceptance_rate:.1%} ({spec.accepted:,} of {spec.drafted:,} drafted tokens)"),
             ("tokens per step", f"{summary.tokens_per_step:.2f} ({spec.mean_acceptance_length:.2f} where it drafted)"),
         ]
-    if reasons := _reasons(summary):
+    if summary.energy is not None and summary.records:
+        rows.append(("energy", _energy(summary)))
+    if reasons := failure_reasons(summary):
         rows.append(("failed", reasons))
     if summary.shaped:
         cut = f", {summary.truncated:,} cut off at max_new_tokens" if summary.truncated else ""
@@ -122,7 +125,7 @@ def _records(summary: RunSummary) -> str:
     return ", ".join(parts)
 
 
-def _reasons(summary: RunSummary) -> str:
+def failure_reasons(summary: RunSummary) -> str:
     """Return why records failed, a line per cause; of an earlier run's failures, where this one had none."""
     failures = summary.failures
     if not summary.failed and summary.failed_before and summary.totals is not None:
@@ -156,6 +159,14 @@ def _speed(summary: RunSummary) -> str:
     if summary.decode_tokens_per_s is not None:
         text += f" ({summary.decode_tokens_per_s:.1f} in decoding alone)"
     return text
+
+
+def _energy(summary: RunSummary) -> str:
+    assert summary.energy is not None
+    found = summary.energy.to_json(summary.records, summary.output_tokens)
+    per = [f"{found[key]:,.2f} J {what}" for key, what in PER.items() if key in found]
+    whole = f"{found['run_j']:,.0f} J ({', '.join(found['domains_j'])})"
+    return f"{whole}; answering: {', '.join(per)}" if per else whole
 
 
 def _retrieval(found: dict[str, Any]) -> str:

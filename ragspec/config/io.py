@@ -112,7 +112,8 @@ class OutputConfig(Section):
 
     path: Place = "-"
     """A local JSONL or CSV file is appended to, line by line; `-` is stdout. A path that ends in `.gz`, `.zst`,
-    `.parquet` or `/`, and any URL (`s3://`, `gs://`), cannot be appended to and is a folder of parts. A name with
+    `.parquet` or `/`, and any URL (`s3://`, `gs://`), cannot be appended to and is a folder of parts; one that ends in
+    `.lance` is a Lance table, which gets a run's answers in one commit. A name with
     another ending (`.xlsx`, `.bz2`, `.jsno`) is refused."""
     format: Literal["auto", "jsonl", "csv", "parquet", "openai"] = "auto"
     """`auto` goes by the name: CSV, Parquet or JSONL. `openai`: OpenAI Batch API lines, in JSONL. JSONL in a file with

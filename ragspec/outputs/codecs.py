@@ -54,7 +54,7 @@ class Parquet:
 
     def encode(self, lines: Sequence[bytes]) -> bytes:
         """Return a part's content."""
-        rows = [_row(loads(line)) for line in lines]
+        rows = [row_of(loads(line)) for line in lines]
         try:
             return self._written(self._arrow.Table.from_pylist(rows, schema=self.schema))
         except self._arrow.ArrowException as error:
@@ -62,7 +62,7 @@ class Parquet:
 
     def finished(self, data: bytes) -> list[Finished]:
         """Return what a part's rows finish."""
-        return [_finished(row) for row in self._read(data, FINISHED).to_pylist()]
+        return [finished_of(row) for row in self._read(data, FINISHED).to_pylist()]
 
     def without(self, data: bytes, drop: Drop) -> bytes:
         """Return a part's content without the rows to drop."""
@@ -81,7 +81,8 @@ class Parquet:
         return file.getvalue()
 
 
-def _finished(row: dict[str, Any]) -> Finished:
+def finished_of(row: dict[str, Any]) -> Finished:
+    """Return what a row with the columns FINISHED finishes."""
     if row["error"] is not None:
         return Finished(row["fingerprint"], row["id"], True, message=row["error"]["message"] or "")
     return Finished(row["fingerprint"], row["id"], False, row["prompt_tokens"] or 0, row["output_tokens"] or 0)
@@ -96,7 +97,8 @@ def line_of(row: dict[str, Any]) -> dict[str, Any]:
     return line
 
 
-def _row(line: dict[str, Any]) -> dict[str, Any]:
+def row_of(line: dict[str, Any]) -> dict[str, Any]:
+    """Return an output line as a row of a table."""
     if scores := line.get("context_scores"):
         line["context_scores"] = [None if score is None else float(score) for score in scores]
     return line | {key: dumps(line[key]).decode() for key in AS_JSON if line.get(key) is not None}
@@ -154,8 +156,8 @@ OTHERS = (
 )
 ENDING = re.compile(r"\.[a-z]{3,}")
 UNSAID = (".txt", ".out", ".log", ".tmp", ".dat")  # endings of files that may hold anything, lines of JSON too
-CSV = ".csv"
-POSSIBLE = "NAME.jsonl, NAME.jsonl.gz, NAME.jsonl.zst, NAME.csv, NAME.parquet or a folder (NAME/)"
+CSV, LANCE = ".csv", ".lance"
+POSSIBLE = "NAME.jsonl, NAME.jsonl.gz, NAME.jsonl.zst, NAME.csv, NAME.parquet, NAME.lance or a folder (NAME/)"
 
 
 class Codec(Protocol):
@@ -257,4 +259,6 @@ def check_ending(path: str, format: str = "auto") -> None:
 def _unknown(name: str) -> str:
     """Return the ending of a file's name if it is a word but no format, such as ".jsnol"; else ""."""
     ending = PurePath(name).suffix
-    return "" if not ENDING.fullmatch(ending) or ending in (*LINES, *PACKINGS, *UNSAID, CSV, ".parquet") else ending
+    return (
+        "" if not ENDING.fullmatch(ending) or ending in (*LINES, *PACKINGS, *UNSAID, CSV, LANCE, ".parquet") else ending
+    )

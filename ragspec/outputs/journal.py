@@ -29,7 +29,8 @@ from ragspec.stats import Causes, OutputTotals, RunSummary, Spent
 
 
 class Interruptions:
-    """Defers Ctrl-C to the end of a `held_back` block, so that a line and its counts cannot disagree.
+    """Defers Ctrl-C, and SIGTERM if it is handled, to the end of a `held_back` block, so that a line and its counts
+    cannot disagree.
 
         >>> with Interruptions() as interruptions:
         ...     with interruptions.held_back():
@@ -39,22 +40,24 @@ class Interruptions:
     """
 
     def __init__(self) -> None:
-        self._before: Callable[[int, FrameType | None], Any] | None = None
+        self._before: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._holding = False
-        self._held = False
+        self._held = 0  # the signal
 
     def __enter__(self) -> Self:
-        before = signal.getsignal(signal.SIGINT)
-        # keep a handler that ignores the signal or belongs to a C library
-        if threading.current_thread() is threading.main_thread() and callable(before):
-            self._before = before
-            signal.signal(signal.SIGINT, self._handle)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before = signal.getsignal(number)
+            # keep a handler that ignores the signal or belongs to a C library
+            if threading.current_thread() is threading.main_thread() and callable(before):
+                self._before[number] = before
+                signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._before is not None and signal.getsignal(signal.SIGINT) == self._handle:
-            signal.signal(signal.SIGINT, self._before)
-        self._before = None
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, before)
+        self._before = {}
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
@@ -64,15 +67,15 @@ class Interruptions:
             yield
         finally:
             self._holding = False
-            if self._held:
-                self._held = False
-                signal.raise_signal(signal.SIGINT)
+            if held := self._held:
+                self._held = 0
+                signal.raise_signal(held)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._holding:
-            self._held = True
-        elif self._before is not None:
-            self._before(number, frame)
+            self._held = number
+        elif number in self._before:
+            self._before[number](number, frame)
 
 
 # -- journal ---------------------------------------------------------------------------------------

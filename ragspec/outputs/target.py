@@ -19,9 +19,9 @@ from ragspec.config.redaction import revealed
 from ragspec.errors import ConfigError
 from ragspec.host.cache import cache_dir
 from ragspec.inputs.storage import is_url, local_path
-from ragspec.outputs import parts
+from ragspec.outputs import parts, table
 from ragspec.outputs.base import Document, Store
-from ragspec.outputs.codecs import CSV, Codec, check_ending, codec_of
+from ragspec.outputs.codecs import CSV, LANCE, Codec, check_ending, codec_of
 from ragspec.outputs.csv_file import CsvFile
 from ragspec.outputs.folder import Folder, FolderDocument, LocalDocument, LocalFolder, RemoteFolder
 from ragspec.outputs.line_file import Appended, write_all
@@ -102,6 +102,11 @@ def target_of(config: OutputConfig) -> Target | None:
         return None
     if not is_remote and there.exists() and not there.is_file() and not there.is_dir():
         return None
+    if path.rstrip("/").lower().endswith(LANCE):
+        if is_remote or config.format != "auto":
+            why = "is written on this machine only" if is_remote else f"has no output.format: {config.format}"
+            raise ConfigError(f"{config.path}: a Lance table {why}; choose another --output")
+        return TableTarget(path.rstrip("/"))
     if config.format in ("jsonl", "openai") and path.rstrip("/").lower().endswith(".parquet"):
         raise ConfigError(f"output.format: {config.format}, but {config.path} ends in .parquet")
     whole = path.lower().endswith((*PACKED, "/")) or config.format == "parquet"
@@ -165,6 +170,46 @@ class CsvTarget(FileTarget):
     def open(self) -> CsvFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         return CsvFile(self.path, self._include)
+
+
+class TableTarget:
+    """A local Lance table, with its other files beside it."""
+
+    is_folder = False
+
+    def __init__(self, path: str) -> None:
+        self.name = self.address = path
+        self.path = Path(path)
+        self.pending = sibling(path, PENDING)
+        self.state: RunState = FileState(path)
+        self.statistics: Document = LocalDocument(sibling(path, STATISTICS))
+        self._spool = self.path.with_name(self.path.name + table.SPOOL)
+
+    def open(self) -> table.LanceTable:
+        if self.path.exists() and not self.state.is_ours():
+            raise ConfigError(
+                f"{self.name}: is there already, and no {sibling(self.name, STATE).name} of ragspec's; "
+                "choose another --output"
+            )
+        self.path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        return table.LanceTable(self.path)
+
+    def begun(self) -> bool:
+        return self.path.exists() or self._spool.exists()
+
+    def whereabouts(self) -> list[str]:
+        names = {self._spool: "on their way to the table", self.pending: "answers waiting for earlier ones"}
+        kept = [f"{path} ({what})" for path, what in names.items() if path.exists() and path.stat().st_size]
+        return [self.name, *kept] if (self.path / "_versions").is_dir() else kept
+
+    def files(self) -> dict[str, Path]:
+        return {
+            "output": self.path,
+            "the run's state": sibling(self.name, STATE),
+            "the file of unfinished answers": self._spool,
+            "the file of waiting answers": self.pending,
+            "the statistics": sibling(self.name, STATISTICS),
+        }
 
 
 def _endpoint(options: Mapping[str, Any]) -> list[Any]:

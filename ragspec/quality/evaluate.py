@@ -10,7 +10,7 @@ decodes greedily. Its agreement with F1 is reported, since small models say yes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError
 from ragspec.inputs.storage import advising
 from ragspec.outputs.target import target_of
+from ragspec.quality.gates import Gate, Verdict, check_computed, check_gates, decide
 from ragspec.quality.graded import NAMED, REFUSAL, Answers, Graded, read_graded, read_questions
 from ragspec.quality.metrics import Estimate, estimate, exact_match, f1, has_rouge, precision, recall, rouge_l
 from ragspec.run.local import Pipeline
@@ -107,7 +108,7 @@ class Evaluation:
     """The result of `ragspec evaluate`.
 
     differences: from the other run, if given. speed: relative to the other run's, if both have statistics. agreement:
-    of judge and F1 in per cent; None without a judge.
+    of judge and F1 in per cent; None without a judge. by_record, others_by_record: the scores of each record.
     """
 
     answers: str
@@ -120,6 +121,23 @@ class Evaluation:
     speed: float | None = None
     agreement: Estimate | None = None
     notes: list[str] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    by_record: Scores = field(default_factory=dict)
+    others_by_record: Scores = field(default_factory=dict)
+
+    def record_rows(self) -> list[dict[str, Any]]:
+        """Return one row per record: its scores, and those of the other run with the differences from them."""
+        ids = dict.fromkeys(name for scores in self.by_record.values() for name in scores)
+        found = []
+        for record in ids:
+            row: dict[str, Any] = {"id": record}
+            for name, scores in self.by_record.items():
+                row[name] = own = scores.get(record)
+                if self.other is not None:
+                    row[f"{name}_against"] = other = self.others_by_record.get(name, {}).get(record)
+                    row[f"{name}_difference"] = None if own is None or other is None else own - other
+            found.append(row)
+        return found
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one row per score for `--format`."""
@@ -148,6 +166,8 @@ class Evaluation:
             differences = {name: one.to_json() for name, one in self.differences.items()}
             found["against"] = {"answers": self.other, "pairs": self.pairs, "differences": differences}
             found["against"]["speed"] = None if self.speed is None else round(self.speed, 4)
+        if self.verdicts:
+            found["gates"] = [verdict.to_json() for verdict in self.verdicts]
         return found | {"notes": self.notes}
 
 
@@ -158,6 +178,7 @@ def evaluate(
     against: str | None = None,
     refusal: str = REFUSAL,
     judge: RunConfig | None = None,
+    gates: Sequence[Gate] = (),
 ) -> Evaluation:
     """Return the scores of a run's answers.
 
@@ -167,19 +188,23 @@ def evaluate(
         against: The output of another run over the same records.
         refusal: Regular expression of answers that refuse.
         judge: Config of a model that judges answers too; needs `references`.
+        gates: Conditions to decide on.
 
     Raises:
-        ConfigError: For inputs that cannot be read or do not belong together.
+        ConfigError: For inputs that cannot be read or do not belong together, and gates on what is not computed.
         ModelError: If the judge's model fails.
     """
     if judge is not None and references is None:
         raise ConfigError("--judge needs the questions: give the records with --references")
+    check_gates(gates, (*SCORES, JUDGED), _not_computed(judge is not None), compared=against is not None)
     with advising(f"ANSWERS {OUTPUT_HINT}", [answers]):
         own = read_graded(answers, references, refusal)
     with advising(f"--against {OUTPUT_HINT}", [against] if against else []):
         other = None if against is None else read_graded(against, references, refusal)
     citing = cites(own) if other is None else cites(own, other)
     scores = scores_of(own, citing=citing)
+    others = {} if other is None else scores_of(other, citing=citing)
+    check_computed(gates, scores, None if other is None else others, [JUDGED])
     questions = read_questions(references) if judge is not None and references is not None else {}
     if judge is not None:
         scores |= _judged(judge, own, questions)
@@ -194,13 +219,20 @@ def evaluate(
             raise ConfigError(f"--against {against}: none of its records are in {answers}")
         if left := len(own.graded.keys() ^ other.graded.keys()):
             found.notes.append(f"{left} records are in only one of the runs, and are not compared")
-        others = scores_of(other, citing=citing)
         if judge is not None:
             others |= _judged(judge, other, questions)
         found.differences = differences(scores, others)
         speeds = [_speed(path) for path in (answers, against)]
         found.speed = speeds[0] / speeds[1] if speeds[0] and speeds[1] else None
+    found.by_record, found.others_by_record = scores, others
+    found.verdicts = decide(gates, found.scores, found.differences)
     return found
+
+
+def _not_computed(judged: bool) -> dict[str, str]:
+    """Return the scores that are not computed here, with what they need."""
+    missing = {} if has_rouge() else {"rougeL": 'it needs rouge-score: pip install "ragspec[quality]"'}
+    return missing if judged else missing | {JUDGED: "it needs a judge: give its config with --judge"}
 
 
 def _judged(judge: RunConfig, answers: Answers, questions: dict[str, str]) -> Scores:

@@ -17,7 +17,8 @@ from ragspec.inputs.sources import open_source
 from ragspec.inputs.storage import advising
 from ragspec.inputs.values import id_text
 from ragspec.outputs import csv_file
-from ragspec.outputs.codecs import line_of
+from ragspec.outputs.codecs import LANCE, line_of
+from ragspec.outputs.table import rows_of
 from ragspec.quality.metrics import cited, numbered
 
 GOLD = ("gold_ids", "gold_doc_ids")
@@ -166,6 +167,9 @@ def answer_lines(path: str) -> Iterator[dict[str, Any]]:
     """Yield the lines of an output, whatever its format. Raises ConfigError."""
     if csv_file.written_here(Path(path)):
         yield from csv_file.lines_of(Path(path))
+        return
+    if path.rstrip("/").lower().endswith(LANCE) and Path(path).is_dir():
+        yield from map(line_of, rows_of(Path(path)))
         return
     is_table = path.lower().endswith(".parquet")
     with open_source(InputConfig(path=[path])) as source:

@@ -173,6 +173,7 @@ COLUMNS = (  # of the table, after the candidate's name; on a phone, each value 
     *("tokens/s", "vs plain", "identical", "accepted", "tokens/step", "decode tokens/s", "output tokens"),
     *("prompt tokens computed", "first token p50", "latency p50", "p95", "memory", "passes"),
 )
+ENERGY = "J/token"  # the last column, where the machine tells
 
 
 def style() -> Markup:
@@ -204,6 +205,6 @@ def render(results: Results, *, quote: bool = True) -> str:
         times=Ratio.formatted,
         scores=list(dict.fromkeys(name for quality in results.quality.values() for name in quality.scores)),
         answers=shown_answers(results) if quote else [],
-        columns=COLUMNS,
+        columns=(*COLUMNS, ENERGY) if results.has_energy else COLUMNS,
         style=style(),
     )

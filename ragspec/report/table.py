@@ -13,9 +13,11 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ragspec.errors import ConfigError, did_you_mean
+from ragspec.host.files import write_whole
 
 FORMATS = ("md", "csv", "latex", "json")
 LATEX = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "$": r"\$", "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}"}
@@ -23,6 +25,7 @@ LATEX |= {"^": r"\textasciicircum{}", "\\": r"\textbackslash{}", "<": r"\textles
 LATEX |= {"|": r"\textbar{}", "[": "{[}", "]": "{]}"}  # \\[ would be a length
 MARKDOWN = {"|": r"\|", "<": "&lt;"}
 DIGITS = 1000  # numbers above have no decimals
+TABLES = (".jsonl", ".csv")  # files of rows
 Row = Mapping[str, Any]
 
 
@@ -57,6 +60,21 @@ def _known(value: Any) -> Any:
 
 def _holds_text(rows: Sequence[Row], title: str) -> bool:
     return any(isinstance(row[title], str) for row in rows)
+
+
+def check_table(path: str, flag: str) -> None:
+    """Raise ConfigError for a file of rows that cannot be written."""
+    if Path(path).suffix.lower() not in TABLES:
+        raise ConfigError(f"{flag}: {path} must end in {' or '.join(TABLES)}")
+    if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
+        raise ConfigError(f"{flag}: {path} cannot be written; choose another file")
+
+
+def write_table(path: str, rows: Sequence[Row]) -> None:
+    """Write rows to a .csv or .jsonl file, whole or not at all."""
+    is_csv = Path(path).suffix.lower() == ".csv"
+    text = written(rows, "csv") if is_csv else "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_whole(Path(path), text.encode())
 
 
 def _shown(value: Any) -> str:

@@ -53,7 +53,7 @@ class RecordResult:
     """The output line of a record, without its line end, and what it took.
 
     costs: one for each answer in the line. passages: of a question, how many its prompt kept and dropped; None for
-    other records. unread: the name of a metadata field that looks like passages.
+    other records. unread: the name of a metadata field that looks like passages. id: the record's.
     """
 
     index: int
@@ -62,6 +62,7 @@ class RecordResult:
     costs: list[Cost]
     passages: tuple[int, int] | None = None
     unread: str = ""
+    id: str = ""
 
 
 class ResultSink(Protocol):
@@ -151,7 +152,9 @@ class Answering:
             self._fail(flight, "RecordError", f"its metadata cannot be written ({error})")
             return
         costs = [self._cost(flight, answer) for answer in distinct_answers(answers)]
-        self._sink.put(RecordResult(flight.index, encoded, flight.prompt_tokens, costs, *_passages(flight)))
+        passages, unread = _passages(flight)
+        found = RecordResult(flight.index, encoded, flight.prompt_tokens, costs, passages, unread, flight.record.id)
+        self._sink.put(found)
 
     def _cost(self, flight: RecordInFlight, answer: Generation) -> Cost:
         valid = None

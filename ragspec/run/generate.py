@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ragspec.config.io import InputConfig
 from ragspec.config.redaction import revealed
@@ -16,19 +16,21 @@ from ragspec.inputs.base import Source, within
 from ragspec.inputs.columns import Columns
 from ragspec.inputs.sources import files_of, open_source, size_of
 from ragspec.inputs.storage import advising, is_url
-from ragspec.outputs.base import Document
-from ragspec.outputs.folder import LocalDocument
 from ragspec.outputs.journal import Journal
-from ragspec.outputs.run_state import check_writable
 from ragspec.outputs.target import Target, check_name, target_of
 from ragspec.run.inspect import with_columns
 from ragspec.run.local import LocalPass
 from ragspec.run.ordering import Say, ignore_note
 from ragspec.run.record_reader import keys_of
-from ragspec.run.result_writer import Report
+from ragspec.run.result_writer import Observer, Report
 from ragspec.run.runner_choice import choose_runner, downloads, remember
 from ragspec.run.session import Session, prepare
+from ragspec.run.statistics import StatisticsFile
 from ragspec.stats import RunSummary
+
+if TYPE_CHECKING:
+    from ragspec.run.metrics import MetricsServer
+    from ragspec.run.tracing import RunTrace
 
 
 class Executor(Protocol):
@@ -52,8 +54,11 @@ def generate(
     stats_path: str | None = None,
     notes: list[str] | None = None,
     report: Report | None = None,
+    observers: Sequence[Observer] = (),
     say: Say = ignore_note,
     progress: bool = False,
+    metrics: int | str | None = None,
+    tracing: bool = False,
 ) -> RunSummary:
     """Answer every record of `config.input` into `config.output`, as `ragspec generate` does.
 
@@ -66,8 +71,11 @@ def generate(
         notes: Notes to put before those of the run.
         report: Called after each record with the totals so far, and the number of lines of the input (None if it is not
             known).
+        observers: Objects whose `answered` and `failed` are called with each record, once its line is written.
         progress: Show a bar, in a notebook too.
         say: Called with a line of text about what `prompt.order` saves, before anything is answered.
+        metrics: Serve figures for Prometheus here while the run lasts: a port of this machine, or HOST:PORT.
+        tracing: Make OpenTelemetry spans of the run and its records.
 
     Returns:
         The totals of this run.
@@ -81,8 +89,9 @@ def generate(
     with config.redactor().over_errors(), ExitStack() as stack:
         config, read_as = with_columns(config)
         assert config.input is not None
+        reports = [report] if report else []
         if progress:
-            report = stack.enter_context(_bar())
+            reports.append(stack.enter_context(_bar()))
         check_name(config.output)
         target = target_of(config.output)
         with advising("--input takes a file of records, or - for stdin", revealed(config.input.path)):
@@ -90,11 +99,15 @@ def generate(
             source = stack.enter_context(open_source(config.input))
         if names := getattr(source, "names", []):  # of a table, and so of every row
             Columns(config.input.columns.given).check_prompts(names, str(config.input), config.prompt.source)
+        watchers: list[MetricsServer | RunTrace] = []
+        for each in _watchers(config, metrics, tracing, say):
+            stack.enter_context(each)
+            watchers.append(each)
         count = source.count()
         began = target.state.began_by() if target and resume and target.begun() else None
         session = prepare(config, choose_runner(config, count, began, limit=limit))
-        if stats_path:
-            check_writable(Path(stats_path), "--stats")
+        statistics = stack.enter_context(StatisticsFile(stats_path, target))
+        reports += [statistics.report, *(each.report for each in watchers)]
         journal = stack.enter_context(
             Journal(
                 config.output,
@@ -106,8 +119,17 @@ def generate(
                 among=_keys(config, limit) if retry_failed and limit is not None else None,
             )
         )
-        executor = _executor(session, source, journal, limit=limit, total=within(limit, count), report=report, say=say)
-        summary = executor.summary
+        executor = _executor(
+            session,
+            source,
+            journal,
+            limit=limit,
+            total=within(limit, count),
+            report=_all_of(reports),
+            observers=[*watchers, *observers],
+            say=say,
+        )
+        summary = statistics.summary = executor.summary
         summary.notes += [*(notes or []), *read_as, *journal.notes()]
         downloaded = downloads(session.config)
         try:
@@ -117,8 +139,30 @@ def generate(
             summary.about = executor.about() | session.choice.about(summary.load_s + summary.generate_s)
             remember(session.config, summary, downloaded=downloaded)
             summary.totals = journal.totals(summary)
-            _write_stats(summary, Path(stats_path) if stats_path else None, journal)
     return summary
+
+
+def _watchers(
+    config: RunConfig, metrics: int | str | None, tracing: bool, say: Say
+) -> Iterator[MetricsServer | RunTrace]:
+    """Yield what shows the run to other programs. Raises ConfigError."""
+    if metrics is not None:
+        from ragspec.run.metrics import MetricsServer
+
+        yield (server := MetricsServer(metrics, config))
+        say(f"metrics at {server.url}")
+    if tracing:
+        from ragspec.run.tracing import RunTrace
+
+        yield RunTrace(config)
+
+
+def _all_of(reports: Sequence[Report]) -> Report:
+    def report(summary: RunSummary, total: int | None) -> None:
+        for each in reports:
+            each(summary, total)
+
+    return report
 
 
 @contextmanager
@@ -202,17 +246,3 @@ def _place(path: str) -> str:
 
 def _is_in(inner: str, outer: str) -> bool:
     return inner == outer or inner.startswith(f"{outer}/")
-
-
-def _write_stats(summary: RunSummary, path: Path | None, journal: Journal) -> None:
-    """Write the stats file. A run that found nothing to do keeps the file of the run that did the work."""
-    document: Document | None = LocalDocument(path) if path else None
-    if document is None and journal.target is not None:
-        document = journal.target.statistics
-        if not (summary.records or summary.failed) and document.read():
-            return
-    if document is not None:
-        try:
-            document.write(summary.to_json())
-        except OSError as error:
-            summary.notes.append(f"{document.name}: the statistics cannot be written ({error.strerror})")

@@ -29,9 +29,10 @@ from ragspec.outputs.openai_batch import line_format_of
 from ragspec.outputs.shown import Answer
 from ragspec.records import Request
 from ragspec.run.answering import Answering, HearAnswer
+from ragspec.run.energy import RunEnergy
 from ragspec.run.ordering import Say, ignore_note, ordering_of
 from ragspec.run.record_reader import RecordReader
-from ragspec.run.result_writer import Report, ResultWriter
+from ragspec.run.result_writer import Observer, Report, ResultWriter
 from ragspec.run.session import Session, peak_memory_gib, prepare
 from ragspec.stats import RunSummary
 
@@ -48,6 +49,7 @@ class LocalPass:
         limit: Read only this many rows.
         total: Expected number of rows, None if unknown.
         report: Called as records finish.
+        observers: Are told of each record.
         say: Called with a line on what `prompt.order` saves, before anything is answered.
         keep_details: Also write what an audit and a report need.
         hear: Called with each answer as it grows, if the runner can tell.
@@ -62,6 +64,7 @@ class LocalPass:
         limit: int | None = None,
         total: int | None = None,
         report: Report | None = None,
+        observers: Sequence[Observer] = (),
         say: Say = ignore_note,
         keep_details: bool = False,
         hear: HearAnswer | None = None,
@@ -69,16 +72,17 @@ class LocalPass:
         shape = NativeFormat() if keep_details else line_format_of(session.config)
         self._session = session
         self._runner = session.runner
-        self._writer = ResultWriter(session, source, journal, shape, total, report)
+        self._writer = ResultWriter(session, source, journal, shape, total, report, observers)
         self._record_reader = RecordReader(session.config, self._writer, source)
         self._ordering = ordering_of(session, source, self._record_reader, limit, say)
         self._answering = Answering(session, shape, self._writer, details=keep_details, hear=hear)
         self._no_records = f"{session.config.input}: contains no records; nothing to answer"
         self.summary = self._writer.summary
+        self._energy = RunEnergy(session.config, self.summary)
 
     def answer(self) -> None:
         """Load the model if there is anything to answer, and answer it."""
-        with self._requests() as requests:
+        with self._requests() as requests, self._energy:
             first = next(requests, None)  # rows with errors before it need no model
             if first is None:
                 if not (self.summary.failed or self.summary.skipped):
@@ -117,19 +121,21 @@ class LocalPass:
 
     def stream(self) -> Iterator[None]:
         """Answer the input with a runner that is already loaded, and time it; yield after each outcome."""
-        with self._requests() as requests:
+        with self._requests() as requests, self._energy:
             yield from self._outcomes(requests)
 
     def _outcomes(self, requests: Feed[Request]) -> Iterator[None]:
         summary, runner = self.summary, self._runner
         prefill_s, decode_s, decode_tokens = runner.prefill_s, runner.decode_s, runner.decode_tokens
         started = time.perf_counter()
+        self._energy.begin_answering()
         try:
             for _ in self._answering.outcomes(requests):
                 summary.generate_s = time.perf_counter() - started
                 yield
         finally:
             summary.generate_s = time.perf_counter() - started
+            self._energy.update()
             summary.method = runner.method  # the runner may have chosen another one while loading
             summary.prefill_s = _since(runner.prefill_s, prefill_s)
             summary.decode_s = _since(runner.decode_s, decode_s)

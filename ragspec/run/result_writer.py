@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from ragspec.config.run import RunConfig
 from ragspec.errors import cause_of
@@ -16,6 +17,16 @@ from ragspec.run.session import Session
 from ragspec.stats import RunSummary
 
 Report = Callable[[RunSummary, int | None], None]  # called after each record with the totals and the input's row count
+
+
+class Observer(Protocol):
+    """Is told of each record once its line is written."""
+
+    def answered(self, result: RecordResult) -> None:
+        """Take an answered record."""
+
+    def failed(self, failed: FailedRecord) -> None:
+        """Take a failed record."""
 
 
 @dataclass(slots=True)
@@ -74,6 +85,7 @@ class ResultWriter:
         shape: LineFormat,
         total: int | None,
         report: Report | None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.summary = RunSummary(method=session.runner.method)
         self.total = total
@@ -83,6 +95,7 @@ class ResultWriter:
         self._shape = shape
         self._redact = session.config.redactor()
         self._report = report
+        self._observers = observers
         self._config = session.config
         self._passages = PassageCount()
 
@@ -92,6 +105,7 @@ class ResultWriter:
 
     def has(self, index: int, key: str) -> bool:
         """Return whether an earlier run finished a row; if so, skip its line."""
+        self.summary.read += 1
         if key not in self._ledger:
             return False
         self.summary.skipped += 1
@@ -110,6 +124,8 @@ class ResultWriter:
         if config:
             line = self._shape.signed(line, config)
         self._journal.put(result.index, line, counted=lambda: self._count(result))
+        for observer in self._observers:
+            observer.answered(result)
         self._report_progress()
 
     def fail(self, index: int, failed: FailedRecord) -> None:
@@ -117,6 +133,8 @@ class ResultWriter:
         message = failed.message if failed.line is None else f"{self._source.where(failed.line)}: {failed.message}"
         failed = replace(failed, message=self._redact(message))
         self._journal.put(index, self._shape.error(failed), counted=lambda: self._count_failure(failed))
+        for observer in self._observers:
+            observer.failed(failed)
         self._report_progress()
 
     def notes(self) -> list[str]:

@@ -71,6 +71,7 @@ READERS = ("generate", "benchmark", "verify", "tune", "doctor", "retrieve")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_flag_has_the_same_letter_in_every_command(command):
     letters = {"--config": "-c", "--input": "-i", "--output": "-o", "--method": "-m", "--top-k": "-k"}
+    letters |= {"--quiet": "-q", "--verbose": "-v"}
     for name, short in options_of(command).items():
         assert short == ([letters[name]] if name in letters else []), name
     if command in READERS:

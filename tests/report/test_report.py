@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from ragspec.benchmark.details import table_of
 from ragspec.benchmark.results import (
     Details,
     Percentiles,
@@ -75,6 +76,16 @@ def test_the_page_has_words_figures_charts_and_answers(results):
     assert "written by the model" in page
     assert 'title="guessed by a draft, accepted; found in passage d1"' in page
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/", "")  # names of XML, no links
+
+
+def test_joules_are_shown_where_the_machine_tells_them(results):
+    assert "J/token" not in render(results)
+    assert all("energy_j" not in run for run in results.to_json()["runs"])
+    told = replace(results, runs=tuple(replace(run, energy_j=320.0) for run in results.runs))
+    assert '<td data-label="J/token">0.50</td>' in render(told)
+    assert [run["energy_j"] for run in told.to_json()["runs"]] == [320.0, 320.0]
+    assert "j_per_output_token" not in table_of(results)[0]
+    assert [row["j_per_output_token"] for row in table_of(told)] == [0.5, 0.5]
 
 
 def test_a_report_without_its_extra_says_in_one_line_what_to_install(results, monkeypatch):

@@ -9,6 +9,7 @@ Records that start alike form a group and go to one worker, which has their pref
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -19,12 +20,13 @@ from ragspec.outputs.openai_batch import line_format_of
 from ragspec.records import Record
 from ragspec.retrieval.stage import retrieval_statistics
 from ragspec.run.answering import RecordTask
+from ragspec.run.energy import RunEnergy
 from ragspec.run.ordering import Say, ignore_note, ordering_of
 from ragspec.run.ray.leases import Leases
 from ragspec.run.ray.messages import WorkerMessage
 from ragspec.run.ray.worker_pool import LostWorker, WorkerHandle, WorkerPool
 from ragspec.run.record_reader import RecordReader
-from ragspec.run.result_writer import Report, ResultWriter
+from ragspec.run.result_writer import Observer, Report, ResultWriter
 from ragspec.run.session import Session
 
 HEAD = 1024  # leading characters that name the group of a prompt without passages; shorter prompts have none
@@ -81,12 +83,13 @@ class RayPass:
         limit: int | None = None,
         total: int | None = None,
         report: Report | None = None,
+        observers: Sequence[Observer] = (),
         say: Say = ignore_note,
     ) -> None:
         self._session = session
         self._pool = pool
         shape = NativeFormat() if pool.details else line_format_of(session.config)
-        self._writer = ResultWriter(session, source, journal, shape, total, report)
+        self._writer = ResultWriter(session, source, journal, shape, total, report, observers)
         self._record_reader = RecordReader(session.config, self._writer, source)
         self._ordering = ordering_of(session, source, self._record_reader, limit, say)
         self._tasks = self._ordering.tasks()
@@ -97,6 +100,7 @@ class RayPass:
         self._started = 0.0
         self._loaded_at: float | None = None
         self.summary = self._writer.summary
+        self._energy = RunEnergy(session.config, self.summary)
 
     def answer(self) -> None:
         """Start workers if there is anything to answer, answer it, and shut them down."""
@@ -105,7 +109,7 @@ class RayPass:
             self._read_ahead()
             if self._leases.waiting:
                 self._started = time.perf_counter()
-                with self._pool as pool:
+                with self._pool as pool, self._energy:
                     self._stream()
                     pool.shut_down()
         finally:
@@ -119,7 +123,8 @@ class RayPass:
         """Answer the input with workers that are loaded, and time it; another pass may follow."""
         self._started = time.perf_counter()
         try:
-            self._stream()
+            with self._energy:
+                self._stream()
             self._pool.end_pass()
         finally:
             self._tasks.close()
@@ -139,6 +144,7 @@ class RayPass:
             if self._loaded_at is None and any(handle.summary.alive for handle in pool.handles):
                 self._loaded_at = time.perf_counter()
                 self.summary.load_s = self._loaded_at - self._started
+                self._energy.begin_answering()
             self._send()
             for event in pool.poll_events():
                 if isinstance(event, LostWorker):

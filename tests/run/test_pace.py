@@ -1,0 +1,63 @@
+"""What a run says of its progress, from what it had done at given times."""
+
+import pytest
+
+from ragspec.run.pace import Pace, clock
+from ragspec.stats import RunSummary, WorkerSummary
+
+
+def at(records=0, failed=0, tokens=0, **more):
+    return RunSummary(records=records, failed=failed, output_tokens=tokens, **more)
+
+
+def test_a_line_has_the_records_the_speed_the_time_left_and_the_failures():
+    pace = Pace()
+    pace.progress(at(load_s=3.0), 5000, now=10.0)
+    pace.progress(at(237, 0, 600, load_s=3.0), 5000, now=20.0)
+    found = pace.progress(at(1237, 3, 9900, load_s=3.0), 5000, now=50.0)
+    assert found.text() == "1,240/5,000, 248 tokens/s, 2:01 left, 3 failed"
+    assert found.to_json()["left_s"] == pytest.approx(3760 / 31, abs=0.1)
+
+
+def test_records_of_earlier_runs_are_finished_but_say_nothing_of_the_speed():
+    pace = Pace()
+    pace.progress(at(0, skipped=400, load_s=1.0), 500, now=0.0)
+    found = pace.progress(at(10, tokens=100, skipped=400, load_s=1.0), 500, now=10.0)
+    assert found.text() == "410/500, 10 tokens/s, 1:30 left"
+
+
+def test_the_speed_is_that_of_the_last_minutes():
+    pace = Pace()
+    for minute in range(11):
+        found = pace.progress(at(minute, tokens=6000 * min(minute, 5), load_s=1.0), None, now=60.0 * minute)
+    assert found.text() == "10 records, 0 tokens/s"
+
+
+def test_a_run_that_stands_still_says_so_instead_of_guessing():
+    pace = Pace()
+    pace.progress(at(load_s=1.0), 100, now=0.0)
+    pace.progress(at(10, tokens=10, load_s=1.0), 100, now=10.0)
+    assert "none finished" not in pace.progress(at(10, tokens=10, load_s=1.0), 100, now=60.0).text()
+    found = pace.progress(at(10, tokens=10, load_s=1.0), 100, now=130.0)
+    assert found.text() == "10/100, 0 tokens/s, none finished for 2:00"
+
+
+def test_before_the_first_record_a_run_says_what_it_does():
+    pace = Pace(started=100.0)
+    assert pace.progress(at(), 10, now=130.0).text() == "0/10, loading for 0:30"
+    assert pace.progress(at(load_s=30.0), 10, now=131.0).text() == "0/10, warming up for 0:00"
+    assert pace.progress(at(load_s=30.0), 10, now=140.0).text() == "0/10, warming up for 0:09"
+
+
+def test_dead_workers_are_counted():
+    workers = [WorkerSummary(name="0", alive=True), WorkerSummary(name="1")]
+    pace = Pace()
+    assert "1 of 2 workers" in pace.progress(at(1, load_s=1.0, workers=workers), 9, now=1.0).text()
+
+
+def test_what_is_unknown_is_absent():
+    assert {"total", "left_s", "tokens_per_s", "workers"}.isdisjoint(Pace().progress(at(), None, now=0.0).to_json())
+
+
+def test_times_are_read_as_on_a_clock():
+    assert [clock(seconds) for seconds in (0, 59.6, 112, 11050)] == ["0:00", "1:00", "1:52", "3:04:10"]

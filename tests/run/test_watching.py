@@ -1,0 +1,230 @@
+"""What other programs see of a run while it lasts: its statistics, Prometheus, OpenTelemetry."""
+
+import json
+import socket
+import urllib.request
+from contextlib import ExitStack
+
+import pytest
+
+from ragspec.config.load import build_config
+from ragspec.errors import ConfigError
+from ragspec.run import statistics
+from ragspec.run.generate import generate
+from tests.conftest import read_jsonl, write_jsonl
+
+FAKE = {"runner": "fake", "speculation": {"method": "prompt_lookup"}}
+
+
+@pytest.fixture
+def config(tmp_path):
+    source = write_jsonl(tmp_path / "in.jsonl", [{"id": f"q{i}", "query": f"question {i}"} for i in range(12)])
+    given = {**FAKE, "input": source, "output": str(tmp_path / "out.jsonl")}
+    return build_config({**given, "runner_args": {"fail_ids": ["q7"], "batch_size": 2}})
+
+
+# -- statistics ------------------------------------------------------------------------------------
+
+
+def test_the_statistics_are_written_while_a_run_goes_on(tmp_path, config, monkeypatch):
+    monkeypatch.setattr(statistics, "EVERY_S", 0.0)
+    monkeypatch.setattr(statistics, "SHARE", 1e9)
+    path, seen = tmp_path / "out.stats.json", []
+
+    class Reader:
+        def answered(self, result):
+            seen.append(json.loads(path.read_text()) if path.exists() else None)
+
+        failed = answered
+
+    generate(config, observers=[Reader()])
+    assert [each["state"] for each in seen[1:]] == ["running"] * 11
+    assert [each["records"] + each["failed"] for each in seen[1:]] == list(range(1, 12))
+    assert seen[-1]["input_records"] == 12
+    last = json.loads(path.read_text())
+    assert (last["state"], last["records"], last["failed"]) == ("finished", 11, 1)
+
+
+def test_a_run_that_breaks_off_says_so(tmp_path, config):
+    class Breaks:
+        def answered(self, result):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        generate(config, observers=[Breaks()])
+    assert json.loads((tmp_path / "out.stats.json").read_text())["state"] == "stopped"
+
+
+def test_a_run_with_nothing_to_do_finishes_the_statistics_of_one_that_was_killed(tmp_path, config):
+    generate(config)
+    path = tmp_path / "out.stats.json"
+    killed = json.loads(path.read_text()) | {"state": "running"}
+    path.write_text(json.dumps(killed))
+    generate(config)
+    found = json.loads(path.read_text())
+    assert (found["state"], found["records"]) == ("finished", 11)
+
+
+def test_statistics_that_cannot_be_written_do_not_stop_a_run(tmp_path, config, monkeypatch):
+    monkeypatch.setattr(statistics, "EVERY_S", 0.0)
+    (tmp_path / "out.stats.json").mkdir()
+    summary = generate(config)
+    assert summary.records == 11
+    assert any("the statistics cannot be written" in note for note in summary.notes)
+
+
+# -- Prometheus ------------------------------------------------------------------------------------
+
+
+class Scraper:
+    """Scrapes a run after each record."""
+
+    def __init__(self):
+        self.url, self.found = None, []
+
+    def say(self, said):
+        if said.startswith("metrics at "):
+            self.url = said.removeprefix("metrics at ")
+
+    def answered(self, result):
+        pytest.importorskip("prometheus_client")
+        from prometheus_client.parser import text_string_to_metric_families
+
+        with urllib.request.urlopen(self.url, timeout=60) as reply:
+            families = text_string_to_metric_families(reply.read().decode())
+        samples = [sample for family in families for sample in family.samples]
+        self.found.append({(each.name, *each.labels.values()): each.value for each in samples})
+
+    failed = answered
+
+
+def test_a_scrape_during_a_run_shows_its_figures(config):
+    pytest.importorskip("prometheus_client")
+    scraper = Scraper()
+    summary = generate(config, metrics=0, observers=[scraper], say=scraper.say)
+    assert len(scraper.found) == 12
+    middle, last = scraper.found[5], scraper.found[-1]
+    assert middle["ragspec_records_total", "answered"] == 6
+    assert middle["ragspec_input_records",] == 12
+    assert middle["ragspec_queue_records",] > 0
+    assert last["ragspec_records_total", "answered"] == 11
+    assert last["ragspec_failures_total", "BackendError"] == 1
+    assert last["ragspec_output_tokens_total",] == summary.output_tokens
+    assert last["ragspec_acceptance_ratio",] == 1.0
+    assert last["ragspec_workers",] == 1
+    assert last["ragspec_record_seconds_count",] == 11
+    assert last["process_resident_memory_bytes",] > 1 << 20
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(scraper.url, timeout=60)
+
+
+def test_clients_that_hang_keep_neither_the_run_nor_other_clients_waiting(config):
+    pytest.importorskip("prometheus_client")
+    scraper = Scraper()
+    with ExitStack() as stack:
+
+        def say(said):
+            scraper.say(said)
+            host, port = scraper.url.removeprefix("http://").removesuffix("/metrics").split(":")
+            for asks in (b"", b"GET /metrics HTTP/1.1\r\n", b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"):
+                hanging = stack.enter_context(socket.create_connection((host, int(port))))
+                hanging.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+                hanging.sendall(asks)  # and never reads
+
+        assert generate(config, metrics=0, observers=[scraper], say=say).records == 11
+    assert len(scraper.found) == 12
+
+
+def test_a_port_in_use_is_told_before_anything_is_prepared(tmp_path, config, monkeypatch):
+    pytest.importorskip("prometheus_client")
+    monkeypatch.setattr("ragspec.run.generate.prepare", lambda *_: pytest.fail("prepared"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"^--metrics: 127.0.0.1:{port} cannot be used \(Address already in use"):
+            generate(config, metrics=port)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize("given", ["x", "", ":9400", "host:", "99999", "-1", "1.5", "9400:host"])
+def test_what_is_no_port_is_refused(config, given):
+    pytest.importorskip("prometheus_client")
+    with pytest.raises(ConfigError, match="is no port"):
+        generate(config, metrics=given)
+
+
+def test_a_host_without_such_an_address_is_refused(config):
+    pytest.importorskip("prometheus_client")
+    with pytest.raises(ConfigError, match=r"^--metrics: 192\.0\.2\.1:0 cannot be used"):
+        generate(config, metrics="192.0.2.1:0")
+
+
+def test_without_its_library_metrics_name_the_extra(config, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "prometheus_client", None)
+    with pytest.raises(ConfigError, match=r'ragspec\[metrics\]"'):
+        generate(config, metrics=0)
+
+
+# -- OpenTelemetry ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def spans(monkeypatch):
+    """Return what takes the spans of a provider that the program has set."""
+    trace = pytest.importorskip("opentelemetry.sdk.trace")
+    from opentelemetry import trace as api
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), trace.TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(api, "get_tracer_provider", lambda: provider)
+    return exporter
+
+
+def test_a_run_and_its_records_are_spans(config, spans):
+    generate(config, tracing=True)
+    found = spans.get_finished_spans()
+    (run,) = [span for span in found if span.name == "ragspec.run"]
+    records = {span.attributes["ragspec.record.id"]: span for span in found if span.name == "ragspec.record"}
+    assert len(records) == 12
+    assert all(span.parent.span_id == run.context.span_id for span in found if span is not run)
+    assert records["q7"].attributes["error.type"] == "BackendError"
+    assert not records["q7"].status.is_ok
+    one = records["q0"].attributes
+    assert one["gen_ai.usage.output_tokens"] == one["ragspec.accepted_tokens"] + 5
+    assert (run.attributes["ragspec.records"], run.attributes["ragspec.failed"]) == (11, 1)
+    assert {"ragspec.load", "ragspec.warm_up"} <= {span.name for span in found}
+
+
+def test_a_run_that_fails_is_a_span_with_its_error(config, spans):
+    class Breaks:
+        def answered(self, result):
+            raise ZeroDivisionError("why")
+
+    with pytest.raises(ZeroDivisionError):
+        generate(config, tracing=True, observers=[Breaks()])
+    (run,) = [span for span in spans.get_finished_spans() if span.name == "ragspec.run"]
+    assert (run.attributes["error.type"], run.status.description) == ("ZeroDivisionError", "why")
+
+
+def test_a_collector_that_says_nothing_costs_a_note(tmp_path, config, monkeypatch):
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    monkeypatch.setattr("ragspec.run.tracing.FLUSH_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        summary = generate(config, tracing=True)
+    assert len(read_jsonl(tmp_path / "out.jsonl")) == 12
+    assert "15 of 15 spans were not taken by the OpenTelemetry collector" in summary.notes
+
+
+def test_an_exporter_that_is_not_known_is_refused(config, monkeypatch):
+    pytest.importorskip("opentelemetry.sdk")
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "zipkin")
+    with pytest.raises(ConfigError, match=r'^OTEL_TRACES_EXPORTER: "zipkin" is not known; choose one of otlp'):
+        generate(config, tracing=True)
+
+
+def test_without_its_library_tracing_names_the_extra(config, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "opentelemetry", None)
+    with pytest.raises(ConfigError, match=r'ragspec\[tracing\]"'):
+        generate(config, tracing=True)
