@@ -63,6 +63,18 @@ def generate(
     ] = None,
     resume: Resume = True,
     retry_failed: RetryFailed = False,
+    update: Annotated[
+        bool, typer.Option("--update", help="Answer again only the records whose prompt, sampling or model changed.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --update: only print the records to answer, and why.")
+    ] = False,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="With --update: remove the answers of records that left the input.")
+    ] = False,
+    keep_old: Annotated[
+        bool, typer.Option("--keep-old", help="With --update: keep the output as it was, as NAME.1.")
+    ] = False,
     max_failures: MaxFailures = None,
     stats: Stats = None,
     workers: Workers = None,
@@ -80,15 +92,35 @@ def generate(
     debug: Debug = False,
 ) -> None:
     """Answer every record of the input; rerun to continue after an interruption."""
+    from ragspec.errors import ConfigError
+
     set_debug(debug)
     settings = [*overrides(None, max_new_tokens), *settings, *scaled(workers, ray_address)]
+    for name, given in {"--dry-run": dry_run, "--prune": prune, "--keep-old": keep_old}.items():
+        if given and not update:
+            raise ConfigError(f"{name} is about an update; add --update")
     if show:
         settings.append("output.include=[query, contexts]")
     run_config, notes, values = settings_of(config, settings, override, input=input, output=output, order=order)
     allowed = failures_allowed(max_failures)
     if save_config is not None:
         save(run_config, values, save_config)
-    run(run_config, notes, allowed, limit=limit, resume=resume, retry_failed=retry_failed, stats_path=stats, show=show)
+    if dry_run:
+        show_update(run_config, notes, limit=limit, retry_failed=retry_failed, prune=prune)
+        return
+    run(
+        run_config,
+        notes,
+        allowed,
+        limit=limit,
+        resume=resume,
+        retry_failed=retry_failed,
+        stats_path=stats,
+        show=show,
+        update=update,
+        prune=prune,
+        keep_old=keep_old,
+    )
 
 
 def show_answers(console: Console, output: str, count: int) -> None:
@@ -104,6 +136,26 @@ def show_answers(console: Console, output: str, count: int) -> None:
     for line in islice((line for line in answer_lines(output) if "output" in line), count):
         view.show(line)
         console.print()
+
+
+def show_update(config: RunConfig, notes: list[str], *, limit: int | None, retry_failed: bool, prune: bool) -> None:
+    """Print which records an update would answer and why, a JSON line each, and on stderr how many."""
+    import sys
+
+    from ragspec.cli.tables import print_notes, stderr
+    from ragspec.json_text import dumps
+    from ragspec.outputs.update import REASONS
+    from ragspec.run.generate import dry_update
+
+    plan = dry_update(config, limit=limit, retry_failed=retry_failed, prune=prune)
+    with quiet_pipe():
+        for record_id, why in plan.again:
+            sys.stdout.write(dumps({"id": record_id, "why": REASONS[why]}).decode() + "\n")
+        for record_id in plan.left:
+            sys.stdout.write(dumps({"id": record_id, "why": "left the input"}).decode() + "\n")
+    console = stderr()
+    print_notes(console, notes)
+    console.print(str(plan), markup=False)
 
 
 def save(config: RunConfig, values: dict[str, Any], path: str) -> None:
@@ -128,11 +180,12 @@ def run(
     retry_failed: bool,
     stats_path: str | None,
     show: int = 0,
+    **more: Any,
 ) -> None:
     """Answer a config's input, with a progress bar and the totals on stderr.
 
     allowed: returns how many of so many records may fail; exits with 1 if more did. show: so many answers, before the
-    totals.
+    totals. more: further arguments of `ragspec.generate`.
     """
     from ragspec.cli.tables import print_summary, progress, stderr
     from ragspec.outputs.journal import whereabouts
@@ -151,6 +204,7 @@ def run(
                 notes=notes,
                 report=report,
                 say=lambda said: console.print(said, markup=False),
+                **more,
             )
     except KeyboardInterrupt:
         console.print(f"interrupted: {whereabouts(target_of(config.output))}", markup=False)

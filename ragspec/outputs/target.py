@@ -10,7 +10,8 @@ import errno
 import hashlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +27,7 @@ from ragspec.outputs.csv_file import CsvFile
 from ragspec.outputs.folder import Folder, FolderDocument, LocalDocument, LocalFolder, RemoteFolder
 from ragspec.outputs.line_file import Appended, write_all
 from ragspec.outputs.parts import Parts
-from ragspec.outputs.run_state import PENDING, STATE, STATISTICS, FileState, RunState, sibling
+from ragspec.outputs.run_state import PENDING, STATE, STATISTICS, UPDATES, FileState, RunState, sibling
 
 
 class OutStream:
@@ -68,6 +69,7 @@ class Target(Protocol):
         address: the path or URL with secrets in clear text.
         is_folder: whether it is a folder of parts.
         pending: the file of lines ahead of their turn.
+        updates: the file of new lines while an update runs.
         state: run.json.
         statistics: stats.json.
     """
@@ -76,6 +78,7 @@ class Target(Protocol):
     address: str
     is_folder: bool
     pending: Path
+    updates: Path
     state: RunState
     statistics: Document
 
@@ -90,6 +93,18 @@ class Target(Protocol):
 
     def files(self) -> dict[str, Path]:
         """Return the local files that a run writes, by purpose."""
+
+
+@contextmanager
+def opening_errors(output: str) -> Iterator[None]:
+    """Convert an error of opening an output to a one-line ConfigError."""
+    try:
+        yield
+    except BlockingIOError:
+        raise ConfigError(f"{output}: another run is writing it; wait for it, or choose another --output") from None
+    except OSError as error:
+        where = error.filename or output
+        raise ConfigError(f"{where}: cannot be written ({error.strerror}); choose another --output") from None
 
 
 def target_of(config: OutputConfig) -> Target | None:
@@ -132,6 +147,7 @@ class FileTarget:
         self.name = self.address = path
         self.path = Path(path)
         self.pending = sibling(path, PENDING)
+        self.updates = sibling(path, UPDATES)
         self.state: RunState = FileState(path)
         self.statistics: Document = LocalDocument(sibling(path, STATISTICS))
 
@@ -143,7 +159,11 @@ class FileTarget:
         return self.path.is_file() and self.path.stat().st_size > 0
 
     def whereabouts(self) -> list[str]:
-        names = {self.path: self.name, self.pending: f"{self.pending} (answers waiting for earlier ones)"}
+        names = {
+            self.path: self.name,
+            self.pending: f"{self.pending} (answers waiting for earlier ones)",
+            self.updates: f"{self.updates} (an update's answers)",
+        }
         return [name for path, name in names.items() if path.exists() and path.stat().st_size]
 
     def files(self) -> dict[str, Path]:
@@ -151,6 +171,7 @@ class FileTarget:
             "output": self.path,
             "the run's state": sibling(self.name, STATE),
             "the file of waiting answers": self.pending,
+            "the file of an update's answers": self.updates,
             "the statistics": sibling(self.name, STATISTICS),
         }
 
@@ -202,6 +223,7 @@ class PartsTarget:
             state = LocalDocument(here / parts.STATE)
             self.statistics = LocalDocument(here / parts.STATISTICS)
         self.pending = self._local / parts.WAITING
+        self.updates = self._local / parts.UPDATES
         self.state = RunState(self.name, state)
 
     def open(self) -> Parts:

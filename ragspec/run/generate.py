@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError
 from ragspec.inputs.base import Source, within
 from ragspec.inputs.columns import Columns
+from ragspec.inputs.record_ids import RecordIds
 from ragspec.inputs.sources import files_of, open_source, size_of
 from ragspec.inputs.storage import advising, is_url
 from ragspec.outputs.base import Document
@@ -21,12 +23,14 @@ from ragspec.outputs.folder import LocalDocument
 from ragspec.outputs.journal import Journal
 from ragspec.outputs.run_state import check_writable
 from ragspec.outputs.target import Target, check_name, target_of
+from ragspec.outputs.update import Update, UpdatePlan, opened_update, updated_target
 from ragspec.run.local import LocalPass
 from ragspec.run.ordering import Say, ignore_note
 from ragspec.run.record_reader import keys_of
 from ragspec.run.result_writer import Report
 from ragspec.run.runner_choice import choose_runner, downloads, remember
 from ragspec.run.session import Session, prepare
+from ragspec.run.update import identity_of, requests_of
 from ragspec.stats import RunSummary
 
 
@@ -48,6 +52,9 @@ def generate(
     limit: int | None = None,
     resume: bool = True,
     retry_failed: bool = False,
+    update: bool = False,
+    prune: bool = False,
+    keep_old: bool = False,
     stats_path: str | None = None,
     notes: list[str] | None = None,
     report: Report | None = None,
@@ -61,12 +68,17 @@ def generate(
         limit: Number of lines to read; all by default. With `retry_failed`, only their records are tried again.
         resume: Skip the records that the output already answers. False moves an existing output to `NAME.1`.
         retry_failed: Drop the error lines of the output and try those records again.
+        update: Answer again the records whose prompt, sampling or model differs from what the output's line answers,
+            and replace their lines once all are answered. All other lines stay.
+        prune: With `update`, also remove the answers of records that are no longer in the input.
+        keep_old: With `update`, keep the output as it was as `NAME.1`.
         stats_path: Where the statistics go; by default `NAME.stats.json` next to the output.
         notes: Notes to put before those of the run.
         report: Called after each record with the totals so far, and the number of lines of the input (None if it is not
             known).
         progress: Show a bar, in a notebook too.
-        say: Called with a line of text about what `prompt.order` saves, before anything is answered.
+        say: Called with a line of text about what `prompt.order` saves, and what an update answers, before anything is
+            answered.
 
     Returns:
         The totals of this run.
@@ -82,6 +94,7 @@ def generate(
             report = stack.enter_context(_bar())
         check_name(config.output)
         target = target_of(config.output)
+        outdated = _outdated(config, resume=resume, keep_old=keep_old, prune=prune, limit=limit) if update else None
         with advising("--input takes a file of records, or - for stdin", revealed(config.input.path)):
             _check_paths(target, config.input, stats_path)
             source = stack.enter_context(open_source(config.input))
@@ -92,15 +105,23 @@ def generate(
         session = prepare(config, choose_runner(config, count, began, limit=limit))
         if stats_path:
             check_writable(Path(stats_path), "--stats")
+        identity = identity_of(session)
+        updated = None
+        if outdated is not None:
+            updated = stack.enter_context(
+                opened_update(outdated, identity, retry_failed=retry_failed, keep_old=keep_old)
+            )
+            say(str(_matched(updated, session, limit=limit, prune=prune)))
         journal = stack.enter_context(
             Journal(
                 config.output,
-                session.identity(),
+                identity,
                 order=config.order,
                 resume=resume,
                 retry_failed=retry_failed,
                 partial=limit is not None,
                 among=_keys(config, limit) if retry_failed and limit is not None else None,
+                update=updated,
             )
         )
         executor = _executor(session, source, journal, limit=limit, total=within(limit, count), report=report, say=say)
@@ -111,6 +132,8 @@ def generate(
             executor.answer()
         finally:
             summary.notes += [note for note in session.notes() if note not in summary.notes]
+            if updated is not None and not updated.complete:
+                summary.notes.append(f"{updated.target.name} is as it was: its update goes on with the next --update")
             summary.about = executor.about()
             remember(session.config, summary, downloaded=downloaded)
             summary.totals = journal.totals(summary)
@@ -133,12 +156,58 @@ def _bar() -> Iterator[Report]:
         yield report
 
 
-def _keys(config: RunConfig, limit: int) -> set[str]:
-    """Return the keys of the first `limit` rows; their error lines are dropped so that they are retried."""
+def dry_update(config: RunConfig, *, limit: int | None, retry_failed: bool, prune: bool) -> UpdatePlan:
+    """Return what `generate` with `update` would answer. Loads no weights and writes nothing. Raises ConfigError."""
+    if config.input is None:
+        raise ConfigError("input: missing; set it in the config, or give --input FILE")
+    with config.redactor().over_errors():
+        outdated = _outdated(config, prune=prune, limit=limit)
+        began = outdated.state.began_by() if outdated else None
+        with open_source(config.input) as source:
+            session = prepare(config, choose_runner(config, source.count(), began, limit=limit))
+        if outdated is None:
+            with open_source(config.input) as source:
+                ids = RecordIds(source)
+                return UpdatePlan(again=[(ids.of(row), "new") for row in islice(source, limit)])
+        with opened_update(outdated, identity_of(session), retry_failed=retry_failed, dry=True) as update:
+            return _matched(update, session, limit=limit, prune=prune)
+
+
+def _outdated(
+    config: RunConfig, *, prune: bool, limit: int | None, resume: bool = True, keep_old: bool = False
+) -> Target | None:
+    """Return the output to update, None if it has no lines yet. Raises ConfigError if it cannot be updated."""
+    if prune and limit is not None:
+        raise ConfigError("--prune removes the answers of records that left the input, and --limit hides some of it")
+    if not resume:
+        raise ConfigError("--update keeps the output, and --no-resume starts a new one; give only one of them")
+    target = updated_target(config.output)
+    if keep_old and target is not None and target.is_folder:
+        raise ConfigError("--keep-old keeps a copy of an output that is one file; copy the folder before")
+    _check_twice(config, "--update")
+    return target
+
+
+def _matched(update: Update, session: Session, *, limit: int | None, prune: bool) -> UpdatePlan:
+    """Find which lines of an output still answer their records."""
+    assert session.config.input is not None
+    with open_source(session.config.input) as source:
+        rows = requests_of(session, source, update, limit)
+    return update.match(rows, whole=limit is None, prune=prune)
+
+
+def _check_twice(config: RunConfig, flag: str) -> None:
+    """Raise ConfigError if the input cannot be read twice."""
     assert config.input is not None
     again = config.input.format == "dataset" or any(map(is_url, config.input.path))
     if size_of(config.input) is None and not again:
-        raise ConfigError("--retry-failed with --limit reads its input twice; give a file with --input")
+        raise ConfigError(f"{flag} reads its input twice; give a file with --input")
+
+
+def _keys(config: RunConfig, limit: int) -> set[str]:
+    """Return the keys of the first `limit` rows; their error lines are dropped so that they are retried."""
+    _check_twice(config, "--retry-failed with --limit")
+    assert config.input is not None
     with open_source(config.input) as source:
         return keys_of(config, source, limit)
 
