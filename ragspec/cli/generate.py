@@ -17,6 +17,7 @@ from ragspec.cli.options import (
     MaxFailures,
     MaxNewTokens,
     Plugin,
+    Prices,
     RayAddress,
     Resume,
     RetryFailed,
@@ -35,27 +36,32 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ragspec.config.run import RunConfig
+    from ragspec.run.price import Budget
 
 
-@with_settings(
+Output = Annotated[
+    str | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="PATH|-",
+        help="Where answers go: a .jsonl, .csv or .parquet file, a folder of parts, a URL, or - for stdout.",
+    ),
+]
+SETTINGS = (
     *("model", "runner", "dtype", "device", "revision", "trust_remote_code"),
     *("index", "top_k", "columns"),
     *("system", "template", "schema", "temperature", "top_p", "seed", "stop", "include"),
     *("method", "draft_model", "draft_tokens", "isolate", "batch_size"),
 )
+
+
+@with_settings(*SETTINGS)
 def generate(
     settings: list[str],
     config: ConfigIfAny = None,
     input: InputOrStdin = None,
-    output: Annotated[
-        str | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="PATH|-",
-            help="Where answers go: a .jsonl, .csv or .parquet file, a folder of parts, a URL, or - for stdout.",
-        ),
-    ] = None,
+    output: Output = None,
     max_new_tokens: MaxNewTokens = None,
     limit: Limit = None,
     order: Annotated[
@@ -75,6 +81,10 @@ def generate(
     keep_old: Annotated[
         bool, typer.Option("--keep-old", help="With --update: keep the output as it was, as NAME.1.")
     ] = False,
+    budget: Annotated[
+        str | None, typer.Option("--budget", metavar="2h|$5|1Mtok", help="Stop there; run again to continue.")
+    ] = None,
+    price: Prices = None,
     max_failures: MaxFailures = None,
     stats: Stats = None,
     workers: Workers = None,
@@ -103,6 +113,7 @@ def generate(
         settings.append("output.include=[query, contexts]")
     run_config, notes, values = settings_of(config, settings, override, input=input, output=output, order=order)
     allowed = failures_allowed(max_failures)
+    limits = budget_of(budget, price)
     if save_config is not None:
         save(run_config, values, save_config)
     if dry_run:
@@ -120,7 +131,16 @@ def generate(
         update=update,
         prune=prune,
         keep_old=keep_old,
+        budget=limits,
     )
+
+
+def budget_of(budget: str | None, price: list[str] | None) -> Budget | None:
+    """Return what `--budget` and `--price` mean, None without a budget. Raises ConfigError."""
+    from ragspec.run.price import Budget, Price
+
+    prices = [Price.of(each) for each in price or ()]
+    return None if budget is None else Budget.of(budget, prices)
 
 
 def show_answers(console: Console, output: str, count: int) -> None:
@@ -212,5 +232,9 @@ def run(
     if show:
         show_answers(console, str(config.output), show)
     print_summary(console, summary, str(config.output))
+    if summary.stopped:
+        said = whereabouts(target_of(config.output))
+        console.print(f"stopped: {summary.stopped}: {said}, with a larger budget", markup=False)
+        raise typer.Exit(INTERRUPTED)
     if summary.failed + summary.failed_before > allowed(summary.records + summary.failed + summary.skipped):
         raise typer.Exit(1)

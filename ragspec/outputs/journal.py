@@ -192,6 +192,15 @@ class Journal:
             counted()
             self._take_turns()
 
+    def stop_early(self) -> None:
+        """Let lines that wait for earlier ones wait for the next run: this one does not reach the input's end."""
+        self._partial = True
+
+    @property
+    def spent(self) -> Spent:
+        """Return the time of earlier runs."""
+        return self.target.state.spent if self.target is not None else Spent()
+
     def skip(self, index: int, key: str) -> None:
         """Mark line number `index` as finished by an earlier run. Indices must increase. key: its fingerprint."""
         if not self._in_order:

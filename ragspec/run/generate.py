@@ -24,8 +24,11 @@ from ragspec.outputs.journal import Journal
 from ragspec.outputs.run_state import check_writable
 from ragspec.outputs.target import Target, check_name, target_of
 from ragspec.outputs.update import Update, UpdatePlan, opened_update, updated_target
+from ragspec.run.budget import BudgetGate
 from ragspec.run.local import LocalPass
 from ragspec.run.ordering import Say, ignore_note
+from ragspec.run.plan import compared
+from ragspec.run.price import Budget
 from ragspec.run.record_reader import keys_of
 from ragspec.run.result_writer import Report
 from ragspec.run.runner_choice import choose_runner, downloads, remember
@@ -55,6 +58,7 @@ def generate(
     update: bool = False,
     prune: bool = False,
     keep_old: bool = False,
+    budget: Budget | None = None,
     stats_path: str | None = None,
     notes: list[str] | None = None,
     report: Report | None = None,
@@ -72,6 +76,7 @@ def generate(
             and replace their lines once all are answered. All other lines stay.
         prune: With `update`, also remove the answers of records that are no longer in the input.
         keep_old: With `update`, keep the output as it was as `NAME.1`.
+        budget: Stop before the output has taken more than this, earlier runs included; `summary.stopped` then says so.
         stats_path: Where the statistics go; by default `NAME.stats.json` next to the output.
         notes: Notes to put before those of the run.
         report: Called after each record with the totals so far, and the number of lines of the input (None if it is not
@@ -93,6 +98,8 @@ def generate(
         if progress:
             report = stack.enter_context(_bar())
         check_name(config.output)
+        if budget is not None and config.scale is not None:
+            raise ConfigError("--budget holds back one process, not the workers of `scale`; leave one of them out")
         target = target_of(config.output)
         outdated = _outdated(config, resume=resume, keep_old=keep_old, prune=prune, limit=limit) if update else None
         with advising("--input takes a file of records, or - for stdin", revealed(config.input.path)):
@@ -124,12 +131,19 @@ def generate(
                 update=updated,
             )
         )
-        executor = _executor(session, source, journal, limit=limit, total=within(limit, count), report=report, say=say)
+        gate = BudgetGate(budget, journal.ledger, journal.spent) if budget else None
+        held = {"gate": gate} if gate else {}
+        total = within(limit, count)
+        executor = _executor(session, source, journal, limit=limit, total=total, report=report, say=say, **held)
         summary = executor.summary
         summary.notes += notes or []
         downloaded = downloads(session.config)
         try:
             executor.answer()
+            if gate is not None and gate.stopped:
+                journal.stop_early()
+                summary.stopped = f"--budget {budget.text} is spent" if budget else ""
+            summary.planned = compared(session, summary)
         finally:
             summary.notes += [note for note in session.notes() if note not in summary.notes]
             if updated is not None and not updated.complete:
