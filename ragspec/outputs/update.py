@@ -275,7 +275,7 @@ class Update:
         fresh.sort(key=lambda row: order[row.key])
         self._order = [row.key for row in fresh]
         for row in fresh:
-            self._give_place(row, by_id.get(row.id, ()), used)
+            self._give_place(row, [*self._by_key.get(row.key, ()), *by_id.get(row.id, ())], used)
         for at, line in enumerate(self._lines):
             if line.place is None or line.found.key is None or at in used or line.place in self._actions:
                 continue
@@ -310,7 +310,7 @@ class Update:
         return found.key == row.key and self._same_run(found.config)
 
     def _give_place(self, row: RowRequest, candidates: Iterable[int], used: dict[int, RowRequest]) -> None:
-        """Let a row's new line take the place of an old one of the same id."""
+        """Let a row's new line take the place of its old one, or of another of the same id."""
         for at in candidates:
             place = self._lines[at].place
             if place is not None and at not in used and place not in self._actions:

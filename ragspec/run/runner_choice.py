@@ -171,7 +171,7 @@ def _name(config: RunConfig, word: str) -> str:
     """Return the key of a setting: all that decides how long runner `word` takes to load and how fast it is."""
     args = {key: value for key, value in config.runner_args.items() if key not in ASIDE}
     drafts = config.speculation.model_dump(mode="json", exclude_defaults=True)
-    what = {"runner": word, **installed(PACKAGES[word]), "runner_args": args, "speculation": drafts}
+    what = {"runner": word, **installed(PACKAGES.get(word, ())), "runner_args": args, "speculation": drafts}
     return json.dumps(what, sort_keys=True, default=str)
 
 

@@ -235,6 +235,59 @@ def test_a_dry_run_writes_nothing(out):
     assert {path: path.read_bytes() for path in out.parent.rglob("*") if path.is_file()} == files
 
 
+def test_a_changed_document_answers_exactly_the_questions_that_retrieve_it(tmp_path):
+    pytest.importorskip("lancedb")
+    from ragspec.config.sections import RetrievalConfig
+    from ragspec.retrieval.build import build
+
+    texts = {"lamp": "The keeper trims the lamp.", "bread": "The bread rises overnight.", "owl": "Owls hunt mice."}
+
+    def index():
+        documents = [{"id": name, "text": text} for name, text in texts.items()]
+        corpus = write_jsonl(tmp_path / "docs.jsonl", documents)
+        build(RetrievalConfig(index=str(tmp_path / "index"), corpus=[corpus]))
+
+    out = tmp_path / "out.jsonl"
+    asked = [{"id": "a", "query": "trims lamp"}, {"id": "b", "query": "bread"}, {"id": "c", "query": "owls mice"}]
+    more = {"retrieval": {"index": str(tmp_path / "index"), "top_k": 1}}
+    index()
+    generate(config_of(out, asked, **more))
+    texts["new"] = "Glaciers calve."  # another version of the index, with the same passages for all questions
+    index()
+    config = config_of(out, asked, **more)
+    assert dry_update(config, limit=None, retry_failed=False, prune=False).again == []
+    texts["bread"] = "The bread is baked at dawn."
+    index()
+    config = config_of(out, asked, **more)
+    assert dry_update(config, limit=None, retry_failed=False, prune=False).again == [("b", "passages")]
+    assert update(config)[0].records == 1
+    assert shown(out) == whole(out, asked, **more)
+
+
+def test_a_prompt_that_depends_on_other_records_is_answered_again_when_those_change(tmp_path):
+    out = tmp_path / "out.jsonl"
+    passages = {name: {"id": name, "text": name * 50} for name in "xyz"}
+
+    def record(number, names):
+        return {"id": f"q{number}", "query": f"question {number}", "contexts": [passages[name] for name in names]}
+
+    more = {"prompt": {"order": "shared"}, "sampling": {"max_new_tokens": 100}}
+    generate(config_of(out, [record(0, "xy"), record(1, "z")], **more))
+    records = [record(0, "xy"), record(1, "yz"), record(2, "yz")]
+    update(config_of(out, records, **more))
+    assert shown(out) == whole(out, records, **more)
+
+
+def test_a_model_whose_files_changed_is_another_model(tmp_path):
+    from ragspec.models.resolve import ModelSource, weights_state
+
+    (tmp_path / "model.safetensors").write_bytes(b"one")
+    first = weights_state(ModelSource("m", str(tmp_path)))
+    assert first == weights_state(ModelSource("m", str(tmp_path)))
+    (tmp_path / "model.safetensors").write_bytes(b"another")
+    assert weights_state(ModelSource("m", str(tmp_path))) != first
+
+
 def test_outputs_of_another_kind_are_refused(tmp_path):
     batch = tmp_path / "batch.jsonl"
     config = config_of(batch, questions(2))
