@@ -54,7 +54,7 @@ SAMPLED = 500  # records whose prompts are built
 Z = 1.96  # standard errors in a 95% interval
 GUESS = 4.0  # factor of the interval around a guess
 NOISE = 0.2  # of a time measured here before
-LINE_BYTES, TOKEN_BYTES = 620, 4.6  # of an output line without its answer; of a token of text
+LINE_BYTES, TOKEN_BYTES = 540, 4.6  # of an output line without its answer; of a token of text
 PLANS = JsonCache("plans")  # the latest plan of a config and input
 
 
