@@ -143,7 +143,7 @@ class Journal:
         if update is not None and identity is not None:
             self._file = self._store = update
             with opening_errors(self.output):
-                update.target.state.begin(identity, _spent(update.target), kept=True)
+                update.begin(_spent(update.target))
             self.target = update.target
         elif not isinstance(config, OutputConfig):
             self._file = config

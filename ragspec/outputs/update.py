@@ -26,6 +26,7 @@ from ragspec.outputs.ledger import Finished, Ledger
 from ragspec.outputs.line_file import LineFile, Spill, SpillPosition, free_number
 from ragspec.outputs.run_state import differences, same_model, same_run
 from ragspec.outputs.target import Target, opening_errors, target_of
+from ragspec.stats import Spent
 
 Why = Literal["new", "failed", "model", "record", "prompt", "passages", "sampling", "bad"]
 REASONS: dict[Why, str] = {
@@ -162,7 +163,7 @@ class Update:
         self.plan = UpdatePlan()
         self._identity = identity
         self._retry_failed = retry_failed
-        self._closed = False
+        self._begun = self._closed = False
         self._configs = target.state.configs()
         self._same_run = lru_cache(None)(lambda config: self._compares(config, same_run))
         self._same_model = lru_cache(None)(lambda config: self._compares(config, same_model))
@@ -341,7 +342,12 @@ class Update:
             return "prompt"
         return "passages" if changed & {"retrieval", "index"} else "prompt"
 
-    # -- the new lines, as a store -----------------------------------------------------------------
+    # -- the new lines, as a sink ------------------------------------------------------------------
+
+    def begin(self, spent: Spent) -> None:
+        """Record the config that answers from now on. Only an update can go on from here. Raises ConfigError."""
+        self._begun = True
+        self.target.state.begin(self._identity, spent, kept=True)
 
     def append(self, line: bytes) -> None:
         """Write a new line."""
@@ -403,5 +409,7 @@ class Update:
         if not self._closed:
             self._closed = True
             self._store.close()
-            if self._news is not None:
+            if self._news is not None and not (self._begun or self._news.size):
+                self._news.remove()
+            elif self._news is not None:
                 self._news.close()

@@ -307,6 +307,21 @@ def test_outputs_of_another_kind_are_refused(tmp_path):
         generate(config, update=True, resume=False)
 
 
+def test_an_update_that_fails_before_it_begins_leaves_nothing_behind(tmp_path, monkeypatch):
+    from ragspec.run import generate as command
+
+    def fails(*args):
+        raise ConfigError("the index is gone")
+
+    out = tmp_path / "out.jsonl"
+    config = config_of(out, questions(3))
+    generate(config)
+    monkeypatch.setattr(command, "requests_of", fails)
+    with pytest.raises(ConfigError, match="the index is gone"):
+        generate(config, update=True)
+    assert generate(config).skipped == 3
+
+
 def test_the_first_update_is_an_ordinary_run(out):
     config = config_of(out, questions(3))
     assert [why for _, why in dry_update(config, limit=None, retry_failed=False, prune=False).again] == ["new"] * 3
