@@ -266,6 +266,7 @@ class Totals:
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     output_tokens: int = 0
+    output_squares: int = 0  # of the output tokens of each record, for their spread
     shaped: int = 0  # answers with a required form
     valid: int = 0  # of those, answers that match it
     truncated: int = 0  # of those, invalid answers that were cut off
@@ -281,6 +282,8 @@ class Totals:
         """Count an answered record. costs: one per answer."""
         self.records += 1
         self.prompt_tokens += prompt_tokens
+        costs = list(costs)
+        self.output_squares += sum(cost.output_tokens for cost in costs) ** 2
         for cost in costs:
             self.cached_prompt_tokens += cost.cached_prompt_tokens
             self.output_tokens += cost.output_tokens
@@ -354,6 +357,8 @@ class RunSummary(Totals):
         retrieval: Statistics of searches; None without retrieval.
         workers: Each worker's share, if there are several.
         energy: Joules that the machine took; None if it does not tell.
+        stopped: Why the run ended before its input did, "" if it did not.
+        planned: What `ragspec plan` had said of it, beside what it took, "" without a plan.
     """
 
     method: str = "none"
@@ -370,6 +375,8 @@ class RunSummary(Totals):
     totals: OutputTotals | None = None  # for an output that can be resumed
     workers: list[WorkerSummary] = field(default_factory=list)  # for a run on several workers
     energy: Energy | None = None
+    stopped: str = ""
+    planned: str = ""
 
     def __repr__(self) -> str:
         return f"RunSummary({', '.join(f'{name} {value}' for name, value in self._told())})"

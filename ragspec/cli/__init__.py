@@ -18,6 +18,7 @@ from ragspec.cli.index import index
 from ragspec.cli.init import init
 from ragspec.cli.inspect import inspect
 from ragspec.cli.options import INTERRUPTED, Debug, set_debug
+from ragspec.cli.plan import plan
 from ragspec.cli.report import report
 from ragspec.cli.retrieve import retrieve
 from ragspec.cli.run_batch import run_batch
@@ -63,6 +64,7 @@ app = typer.Typer(
 for command in (
     ask,
     generate,
+    plan,
     init,
     run_batch,
     index,

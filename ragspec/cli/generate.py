@@ -21,6 +21,7 @@ from ragspec.cli.options import (
     MaxNewTokens,
     Metrics,
     Plugin,
+    Prices,
     Quiet,
     RayAddress,
     Resume,
@@ -44,27 +45,32 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ragspec.config.run import RunConfig
+    from ragspec.run.price import Budget
 
 
-@with_settings(
+Output = Annotated[
+    str | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="PATH|-",
+        help="Where answers go: a .jsonl, .csv or .parquet file, a folder of parts, a URL, or - for stdout.",
+    ),
+]
+SETTINGS = (
     *("model", "runner", "dtype", "device", "revision", "trust_remote_code"),
     *("index", "top_k", "columns"),
     *("system", "template", "schema", "temperature", "top_p", "seed", "stop", "include"),
     *("method", "draft_model", "draft_tokens", "isolate", "batch_size"),
 )
+
+
+@with_settings(*SETTINGS)
 def generate(
     settings: list[str],
     config: ConfigIfAny = None,
     input: InputOrStdin = None,
-    output: Annotated[
-        str | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="PATH|-",
-            help="Where answers go: a .jsonl, .csv or .parquet file, a folder of parts, a URL, or - for stdout.",
-        ),
-    ] = None,
+    output: Output = None,
     max_new_tokens: MaxNewTokens = None,
     limit: Limit = None,
     order: Annotated[
@@ -72,6 +78,22 @@ def generate(
     ] = None,
     resume: Resume = True,
     retry_failed: RetryFailed = False,
+    update: Annotated[
+        bool, typer.Option("--update", help="Answer again only the records whose prompt, sampling or model changed.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --update: only print the records to answer, and why.")
+    ] = False,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="With --update: remove the answers of records that left the input.")
+    ] = False,
+    keep_old: Annotated[
+        bool, typer.Option("--keep-old", help="With --update: keep the output as it was, as NAME.1.")
+    ] = False,
+    budget: Annotated[
+        str | None, typer.Option("--budget", metavar="2h|$5|1Mtok", help="Stop there; run again to continue.")
+    ] = None,
+    price: Prices = None,
     max_failures: MaxFailures = None,
     stats: Stats = None,
     workers: Workers = None,
@@ -96,20 +118,37 @@ def generate(
 ) -> None:
     """Answer every record of the input; rerun to continue after an interruption."""
     from ragspec.cli.tables import stderr
+    from ragspec.errors import ConfigError
 
     set_debug(debug)
     settings = [*overrides(None, max_new_tokens), *settings, *scaled(workers, ray_address)]
+    for name, is_set in {"--dry-run": dry_run, "--prune": prune, "--keep-old": keep_old}.items():
+        if is_set and not update:
+            raise ConfigError(f"{name} is about an update; add --update")
     if show:
         settings.append("output.include=[query, contexts]")
     run_config, notes, values = settings_of(config, settings, override, input=input, output=output, order=order)
     allowed = failures_allowed(max_failures)
+    limits = budget_of(budget, price)
     log = RunLog(stderr(), quiet=quiet, verbose=verbose, every_s=log_every)
     if save_config is not None:
         save(run_config, values, save_config, plugin)
         if save_config != "-":
             log.say(f"config in {save_config}")
+    if dry_run:
+        show_update(run_config, notes, limit=limit, retry_failed=retry_failed, prune=prune)
+        return
     given: dict[str, Any] = {"limit": limit, "resume": resume, "retry_failed": retry_failed, "stats_path": stats}
+    given |= {"update": update, "prune": prune, "keep_old": keep_old, "budget": limits}
     run(run_config, notes, allowed, log, show=show, metrics=metrics, tracing=tracing, **given)
+
+
+def budget_of(budget: str | None, price: list[str] | None) -> Budget | None:
+    """Return what `--budget` and `--price` mean, None without a budget. Raises ConfigError."""
+    from ragspec.run.price import Budget, Price
+
+    prices = [Price.of(each) for each in price or ()]
+    return None if budget is None else Budget.of(budget, prices)
 
 
 def show_answers(console: Console, output: str, count: int) -> None:
@@ -125,6 +164,26 @@ def show_answers(console: Console, output: str, count: int) -> None:
     for line in islice((line for line in answer_lines(output) if "output" in line), count):
         view.show(line)
         console.print()
+
+
+def show_update(config: RunConfig, notes: list[str], *, limit: int | None, retry_failed: bool, prune: bool) -> None:
+    """Print which records an update would answer and why, a JSON line each, and on stderr how many."""
+    import sys
+
+    from ragspec.cli.tables import print_notes, stderr
+    from ragspec.json_text import dumps
+    from ragspec.outputs.update import REASONS
+    from ragspec.run.generate import dry_update
+
+    plan = dry_update(config, limit=limit, retry_failed=retry_failed, prune=prune)
+    with quiet_pipe():
+        for record_id, why in plan.again:
+            sys.stdout.write(dumps({"id": record_id, "why": REASONS[why]}).decode() + "\n")
+        for record_id in plan.left:
+            sys.stdout.write(dumps({"id": record_id, "why": "left the input"}).decode() + "\n")
+    console = stderr()
+    print_notes(console, notes)
+    console.print(str(plan), markup=False)
 
 
 def save(config: RunConfig, values: dict[str, Any], path: str, plugin: list[str] | None) -> None:
@@ -162,5 +221,9 @@ def run(
     if show:
         show_answers(log.console, str(config.output), show)
     log.finished(summary, str(config.output))
+    if summary.stopped:
+        said = whereabouts(target_of(config.output))
+        log.say(f"stopped: {summary.stopped}: {said}, with a larger budget", "stopped", "warning")
+        raise typer.Exit(INTERRUPTED)
     if summary.failed + summary.failed_before > allowed(summary.records + summary.failed + summary.skipped):
         raise typer.Exit(1)

@@ -50,6 +50,10 @@ Workers = Annotated[
     int | None,
     typer.Option("--workers", min=1, metavar="N", help="Answer on N workers, on this machine or a Ray cluster."),
 ]
+Prices = Annotated[
+    list[str] | None,
+    typer.Option("--price", metavar="PRICE", help="2.5/h, 0.3/kWh@150W, or 0.6/Mtok as of an API; repeatable."),
+]
 RayAddress = Annotated[
     str | None,
     typer.Option("--ray-address", metavar="ADDRESS", help="The cluster: local, auto, HOST:PORT or ray://HOST:PORT."),

@@ -89,6 +89,8 @@ def print_summary(console: Console, summary: RunSummary, output: str) -> None:
         rows.append(("workers", _workers(summary)))
     if summary.totals is not None and summary.totals.spent.runs > 1:
         rows.append(("all runs", _all_runs(summary.totals)))
+    if summary.planned:
+        rows.append(("plan", summary.planned))
     rows.append(("output", "stdout" if output == "-" else output))
     _print_rows(console, rows)
 

@@ -32,6 +32,7 @@ TRUST_KEY = "runner_args.trust_remote_code"
 CONVERSION = "1"  # increase when the conversion's output changes
 PATIENCE_S = 3.0  # total wait for the hub
 CONFIG, MODULES = "config.json", "modules.json"  # sentence-transformers models may have only the latter
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".json")  # suffixes of files that answers depend on
 LOGIN = "log in with `hf auth login`"
 
 
@@ -201,6 +202,22 @@ def weights_bytes(path: str, revision: str | None = None) -> int | None:
     folder = Path(path) if Path(path).is_dir() else _cached_folder(path, revision)
     files = list(folder.glob("*.safetensors")) if folder is not None else []
     return sum(file.stat().st_size for file in files) or None
+
+
+def weights_state(source: ModelSource) -> str:
+    """Return what tells a model's weights from others of the same name: the hub's commit, or their sizes and times.
+
+    "" if that is not known, as before a download.
+    """
+    here = Path(source.path)
+    folder = here if here.is_dir() else _cached_folder(source.path, source.revision)
+    if folder is None:
+        return ""
+    if folder.parent.name == "snapshots" or folder.parent == cache_dir() / "models":
+        return folder.name  # named by commit, or by what it was made from
+    files = sorted(file for file in folder.iterdir() if file.suffix in WEIGHTS)
+    states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return blake2b(repr(states).encode(), digest_size=8).hexdigest()
 
 
 def size_of_weights(name: str) -> int | None:

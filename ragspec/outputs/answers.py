@@ -6,8 +6,10 @@ distribution.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
 from typing import Any, Protocol
 
 from ragspec.json_text import JSONDecodeError, dumps, loads
@@ -19,6 +21,7 @@ from ragspec.stats import SpecStats
 from ragspec.structured.form import Form, after_thinking
 from ragspec.structured.grammars import is_complete, spaced
 
+REQUEST_BYTES = 8  # of each part of a request's digest
 LEAST = -9999.0  # logprob of an impossible token; JSON has no infinity
 
 
@@ -92,6 +95,19 @@ class RecordInFlight:
         """Return the number of tokens in all prompts."""
         return sum(len(prompt.token_ids) for prompt in self.prompts)
 
+    @property
+    def request(self) -> str:
+        """Return a digest of what the model is asked, PROMPTS-SAMPLING: an equal one has an equal answer.
+
+        What does not matter to a greedy answer is left out; a sampled one depends on the record's id.
+        """
+        sampling: tuple[Any, ...] = (self.sampling, self.record.id)
+        if self.sampling.temperature == 0:
+            sampling = (replace(self.sampling, top_p=1.0, top_k=0, min_p=0.0, seed=0),)
+        prompts = b"".join(array("q", [len(each.token_ids), *each.token_ids]).tobytes() for each in self.prompts)
+        asked = repr((*sampling, self.n, self.grammar)).encode()
+        return "-".join(blake2b(part, digest_size=REQUEST_BYTES).hexdigest() for part in (prompts, asked))
+
 
 @dataclass(frozen=True, slots=True)
 class PartialAnswer:
@@ -105,13 +121,18 @@ class PartialAnswer:
 
 @dataclass(frozen=True, slots=True)
 class FailedRecord:
-    """A record without an answer. name: its id or a substitute. line: of the input, if the line is invalid."""
+    """A record without an answer. name: its id or a substitute. line: of the input, if the line is invalid.
+
+    request: the digest of what the model was asked, "" if it was not. config: of the config, as in run.json.
+    """
 
     name: str
     fingerprint: str
     kind: str
     message: str
     line: int | None = None
+    request: str = ""
+    config: str = ""
 
 
 class LineFormat(Protocol):
@@ -165,12 +186,17 @@ class NativeFormat:
             line["logprobs"] = found if len(answers) > 1 else found[0]
         if details:
             line |= token_details(flight, first)
-        return line | {"metadata": flight.record.metadata, "fingerprint": flight.fingerprint}
+        return line | {
+            "metadata": flight.record.metadata,
+            "fingerprint": flight.fingerprint,
+            "request": flight.request,
+        }
 
     def error(self, failed: FailedRecord) -> dict[str, Any]:
         place = {} if failed.line is None else {"line": failed.line}
         error = {"type": failed.kind, "message": failed.message}
-        return {"id": failed.name, **place, "error": error, "fingerprint": failed.fingerprint}
+        by = {name: value for name, value in (("request", failed.request), ("config", failed.config)) if value}
+        return {"id": failed.name, **place, "error": error, "fingerprint": failed.fingerprint, **by}
 
     def signed(self, line: bytes, config: str) -> bytes:
         return dumps({**loads(line), "config": config})

@@ -6,7 +6,7 @@ A new kind of output needs one module in this folder and a branch in target.py.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ragspec.json_text import loads
@@ -14,6 +14,9 @@ from ragspec.outputs.ledger import Drop, Finished
 
 if TYPE_CHECKING:
     from ragspec.outputs.line_file import Spill
+
+
+Change = Callable[[bytes], bytes | None]  # returns what takes a line's place, None to remove it
 
 
 class Sink(Protocol):
@@ -38,6 +41,12 @@ class Store(Sink, Protocol):
 
     def finished(self, drop: Drop | None = None) -> Iterator[Finished]:
         """Repair what a killed run left, remove the lines to `drop`, and yield what the others finish."""
+
+    def rewrite(self, change: Change, more: Iterable[bytes]) -> None:
+        """Give each line, in the order of `finished`, to `change`, and append `more`.
+
+        A run killed meanwhile leaves each line either as it was or as it is to be, and never both.
+        """
 
     def set_aside(self, spill: Spill | None) -> None:
         """Rename all lines, and those waiting in `spill`, and start empty."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Protocol
 
+import orjson
 import zstandard
 
 from ragspec.errors import ConfigError, flat
@@ -34,7 +35,7 @@ AS_JSON = (
     "parsed",
     "passages",
 )  # fields whose type depends on the record, stored as JSON texts
-FINISHED = ["id", "fingerprint", "error", "prompt_tokens", "output_tokens"]  # columns that Finished needs
+FINISHED = ["id", "fingerprint", "error", "prompt_tokens", "output_tokens", "request", "config"]  # what Finished needs
 
 
 class Parquet:
@@ -69,9 +70,15 @@ class Parquet:
         table = self._read(data)
         return self._written(table.filter(self._arrow.array([not drop(each) for each in self.finished(data)])))
 
+    def lines(self, data: bytes) -> list[bytes]:
+        """Return a part's rows as output lines."""
+        return [dumps(line_of(row), option=orjson.OPT_APPEND_NEWLINE) for row in self._read(data).to_pylist()]
+
     def _read(self, data: bytes, columns: list[str] | None = None) -> Any:
         try:
-            return self._parquet.read_table(io.BytesIO(data), columns=columns)
+            file = self._parquet.ParquetFile(io.BytesIO(data))
+            there = set(file.schema_arrow.names)  # parts of older versions lack newer columns
+            return file.read(columns=None if columns is None else [name for name in columns if name in there])
         except (OSError, self._arrow.ArrowException) as error:
             raise ValueError(f"cannot be read as Parquet ({error})") from None
 
@@ -83,9 +90,10 @@ class Parquet:
 
 def finished_of(row: dict[str, Any]) -> Finished:
     """Return what a row with the columns FINISHED finishes."""
+    by = (row.get("request") or "", row.get("config") or "")
     if row["error"] is not None:
-        return Finished(row["fingerprint"], row["id"], True, message=row["error"]["message"] or "")
-    return Finished(row["fingerprint"], row["id"], False, row["prompt_tokens"] or 0, row["output_tokens"] or 0)
+        return Finished(row["fingerprint"], row["id"], True, 0, 0, row["error"]["message"] or "", *by)
+    return Finished(row["fingerprint"], row["id"], False, row["prompt_tokens"] or 0, row["output_tokens"] or 0, "", *by)
 
 
 def line_of(row: dict[str, Any]) -> dict[str, Any]:
@@ -138,6 +146,7 @@ def _schema(arrow: Any) -> Any:
         "error": arrow.struct([("type", text), ("message", text)]),
         "line": whole,
         "fingerprint": text,
+        "request": text,
         "config": text,
     }
     return arrow.schema(list(columns.items()))
@@ -175,6 +184,9 @@ class Codec(Protocol):
     def without(self, data: bytes, drop: Drop) -> bytes:
         """Return a part's content without the lines to drop."""
 
+    def lines(self, data: bytes) -> list[bytes]:
+        """Return a part's lines as JSON, each with its end. Raises ValueError if it cannot be read."""
+
 
 @dataclass(frozen=True, slots=True)
 class Lines:
@@ -188,12 +200,12 @@ class Lines:
         return self.pack(b"".join(lines))
 
     def finished(self, data: bytes) -> list[Finished]:
-        return [Finished.of(line) for line in self._lines(data)]
+        return [Finished.of(line) for line in self.lines(data)]
 
     def without(self, data: bytes, drop: Drop) -> bytes:
-        return self.encode([line for line in self._lines(data) if not drop(Finished.of(line))])
+        return self.encode([line for line in self.lines(data) if not drop(Finished.of(line))])
 
-    def _lines(self, data: bytes) -> list[bytes]:
+    def lines(self, data: bytes) -> list[bytes]:
         try:
             return self.unpack(data).splitlines(keepends=True)
         except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:

@@ -12,11 +12,13 @@ import csv
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ragspec.errors import ConfigError
 from ragspec.json_text import JSONDecodeError, dumps, loads
+from ragspec.outputs.base import Change
 from ragspec.outputs.ledger import Drop, Finished
 from ragspec.outputs.line_file import Appended
 
@@ -62,6 +64,21 @@ class CsvFile(Appended):
             next(rows, None)
         return (self._finished(row) for _, row in rows)
 
+    def rewrite(self, change: Change, more: Iterable[bytes]) -> None:
+        """Replace all rows at once by what `change` makes of their lines, and the rows of `more`."""
+
+        def rows() -> Iterator[bytes]:
+            yield self._header
+            for _, row in islice(self, 1, None):
+                line = self._line(row)
+                new = change(line)
+                if new is not None:
+                    yield row if new == line else encoded(cells_of(loads(new), self._columns))
+            for line in more:
+                yield encoded(cells_of(loads(line), self._columns))
+
+        self.replace(rows())
+
     def cut_torn_line(self) -> None:
         """Remove a last row that is not complete, which a killed run leaves."""
         end = 0
@@ -80,7 +97,11 @@ class CsvFile(Appended):
                 begin, row = begin + len(row), b""
 
     def _finished(self, row: bytes) -> Finished:
-        return Finished.of(dumps(line_of(dict(zip(self._columns, decoded(row), strict=False)))))
+        return Finished.of(self._line(row))
+
+    def _line(self, row: bytes) -> bytes:
+        """Return a row as an output line, without its end."""
+        return dumps(line_of(dict(zip(self._columns, decoded(row), strict=False))))
 
 
 def written_here(path: Path) -> bool:

@@ -24,7 +24,8 @@ from ragspec.json_text import dumps
 from ragspec.outputs.base import Sink, Store
 from ragspec.outputs.ledger import Drop, Finished, Ledger
 from ragspec.outputs.line_file import MemorySpill, Spill, SpillPosition, free_number
-from ragspec.outputs.target import OutStream, Target, target_of
+from ragspec.outputs.target import OutStream, Target, opening_errors, target_of
+from ragspec.outputs.update import Update
 from ragspec.stats import Causes, OutputTotals, RunSummary, Spent
 
 
@@ -106,6 +107,7 @@ class Journal:
         retry_failed: answer failed records again.
         partial: only a part of the input is read, so lines waiting from earlier runs may belong to the rest.
         among: keys of the rows that `retry_failed` applies to, None for all.
+        update: the output while it is updated, open already; then `resume`, `retry_failed` and `partial` are its own.
 
     Raises:
         ConfigError: the output cannot be opened, or was begun with another config.
@@ -121,12 +123,13 @@ class Journal:
         retry_failed: bool = False,
         partial: bool = False,
         among: Container[str] | None = None,
+        update: Update | None = None,
     ) -> None:
         config = OutputConfig(path=output) if isinstance(output, str) else output
         self.target = target_of(config) if isinstance(config, OutputConfig) else None
-        self.ledger = Ledger()
+        self.ledger = update.ledger if update else Ledger()
         self.output = str(config.path) if isinstance(config, OutputConfig) else "memory"
-        self._in_order = order == "input"
+        self._in_order = order == "input" and update is None  # which puts its lines in their places itself
         self._partial = partial
         self._drop: Drop | None = None
         if retry_failed:
@@ -138,14 +141,19 @@ class Journal:
         # [begin, end) ranges of lines that are already written and whose turn has not come
         self._skipped: deque[tuple[int, int]] = deque()
         self._ahead: Spill | MemorySpill = MemorySpill()
-        self._store: Store | None = None
+        self._store: Store | Update | None = None
         self._file: Sink
-        if not isinstance(config, OutputConfig):
+        if update is not None and identity is not None:
+            self._file = self._store = update
+            with opening_errors(self.output):
+                update.begin(_spent(update.target), config.include if isinstance(config, OutputConfig) else ())
+            self.target = update.target
+        elif not isinstance(config, OutputConfig):
             self._file = config
         elif self.target is not None:
             self._file = self._store = self._open(self.target, identity, resume, config.include)
         else:
-            with _opening(self.output):
+            with opening_errors(self.output):
                 self._file = OutStream(self.output)
 
     def __enter__(self) -> Self:
@@ -186,6 +194,15 @@ class Journal:
                 self._next += 1
             counted()
             self._take_turns()
+
+    def stop_early(self) -> None:
+        """Let lines that wait for earlier ones wait for the next run: this one does not reach the input's end."""
+        self._partial = True
+
+    @property
+    def spent(self) -> Spent:
+        """Return the time of earlier runs."""
+        return self.target.state.spent if self.target is not None else Spent()
 
     def skip(self, index: int, key: str) -> None:
         """Mark line number `index` as finished by an earlier run. Indices must increase. key: its fingerprint."""
@@ -246,13 +263,20 @@ class Journal:
         spill = None
         spent = Spent()
         kept = False
-        with ExitStack() as opened, _opening(target.name):
+        with ExitStack() as opened, opening_errors(target.name):
             store = target.open()
             opened.callback(store.close)
             if identity is not None:
                 spill = self._ahead = Spill(target.pending)
                 opened.callback(spill.close)
             began = store.begun or (spill is not None and spill.size)
+            if target.updates.exists():
+                if resume and identity is not None:
+                    raise ConfigError(
+                        f"{target.name}: its update was interrupted; finish it with --update, or delete "
+                        f"{target.updates}, which has the new answers, to give it up"
+                    )
+                target.updates.rename(f"{target.updates}.{free_number(target.updates)}")
             if began and (identity is None or not resume):
                 store.set_aside(spill)
             elif began and identity is not None and spill is not None:
@@ -352,15 +376,3 @@ def _spent(target: Target) -> Spent:
     """Return the time of earlier runs; for an output from before it was recorded, that of the latest statistics."""
     found = Spent.of(target.state.read().get("spent"))
     return found if found.runs else Spent.of(target.statistics.read(), runs=1)
-
-
-@contextmanager
-def _opening(output: str) -> Iterator[None]:
-    """Convert an error of opening an output to a one-line ConfigError."""
-    try:
-        yield
-    except BlockingIOError:
-        raise ConfigError(f"{output}: another run is writing it; wait for it, or choose another --output") from None
-    except OSError as error:
-        where = error.filename or output
-        raise ConfigError(f"{where}: cannot be written ({error.strerror}); choose another --output") from None

@@ -26,7 +26,11 @@ def fingerprint(row: InputRow, record_id: str | None) -> str:
 
 
 class Finished(NamedTuple):
-    """What an output line finishes. key: the fingerprint, None for a foreign line. message: why the record failed."""
+    """What an output line finishes. key: the fingerprint, None for a foreign line. message: why the record failed.
+
+    request: the digest of the prompt and sampling that it answers, "" if unknown. config: the digest of the config that
+    answered it, "" for the one that began the output.
+    """
 
     key: str | None = None
     id: str = ""
@@ -34,6 +38,8 @@ class Finished(NamedTuple):
     prompt_tokens: int = 0
     output_tokens: int = 0
     message: str = ""
+    request: str = ""
+    config: str = ""
 
     @classmethod
     def of(cls, raw: bytes) -> Finished:
@@ -47,10 +53,15 @@ class Finished(NamedTuple):
             return cls()
         if not isinstance(key, str) or not isinstance(name, str) or (batch and key == line["id"]):
             return cls()
+        by = (_text(line.get("request")), _text(line.get("config")))
         error = line.get("error")
         if error is not None:
-            return cls(key, name, True, message=str(error.get("message", "")) if isinstance(error, dict) else "")
-        return cls(key, name, False, *_tokens(line, batch))
+            return cls(key, name, True, 0, 0, str(error.get("message", "")) if isinstance(error, dict) else "", *by)
+        return cls(key, name, False, *_tokens(line, batch), "", *by)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
 
 
 def _tokens(line: dict[str, Any], batch: bool) -> tuple[int, int]:

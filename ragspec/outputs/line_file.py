@@ -13,12 +13,15 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from ragspec.host.files import sync_folder
 from ragspec.outputs.ledger import Drop, Finished
+
+if TYPE_CHECKING:
+    from ragspec.outputs.base import Change
 
 BLOCK = 1 << 16
 
@@ -344,6 +347,10 @@ class Appended(LineFile):
         if drop is not None:
             self.replace(line for _, line in self if not drop(Finished.of(line)))
         return (Finished.of(line) for _, line in self)
+
+    def rewrite(self, change: Change, more: Iterable[bytes]) -> None:
+        """Replace all lines at once by what `change` makes of them, and `more`."""
+        self.replace(chain((new for _, line in self if (new := change(line)) is not None), more))
 
     def set_aside(self, spill: Spill | None) -> None:
         """Rename what is not resumed to NAME.1, NAME.2, ...; written lines are never lost."""

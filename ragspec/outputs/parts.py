@@ -12,12 +12,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ragspec.inputs.record_ids import KeySet
+from ragspec.outputs.base import Change
 from ragspec.outputs.codecs import Codec
 from ragspec.outputs.folder import Folder, encoded
 from ragspec.outputs.ledger import Drop, Finished
@@ -25,7 +26,7 @@ from ragspec.outputs.line_file import LineFile, Spill
 
 NAME = re.compile(r"part-(\d+)(\..+)")
 MANIFEST, STATE, STATISTICS = "manifest.json", "run.json", "stats.json"
-SPOOL, WAITING = "lines.jsonl", "pending.jsonl"  # in the local folder of unsealed lines
+SPOOL, WAITING, UPDATES = "lines.jsonl", "pending.jsonl", "update.jsonl"  # in the local folder of unsealed lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,31 @@ class Parts:
             raise OSError(errno.EIO, str(error), name) from None
         self._parts[name] = _part(name, found, data)
         return found
+
+    def rewrite(self, change: Change, more: Iterable[bytes]) -> None:
+        """Rewrite the parts whose lines change, one after the other, then the spool; append `more`."""
+        for name in list(self._names):
+            try:
+                lines = self._codec.lines(self._folder.read(name))
+            except ValueError as error:
+                raise OSError(errno.EIO, str(error), name) from None
+            changed = [new for line in lines if (new := change(line)) is not None]
+            if changed == lines:
+                continue
+            self._change()
+            if changed:
+                data = self._codec.encode(changed)
+                self._folder.put(name, data)
+                self._parts[name] = _part(name, [Finished.of(line) for line in changed], data)
+            else:
+                self._folder.delete(name)
+                self._names.remove(name)
+                del self._parts[name]
+        unsealed = [new for _, line in self._spool if (new := change(line)) is not None]
+        self._spool.replace(unsealed)
+        self._waiting = len(unsealed)
+        for line in more:
+            self.append(line)
 
     def append(self, line: bytes) -> None:
         """Write a line to the spool, and seal a part if the spool is full."""

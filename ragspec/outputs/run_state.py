@@ -2,8 +2,9 @@
 
     {"config": {...}, "output": "answers.jsonl", "spent": {"runs": 2, "load_s": 4.1, ...}, "configs": {"3f2a": {...}}}
 
-`config` is the latest config. `configs` exists if failed records were retried under another config, and lists all that
-answered records, the first one first; a line names its config unless that is the first. `spent`: the time of all runs.
+`config` is the latest config. `configs` exists if several configs answered records (retries, updates), and lists them,
+the first one first; a line names its config unless that is the first. `weights` in a config tells a model's weights
+from others of the same name. `spent`: the time of all runs.
 
 >>> sibling("out/answers.jsonl", ".stats.json")
 PosixPath('out/answers.stats.json')
@@ -14,7 +15,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,12 +27,21 @@ from ragspec.outputs.base import Document
 from ragspec.outputs.folder import LocalDocument
 from ragspec.stats import RunSummary, Spent
 
-STATE, STATISTICS, PENDING = ".run.json", ".stats.json", ".pending.jsonl"
+STATE, STATISTICS, PENDING, UPDATES = ".run.json", ".stats.json", ".pending.jsonl", ".update.jsonl"
 # keys that may change when failed records are retried: prompts and limits, which existing answers do not depend on
 RETRIED = (
     *("prompt", "sampling.max_new_tokens", "retrieval", "index"),
     *(f"runner_args.{key}" for key in ("max_model_len", "max_num_batched_tokens", "context_length", "fail_ids")),
 )
+WEIGHTS = "weights"  # key of a config: what tells its weights from others of the same name
+# runner_args that are about speed, memory and what is read, not about what the model computes
+NOT_MODEL = {
+    *("batch_size", "lookahead", "compile", "attention", "graphs", "engine", "exact", "device", "num_gpus", "guard"),
+    *("max_num_seqs", "max_num_batched_tokens", "max_model_len", "enforce_eager", "block_size", "own_process"),
+    *("gpu_memory_utilization", "kv_cache_memory_bytes", "tensor_parallel_size", "pipeline_parallel_size"),
+    *("trust_remote_code", "tokenizer_args", "encode_args"),
+    *("context_length", "delay_s", "fail_ids", "exit_ids", "reverse"),
+}
 RETRY = "; to try only the failed records under the new one, add --retry-failed"
 WAY_OUT = "; use the config it was started with, choose another --output, or use --no-resume (which keeps it as a copy)"
 
@@ -85,12 +95,12 @@ class RunState:
         """
         content = self.read()
         began = content.get("config")
-        if _digest(identity) in (content.get("configs") or {}):
+        if any(same_config(identity, each) for each in (content.get("configs") or {}).values()):
             return
         if not isinstance(began, dict):
             name = self._document.name.rpartition("/")[2]
             raise ConfigError(f"{self._name}: contains lines, but {name} does not say which config wrote them{WAY_OUT}")
-        changed = list(_differences(began, _plain(identity)))
+        changed = list(differences(began, identity))
         kept = [each for each in changed if not each.path.startswith(RETRIED)]
         if kept or (changed and not retrying):
             first, retry = (kept or changed)[0], "" if kept or retrying else RETRY
@@ -107,9 +117,10 @@ class RunState:
         included = [each for each in include if not kept or each in before.get("include", [])]
         self.lacking = [each for each in include if each not in included]
         self._spent = spent
-        configs = before.get("configs") or {_digest(old): old for old in [before.get("config")] if old}
-        configs = {**configs, _digest(identity): identity}
-        self.signature = "" if next(iter(configs)) == _digest(identity) else _digest(identity)
+        configs = _configs(before)
+        digest = next((each for each, old in configs.items() if same_run(identity, old)), _digest(identity))
+        configs[digest] = identity
+        self.signature = "" if next(iter(configs)) == digest else digest
         self._content = {"config": identity, "output": self._name.rstrip("/").rpartition("/")[2]}
         self._content |= {"spent": spent.to_json(), **({"configs": configs} if len(configs) > 1 else {})}
         self._content |= {"include": included} if included else {}
@@ -118,6 +129,27 @@ class RunState:
         except OSError as error:
             where = error.filename or self._document.name
             raise ConfigError(f"{where}: cannot be written ({error.strerror}); choose another --output") from None
+
+    def configs(self) -> dict[str, dict[str, Any]]:
+        """Return the configs that answered records by the digest that lines name them by; the first one is "" as well.
+
+        Raises ConfigError.
+        """
+        found = _configs(self.read())
+        return {"": next(iter(found.values())), **found} if found else {}
+
+    def keep_configs(self, named: Container[str]) -> None:
+        """Forget the configs that no line names, except the latest. named: those of the lines. Raises OSError."""
+        configs = self._content.get("configs", {})
+        first = next(iter(configs), "")
+        kept = {
+            digest: config
+            for digest, config in configs.items()
+            if digest in named or (digest == first and "" in named) or config is self._content["config"]
+        }
+        if len(kept) < len(configs):
+            self._content["configs"] = kept
+            self._document.write(self._content)
 
     @property
     def spent(self) -> Spent:
@@ -157,12 +189,13 @@ class FileState(RunState):
                 f"{self._output}: its state file would be {self.path.name}, which belongs to {twin.name}; "
                 "choose another --output"
             )
-        pending = sibling(str(self._output), PENDING)
-        if sibling(str(pending), STATE).exists():
-            raise ConfigError(
-                f"{self._output}: answers waiting for earlier ones would go to {pending.name}, which is another run's "
-                "output; choose another --output"
-            )
+        for suffix in (PENDING, UPDATES):
+            waiting = sibling(str(self._output), suffix)
+            if sibling(str(waiting), STATE).exists():
+                raise ConfigError(
+                    f"{self._output}: answers that wait would go to {waiting.name}, which is another run's output; "
+                    "choose another --output"
+                )
 
     def _twin(self) -> Path | None:
         """Return the other output that would have the same files beside it, as `a` and `a.jsonl` have."""
@@ -193,8 +226,42 @@ class _Difference(NamedTuple):
         return f"{self.path}: was {_shown(self.old)}, is now {_shown(self.new)}"
 
 
+def differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[_Difference]:
+    """Yield the differences between two configs, apart from their weights."""
+    left, right = ({key: value for key, value in _plain(each).items() if key != WEIGHTS} for each in (old, new))
+    yield from _differences(left, right)
+
+
+def same_config(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two configs are equal, whatever their weights are."""
+    return not any(True for _ in differences(one, other))
+
+
+def same_run(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two configs are equal, and their weights too, as far as both are known."""
+    weights = {each.get(WEIGHTS) for each in (one, other)} - {None, ""}
+    return len(weights) < 2 and same_config(one, other)
+
+
+def same_model(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two configs have the same model: its weights, and the arguments that change what they compute."""
+    models = [each.get("model") for each in (one, other)]
+    args = [
+        {key: value for key, value in _plain(each.get("runner_args") or {}).items() if key not in NOT_MODEL}
+        for each in (one, other)
+    ]
+    weights = {each.get(WEIGHTS) for each in (one, other)} - {None, ""}
+    return models[0] == models[1] and args[0] == args[1] and len(weights) < 2
+
+
+def _configs(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the configs in a state file by digest, the first one first."""
+    latest = content.get("config")
+    return dict(content.get("configs") or ({_digest(latest): latest} if isinstance(latest, dict) else {}))
+
+
 def _differences(old: Any, new: Any, path: str = "") -> Iterator[_Difference]:
-    """Yield the differences between two configs by dotted path."""
+    """Yield the differences between two values by dotted path."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
             yield from _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)

@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from ragspec.errors import ConfigError, flat
 from ragspec.host.files import open_private, sync_folder
 from ragspec.inputs.record_ids import KeySet
-from ragspec.json_text import loads
-from ragspec.outputs.codecs import FINISHED, LANCE, Parquet, finished_of, row_of
+from ragspec.json_text import dumps, loads
+from ragspec.outputs.base import Change
+from ragspec.outputs.codecs import FINISHED, LANCE, Parquet, finished_of, line_of, row_of
 from ragspec.outputs.ledger import Drop, Finished
 from ragspec.outputs.line_file import LineFile, Spill, free_number
 
@@ -123,14 +124,37 @@ class LanceTable:
         sync_folder(self.path.parent)
         self._spool.empty()
 
-    def _batches(self) -> Any:
-        """Return the spool's lines as a stream of record batches."""
+    def rewrite(self, change: Change, more: Iterable[bytes]) -> None:
+        """Replace all rows in one commit by what `change` makes of their lines, and the rows of `more`."""
+        if self._spool.size:  # a run killed between the commit and emptying the spool must not find changed lines there
+            self._replace(self._lines())
+            self._spool.empty()
+        self._replace(chain((new for line in self._lines() if (new := change(line)) is not None), more))
+
+    def _lines(self) -> Iterator[bytes]:
+        """Yield all lines in the order of `finished`."""
+        answered = {found.key for found in (Finished.of(line) for _, line in self._spool) if not found.failed}
+        if self._tables.open() is not None:
+            for row in rows_of(self.path):
+                if row["error"] is None or row[KEY] not in answered:
+                    yield dumps(line_of(row)) + b"\n"
+        yield from (line for _, line in self._spool)
+
+    def _replace(self, lines: Iterable[bytes]) -> None:
+        before = self._files()
+        self._tables.create(self._batches(lines), replace=self._tables.open() is not None)
+        _sync(self._files() - before)
+        self._retried = False
+
+    def _batches(self, lines: Iterable[bytes] | None = None) -> Any:
+        """Return lines, by default the spool's, as a stream of record batches."""
         import pyarrow
 
+        lines_left = iter(lines if lines is not None else (line for _, line in self._spool))
+
         def batches() -> Iterator[Any]:
-            lines_left = (line for _, line in self._spool)
-            while lines := list(islice(lines_left, BATCH)):
-                yield pyarrow.RecordBatch.from_pylist([row_of(loads(line)) for line in lines], schema=self._schema)
+            while batch := list(islice(lines_left, BATCH)):
+                yield pyarrow.RecordBatch.from_pylist([row_of(loads(line)) for line in batch], schema=self._schema)
 
         return pyarrow.RecordBatchReader.from_batches(self._schema, batches())
 

@@ -10,7 +10,8 @@ import errno
 import hashlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +27,7 @@ from ragspec.outputs.csv_file import CsvFile
 from ragspec.outputs.folder import Folder, FolderDocument, LocalDocument, LocalFolder, RemoteFolder
 from ragspec.outputs.line_file import Appended, write_all
 from ragspec.outputs.parts import Parts
-from ragspec.outputs.run_state import PENDING, STATE, STATISTICS, FileState, RunState, sibling
+from ragspec.outputs.run_state import PENDING, STATE, STATISTICS, UPDATES, FileState, RunState, sibling
 
 
 class OutStream:
@@ -68,6 +69,7 @@ class Target(Protocol):
         address: the path or URL with secrets in clear text.
         is_folder: whether it is a folder of parts.
         pending: the file of lines ahead of their turn.
+        updates: the file of new lines while an update runs.
         state: run.json.
         statistics: stats.json.
     """
@@ -76,6 +78,7 @@ class Target(Protocol):
     address: str
     is_folder: bool
     pending: Path
+    updates: Path
     state: RunState
     statistics: Document
 
@@ -90,6 +93,18 @@ class Target(Protocol):
 
     def files(self) -> dict[str, Path]:
         """Return the local files that a run writes, by purpose."""
+
+
+@contextmanager
+def opening_errors(output: str) -> Iterator[None]:
+    """Convert an error of opening an output to a one-line ConfigError."""
+    try:
+        yield
+    except BlockingIOError:
+        raise ConfigError(f"{output}: another run is writing it; wait for it, or choose another --output") from None
+    except OSError as error:
+        where = error.filename or output
+        raise ConfigError(f"{where}: cannot be written ({error.strerror}); choose another --output") from None
 
 
 def target_of(config: OutputConfig) -> Target | None:
@@ -137,6 +152,7 @@ class FileTarget:
         self.name = self.address = path
         self.path = Path(path)
         self.pending = sibling(path, PENDING)
+        self.updates = sibling(path, UPDATES)
         self.state: RunState = FileState(path)
         self.statistics: Document = LocalDocument(sibling(path, STATISTICS))
 
@@ -148,7 +164,11 @@ class FileTarget:
         return self.path.is_file() and self.path.stat().st_size > 0
 
     def whereabouts(self) -> list[str]:
-        names = {self.path: self.name, self.pending: f"{self.pending} (answers waiting for earlier ones)"}
+        names = {
+            self.path: self.name,
+            self.pending: f"{self.pending} (answers waiting for earlier ones)",
+            self.updates: f"{self.updates} (an update's answers)",
+        }
         return [name for path, name in names.items() if path.exists() and path.stat().st_size]
 
     def files(self) -> dict[str, Path]:
@@ -156,6 +176,7 @@ class FileTarget:
             "output": self.path,
             "the run's state": sibling(self.name, STATE),
             "the file of waiting answers": self.pending,
+            "the file of an update's answers": self.updates,
             "the statistics": sibling(self.name, STATISTICS),
         }
 
@@ -181,6 +202,7 @@ class TableTarget:
         self.name = self.address = path
         self.path = Path(path)
         self.pending = sibling(path, PENDING)
+        self.updates = sibling(path, UPDATES)
         self.state: RunState = FileState(path)
         self.statistics: Document = LocalDocument(sibling(path, STATISTICS))
         self._spool = self.path.with_name(self.path.name + table.SPOOL)
@@ -199,6 +221,7 @@ class TableTarget:
 
     def whereabouts(self) -> list[str]:
         names = {self._spool: "on their way to the table", self.pending: "answers waiting for earlier ones"}
+        names[self.updates] = "an update's answers"
         kept = [f"{path} ({what})" for path, what in names.items() if path.exists() and path.stat().st_size]
         return [self.name, *kept] if (self.path / "_versions").is_dir() else kept
 
@@ -208,6 +231,7 @@ class TableTarget:
             "the run's state": sibling(self.name, STATE),
             "the file of unfinished answers": self._spool,
             "the file of waiting answers": self.pending,
+            "the file of an update's answers": self.updates,
             "the statistics": sibling(self.name, STATISTICS),
         }
 
@@ -247,6 +271,7 @@ class PartsTarget:
             state = LocalDocument(here / parts.STATE)
             self.statistics = LocalDocument(here / parts.STATISTICS)
         self.pending = self._local / parts.WAITING
+        self.updates = self._local / parts.UPDATES
         self.state = RunState(self.name, state)
 
     def open(self) -> Parts:

@@ -173,7 +173,8 @@ class Answering:
         )
 
     def _fail(self, flight: RecordInFlight, kind: str, message: str) -> None:
-        self._sink.fail(flight.index, FailedRecord(flight.record.id, flight.fingerprint, kind, message))
+        failed = FailedRecord(flight.record.id, flight.fingerprint, kind, message, request=flight.request)
+        self._sink.fail(flight.index, failed)
 
 
 def _passages(flight: RecordInFlight) -> tuple[tuple[int, int] | None, str]:

@@ -6,7 +6,7 @@ memory, draft vocabulary, index and cluster. Limit: room for records is an estim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -56,19 +56,26 @@ def examine_passages(config: RunConfig) -> Iterator[Finding]:
     Yields nothing if those have no passages.
     """
     records = _first_records(config)
-    passages = PassageNumbers()
-    most = config.prompt.max_passages
-    numbers = [passages.of(record, most) for record in records]
-    plan = shared_order(numbers, passages.weights, config.prompt.keep_first)
-    if not plan.total:
+    shares = passage_shares(config, records)
+    if not shares:
         return
-    alike = [_alike(record, own) for record, own in zip(records, numbers, strict=True)]
-    shares = {"rank": plan.by_rank, "canonical": computed(alike, passages.weights), "shared": plan.computed}
-    described = ", ".join(f"{name} {cost / plan.total:.0%}" for name, cost in shares.items())
+    described = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
     yield Finding(
         "ok",
         f"passages of the first {len(records):,} records to be computed, by prompt.order: {described} of their text",
     )
+
+
+def passage_shares(config: RunConfig, records: Sequence[Record]) -> dict[str, float]:
+    """Return the share of these records' passage text that is computed, by `prompt.order`; {} without passages."""
+    passages = PassageNumbers()
+    numbers = [passages.of(record, config.prompt.max_passages) for record in records]
+    plan = shared_order(numbers, passages.weights, config.prompt.keep_first)
+    if not plan.total:
+        return {}
+    alike = [_alike(record, own) for record, own in zip(records, numbers, strict=True)]
+    costs = {"rank": plan.by_rank, "canonical": computed(alike, passages.weights), "shared": plan.computed}
+    return {name: cost / plan.total for name, cost in costs.items()}
 
 
 def _alike(record: Record, numbers: list[int]) -> list[int]:
@@ -218,31 +225,45 @@ def _examine_index(config: RetrievalConfig) -> Finding:
     return Finding("ok", f"index {config.index}: {index.rows:,} passages, {vectors}")
 
 
+def memory_needs(config: RunConfig) -> tuple[int, int, int] | None:
+    """Return the bytes of the weights, of a token's keys and values, and those free; None if the weights' are unknown.
+
+    Raises ConfigError.
+    """
+    source = resolve(config.model or "", revealed(config.runner_args.get("revision")))
+    on_disk = weights_bytes(source.path, source.revision)
+    if on_disk is None:
+        return None
+    model = read_model_config(source, trust_remote_code=bool(config.runner_args.get("trust_remote_code")))
+    text, size = model.get_text_config(), _width(config, model)
+    quantised = getattr(model, "quantization_config", None) is not None  # loaded as they are
+    weights = on_disk if quantised else on_disk // BYTES_OF.get(str(text.dtype).removeprefix("torch."), size) * size
+    gpus = _gpus(config)
+    return weights, _bytes_per_token(text, size), free_gpu_bytes(gpus) if gpus else free_bytes()
+
+
 def _examine_model(config: RunConfig) -> Iterator[Finding]:
     source = resolve(config.model or "", revealed(config.runner_args.get("revision")))
     model = read_model_config(source, trust_remote_code=bool(config.runner_args.get("trust_remote_code")))
     text = model.get_text_config()
-    size = _width(config, model)
     reach = context_length(model)
     yield Finding(
         "ok",
         f"model {config.model}: {model.model_type}, {text.num_hidden_layers} layers, "
         + (f"context of {reach:,} tokens" if reach else "no context limit"),
     )
-    on_disk = weights_bytes(source.path, source.revision)
-    if on_disk is None and Path(source.path).is_dir():
+    needs = memory_needs(config)
+    if needs is None and Path(source.path).is_dir():
         yield Finding("note", f"{source.path} has no safetensors files: what its weights need is not known")
         return
-    if on_disk is None:
+    if needs is None:
         yield Finding("note", "its weights are not downloaded yet; the run downloads them first (size unknown)")
         return
-    quantised = getattr(model, "quantization_config", None) is not None  # loaded as they are
-    weights = on_disk if quantised else on_disk // BYTES_OF.get(str(text.dtype).removeprefix("torch."), size) * size
+    weights, per_token, free = needs
+    quantised = getattr(model, "quantization_config", None) is not None
     if not quantised and "quantization_config" in config.runner_args.get("model_args", {}):
         yield Finding("note", "weights are quantised as they load: they need less than this in the end")
-    per_token = _bytes_per_token(text, size)
     gpus = _gpus(config)
-    free = free_gpu_bytes(gpus) if gpus else free_bytes()
     rows = max(0, free - weights) // max(1, per_token * ROW_TOKENS)
     line = (
         f"weights {weights / (1 << 30):.2f} GiB, keys and values {per_token / 1024:.0f} KiB per token; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,18 +15,24 @@ from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError
 from ragspec.inputs.base import Source, within
 from ragspec.inputs.columns import Columns
+from ragspec.inputs.record_ids import RecordIds
 from ragspec.inputs.sources import files_of, open_source, size_of
 from ragspec.inputs.storage import advising, is_url
 from ragspec.outputs.journal import Journal
 from ragspec.outputs.target import Target, check_name, target_of
+from ragspec.outputs.update import Update, UpdatePlan, opened_update, updated_target
+from ragspec.run.budget import BudgetGate
 from ragspec.run.inspect import with_columns
 from ragspec.run.local import LocalPass
 from ragspec.run.ordering import Say, ignore_note
+from ragspec.run.plan import compared
+from ragspec.run.price import Budget
 from ragspec.run.record_reader import keys_of
 from ragspec.run.result_writer import Observer, Report
 from ragspec.run.runner_choice import choose_runner, downloads, remember
 from ragspec.run.session import Session, prepare
 from ragspec.run.statistics import StatisticsFile
+from ragspec.run.update import identity_of, requests_of
 from ragspec.stats import RunSummary
 
 if TYPE_CHECKING:
@@ -51,6 +58,10 @@ def generate(
     limit: int | None = None,
     resume: bool = True,
     retry_failed: bool = False,
+    update: bool = False,
+    prune: bool = False,
+    keep_old: bool = False,
+    budget: Budget | None = None,
     stats_path: str | None = None,
     notes: list[str] | None = None,
     report: Report | None = None,
@@ -67,13 +78,19 @@ def generate(
         limit: Number of lines to read; all by default. With `retry_failed`, only their records are tried again.
         resume: Skip the records that the output already answers. False moves an existing output to `NAME.1`.
         retry_failed: Drop the error lines of the output and try those records again.
+        update: Answer again the records whose prompt, sampling or model differs from what the output's line answers,
+            and replace their lines once all are answered. All other lines stay.
+        prune: With `update`, also remove the answers of records that are no longer in the input.
+        keep_old: With `update`, keep the output as it was as `NAME.1`.
+        budget: Stop before the output has taken more than this, earlier runs included; `summary.stopped` then says so.
         stats_path: Where the statistics go; by default `NAME.stats.json` next to the output.
         notes: Notes to put before those of the run.
         report: Called after each record with the totals so far, and the number of lines of the input (None if it is not
             known).
         observers: Objects whose `answered` and `failed` are called with each record, once its line is written.
         progress: Show a bar, in a notebook too.
-        say: Called with a line of text about what `prompt.order` saves, before anything is answered.
+        say: Called with a line of text about what `prompt.order` saves, and what an update answers, before anything is
+            answered.
         metrics: Serve figures for Prometheus here while the run lasts: a port of this machine, or HOST:PORT.
         tracing: Make OpenTelemetry spans of the run and its records.
 
@@ -93,7 +110,10 @@ def generate(
         if progress:
             reports.append(stack.enter_context(_bar()))
         check_name(config.output)
+        if budget is not None and config.scale is not None:
+            raise ConfigError("--budget holds back one process, not the workers of `scale`; leave one of them out")
         target = target_of(config.output)
+        outdated = _outdated(config, resume=resume, keep_old=keep_old, prune=prune, limit=limit) if update else None
         with advising("--input takes a file of records, or - for stdin", revealed(config.input.path)):
             _check_paths(target, config.input, stats_path)
             source = stack.enter_context(open_source(config.input))
@@ -108,17 +128,26 @@ def generate(
         session = prepare(config, choose_runner(config, count, began, limit=limit))
         statistics = stack.enter_context(StatisticsFile(stats_path, target))
         reports += [statistics.report, *(each.report for each in watchers)]
+        identity = identity_of(session)
+        updated = None
+        if outdated is not None:
+            updated = stack.enter_context(
+                opened_update(outdated, identity, retry_failed=retry_failed, keep_old=keep_old)
+            )
+            say(str(_matched(updated, session, limit=limit, prune=prune)))
         journal = stack.enter_context(
             Journal(
                 config.output,
-                session.identity(),
+                identity,
                 order=config.order,
                 resume=resume,
                 retry_failed=retry_failed,
                 partial=limit is not None,
                 among=_keys(config, limit) if retry_failed and limit is not None else None,
+                update=updated,
             )
         )
+        gate = BudgetGate(budget, journal.ledger, journal.spent) if budget else None
         executor = _executor(
             session,
             source,
@@ -128,14 +157,21 @@ def generate(
             report=_all_of(reports),
             observers=[*watchers, *observers],
             say=say,
+            **({"gate": gate} if gate else {}),
         )
         summary = statistics.summary = executor.summary
         summary.notes += [*(notes or []), *read_as, *journal.notes()]
         downloaded = downloads(session.config)
         try:
             executor.answer()
+            if gate is not None and gate.stopped:
+                journal.stop_early()
+                summary.stopped = f"--budget {budget.text} is spent" if budget else ""
+            summary.planned = compared(session, summary)
         finally:
             summary.notes += [note for note in session.notes() if note not in summary.notes]
+            if updated is not None and not updated.complete:
+                summary.notes.append(f"{updated.target.name} is as it was: its update goes on with the next --update")
             summary.about = executor.about() | session.choice.about(summary.load_s + summary.generate_s)
             remember(session.config, summary, downloaded=downloaded)
             summary.totals = journal.totals(summary)
@@ -180,12 +216,58 @@ def _bar() -> Iterator[Report]:
         yield report
 
 
-def _keys(config: RunConfig, limit: int) -> set[str]:
-    """Return the keys of the first `limit` rows; their error lines are dropped so that they are retried."""
+def dry_update(config: RunConfig, *, limit: int | None, retry_failed: bool, prune: bool) -> UpdatePlan:
+    """Return what `generate` with `update` would answer. Loads no weights and writes nothing. Raises ConfigError."""
+    if config.input is None:
+        raise ConfigError("input: missing; set it in the config, or give --input FILE")
+    with config.redactor().over_errors():
+        outdated = _outdated(config, prune=prune, limit=limit)
+        began = outdated.state.began_by() if outdated else None
+        with open_source(config.input) as source:
+            session = prepare(config, choose_runner(config, source.count(), began, limit=limit))
+        if outdated is None:
+            with open_source(config.input) as source:
+                ids = RecordIds(source)
+                return UpdatePlan(again=[(ids.of(row), "new") for row in islice(source, limit)])
+        with opened_update(outdated, identity_of(session), retry_failed=retry_failed, dry=True) as update:
+            return _matched(update, session, limit=limit, prune=prune)
+
+
+def _outdated(
+    config: RunConfig, *, prune: bool, limit: int | None, resume: bool = True, keep_old: bool = False
+) -> Target | None:
+    """Return the output to update, None if it has no lines yet. Raises ConfigError if it cannot be updated."""
+    if prune and limit is not None:
+        raise ConfigError("--prune removes the answers of records that left the input, and --limit hides some of it")
+    if not resume:
+        raise ConfigError("--update keeps the output, and --no-resume starts a new one; give only one of them")
+    target = updated_target(config.output)
+    if keep_old and target is not None and (target.is_folder or Path(target.address).is_dir()):
+        raise ConfigError("--keep-old keeps a copy of an output that is one file; copy the folder before")
+    _check_twice(config, "--update")
+    return target
+
+
+def _matched(update: Update, session: Session, *, limit: int | None, prune: bool) -> UpdatePlan:
+    """Find which lines of an output still answer their records."""
+    assert session.config.input is not None
+    with open_source(session.config.input) as source:
+        rows = requests_of(session, source, update, limit)
+    return update.match(rows, whole=limit is None, prune=prune)
+
+
+def _check_twice(config: RunConfig, flag: str) -> None:
+    """Raise ConfigError if the input cannot be read twice."""
     assert config.input is not None
     again = config.input.format == "dataset" or any(map(is_url, config.input.path))
     if size_of(config.input) is None and not again:
-        raise ConfigError("--retry-failed with --limit reads its input twice; give a file with --input")
+        raise ConfigError(f"{flag} reads its input twice; give a file with --input")
+
+
+def _keys(config: RunConfig, limit: int) -> set[str]:
+    """Return the keys of the first `limit` rows; their error lines are dropped so that they are retried."""
+    _check_twice(config, "--retry-failed with --limit")
+    assert config.input is not None
     with open_source(config.input) as source:
         return keys_of(config, source, limit)
 

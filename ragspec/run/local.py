@@ -28,7 +28,8 @@ from ragspec.outputs.journal import Journal
 from ragspec.outputs.openai_batch import line_format_of
 from ragspec.outputs.shown import Answer
 from ragspec.records import Request
-from ragspec.run.answering import Answering, HearAnswer
+from ragspec.run.answering import Answering, HearAnswer, RecordTask
+from ragspec.run.budget import BudgetGate
 from ragspec.run.energy import RunEnergy
 from ragspec.run.ordering import Say, ignore_note, ordering_of
 from ragspec.run.record_reader import RecordReader
@@ -53,6 +54,8 @@ class LocalPass:
         say: Called with a line on what `prompt.order` saves, before anything is answered.
         keep_details: Also write what an audit and a report need.
         hear: Called with each answer as it grows, if the runner can tell.
+        gate: Ends the pass when a budget is spent.
+        tasks: Answer these instead of the source's rows.
     """
 
     def __init__(
@@ -68,10 +71,14 @@ class LocalPass:
         say: Say = ignore_note,
         keep_details: bool = False,
         hear: HearAnswer | None = None,
+        gate: BudgetGate | None = None,
+        tasks: Iterable[RecordTask] | None = None,
     ) -> None:
         shape = NativeFormat() if keep_details else line_format_of(session.config)
         self._session = session
         self._runner = session.runner
+        self._gate = gate
+        self._tasks = tasks
         self._writer = ResultWriter(session, source, journal, shape, total, report, observers)
         self._record_reader = RecordReader(session.config, self._writer, source)
         self._ordering = ordering_of(session, source, self._record_reader, limit, say)
@@ -145,7 +152,9 @@ class LocalPass:
     @contextmanager
     def _requests(self) -> Iterator[Feed[Request]]:
         """Yield the input as requests; on exit, stop reading and searching ahead."""
-        requests = self._answering.requests(self._ordering.tasks())
+        requests = self._answering.requests(self._ordering.tasks() if self._tasks is None else Feed(self._tasks))
+        if self._gate is not None:
+            requests = self._gate.watch(requests, self.summary)
         try:
             yield requests
         finally:

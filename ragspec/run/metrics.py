@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Self
 from ragspec import __version__
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError
+from ragspec.host.machine import peak_memory
 from ragspec.outputs.answers import FailedRecord
 from ragspec.run.answering import RecordResult
-from ragspec.run.session import peak_memory_gib
 from ragspec.stats import RunSummary
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class RunFigures:
         ):  # fmt: skip
             seconds.add_metric([phase], value)
         yield seconds
-        yield now("peak_memory_bytes", "Most memory in use by this process.", peak_memory_gib() * (1 << 30))
+        yield now("peak_memory_bytes", "Most memory in use by this process.", peak_memory()[0])
         if (gpu := _gpu_bytes()) is not None:
             yield now("gpu_memory_bytes", "GPU memory that this process holds.", gpu)
         if summary.energy is not None:

@@ -131,7 +131,7 @@ class ResultWriter:
     def fail(self, index: int, failed: FailedRecord) -> None:
         """Write the line of a failed record, and count it."""
         message = failed.message if failed.line is None else f"{self._source.where(failed.line)}: {failed.message}"
-        failed = replace(failed, message=self._redact(message))
+        failed = replace(failed, message=self._redact(message), config=self._journal.signature)
         self._journal.put(index, self._shape.error(failed), counted=lambda: self._count_failure(failed))
         for observer in self._observers:
             observer.failed(failed)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from math import log
 from pathlib import Path
 from statistics import median
@@ -20,7 +20,7 @@ from ragspec import runners
 from ragspec.config.redaction import revealed
 from ragspec.config.run import CHOICES, RunConfig
 from ragspec.errors import ConfigError, flat
-from ragspec.host.cache import JsonCache
+from ragspec.host.cache import JsonCache, digest_of
 from ragspec.host.machine import gpu_capability, has_gpu, installed, machine
 from ragspec.inputs.base import within
 from ragspec.inputs.sources import open_source, size_of
@@ -39,12 +39,28 @@ SPEEDS = JsonCache("speeds")  # a value per model and machine
 class Timing:
     """What one run measured.
 
-    load_s: None if the weights were downloaded meanwhile. tokens: of prompts and answers, computed in generate_s.
+    load_s: None if the weights were downloaded meanwhile. tokens: of prompts and answers, computed in generate_s. The
+    rest is for `ragspec plan`, 0 where an older version measured it. output_squares: sum over records. asks: digest of
+    the prompts' form and the sampling.
     """
 
     load_s: float | None
     tokens: int
     generate_s: float
+    asks: str = ""
+    records: int = 0
+    output_tokens: int = 0
+    output_squares: int = 0
+    cached_tokens: int = 0
+    warmup_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    peak_gib: float = 0.0
+
+
+PLANNED: dict[str, Any] = {  # fields of a Timing that older versions did not measure
+    each.name: each.default for each in fields(Timing) if each.default is not MISSING
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +76,22 @@ class Speed:
     runs: int
 
 
+def asks_of(config: RunConfig) -> str:
+    """Return a digest of what a config asks for, on which the lengths of answers depend."""
+    identity = config.identity()
+    return digest_of(*(json.dumps(identity.get(key), sort_keys=True) for key in ("prompt", "sampling", "structured")))
+
+
+def timings(config: RunConfig) -> dict[str, list[Timing]]:
+    """Return what the recent runs of the config's model took on this machine, by setting, as JSON."""
+    return _read(SPEEDS.read(*_depends(config)))
+
+
+def setting_of(config: RunConfig) -> str:
+    """Return the name of the config's setting in `timings`."""
+    return _name(config, config.runner)
+
+
 def speeds(config: RunConfig) -> dict[str, Speed]:
     """Return the known speeds of the config's model and settings on this machine, by runner."""
     known = _read(SPEEDS.read(*_depends(config)))
@@ -73,14 +105,31 @@ def remember(config: RunConfig, summary: RunSummary, *, downloaded: bool = False
         return
     if config.runner not in CHOICES or not summary.load_s:
         return
-    tokens = summary.prompt_tokens + summary.output_tokens
-    load_s = None if downloaded else round(summary.load_s, 2)
-    timing = Timing(load_s, tokens, round(summary.generate_s, 3) if tokens else 0.0)
+    timing = timing_of(config, summary, downloaded=downloaded)
     depends, name = _depends(config), _name(config, config.runner)
     known = _read(SPEEDS.read(*depends))
     known[name] = [*known.pop(name, []), timing][-RECENT:]  # the latest setting comes last
     kept = {name: [asdict(each) for each in timings] for name, timings in list(known.items())[-SETTINGS:]}
     SPEEDS.write({"model": config.model, "settings": kept}, *depends)
+
+
+def timing_of(config: RunConfig, summary: RunSummary, *, downloaded: bool = False) -> Timing:
+    """Return what a run measured. downloaded: as in remember()."""
+    tokens = summary.prompt_tokens + summary.output_tokens
+    return Timing(
+        None if downloaded else round(summary.load_s, 2),
+        tokens,
+        round(summary.generate_s, 3) if tokens else 0.0,
+        asks_of(config),
+        summary.records,
+        summary.output_tokens,
+        summary.output_squares,
+        summary.cached_prompt_tokens,
+        round(summary.warmup_s, 3),
+        round(summary.prefill_s or 0.0, 3),
+        round(summary.decode_s or 0.0, 3),
+        round(summary.peak_memory_gib, 3),
+    )
 
 
 def downloads(config: RunConfig) -> bool:
@@ -123,7 +172,7 @@ def _name(config: RunConfig, word: str) -> str:
     """Return the key of a setting: all that decides how long runner `word` takes to load and how fast it is."""
     args = {key: value for key, value in config.runner_args.items() if key not in ASIDE}
     drafts = config.speculation.model_dump(mode="json", exclude_defaults=True)
-    what = {"runner": word, **installed(PACKAGES[word]), "runner_args": args, "speculation": drafts}
+    what = {"runner": word, **installed(PACKAGES.get(word, ())), "runner_args": args, "speculation": drafts}
     return json.dumps(what, sort_keys=True, default=str)
 
 
@@ -138,7 +187,9 @@ def _read(value: Any) -> dict[str, list[Timing]]:
 def _timings(values: Any) -> Iterator[Timing]:
     for value in values:
         load_s = value["load_s"]
-        yield Timing(None if load_s is None else float(load_s), int(value["tokens"]), float(value["generate_s"]))
+        rest = {name: type(default)(value[name]) for name, default in PLANNED.items() if name in value}
+        load_s = None if load_s is None else float(load_s)
+        yield Timing(load_s, int(value["tokens"]), float(value["generate_s"]), **rest)
 
 
 def _depends(config: RunConfig) -> list[Any]:

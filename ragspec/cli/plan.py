@@ -1,0 +1,62 @@
+"""`ragspec plan`: what a run will take, before it is started."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ragspec.cli.flags import with_settings
+from ragspec.cli.generate import SETTINGS, Output
+from ragspec.cli.options import (
+    ConfigIfAny,
+    Debug,
+    Format,
+    Input,
+    Limit,
+    MaxNewTokens,
+    Plugin,
+    Prices,
+    Set,
+    Workers,
+    overrides,
+    print_table,
+    scaled,
+    set_debug,
+    settings_of,
+)
+
+
+@with_settings(*SETTINGS)
+def plan(
+    settings: list[str],
+    config: ConfigIfAny = None,
+    input: Input = None,
+    output: Output = None,
+    max_new_tokens: MaxNewTokens = None,
+    limit: Limit = None,
+    sample: Annotated[
+        int | None,
+        typer.Option("--sample", min=1, metavar="N", help="Load the model and answer N records, to measure."),
+    ] = None,
+    price: Prices = None,
+    workers: Workers = None,
+    format: Format = None,
+    plugin: Plugin = None,
+    override: Set = None,
+    debug: Debug = False,
+) -> None:
+    """Say what a run will take: records, tokens, hours, memory, disk and money."""
+    from ragspec.cli.tables import print_notes, stderr
+    from ragspec.report.table import check_format
+    from ragspec.run.plan import make_plan
+    from ragspec.run.price import Price
+
+    set_debug(debug)
+    check_format(format)
+    prices = [Price.of(each) for each in price or ()]
+    settings = [*overrides(None, max_new_tokens), *settings, *scaled(workers, None)]
+    run_config, notes, _ = settings_of(config, settings, override, input=input, output=output)
+    found = make_plan(run_config, limit=limit, sample=sample, prices=prices)
+    print_notes(stderr(), [*notes, *found.notes])
+    print_table(found.rows(), format or "md")

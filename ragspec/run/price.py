@@ -1,0 +1,82 @@
+"""Prices and budgets as users write them: "2.5/h", "$0.3/kWh@150W", "0.6/Mtok"; "2h", "$5", "1Mtok".
+
+>>> Price.of("$2.50/h").money(seconds=7200, tokens=0)
+5.0
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ragspec.errors import ConfigError
+
+SIGN = r"[$€£¥]?"
+NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
+PRICE = re.compile(rf"{SIGN}\s*{NUMBER}\s*/\s*(h|kWh|Mtok)(?:@{NUMBER}W)?", re.IGNORECASE)
+AMOUNT = re.compile(rf"(?P<sign>{SIGN})\s*{NUMBER}\s*(?P<unit>s|m|min|h|d|ktok|Mtok|tok)?", re.IGNORECASE)
+SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+TOKENS = {"tok": 1, "ktok": 1000, "mtok": 1_000_000}
+FORMS = "2.5/h, 0.3/kWh@150W (with the machine's power) or 0.6/Mtok"
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """A price of `amount` per hour, kilowatt-hour (at `watts`), or million tokens of prompts and answers."""
+
+    text: str
+    amount: float
+    unit: Literal["h", "kwh", "mtok"]
+    watts: float = 0.0
+
+    @classmethod
+    def of(cls, text: str) -> Price:
+        """Return the price that `--price` was given. Raises ConfigError."""
+        found = PRICE.fullmatch(text.strip())
+        if found is None:
+            raise ConfigError(f'--price: "{text}" has no unit that is known; write {FORMS}')
+        unit = found[2].lower()
+        if unit == "kwh" and found[3] is None:
+            raise ConfigError(f'--price: "{text}": how much power the machine takes is not known; write {text}@150W')
+        if unit != "kwh" and found[3] is not None:
+            raise ConfigError(f'--price: "{text}": watts belong to a price per kWh; write {FORMS}')
+        return cls(text.strip(), float(found[1]), unit, float(found[3] or 0.0))  # type: ignore[arg-type]
+
+    def money(self, seconds: float, tokens: float) -> float:
+        """Return what so many seconds of one machine, or so many tokens, cost."""
+        if self.unit == "mtok":
+            return self.amount * tokens / 1e6
+        hours = seconds / 3600
+        return self.amount * hours * (self.watts / 1000 if self.unit == "kwh" else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a run may use, all runs of its output together: seconds, or tokens of prompts and answers."""
+
+    text: str
+    seconds: float | None = None
+    tokens: float | None = None
+
+    @classmethod
+    def of(cls, text: str, prices: Sequence[Price]) -> Budget:
+        """Return the budget that `--budget` was given. Raises ConfigError."""
+        found = AMOUNT.fullmatch(text.strip())
+        unit = (found["unit"] or "").lower() if found else ""
+        if found is None or bool(found["sign"]) == bool(unit) or not float(found[2]):
+            raise ConfigError(f'--budget: "{text}" is none; write a time (2h, 30m), money ($5) or tokens (1Mtok)')
+        amount = float(found[2])
+        if unit in SECONDS:
+            return cls(text, seconds=amount * SECONDS[unit])
+        if unit in TOKENS:
+            return cls(text, tokens=amount * TOKENS[unit])
+        if len(prices) != 1:
+            raise ConfigError(f"--budget {text} is money, which needs one --price: {FORMS}")
+        price = prices[0]
+        if not price.amount:
+            raise ConfigError(f"--price {price.text}: at no cost, --budget {text} is never spent")
+        if price.unit == "mtok":
+            return cls(text, tokens=amount / price.amount * 1e6)
+        return cls(text, seconds=amount / price.money(1.0, 0.0))

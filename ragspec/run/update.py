@@ -1,0 +1,97 @@
+"""What each row of an input asks now, found without loading any weights: the first half of `--update`.
+
+    with Update(target, identity) as update:
+        update.match(requests_of(session, source, update), whole=True, prune=False)
+
+Prompts are built as the run builds them: after retrieval, in the config's order; but not of rows that this very config
+has answered, unless a prompt depends on other records (`prompt.order: shared`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from ragspec.config.redaction import revealed
+from ragspec.errors import RecordError
+from ragspec.inputs.base import Source
+from ragspec.inputs.feed import Feed
+from ragspec.json_text import dumps
+from ragspec.models.resolve import resolve, weights_state
+from ragspec.outputs.answers import FailedRecord
+from ragspec.outputs.run_state import WEIGHTS
+from ragspec.outputs.update import RowRequest, Update
+from ragspec.retrieval.stage import Stage
+from ragspec.run.answering import RecordTask, with_contexts
+from ragspec.run.ordering import ordering_of
+from ragspec.run.record_reader import RecordReader
+from ragspec.run.request_builder import RequestBuilder
+from ragspec.run.session import Session
+from ragspec.speculation.methods import FAKE
+
+
+def identity_of(session: Session) -> dict[str, object]:
+    """Return what an output's state records of a run: what answers depend on, and what tells the model's weights."""
+    config = session.config
+    if config.model is None or config.runner == FAKE:
+        return session.identity()
+    weights = weights_state(resolve(config.model, revealed(config.runner_args.get("revision"))))
+    return session.identity() | ({WEIGHTS: weights} if weights else {})
+
+
+def requests_of(session: Session, source: Source, update: Update, limit: int | None = None) -> list[RowRequest]:
+    """Return what the first `limit` rows of a source ask, in their order."""
+    shared = session.config.prompt.order == "shared"
+    rows = _Rows(update, shared)
+    reader = RecordReader(session.config, rows, source)
+    builder = RequestBuilder(session)
+    if shared:
+        tasks = ordering_of(session, source, reader, limit).tasks()
+    else:
+        tasks = Feed(_tasks(reader, source, limit))
+        if session.retriever is not None:
+            tasks = Feed(Stage(session.retriever, lambda task: task.query, with_contexts).fill(tasks))
+    try:
+        for task in tasks:
+            try:
+                request = builder.in_flight(task.index, task.record, task.key).request
+            except RecordError:
+                request = ""
+            rows.add(task, request)
+    finally:
+        tasks.close()
+    return [rows.found[index] for index in sorted(rows.found)]
+
+
+def _tasks(reader: RecordReader, source: Source, limit: int | None) -> Iterator[RecordTask]:
+    """Yield the tasks whose requests must be built."""
+    for row in islice(source, limit):
+        read = reader.read(row)
+        if read is not None and read.wanted:
+            yield read.task
+
+
+class _Rows:
+    """The rows found so far, by the index of their lines. Knows which are finished (record_reader.py)."""
+
+    def __init__(self, update: Update, shared: bool) -> None:
+        self.found: dict[int, RowRequest] = {}
+        self._update = update
+        self._shared = shared
+
+    def add(self, task: RecordTask, request: str) -> None:
+        """Note a row that is a record. request: the digest of what it asks, "" if nothing can be asked."""
+        metadata = b"{}" if self._update.knows(task.key) else dumps(task.record.metadata)
+        self.found[task.index] = RowRequest(task.key, task.record.id, request, metadata)
+
+    def has(self, index: int, key: str) -> bool:
+        stands = not self._shared and self._update.stands(key)
+        if stands:
+            self.found[index] = RowRequest(key)
+        return stands
+
+    def has_another(self, record_id: str) -> bool:
+        return False
+
+    def fail(self, index: int, failed: FailedRecord) -> None:
+        self.found[index] = RowRequest(failed.fingerprint, failed.name, "")

@@ -1,0 +1,185 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from ragspec.cli import app
+from ragspec.config.load import build_config
+from ragspec.errors import ConfigError
+from ragspec.inputs.feed import Feed
+from ragspec.outputs.ledger import Ledger
+from ragspec.records import Request, Sampling
+from ragspec.run import plan as planning
+from ragspec.run.budget import BudgetGate
+from ragspec.run.generate import generate
+from ragspec.run.plan import make_plan
+from ragspec.run.price import Budget, Price
+from ragspec.run.runner_choice import Timing, asks_of
+from ragspec.stats import RunSummary, Spent
+from tests.conftest import read_jsonl, write_jsonl
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAGSPEC_CACHE", str(tmp_path / "cache"))
+
+
+def config_of(tmp_path, count=40, **more):
+    records = [{"id": f"q{i}", "query": f"question {i:02}"} for i in range(count)]
+    source = write_jsonl(tmp_path / "in.jsonl", records)
+    return build_config({"runner": "fake", "input": source, "output": str(tmp_path / "out.jsonl")} | more)
+
+
+def line(plan, what):
+    return next(each for each in plan.lines if each.what == what)
+
+
+# -- prices and budgets ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "money"),
+    [("2.5/h", 5.0), ("$2.50/h", 5.0), ("€0.3/kWh@500W", 0.3), ("0.6/Mtok", 1.8), ("$.6/mtok", 1.8)],
+)
+def test_a_price_is_what_its_unit_says(text, money):
+    assert Price.of(text).money(7200, 3_000_000) == pytest.approx(money)
+
+
+@pytest.mark.parametrize("text", ["2.5", "$5", "2.5/day", "/h", "x/h", "0.3/kWh", "2/h@5W", ""])
+def test_a_price_without_a_unit_is_one_line(text):
+    with pytest.raises(ConfigError, match="--price") as error:
+        Price.of(text)
+    assert "\n" not in str(error.value)
+
+
+def test_a_budget_is_time_tokens_or_money_at_a_price():
+    hour, million = Price.of("2/h"), Price.of("0.5/Mtok")
+    assert Budget.of("2h", []).seconds == Budget.of("120m", []).seconds == Budget.of("$4", [hour]).seconds == 7200
+    assert Budget.of("1Mtok", []).tokens == 1e6
+    assert Budget.of("$4", [million]).tokens == 8e6
+    assert Budget.of("$3", [Price.of("1/kWh@1000W")]).seconds == pytest.approx(3 * 3600)
+
+
+@pytest.mark.parametrize("text", ["2", "$2h", "0h", "soon", "-2h", "$5"])
+def test_what_is_no_budget_is_one_line(text):
+    with pytest.raises(ConfigError, match="--budget"):
+        Budget.of(text, [])
+
+
+def test_a_run_never_takes_more_tokens_than_its_budget_and_goes_on_with_a_larger_one(tmp_path):
+    config = config_of(tmp_path, runner_args={"reverse": True, "batch_size": 4})
+    summary = generate(config, budget=Budget("500tok", tokens=500))
+    assert summary.stopped
+    assert 0 < summary.records < 40
+    assert 350 < summary.prompt_tokens + summary.output_tokens <= 500
+    more = generate(config, budget=Budget("900tok", tokens=900))
+    assert 500 < more.totals.prompt_tokens + more.totals.output_tokens <= 900
+    with pytest.raises(ConfigError, match="already spent; the output took"):
+        generate(config, budget=Budget("300tok", tokens=300))
+    rest = generate(config)
+    assert summary.records + more.records + rest.records == 40
+    assert [each["id"] for each in read_jsonl(tmp_path / "out.jsonl")] == [f"q{i}" for i in range(40)]
+    assert not generate(config, budget=Budget("1tok", tokens=1)).stopped  # nothing is left to pay for
+
+
+def test_an_update_that_stops_at_its_budget_leaves_the_output_as_it_was(tmp_path):
+    generate(config_of(tmp_path))
+    before = (tmp_path / "out.jsonl").read_bytes()
+    config = config_of(tmp_path, sampling={"max_new_tokens": 3})
+    summary = generate(config, update=True, budget=Budget("400tok", tokens=400))
+    assert summary.stopped
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+    assert generate(config, update=True).records == 40 - summary.records
+
+
+def test_time_is_given_to_as_many_requests_as_it_lasts_for():
+    now = [0.0]
+    gate = BudgetGate(Budget("100s", seconds=100.0), Ledger(), Spent(1, 10.0, 0.0, 20.0), clock=lambda: now[0])
+    summary = RunSummary()
+    requests = (Request(i, str(i), [1], Sampling()) for i in range(1000))
+    feed = gate.watch(Feed(requests), summary)
+    queue = 0
+    while True:  # a runner that answers one request a second
+        queue += len(feed.take(1000, wait=not queue))
+        if not queue:
+            break
+        now[0] += 1.0
+        summary.records += 1
+        queue -= 1
+    assert gate.stopped
+    assert 60 <= now[0] <= 71  # 30 s were spent before
+
+
+def test_the_command_stops_like_an_interrupted_one(tmp_path):
+    config = config_of(tmp_path)
+    path = tmp_path / "c.yaml"
+    path.write_text(json.dumps(config.model_dump(mode="json", exclude={"retrieval", "structured", "scale"})))
+    done = CliRunner().invoke(app, ["generate", "-c", str(path), "--budget", "500tok"])
+    assert done.exit_code == 130
+    assert "stopped: --budget 500tok is spent" in done.stderr
+    done = CliRunner().invoke(app, ["generate", "-c", str(path), "--budget", "$5"])
+    assert "needs one --price" in str(done.exception)
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+def test_prompt_tokens_are_exact_where_all_prompts_are_built(tmp_path):
+    config = config_of(tmp_path)
+    plan = make_plan(config)
+    summary = generate(config)
+    found = line(plan, "prompt tokens")
+    assert found.value == found.low == found.high == summary.prompt_tokens
+    assert line(plan, "records").value == 40
+
+
+def test_prompt_tokens_of_a_sample_have_an_interval_that_holds_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(planning, "SAMPLED", 50)
+    records = [{"id": f"q{i}", "query": "x" * (1 + i % 97)} for i in range(1000)]
+    config = config_of(tmp_path, input=write_jsonl(tmp_path / "many.jsonl", records))
+    found = line(make_plan(config), "prompt tokens")
+    assert found.low < generate(config).prompt_tokens < found.high
+    assert found.high - found.low < found.value
+
+
+def test_what_the_output_has_is_not_planned_again(tmp_path):
+    config = config_of(tmp_path)
+    generate(config, limit=15)
+    assert line(make_plan(config), "records").value == 25
+    assert line(make_plan(config, limit=20), "records").value == 5
+
+
+def test_a_sample_measures_and_the_run_is_compared_with_the_plan(tmp_path):
+    config = config_of(tmp_path)
+    assert generate(config, limit=1).planned == ""
+    plan = make_plan(config, sample=10)
+    summary = generate(config)
+    found = line(plan, "output tokens")
+    assert found.value == pytest.approx(summary.output_tokens, rel=0.01)
+    assert "prompt tokens +0%, output tokens +0%" in summary.planned
+
+
+def test_earlier_runs_are_what_a_plan_goes_by(tmp_path, monkeypatch):
+    config = config_of(tmp_path)
+    asks = asks_of(config)
+    slow = Timing(2.0, 1000, 10.0, asks, 10, 200, 4000, 0, 1.0, 4.0, 4.0)
+    other = Timing(9.0, 1000, 90.0, "another", 10, 900, 90_000)
+    monkeypatch.setattr(planning, "timings", lambda config: {planning.setting_of(config): [slow, other]})
+    plan = make_plan(config, prices=[Price.of("3600/h"), Price.of("1000000/Mtok")])
+    prompts = line(plan, "prompt tokens").value
+    assert line(plan, "output tokens").value == 20 * 40
+    seconds = 3.0 + 1.25 * (4.0 / 800 * prompts + 4.0 / 200 * 800)
+    assert line(plan, "hours here").value == pytest.approx(seconds / 3600)
+    assert line(plan, "cost at 3600/h").value == pytest.approx(seconds)
+    assert line(plan, "cost at 1000000/Mtok").value == pytest.approx(prompts + 800)
+
+
+def test_a_plan_is_a_table_on_stdout(tmp_path):
+    source = write_jsonl(tmp_path / "in.jsonl", [{"query": "one"}, {"query": "two"}])
+    command = ["plan", "--runner", "fake", "-i", source, "--price", "2/h", "--workers", "4", "--format", "json"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    rows = {row["what"]: row for row in json.loads(done.stdout)}
+    assert rows["records"]["expected"] == 2
+    assert {"hours, 4 workers", "cost at 2/h", "method", "runner"} <= rows.keys()
+    assert "price" in str(CliRunner().invoke(app, [*command[:5], "--price", "2"]).exception)

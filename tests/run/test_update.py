@@ -1,0 +1,432 @@
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ragspec.config.load import build_config
+from ragspec.errors import ConfigError
+from ragspec.run.generate import dry_update, generate
+from tests.conftest import ROOT, read_jsonl, write_jsonl
+
+NAMES = {
+    "out.jsonl": "json",
+    "out.csv": "csv",
+    "out.jsonl.zst": "zstandard",
+    "out.parquet": "pyarrow",
+    "out.lance": "lancedb",
+}
+
+
+def lines_of(path):
+    from ragspec.quality.graded import answer_lines
+
+    return list(answer_lines(str(path)))
+
+
+@pytest.fixture(params=NAMES)
+def out(request, tmp_path):
+    pytest.importorskip(NAMES[request.param])  # what the format needs
+    return tmp_path / request.param
+
+
+def questions(n, **more):
+    return [{"id": f"q{i}", "query": f"question {i}", **more} for i in range(n)]
+
+
+def config_of(out, records, **more):
+    source = write_jsonl(out.parent / "in.jsonl", records)
+    raw = {"runner": "fake", "input": source, "output": {"path": str(out), "part_records": 4}, **more}
+    return build_config(raw)
+
+
+def update(config, **more):
+    said = []
+    return generate(config, update=True, say=said.append, **more), " ".join(said)
+
+
+def shown(out):
+    return {line["id"]: line.get("output", "failed") for line in lines_of(out)}
+
+
+def whole(out, records, **more):
+    """Return what a run from scratch writes."""
+    other = out.with_name(f"whole-{out.name}")
+    generate(config_of(other, records, **more), resume=False)
+    return shown(other)
+
+
+def test_only_changed_records_are_answered_and_the_output_is_as_from_scratch(out):
+    generate(config_of(out, questions(10)))
+    before = {line["id"]: line for line in lines_of(out)}
+    records = questions(12)
+    records[3]["query"] = "another question"
+    summary, said = update(config_of(out, records))
+    assert "3 of 12 records to answer (2 new, 1 changed in the input), 9 stay as they are" in said
+    assert (summary.records, summary.skipped) == (3, 9)
+    after = lines_of(out)
+    assert [line["id"] for line in after] == [record["id"] for record in records]  # in the place of the old line
+    assert all(line == before[line["id"]] for line in after if line["id"] not in ("q3", "q10", "q11"))
+    assert shown(out) == whole(out, records)
+    assert generate(config_of(out, records)).skipped == 12  # an ordinary run goes on from here
+
+
+def test_nothing_changed_is_nothing_done(out):
+    config = config_of(out, questions(6))
+    generate(config)
+    before = lines_of(out)
+    summary, said = update(config)
+    assert "0 of 6 records" in said
+    assert summary.records == 0
+    assert lines_of(out) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"prompt": {"template": "Say: {{ query }}"}}, "with another prompt"),
+        ({"sampling": {"max_new_tokens": 5}}, "with other sampling"),
+        ({"runner_args": {"future": 1}}, "answered by another model"),
+    ],
+)
+def test_a_changed_config_answers_what_it_changes(tmp_path, change, why, monkeypatch):
+    from ragspec.runners import fake
+
+    monkeypatch.setattr(fake, "Args", type("Args", (fake.Args,), {"__annotations__": {"future": int}, "future": 0}))
+    out = tmp_path / "out.jsonl"
+    generate(config_of(out, questions(3)))
+    _, said = update(config_of(out, questions(3), **change))
+    assert f"3 of 3 records to answer (3 {why})" in said
+    assert shown(out) == whole(out, questions(3), **change)
+    _, said = update(config_of(out, questions(3), **change))
+    assert "0 of 3 records" in said
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"speculation": {"method": "prompt_lookup"}}, {"sampling": {"seed": 5}}, {"runner_args": {"batch_size": 2}}],
+)
+def test_what_cannot_change_an_answer_answers_nothing(tmp_path, change):
+    out = tmp_path / "out.jsonl"
+    generate(config_of(out, questions(3)))
+    summary, _ = update(config_of(out, questions(3), **change))
+    assert summary.records == 0
+    assert generate(config_of(out, questions(3), **change)).skipped == 3
+
+
+def test_metadata_and_ids_are_the_inputs_while_answers_stay(out):
+    generate(config_of(out, questions(4, tag=1)))
+    records = [{"id": "renamed", "query": "question 0"}, *questions(4, tag=2)[1:]]
+    summary, _ = update(config_of(out, records))
+    assert summary.records == 0
+    found = {line["id"]: line.get("metadata", {}) for line in lines_of(out)}
+    assert found == {"renamed": {}, "q1": {"tag": 2}, "q2": {"tag": 2}, "q3": {"tag": 2}}
+    assert generate(config_of(out, records)).skipped == 4
+
+
+def test_a_line_inserted_in_a_file_without_ids_answers_one_record(tmp_path):
+    out = tmp_path / "out.jsonl"
+    generate(config_of(out, [{"query": f"question {i}"} for i in range(5)]))
+    records = [{"query": "first of all"}, *({"query": f"question {i}"} for i in range(5))]
+    summary, _ = update(config_of(out, records))
+    assert summary.records == 1
+    assert shown(out) == whole(out, records)
+
+
+def test_answers_whose_records_left_stay_until_they_are_pruned(out):
+    generate(config_of(out, questions(6)))
+    config = config_of(out, questions(4))
+    summary, said = update(config)
+    assert "2 answers whose records left the input stay too" in said
+    assert (len(lines_of(out)), summary.totals.records) == (6, 6)
+    assert dry_update(config, limit=None, retry_failed=False, prune=False).left == ["q4", "q5"]
+    update(config, prune=True)
+    assert list(shown(out)) == ["q0", "q1", "q2", "q3"]
+
+
+def test_lines_name_the_config_that_answered_them_and_others_are_forgotten(tmp_path):
+    out = tmp_path / "out.jsonl"
+    state = tmp_path / "out.run.json"
+    generate(config_of(out, questions(3)))
+    for length in (9, 8, 7):
+        records = questions(3)
+        update(config_of(out, records, sampling={"max_new_tokens": length}))
+        content = json.loads(state.read_text())
+        lengths = {
+            line["id"]: content["configs"][line["config"]]["sampling"]["max_new_tokens"] for line in read_jsonl(out)
+        }
+        assert set(lengths.values()) == {length}
+    assert list(content["configs"].values()) == [content["config"]]
+    assert generate(config_of(out, questions(3), sampling={"max_new_tokens": 7})).skipped == 3
+
+
+def test_failed_records_are_tried_again_if_they_ask_something_else_or_on_request(out):
+    records = questions(4)
+    failing = {"runner_args": {"fail_ids": ["q1"]}}
+    generate(config_of(out, records, **failing))
+    assert update(config_of(out, records, **failing))[0].records == 0
+    summary, _ = update(config_of(out, records), retry_failed=True)
+    assert (summary.records, shown(out)["q1"]) == (1, "question 1\nAnswer:")
+    summary, _ = update(config_of(out, records, sampling={"max_new_tokens": 3}, **failing))
+    assert (summary.records, summary.failed) == (3, 1)
+    assert shown(out) == whole(out, records, sampling={"max_new_tokens": 3}, **failing)
+
+
+def test_rows_that_are_no_records_stay_error_lines(out):
+    records = [*questions(2), {"id": "q1", "query": "twice"}, {"id": "none"}]
+    generate(config_of(out, records))
+    assert len(lines_of(out)) == 4
+    assert update(config_of(out, records))[0].failed == 0
+    update(config_of(out, records, sampling={"max_new_tokens": 3}))
+    found = lines_of(out)
+    assert ["error" in line for line in found] == [False, False, True, True]
+
+
+def test_an_output_of_an_older_version_keeps_what_its_config_answered(tmp_path):
+    out = tmp_path / "out.jsonl"
+    generate(config_of(out, questions(4)))
+    old = [{key: value for key, value in line.items() if key != "request"} for line in read_jsonl(out)]
+    write_jsonl(out, old)
+    records = questions(4)
+    records[2]["query"] = "another"
+    assert update(config_of(out, records))[0].records == 1
+    assert update(config_of(out, records, sampling={"max_new_tokens": 3}))[0].records == 4
+
+
+def test_a_limited_update_leaves_the_rest_alone(out):
+    generate(config_of(out, questions(6)))
+    config = config_of(out, questions(6), sampling={"max_new_tokens": 3})
+    summary, said = update(config, limit=2)
+    assert summary.records == 2
+    assert "left the input" not in said
+    assert [len(text) for text in shown(out).values()] == [3, 3, 18, 18, 18, 18]
+    assert update(config)[0].records == 4
+    assert shown(out) == whole(out, questions(6), sampling={"max_new_tokens": 3})
+
+
+def test_old_lines_can_be_kept(tmp_path):
+    out = tmp_path / "out.jsonl"
+    generate(config_of(out, questions(3)))
+    before = out.read_bytes()
+    update(config_of(out, questions(3), sampling={"max_new_tokens": 3}), keep_old=True)
+    assert (tmp_path / "out.jsonl.1").read_bytes() == before
+
+
+def test_waiting_lines_of_an_interrupted_run_are_answers_too(tmp_path):
+    out = tmp_path / "out.jsonl"
+    config = config_of(out, questions(3))
+    generate(config)
+    lines = out.read_bytes().splitlines(keepends=True)
+    out.write_bytes(lines[0])
+    (tmp_path / "out.pending.jsonl").write_bytes(lines[2])
+    assert dry_update(config, limit=None, retry_failed=False, prune=False).again == [("q1", "new")]
+    assert update(config)[0].records == 1
+    assert shown(out) == whole(out, questions(3))
+    assert not (tmp_path / "out.pending.jsonl").exists()
+
+
+def test_a_dry_run_writes_nothing(out):
+    records = questions(3)
+    generate(config_of(out, records))
+    files = {path: path.read_bytes() for path in out.parent.rglob("*") if path.is_file()}
+    records[1]["query"] = "another"
+    config = config_of(out, records)
+    files[out.parent / "in.jsonl"] = (out.parent / "in.jsonl").read_bytes()
+    plan = dry_update(config, limit=None, retry_failed=False, prune=False)
+    assert (plan.again, plan.kept) == ([("q1", "record")], 2)
+    assert {path: path.read_bytes() for path in out.parent.rglob("*") if path.is_file()} == files
+
+
+def test_a_changed_document_answers_exactly_the_questions_that_retrieve_it(tmp_path):
+    pytest.importorskip("lancedb")
+    from ragspec.config.sections import RetrievalConfig
+    from ragspec.retrieval.build import build
+
+    texts = {"lamp": "The keeper trims the lamp.", "bread": "The bread rises overnight.", "owl": "Owls hunt mice."}
+
+    def index():
+        documents = [{"id": name, "text": text} for name, text in texts.items()]
+        corpus = write_jsonl(tmp_path / "docs.jsonl", documents)
+        build(RetrievalConfig(index=str(tmp_path / "index"), corpus=[corpus]))
+
+    out = tmp_path / "out.jsonl"
+    asked = [{"id": "a", "query": "trims lamp"}, {"id": "b", "query": "bread"}, {"id": "c", "query": "owls mice"}]
+    more = {"retrieval": {"index": str(tmp_path / "index"), "top_k": 1}}
+    index()
+    generate(config_of(out, asked, **more))
+    texts["new"] = "Glaciers calve."  # another version of the index, with the same passages for all questions
+    index()
+    config = config_of(out, asked, **more)
+    assert dry_update(config, limit=None, retry_failed=False, prune=False).again == []
+    texts["bread"] = "The bread is baked at dawn."
+    index()
+    config = config_of(out, asked, **more)
+    assert dry_update(config, limit=None, retry_failed=False, prune=False).again == [("b", "passages")]
+    assert update(config)[0].records == 1
+    assert shown(out) == whole(out, asked, **more)
+
+
+def test_a_prompt_that_depends_on_other_records_is_answered_again_when_those_change(tmp_path):
+    out = tmp_path / "out.jsonl"
+    passages = {name: {"id": name, "text": name * 50} for name in "xyz"}
+
+    def record(number, names):
+        return {"id": f"q{number}", "query": f"question {number}", "contexts": [passages[name] for name in names]}
+
+    more = {"prompt": {"order": "shared"}, "sampling": {"max_new_tokens": 100}}
+    generate(config_of(out, [record(0, "xy"), record(1, "z")], **more))
+    records = [record(0, "xy"), record(1, "yz"), record(2, "yz")]
+    update(config_of(out, records, **more))
+    assert shown(out) == whole(out, records, **more)
+
+
+def test_a_model_whose_files_changed_is_another_model(tmp_path):
+    from ragspec.models.resolve import ModelSource, weights_state
+
+    (tmp_path / "model.safetensors").write_bytes(b"one")
+    first = weights_state(ModelSource("m", str(tmp_path)))
+    assert first == weights_state(ModelSource("m", str(tmp_path)))
+    (tmp_path / "model.safetensors").write_bytes(b"another")
+    assert weights_state(ModelSource("m", str(tmp_path))) != first
+
+
+def test_outputs_of_another_kind_are_refused(tmp_path):
+    batch = tmp_path / "batch.jsonl"
+    config = config_of(batch, questions(2))
+    openai = config.model_copy(update={"output": config.output.model_copy(update={"format": "openai"})})
+    generate(openai)
+    for each in (openai, config):
+        with pytest.raises(ConfigError, match="OpenAI's batch lines"):
+            generate(each, update=True)
+    (tmp_path / "results.jsonl").write_text('{"results": []}\n')
+    with pytest.raises(ConfigError, match=r"results\.jsonl is not an output of `ragspec generate`"):
+        generate(config_of(tmp_path / "results.jsonl", questions(2)), update=True)
+    with pytest.raises(ConfigError, match="keeps no answers"):
+        generate(build_config({"runner": "fake", "input": config.input.path[0], "output": "-"}), update=True)
+    with pytest.raises(ConfigError, match="--prune"):
+        generate(config, update=True, prune=True, limit=1)
+    with pytest.raises(ConfigError, match="--no-resume"):
+        generate(config, update=True, resume=False)
+
+
+def test_an_update_that_fails_before_it_begins_leaves_nothing_behind(tmp_path, monkeypatch):
+    from ragspec.run import generate as command
+
+    def fails(*args):
+        raise ConfigError("the index is gone")
+
+    out = tmp_path / "out.jsonl"
+    config = config_of(out, questions(3))
+    generate(config)
+    monkeypatch.setattr(command, "requests_of", fails)
+    with pytest.raises(ConfigError, match="the index is gone"):
+        generate(config, update=True)
+    assert generate(config).skipped == 3
+
+
+def test_the_first_update_is_an_ordinary_run(out):
+    config = config_of(out, questions(3))
+    assert [why for _, why in dry_update(config, limit=None, retry_failed=False, prune=False).again] == ["new"] * 3
+    assert generate(config, update=True).records == 3
+
+
+DIES = """
+import os, signal, sys
+from pathlib import Path
+from ragspec.outputs import line_file
+from ragspec.outputs.folder import LocalFolder
+from ragspec.cli import main
+
+left = int(sys.argv.pop(1))
+
+def dying(owner, name):
+    real = getattr(owner, name)
+    def step(*args, **kwargs):
+        global left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+    setattr(owner, name, step)
+
+for owner, name in ((line_file, "write_all"), (os, "fsync"), (os, "ftruncate"), (Path, "replace"), (Path, "unlink"),
+                    (Path, "rename"), (LocalFolder, "put"), (line_file, "sync_folder")):
+    dying(owner, name)
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.wide)])
+def test_kills_at_random_moments_lose_double_and_spoil_nothing(out, tmp_path, kills):
+    chance = random.Random(f"{out.name} {kills}")
+    records = questions(12)
+    generate(config_of(out, records))
+    names = list(shown(out))
+    killed, number, texts = 0, 0, {each: {text} for each, text in shown(out).items()}
+    while killed < kills:
+        number += 1
+        changed = chance.choice(["record", "config", "both", "nothing"])
+        length = chance.choice([3, 5, 18]) if changed in ("config", "both") else 18
+        if changed in ("record", "both"):
+            records = [each for each in records if chance.random() < 0.9]
+            records += [{"id": f"new{number}", "query": f"new {number}"}]
+            records[0] = records[0] | {"query": f"changed {number}", "tag": number}
+        config = config_of(out, records, sampling={"max_new_tokens": length})
+        right = whole(out, records, sampling={"max_new_tokens": length})
+        for name, text in right.items():
+            texts.setdefault(name, set()).add(text)
+        path = tmp_path / "c.yaml"
+        path.write_text(json.dumps(config.model_dump(mode="json", exclude={"retrieval", "structured", "scale"})))
+        for _ in range(chance.randrange(1, 4)):
+            at = chance.randrange(1, 50)
+            command = [sys.executable, "-c", DIES, str(at), "generate", "--update", "-c", str(path)]
+            ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+            killed += ended.returncode == -signal.SIGKILL
+            assert ended.returncode in (0, -signal.SIGKILL), ended.stderr
+            there = [(line["id"], line["output"]) for line in lines_of(out)]
+            assert len(there) == len(dict(there)), "doubled"
+            assert all(text in texts[name] for name, text in there), "wrong"
+        prune = chance.random() < 0.5
+        update(config, prune=prune)
+        there = shown(out)
+        assert [name for name in there if name in names] == [name for name in names if name in there], "out of place"
+        names = list(there)
+        assert {name: there[name] for name in right} == right
+        assert not prune or list(there.keys() - right.keys()) == []
+        assert not list(tmp_path.rglob("*update.jsonl"))
+        assert generate(config).records == 0
+
+
+COMMAND = [sys.executable, "-m", "ragspec", "generate", "--update"]
+
+
+def started(config, tmp_path, delay_s=0.01):
+    path = tmp_path / "c.yaml"
+    given = config.model_dump(mode="json", exclude={"retrieval", "structured", "scale"})
+    given["runner_args"] |= {"delay_s": delay_s, "batch_size": 1}
+    path.write_text(json.dumps(given))
+    return subprocess.Popen([*COMMAND, "-c", str(path)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_an_interrupted_update_leaves_the_output_whole_and_goes_on(out, tmp_path):
+    generate(config_of(out, questions(40)))
+    before = lines_of(out)
+    config = config_of(out, questions(40), sampling={"max_new_tokens": 5})
+    process = started(config, tmp_path, delay_s=0.1)
+    news = next(iter(tmp_path.rglob("*update.jsonl")), None)
+    while process.poll() is None and (news is None or news.read_bytes().count(b"\n") < 5):
+        time.sleep(0.02)
+        news = next(iter(tmp_path.rglob("*update.jsonl")), None)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert lines_of(out) == before
+    with pytest.raises(ConfigError, match="its update was interrupted"):
+        generate(config)
+    summary, _ = update(config)
+    assert summary.records <= 35
+    assert shown(out) == whole(out, questions(40), sampling={"max_new_tokens": 5})
