@@ -135,11 +135,19 @@ def _free_by_driver() -> dict[str, int]:
 
 def peak_memory() -> tuple[int, int]:
     """Return this process's peak bytes: resident, and of torch on GPUs that it has used."""
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    resident = _peak_resident()
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return resident, 0
     return resident, sum(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
+
+
+def _peak_resident() -> int:
+    with suppress(OSError), open("/proc/self/status") as status:  # Linux, whose ru_maxrss has the parent's memory, too
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) << 10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _processor() -> str:

@@ -50,7 +50,7 @@ class StatisticsFile:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.summary is None or self._document is None:
             return
-        state = FINISHED if kind is None else STOPPED
+        state = FINISHED if kind is None and not self.summary.stopped else STOPPED
         try:
             self._write_last(self._document, self.summary, state)
         except OSError as error:

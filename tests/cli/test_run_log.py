@@ -111,15 +111,23 @@ def test_sigterm_ends_a_run_with_a_line_and_the_statistics_of_what_is_there(tmp_
     assert (statistics["state"], statistics["records"]) == ("stopped", finished)
 
 
+@pytest.fixture
+def default_sigterm():
+    """SIGTERM as in a fresh process; libraries of earlier tests may have set a handler."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("default_sigterm")
 def test_sigterm_waits_until_a_line_is_counted_and_is_left_to_others_later():
-    before = signal.getsignal(signal.SIGTERM)
     with terminable(), Interruptions() as interruptions:
         counted = False
         with pytest.raises(Terminated), interruptions.held_back():  # noqa: PT012
             os.kill(os.getpid(), signal.SIGTERM)
             counted = True
         assert counted
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_a_run_on_a_thread_leaves_signals_alone():

@@ -173,7 +173,7 @@ def test_no_shared_block_changes_an_answer(sample_texts, monkeypatch, name):
 
     def sharing(self, donor, row, tokens):
         shared.append(tokens if donor != row else 0)
-        share_prefix(self, donor, row, tokens)
+        return share_prefix(self, donor, row, tokens)
 
     def copying(self, source, target, first, last):
         copied.append(last - first)
