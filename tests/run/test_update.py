@@ -360,7 +360,7 @@ main()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.long)])
 def test_kills_at_random_moments_lose_double_and_spoil_nothing(out, tmp_path, kills):
     chance = random.Random(f"{out.name} {kills}")
     records = questions(12)
