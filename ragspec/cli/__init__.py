@@ -19,6 +19,7 @@ from ragspec.cli.init import init
 from ragspec.cli.inspect import inspect
 from ragspec.cli.options import INTERRUPTED, Debug, set_debug
 from ragspec.cli.plan import plan
+from ragspec.cli.push import push
 from ragspec.cli.report import report
 from ragspec.cli.retrieve import retrieve
 from ragspec.cli.run_batch import run_batch
@@ -75,6 +76,7 @@ for command in (
     report,
     verify,
     evaluate,
+    push,
     tune,
     train_draft,
     doctor,

@@ -156,7 +156,7 @@ def show_answers(console: Console, output: str, count: int) -> None:
     from itertools import islice
 
     from ragspec.cli.answer_view import AnswerView
-    from ragspec.quality.graded import answer_lines
+    from ragspec.outputs.reader import answer_lines
 
     if output == "-":
         return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ragspec.config.io import InputConfig
@@ -15,10 +14,7 @@ from ragspec.inputs.record import REFERENCES, reference_texts
 from ragspec.inputs.record_ids import RecordIds
 from ragspec.inputs.sources import open_source
 from ragspec.inputs.storage import advising
-from ragspec.inputs.values import id_text
-from ragspec.outputs import csv_file
-from ragspec.outputs.codecs import LANCE, line_of
-from ragspec.outputs.table import rows_of
+from ragspec.outputs.reader import answer_lines, id_given, id_of, json_object, text_of, tokens_of
 from ragspec.quality.metrics import cited, numbered
 
 GOLD = ("gold_ids", "gold_doc_ids")
@@ -121,7 +117,7 @@ def _graded(
     contexts = [str(each) for each in line.get("contexts") or []]
     gold = next((source[key] for key in GOLD if isinstance(source.get(key), list)), None)
     formatted = {name for reference in references for name in numbered(reference, _by_rank(source, contexts))}
-    wanted = formatted if gold is None else {_name(each) or str(each) for each in gold}
+    wanted = formatted if gold is None else {id_given(each) or str(each) for each in gold}
     parsed = line.get("parsed")
     said = parsed["answer"] if isinstance(parsed, dict) and isinstance(parsed.get("answer"), str) else text
     return Graded(
@@ -154,67 +150,10 @@ def _references(given: InputConfig | str) -> Iterator[tuple[str, dict[str, Any]]
     with open_source(given) as source:
         ids = RecordIds(source)
         for row in source:
-            value = _checked(row.value, source.where(row.number))
+            value = json_object(row.value, source.where(row.number))
             yield ids.of(row), {**_metadata(value), **value}
 
 
 def _metadata(line: Mapping[str, Any]) -> dict[str, Any]:
     found = line.get("metadata")
     return found if isinstance(found, dict) else {}
-
-
-def answer_lines(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the lines of an output, whatever its format. Raises ConfigError."""
-    if csv_file.written_here(Path(path)):
-        yield from csv_file.lines_of(Path(path))
-        return
-    if path.rstrip("/").lower().endswith(LANCE) and Path(path).is_dir():
-        yield from map(line_of, rows_of(Path(path)))
-        return
-    is_table = path.lower().endswith(".parquet")
-    with open_source(InputConfig(path=[path])) as source:
-        for row in source:
-            value = _checked(row.value, source.where(row.number))
-            texts = is_table or any(isinstance(value.get(key), str) for key in ("metadata", "logprobs", "passages"))
-            yield line_of(value) if texts else value
-
-
-def _checked(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where}: {value if isinstance(value, RecordError) else 'not a JSON object'}")
-    return value
-
-
-def id_of(line: Mapping[str, Any]) -> str | None:
-    """Return the id of a line's record, in either output format; None if it has none."""
-    return _name(line.get("custom_id", line.get("id")))
-
-
-def _name(given: Any) -> str | None:
-    """Return an id in the form that records have; None if it is not an id."""
-    try:
-        return id_text(given)
-    except RecordError:
-        return None
-
-
-def text_of(line: Mapping[str, Any]) -> str | None:
-    """Return a line's answer, in either output format; None if it has none."""
-    if isinstance(line.get("output"), str):
-        return str(line["output"])
-    try:
-        choice = line["response"]["body"]["choices"][0]
-        text = choice["message"]["content"] if "message" in choice else choice["text"]
-    except (KeyError, TypeError, IndexError):
-        return None
-    return text if isinstance(text, str) else None
-
-
-def tokens_of(line: Mapping[str, Any]) -> int | None:
-    """Return how many tokens a line's answers have, in either output format; None if it does not say."""
-    if "response" not in line:
-        return line.get("output_tokens")
-    try:
-        return int(line["response"]["body"]["usage"]["completion_tokens"])
-    except (KeyError, TypeError, ValueError):
-        return None

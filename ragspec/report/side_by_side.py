@@ -21,7 +21,8 @@ import jinja2
 from ragspec.errors import ConfigError
 from ragspec.host.files import write_whole
 from ragspec.inputs.storage import advising
-from ragspec.quality.graded import answer_lines, id_of, references_of, text_of, tokens_of
+from ragspec.outputs.reader import answer_lines, id_of, text_of, tokens_of
+from ragspec.quality.graded import references_of
 from ragspec.quality.metrics import f1
 from ragspec.report.page import style
 

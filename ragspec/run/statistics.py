@@ -42,6 +42,7 @@ class StatisticsFile:
         if path is not None:
             check_writable(Path(path), "--stats")
             self._document = LocalDocument(Path(path))
+        self._total: int | None = None
         self._next = time.monotonic() + EVERY_S
 
     def __enter__(self) -> Self:
@@ -58,6 +59,7 @@ class StatisticsFile:
 
     def report(self, summary: RunSummary, total: int | None) -> None:
         """Write the totals so far, if it is time to."""
+        self._total = total
         if self._document is None or time.monotonic() < self._next or not (summary.records or summary.failed):
             return
         began = time.monotonic()
@@ -72,7 +74,8 @@ class StatisticsFile:
             if before.get("state", state) != state:
                 document.write(_dated(before, state))
             return
-        document.write(_dated(summary.to_json(), state))
+        total = {"input_records": self._total} if state == STOPPED else {}
+        document.write(_dated({**summary.to_json(), **total}, state))
 
 
 def _dated(figures: dict[str, Any], state: str) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from ragspec.errors import ConfigError
 from ragspec.json_text import dumps
 from ragspec.outputs.csv_file import COLUMNS, CsvFile, cells_of, decoded, encoded, line_of
 from ragspec.outputs.ledger import Finished
+from ragspec.outputs.reader import answer_lines
 from ragspec.quality.evaluate import evaluate
-from ragspec.quality.graded import answer_lines
 from ragspec.run.generate import generate
 from tests.conftest import write_jsonl
 

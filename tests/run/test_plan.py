@@ -72,7 +72,8 @@ def test_a_run_never_takes_more_tokens_than_its_budget_and_goes_on_with_a_larger
     assert summary.stopped
     assert 0 < summary.records < 40
     assert 350 < summary.prompt_tokens + summary.output_tokens <= 500
-    assert json.loads((tmp_path / "out.stats.json").read_text())["state"] == "stopped"
+    statistics = json.loads((tmp_path / "out.stats.json").read_text())
+    assert (statistics["state"], statistics["input_records"]) == ("stopped", 40)
     more = generate(config, budget=Budget("900tok", tokens=900))
     assert 500 < more.totals.prompt_tokens + more.totals.output_tokens <= 900
     with pytest.raises(ConfigError, match="already spent; the output took"):

@@ -22,7 +22,7 @@ NAMES = {
 
 
 def lines_of(path):
-    from ragspec.quality.graded import answer_lines
+    from ragspec.outputs.reader import answer_lines
 
     return list(answer_lines(str(path)))
 
