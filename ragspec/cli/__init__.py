@@ -100,6 +100,7 @@ def root(
 
 def main() -> None:
     """Run the command line; an error becomes one line and an exit code."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # libraries' bars, wherever they are; tqdm reads it as it is imported
     try:
         app(prog_name="ragspec", standalone_mode=True)
     except RagspecError as error:

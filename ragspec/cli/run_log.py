@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ragspec.config.run import RunConfig
     from ragspec.outputs.answers import FailedRecord
     from ragspec.run.answering import RecordResult
+    from ragspec.run.loading import Loading
     from ragspec.run.pace import Pace, Progress
     from ragspec.run.result_writer import Report
     from ragspec.stats import RunSummary
@@ -109,15 +111,18 @@ class RunLog:
         self._bar = console.is_terminal and FORMAT not in os.environ and not quiet
         self._pace: Pace = Pace(time.monotonic())
         self._latest: tuple[RunSummary, int | None] | None = None
+        self._loading: Loading | None = None
         self._ended = threading.Event()
 
     @contextmanager
     def watching(self, config: RunConfig) -> Iterator[Report | None]:
         """Yield what takes the run's totals as records finish; show its progress meanwhile."""
         from ragspec.cli.tables import progress
+        from ragspec.run.loading import Loading
 
+        self._loading = Loading(config)
         if self._bar:
-            with progress(self.console, config) as report:
+            with progress(self.console, self._loading) as report:
                 yield self._beside(report)
             return
         teller = threading.Thread(target=self._tell, name="ragspec-log", daemon=True)
@@ -173,18 +178,21 @@ class RunLog:
     def _report(self, summary: RunSummary, total: int | None) -> None:
         self._latest = summary, total
 
-    def _beside(self, report: Report | None) -> Report:
+    def _beside(self, report: Report) -> Report:
         def both(summary: RunSummary, total: int | None) -> None:
             self._report(summary, total)
-            if report is not None:
-                report(summary, total)
+            report(summary, total)
 
         return both
 
     def _tell(self) -> None:
+        from ragspec.run.pace import LOADING
+
         while not self._ended.wait(self._every_s):
             at = self._progress()
             if at is not None:
+                if at.phase == LOADING and self._loading is not None:
+                    at = replace(at, doing=self._loading.doing())
                 self.say(at.text(), "progress", **at.to_json())
 
     def _progress(self, *, overall: bool = False) -> Progress | None:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -22,7 +23,6 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from ragspec.models.resolve import size_of_weights
 from ragspec.run.result_writer import Report
 from ragspec.stats import OTHERS, OutputTotals, RunSummary
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ragspec.config.run import RunConfig
     from ragspec.retrieval.build import BuildSummary
     from ragspec.retrieval.corpus import Skipped
+    from ragspec.run.loading import Loading
     from ragspec.run.local import Pipeline
 
 
@@ -203,22 +204,29 @@ def waiting(console: Console, what: str) -> Iterator[None]:
         yield
 
 
-def _loading(config: RunConfig) -> str:
-    """Return what a run begins with, and how much there is to load, if that is on this machine."""
-    if config.model is None:
-        return "starting"
-    size = size_of_weights(str(config.model))
-    return f"loading {config.model}" + ("" if size is None else f" ({size / 1e9:.1f} GB of weights)")
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What is loading, as it is whenever the terminal asks."""
+
+    loading: Loading
+
+    def __rich__(self) -> Text:
+        return Text(self.loading.text(), overflow="ellipsis", no_wrap=True)
 
 
 @contextmanager
 def loaded(console: Console, config: RunConfig) -> Iterator[Pipeline]:
-    """Yield a config's pipeline with its model loaded, saying so meanwhile."""
+    """Yield a config's pipeline with its model loaded, saying on a terminal how far that is."""
+    from ragspec.run.loading import Loading
     from ragspec.run.local import Pipeline
 
+    loading = Loading(config)
     with ExitStack() as stack:
-        with waiting(console, _loading(config)):
-            pipeline = stack.enter_context(Pipeline(config))
+        with console.status(_Shown(loading)) if console.is_terminal else nullcontext():
+            loading.look_up_usual()
+            pipeline = Pipeline(config)
+            stack.callback(pipeline.close)
+            pipeline.load(loading.warming_up)
         yield pipeline
 
 
@@ -234,26 +242,30 @@ def _columns() -> tuple[ProgressColumn, ...]:
 
 
 @contextmanager
-def progress(console: Console, config: RunConfig) -> Iterator[Report | None]:
-    """Yield what moves the bar, or None if there is no terminal to show one. It says what a run is doing."""
-    if not console.is_terminal:
-        yield None
-        return
+def progress(console: Console, loading: Loading) -> Iterator[Report]:
+    """Yield what moves a terminal's bar, which appears with the first answer; until then it says what is loading."""
     columns = [*_columns(), TimeElapsedColumn(), TextColumn("{task.fields[detail]}")]
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(_loading(config), total=None, detail="")
-        shown_at = 0.0
+    bar = Progress(*columns, console=console, transient=True)
+    task = bar.add_task("answering", total=None, detail="")
+    shown_at = 0.0
+    with ExitStack() as stack:
+        until_then = stack.enter_context(console.status(_Shown(loading)))
+        loading.look_up_usual()
 
         def report(summary: RunSummary, total: int | None) -> None:
             nonlocal shown_at
             if (now := time.monotonic()) - shown_at < REFRESH_S:
                 return
-            if summary.load_s and not summary.records + summary.failed:
-                bar.update(task, description="warming up")
+            if not summary.records + summary.failed:
+                if summary.load_s:
+                    loading.warming_up()
                 return
+            if not bar.live.is_started:
+                until_then.stop()
+                stack.enter_context(bar)
             shown_at = now
             done = summary.records + summary.failed + summary.skipped
-            bar.update(task, description="answering", completed=done, total=total, detail=_detail(summary))
+            bar.update(task, completed=done, total=total, detail=_detail(summary))
 
         yield report
 

@@ -32,6 +32,7 @@ TRUST_KEY = "runner_args.trust_remote_code"
 CONVERSION = "1"  # increase when the conversion's output changes
 PATIENCE_S = 3.0  # total wait for the hub
 CONFIG, MODULES = "config.json", "modules.json"  # sentence-transformers models may have only the latter
+PARTIAL = ".incomplete"  # of a file that the hub's client is downloading
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".json")  # suffixes of files that answers depend on
 LOGIN = "log in with `hf auth login`"
 
@@ -199,9 +200,12 @@ def needs_code(trust_key: str | None) -> str:
 
 def weights_bytes(path: str, revision: str | None = None) -> int | None:
     """Return the total size of a model's safetensors files, None if they are neither in a folder nor in the cache."""
+    return sum(file.stat().st_size for file in _safetensors(path, revision)) or None
+
+
+def _safetensors(path: str, revision: str | None) -> list[Path]:
     folder = Path(path) if Path(path).is_dir() else _cached_folder(path, revision)
-    files = list(folder.glob("*.safetensors")) if folder is not None else []
-    return sum(file.stat().st_size for file in files) or None
+    return sorted(folder.glob("*.safetensors")) if folder is not None else []
 
 
 def weights_state(source: ModelSource) -> str:
@@ -220,18 +224,37 @@ def weights_state(source: ModelSource) -> str:
     return blake2b(repr(states).encode(), digest_size=8).hexdigest()
 
 
-def size_of_weights(name: str) -> int | None:
-    """Return the bytes of a named model's weights if they are on this machine, else None. Asks no hub."""
-    if name == DEMO:
-        spec = importlib.util.find_spec(DEMO_PACKAGE)
-        files = (
-            [file for place in (spec.submodule_search_locations or []) for file in Path(place).glob("*.gguf")]
-            if spec
-            else []
-        )
-        return sum(file.stat().st_size for file in files) or None
+def weight_files(name: str, revision: str | None = None) -> list[Path]:
+    """Return the safetensors files that a named model is loaded from, none before they are here. Asks no hub."""
+    file = _gguf(name)
+    path = Path(name).expanduser() if file is None else made_folder(file.stem, [file])
+    return _safetensors(str(path) if path.is_dir() or file is not None else name, revision)
+
+
+def is_converted(name: str) -> bool:
+    """Return whether a named model needs no conversion, or has had it."""
+    file = _gguf(name)
+    return file is None or (made_folder(file.stem, [file]) / CONFIG).is_file()
+
+
+def _gguf(name: str) -> Path | None:
+    """Return the .gguf file that a name means, None if it means none or there is none."""
     path = Path(name).expanduser()
-    return path.stat().st_size if path.is_file() else weights_bytes(str(path) if path.is_dir() else name)
+    if name == DEMO:
+        path = next(iter(_demo_files()), path)
+    return path if path.suffix == ".gguf" and path.is_file() else None
+
+
+def downloaded_bytes(name: str) -> int:
+    """Return how much the hub's cache has of a model that is being downloaded, 0 if none is."""
+    from huggingface_hub import constants
+
+    blobs = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "blobs"
+    try:
+        files = list(blobs.iterdir())
+        return sum(file.stat().st_size for file in files) if any(each.suffix == PARTIAL for each in files) else 0
+    except OSError:  # none, or renamed meanwhile
+        return 0
 
 
 def context_length(config: Any) -> int | None:
@@ -250,10 +273,14 @@ def _rope_factor(text: Any) -> float:
     return max(1.0, float(rope.get("factor") or 1.0)) if rope.get("rope_type") == "dynamic" else 1.0
 
 
-def _demo_file() -> Path:
+def _demo_files() -> list[Path]:
     spec = importlib.util.find_spec(DEMO_PACKAGE)
     folder = Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
-    files = sorted(folder.glob("*.gguf")) if folder else []
+    return sorted(folder.glob("*.gguf")) if folder else []
+
+
+def _demo_file() -> Path:
+    files = _demo_files()
     if not files:
         raise ConfigError(
             'model: "demo" is not installed; run `make setup`, or: pip install "ragspec[demo]" && '
@@ -271,14 +298,19 @@ def _converted(file: Path) -> Path:
     return made_once(file.stem, [file], partial(convert, file))
 
 
+def made_folder(stem: str, files: Sequence[Path]) -> Path:
+    """Return the cached folder of what is made from `files`, made or not."""
+    states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    name = ":".join(map(str, [CONVERSION, version("transformers"), *chain(*states)]))
+    return cache_dir() / "models" / f"{stem}-{blake2b(name.encode(), digest_size=6).hexdigest()}"
+
+
 def made_once(stem: str, files: Sequence[Path], make: Callable[[Path], None]) -> Path:
     """Return the cached folder that `make` creates from `files`: atomically, by one process at a time.
 
     The folder depends on the files' names, sizes and times, and on the version of transformers.
     """
-    states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    name = ":".join(map(str, [CONVERSION, version("transformers"), *chain(*states)]))
-    folder = cache_dir() / "models" / f"{stem}-{blake2b(name.encode(), digest_size=6).hexdigest()}"
+    folder = made_folder(stem, files)
     if (folder / "config.json").is_file():
         return folder
     from filelock import FileLock

@@ -10,7 +10,7 @@ The runner pulls everything: rows, prompts and output lines.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from os import PathLike
@@ -34,6 +34,7 @@ from ragspec.run.energy import RunEnergy
 from ragspec.run.ordering import Say, ignore_note, ordering_of
 from ragspec.run.record_reader import RecordReader
 from ragspec.run.result_writer import Observer, Report, ResultWriter
+from ragspec.run.runner_choice import downloads, remember
 from ragspec.run.session import Session, peak_memory_gib, prepare
 from ragspec.stats import RunSummary
 
@@ -196,11 +197,7 @@ class Pipeline:
             self._session = prepare(config)
 
     def __enter__(self) -> Self:
-        with self._redact.over_errors(), ExitStack() as stack:
-            stack.enter_context(self._session.runner)
-            self._session.runner.warm_up()
-            stack.pop_all()
-        self._loaded = True
+        self.load()
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -211,6 +208,30 @@ class Pipeline:
         config = self._session.config
         state = "loaded" if self._loaded else "not loaded"
         return f"Pipeline({config.model or config.runner}, method {config.speculation.method}, {state})"
+
+    def load(self, warming_up: Callable[[], None] | None = None) -> None:
+        """Load the model now rather than with the first answer; nothing if it is loaded.
+
+        Args:
+            warming_up: Called once the weights are loaded.
+
+        Raises:
+            ModelError: The model or its backend could not start.
+        """
+        if self._loaded:
+            return
+        config = self._session.config
+        with self._redact.over_errors(), ExitStack() as stack:
+            downloaded, began = downloads(config), time.perf_counter()
+            stack.enter_context(self._session.runner)
+            loaded = time.perf_counter()
+            if warming_up is not None:
+                warming_up()
+            self._session.runner.warm_up()
+            stack.pop_all()
+        self._loaded = True
+        took = RunSummary(load_s=loaded - began, warmup_s=time.perf_counter() - loaded)
+        remember(config, took, downloaded=downloaded)
 
     def close(self) -> None:
         """Free the model, if it is loaded. The next answer loads it again."""
@@ -261,8 +282,7 @@ class Pipeline:
             )
         self._answering = True
         try:
-            if not self._loaded:
-                self.__enter__()
+            self.load()
             found = self._answers(records, hear)
             yield from bar_over(found, len(records) if isinstance(records, Sized) else None) if progress else found
         finally:

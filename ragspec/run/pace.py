@@ -34,7 +34,7 @@ class Progress:
 
     elapsed_s: of the run; phase_s: of its phase. skipped: finished by earlier runs. total: the input's records, None if
     unknown. still_s: seconds without a finished record, if that is long for this run; 0 otherwise. workers: those
-    alive, and all.
+    alive, and all. doing: the phase in more words.
     """
 
     phase: str
@@ -49,6 +49,7 @@ class Progress:
     left_s: float | None
     still_s: float
     workers: tuple[int, int] | None
+    doing: str = ""
 
     @property
     def finished(self) -> int:
@@ -59,7 +60,7 @@ class Progress:
         """Return it as a line."""
         parts = [f"{self.finished:,}" + (f"/{self.total:,}" if self.total is not None else " records")]
         if self.phase != ANSWERING:
-            parts.append(f"{self.phase} for {clock(self.phase_s)}")
+            parts.append(f"{self.doing or self.phase} for {clock(self.phase_s)}")
         if self.tokens_per_s is not None:
             parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
         if self.still_s:

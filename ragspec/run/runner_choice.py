@@ -99,8 +99,20 @@ def speeds(config: RunConfig) -> dict[str, Speed]:
     return {word: _speed(timings) for word, timings in found.items() if timings}
 
 
+def usual_start_s(config: RunConfig) -> float | None:
+    """Return the seconds that loading and warming up took in recent runs of the config's setting here.
+
+    With `runner: auto`, of the runner that came last. None if it has not run yet.
+    """
+    words = CHOICES if config.runner == AUTO else (config.runner,)
+    names = {_name(config, word) for word in words}
+    known = [found for name, found in timings(config).items() if name in names]
+    took = [each.load_s + each.warmup_s for each in known[-1] if each.load_s is not None] if known else []
+    return median(took) if took else None
+
+
 def remember(config: RunConfig, summary: RunSummary, *, downloaded: bool = False) -> None:
-    """Record how fast the config's runner was. downloaded: weights were downloaded while it loaded."""
+    """Record how fast the config's runner was, or how fast it loaded. downloaded: weights came while it did."""
     if config.scale is not None or config.model is None:  # several workers say nothing of one
         return
     if config.runner not in CHOICES or not summary.load_s:
@@ -108,6 +120,8 @@ def remember(config: RunConfig, summary: RunSummary, *, downloaded: bool = False
     timing = timing_of(config, summary, downloaded=downloaded)
     depends, name = _depends(config), _name(config, config.runner)
     known = _read(SPEEDS.read(*depends))
+    if name in known and not timing.tokens:  # a model that was only loaded tells less than those runs
+        return
     known[name] = [*known.pop(name, []), timing][-RECENT:]  # the latest setting comes last
     kept = {name: [asdict(each) for each in timings] for name, timings in list(known.items())[-SETTINGS:]}
     SPEEDS.write({"model": config.model, "settings": kept}, *depends)
