@@ -20,6 +20,7 @@ from ragspec.cli.options import (
     quiet_pipe,
     set_debug,
     settings_of,
+    unused_plugins,
 )
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def ask(
     if corpus:
         settings.append(f"retrieval.index={indexes()}")
     run_config, notes, _ = settings_of(config, settings)
+    notes += unused_plugins(run_config, plugin)
     if corpus:
         run_config, more = _over_corpus(run_config, corpus, console)
         notes += more

@@ -120,13 +120,21 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
         def with_flags(**given: Any) -> None:
             command(settings=_overrides({name: given.pop(name) for name in names}), **given)
 
-        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in [*own, *flags]]
+        # help shows panels in this order: what nearly every run needs comes first
+        ordered = [*(each for each in own if not _panel(each)), *flags, *(each for each in own if _panel(each))]
+        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in ordered]
         with_flags.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         with_flags.__annotations__ = {each.name: each.annotation for each in parameters}
         del with_flags.__wrapped__  # typer would read the command's own signature
         return with_flags
 
     return decorate
+
+
+def _panel(parameter: inspect.Parameter) -> str:
+    """Return the panel of the help that a command's own option is in, "" for the first."""
+    about = getattr(parameter.annotation, "__metadata__", ())
+    return next((found for each in about if (found := getattr(each, "rich_help_panel", None))), "")
 
 
 def method_for(settings: Sequence[str], *, config: bool) -> list[str]:

@@ -9,7 +9,9 @@ import typer
 
 from ragspec.cli.flags import with_settings
 from ragspec.cli.options import (
+    CONTINUING,
     INTERRUPTED,
+    LIMITS,
     TERMINATED,
     ConfigIfAny,
     Debug,
@@ -37,6 +39,7 @@ from ragspec.cli.options import (
     scaled,
     set_debug,
     settings_of,
+    unused_plugins,
     with_config,
 )
 from ragspec.cli.run_log import RunLog, Terminated, terminable
@@ -79,19 +82,38 @@ def generate(
     resume: Resume = True,
     retry_failed: RetryFailed = False,
     update: Annotated[
-        bool, typer.Option("--update", help="Answer again only the records whose prompt, sampling or model changed.")
+        bool,
+        typer.Option(
+            "--update",
+            help="Answer again only the records whose prompt, sampling or model changed.",
+            rich_help_panel=CONTINUING,
+        ),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="With --update: only print the records to answer, and why.")
+        bool,
+        typer.Option(
+            "--dry-run", help="With --update: only print the records to answer, and why.", rich_help_panel=CONTINUING
+        ),
     ] = False,
     prune: Annotated[
-        bool, typer.Option("--prune", help="With --update: remove the answers of records that left the input.")
+        bool,
+        typer.Option(
+            "--prune",
+            help="With --update: remove the answers of records that left the input.",
+            rich_help_panel=CONTINUING,
+        ),
     ] = False,
     keep_old: Annotated[
-        bool, typer.Option("--keep-old", help="With --update: keep the output as it was, as NAME.1.")
+        bool,
+        typer.Option(
+            "--keep-old", help="With --update: keep the output as it was, as NAME.1.", rich_help_panel=CONTINUING
+        ),
     ] = False,
     budget: Annotated[
-        str | None, typer.Option("--budget", metavar="2h|$5|1Mtok", help="Stop there; run again to continue.")
+        str | None,
+        typer.Option(
+            "--budget", metavar="2h|$5|1Mtok", help="Stop there; run again to continue.", rich_help_panel=LIMITS
+        ),
     ] = None,
     price: Prices = None,
     max_failures: MaxFailures = None,
@@ -128,6 +150,7 @@ def generate(
     if show:
         settings.append("output.include=[query, contexts]")
     run_config, notes, values = settings_of(config, settings, override, input=input, output=output, order=order)
+    notes += unused_plugins(run_config, plugin)
     allowed = failures_allowed(max_failures)
     limits = budget_of(budget, price)
     log = RunLog(stderr(), quiet=quiet, verbose=verbose, every_s=log_every)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ragspec.config.sections import RetrievalConfig
 
 INTERRUPTED, TERMINATED = 130, 143
-WATCHING = "Watching"
+CONTINUING, LIMITS, WATCHING = "Continuing", "Limits", "Watching"
 
 RECORDS = "Records to answer: JSONL, JSON, CSV, TSV, Parquet or Arrow, a folder of them, or .txt, a question a line"
 CONFIG = typer.Option("--config", "-c", metavar="FILE", help="YAML config for ragspec or AutoGluon-RAG.")
@@ -37,12 +37,21 @@ Limit = Annotated[int | None, typer.Option(min=1, metavar="N", help="Read only t
 MaxNewTokens = Annotated[
     int | None, typer.Option("--max-new-tokens", min=1, metavar="N", help="Longest answer, in tokens.")
 ]
-Resume = Annotated[bool, typer.Option(help="Continue an existing output, or start over and keep a copy of it.")]
-RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Retry the records that failed in an earlier run.")]
+Resume = Annotated[
+    bool,
+    typer.Option(help="Continue an existing output, or start over and keep a copy of it.", rich_help_panel=CONTINUING),
+]
+RetryFailed = Annotated[
+    bool,
+    typer.Option("--retry-failed", help="Retry the records that failed in an earlier run.", rich_help_panel=CONTINUING),
+]
 MaxFailures = Annotated[
     str | None,
     typer.Option(
-        "--max-failures", metavar="N|P%", help="Exit with 0 if no more than this many records, or this share, failed."
+        "--max-failures",
+        metavar="N|P%",
+        help="Exit with 0 if no more than this many records, or this share, failed.",
+        rich_help_panel=LIMITS,
     ),
 ]
 Stats = Annotated[str | None, typer.Option(metavar="FILE", help="Where statistics go; by default, next to the output.")]
@@ -52,7 +61,12 @@ Workers = Annotated[
 ]
 Prices = Annotated[
     list[str] | None,
-    typer.Option("--price", metavar="PRICE", help="2.5/h, 0.3/kWh@150W, or 0.6/Mtok as of an API; repeatable."),
+    typer.Option(
+        "--price",
+        metavar="PRICE",
+        help="2.5/h, 0.3/kWh@150W, or 0.6/Mtok as of an API; repeatable.",
+        rich_help_panel=LIMITS,
+    ),
 ]
 RayAddress = Annotated[
     str | None,
@@ -179,6 +193,18 @@ def settings_of(
     run_config = redacted_config(values, source)
     redact = run_config.redactor()
     return run_config, [*read_notes, *map(redact, notes)], values
+
+
+def unused_plugins(config: RunConfig, plugin: list[str] | None) -> list[str]:
+    """Return the note that a config does not use the drafters of `--plugin`, if that is so."""
+    if not plugin:
+        return []
+    from ragspec.speculation.methods import methods_of_files
+
+    names, method = methods_of_files(), config.speculation.method
+    if not names or method in names:
+        return []
+    return [f"--plugin: not used, as the method is {method}; to use it, add --method {' or '.join(names)}"]
 
 
 def input_of(path: str | list[str], columns: list[str] | None, **given: str) -> InputConfig:

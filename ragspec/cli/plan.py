@@ -24,6 +24,7 @@ from ragspec.cli.options import (
     scaled,
     set_debug,
     settings_of,
+    unused_plugins,
 )
 
 
@@ -57,6 +58,7 @@ def plan(
     prices = [Price.of(each) for each in price or ()]
     settings = [*overrides(None, max_new_tokens), *settings, *scaled(workers, None)]
     run_config, notes, _ = settings_of(config, settings, override, input=input, output=output)
+    notes += unused_plugins(run_config, plugin)
     found = make_plan(run_config, limit=limit, sample=sample, prices=prices)
     print_notes(stderr(), [*notes, *found.notes])
     print_table(found.rows(), format or "md")

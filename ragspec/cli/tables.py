@@ -223,7 +223,6 @@ def loaded(console: Console, config: RunConfig) -> Iterator[Pipeline]:
     loading = Loading(config)
     with ExitStack() as stack:
         with console.status(_Shown(loading)) if console.is_terminal else nullcontext():
-            loading.look_up_usual()
             pipeline = Pipeline(config)
             stack.callback(pipeline.close)
             pipeline.load(loading.warming_up)
@@ -250,7 +249,6 @@ def progress(console: Console, loading: Loading) -> Iterator[Report]:
     shown_at = 0.0
     with ExitStack() as stack:
         until_then = stack.enter_context(console.status(_Shown(loading)))
-        loading.look_up_usual()
 
         def report(summary: RunSummary, total: int | None) -> None:
             nonlocal shown_at

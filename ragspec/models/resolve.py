@@ -68,6 +68,13 @@ def resolve(name: str, revision: str | None = None, key: str = "model") -> Model
     return _on_hub(name, revision, key)
 
 
+def check_exists(name: str, revision: str | None = None, key: str = "model") -> None:
+    """Raise ConfigError led by `key` for a name that no model has, here or on the hub; soon, as nothing is imported."""
+    path = Path(name).expanduser()
+    if name != DEMO and path.suffix != ".gguf" and not path.is_dir():
+        resolve(name, revision, key)
+
+
 def _on_hub(name: str, revision: str | None, key: str) -> ModelSource:
     """Return the source of a hub model: its id, or its cached folder if the hub does not answer."""
     from huggingface_hub import constants

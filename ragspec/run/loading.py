@@ -39,11 +39,6 @@ class Loading:
         self._warming_up = False
         self._doing = self._look()
 
-    def look_up_usual(self) -> None:
-        """Find out how long loading took here before. Imports torch."""
-        if self._config.model is not None:
-            self._usual_s = usual_start_s(self._config)
-
     def warming_up(self) -> None:
         """Take note that the model is loaded."""
         self._warming_up = True
@@ -82,6 +77,7 @@ class Loading:
         done, total = self._reading.done, self._reading.total
         if done and self._read_since is None:
             self._read_since = self._clock()
+            self._usual_s = usual_start_s(self._config)  # asks torch, which is imported by now
         if done < BEGUN * total:
             return f"loading {model} ({_gb(total)} GB of weights)"
         if done >= READ * total:

@@ -24,7 +24,7 @@ from ragspec.host.cache import JsonCache, digest_of
 from ragspec.host.machine import gpu_capability, has_gpu, installed, machine
 from ragspec.inputs.base import within
 from ragspec.inputs.sources import open_source, size_of
-from ragspec.models.resolve import resolve, weights_bytes
+from ragspec.models.resolve import check_exists, resolve, weights_bytes
 from ragspec.speculation.methods import AUTO, HF, VLLM, find
 from ragspec.stats import RunSummary
 
@@ -268,7 +268,12 @@ def choose_runner(
         rows: Number of input rows, None if unknown.
         began: The runner that began the output, for a resumed run.
         limit: Only this many rows are answered.
+
+    Raises:
+        ConfigError: There is no such model.
     """
+    if config.model is not None and config.runner in (*CHOICES, AUTO):
+        check_exists(config.model, revealed(config.runner_args.get("revision")))
     if config.runner != AUTO:
         return RunnerChoice(config)
     able = config.runners()

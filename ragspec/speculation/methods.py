@@ -22,7 +22,7 @@ from ragspec.host.compiler import Unbuilt
 from ragspec.speculation.drafters.base import Draft, Drafter, NoDrafter, RowDrafter
 from ragspec.speculation.drafters.context import ContextDrafter
 from ragspec.speculation.drafters.prompt_lookup import PromptLookup
-from ragspec.speculation.plugin_files import load_plugins
+from ragspec.speculation.plugin_files import is_from_file, load_plugins
 
 PLAIN = "none"
 FAKE, HF, VLLM = "fake", "huggingface", "vllm"
@@ -246,6 +246,12 @@ def plugins() -> dict[str, Callable[[DrafterSettings], Drafter]]:
         point.name: _Installed(point) for point in entry_points(group=GROUP)
     }
     return {name: _Guarding(name, make) for name, make in {**installed, **registered}.items()}
+
+
+def methods_of_files() -> list[str]:
+    """Return the methods that files of `--plugin` bring. Runs them."""
+    load_plugins(register, registered)
+    return sorted(name for name, make in registered.items() if is_from_file(make))
 
 
 def notes_on(drafters: Iterable[Drafter]) -> list[str]:

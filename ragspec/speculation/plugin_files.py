@@ -54,6 +54,11 @@ def module_name(path: str) -> str:
     return f"{PREFIX}{Path(path).stem}_{blake2b(path.encode(errors='surrogateescape'), digest_size=4).hexdigest()}"
 
 
+def is_from_file(make: Any) -> bool:
+    """Return whether a drafter is defined in a file of `--plugin`."""
+    return str(getattr(make, "__module__", "")).startswith(PREFIX)
+
+
 def _paths() -> list[str]:
     return [path for path in os.environ.get(VARIABLE, "").split(BETWEEN) if path]
 

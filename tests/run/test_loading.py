@@ -55,7 +55,6 @@ def told(tmp_path, monkeypatch):
     remember(config, RunSummary(load_s=20.0, warmup_s=10.0, prompt_tokens=1, generate_s=1.0))
     clock = Clock()
     found = Loading(config, clock)
-    found.look_up_usual()
     return found, clock
 
 

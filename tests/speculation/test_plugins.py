@@ -177,3 +177,14 @@ def test_a_name_of_ours_is_refused():
     for word in METHODS:
         with pytest.raises(ConfigError, match="choose another"):
             ragspec.register_drafter(word, lambda settings: PromptLookup())
+
+
+def test_a_plugin_that_no_method_names_is_said(tmp_path):
+    from tests.warm import ragspec as command
+
+    (tmp_path / "again.py").write_text(MODULE)
+    args = ["generate", "-i", SAMPLE, "-o", "out.jsonl", "--limit", "1", "--plugin", "again.py"]
+    done = command(tmp_path, *args, "--runner", "fake")
+    assert "note: --plugin: not used, as the method is none; to use it, add --method again" in done.stderr
+    used = command(tmp_path, *args, "--model", "nobody/nowhere", "--method", "again")
+    assert "not used" not in used.stderr
