@@ -22,7 +22,7 @@ def doctor(
     debug: Debug = False,
 ) -> None:
     """Show what this machine has, and what a config would do on it."""
-    from ragspec.cli.tables import stderr
+    from ragspec.cli.tables import print_hanging, stderr
     from ragspec.config.io import InputConfig
     from ragspec.config.redaction import Redactor
     from ragspec.run.doctor import Finding, examine_config, examine_input, examine_machine, examine_passages
@@ -50,6 +50,6 @@ def doctor(
     redactor = Redactor(given.model_dump() if given is not None else {})
     console, styles = stderr(), {"ok": "green", "note": "yellow", "error": "red"}
     for finding in findings:
-        console.print(f"{finding.level:5} {redactor(finding.text)}", markup=False, style=styles[finding.level])
+        print_hanging(console, f"{finding.level:5}", redactor(finding.text), styles[finding.level])
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(2)

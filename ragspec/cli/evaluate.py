@@ -95,6 +95,8 @@ def evaluate(
             print_table(found.rows(), str(format))
         else:
             _print(console, found)
+            if format is None and console.is_terminal and sys.stdout.isatty():
+                raise typer.Exit  # the table is on this screen already
             with quiet_pipe():
                 sys.stdout.write(dumps(found.to_json(), option=orjson.OPT_INDENT_2).decode() + "\n")
                 sys.stdout.flush()

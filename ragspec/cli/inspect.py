@@ -27,6 +27,8 @@ def inspect(
     import sys
 
     import yaml
+    from rich.padding import Padding
+    from rich.text import Text
 
     from ragspec.cli.options import input_of, quiet_pipe
     from ragspec.cli.tables import stderr
@@ -61,7 +63,8 @@ def inspect(
     console.print(f"first record, contexts: {len(record.contexts)}", markup=False)
     for passage in record.contexts[:PASSAGES]:
         title = f" ({_short(passage.title)})" if passage.title else ""
-        console.print(f"  {passage.id}{title}: {_short(passage.text)}", markup=False)
+        shown = Text(f"{passage.id}{title}: {_short(passage.text)}")
+        console.print(Padding.indent(shown, 2) if console.is_terminal else f"  {shown}", markup=False)
 
 
 PASSAGES = 3  # of the first record

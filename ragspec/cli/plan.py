@@ -48,7 +48,10 @@ def plan(
     debug: Debug = False,
 ) -> None:
     """Say what a run will take: records, tokens, hours, memory, disk and money."""
-    from ragspec.cli.tables import print_notes, stderr
+    import sys
+
+    from ragspec.cli.answer_view import stdout
+    from ragspec.cli.tables import print_notes, print_plan, stderr
     from ragspec.report.table import check_format
     from ragspec.run.plan import make_plan
     from ragspec.run.price import Price
@@ -61,4 +64,7 @@ def plan(
     notes += unused_plugins(run_config, plugin)
     found = make_plan(run_config, limit=limit, sample=sample, prices=prices)
     print_notes(stderr(), [*notes, *found.notes])
-    print_table(found.rows(), format or "md")
+    if format is None and sys.stdout.isatty():
+        print_plan(stdout(), found.lines)
+    else:
+        print_table(found.rows(), format or "md")

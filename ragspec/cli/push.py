@@ -16,7 +16,7 @@ def push(
     split: Annotated[str, typer.Option(metavar="SPLIT", help="Split that holds these answers.")] = "train",
     revision: Annotated[str, typer.Option(metavar="BRANCH", help="Branch; made if there is none.")] = "main",
     private: Annotated[bool, typer.Option("--private", help="Only for you and those you let in.")] = False,
-    message: Annotated[str | None, typer.Option("--message", "-m", metavar="TEXT", help="Commit message.")] = None,
+    message: Annotated[str | None, typer.Option("--message", metavar="TEXT", help="Commit message.")] = None,
     partial: Annotated[bool, typer.Option("--partial", help="Also push a run that has not ended.")] = False,
     debug: Debug = False,
 ) -> None:

@@ -16,9 +16,8 @@ from rich.progress import (
     Progress,
     ProgressColumn,
     SpinnerColumn,
+    Task,
     TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.table import Table
 from rich.text import Text
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from ragspec.retrieval.corpus import Skipped
     from ragspec.run.loading import Loading
     from ragspec.run.local import Pipeline
+    from ragspec.run.plan import Line
 
 
 PIPED_WIDTH = 120
@@ -49,6 +49,8 @@ def stderr() -> Console:
 
 
 WORKERS_SHOWN = 8
+WHOLE = 100  # numbers from here have no decimals
+HOURS, MINUTE_S = "hours", 60  # how a plan's times are called, and from when they are minutes and seconds
 PER = {"j_per_record": "an answer", "j_per_output_token": "a token"}
 
 
@@ -197,6 +199,48 @@ def _print_rows(console: Console, rows: Sequence[tuple[str, str]]) -> None:
             console.print(f"{'':{width}}  {line}", markup=False)
 
 
+def print_hanging(console: Console, head: str, text: str, style: str) -> None:
+    """Print a text after its head; on a terminal, its further lines are indented as the first."""
+    if not console.is_terminal:
+        console.print(f"{head} {text}", markup=False, style=style)
+        return
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row(Text(head), Text(text))
+    console.print(table, style=style)
+
+
+def print_plan(console: Console, lines: Iterable[Line]) -> None:
+    """Print a plan as people read it: `--format` is for programs."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("what", no_wrap=True, style="bold")
+    table.add_column("expected", justify="right", no_wrap=True)
+    table.add_column("95% interval", no_wrap=True)
+    table.add_column("basis", overflow="fold")
+    for line in lines:
+        is_time = line.what.startswith(HOURS)
+        name, figure = (
+            (f"time{line.what.removeprefix(HOURS)}" if is_time else line.what),
+            _duration if is_time else _figure,
+        )
+        low, high = (None if each is None else figure(each) for each in (line.low, line.high))
+        between = "" if low is None or high is None or low == high else f"{low} to {high}"
+        value = line.value if isinstance(line.value, str) else figure(line.value)
+        table.add_row(*(Text(cell) for cell in (name, value, between, line.basis)))
+    console.print(table)
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= WHOLE or value == round(value) else f"{value:.2g}"
+
+
+def _duration(hours: float) -> str:
+    from ragspec.run.pace import clock
+
+    return clock(hours * 3600) if hours * 3600 >= MINUTE_S else f"{hours * 3600:.0f} s"
+
+
 @contextmanager
 def waiting(console: Console, what: str) -> Iterator[None]:
     """Show on a terminal what takes time, while it does."""
@@ -235,15 +279,26 @@ def loaded(console: Console, config: RunConfig) -> Iterator[Pipeline]:
 REFRESH_S = 0.1
 
 
+class _LeftColumn(ProgressColumn):
+    """The time left, in words that tell it from the time spent."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        from ragspec.run.pace import clock
+
+        return Text("" if task.time_remaining is None else f"{clock(task.time_remaining)} left")
+
+
 def _columns() -> tuple[ProgressColumn, ...]:
     """Return what a bar of something that is counted shows."""
-    return SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    return SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _LeftColumn()
 
 
 @contextmanager
 def progress(console: Console, loading: Loading) -> Iterator[Report]:
     """Yield what moves a terminal's bar, which appears with the first answer; until then it says what is loading."""
-    columns = [*_columns(), TimeElapsedColumn(), TextColumn("{task.fields[detail]}")]
+    columns = [*_columns(), TextColumn("{task.fields[detail]}")]
     bar = Progress(*columns, console=console, transient=True)
     task = bar.add_task("answering", total=None, detail="")
     shown_at = 0.0

@@ -9,7 +9,8 @@ import pytest
 
 from ragspec.benchmark.details import print_results
 from ragspec.benchmark.results import Results
-from ragspec.cli.tables import print_notes, print_summary, stderr
+from ragspec.cli.tables import print_hanging, print_notes, print_plan, print_summary, stderr
+from ragspec.run.plan import Line
 from ragspec.stats import RunSummary
 from tests.report.test_report import ratio, run
 
@@ -92,3 +93,26 @@ def test_a_summarys_paths_and_reasons_are_whole(width, monkeypatch):
         found
     )
     assert path in "".join("".join(found).split())
+
+
+def test_a_plans_figures_are_for_people(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    given = [
+        Line("prompt tokens", 1234567.0, 1234567.0, 1234567.0, "10 prompts built"),
+        Line("hours here", 1.5, 0.01, 2.0, "a basis that is longer than what is left of the line beside the figures"),
+        Line("output MB", 0.0078456, 0.0075, 0.0081),
+        Line("method", "auto"),
+    ]
+    found = lines(80, monkeypatch, lambda console: print_plan(console, given))
+    assert found[1].split()[:3] == ["prompt", "tokens", "1,234,567"]
+    text = words(found)
+    assert "time here 1:30:00 36 s to 2:00:00" in text
+    assert "output MB 0.0078 0.0075 to 0.0081" in text
+
+
+def test_further_lines_of_a_finding_are_indented_as_its_first(width, monkeypatch):
+    found = lines(width, monkeypatch, lambda console: print_hanging(console, "note ", NOTE, "yellow"))
+    assert found[0].startswith("note  in.jsonl:100: ")
+    assert all(line.startswith("      ") for line in found[1:])
+    assert words(found) == f"note {NOTE}".strip()

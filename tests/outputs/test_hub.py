@@ -55,7 +55,7 @@ def rows(hub, name="me/answers", file=FILE, branch="main"):
 
 def test_answers_appear_in_one_commit_and_only_once(tmp_path, hub):
     answers = answered(tmp_path, fail=["q3"])
-    first = push(hub, answers, "me/answers", "--private", "-m", "tonight's")
+    first = push(hub, answers, "me/answers", "--private", "--message", "tonight's")
     assert (first.returncode, first.stdout) == (0, "")
     assert "pushed 49 answered, 1 failed" in first.stderr
     assert hub.commits("me/answers") == ["initial commit", "tonight's"]

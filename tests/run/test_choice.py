@@ -1,6 +1,9 @@
 """runner: auto: what it weighs, and what it says."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -24,6 +27,7 @@ from ragspec.run.runner_choice import (
 )
 from ragspec.runners.vllm.runner import Runner
 from ragspec.stats import RunSummary
+from tests.conftest import ROOT, SAMPLE
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +45,19 @@ def config(**more):
 
 def summary(tokens, seconds, load=1.0):
     return RunSummary(prompt_tokens=tokens, generate_s=seconds, load_s=load)
+
+
+def test_a_model_that_is_nowhere_is_told_before_anything_heavy_is_imported():
+    script = (
+        "import sys\nfrom ragspec.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as end: print(end.code, sorted({'torch', 'transformers', 'vllm'} & set(sys.modules)))"
+    )
+    args = ["generate", "--model", "nobody/nowhere-7B", "-i", str(SAMPLE), "-o", "-"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", script, *args], env=environment, capture_output=True, text=True)
+    assert done.stdout == "2 []\n"
+    assert 'error: model: "nobody/nowhere-7B": is not a local folder' in done.stderr
 
 
 def test_a_named_runner_is_left_alone():
