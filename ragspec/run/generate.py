@@ -29,7 +29,7 @@ from ragspec.run.plan import compared
 from ragspec.run.price import Budget
 from ragspec.run.record_reader import keys_of
 from ragspec.run.result_writer import Observer, Report
-from ragspec.run.runner_choice import choose_runner, downloads, remember
+from ragspec.run.runner_choice import check_model, choose_runner, downloads, remember
 from ragspec.run.session import Session, prepare
 from ragspec.run.statistics import StatisticsFile
 from ragspec.run.update import identity_of, requests_of
@@ -123,6 +123,7 @@ def generate(
         for each in _watchers(config, metrics, tracing, say):
             stack.enter_context(each)
             watchers.append(each)
+        check_model(config)
         count = source.count()
         began = target.state.began_by() if target and resume and target.begun() else None
         session = prepare(config, choose_runner(config, count, began, limit=limit))

@@ -40,6 +40,7 @@ from ragspec.run.runner_choice import (
     TOKEN_S,
     Timing,
     asks_of,
+    check_model,
     choose_for_input,
     remember,
     setting_of,
@@ -110,6 +111,7 @@ def make_plan(
     if size_of(config.input) is None and config.input.format != "dataset" and config.input.is_stdin:
         raise ConfigError("plan reads its input before the run does; give a file with --input")
     with config.redactor().over_errors():
+        check_model(config)
         choice = choose_for_input(config, limit)
         session = prepare(config, choice)
         read = _read(session, limit)

@@ -247,6 +247,12 @@ class RunnerChoice:
         return {"runner_choice": {"runner": self.config.runner, "expected_s": seconds, **took}}
 
 
+def check_model(config: RunConfig) -> None:
+    """Raise ConfigError if the config's model is nowhere, before anything heavy is imported to choose a runner."""
+    if config.model is not None and config.runner in (*CHOICES, AUTO):
+        check_exists(config.model, revealed(config.runner_args.get("revision")))
+
+
 def choose_for_input(config: RunConfig, limit: int | None = None) -> RunnerChoice:
     """Return the choice for the first `limit` records of the config's input. A pipe is not opened."""
     if config.runner != AUTO or config.input is None or size_of(config.input) is None:
@@ -268,12 +274,7 @@ def choose_runner(
         rows: Number of input rows, None if unknown.
         began: The runner that began the output, for a resumed run.
         limit: Only this many rows are answered.
-
-    Raises:
-        ConfigError: There is no such model.
     """
-    if config.model is not None and config.runner in (*CHOICES, AUTO):
-        check_exists(config.model, revealed(config.runner_args.get("revision")))
     if config.runner != AUTO:
         return RunnerChoice(config)
     able = config.runners()

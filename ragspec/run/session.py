@@ -17,7 +17,7 @@ from ragspec.host.machine import peak_memory
 from ragspec.inputs.sources import digest
 from ragspec.prompts.builder import PromptBuilder
 from ragspec.retrieval.search import Retriever
-from ragspec.run.runner_choice import RunnerChoice, choose_runner
+from ragspec.run.runner_choice import RunnerChoice, check_model, choose_runner
 from ragspec.runners.base import Runner
 
 LIBRARIES = ("torch", "transformers", "vllm")
@@ -78,7 +78,9 @@ def prepare(config: RunConfig, choice: RunnerChoice | None = None) -> Session:
 
     choice: the runner, if it has been chosen already. Raises ConfigError.
     """
-    choice = choice or choose_runner(config, None)
+    if choice is None:
+        check_model(config)
+        choice = choose_runner(config, None)
     config = choice.config
     runner = check_runner(config)
     prompts = make_prompts(config, runner)
