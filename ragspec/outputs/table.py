@@ -134,7 +134,7 @@ class LanceTable:
     def _lines(self) -> Iterator[bytes]:
         """Yield all lines in the order of `finished`."""
         answered = {found.key for found in (Finished.of(line) for _, line in self._spool) if not found.failed}
-        if self._tables.open() is not None:
+        if not self._replacing.exists() and self._tables.open() is not None:
             for row in rows_of(self.path):
                 if row["error"] is None or row[KEY] not in answered:
                     yield dumps(line_of(row)) + b"\n"
@@ -144,6 +144,8 @@ class LanceTable:
         before = self._files()
         self._tables.create(self._batches(lines), replace=self._tables.open() is not None)
         _sync(self._files() - before)
+        self._replacing.unlink(missing_ok=True)
+        sync_folder(self.path.parent)
         self._retried = False
 
     def _batches(self, lines: Iterable[bytes] | None = None) -> Any:

@@ -212,3 +212,36 @@ def check(folder, records, *, whole=False):
     assert len(ids) % 150 == 0
     assert len(ids) == records if whole else len(ids) <= records
     assert all(f"question {row['id'][1:]}\n" in row["output"] for row in found)
+
+
+@pytest.mark.parametrize("where", ["rewritten", "begun", "committed", None])
+def test_an_update_of_a_table_that_is_started_over_has_the_new_rows_alone(tmp_path, given, monkeypatch, where):
+    generate(given(5))
+    again = given(4, prompt={"template": "Again: {{ query }}"})
+
+    class Third:
+        def answered(self, result):
+            if result.id == "q2":
+                raise KeyboardInterrupt
+
+        failed = answered
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(again, resume=False, observers=[Third()])
+    kill = {"begun": "_replace", "rewritten": "finish", "committed": "finish"}.get(where)
+    if kill is not None:
+        real = getattr(LanceTable, kill)
+
+        def killed(table, *given):
+            if where == "committed":
+                real(table, *given)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(LanceTable, kill, killed)
+            generate(again, update=True)
+    generate(again, update=True)
+    found = rows(tmp_path)
+    assert [row["id"] for row in found] == ["q0", "q1", "q2", "q3"]
+    assert all("Again" in row["output"] for row in found)
+    assert generate(again).skipped == 4
