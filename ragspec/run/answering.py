@@ -32,6 +32,7 @@ from ragspec.run.session import Session
 from ragspec.stats import Cost
 
 HearAnswer = Callable[[PartialAnswer], None]
+Hold = Callable[[Feed[list[Request]], Callable[[], int]], Feed[list[Request]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ class Answering:
         sink: Receives the results and failures.
         details: Also write what an audit and a report need.
         hear: Called with each answer as it grows, if the runner can tell.
+        hold: Holds records back: given the requests of each and how many have an outcome, returns those to answer.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Answering:
         *,
         details: bool = False,
         hear: HearAnswer | None = None,
+        hold: Hold | None = None,
     ) -> None:
         self._runner = session.runner
         self._shape = shape
@@ -101,12 +104,16 @@ class Answering:
         self._stage = Stage(session.retriever, lambda task: task.query, with_contexts) if session.retriever else None
         self._builder = RequestBuilder(session)
         self._pending = PendingRequests()
+        self._hold = hold
+        self._finished = 0  # records with an outcome
 
     def requests(self, tasks: Feed[RecordTask]) -> Feed[Request]:
         """Return the tasks as requests. Close the feed after use; that stops the search-ahead thread."""
         if self._stage is not None:
             tasks = Feed(self._stage.fill(tasks))
-        return Feed(Spread(tasks, self._build_requests))
+        records = Feed(Spread(tasks, self._build_requests))
+        held = records if self._hold is None else self._hold(records, lambda: self._finished)
+        return Feed(Spread(held, iter))
 
     def outcomes(self, requests: Feed[Request]) -> Iterator[None]:
         """Run the requests; yield after each outcome."""
@@ -122,13 +129,14 @@ class Answering:
         """Return notes for the user about the records that were read."""
         return self._builder.notes()
 
-    def _build_requests(self, task: RecordTask) -> list[Request]:
+    def _build_requests(self, task: RecordTask) -> list[list[Request]]:
+        """Return the requests of one record, or of none if it has failed."""
         try:
             flight = self._builder.in_flight(task.index, task.record, task.key)
             requests = self._pending.requests(flight)
             if self._hear is not None:
                 requests[0] = replace(requests[0], hear=partial(self._heard, flight))
-            return requests
+            return [requests]
         except RecordError as error:
             self._sink.fail(task.index, FailedRecord(task.record.id, task.key, "RecordError", str(error), task.number))
             return []
@@ -141,6 +149,7 @@ class Answering:
         finished = self._pending.take(outcome)
         if finished is None:
             return
+        self._finished += 1
         flight, answers = finished
         if isinstance(answers, Failure):
             self._fail(flight, answers.kind, answers.message)

@@ -1,14 +1,15 @@
-"""A run that stops at its budget: requests are held back as soon as those under way may use the rest of it.
+"""A run that stops at its budget: records are held back as soon as those under way may use the rest of it.
 
-Requests under way are counted with the most that they may take: in tokens, the prompt and the longest answer; in time,
-what records took so far. So a budget in tokens is kept, unless answers have no limit; one in time is nearly kept.
+Records under way are counted with the most that they may take: in tokens, the prompts and the longest answers; in time,
+what records took so far. All requests of a record are let through, or none. So a budget in tokens is kept, unless
+answers have no limit; one in time is nearly kept.
 Limit: one process; workers of a cluster are not held back.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from ragspec.config.sections import LONG_ANSWER
@@ -19,7 +20,7 @@ from ragspec.records import Request
 from ragspec.run.price import Budget
 from ragspec.stats import RunSummary, Spent
 
-FIRST = 16  # requests before it is known how long one takes
+FIRST = 16  # records before it is known how long one takes
 
 
 class BudgetGate:
@@ -40,18 +41,25 @@ class BudgetGate:
         self._seconds = spent.load_s + spent.warmup_s + spent.generate_s
         self._clock = clock
         self._began = clock()
-        self._first: float | None = None  # when the first request was let through
-        self._admitted = 0
+        self._first: float | None = None  # when the first record was let through
+        self._admitted = 0  # records
+        self._finished: Callable[[], int] = lambda: 0
         self._prompt_tokens = 0
         self._longest = 0
         self.stopped = False
 
-    def watch(self, requests: Feed[Request], summary: RunSummary) -> Feed[Request]:
-        """Return the requests for which there is budget. Raises ConfigError at the first if nothing is left."""
-        return Feed(_Held(self, requests, summary))
+    def watch(
+        self, summary: RunSummary, records: Feed[list[Request]], finished: Callable[[], int]
+    ) -> Feed[list[Request]]:
+        """Return the records for which there is budget. Raises ConfigError at the first if nothing is left.
 
-    def admits(self, request: Request, summary: RunSummary, *, waiting: bool) -> bool | None:
-        """Return whether a request may be answered; None if that depends on those under way.
+        records: the requests of each. finished: how many of those records have an outcome.
+        """
+        self._finished = finished
+        return Feed(_Held(self, records, summary))
+
+    def admits(self, requests: Sequence[Request], summary: RunSummary, *, waiting: bool) -> bool | None:
+        """Return whether a record may be answered; None if that depends on those under way.
 
         waiting: the runner has nothing else to do.
         """
@@ -60,12 +68,13 @@ class BudgetGate:
                 raise ConfigError(self._message())
             self.stopped = True
             return False
-        under_way = max(0, self._admitted - summary.records - summary.failed)
-        if self._fits(request, summary, under_way):
+        done = self._finished()
+        under_way = self._admitted - done
+        if self._fits(requests, summary, done, under_way):
             self._first = self._first if self._first is not None else self._clock()
             self._admitted += 1
-            self._prompt_tokens += len(request.token_ids)
-            self._longest = max(self._longest, _longest(request))
+            self._prompt_tokens += _prompt_tokens(requests)
+            self._longest = max(self._longest, _longest(requests))
             return True
         if under_way and not waiting:
             return None
@@ -78,12 +87,11 @@ class BudgetGate:
         assert self._budget.seconds is not None
         return self._seconds + self._clock() - self._began >= self._budget.seconds
 
-    def _fits(self, request: Request, summary: RunSummary, under_way: int) -> bool:
+    def _fits(self, requests: Sequence[Request], summary: RunSummary, done: int, under_way: int) -> bool:
         if self._budget.tokens is not None:
             most = self._tokens + self._prompt_tokens + summary.output_tokens + under_way * self._longest
-            return most + len(request.token_ids) + _longest(request) <= self._budget.tokens
+            return most + _prompt_tokens(requests) + _longest(requests) <= self._budget.tokens
         assert self._budget.seconds is not None
-        done = summary.records + summary.failed
         if not done or self._first is None:
             return self._admitted < FIRST
         now = self._clock()
@@ -95,42 +103,48 @@ class BudgetGate:
         return f"--budget {self._budget.text}: already spent; the output took {used} so far; give a larger one"
 
 
-def _longest(request: Request) -> int:
-    return min(request.sampling.max_new_tokens, max(LONG_ANSWER, len(request.token_ids)))
+def _prompt_tokens(requests: Sequence[Request]) -> int:
+    """Return the tokens of a record's prompts; several answers to one share its tokens."""
+    return sum(map(len, {id(request.token_ids): request.token_ids for request in requests}.values()))
+
+
+def _longest(requests: Sequence[Request]) -> int:
+    """Return the most tokens that a record's answers may have."""
+    return sum(min(each.sampling.max_new_tokens, max(LONG_ANSWER, len(each.token_ids))) for each in requests)
 
 
 class _Held:
-    """Requests as a Pollable (feed.py), as far as a budget lets them through."""
+    """Records as a Pollable (feed.py), as far as a budget lets them through."""
 
-    def __init__(self, gate: BudgetGate, requests: Feed[Request], summary: RunSummary) -> None:
+    def __init__(self, gate: BudgetGate, records: Feed[list[Request]], summary: RunSummary) -> None:
         self._gate = gate
-        self._requests = requests
+        self._records = records
         self._summary = summary
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Request:
-        request = next(self._requests)
-        if self._gate.stopped or not self._gate.admits(request, self._summary, waiting=True):
+    def __next__(self) -> list[Request]:
+        requests = next(self._records)
+        if self._gate.stopped or not self._gate.admits(requests, self._summary, waiting=True):
             raise StopIteration
-        return request
+        return requests
 
-    def poll(self) -> Request | None:
-        """Return the next request, None if it has to wait for those under way."""
+    def poll(self) -> list[Request] | None:
+        """Return the next record, None if it has to wait for those under way."""
         if self._gate.stopped:
             raise StopIteration
-        request = self._requests.poll()
-        if request is None:
+        requests = self._records.poll()
+        if requests is None:
             return None
-        admitted = self._gate.admits(request, self._summary, waiting=False)
+        admitted = self._gate.admits(requests, self._summary, waiting=False)
         if admitted is None:
-            self._requests.put_back([request])
+            self._records.put_back([requests])
             return None
         if not admitted:
             raise StopIteration
-        return request
+        return requests
 
     def close(self) -> None:
         """Close the source."""
-        self._requests.close()
+        self._records.close()

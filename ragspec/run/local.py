@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from functools import partial
 from os import PathLike
 from typing import Any, Self
 
@@ -78,14 +79,14 @@ class LocalPass:
         shape = NativeFormat() if keep_details else line_format_of(session.config)
         self._session = session
         self._runner = session.runner
-        self._gate = gate
         self._tasks = tasks
         self._writer = ResultWriter(session, source, journal, shape, total, report, observers)
         self._record_reader = RecordReader(session.config, self._writer, source)
         self._ordering = ordering_of(session, source, self._record_reader, limit, say)
-        self._answering = Answering(session, shape, self._writer, details=keep_details, hear=hear)
-        self._no_records = f"{session.config.input}: contains no records; nothing to answer"
         self.summary = self._writer.summary
+        hold = None if gate is None else partial(gate.watch, self.summary)
+        self._answering = Answering(session, shape, self._writer, details=keep_details, hear=hear, hold=hold)
+        self._no_records = f"{session.config.input}: contains no records; nothing to answer"
         self._energy = RunEnergy(session.config, self.summary)
 
     def answer(self) -> None:
@@ -154,8 +155,6 @@ class LocalPass:
     def _requests(self) -> Iterator[Feed[Request]]:
         """Yield the input as requests; on exit, stop reading and searching ahead."""
         requests = self._answering.requests(self._ordering.tasks() if self._tasks is None else Feed(self._tasks))
-        if self._gate is not None:
-            requests = self._gate.watch(requests, self.summary)
         try:
             yield requests
         finally:

@@ -84,6 +84,32 @@ def test_a_run_never_takes_more_tokens_than_its_budget_and_goes_on_with_a_larger
     assert not generate(config, budget=Budget("1tok", tokens=1)).stopped  # nothing is left to pay for
 
 
+@pytest.mark.parametrize("sampling", [{"n": 4, "temperature": 1.0}, {"n": 4}, {"n": 20, "temperature": 1.0}])
+def test_a_budget_counts_several_answers_to_a_record_and_is_reached(tmp_path, sampling):
+    config = config_of(tmp_path, sampling={"max_new_tokens": 4, **sampling}, runner_args={"batch_size": 8})
+    summary = generate(config, budget=Budget("800tok", tokens=800))
+    assert summary.stopped
+    assert 640 < summary.prompt_tokens + summary.output_tokens <= 800
+
+
+def test_rows_that_are_no_records_are_not_taken_for_answers_under_way(tmp_path):
+    config = config_of(tmp_path)
+    (tmp_path / "bad.jsonl").write_text('{"nothing": 1}\n' * 50 + (tmp_path / "in.jsonl").read_text())
+    config = config.model_copy(
+        update={"input": config.input.model_copy(update={"path": [str(tmp_path / "bad.jsonl")]})}
+    )
+    summary = generate(config, budget=Budget("500tok", tokens=500))
+    assert summary.failed == 50
+    assert 350 < summary.prompt_tokens + summary.output_tokens <= 500
+
+
+def test_a_budget_ends_a_run_whose_records_all_fail(tmp_path):
+    config = config_of(tmp_path, runner_args={"fail_ids": [f"q{i}" for i in range(40)], "batch_size": 2})
+    summary = generate(config, budget=Budget("300tok", tokens=300))
+    assert summary.stopped
+    assert 0 < summary.failed < 40
+
+
 def test_an_update_that_stops_at_its_budget_leaves_the_output_as_it_was(tmp_path):
     generate(config_of(tmp_path))
     before = (tmp_path / "out.jsonl").read_bytes()
@@ -98,8 +124,8 @@ def test_time_is_given_to_as_many_requests_as_it_lasts_for():
     now = [0.0]
     gate = BudgetGate(Budget("100s", seconds=100.0), Ledger(), Spent(1, 10.0, 0.0, 20.0), clock=lambda: now[0])
     summary = RunSummary()
-    requests = (Request(i, str(i), [1], Sampling()) for i in range(1000))
-    feed = gate.watch(Feed(requests), summary)
+    records = ([Request(i, str(i), [1], Sampling())] for i in range(1000))
+    feed = gate.watch(summary, Feed(records), lambda: summary.records)
     queue = 0
     while True:  # a runner that answers one request a second
         queue += len(feed.take(1000, wait=not queue))
