@@ -33,7 +33,8 @@ CONVERSION = "1"  # increase when the conversion's output changes
 PATIENCE_S = 3.0  # total wait for the hub
 CONFIG, MODULES = "config.json", "modules.json"  # sentence-transformers models may have only the latter
 PARTIAL = ".incomplete"  # of a file that the hub's client is downloading
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".json")  # suffixes of files that answers depend on
+# suffixes of files that answers depend on: weights, configs, tokenizers, chat templates, the model's own code
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".json", ".jinja", ".model", ".txt", ".py")
 LOGIN = "log in with `hf auth login`"
 
 

@@ -172,11 +172,7 @@ class NativeFormat:
         if flight.form is not None:
             line |= _structured(flight, flight.form, answers, [part.text for part in parts])
         line |= _costs(flight, answers, runner)
-        line["contexts"] = [passage.id for passage in kept]
-        if any(passage.score is not None for passage in kept):
-            line["context_scores"] = [passage.score for passage in kept]
-        if "contexts" in self._include:
-            line["passages"] = [passage_fields(passage) for passage in kept]
+        line |= _passages(flight, self._include)
         if runner.cites:
             line["copied"] = copied_spans(runner.tokenizer, kept, first, parts[0])
         if flight.prompt.dropped:
@@ -200,6 +196,27 @@ class NativeFormat:
 
     def signed(self, line: bytes, config: str) -> bytes:
         return dumps({**loads(line), "config": config})
+
+
+def record_fields(flight: RecordInFlight, include: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of an answer's line that do not depend on the answer. include: `output.include`."""
+    dropped = [passage.id for passage in flight.prompt.dropped]
+    return {
+        "query": flight.record.query,
+        **_passages(flight, include),
+        **({"dropped_contexts": dropped} if dropped else {}),
+        "metadata": flight.record.metadata,
+    }
+
+
+def _passages(flight: RecordInFlight, include: Sequence[str]) -> dict[str, Any]:
+    kept = flight.prompt.kept
+    found: dict[str, Any] = {"contexts": [passage.id for passage in kept]}
+    if any(passage.score is not None for passage in kept):
+        found["context_scores"] = [passage.score for passage in kept]
+    if "contexts" in include:
+        found["passages"] = [passage_fields(passage) for passage in kept]
+    return found
 
 
 def passage_fields(passage: Passage) -> dict[str, Any]:

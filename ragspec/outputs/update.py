@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -41,17 +41,20 @@ REASONS: dict[Why, str] = {
 }
 
 
+AT_TIMES = ("context_scores", "dropped_contexts")  # fields of some answers only
+
+
 class RowRequest(NamedTuple):
     """What a row of the input asks now.
 
     key: its fingerprint. id: "" if this very config has answered it. request: the digest of what the model is asked,
-    "" also if nothing can be asked. metadata: the record's, as JSON, for a line that answered another row.
+    "" also if nothing can be asked. shown: what lines show of the record, as JSON, for one that answered another row.
     """
 
     key: str
     id: str = ""
     request: str = ""
-    metadata: bytes = b"{}"
+    shown: bytes = b"{}"
 
 
 class Stamp(NamedTuple):
@@ -59,14 +62,18 @@ class Stamp(NamedTuple):
 
     key: str
     id: str
-    metadata: bytes
+    shown: bytes
 
     def on(self, line: bytes) -> bytes:
         """Return the line as the answer of that row."""
-        value = loads(line)
+        value, shown = loads(line), loads(self.shown)
+        names = dict(zip(value.get("contexts") or (), shown.get("contexts") or (), strict=False))
         value |= {"id": self.id, "fingerprint": self.key}
-        if "metadata" in value:
-            value["metadata"] = loads(self.metadata)
+        if "output" in value:
+            value = {name: each for name, each in value.items() if name in shown or name not in AT_TIMES}
+            value |= {name: each for name, each in shown.items() if name in value or name in AT_TIMES}
+        for span in value.get("copied") or ():
+            span["context"] = names.get(span["context"], span["context"])
         return dumps(value) + b"\n"
 
 
@@ -223,11 +230,11 @@ class Update:
 
     def stands(self, key: str) -> bool:
         """Return whether this very config has answered this very row, so that nothing can differ."""
-        return any(self._answers(self._lines[at].found, RowRequest(key)) for at in self._by_key.get(key, ()))
+        return self.has_own(RowRequest(key))
 
-    def knows(self, key: str) -> bool:
-        """Return whether a line has this fingerprint."""
-        return key in self._by_key
+    def has_own(self, row: RowRequest) -> bool:
+        """Return whether a line that was written for a row still answers it."""
+        return any(self._answers(self._lines[at].found, row) for at in self._by_key.get(row.key, ()))
 
     @cached_property
     def _by_key(self) -> dict[str, list[int]]:
@@ -263,7 +270,7 @@ class Update:
             line = self._lines[at]
             found = line.found
             same = found.key == row.key and row.id in (found.id, "")
-            stamp = None if same else Stamp(row.key, row.id, row.metadata)
+            stamp = None if same else Stamp(row.key, row.id, row.shown)
             self.ledger.note(found._replace(key=row.key, id=row.id or found.id))
             if line.place is None:
                 fresh.append(row._replace(id=row.id or found.id))
@@ -292,8 +299,11 @@ class Update:
         self.ledger.resumed = resumed  # records of the input
         return plan
 
-    def _candidates(self, row: RowRequest, by_id: dict[str, list[int]]) -> Iterable[int]:
-        return by_id.get(row.id, ()) if row.request else self._by_key.get(row.key, ())
+    def _candidates(self, row: RowRequest, by_id: dict[str, list[int]]) -> Iterator[int]:
+        """Yield the lines that may answer a row: its own first, which shows the row as it is."""
+        yield from self._by_key.get(row.key, ())
+        if row.request:
+            yield from by_id.get(row.id, ())
 
     def _take(self, row: RowRequest, candidates: Iterable[int], used: dict[int, RowRequest]) -> bool:
         """Let the first line that answers a row do so; return whether there is one."""

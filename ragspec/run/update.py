@@ -9,7 +9,7 @@ has answered, unless a prompt depends on other records (`prompt.order: shared`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from ragspec.config.redaction import revealed
@@ -18,7 +18,7 @@ from ragspec.inputs.base import Source
 from ragspec.inputs.feed import Feed
 from ragspec.json_text import dumps
 from ragspec.models.resolve import resolve, weights_state
-from ragspec.outputs.answers import FailedRecord
+from ragspec.outputs.answers import FailedRecord, RecordInFlight, record_fields
 from ragspec.outputs.run_state import WEIGHTS
 from ragspec.outputs.update import RowRequest, Update
 from ragspec.retrieval.stage import Stage
@@ -42,7 +42,7 @@ def identity_of(session: Session) -> dict[str, object]:
 def requests_of(session: Session, source: Source, update: Update, limit: int | None = None) -> list[RowRequest]:
     """Return what the first `limit` rows of a source ask, in their order."""
     shared = session.config.prompt.order == "shared"
-    rows = _Rows(update, shared)
+    rows = _Rows(update, shared, session.config.output.include)
     reader = RecordReader(session.config, rows, source)
     builder = RequestBuilder(session)
     if shared:
@@ -54,10 +54,9 @@ def requests_of(session: Session, source: Source, update: Update, limit: int | N
     try:
         for task in tasks:
             try:
-                request = builder.in_flight(task.index, task.record, task.key).request
+                rows.add(task, builder.in_flight(task.index, task.record, task.key))
             except RecordError:
-                request = ""
-            rows.add(task, request)
+                rows.add(task, None)
     finally:
         tasks.close()
     return [rows.found[index] for index in sorted(rows.found)]
@@ -74,15 +73,18 @@ def _tasks(reader: RecordReader, source: Source, limit: int | None) -> Iterator[
 class _Rows:
     """The rows found so far, by the index of their lines. Knows which are finished (record_reader.py)."""
 
-    def __init__(self, update: Update, shared: bool) -> None:
+    def __init__(self, update: Update, shared: bool, include: Sequence[str]) -> None:
         self.found: dict[int, RowRequest] = {}
         self._update = update
         self._shared = shared
+        self._include = include
 
-    def add(self, task: RecordTask, request: str) -> None:
-        """Note a row that is a record. request: the digest of what it asks, "" if nothing can be asked."""
-        metadata = b"{}" if self._update.knows(task.key) else dumps(task.record.metadata)
-        self.found[task.index] = RowRequest(task.key, task.record.id, request, metadata)
+    def add(self, task: RecordTask, flight: RecordInFlight | None) -> None:
+        """Note a row that is a record. flight: what it asks, None if nothing can be asked."""
+        row = RowRequest(task.key, task.record.id, "" if flight is None else flight.request)
+        if flight is not None and not self._update.has_own(row):
+            row = row._replace(shown=dumps(record_fields(flight, self._include)))
+        self.found[task.index] = row
 
     def has(self, index: int, key: str) -> bool:
         stands = not self._shared and self._update.stands(key)

@@ -9,6 +9,7 @@ import pytest
 
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
+from ragspec.outputs.update import Stamp
 from ragspec.run.generate import dry_update, generate
 from tests.conftest import ROOT, read_jsonl, write_jsonl
 
@@ -125,6 +126,63 @@ def test_metadata_and_ids_are_the_inputs_while_answers_stay(out):
     found = {line["id"]: line.get("metadata", {}) for line in lines_of(out)}
     assert found == {"renamed": {}, "q1": {"tag": 2}, "q2": {"tag": 2}, "q3": {"tag": 2}}
     assert generate(config_of(out, records)).skipped == 4
+
+
+def test_lines_that_stay_show_the_questions_and_passages_of_the_input(out):
+    more = {"prompt": {"template": "Say: {{ contexts[0].text }}"}, "output": {"path": str(out), "part_records": 4}}
+    more["output"]["include"] = ["query", "contexts"]
+
+    def asked(query, **passage):
+        return [{"id": f"q{i}", "query": query, "contexts": [{"text": f"text {i}", **passage}]} for i in range(3)]
+
+    seen = ("id", "query", "contexts", "passages", "context_scores", "output", "fingerprint")
+    for query, passage in (
+        ("old", {"id": "d1", "score": 0.5}),
+        ("new", {"id": "d2"}),
+        ("new", {"id": "d3", "score": 2}),
+    ):
+        config = config_of(out, asked(query, **passage), **more)
+        assert update(config)[0].records == (3 if query == "old" else 0)
+        other = config_of(out.with_name(f"whole-{out.name}"), asked(query, **passage), **more)
+        other = other.model_copy(
+            update={"output": other.output.model_copy(update={"path": f"{out.parent}/w-{out.name}"})}
+        )
+        generate(other, resume=False)
+        found, expected = lines_of(out), lines_of(f"{out.parent}/w-{out.name}")
+        assert [[each.get(name) for name in seen] for each in found] == [
+            [each.get(name) for name in seen] for each in expected
+        ]
+
+
+def test_a_record_that_is_changed_back_shows_its_metadata(tmp_path):
+    out = tmp_path / "out.jsonl"
+    generate(config_of(out, questions(2, tag=1)))
+    generate(config_of(out, questions(2, tag=2)))  # new lines below the old ones
+    assert update(config_of(out, questions(2, tag=1)))[0].records == 0
+    assert [each["metadata"] for each in read_jsonl(out)] == [{"tag": 1}] * 2
+
+
+def test_a_new_line_that_waits_shows_the_metadata_of_a_record_that_is_changed_back(tmp_path):
+    out, other = tmp_path / "out.jsonl", {"sampling": {"max_new_tokens": 3}}
+    generate(config_of(out, questions(9, tag=1)))
+
+    class Fifth:
+        def answered(self, result):
+            if result.id == "q4":
+                raise KeyboardInterrupt
+
+        failed = answered
+
+    with pytest.raises(KeyboardInterrupt):
+        update(config_of(out, questions(9, tag=2), **other), observers=[Fifth()])
+    assert update(config_of(out, questions(9, tag=1), **other))[0].records == 4
+    assert [each["metadata"] for each in read_jsonl(out)] == [{"tag": 1}] * 9
+
+
+def test_spans_of_lines_that_stay_name_the_passages_of_the_input():
+    line = {"id": "a", "output": "text", "contexts": ["d1", "d2"], "copied": [{"start": 0, "end": 4, "context": "d2"}]}
+    found = json.loads(Stamp("key", "b", b'{"contexts": ["e1", "e2"]}').on(json.dumps(line).encode()))
+    assert (found["contexts"], found["copied"]) == (["e1", "e2"], [{"start": 0, "end": 4, "context": "e2"}])
 
 
 def test_a_line_inserted_in_a_file_without_ids_answers_one_record(tmp_path):
@@ -290,7 +348,9 @@ def test_a_model_whose_files_changed_is_another_model(tmp_path):
     first = weights_state(ModelSource("m", str(tmp_path)))
     assert first == weights_state(ModelSource("m", str(tmp_path)))
     (tmp_path / "model.safetensors").write_bytes(b"another")
-    assert weights_state(ModelSource("m", str(tmp_path))) != first
+    second = weights_state(ModelSource("m", str(tmp_path)))
+    (tmp_path / "chat_template.jinja").write_text("another prompt")
+    assert len({first, second, weights_state(ModelSource("m", str(tmp_path)))}) == 3
 
 
 def test_outputs_of_another_kind_are_refused(tmp_path):
