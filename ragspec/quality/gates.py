@@ -45,7 +45,7 @@ class Gate:
     def decide(self, found: Estimate) -> Outcome:
         """Return what an estimate says about the condition."""
         low, high = found.low, found.high
-        if low is None or high is None or found.count < ENOUGH:
+        if low is None or high is None or not low <= high or found.count < ENOUGH:  # NaN tells nothing either
             return UNCLEAR
         holds = [self._holds(end) for end in (low, high)]
         return PASSED if all(holds) else UNCLEAR if any(holds) else WORSE

@@ -75,7 +75,7 @@ class Budget:
         if len(prices) != 1:
             raise ConfigError(f"--budget {text} is money, which needs one --price: {FORMS}")
         price = prices[0]
-        if not price.amount:
+        if not price.money(3600.0, 1e6):
             raise ConfigError(f"--price {price.text}: at no cost, --budget {text} is never spent")
         if price.unit == "mtok":
             return cls(text, tokens=amount / price.amount * 1e6)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import sys
 
 import pytest
@@ -46,6 +47,7 @@ def test_few_records_cannot_tell():
     assert gate.decide(Estimate(100.0, 100.0, 100.0, 9)) == "unclear"
     assert gate.decide(Estimate(100.0, 100.0, 100.0, 10)) == "passed"
     assert gate.decide(Estimate(100.0, None, None, 1)) == "unclear"
+    assert gate.decide(Estimate(math.nan, math.nan, math.nan, 50)) == "unclear"
 
 
 def test_a_gate_that_fails_counts_more_than_one_that_cannot_tell():

@@ -66,6 +66,12 @@ def test_what_is_no_budget_is_one_line(text):
         Budget.of(text, [])
 
 
+@pytest.mark.parametrize("price", ["0/h", "0/Mtok", "0.3/kWh@0W"])
+def test_money_that_is_never_spent_is_one_line(price):
+    with pytest.raises(ConfigError, match=f"--price {price}: at no cost"):
+        Budget.of("$5", [Price.of(price)])
+
+
 def test_a_run_never_takes_more_tokens_than_its_budget_and_goes_on_with_a_larger_one(tmp_path):
     config = config_of(tmp_path, runner_args={"reverse": True, "batch_size": 4})
     summary = generate(config, budget=Budget("500tok", tokens=500))

@@ -154,14 +154,6 @@ def test_lines_that_stay_show_the_questions_and_passages_of_the_input(out):
         ]
 
 
-def test_a_record_that_is_changed_back_shows_its_metadata(tmp_path):
-    out = tmp_path / "out.jsonl"
-    generate(config_of(out, questions(2, tag=1)))
-    generate(config_of(out, questions(2, tag=2)))  # new lines below the old ones
-    assert update(config_of(out, questions(2, tag=1)))[0].records == 0
-    assert [each["metadata"] for each in read_jsonl(out)] == [{"tag": 1}] * 2
-
-
 def test_a_new_line_that_waits_shows_the_metadata_of_a_record_that_is_changed_back(tmp_path):
     out, other = tmp_path / "out.jsonl", {"sampling": {"max_new_tokens": 3}}
     generate(config_of(out, questions(9, tag=1)))
@@ -271,6 +263,27 @@ def test_old_lines_can_be_kept(tmp_path):
     before = out.read_bytes()
     update(config_of(out, questions(3), sampling={"max_new_tokens": 3}), keep_old=True)
     assert (tmp_path / "out.jsonl.1").read_bytes() == before
+
+
+def test_old_lines_are_kept_whole_if_a_run_was_killed_before(tmp_path, monkeypatch):
+    from ragspec.outputs import update as module
+
+    out = tmp_path / "out.jsonl"
+    generate(config_of(out, questions(3)))
+    before = out.read_bytes()
+
+    def killed(source, to):
+        to.write_bytes(source.read_bytes()[:10])
+        raise KeyboardInterrupt
+
+    changed = config_of(out, questions(3), sampling={"max_new_tokens": 3})
+    with monkeypatch.context() as patch:
+        patch.setattr(module.shutil, "copy2", killed)
+        with pytest.raises(KeyboardInterrupt):
+            update(changed, keep_old=True)
+    (tmp_path / "out.update.jsonl").touch()  # as a kill leaves it
+    update(changed, keep_old=True)
+    assert [each.read_bytes() for each in tmp_path.glob("out.jsonl.*")] == [before]
 
 
 def test_waiting_lines_of_an_interrupted_run_are_answers_too(tmp_path):
