@@ -115,6 +115,14 @@ def test_a_table_that_is_started_over_keeps_its_rows_until_it_is_replaced(tmp_pa
     old = lancedb.connect(tmp_path).open_table("answers")
     old.checkout(1)
     assert old.count_rows() == 6
+    assert generate(given(4, **other)).skipped == 4  # it is not started over once more
+    assert list(tmp_path.glob("*.replacing")) == []
+
+
+def test_a_table_that_is_started_over_with_nothing_has_no_rows(tmp_path, given):
+    generate(given(6))
+    generate(given(0), resume=False)
+    assert rows(tmp_path) == []
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
@@ -219,15 +227,8 @@ def test_an_update_of_a_table_that_is_started_over_has_the_new_rows_alone(tmp_pa
     generate(given(5))
     again = given(4, prompt={"template": "Again: {{ query }}"})
 
-    class Third:
-        def answered(self, result):
-            if result.id == "q2":
-                raise KeyboardInterrupt
-
-        failed = answered
-
     with pytest.raises(KeyboardInterrupt):
-        generate(again, resume=False, observers=[Third()])
+        generate(again, resume=False, observers=[Stops(3)])
     kill = {"begun": "_replace", "rewritten": "finish", "committed": "finish"}.get(where)
     if kill is not None:
         real = getattr(LanceTable, kill)

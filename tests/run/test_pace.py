@@ -33,6 +33,13 @@ def test_the_speed_is_that_of_the_last_minutes():
     assert found.text() == "10 records, 0 tokens/s"
 
 
+def test_the_speed_is_never_that_of_less_than_the_last_two_minutes():
+    pace = Pace()
+    for now, tokens in ((0.0, 0), (100.0, 1000), (200.0, 1000)):
+        found = pace.progress(at(1, tokens=tokens, load_s=1.0), None, now=now)
+    assert found.tokens_per_s == 5.0
+
+
 def test_a_run_that_stands_still_says_so_instead_of_guessing():
     pace = Pace()
     pace.progress(at(load_s=1.0), 100, now=0.0)
@@ -40,6 +47,25 @@ def test_a_run_that_stands_still_says_so_instead_of_guessing():
     assert "none finished" not in pace.progress(at(10, tokens=10, load_s=1.0), 100, now=60.0).text()
     found = pace.progress(at(10, tokens=10, load_s=1.0), 100, now=130.0)
     assert found.text() == "10/100, 0 tokens/s, none finished for 2:00"
+
+
+def test_slow_records_and_a_run_that_is_done_do_not_stand_still():
+    pace = Pace()
+    pace.progress(at(load_s=1.0), 100, now=0.0)
+    for done in (1, 2, 3):
+        pace.progress(at(done, tokens=10, load_s=1.0), 100, now=30.0 * done)
+    assert "none finished" not in pace.progress(at(3, tokens=10, load_s=1.0), 100, now=170.0).text()
+    assert "none finished" in pace.progress(at(3, tokens=10, load_s=1.0), 100, now=300.0).text()
+    assert "none finished" not in pace.progress(at(3, tokens=10, load_s=1.0), 3, now=300.0).text()
+
+
+def test_at_its_end_a_run_has_the_speed_of_the_whole():
+    pace = Pace()
+    for now, done in ((0.0, 0), (10.0, 1), (500.0, 2)):
+        pace.progress(at(done, tokens=100 * done, load_s=1.0), 4, now=now)
+    found = pace.overall(at(2, tokens=200, generate_s=500.0), 4, now=500.0)
+    assert found.text() == "2/4, 0 tokens/s"
+    assert found.tokens_per_s == pytest.approx(0.4)
 
 
 def test_before_the_first_record_a_run_says_what_it_does():

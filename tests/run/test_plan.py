@@ -84,6 +84,9 @@ def test_a_run_never_takes_more_tokens_than_its_budget_and_goes_on_with_a_larger
     assert 500 < more.totals.prompt_tokens + more.totals.output_tokens <= 900
     with pytest.raises(ConfigError, match="already spent; the output took"):
         generate(config, budget=Budget("300tok", tokens=300))
+    used = more.totals.prompt_tokens + more.totals.output_tokens
+    with pytest.raises(ConfigError, match="already spent"):
+        generate(config, budget=Budget("all of it", tokens=used))
     rest = generate(config)
     assert summary.records + more.records + rest.records == 40
     assert [each["id"] for each in read_jsonl(tmp_path / "out.jsonl")] == [f"q{i}" for i in range(40)]
@@ -142,6 +145,29 @@ def test_time_is_given_to_as_many_requests_as_it_lasts_for():
         queue -= 1
     assert gate.stopped
     assert 60 <= now[0] <= 71  # 30 s were spent before
+
+
+def test_a_record_that_may_take_more_time_than_is_left_is_not_begun():
+    now, finished = [0.0], [0]
+    gate, summary = BudgetGate(Budget("25s", seconds=25.0), Ledger(), Spent(), clock=lambda: now[0]), RunSummary()
+    gate.watch(summary, Feed([]), lambda: finished[0])
+    record = [Request(0, "a", [1], Sampling())]
+    for _ in range(2):  # ten seconds each
+        assert gate.admits(record, summary, waiting=True)
+        now[0] += 10.0
+        finished[0] += 1
+    assert gate.admits(record, summary, waiting=True) is False
+    assert gate.stopped
+
+
+def test_records_under_way_are_waited_for_unless_the_runner_cannot_go_on_without_more():
+    gate, summary = BudgetGate(Budget("30tok", tokens=30), Ledger(), Spent()), RunSummary()
+    record = [Request(0, "a", [1] * 10, Sampling(max_new_tokens=10))]
+    assert gate.admits(record, summary, waiting=True)
+    assert gate.admits(record, summary, waiting=False) is None
+    assert not gate.stopped
+    assert gate.admits(record, summary, waiting=True) is False
+    assert gate.stopped
 
 
 def test_the_command_stops_like_an_interrupted_one(tmp_path):

@@ -11,6 +11,7 @@ from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from ragspec.run import statistics
 from ragspec.run.generate import generate
+from ragspec.stats import Energy, RunSummary, WorkerSummary
 from tests.conftest import read_jsonl, write_jsonl
 
 FAKE = {"runner": "fake", "speculation": {"method": "prompt_lookup"}}
@@ -108,6 +109,8 @@ def test_a_scrape_during_a_run_shows_its_figures(config):
     assert middle["ragspec_input_records",] == 12
     assert middle["ragspec_queue_records",] > 0
     assert last["ragspec_records_total", "answered"] == 11
+    assert last["ragspec_records_total", "failed"] == 1
+    assert last["ragspec_records_total", "skipped"] == 0
     assert last["ragspec_failures_total", "BackendError"] == 1
     assert last["ragspec_output_tokens_total",] == summary.output_tokens
     assert last["ragspec_acceptance_ratio",] == 1.0
@@ -118,9 +121,32 @@ def test_a_scrape_during_a_run_shows_its_figures(config):
         urllib.request.urlopen(scraper.url, timeout=60)
 
 
+def test_figures_of_workers_energy_and_prompts(config):
+    pytest.importorskip("prometheus_client")
+    from ragspec.run.metrics import RunFigures
+
+    figures = RunFigures(config)
+    figures.summary = RunSummary(
+        records=4, failed=1, skipped=2, prompt_tokens=50, cached_prompt_tokens=20, load_s=1.0, warmup_s=2.0,
+        energy=Energy({"package-0": 9.0}, {"package-0": 5.0}),
+        workers=[WorkerSummary(name="0", alive=True, deaths=2), WorkerSummary(name="1", deaths=1)],
+    )  # fmt: skip
+    samples = [sample for family in figures.collect() for sample in family.samples]
+    found = {(each.name, *each.labels.values()): each.value for each in samples}
+    assert found["ragspec_records_total", "skipped"] == 2
+    assert found["ragspec_records_total", "failed"] == 1
+    assert found["ragspec_prompt_tokens_total",] == 50
+    assert found["ragspec_cached_prompt_tokens_total",] == 20
+    assert found["ragspec_energy_joules_total", "package-0"] == 9.0
+    assert found["ragspec_phase_seconds", "load"] == 1.0
+    assert found["ragspec_phase_seconds", "warm_up"] == 2.0
+    assert found["ragspec_workers",] == 1
+    assert found["ragspec_worker_deaths_total",] == 3
+
+
 def test_clients_that_hang_keep_neither_the_run_nor_other_clients_waiting(config):
     pytest.importorskip("prometheus_client")
-    scraper = Scraper()
+    scraper, clients = Scraper(), []
     with ExitStack() as stack:
 
         def say(said):
@@ -130,8 +156,12 @@ def test_clients_that_hang_keep_neither_the_run_nor_other_clients_waiting(config
                 hanging = stack.enter_context(socket.create_connection((host, int(port))))
                 hanging.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
                 hanging.sendall(asks)  # and never reads
+                clients.append(hanging)
 
         assert generate(config, metrics=0, observers=[scraper], say=say).records == 11
+        clients[0].setblocking(False)
+        with pytest.raises(BlockingIOError):  # its connection is still open: the run's end did not wait for it
+            clients[0].recv(1)
     assert len(scraper.found) == 12
 
 
