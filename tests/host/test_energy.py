@@ -113,6 +113,27 @@ def test_a_machine_without_counters_says_nothing(tmp_path):
         assert meter.joules() == {}
 
 
+def test_a_counter_without_a_span_that_falls_was_reset():
+    readings = iter([50.0, 20.0, 25.0])
+    counter = energy.Counter("gpu-0", lambda: next(readings), last=40.0)
+    for used in (10.0, 10.0, 15.0):
+        counter.update()
+        assert counter.used == used
+
+
+def test_a_counter_that_falls_by_more_than_its_span_takes_nothing_back():
+    counter = energy.Counter("package-0", lambda: 1.0, span=10.0, last=40.0, used=5.0)
+    counter.update()
+    assert counter.used == 5.0
+
+
+def test_a_zone_of_the_same_name_counts_once(powercap):
+    powercap.set("intel-rapl:3", 100.0, "package-0")
+    with EnergyMeter(powercap=powercap.folder) as meter:
+        powercap.set("intel-rapl:0", 107.0)
+        assert meter.joules()["package-0"] == pytest.approx(7.0)
+
+
 # -- GPUs ------------------------------------------------------------------------------------------
 
 
@@ -169,6 +190,17 @@ def test_a_gpu_that_does_not_tell_is_absent(tmp_path, nvml, monkeypatch):
     monkeypatch.setattr(nvml, "nvmlInit", no_driver)
     with EnergyMeter(powercap=tmp_path, gpus=True) as meter:
         assert meter.joules() == {}
+
+
+@pytest.mark.parametrize(
+    ("runner", "device", "counts"), [("hf", "cuda", True), ("hf", "cpu", False), ("fake", "", False)]
+)
+def test_gpus_count_where_they_may_answer(tmp_path, nvml, monkeypatch, runner, device, counts):
+    monkeypatch.setattr("ragspec.run.energy.EnergyMeter", lambda **given: EnergyMeter(**given, powercap=tmp_path))
+    summary = RunSummary()
+    with RunEnergy(SimpleNamespace(runner=runner, runner_args={"device": device} if device else {}), summary):
+        nvml.millijoules[0] = 6000
+    assert (summary.energy is not None) == counts
 
 
 # -- runs ------------------------------------------------------------------------------------------

@@ -2,16 +2,18 @@
 
 import json
 import socket
+import threading
 import urllib.request
 from contextlib import ExitStack
 
 import pytest
 
 from ragspec.config.load import build_config
-from ragspec.errors import ConfigError
+from ragspec.errors import ConfigError, ModelError
 from ragspec.run import statistics
 from ragspec.run.generate import generate
-from ragspec.stats import Energy, RunSummary, WorkerSummary
+from ragspec.run.metrics import address_of
+from ragspec.stats import Energy, RunSummary, SpecStats, WorkerSummary
 from tests.conftest import read_jsonl, write_jsonl
 
 FAKE = {"runner": "fake", "speculation": {"method": "prompt_lookup"}}
@@ -64,6 +66,12 @@ def test_a_run_with_nothing_to_do_finishes_the_statistics_of_one_that_was_killed
     generate(config)
     found = json.loads(path.read_text())
     assert (found["state"], found["records"]) == ("finished", 11)
+
+
+def test_statistics_elsewhere_are_those_of_the_latest_run(tmp_path, config):
+    for records in (11, 0):
+        generate(config, stats_path=str(tmp_path / "s.json"))
+        assert json.loads((tmp_path / "s.json").read_text())["records"] == records
 
 
 def test_statistics_that_cannot_be_written_do_not_stop_a_run(tmp_path, config, monkeypatch):
@@ -128,7 +136,7 @@ def test_figures_of_workers_energy_and_prompts(config):
     figures = RunFigures(config)
     figures.summary = RunSummary(
         records=4, failed=1, skipped=2, prompt_tokens=50, cached_prompt_tokens=20, load_s=1.0, warmup_s=2.0,
-        energy=Energy({"package-0": 9.0}, {"package-0": 5.0}),
+        spec=SpecStats(steps=4, drafted=10, accepted=6), energy=Energy({"package-0": 9.0}, {"package-0": 5.0}),
         workers=[WorkerSummary(name="0", alive=True, deaths=2), WorkerSummary(name="1", deaths=1)],
     )  # fmt: skip
     samples = [sample for family in figures.collect() for sample in family.samples]
@@ -137,6 +145,8 @@ def test_figures_of_workers_energy_and_prompts(config):
     assert found["ragspec_records_total", "failed"] == 1
     assert found["ragspec_prompt_tokens_total",] == 50
     assert found["ragspec_cached_prompt_tokens_total",] == 20
+    assert found["ragspec_drafted_tokens_total",] == 10
+    assert found["ragspec_accepted_tokens_total",] == 6
     assert found["ragspec_energy_joules_total", "package-0"] == 9.0
     assert found["ragspec_phase_seconds", "load"] == 1.0
     assert found["ragspec_phase_seconds", "warm_up"] == 2.0
@@ -182,6 +192,19 @@ def test_what_is_no_port_is_refused(config, given):
         generate(config, metrics=given)
 
 
+def test_a_port_may_have_a_host():
+    assert address_of("65535") == ("127.0.0.1", 65535)
+    assert address_of("[::1]:0") == ("::1", 0)
+
+
+def test_a_scrape_counts_each_of_several_answers(config):
+    pytest.importorskip("prometheus_client")
+    scraper = Scraper()
+    sampled = config.sampling.model_copy(update={"n": 3, "temperature": 1.0})
+    generate(config.model_copy(update={"sampling": sampled}), metrics=0, observers=[scraper], say=scraper.say)
+    assert scraper.found[-1]["ragspec_record_seconds_count",] == 33
+
+
 def test_a_host_without_such_an_address_is_refused(config):
     pytest.importorskip("prometheus_client")
     with pytest.raises(ConfigError, match=r"^--metrics: 192\.0\.2\.1:0 cannot be used"):
@@ -223,7 +246,8 @@ def test_a_run_and_its_records_are_spans(config, spans):
     one = records["q0"].attributes
     assert one["gen_ai.usage.output_tokens"] == one["ragspec.accepted_tokens"] + 5
     assert (run.attributes["ragspec.records"], run.attributes["ragspec.failed"]) == (11, 1)
-    assert {"ragspec.load", "ragspec.warm_up"} <= {span.name for span in found}
+    load, warm_up = (next(span for span in found if span.name == f"ragspec.{name}") for name in ("load", "warm_up"))
+    assert load.start_time < load.end_time == warm_up.start_time
 
 
 def test_a_run_that_fails_is_a_span_with_its_error(config, spans):
@@ -237,12 +261,30 @@ def test_a_run_that_fails_is_a_span_with_its_error(config, spans):
     assert (run.attributes["error.type"], run.status.description) == ("ZeroDivisionError", "why")
 
 
+def test_a_span_has_no_secret_of_the_config(tmp_path, config, spans):
+    secret = "s3cr3t-of-the-store"
+    given = {**FAKE, "output": str(tmp_path / "out.jsonl")}
+    given["input"] = {"path": str(config.input), "storage_options": {"password": secret}}
+
+    class Breaks:
+        def answered(self, result):
+            raise ZeroDivisionError(f"login with {secret}")
+
+    with pytest.raises(ModelError):
+        generate(build_config(given), tracing=True, observers=[Breaks()])
+    (run,) = [span for span in spans.get_finished_spans() if span.name == "ragspec.run"]
+    assert "login with" in run.status.description
+    assert secret not in run.to_json()
+    assert secret not in (tmp_path / "out.stats.json").read_text()
+
+
 def test_a_collector_that_says_nothing_costs_a_note(tmp_path, config, monkeypatch):
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     monkeypatch.setattr("ragspec.run.tracing.FLUSH_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         summary = generate(config, tracing=True)
+        assert "ragspec-tracing" in {thread.name for thread in threading.enumerate()}  # which nobody waits for
     assert len(read_jsonl(tmp_path / "out.jsonl")) == 12
     assert "15 of 15 spans were not taken by the OpenTelemetry collector" in summary.notes
 
