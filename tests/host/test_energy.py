@@ -1,6 +1,7 @@
 """Joules from counters: a fake folder of RAPL's, a stand-in for NVML, and machines that tell nothing."""
 
 import json
+import socket
 import sys
 from threading import Event
 from types import SimpleNamespace
@@ -232,6 +233,20 @@ def test_the_statistics_of_a_run_have_its_joules(tmp_path, powercap, config, mon
     assert found["domains_j"] == {"package-0": 50.0}  # what stands still is no reading
     assert (found["run_j"], found["answering_j"], found["j_per_record"]) == (50.0, 50.0, 10.0)
     assert found["j_per_output_token"] == pytest.approx(50 / summary.output_tokens, abs=1e-4)
+
+
+def test_loading_is_no_answering_and_workers_here_are_told(powercap, config, monkeypatch):
+    monkeypatch.setattr(
+        "ragspec.run.energy.EnergyMeter", lambda **given: EnergyMeter(**given, powercap=powercap.folder)
+    )
+    summary = RunSummary(workers=[WorkerSummary(name="0", host=socket.gethostname())])
+    metered = RunEnergy(config, summary)
+    with metered:
+        powercap.set("intel-rapl:0", 120.0)
+        metered.begin_answering()
+        powercap.set("intel-rapl:0", 130.0)
+    assert summary.energy.run_j == pytest.approx({"package-0": 30.0})
+    assert summary.energy.answering_j == pytest.approx({"package-0": 10.0})
 
 
 def test_a_run_on_a_machine_that_tells_nothing_has_no_energy(tmp_path, config):

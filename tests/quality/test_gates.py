@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from ragspec.cli import app
 from ragspec.errors import ConfigError
 from ragspec.quality.evaluate import evaluate
-from ragspec.quality.gates import decide, exit_code, parse_gate
+from ragspec.quality.gates import check_computed, decide, exit_code, parse_gate
 from ragspec.quality.metrics import Estimate
 from ragspec.quality.trackers import TRACKERS, figures_of
 from tests.conftest import read_jsonl, write_jsonl
@@ -56,6 +56,13 @@ def test_a_gate_that_fails_counts_more_than_one_that_cannot_tell():
     assert exit_code(decide([passing, unclear, failing], found, {})) == 1
     assert exit_code(decide([passing, unclear], found, {})) == 4
     assert exit_code(decide([passing], found, {})) == 0
+
+
+def test_a_gate_on_what_a_judge_will_tell_waits_for_it():
+    gates = [parse_gate("correct >= 90"), parse_gate("correct >= -1")]
+    check_computed(gates, scores=[], others=["correct"], later=["correct"])
+    with pytest.raises(ConfigError, match="was not computed: no answer has it"):
+        check_computed(gates, scores=[], others=["correct"], later=[])
 
 
 @pytest.mark.parametrize(
