@@ -140,14 +140,16 @@ def opened_update(
 
     keep_old: keep the output as it was, before the first of an update's runs, as NAME.1, NAME.2, ...
     """
-    with opening_errors(target.name):
+    with opening_errors(target.name), ExitStack() as opened:
         fresh = not (target.updates.exists() and target.updates.stat().st_size)
         update = Update(target, identity, retry_failed=retry_failed, dry=dry)
+        opened.callback(update.close)
         if keep_old and fresh:
             path = Path(os.path.realpath(target.address))
             part = path.with_name(f"{path.name}.copying")  # a killed run leaves no half of a copy under its name
             shutil.copy2(path, part)
             part.rename(path.with_name(f"{path.name}.{free_number(path)}"))
+        opened.pop_all()
         return update
 
 

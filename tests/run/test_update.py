@@ -186,6 +186,48 @@ def test_a_line_inserted_in_a_file_without_ids_answers_one_record(tmp_path):
     assert shown(out) == whole(out, records)
 
 
+def test_a_question_that_is_asked_once_more_has_an_answer_of_its_own(out):
+    generate(config_of(out, [{"query": "why?"}]))
+    for count in (2, 3):
+        summary, _ = update(config_of(out, [{"query": "why?"}] * count))
+        assert (summary.records, summary.skipped) == (1, count - 1)
+        assert [line["id"] for line in lines_of(out)] == [str(i + 1) for i in range(count)]
+
+
+def test_a_second_record_of_an_id_leaves_the_answer_of_the_first(out):
+    generate(config_of(out, questions(2)))
+    update(config_of(out, [*questions(2), {"id": "q0", "query": "again"}]))
+    assert [(line["id"], "error" in line) for line in lines_of(out)] == [("q0", False), ("q1", False), ("q0", True)]
+
+
+def test_new_records_of_several_runs_come_in_the_order_of_the_input(tmp_path):
+    out = tmp_path / "out.jsonl"
+    generate(config_of(out, questions(3)))
+
+    class Sixth:
+        def answered(self, result):
+            if result.id == "q5":
+                raise KeyboardInterrupt
+
+        failed = answered
+
+    with pytest.raises(KeyboardInterrupt):
+        update(config_of(out, questions(9)), observers=[Sixth()])
+    assert update(config_of(out, questions(9)))[0].records == 3
+    assert [line["id"] for line in lines_of(out)] == [f"q{i}" for i in range(9)]
+
+
+def test_older_answers_to_a_record_are_removed_and_have_not_left_the_input(tmp_path):
+    out = tmp_path / "out.jsonl"
+    generate(config_of(out, questions(2)))
+    records = [{"id": f"q{i}", "query": f"changed {i}"} for i in range(2)]
+    generate(config_of(out, records))  # new lines below the old ones
+    assert len(lines_of(out)) == 4
+    _, said = update(config_of(out, records))
+    assert "left the input" not in said
+    assert [(line["id"], "changed" in line["output"]) for line in lines_of(out)] == [("q0", True), ("q1", True)]
+
+
 def test_answers_whose_records_left_stay_until_they_are_pruned(out):
     generate(config_of(out, questions(6)))
     config = config_of(out, questions(4))
@@ -279,8 +321,9 @@ def test_old_lines_are_kept_whole_if_a_run_was_killed_before(tmp_path, monkeypat
     changed = config_of(out, questions(3), sampling={"max_new_tokens": 3})
     with monkeypatch.context() as patch:
         patch.setattr(module.shutil, "copy2", killed)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as stopped:
             update(changed, keep_old=True)
+    assert stopped.tb is not None  # holds all objects of that run: what it opened is closed nevertheless
     (tmp_path / "out.update.jsonl").touch()  # as a kill leaves it
     update(changed, keep_old=True)
     assert [each.read_bytes() for each in tmp_path.glob("out.jsonl.*")] == [before]
