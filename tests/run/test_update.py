@@ -217,6 +217,33 @@ def test_new_records_of_several_runs_come_in_the_order_of_the_input(tmp_path):
     assert [line["id"] for line in lines_of(out)] == [f"q{i}" for i in range(9)]
 
 
+def test_a_limited_update_takes_no_answer_of_a_record_beyond_the_limit(tmp_path):
+    out = tmp_path / "out.jsonl"
+    generate(config_of(out, [{"query": "one"}, {"query": "two"}]))
+    assert update(config_of(out, [{"query": "two"}, {"query": "two"}]), limit=1)[0].records == 1
+    assert [(line["id"], line["output"][:3]) for line in lines_of(out)] == [("1", "two"), ("2", "two")]
+
+
+def test_new_lines_wait_through_an_update_that_fails_before_it_begins(tmp_path, monkeypatch):
+    out, other = tmp_path / "out.jsonl", {"sampling": {"max_new_tokens": 3}}
+    generate(config_of(out, questions(6)))
+
+    class Third:
+        def answered(self, result):
+            if result.id == "q2":
+                raise KeyboardInterrupt
+
+        failed = answered
+
+    with pytest.raises(KeyboardInterrupt):
+        update(config_of(out, questions(6), **other), observers=[Third()])
+    with monkeypatch.context() as patch:
+        patch.setattr("ragspec.run.generate._matched", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            update(config_of(out, questions(6), **other))
+    assert update(config_of(out, questions(6), **other))[0].records == 3
+
+
 def test_older_answers_to_a_record_are_removed_and_have_not_left_the_input(tmp_path):
     out = tmp_path / "out.jsonl"
     generate(config_of(out, questions(2)))
