@@ -56,6 +56,12 @@ class Args(RunnerArgs):
     """Give the same answers bit for bit, with and without speculation, at any batch size, on every GPU of one kind: all
     steps of `attention: flex` get one shape. Without it a token may differ where two are almost equally likely. Costs
     padding: little where many records decode at a time."""
+    prefix_store: str | None = None
+    """A folder that keeps keys and values of long prefixes that prompts share (a system prompt, a document) for later
+    runs of ragspec's engine, which load them instead of computing them where that is faster. Several runs may use it at
+    once."""
+    prefix_store_gb: Annotated[float, Field(gt=0)] = 20.0
+    """Most gigabytes of `prefix_store`; what was not used for the longest time is deleted beyond."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto` is float32 on a CPU and the model's own dtype elsewhere."""
     device: str = "auto"
@@ -80,7 +86,7 @@ class Args(RunnerArgs):
     `generate()`."""
 
     def neutral_keys(self) -> set[str]:
-        return {"batch_size", "lookahead", "compile", "attention", "graphs"}
+        return {"batch_size", "lookahead", "compile", "attention", "graphs", "prefix_store", "prefix_store_gb"}
 
 
 # -- checks ----------------------------------------------------------------------------------------
