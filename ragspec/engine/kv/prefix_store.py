@@ -182,5 +182,5 @@ def _digest(about: dict[str, Any], tensors: Iterable[torch.Tensor]) -> str:
     found = sha256(json.dumps(about).encode())
     for tensor in tensors:
         found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(memoryview(tensor.view(torch.uint8).numpy()))
+        found.update(tensor.view(torch.uint8).numpy().data)
     return found.hexdigest()

@@ -37,7 +37,7 @@ def weights_digest(inner: torch.nn.Module) -> str:
         for part in _parts(weight):
             flat = part.detach().reshape(-1)
             some = flat[:: max(1, flat.numel() // SAMPLED)].contiguous().cpu()
-            found.update(memoryview(some.view(torch.uint8).numpy()))
+            found.update(some.view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
