@@ -320,8 +320,9 @@ class Engine:
             if shared < start.tokens:
                 row.computed, row.cached = shared, min(row.cached, shared)
             self._proposer.admit(row, start.donor, shared)
-            if self._settings.stored is not None:
-                self._load(scheduler, row, self._settings.stored)
+        if self._settings.stored is not None:
+            for start in starts:  # when all have what others computed, since room for more may take that from them
+                self._load(scheduler, start.row, self._settings.stored)
 
     def _load(self, scheduler: Scheduler, row: RequestState, stored: StoredPrefixes) -> None:
         """Keep what a new row shares with others, and load what earlier runs kept of the rest of its prompt."""

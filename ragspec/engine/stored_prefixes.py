@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from threading import Lock
 from typing import Any
 
@@ -49,6 +50,7 @@ class StoredPrefixes:
         self.load_s = 0.0
         self.stored_tokens = 0
         self.damaged = 0
+        self._writer.submit(self._trim)
 
     def load(self, row: RequestState, computed: int, room: Callable[[int], bool]) -> int:
         """Load what follows a row's first `computed` tokens; return how many tokens of it are in the cache then.
@@ -104,7 +106,7 @@ class StoredPrefixes:
             self.damaged += 1
             self._notes.add("prefix_store: damaged files were found by their hash; what they held was computed again")
         except OSError as error:
-            self._notes.add(f"prefix_store: cannot be read: {flat(error)}")
+            self._notes.add(f"prefix_store: cannot be read: {error.strerror or flat(error)}")
         return None
 
     def _fill(self, row: RequestState, computed: int, at: int, found: Sequence[Prefix]) -> int:
@@ -168,10 +170,14 @@ class StoredPrefixes:
                 self.stored_tokens += UNIT
         except OSError as error:
             self._writes = False
-            self._notes.add(f"prefix_store: no more prefixes are kept: {flat(error)}")
+            self._notes.add(f"prefix_store: no more prefixes are kept: {error.strerror or flat(error)}")
         finally:
             with self._lock:
                 del self._pending[name]
+
+    def _trim(self) -> None:
+        with suppress(OSError):  # whoever reads or writes there says so
+            self._store.trim()
 
     def close(self, *, finish: bool) -> None:
         """End its threads. finish: whether what waits is still written."""

@@ -12,6 +12,7 @@ files are deleted. Source of chained hashes: vLLM's prefix cache. Limit: what is
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -95,8 +96,7 @@ class PrefixStore:
         if self.holds(name):
             return False
         content = _written(name, prefix)
-        if not self._make_room(len(content)):
-            return False
+        self._make_room(len(content))
         path, draft = self._folder / name, f"{os.getpid()}.{next(self._drafts)}"
         try:
             with replacing(path, draft=draft) as file:
@@ -114,20 +114,25 @@ class PrefixStore:
             with suppress(OSError):
                 os.utime(self._folder / name, ns=(now - behind, now - behind))
 
-    def _make_room(self, size: int) -> bool:
-        """Delete the least recently used files until one of `size` bytes fits; return whether it does."""
+    def _make_room(self, size: int) -> None:
+        """Delete the least recently used files until one of `size` bytes fits. Raises OSError if it cannot."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if size > self._most or shutil.disk_usage(self._folder).free < size + SPARE:
-            return False
+        if size > self._most:
+            raise OSError(errno.EFBIG, f"{UNIT} tokens take {size:,} bytes, and it may have {self._most:,}")
+        if shutil.disk_usage(self._folder).free < size + SPARE:
+            raise OSError(errno.ENOSPC, "the disk is full but for a little")
+        self.trim(self._most - size)
+
+    def trim(self, most_bytes: int | None = None) -> None:
+        """Delete the least recently used files beyond what all may have, or `most_bytes`. Raises OSError."""
         files = sorted(self._files())
-        total = sum(each for _, _, _, each in files)
+        total, most = sum(each for _, _, _, each in files), self._most if most_bytes is None else most_bytes
         for _, _, path, each in files:
-            if total + size <= self._most:
+            if total <= most:
                 break
             with suppress(FileNotFoundError):  # another process was quicker
                 os.unlink(path)
             total -= each
-        return True
 
     def _files(self) -> Iterator[tuple[int, int, str, int]]:
         """Yield (time of last use, minus its place in a prompt, path, bytes) of every file; delete abandoned ones."""
