@@ -336,6 +336,24 @@ def test_a_damaged_file_is_found_and_deleted(tmp_path, how):
     assert store.get(name) is None
 
 
+def test_no_bit_of_a_file_may_change(tmp_path):
+    store = PrefixStore(tmp_path, MANY)
+    (name,) = chained(b"root", range(UNIT))
+    kept = Prefix([torch.randn(1, UNIT, 2), torch.randn(1, UNIT, 1)], 0.25)
+    store.put(name, kept)
+    path = tmp_path / name
+    content = path.read_bytes()
+    for at in range(len(content)):
+        path.write_bytes(flip(content, at))
+        try:
+            found = store.get(name)
+        except Damaged:
+            continue
+        assert at < header(content)  # a space between its words, or a name that leaves the order as it was
+        assert found.seconds_per_token == kept.seconds_per_token
+        assert all(torch.equal(one, other) for one, other in zip(found.tensors, kept.tensors, strict=True))
+
+
 @pytest.mark.parametrize("which", ["first", "middle", "all", "swapped"])
 def test_what_a_damaged_file_held_is_computed_again(words, tmp_path, which):
     model, some = in_one_piece(words), texts()

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -38,7 +37,7 @@ NAME = re.compile(r"(\d{5})-[0-9a-f]{40}\.safetensors")
 DRAFT = re.compile(rf"\.{NAME.pattern}\.[0-9.]+")
 ABANDONED_S = 3600.0  # age of a file that nobody goes on writing
 SPARE = 1 << 30  # bytes of the disk that stay free
-DIGEST = "digest"
+ABOUT, DIGEST = "about", "digest"  # in a file's metadata
 
 
 class Damaged(Exception):
@@ -155,12 +154,10 @@ class PrefixStore:
 def _written(name: str, prefix: Prefix) -> bytes:
     from safetensors.torch import save
 
-    about = {"name": name, "seconds_per_token": prefix.seconds_per_token}
+    about = json.dumps({"name": name, "seconds_per_token": prefix.seconds_per_token})
     tensors = [each.contiguous() for each in prefix.tensors]
-    content: bytes = save(
-        {f"{at:05d}": tensor for at, tensor in enumerate(tensors)},
-        {"about": json.dumps(about), DIGEST: _digest(about, tensors)},
-    )
+    named = {f"{at:05d}": tensor for at, tensor in enumerate(tensors)}
+    content: bytes = save(named, {ABOUT: about, DIGEST: _digest(about, tensors)})
     return content
 
 
@@ -172,19 +169,21 @@ def _read(name: str, content: bytes) -> Prefix:
     try:
         found = load(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
-        about, digest = json.loads(header["about"]), header[DIGEST]
-        tensors = [found[each] for each in sorted(found)]
-        seconds = float(about["seconds_per_token"])
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        text, digest = header[ABOUT], header[DIGEST]
+    except (SafetensorError, ValueError, KeyError) as error:
         raise Damaged(name) from error
-    if about["name"] != name or digest != _digest(about, tensors):
+    tensors = [found[each] for each in sorted(found)]
+    if digest != _digest(text, tensors):
         raise Damaged(name)
-    return Prefix(tensors, seconds)
+    about = json.loads(text)
+    if about["name"] != name:
+        raise Damaged(name)
+    return Prefix(tensors, about["seconds_per_token"])
 
 
-def _digest(about: dict[str, Any], tensors: Iterable[torch.Tensor]) -> str:
+def _digest(about: str, tensors: Iterable[torch.Tensor]) -> str:
     """Return the hash of all that a file says."""
-    found = sha256(json.dumps(about).encode())
+    found = sha256(about.encode())
     for tensor in tensors:
         found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         found.update(tensor.view(torch.uint8).numpy().data)
