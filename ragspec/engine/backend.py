@@ -316,6 +316,9 @@ class EngineBackend:
             self.notes.add(self._trial.note())
         for note in [*engine.notes, *notes_on(self._drafters.values())]:
             self.notes.add(note)
+        if self._stored is not None and self._stored.loaded_tokens:
+            loaded, seconds = self._stored.loaded_tokens, self._stored.load_s
+            self.notes.add(f"prefix_store: {loaded:,} prompt tokens were loaded in {seconds:.1f} s, not computed")
         if self._num_tokens is None and self._method not in (PLAIN, AUTO) and steps:
             off = 1 - drafted / steps
             if off >= 0.5:

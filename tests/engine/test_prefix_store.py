@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ragspec.benchmark.worker import _without_store
+from ragspec.config.load import build_config
 from ragspec.engine import stored_prefixes
 from ragspec.engine.backends.graphs import emulated
 from ragspec.engine.backends.paged_attention import gathered
@@ -26,11 +28,14 @@ from ragspec.engine.model.layout import Segment
 from ragspec.engine.notes import Notes
 from ragspec.engine.proposers.base import NoProposer, RowProposer
 from ragspec.engine.stored_prefixes import StoredPrefixes
+from ragspec.errors import ConfigError
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Failure, Request, Sampling
+from ragspec.runners import module
 from ragspec.speculation.drafters.context import ContextDrafter
 from tests.conftest import train_tokenizer, wide
 from tests.engine.test_compiled import COMPILER
+from tests.engine.test_counts import run
 from tests.engine.test_engine_models import build
 
 UNIT = 32
@@ -42,8 +47,8 @@ is_slow = StoredPrefixes._is_slow  # noqa: SLF001
 
 @pytest.fixture(autouse=True)
 def short_units(monkeypatch):
-    for module in (prefix_store, stored_prefixes):
-        monkeypatch.setattr(module, "UNIT", UNIT)
+    for each in (prefix_store, stored_prefixes):
+        monkeypatch.setattr(each, "UNIT", UNIT)
     monkeypatch.setattr(prefix_store, "SPARE", 0)
     monkeypatch.setattr(StoredPrefixes, "_is_slow", lambda self: False)  # tiny models compute faster than disks read
 
@@ -618,3 +623,62 @@ def test_a_pool_that_is_full_changes_no_answer(words, tmp_path, blocks):
         run = Run(model, words, some, tmp_path, rows=rows, room=room)
         assert run.tokens == without.tokens
         assert run.stored.loaded_tokens > 0
+
+
+# -- the runner --------------------------------------------------------------------------------------------------------
+
+
+def test_runs_of_the_runner_share_a_store(tiny, tmp_path):
+    prompts = [[5 + i % 90 for i in range(3 * UNIT)] + [100 + tail] for tail in range(3)]
+    args = {"batch_size": 2, "prefix_store": str(tmp_path / "prefixes")}
+    config = {"runner": "huggingface", "model": tiny, "speculation": {"method": "none"}, "runner_args": args}
+    for loaded in (0, 3 * UNIT):
+        runner = module("huggingface").Runner(build_config(config))
+        runner.check()
+        with runner:
+            requests = [Request(i, str(i), prompt, Sampling(max_new_tokens=4)) for i, prompt in enumerate(prompts)]
+            assert len(list(runner.generate(requests))) == len(prompts)
+        about = runner.about()["prefix_store"]
+        assert about["loaded_tokens"] == loaded
+        assert (about["load_s"] > 0) == (loaded > 0)
+        assert any("prompt tokens were loaded" in note for note in runner.notes) == (loaded > 0)
+
+
+def test_a_store_that_is_no_folder_is_refused_before_weights_load(tiny, tmp_path):
+    (tmp_path / "file").write_text("")
+    config = build_config({"model": tiny, "runner": "huggingface", "runner_args": {"prefix_store": f"{tmp_path}/file"}})
+    with pytest.raises(ConfigError, match=r"runner_args.prefix_store: .* is not a folder"):
+        module("huggingface").Runner(config).check()
+
+
+@pytest.mark.parametrize("given", [{"prefix_store": ""}, {"prefix_store_gb": 0}, {"prefix_store_gb": "much"}])
+def test_settings_that_mean_nothing_are_refused(tiny, given):
+    with pytest.raises(ConfigError, match=f"runner_args.{next(iter(given))}"):
+        build_config({"model": tiny, "runner": "huggingface", "runner_args": given})
+
+
+def test_what_has_no_effect_is_said(tiny, tmp_path):
+    *_, runner = run("huggingface", tiny, "none", {"max_new_tokens": 2}, prefix_store_gb=3.0)
+    assert any("no effect without prefix_store" in note for note in runner.notes)
+    stock = {"engine": "transformers", "prefix_store": str(tmp_path / "none")}
+    *_, runner = run("huggingface", tiny, "none", {"max_new_tokens": 2}, **stock)
+    assert any("prefix_store: has no effect in stock generate()" in note for note in runner.notes)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_resumed_run_may_have_another_store(tiny, tmp_path):
+    configs = [{"prefix_store": str(tmp_path / name), "prefix_store_gb": 2.0} for name in "ab"] + [{}]
+    made = [build_config({"model": tiny, "runner": "huggingface", "runner_args": args}) for args in configs]
+    assert made[0].identity() == made[1].identity() == made[2].identity()
+
+
+def test_passes_of_a_benchmark_leave_nothing_to_each_other():
+    raw = {"model": "demo", "runner_args": {"prefix_store": "x", "prefix_store_gb": 1.0, "batch_size": 2}}
+    assert _without_store(raw) == {"model": "demo", "runner_args": {"batch_size": 2}}
+
+
+@pytest.mark.vllm
+def test_vllm_says_how_it_keeps_prefixes_itself(tiny):
+    config = build_config({"model": tiny, "runner": "vllm", "runner_args": {"prefix_store": "x"}})
+    with pytest.raises(ConfigError, match="kv_transfer_config"):
+        module("vllm").Runner(config).check()

@@ -205,6 +205,8 @@ class Runner:
         if spec.ngram_min is not None:
             self.notes.append("speculation.ngram_min: has no effect in stock generate()")
         self.notes.append(f"stock generate() answers, not ragspec's engine: {why}")
+        if self._args.prefix_store is not None:
+            self.notes.append("runner_args.prefix_store: has no effect in stock generate()")
         self._backend = StockBackend(
             model,
             self.tokenizer,
