@@ -10,8 +10,10 @@ from ragspec.engine.kv.budget import KvBudget
 from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.proposers.base import NoProposer, RowProposer
 from ragspec.engine.proposers.draft_model import DraftModel
+from ragspec.engine.scheduler import new_row
 from ragspec.models.logits_processors import GenerationRules
 from ragspec.records import Request, Sampling
+from ragspec.speculation.drafters.base import NoDrafter
 from ragspec.speculation.drafters.context import ContextDrafter
 from ragspec.structured.form import Form
 from ragspec.structured.grammars import Grammars
@@ -139,3 +141,47 @@ def test_a_row_gets_no_more_than_its_donor_got_in_the_same_step():
     assert cache.share_prefix(0, 1, 6) == 4  # as was planned when row 0 was to get as many
     write(cache, 1, 4, 6, 9)
     assert read(cache, 1, 6) == [3] * 4 + [9] * 2
+
+
+# -- drafters ---------------------------------------------------------------------------------------------------------
+
+
+def placed(index, tokens, place):
+    row = new_row(Request(index, str(index), tokens, Sampling(max_new_tokens=20)))
+    row.place = place
+    return row
+
+
+def drafted(proposer, row):
+    proposer.admit(row, row.place, 0)
+    return proposer.propose([row], 0)[0].token_ids
+
+
+def test_a_draft_model_knows_how_much_of_a_prefix_it_got(tiny_draft):
+    rng = random.Random(5)
+    long, other, tail = ([rng.randrange(5, 300) for _ in range(count)] for count in (60, 60, 10))
+    proposer, fresh = (DraftModel(paged(tiny_draft)[0], 400, None, 3, None) for _ in range(2))
+    proposer.resize(2)
+    for place, text in enumerate((long, other)):
+        drafted(proposer, placed(place, text, place))
+    assert proposer._model.cache.free == 0  # noqa: SLF001
+    row = placed(2, long[:50] + tail, 1)
+    assert drafted(proposer, row) == drafted(fresh, row)
+
+
+def test_drafters_do_not_judge_a_preempted_rows_draft_by_what_its_successor_says(tiny, tiny_draft):
+    model = DraftModel(paged(tiny_draft)[0], 400, None, 3, None)
+    tokenizer = paged(tiny)[1]
+    forced = RowProposer(NoDrafter(), 3, None)
+    grammar = Form("choice", ["Ann wrote it."]).grammar([])
+    grammars = Grammars(tokenizer.inner, 400, {EOS})
+    before = model.promise
+    for proposer in (model, forced):
+        rows = [placed(index, [9, 8, 7 + index], 0) for index in range(2)]
+        for row in rows if proposer is forced else ():
+            row.grammar = grammars.matcher(grammar)
+        assert drafted(proposer, rows[0])
+        proposer.admit(rows[1], 0, 0)
+        rows[1].tokens.append(11)
+        proposer.extend(rows[1], [11])
+    assert (model.promise, forced.forced.met) == (before, 0)
