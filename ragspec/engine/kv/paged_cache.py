@@ -66,8 +66,13 @@ class PagedCache(ModelCache):
             self.slots = slots
 
     def share_prefix(self, donor: int, row: int, tokens: int) -> int:
-        """Start `row` with the first `tokens` tokens of `donor`; return how many: whole blocks if none is free."""
-        if not self.free and donor != row:
+        """Start `row` with the first `tokens` tokens of `donor`; return how many.
+
+        These are whole blocks if none is free, and no more than the donor has blocks for: it may have started in the
+        same step, with less than was planned.
+        """
+        tokens = min(tokens, len(self._tables.of(donor)) * self.size)
+        if tokens % self.size and not self.free and (donor != row or self.missing(row, tokens - 1, tokens)):
             tokens = tokens // self.size * self.size
         self._copy(self._tables.share(donor, row, tokens))
         return tokens

@@ -110,6 +110,7 @@ class RowProposer(NoProposer):
     def admit(self, row: RequestState, donor: int, tokens: int) -> None:
         self._open.pop(row.place, None)
         self._unread[row.place] = row
+        self.forced.forget(row.place)  # of a row that was preempted before its draft was judged
 
     def settle(self) -> None:
         while self._finished:

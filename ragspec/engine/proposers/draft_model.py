@@ -122,6 +122,7 @@ class DraftModel(NoProposer):
 
     def admit(self, row: RequestState, donor: int, tokens: int) -> None:
         self._scripts.pop(row.place, None)
+        self._sketches.pop(row.place, None)  # of a row that was preempted before its draft was judged
 
     def extend(self, row: RequestState, token_ids: Sequence[int]) -> None:
         script = self._scripts.get(row.place)
@@ -211,9 +212,10 @@ class DraftModel(NoProposer):
             script = self._scripts[row.place] = self._open(row)
             agreed = {place: _agreed(held, script.tokens, 0) for place, held in self._held.items()}
             donor = max(agreed, key=lambda place: (agreed[place], place == row.place), default=row.place)
-            if agreed.get(donor) and donor != row.place:
-                self._model.cache.copy(donor, row.place, agreed[donor])
-            self._held[row.place] = script.tokens[: agreed.get(donor, 0)]
+            held = agreed.get(donor, 0)
+            if held and donor != row.place:
+                held = self._model.cache.copy(donor, row.place, held)
+            self._held[row.place] = script.tokens[:held]
         return script
 
     def _compute(self, segments: list[Segment], token_ids: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
