@@ -162,12 +162,6 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _without_store(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a config that keeps nothing for later passes: each is to compute what the first one does."""
-    args = {key: value for key, value in raw.get("runner_args", {}).items() if key not in STORES}
-    return raw | {"runner_args": args}
-
-
 if __name__ == "__main__":
     _end_with_parent()
     # libraries may print to stdout, so keep the real one for our own lines
