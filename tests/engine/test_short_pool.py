@@ -10,7 +10,7 @@ from ragspec.engine.kv.budget import KvBudget
 from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.proposers.base import NoProposer, RowProposer
 from ragspec.engine.proposers.draft_model import DraftModel
-from ragspec.engine.scheduler import new_row
+from ragspec.engine.scheduler import Scheduler, new_row
 from ragspec.models.logits_processors import GenerationRules
 from ragspec.records import Request, Sampling
 from ragspec.speculation.drafters.base import NoDrafter
@@ -185,3 +185,14 @@ def test_drafters_do_not_judge_a_preempted_rows_draft_by_what_its_successor_says
         rows[1].tokens.append(11)
         proposer.extend(rows[1], [11])
     assert (model.promise, forced.forced.met) == (before, 0)
+
+
+def test_a_preempted_row_goes_first_and_its_slot_offers_nothing():
+    requests = [Request(i, str(i), [i + 1] * 40, Sampling(max_new_tokens=4)) for i in range(4)]
+    scheduler = Scheduler(iter(requests), 2, 4)
+    first, second = (start.row for start in scheduler.admit())
+    first.computed = second.computed = 40
+    place, row = scheduler.preempt_youngest()
+    assert (row is second, row.place, row.computed, scheduler.forget_oldest()) == (True, -1, 0, None)
+    (again,) = scheduler.admit()
+    assert (again.row is second, again.row.place, again.tokens) == (True, place, 0)
