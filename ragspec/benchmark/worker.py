@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[Any], None]
 PR_SET_PDEATHSIG = 1  # in <sys/prctl.h>
+STORES = ("prefix_store", "prefix_store_gb")  # of runner_args
 
 
 def serve(source: IO[bytes], sink: IO[bytes]) -> None:
@@ -48,7 +49,7 @@ def serve(source: IO[bytes], sink: IO[bytes]) -> None:
 
     try:
         task = parse(Task, loads(source.readline()))
-        config = build_config(task.config, task.name)
+        config = build_config(_without_store(task.config), task.name)
         with config.redactor().over_errors():
             _answer(config, task, source, lambda value: send({"value": value}))
     except RagspecError as error:
