@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ragspec.benchmark.worker import _without_store
+from ragspec.benchmark.worker import without_store
 from ragspec.config.load import build_config
 from ragspec.engine import stored_prefixes
 from ragspec.engine.backends.graphs import emulated
@@ -571,7 +571,7 @@ def test_a_kill_while_writing_leaves_whole_files(tmp_path, seed):
             store.put(name, small(at))
 
     writer = forked(write)
-    while not any(tmp_path.iterdir()):
+    while not any(tmp_path.glob("*.safetensors")):
         time.sleep(0.001)
     time.sleep(random.Random(seed).uniform(0, 0.15))
     os.kill(writer, signal.SIGKILL)
@@ -674,7 +674,7 @@ def test_a_resumed_run_may_have_another_store(tiny, tmp_path):
 
 def test_passes_of_a_benchmark_leave_nothing_to_each_other():
     raw = {"model": "demo", "runner_args": {"prefix_store": "x", "prefix_store_gb": 1.0, "batch_size": 2}}
-    assert _without_store(raw) == {"model": "demo", "runner_args": {"batch_size": 2}}
+    assert without_store(raw) == {"model": "demo", "runner_args": {"batch_size": 2}}
 
 
 @pytest.mark.vllm
