@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[Any], None]
 PR_SET_PDEATHSIG = 1  # in <sys/prctl.h>
+STORES = ("prefix_store", "prefix_store_gb")  # of runner_args
 
 
 def serve(source: IO[bytes], sink: IO[bytes]) -> None:
@@ -48,11 +49,17 @@ def serve(source: IO[bytes], sink: IO[bytes]) -> None:
 
     try:
         task = parse(Task, loads(source.readline()))
-        config = build_config(task.config, task.name)
+        config = build_config(without_store(task.config), task.name)
         with config.redactor().over_errors():
             _answer(config, task, source, lambda value: send({"value": value}))
     except RagspecError as error:
         send({"error": str(error), "exit_code": error.exit_code})
+
+
+def without_store(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a config that keeps nothing for later passes: each is to compute what the first one does."""
+    args = {key: value for key, value in raw.get("runner_args", {}).items() if key not in STORES}
+    return raw | {"runner_args": args}
 
 
 def _answer(config: RunConfig, task: Task, source: IO[bytes], say: Say) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 from ragspec.engine.engine import CHUNK, CHUNK_CUDA, LOOKAHEAD, Engine, EngineSettings
 from ragspec.engine.kv.budget import SHARE, SHARE_POOL, KvBudget, budget_of, choose_rows, most_rows, untimed_rows
 from ragspec.engine.kv.paged_cache import BLOCK, PagedCache
+from ragspec.engine.kv.prefix_store import PrefixStore
 from ragspec.engine.model.compiled import Wish, compile_layers
+from ragspec.engine.model.fingerprint import fingerprint, weights_digest
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.layout import Segment
 from ragspec.engine.model.loaded import AttentionWish, GraphsWish, Refused, halves_of, linear_weights, prepare
@@ -23,6 +25,7 @@ from ragspec.engine.proposers.base import AutoProposer, NoProposer, Proposer, Ro
 from ragspec.engine.proposers.draft_model import DraftModel, DraftView, HybridProposer, SameTokensView
 from ragspec.engine.proposers.early_exit import EarlyExit
 from ragspec.engine.request_state import RequestState
+from ragspec.engine.stored_prefixes import StoredPrefixes
 from ragspec.inputs.feed import Feed
 from ragspec.models.draft import width_of
 from ragspec.models.logits_processors import GenerationRules, Processors
@@ -73,6 +76,8 @@ class EngineBackend:
         graphs: Whether steps are captured.
         exact: Whether answers are the same bit for bit, whatever else a step computes (loaded.py).
         grammars: Builds the tokenizer's grammars; raises ConfigError.
+        prefixes: Keeps what prompts share for later runs.
+        loaded_as: What tells the model from another of its name: files, arguments.
 
     Raises:
         Refused: If the model does not compute the same in the engine as in transformers.
@@ -93,7 +98,12 @@ class EngineBackend:
         graphs: GraphsWish = "auto",
         exact: bool = False,
         grammars: Callable[[], Grammars] | None = None,
+        prefixes: PrefixStore | None = None,
+        loaded_as: str = "",
     ) -> None:
+        self._prefixes = prefixes
+        self._loaded_as = (loaded_as, weights_digest(inner)) if prefixes is not None else ()
+        self._stored: StoredPrefixes | None = None
         self.clock = Clock()
         self.notes = Notes()
         self.batch_size = rows
@@ -219,11 +229,18 @@ class EngineBackend:
             rows, why = choose_rows(head, room, self._model.device, self._most, all_at_once=self._all_at_once)
             self.notes.add(why)
         self.batch_size = rows
-        engine = self._engine(rows, room)
+        if self._prefixes is not None:
+            root = fingerprint(self._model, *self._loaded_as)
+            self._stored = StoredPrefixes(self._prefixes, root, self._model, self.notes)
+        engine = self._engine(rows, room, self._stored)
         before = self.clock.steps, self.clock.drafted_steps
+        whole = False
         try:
             yield from engine.run(feed)
+            whole = True
         finally:
+            if self._stored is not None:
+                self._stored.close(finish=whole)
             self._finish(engine, *before)
 
     def _room(self) -> KvBudget:
@@ -237,7 +254,7 @@ class EngineBackend:
             budget = min(budget, blocks * BLOCK * self._bytes_per_token)
         return KvBudget(self._bytes_per_token, budget, BLOCK)
 
-    def _engine(self, rows: int, room: KvBudget) -> Engine:
+    def _engine(self, rows: int, room: KvBudget, stored: StoredPrefixes | None = None) -> Engine:
         self._model.resize(rows)
         self._proposers: dict[str, Proposer] = {}
         for name in self._candidates:
@@ -260,6 +277,7 @@ class EngineBackend:
                 trial=self._trial,
                 plain=self._probed,
                 grammars=self._grammars,
+                stored=stored,
             ),
             clock=self.clock,
         )
@@ -298,6 +316,9 @@ class EngineBackend:
             self.notes.add(self._trial.note())
         for note in [*engine.notes, *notes_on(self._drafters.values())]:
             self.notes.add(note)
+        if self._stored is not None and self._stored.loaded_tokens:
+            loaded, seconds = self._stored.loaded_tokens, self._stored.load_s
+            self.notes.add(f"prefix_store: {loaded:,} prompt tokens were loaded in {seconds:.1f} s, not computed")
         if self._num_tokens is None and self._method not in (PLAIN, AUTO) and steps:
             off = 1 - drafted / steps
             if off >= 0.5:
@@ -327,6 +348,8 @@ class EngineBackend:
         if steps is not None:
             about |= {"captured_steps": steps.captured, "exact": steps.exact}
         about["prompt_tokens_computed"] = clock.prompt_tokens
+        if self._stored is not None:
+            about["prefix_store"] = self._stored.about()
         spent = clock.prefill_s + clock.decode_s
         about["drafting_s"] = round(clock.drafting_s, 4)
         if self._method != PLAIN and spent:

@@ -52,6 +52,15 @@ class BlockSpace:
                 kept = [item for item in kept if item.row is not row]
         return kept, None
 
+    def make_room_for(self, scheduler: Scheduler, row: RequestState, tokens: int) -> bool:
+        """Return whether there are blocks for a row's first `tokens` tokens, if finished requests give theirs up."""
+        while self._cache.missing(row.place, row.computed, tokens) > self._cache.free:
+            left = scheduler.forget_oldest()
+            if left is None:
+                return False
+            self._cache.drop(left)
+        return True
+
     def _missing(self, work: Sequence[ScheduledRequest]) -> int:
         return sum(self._cache.missing(item.row.place, item.row.computed, item.slots) for item in work)
 

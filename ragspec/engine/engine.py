@@ -34,6 +34,7 @@ from ragspec.engine.request_state import (
 )
 from ragspec.engine.scheduler import PrefixGroups, Scheduler, new_row
 from ragspec.engine.step_ahead import StepAhead, start_ahead
+from ragspec.engine.stored_prefixes import StoredPrefixes
 from ragspec.models.logits_processors import Processors
 from ragspec.models.memory import MAY_BE_MEMORY, free_memory, out_of_memory
 from ragspec.models.stopping import ends_with_stop, stop_strings_from, trim
@@ -179,6 +180,7 @@ class EngineSettings:
         trial: Judges drafts against what `plain` expects of plain steps.
         plain: Expected cost of plain steps.
         grammars: Builds the tokenizer's grammars.
+        stored: Prefixes of earlier runs.
     """
 
     room: KvBudget = field(default_factory=KvBudget)
@@ -190,6 +192,7 @@ class EngineSettings:
     trial: MethodSelector | None = None
     plain: StepCost | None = None
     grammars: Callable[[], Grammars] | None = None
+    stored: StoredPrefixes | None = None
 
 
 class Engine:
@@ -317,6 +320,24 @@ class Engine:
             if shared < start.tokens:
                 row.computed, row.cached = shared, min(row.cached, shared)
             self._proposer.admit(row, start.donor, shared)
+        if self._settings.stored is not None:
+            for start in starts:  # when all have what others computed, since room for more may take that from them
+                self._load(scheduler, start.row, self._settings.stored)
+
+    def _load(self, scheduler: Scheduler, row: RequestState, stored: StoredPrefixes) -> None:
+        """Keep what a new row shares with others, and load what earlier runs kept of the rest of its prompt."""
+
+        def room(tokens: int) -> bool:
+            if self._space is not None:
+                return self._space.make_room_for(scheduler, row, tokens)
+            return self._grow(scheduler, tokens)
+
+        stored.keep(row, row.computed)
+        loaded = stored.load(row, row.computed, room)
+        if loaded > row.computed:
+            row.computed = loaded
+            if not row.written:
+                row.cached = loaded
 
     def _plan(self, scheduler: Scheduler) -> list[ScheduledRequest]:
         """Return what each row does: ready rows decode, the others are filled, oldest first."""
@@ -357,8 +378,11 @@ class Engine:
 
     def _reserve(self, scheduler: Scheduler, work: Sequence[ScheduledRequest]) -> bool:
         """Grow the cache for this step, and some steps more; return whether there is memory for it."""
+        return self._grow(scheduler, max((item.slots for item in work), default=0))
+
+    def _grow(self, scheduler: Scheduler, slots: int) -> bool:
+        """Grow the cache to `slots` tokens a row, and some more; return whether there is memory for it."""
         cache = self._model.cache
-        slots = max((item.slots for item in work), default=0)
         if slots > cache.slots:
             rows = 1 if self._space else len(scheduler.places)
             slots = self._settings.room.ahead(slots, rows, *scheduler.coming())
@@ -445,6 +469,8 @@ class Engine:
             work = [item for item, _ in written]
             seconds = timer.count(work, tokens, self.clock, self._settings.cost)
             self._drafting.observe(work, tokens, seconds, timer.settling_s)
+            if self._settings.stored is not None:
+                self._settings.stored.observe(work, seconds)
         finally:  # finished answers are yielded even if a later row raises
             for row in finished:
                 scheduler.release(row)

@@ -93,6 +93,35 @@ class ModelCache:
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return query_length, 0
 
+    # -- copies of a row's tokens ------------------------------------------------------------------
+
+    def slots_of(self, row: int, first: int, last: int) -> list[int]:
+        """Return the places in flat() of a row's tokens from `first` to before `last`."""
+        raise NotImplementedError
+
+    def flat(self) -> list[torch.Tensor]:
+        """Return keys and values of all layers, each (kv_heads, places, head_dim)."""
+        raise NotImplementedError
+
+    @torch.inference_mode()
+    def read(self, row: int, first: int, last: int) -> list[torch.Tensor]:
+        """Return a copy of a row's tokens on the CPU: keys and values of all layers, (kv_heads, tokens, head_dim)."""
+        places = self.slots_of(row, first, last)
+        return [each.index_select(1, torch.tensor(places, device=each.device)).cpu() for each in self.flat()]
+
+    @torch.inference_mode()
+    def fill(self, row: int, first: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Write a copy of tokens to a row, which has room for them, from its token `first` on."""
+        last = first + tensors[0].shape[1]
+        self.reserve_row(row, first, last)
+        places = torch.tensor(self.slots_of(row, first, last), device=tensors[0].device)
+        for each, new in zip(self.flat(), tensors, strict=True):
+            each.index_copy_(1, places, new)
+
+    def reserve_row(self, row: int, first: int, end: int) -> Any:
+        """Make sure that a row has blocks of its own for its tokens from `first` to before `end`."""
+        raise NotImplementedError
+
 
 class RaggedCache(ModelCache):
     """Keys and values of all rows, each row's in one piece."""
@@ -217,6 +246,25 @@ class RaggedCache(ModelCache):
         self._pool.resize(rows)
         self._parts.clear()
         self.rows, self.slots = rows, slots
+
+    def slots_of(self, row: int, first: int, last: int) -> list[int]:
+        """See ModelCache."""
+        return [
+            holder * self.slots + at for holder, begin, end in self.parts(row, first, last) for at in range(begin, end)
+        ]
+
+    def flat(self) -> list[torch.Tensor]:
+        """See ModelCache."""
+        return [store.flatten(1, 2) for layer in self._layers for store in (layer.keys, layer.values)]
+
+    def fill(self, row: int, first: int, tensors: Sequence[torch.Tensor]) -> None:
+        """See ModelCache; before the first forward, it makes the layers too."""
+        for at in range(2 * len(self._layers), len(tensors), 2):
+            keys, values = tensors[at : at + 2]
+            self._layers.append(
+                LayerCache(*(self._empty(each.shape[0], each.shape[2], each) for each in (keys, values)))
+            )
+        super().fill(row, first, tensors)
 
     # -- blocks ------------------------------------------------------------------------------------
 

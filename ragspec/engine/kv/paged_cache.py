@@ -150,6 +150,15 @@ class PagedCache(ModelCache):
         self._pool.grow(blocks)
         self.version += 1
 
+    def slots_of(self, row: int, first: int, last: int) -> list[int]:
+        """See ModelCache."""
+        table = self._tables.of(row)
+        return [table[at // self.size] * self.size + at % self.size for at in range(first, last)]
+
+    def flat(self) -> list[torch.Tensor]:
+        """See ModelCache."""
+        return self.memory()
+
     def layer(self, keys: torch.Tensor, values: torch.Tensor) -> LayerCache:
         """Return the next layer of a forward with keys and values of (1, kv_heads, T, head_dim)."""
         if self.next == len(self.layers):

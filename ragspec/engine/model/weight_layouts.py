@@ -266,6 +266,11 @@ class PackedLinear(torch.nn.Module):
         return self.unpacked().weight
 
     @property
+    def choice(self) -> tuple[str, ...]:
+        """The layout name for 0, 1, 2, ... tokens."""
+        return tuple(self._choice)
+
+    @property
     def native(self) -> torch.Tensor | None:
         """Its weight in our kernels' layout, if it has that."""
         form = self._forms.get("native")

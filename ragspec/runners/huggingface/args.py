@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -56,6 +57,12 @@ class Args(RunnerArgs):
     """Give the same answers bit for bit, with and without speculation, at any batch size, on every GPU of one kind: all
     steps of `attention: flex` get one shape. Without it a token may differ where two are almost equally likely. Costs
     padding: little where many records decode at a time."""
+    prefix_store: Annotated[str, Field(min_length=1)] | None = None
+    """A folder that keeps keys and values of long prefixes that prompts share (a system prompt, a document) for later
+    runs of ragspec's engine, which load them instead of computing them where that is faster. Several runs may use it at
+    once."""
+    prefix_store_gb: Annotated[float, Field(gt=0)] = 20.0
+    """Most gigabytes of `prefix_store`; what was not used for the longest time is deleted beyond."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto` is float32 on a CPU and the model's own dtype elsewhere."""
     device: str = "auto"
@@ -80,7 +87,7 @@ class Args(RunnerArgs):
     `generate()`."""
 
     def neutral_keys(self) -> set[str]:
-        return {"batch_size", "lookahead", "compile", "attention", "graphs"}
+        return {"batch_size", "lookahead", "compile", "attention", "graphs", "prefix_store", "prefix_store_gb"}
 
 
 # -- checks ----------------------------------------------------------------------------------------
@@ -96,12 +103,25 @@ def check_args(args: Args, spec: SpeculationConfig) -> list[str]:
     check_encode_args(args.encode_args)
     check_device(args.device)
     check_draft_knobs(spec.extra)
+    notes = check_prefix_store(args)
     if spec.num_tokens_by_batch_size is None:
-        return []
+        return notes
     return [
+        *notes,
         "speculation.num_tokens_by_batch_size: has no effect on runner huggingface (only on vllm); "
-        "num_tokens: auto chooses lengths by what pays"
+        "num_tokens: auto chooses lengths by what pays",
     ]
+
+
+def check_prefix_store(args: Args) -> list[str]:
+    """Return notes on the store of prefixes. Raises ConfigError if it is no folder."""
+    if args.prefix_store is None:
+        unused = "prefix_store_gb" in args.model_fields_set
+        return ["runner_args.prefix_store_gb: has no effect without prefix_store"] if unused else []
+    folder = Path(args.prefix_store).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f'runner_args.prefix_store: "{args.prefix_store}" is not a folder; give one to keep files in')
+    return []
 
 
 def only_stock(args: Args, spec: SpeculationConfig) -> str:

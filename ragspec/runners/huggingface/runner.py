@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ragspec.config.redaction import revealed
@@ -25,6 +26,7 @@ from ragspec.speculation.methods import HF, PLAIN, method_named
 
 if TYPE_CHECKING:
     from ragspec.engine.backend import EngineBackend
+    from ragspec.engine.kv.prefix_store import PrefixStore
     from ragspec.models.draft import Draft
     from ragspec.runners.huggingface.checkpoint import Checkpoint
     from ragspec.runners.huggingface.stock import StockBackend
@@ -138,6 +140,7 @@ class Runner:
         from ragspec.engine.model.loaded import Refused
 
         spec, draft, asked = self._spec, self._draft, self._args.batch_size
+        prefixes, loaded_as = self._prefixes()
         try:
             self._backend = EngineBackend(
                 model,
@@ -160,6 +163,8 @@ class Runner:
                 graphs=self._args.graphs,
                 exact=self._args.exact,
                 grammars=self._checkpoint.grammars,
+                prefixes=prefixes,
+                loaded_as=loaded_as,
             )
         except Refused as reason:
             if self._needs_engine():
@@ -169,6 +174,17 @@ class Runner:
                 ) from reason
             return f'"{self._model_name}": {reason}'
         return ""
+
+    def _prefixes(self) -> tuple[PrefixStore | None, str]:
+        """Return the store of prefixes, if one is asked for, and what tells the model from others of its name."""
+        from ragspec.engine.kv.prefix_store import PrefixStore
+        from ragspec.models.resolve import weights_state
+
+        args = self._args
+        if args.prefix_store is None:
+            return None, ""
+        store = PrefixStore(Path(args.prefix_store).expanduser(), int(args.prefix_store_gb * 10**9))
+        return store, repr((weights_state(self._checkpoint.source), revealed(args.model_args)))
 
     def _start_stock(self, model: Any, draft_model: Any, why: str) -> None:
         from ragspec.runners.huggingface.assisted import Speculation
@@ -189,6 +205,8 @@ class Runner:
         if spec.ngram_min is not None:
             self.notes.append("speculation.ngram_min: has no effect in stock generate()")
         self.notes.append(f"stock generate() answers, not ragspec's engine: {why}")
+        if self._args.prefix_store is not None:
+            self.notes.append("runner_args.prefix_store: has no effect in stock generate()")
         self._backend = StockBackend(
             model,
             self.tokenizer,

@@ -40,6 +40,11 @@ from ragspec.speculation.methods import PLAIN, registered
 CPU_KV_CACHE_BYTES = 2 << 30  # vLLM would reserve nearly all memory, and a benchmark loads several engines
 CPU_BLOCK = 32  # tokens; vLLM's 128 cache less of each shared prefix, smaller blocks lose its fast kernels
 
+NO_STORE = (
+    "runner_args.prefix_store: only runner huggingface has it; vLLM keeps prefixes in ways of its own: pass its "
+    "kv_offloading_size (GiB of memory) or kv_transfer_config in runner_args"
+)
+
 
 class Plan:
     """The engine that a config asks for. All attributes but `method` and `notes` are set by check()."""
@@ -64,6 +69,8 @@ class Plan:
                 'runner: vllm is not installed; pip install "ragspec[vllm]" on a machine with a GPU, '
                 "`make setup-vllm` (the CPU build) on one without"
             )
+        if "prefix_store" in (self.args.model_extra or {}):
+            raise ConfigError(NO_STORE)
         prepare()
         from ragspec.models.checks import check_weights, model_notes
         from ragspec.models.draft import width_of
