@@ -1,4 +1,4 @@
-"""What runner_args.prefix_store saves: runs without a store, a first run that fills one, and a second run that reads it.
+"""What runner_args.prefix_store saves: runs without a store, the run that fills one, and the next, which reads it.
 
     python benchmarks/long_shared.py corpus.jsonl corpus_queries.jsonl 8 > long.jsonl
     python benchmarks/prefix_store.py long.jsonl [--passes 3] [FLAGS OF ragspec generate]
