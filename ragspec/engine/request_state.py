@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -24,7 +24,7 @@ from ragspec.engine.kv.common_prefix import shared
 from ragspec.engine.model.layout import Segment
 from ragspec.engine.sampling import Noise
 from ragspec.models.logits_processors import Processors
-from ragspec.records import Failure, Generation, Request, Sampling, TokenLogprob
+from ragspec.records import Failure, Generation, Request, TokenLogprob
 from ragspec.speculation.copied_spans import CopiedSpans
 from ragspec.speculation.drafters.base import Draft
 from ragspec.stats import SpecStats
@@ -56,6 +56,8 @@ class RequestState:
     guessed: bytearray = field(default_factory=bytearray)  # per token of the answer: 1 if it was an accepted draft
     logprobs: list[TokenLogprob] = field(default_factory=list)  # per token of the answer, if requested
     copies: CopiedSpans = field(init=False)
+    _distinct: dict[int, None] = field(default_factory=dict)  # of its first `_counted` tokens
+    _counted: int = 0
 
     def __post_init__(self) -> None:
         self.base = len(self.request.token_ids)
@@ -87,11 +89,19 @@ class RequestState:
         return self.processors is None and not self.samples
 
     @cached_property
-    def sampled_alike(self) -> Sampling | None:
-        """What the choice of its tokens depends on beside their logits and its noise; None if on more, or if greedy."""
-        if not self.samples or (self.processors is not None and self.processors.by_text):
+    def alike(self) -> Hashable:
+        """What its processors depend on beside the text; equal for rows whose logits can be processed together."""
+        if self.processors is None:
             return None
-        return replace(self.request.sampling, seed=0)
+        return replace(self.request.sampling, seed=0) if self.processors.join else id(self)
+
+    @property
+    def distinct(self) -> list[int]:
+        """The tokens of prompt and answer, each once."""
+        for token in self.tokens[self._counted :]:
+            self._distinct.setdefault(token)
+        self._counted = len(self.tokens)
+        return list(self._distinct)
 
     @property
     def ready(self) -> bool:

@@ -13,7 +13,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -37,9 +37,13 @@ class AnswerPenalties:
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return scores (rows, vocab) after input_ids (rows, tokens), the prompt and the answer so far."""
+        return self.after(input_ids[:, self._prompt_tokens :], scores)
+
+    def after(self, answer: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return scores (rows, vocab) after answers (rows, tokens); tokens beyond the vocabulary do not count."""
         rows, width = scores.shape
         # a draft's output layer may be narrower than its vocabulary (transformers prunes it): one extra column
-        answer = input_ids[:, self._prompt_tokens :].clamp(max=width)
+        answer = answer.clamp(max=width)
         counts = scores.new_zeros(rows, width + 1)
         counts.scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
         changed = torch.nn.functional.pad(scores, (0, 1))
@@ -177,6 +181,7 @@ BY_LOGITS = {
     "TopPLogitsWarper", "TopHLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper", "EpsilonLogitsWarper",
     "EtaLogitsWarper", "LogitNormalization",
 }  # fmt: skip
+REPETITION = "RepetitionPenaltyLogitsProcessor"  # depends on the tokens that a text has
 
 
 def asked_beyond_sampling(path: str, revision: str | None = None) -> list[str]:
@@ -311,6 +316,16 @@ def _by_logits(processor: Any) -> bool:
     return type(processor).__name__ in BY_LOGITS
 
 
+class Texts(Protocol):
+    """The text before each row of logits."""
+
+    def distinct(self) -> torch.Tensor:
+        """Return the tokens that each text has, (rows, tokens)."""
+
+    def answers(self) -> torch.Tensor:
+        """Return the answers without their prompts, (rows, tokens), filled up with ids beyond the vocabulary."""
+
+
 class Processors:
     """The logits processors of one answer, in order."""
 
@@ -322,10 +337,23 @@ class Processors:
         """Return the processors that depend on earlier tokens."""
         return [one for one in self._processors if not _by_logits(one)]
 
+    @cached_property
+    def join(self) -> bool:
+        """Whether together() serves them: they read no more of a text than which tokens it has, and how often."""
+        return all(isinstance(one, AnswerPenalties) or type(one).__name__ == REPETITION for one in self.by_text)
+
+    def together(self, logits: torch.Tensor, texts: Texts) -> torch.Tensor:
+        """Return the processed logits, (rows, vocab), of several answers of the same settings."""
+        none = torch.zeros((1, 1), dtype=torch.long, device=logits.device)
+        for processor in self._processors:
+            if isinstance(processor, AnswerPenalties):
+                logits = processor.after(texts.answers(), logits)
+            else:
+                logits = processor(texts.distinct() if type(processor).__name__ == REPETITION else none, logits)
+        return logits
+
     def __call__(self, logits: torch.Tensor, tokens: list[int], draft: Sequence[int] = ()) -> torch.Tensor:
         """Return the processed logits (k + 1, vocab); row i follows `tokens` and the first i tokens of `draft`."""
-        if not self.by_text:
-            return self._apply(logits, torch.tensor([tokens[-1:]], device=logits.device))
         text = torch.tensor([[*tokens, *draft]], device=logits.device)
         rows = [self._apply(logits[i : i + 1], text[:, : len(tokens) + i]) for i in range(len(draft) + 1)]
         return torch.cat(rows)
