@@ -20,7 +20,8 @@ from ragspec.engine.request_state import ScheduledRequest
 from ragspec.engine.sampling import SampledDraft, agreement, draw, reject
 from ragspec.models.logits_processors import token_logprobs
 
-TOGETHER = 1 << 24  # probabilities that are computed at once
+TOGETHER = 1 << 24  # probabilities that a device computes at once
+CACHED = 1 << 20  # the same for a CPU, whose caches hold no more
 
 StepOutput = list[tuple[ScheduledRequest, list[int]]]  # each request with its generated tokens
 Chosen = dict[int, list[int]]  # tokens, by the index of a request's first logits
@@ -139,8 +140,8 @@ def _parted(places: Iterable[Place], tokens: Iterable[int]) -> Chosen:
 
 
 def _batches(places: Sequence[Place], logits: torch.Tensor) -> Iterator[list[Place]]:
-    """Yield the requests in parts of at most TOGETHER probabilities, or of one request."""
-    most, part, rows = max(1, TOGETHER // logits.shape[1]), list[Place](), 0
+    """Yield the requests in parts of as many as are computed at once, at least one."""
+    most, part, rows = (CACHED if logits.device.type == "cpu" else TOGETHER) // logits.shape[1], list[Place](), 0
     for place in places:
         if part and rows + place.item.wanted > most:
             yield part

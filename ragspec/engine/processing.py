@@ -60,35 +60,48 @@ def _alike(logits: torch.Tensor, asked: Sequence[Positions]) -> torch.Tensor:
 
 
 class _Texts(Texts):
-    """See Texts."""
+    """The texts of requests, and their drafts as far as each position has them. Short ones are filled up."""
 
     def __init__(self, asked: Sequence[Positions], logits: torch.Tensor) -> None:
         self._asked = asked
         self._logits = logits
 
-    def distinct(self) -> torch.Tensor:
+    def tokens(self) -> torch.Tensor:
         """See Texts. A token may be there several times."""
-        return self._padded((each.row.distinct, each.row.tokens[0]) for each in self._asked)
-
-    def answers(self) -> torch.Tensor:
-        """See Texts."""
-        beyond = self._logits.shape[1]
-        return self._padded((each.row.tokens[each.row.prompt_tokens :], beyond) for each in self._asked)
-
-    def _padded(self, texts: Iterator[tuple[Sequence[int], int]]) -> torch.Tensor:
-        """Return texts and the drafts after them, (rows of logits, tokens), filled up with each text's second part."""
-        known = list(texts)
-        width = max(len(text) + len(each.draft) for (text, _), each in zip(known, self._asked, strict=True))
-        found = np.empty((len(self._logits), width), np.int64)
-        at = 0
-        for (text, pad), (_, draft, first) in zip(known, self._asked, strict=True):
-            end = at + len(draft) - first + 1
-            found[at:end, : len(text)] = text
-            found[at:end, len(text) :] = pad
-            for behind, token in enumerate(draft):  # it is in the text of the positions after it
-                found[max(at, at + behind + 1 - first) : end, len(text) + behind] = token
-            at = end
+        found = self._empty(max(len(each.row.seen) + len(each.draft) for each in self._asked), np.int64)
+        for part, (row, draft, first) in self._parts(found):
+            seen = list(row.seen)
+            part[:, : len(seen)] = seen
+            part[:, len(seen) :] = seen[0]
+            for behind, token in enumerate(draft):
+                part[max(0, behind + 1 - first) :, len(seen) + behind] = token
         return torch.from_numpy(found).to(self._logits.device)
+
+    def answers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Texts. Tokens of later positions' drafts are there 0 times."""
+        known = [list(dict.fromkeys([*each.row.counts, *each.draft])) for each in self._asked]
+        width = max(1, *(len(tokens) for tokens in known))
+        found, counts = self._empty(width, np.int64), self._empty(width, np.float32)
+        parts = zip(known, self._parts(found), self._parts(counts), strict=True)
+        for tokens, (part, (row, draft, first)), (count, _) in parts:
+            part[:, : len(tokens)] = tokens
+            count[:, : len(tokens)] = [row.counts.get(token, 0) for token in tokens]
+            for behind, token in enumerate(draft):
+                count[max(0, behind + 1 - first) :, tokens.index(token)] += 1
+            part[:, len(tokens) :] = tokens[0] if tokens else 0
+            count[:, len(tokens) :] = count[:, :1] if tokens else 0
+        device, dtype = self._logits.device, self._logits.dtype
+        return torch.from_numpy(found).to(device), torch.from_numpy(counts).to(device, dtype)
+
+    def _empty(self, width: int, dtype: type) -> np.ndarray:
+        return np.empty((len(self._logits), width), dtype)
+
+    def _parts(self, found: np.ndarray) -> Iterator[tuple[np.ndarray, Positions]]:
+        """Yield each request's rows of an array."""
+        at = 0
+        for each in self._asked:
+            yield found[at : at + each.size], each
+            at += each.size
 
 
 def _indices(places: Sequence[int] | np.ndarray, logits: torch.Tensor) -> torch.Tensor:

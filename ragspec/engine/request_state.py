@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -56,8 +56,9 @@ class RequestState:
     guessed: bytearray = field(default_factory=bytearray)  # per token of the answer: 1 if it was an accepted draft
     logprobs: list[TokenLogprob] = field(default_factory=list)  # per token of the answer, if requested
     copies: CopiedSpans = field(init=False)
-    _distinct: dict[int, None] = field(default_factory=dict)  # of its first `_counted` tokens
-    _counted: int = 0
+    _seen: dict[int, None] = field(default_factory=dict)
+    _counts: dict[int, int] = field(default_factory=dict)
+    _counted: int = 0  # tokens that the two know
 
     def __post_init__(self) -> None:
         self.base = len(self.request.token_ids)
@@ -96,12 +97,24 @@ class RequestState:
         return replace(self.request.sampling, seed=0) if self.processors.join else id(self)
 
     @property
-    def distinct(self) -> list[int]:
+    def seen(self) -> Collection[int]:
         """The tokens of prompt and answer, each once."""
-        for token in self.tokens[self._counted :]:
-            self._distinct.setdefault(token)
+        self._count()
+        return self._seen.keys()
+
+    @property
+    def counts(self) -> Mapping[int, int]:
+        """How often the answer has each of its tokens."""
+        self._count()
+        return self._counts
+
+    def _count(self) -> None:
+        for at in range(self._counted, len(self.tokens)):
+            token = self.tokens[at]
+            self._seen[token] = None
+            if at >= self.prompt_tokens:
+                self._counts[token] = self._counts.get(token, 0) + 1
         self._counted = len(self.tokens)
-        return list(self._distinct)
 
     @property
     def ready(self) -> bool:

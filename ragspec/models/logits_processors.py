@@ -37,18 +37,17 @@ class AnswerPenalties:
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return scores (rows, vocab) after input_ids (rows, tokens), the prompt and the answer so far."""
-        return self.after(input_ids[:, self._prompt_tokens :], scores)
-
-    def after(self, answer: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores (rows, vocab) after answers (rows, tokens); tokens beyond the vocabulary do not count."""
         rows, width = scores.shape
         # a draft's output layer may be narrower than its vocabulary (transformers prunes it): one extra column
-        answer = answer.clamp(max=width)
+        answer = input_ids[:, self._prompt_tokens :].clamp(max=width)
         counts = scores.new_zeros(rows, width + 1)
         counts.scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
-        changed = torch.nn.functional.pad(scores, (0, 1))
-        there = changed.gather(1, answer) - self._frequency * counts.gather(1, answer) - self._presence
-        return changed.scatter_(1, answer, there)[:, :width]
+        return self.less(torch.nn.functional.pad(scores, (0, 1)), answer, counts.gather(1, answer))[:, :width]
+
+    def less(self, scores: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return scores (rows, vocab) after `tokens`, (rows, n), that the answer has `counts` times, (rows, n)."""
+        there = scores.gather(1, tokens) - self._frequency * counts - self._presence * (counts > 0)
+        return scores.scatter(1, tokens, there)
 
 
 # -- grammar masks ---------------------------------------------------------------------------------
@@ -319,11 +318,11 @@ def _by_logits(processor: Any) -> bool:
 class Texts(Protocol):
     """The text before each row of logits."""
 
-    def distinct(self) -> torch.Tensor:
-        """Return the tokens that each text has, (rows, tokens)."""
+    def tokens(self) -> torch.Tensor:
+        """Return the tokens that each text has, (rows, n)."""
 
-    def answers(self) -> torch.Tensor:
-        """Return the answers without their prompts, (rows, tokens), filled up with ids beyond the vocabulary."""
+    def answers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens of each answer, which does not have its prompt, and how often it has them, (rows, n) each."""
 
 
 class Processors:
@@ -347,9 +346,9 @@ class Processors:
         none = torch.zeros((1, 1), dtype=torch.long, device=logits.device)
         for processor in self._processors:
             if isinstance(processor, AnswerPenalties):
-                logits = processor.after(texts.answers(), logits)
+                logits = processor.less(logits, *texts.answers())
             else:
-                logits = processor(texts.distinct() if type(processor).__name__ == REPETITION else none, logits)
+                logits = processor(texts.tokens() if type(processor).__name__ == REPETITION else none, logits)
         return logits
 
     def __call__(self, logits: torch.Tensor, tokens: list[int], draft: Sequence[int] = ()) -> torch.Tensor:
