@@ -9,13 +9,14 @@ request is processed alone, position after position.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ragspec.engine.request_state import RequestState
+from ragspec.engine.token_counts import TokenCounts
 from ragspec.models.logits_processors import Texts
 
 
@@ -68,40 +69,47 @@ class _Texts(Texts):
 
     def tokens(self) -> torch.Tensor:
         """See Texts. A token may be there several times."""
-        found = self._empty(max(len(each.row.seen) + len(each.draft) for each in self._asked), np.int64)
-        for part, (row, draft, first) in self._parts(found):
-            seen = list(row.seen)
-            part[:, : len(seen)] = seen
-            part[:, len(seen) :] = seen[0]
-            for behind, token in enumerate(draft):
-                part[max(0, behind + 1 - first) :, len(seen) + behind] = token
-        return torch.from_numpy(found).to(self._logits.device)
+        tokens, _ = self._counted([each.row.text_counts for each in self._asked])
+        return torch.from_numpy(tokens).to(self._logits.device)
 
     def answers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Texts. Tokens of later positions' drafts are there 0 times."""
-        known = [list(dict.fromkeys([*each.row.counts, *each.draft])) for each in self._asked]
-        width = max(1, *(len(tokens) for tokens in known))
-        found, counts = self._empty(width, np.int64), self._empty(width, np.float32)
-        parts = zip(known, self._parts(found), self._parts(counts), strict=True)
-        for tokens, (part, (row, draft, first)), (count, _) in parts:
-            part[:, : len(tokens)] = tokens
-            count[:, : len(tokens)] = [row.counts.get(token, 0) for token in tokens]
-            for behind, token in enumerate(draft):
-                count[max(0, behind + 1 - first) :, tokens.index(token)] += 1
-            part[:, len(tokens) :] = tokens[0] if tokens else 0
-            count[:, len(tokens) :] = count[:, :1] if tokens else 0
-        device, dtype = self._logits.device, self._logits.dtype
-        return torch.from_numpy(found).to(device), torch.from_numpy(counts).to(device, dtype)
+        """See Texts."""
+        tokens, times = self._counted([each.row.answer_counts for each in self._asked])
+        return torch.from_numpy(tokens).to(self._logits.device), torch.from_numpy(times).to(self._logits)
 
-    def _empty(self, width: int, dtype: type) -> np.ndarray:
-        return np.empty((len(self._logits), width), dtype)
+    def _counted(self, known: Sequence[TokenCounts]) -> tuple[np.ndarray, np.ndarray]:
+        """Return tokens of the text of each row of logits, and how often it has them, (rows, n) each.
 
-    def _parts(self, found: np.ndarray) -> Iterator[tuple[np.ndarray, Positions]]:
-        """Yield each request's rows of an array."""
+        Texts with fewer tokens repeat their first one; a text without any has token 0 for 0 times.
+        """
+        for counts in known:
+            counts.update()
+        width = max(1, *(len(counts.tokens) + len(each.draft) for counts, each in zip(known, self._asked, strict=True)))
+        tokens = np.full((len(self._logits), width), -1, np.int64)
+        times = np.zeros((len(self._logits), width), np.float32)
         at = 0
-        for each in self._asked:
-            yield found[at : at + each.size], each
+        for counts, each in zip(known, self._asked, strict=True):
+            rows = slice(at, at + each.size)
+            tokens[rows, : len(counts.tokens)] = np.asarray(counts.tokens)
+            times[rows, : len(counts.times)] = np.asarray(counts.times)
+            _add_draft(tokens[rows], times[rows], counts, each)
             at += each.size
+        missing = tokens < 0
+        np.copyto(tokens, np.maximum(tokens[:, :1], 0), where=missing)
+        np.copyto(times, times[:, :1], where=missing)
+        return tokens, times
+
+
+def _add_draft(tokens: np.ndarray, times: np.ndarray, counts: TokenCounts, asked: Positions) -> None:
+    """Count the tokens of a draft in the texts of the positions after them."""
+    new: dict[int, int] = {}
+    for behind, token in enumerate(asked.draft):
+        place = counts.place(token)
+        if place is None:
+            place = new.setdefault(token, len(counts.tokens) + len(new))
+        after = max(0, behind + 1 - asked.first)
+        tokens[after:, place] = token
+        times[after:, place] += 1
 
 
 def _indices(places: Sequence[int] | np.ndarray, logits: torch.Tensor) -> torch.Tensor:

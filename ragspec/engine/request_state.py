@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ragspec.engine.kv.common_prefix import shared
 from ragspec.engine.model.layout import Segment
 from ragspec.engine.sampling import Noise
+from ragspec.engine.token_counts import TokenCounts
 from ragspec.models.logits_processors import Processors
 from ragspec.records import Failure, Generation, Request, TokenLogprob
 from ragspec.speculation.copied_spans import CopiedSpans
@@ -56,9 +57,6 @@ class RequestState:
     guessed: bytearray = field(default_factory=bytearray)  # per token of the answer: 1 if it was an accepted draft
     logprobs: list[TokenLogprob] = field(default_factory=list)  # per token of the answer, if requested
     copies: CopiedSpans = field(init=False)
-    _seen: dict[int, None] = field(default_factory=dict)
-    _counts: dict[int, int] = field(default_factory=dict)
-    _counted: int = 0  # tokens that the two know
 
     def __post_init__(self) -> None:
         self.base = len(self.request.token_ids)
@@ -96,25 +94,15 @@ class RequestState:
             return None
         return replace(self.request.sampling, seed=0) if self.processors.join else id(self)
 
-    @property
-    def seen(self) -> Collection[int]:
-        """The tokens of prompt and answer, each once."""
-        self._count()
-        return self._seen.keys()
+    @cached_property
+    def text_counts(self) -> TokenCounts:
+        """The tokens of prompt and answer."""
+        return TokenCounts(self.tokens, 0)
 
-    @property
-    def counts(self) -> Mapping[int, int]:
-        """How often the answer has each of its tokens."""
-        self._count()
-        return self._counts
-
-    def _count(self) -> None:
-        for at in range(self._counted, len(self.tokens)):
-            token = self.tokens[at]
-            self._seen[token] = None
-            if at >= self.prompt_tokens:
-                self._counts[token] = self._counts.get(token, 0) + 1
-        self._counted = len(self.tokens)
+    @cached_property
+    def answer_counts(self) -> TokenCounts:
+        """The tokens of the answer."""
+        return TokenCounts(self.tokens, self.prompt_tokens)
 
     @property
     def ready(self) -> bool:
