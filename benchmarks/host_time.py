@@ -1,6 +1,6 @@
 """What a step over the paged cache takes on the host: everything but the model, as a GPU would compute it, and drafts.
 
-    python benchmarks/host_time.py --rows 1 16 64 256
+    python benchmarks/host_time.py --rows 1 16 64 256 [--sampling '{"repetition_penalty": 1.1}']
 
 A tiny random model decodes with captured steps emulated. What its forwards take, and what copies logits and finds the
 best tokens, would be the device's time, and is taken off. Prints the median of the steps in which all rows decode.
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -24,6 +26,7 @@ from ragspec.engine.engine import CHUNK_CUDA, Engine, EngineSettings
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.result import StepResult
 from ragspec.engine.proposers.base import NoProposer
+from ragspec.models.logits_processors import GenerationRules
 from ragspec.records import Generation, Request, Sampling
 
 VOCABULARY = 512
@@ -64,23 +67,25 @@ def build() -> Any:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def steps(rows: int, prompt: int, tokens: int) -> Iterator[float]:
+def steps(rows: int, prompt: int, sampling: Sampling) -> Iterator[float]:
     """Yield the host's seconds of each step in which `rows` rows decode."""
     capture = TimedCapture()
     model = Model(build(), rows, None, gathered, capture)
-    engine = Engine(model, NoProposer(), None, frozenset(), EngineSettings(chunk=CHUNK_CUDA))  # type: ignore[arg-type]
-    requests = (
-        Request(i, str(i), [(i + j) % VOCABULARY for j in range(prompt)], Sampling(max_new_tokens=tokens))
-        for i in range(rows)
-    )
+    rules = GenerationRules(model.inner, frozenset(), 0)
+    settings = EngineSettings(chunk=CHUNK_CUDA, processors=lambda each: rules.processors(each.sampling, prompt))
+    engine = Engine(model, NoProposer(), None, frozenset(), settings)  # type: ignore[arg-type]
+    requests = (Request(i, str(i), [(i + j) % VOCABULARY for j in range(prompt)], sampling) for i in range(rows))
     marks: list[tuple[float, float, int]] = []
-    begin = model.begin
 
-    def timed(segments: Any, *args: Any, **kwargs: Any) -> StepResult:
-        marks.append((time.perf_counter(), capture.seconds, sum(not segment.alone for segment in segments)))
-        return begin(segments, *args, **kwargs)
+    def timed(begin: Callable[..., StepResult]) -> Callable[..., StepResult]:
+        def begun(segments: Any, *args: Any, **kwargs: Any) -> StepResult:
+            marks.append((time.perf_counter(), capture.seconds, sum(not segment.alone for segment in segments)))
+            return begin(segments, *args, **kwargs)
 
-    model.begin = timed  # type: ignore[method-assign]
+        return begun
+
+    model.begin = timed(model.begin)  # type: ignore[method-assign]
+    model.begin_after = timed(model.begin_after)  # type: ignore[method-assign]
     assert sum(isinstance(outcome, Generation) for outcome in engine.run(requests)) == rows
     for (start, before, decoding), (end, after, _) in pairwise(marks):
         if decoding == rows:
@@ -92,15 +97,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--prompt", type=int, default=600, help="tokens of a prompt")
-    parser.add_argument("--tokens", type=int, default=160, help="tokens of an answer")
+    parser.add_argument("--tokens", type=int, default=320, help="tokens of an answer")
+    parser.add_argument("--sampling", type=json.loads, default={}, help="keys of a config's `sampling`, as JSON")
     parser.add_argument("--profile", action="store_true", help="show where the time of the last run goes")
     args = parser.parse_args()
+    sampling = Sampling(max_new_tokens=args.tokens, **args.sampling)
     for rows in args.rows:
-        seconds = list(steps(rows, args.prompt, args.tokens))
+        seconds = list(steps(rows, args.prompt, sampling))
+        if not seconds:
+            sys.exit(f"{rows} rows: the first answers end before the last prompts are read; give more --tokens")
         print(f"{rows:4d} rows: {1e3 * statistics.median(seconds):.2f} ms a step on the host, {len(seconds)} steps")
     if args.profile:
         with cProfile.Profile() as profile:
-            list(steps(args.rows[-1], args.prompt, args.tokens))
+            list(steps(args.rows[-1], args.prompt, sampling))
         profile.print_stats("tottime")
 
 

@@ -8,19 +8,20 @@ Requests are chosen for together, so that a device is waited for a few times a s
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 import torch
 
 from ragspec.engine.constraint import Constraint, Masks
 from ragspec.engine.model.result import StepResult
+from ragspec.engine.processing import Positions, processed
 from ragspec.engine.request_state import ScheduledRequest
 from ragspec.engine.sampling import SampledDraft, agreement, draw, reject
 from ragspec.models.logits_processors import token_logprobs
-from ragspec.records import Sampling
 
-TOGETHER = 1 << 24  # probabilities that are computed at once
+TOGETHER = 1 << 24  # probabilities that a device computes at once
+CACHED = 1 << 20  # the same for a CPU, whose caches hold no more
 
 StepOutput = list[tuple[ScheduledRequest, list[int]]]  # each request with its generated tokens
 Chosen = dict[int, list[int]]  # tokens, by the index of a request's first logits
@@ -45,6 +46,12 @@ class Place(NamedTuple):
         """Return the uniform number of each of its positions."""
         row = self.item.row
         return [row.noise.at(row.written + i) for i in range(self.item.wanted)]
+
+    def sampled_draft(self, target: torch.Tensor) -> SampledDraft:
+        """Return its draft beside the target's probabilities, (wanted, vocab)."""
+        row, draft = self.item.row, self.item.draft
+        assert draft.probabilities is not None
+        return SampledDraft(target, draft.probabilities, draft.token_ids, row.noise, row.written)
 
 
 def needs_logits(work: Sequence[ScheduledRequest]) -> bool:
@@ -77,25 +84,24 @@ def accept(work: Sequence[ScheduledRequest], result: StepResult, constraint: Con
 def _choose(places: Sequence[Place], logits: torch.Tensor, masks: Masks | None, constraint: Constraint) -> Chosen:
     """Return the tokens of requests of any kind."""
     greedy: list[Place] = []
-    alike: dict[Sampling, list[Place]] = {}
-    apart: list[Place] = []
+    penalized: list[Place] = []  # the best after processing
+    sampled: list[Place] = []
     drafted: list[Place] = []  # by a model that sampled
     for place in places:
         row = place.item.row
-        if row.greedy:
-            greedy.append(place)
-        elif row.samples and place.item.draft.probabilities is not None:
-            drafted.append(place)
-        elif row.sampled_alike is not None:
-            alike.setdefault(row.sampled_alike, []).append(place)
+        if row.samples:
+            (sampled if place.item.draft.probabilities is None else drafted).append(place)
         else:
-            apart.append(place)
+            (greedy if row.greedy else penalized).append(place)
     chosen = _choose_best(greedy, logits, constraint) if greedy else {}
-    for several in alike.values():
-        chosen |= _sample_alike(several, logits, masks)
-    chosen |= _choose_apart(apart, logits, masks)
+    for several in _batches(penalized, logits):
+        chosen |= _parted(several, _processed(several, logits, masks).argmax(-1).tolist())
+    for several in _batches(sampled, logits):
+        noise = [uniform for place in several for uniform in place.noise()]
+        chosen |= _parted(several, draw(_probabilities(several, logits, masks), noise))
     for several in _batches(drafted, logits):
-        samples = [_sampled_draft(place, logits, masks) for place in several]
+        parts = torch.split(_probabilities(several, logits, masks), [place.item.wanted for place in several])
+        samples = [place.sampled_draft(target) for place, target in zip(several, parts, strict=True)]
         chosen |= {place.at: tokens for place, tokens in zip(several, reject(samples), strict=True)}
     return chosen
 
@@ -114,63 +120,28 @@ def _choose_best(places: Sequence[Place], logits: torch.Tensor, constraint: Cons
     return chosen
 
 
-def _sample_alike(places: Sequence[Place], logits: torch.Tensor, masks: Masks | None) -> Chosen:
-    """Return samples of requests with the same settings, whose choice depends on their logits and noise alone."""
-    chosen: Chosen = {}
-    row = places[0].item.row
-    for several in _batches(places, logits):
-        indices = [at for place in several for at in range(place.at, place.end)]
-        rows = logits[torch.tensor(indices, device=logits.device)]
-        if masks is not None:
-            rows = masks.applied_at(rows, indices)
-        if row.processors is not None:
-            rows = row.processors(rows, row.tokens)
-        tokens = iter(draw(torch.softmax(rows.double(), dim=-1), _noise(several)))
-        chosen |= _parted(several, tokens)
-    return chosen
+def _probabilities(places: Sequence[Place], logits: torch.Tensor, masks: Masks | None) -> torch.Tensor:
+    return torch.softmax(_processed(places, logits, masks).double(), dim=-1)
 
 
-def _choose_apart(places: Sequence[Place], logits: torch.Tensor, masks: Masks | None) -> Chosen:
-    """Return the tokens of requests with processors of their own: samples, or the best after processing."""
-    chosen: Chosen = {}
-    for samples in (False, True):
-        for several in _batches([place for place in places if place.item.row.samples is samples], logits):
-            rows = torch.cat([_processed(place, logits, masks) for place in several])
-            if samples:
-                tokens = iter(draw(torch.softmax(rows.double(), dim=-1), _noise(several)))
-            else:
-                tokens = iter(rows.argmax(-1).tolist())
-            chosen |= _parted(several, tokens)
-    return chosen
-
-
-def _sampled_draft(place: Place, logits: torch.Tensor, masks: Masks | None) -> SampledDraft:
-    row, draft = place.item.row, place.item.draft
-    assert draft.probabilities is not None
-    target = torch.softmax(_processed(place, logits, masks).double(), dim=-1)
-    return SampledDraft(target, draft.probabilities, draft.token_ids, row.noise, row.written)
-
-
-def _processed(place: Place, logits: torch.Tensor, masks: Masks | None) -> torch.Tensor:
-    """Return a request's logits, (wanted, vocab), after its grammar and processors."""
-    mine, row = logits[place.at : place.end], place.item.row
+def _processed(places: Sequence[Place], logits: torch.Tensor, masks: Masks | None) -> torch.Tensor:
+    """Return the logits of requests, (sum of wanted, vocab), after their grammars and processors."""
+    indices = [at for place in places for at in range(place.at, place.end)]
+    rows = logits[torch.tensor(indices, device=logits.device)]
     if masks is not None:
-        mine = masks.applied(mine, place.at)
-    return mine if row.processors is None else row.processors(mine, row.tokens, place.item.draft.token_ids)
+        rows = masks.applied_at(rows, indices)
+    return processed(rows, [Positions(place.item.row, place.item.draft.token_ids) for place in places])
 
 
-def _noise(places: Iterable[Place]) -> list[float]:
-    return [uniform for place in places for uniform in place.noise()]
-
-
-def _parted(places: Iterable[Place], tokens: Iterator[int]) -> Chosen:
+def _parted(places: Iterable[Place], tokens: Iterable[int]) -> Chosen:
     """Return each request's part of the tokens of all."""
-    return {place.at: place.agreed([next(tokens) for _ in range(place.item.wanted)]) for place in places}
+    rest = iter(tokens)
+    return {place.at: place.agreed(list(islice(rest, place.item.wanted))) for place in places}
 
 
 def _batches(places: Sequence[Place], logits: torch.Tensor) -> Iterator[list[Place]]:
-    """Yield the requests in parts of at most TOGETHER probabilities, or of one request."""
-    most, part, rows = max(1, TOGETHER // logits.shape[1]), list[Place](), 0
+    """Yield the requests in parts of as many as are computed at once, at least one."""
+    most, part, rows = (CACHED if logits.device.type == "cpu" else TOGETHER) // logits.shape[1], list[Place](), 0
     for place in places:
         if part and rows + place.item.wanted > most:
             yield part

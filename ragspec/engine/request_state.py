@@ -16,15 +16,16 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ragspec.engine.kv.common_prefix import shared
 from ragspec.engine.model.layout import Segment
 from ragspec.engine.sampling import Noise
+from ragspec.engine.token_counts import TokenCounts
 from ragspec.models.logits_processors import Processors
-from ragspec.records import Failure, Generation, Request, Sampling, TokenLogprob
+from ragspec.records import Failure, Generation, Request, TokenLogprob
 from ragspec.speculation.copied_spans import CopiedSpans
 from ragspec.speculation.drafters.base import Draft
 from ragspec.stats import SpecStats
@@ -87,11 +88,21 @@ class RequestState:
         return self.processors is None and not self.samples
 
     @cached_property
-    def sampled_alike(self) -> Sampling | None:
-        """What the choice of its tokens depends on beside their logits and its noise; None if on more, or if greedy."""
-        if not self.samples or (self.processors is not None and self.processors.by_text):
+    def alike(self) -> Hashable:
+        """What its processors depend on beside the text; equal for rows whose logits can be processed together."""
+        if self.processors is None:
             return None
-        return replace(self.request.sampling, seed=0)
+        return replace(self.request.sampling, seed=0) if self.processors.join else id(self)
+
+    @cached_property
+    def text_counts(self) -> TokenCounts:
+        """The tokens of prompt and answer."""
+        return TokenCounts(self.tokens, 0)
+
+    @cached_property
+    def answer_counts(self) -> TokenCounts:
+        """The tokens of the answer."""
+        return TokenCounts(self.tokens, self.prompt_tokens)
 
     @property
     def ready(self) -> bool:

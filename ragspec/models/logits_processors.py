@@ -13,7 +13,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -42,9 +42,12 @@ class AnswerPenalties:
         answer = input_ids[:, self._prompt_tokens :].clamp(max=width)
         counts = scores.new_zeros(rows, width + 1)
         counts.scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
-        changed = torch.nn.functional.pad(scores, (0, 1))
-        there = changed.gather(1, answer) - self._frequency * counts.gather(1, answer) - self._presence
-        return changed.scatter_(1, answer, there)[:, :width]
+        return self.less(torch.nn.functional.pad(scores, (0, 1)), answer, counts.gather(1, answer))[:, :width]
+
+    def less(self, scores: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return scores (rows, vocab) after `tokens`, (rows, n), that the answer has `counts` times, (rows, n)."""
+        there = scores.gather(1, tokens) - self._frequency * counts - self._presence * (counts > 0)
+        return scores.scatter(1, tokens, there)
 
 
 # -- grammar masks ---------------------------------------------------------------------------------
@@ -177,6 +180,7 @@ BY_LOGITS = {
     "TopPLogitsWarper", "TopHLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper", "EpsilonLogitsWarper",
     "EtaLogitsWarper", "LogitNormalization",
 }  # fmt: skip
+REPETITION = "RepetitionPenaltyLogitsProcessor"  # depends on the tokens that a text has
 
 
 def asked_beyond_sampling(path: str, revision: str | None = None) -> list[str]:
@@ -311,6 +315,16 @@ def _by_logits(processor: Any) -> bool:
     return type(processor).__name__ in BY_LOGITS
 
 
+class Texts(Protocol):
+    """The text before each row of logits."""
+
+    def tokens(self) -> torch.Tensor:
+        """Return the tokens that each text has, (rows, n)."""
+
+    def answers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens of each answer, which does not have its prompt, and how often it has them, (rows, n) each."""
+
+
 class Processors:
     """The logits processors of one answer, in order."""
 
@@ -322,10 +336,23 @@ class Processors:
         """Return the processors that depend on earlier tokens."""
         return [one for one in self._processors if not _by_logits(one)]
 
+    @cached_property
+    def join(self) -> bool:
+        """Whether together() serves them: they read no more of a text than which tokens it has, and how often."""
+        return all(isinstance(one, AnswerPenalties) or type(one).__name__ == REPETITION for one in self.by_text)
+
+    def together(self, logits: torch.Tensor, texts: Texts) -> torch.Tensor:
+        """Return the processed logits, (rows, vocab), of several answers of the same settings."""
+        none = torch.zeros((1, 1), dtype=torch.long, device=logits.device)
+        for processor in self._processors:
+            if isinstance(processor, AnswerPenalties):
+                logits = processor.less(logits, *texts.answers())
+            else:
+                logits = processor(texts.tokens() if type(processor).__name__ == REPETITION else none, logits)
+        return logits
+
     def __call__(self, logits: torch.Tensor, tokens: list[int], draft: Sequence[int] = ()) -> torch.Tensor:
         """Return the processed logits (k + 1, vocab); row i follows `tokens` and the first i tokens of `draft`."""
-        if not self.by_text:
-            return self._apply(logits, torch.tensor([tokens[-1:]], device=logits.device))
         text = torch.tensor([[*tokens, *draft]], device=logits.device)
         rows = [self._apply(logits[i : i + 1], text[:, : len(tokens) + i]) for i in range(len(draft) + 1)]
         return torch.cat(rows)

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from ragspec.engine import acceptance
 from ragspec.engine.model.loaded import prepare
+from ragspec.engine.processing import Positions, processed
 from ragspec.engine.proposers.base import RowProposer
 from ragspec.engine.proposers.draft_model import DraftModel
 from ragspec.engine.sampling import Noise, draw
-from ragspec.models.logits_processors import GenerationRules, Processors
+from ragspec.models.logits_processors import GenerationRules
 from ragspec.records import Request, Sampling
 from ragspec.speculation.drafters.context import ContextDrafter
 from tests.conftest import wide
@@ -97,12 +99,12 @@ def test_a_draft_position_that_does_not_see_the_draft_before_it_is_caught(
 ):
     sampling = Sampling(max_new_tokens=NEW, frequency_penalty=2.0)
     expected = expected_of(plain_model, requests_for(loaded(tiny)[1], sampling))
-    right = Processors.__call__
 
-    def blind(self, logits, tokens, draft=()):
-        return torch.cat([right(self, logits[i : i + 1], tokens) for i in range(len(draft) + 1)])
+    def blind(logits, asked):
+        rows = [Positions(each.row) for each in asked for _ in range(each.size)]
+        return processed(logits, rows)
 
-    monkeypatch.setattr(Processors, "__call__", blind)
+    monkeypatch.setattr(acceptance, "processed", blind)
     drafter = Fixed(oracle(expected, loaded, tiny))
     assert ids(ruled(loaded, tiny, RowProposer(drafter, 5, None), sampling=sampling)) != expected
 

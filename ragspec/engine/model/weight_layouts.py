@@ -26,6 +26,7 @@ from ragspec.engine.model.layer_graph import CAPTURING
 from ragspec.engine.native.kernels import Kernels
 from ragspec.host.cache import JsonCache
 from ragspec.host.machine import cpu_features, free_bytes
+from ragspec.host.waiting import Waiting
 
 POINTS = (1, 4, 16, 64, 512)  # numbers of tokens at which layouts are timed
 FEW = 64  # most tokens of a decoding step; more belong to a prompt
@@ -335,13 +336,16 @@ def pack_linears(model: torch.nn.Module, kernels: Kernels | None = None) -> list
     shared = _shared(model)
     left = []
     known: set[Shape] = set()
+    waiting = Waiting()
     for module, name, path in found:
         child = getattr(module, name)
         shape = child.out_features, child.in_features
         weight, choice = child.weight.detach(), choices[shape]
         forms = {each: makes[each](weight) for each in dict.fromkeys(choice)}
         packed = PackedLinear(child, forms, choice, child.weight if child.weight.data_ptr() in shared else None)
-        if packed_differs(forms, child, TRIED if shape in known else (*TRIED, MANY)):
+        with waiting:
+            differs = packed_differs(forms, child, TRIED if shape in known else (*TRIED, MANY))
+        if differs:
             left.append(path)
         else:
             setattr(module, name, packed)

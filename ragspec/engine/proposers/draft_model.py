@@ -19,6 +19,7 @@ from ragspec.engine.constraint import Constraint
 from ragspec.engine.kv.common_prefix import shared
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.layout import Segment
+from ragspec.engine.processing import Positions, processed
 from ragspec.engine.profiler import Clock
 from ragspec.engine.proposers.base import NoProposer, RowProposer, cut
 from ragspec.engine.request_state import RequestState, reach_of
@@ -81,6 +82,11 @@ class Sketch:
     cumulative_acceptance: float = 1.0
     guesses: list[int] = field(default_factory=list)  # the target's tokens
     rests: list[int] = field(default_factory=list)  # for each guess, how many of token_ids it depends on
+
+    @property
+    def noise(self) -> float:
+        """The uniform number of its next token."""
+        return self.row.noise.at(self.row.written + len(self.token_ids), b"draft")
 
 
 class DraftModel(NoProposer):
@@ -257,35 +263,38 @@ class DraftModel(NoProposer):
 
     def _write(self, sketches: Sequence[Sketch], logits: torch.Tensor) -> None:
         """Append one token to each sketch: the draft's best, or the row's own choice if tokens are the target's."""
+        sampling: list[int] = []
         if not sketches[0].script.own_tokens:
-            logits = logits[:, : self._width]
-            if logits.shape[1] < self._width:
-                logits = torch.nn.functional.pad(logits, (0, self._width - logits.shape[1]), value=float("-inf"))
-        sure, best = torch.softmax(logits, dim=-1).max(-1)
-        for sketch, own, chance, token in zip(sketches, logits, sure.tolist(), best.tolist(), strict=True):
-            if not sketch.script.own_tokens:
-                chance, token = self._as_the_target(sketch, own[None], chance, token)
+            logits = self._as_the_target(sketches, logits)
+            sampling = [at for at, sketch in enumerate(sketches) if sketch.row.samples]
+        best = torch.softmax(logits, dim=-1).max(-1)
+        sure, tokens = best.values.tolist(), best.indices.tolist()
+        if sampling:
+            chances = torch.softmax(logits[torch.tensor(sampling, device=logits.device)].double(), dim=-1)
+            drawn = draw(chances, [sketches[at].noise for at in sampling])
+            chance_of = chances.gather(1, torch.tensor(drawn, device=chances.device)[:, None]).squeeze(1).tolist()
+            for at, weights, token, chance in zip(sampling, chances, drawn, chance_of, strict=True):
+                tokens[at], sure[at] = token, chance
+                sketches[at].weights.append(weights)
+        for sketch, token, chance in zip(sketches, tokens, sure, strict=True):
             sketch.token_ids.append(token)
             sketch.sure.append(chance)
             sketch.cumulative_acceptance *= self._confidence.chance(chance)
 
-    def _as_the_target(self, sketch: Sketch, scores: torch.Tensor, chance: float, token: int) -> tuple[float, int]:
-        """Return the token that the row's own rules choose from the draft's logits, (1, vocab), and its probability."""
-        row = sketch.row
-        if row.grammar is not None:
-            scores = self._constraint.masked(row.grammar, sketch.token_ids, scores)
-        if row.processors is not None:
-            scores = row.processors(scores, row.tokens + sketch.token_ids)
-        if row.samples:
-            chances = torch.softmax(scores.double(), dim=-1)
-            position = row.written + len(sketch.token_ids)
-            token = draw(chances, [row.noise.at(position, b"draft")])[0]
-            sketch.weights.append(chances[0])
-            return float(chances[0, token]), token
-        if row.grammar is None and row.processors is None:
-            return chance, token
-        token = int(scores.argmax())
-        return float(torch.softmax(scores[0], dim=-1)[token]), token
+    def _as_the_target(self, sketches: Sequence[Sketch], logits: torch.Tensor) -> torch.Tensor:
+        """Return the draft's logits in the target's vocabulary, (rows, width), after the rows' own rules."""
+        logits = logits[:, : self._width]
+        if logits.shape[1] < self._width:
+            logits = torch.nn.functional.pad(logits, (0, self._width - logits.shape[1]), value=float("-inf"))
+        if any(sketch.row.grammar for sketch in sketches):
+            logits = torch.cat([self._masked(sketch, logits[at : at + 1]) for at, sketch in enumerate(sketches)])
+        after = [Positions(sketch.row, sketch.token_ids, len(sketch.token_ids)) for sketch in sketches]
+        return processed(logits, after)
+
+    def _masked(self, sketch: Sketch, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits, (1, width), after the row's grammar."""
+        grammar = sketch.row.grammar
+        return logits if grammar is None else self._constraint.masked(grammar, sketch.token_ids, logits)
 
     # -- results -----------------------------------------------------------------------------------
 
