@@ -1,8 +1,8 @@
-"""A drafter of your own: it remembers which token followed each pair of tokens.
+"""Your own drafter: it remembers which token followed each pair of tokens.
 
     python examples/custom_drafter.py
 
-Put it in a package to use it with `ragspec generate`; `speculation.method: pairs` then works with both runners:
+To use it with `ragspec generate`, put it in a package; `speculation.method: pairs` then works with both runners:
 
     [project.entry-points."ragspec.drafters"]
     pairs = "custom_drafter:Pairs"
@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 import ragspec
 
 PASSAGE = "Ann Smith built the brick mill at Aldby in 1871."
-RECORDS = [{"query": "Repeat the passage word for word.", "contexts": [PASSAGE]}] * 2  # the second knows the first
+RECORDS = [{"query": "Repeat the passage word for word.", "contexts": [PASSAGE]}] * 2  # the second reuses the first
 
 
 class Pairs:
@@ -59,13 +59,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=32, help="longest answer, in tokens")
     args = parser.parse_args(argv)
 
-    if not entry_points(group="ragspec.drafters", name="pairs"):  # not installed: known to this process only
+    if not entry_points(group="ragspec.drafters", name="pairs"):  # not installed: register it in this process only
         ragspec.register_drafter("pairs", Pairs)
     raw = {
         "model": args.model,
         "sampling": {"max_new_tokens": args.tokens},
         "speculation": {"method": "pairs", "num_tokens": 4},
-        "runner_args": {"batch_size": 1},  # one record after the other
+        "runner_args": {"batch_size": 1},  # one record at a time
     }
     with ragspec.Pipeline(ragspec.load_config(raw)) as pipeline:
         for answer in pipeline.answers(RECORDS):

@@ -1,9 +1,9 @@
-"""Two models, or one model with two settings, on the same questions: which answers better?
+"""Compare two models, or one model with two settings, on the same questions: which answers better?
 
     python examples/evaluate_two_models.py                          # the demo model in float32 and in bfloat16
     python examples/evaluate_two_models.py --models Qwen/Qwen2.5-0.5B-Instruct Qwen/Qwen2.5-1.5B-Instruct --set ""
 
-The records need a `reference`. Differences are the second minus the first, record by record, with 95% intervals.
+The records need a `reference`. Differences are second minus first, record by record, with 95% intervals.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Answers in memory: load a model once, ask it as often as you like.
+"""Answers in memory: load a model once and ask it as often as you like.
 
     python examples/python_api.py
     python examples/python_api.py --model Qwen/Qwen2.5-0.5B-Instruct

@@ -3,7 +3,7 @@
     python examples/ray_workers.py
     python examples/ray_workers.py --workers 8 --address auto      # on a running Ray cluster
 
-The output is the file that one process would have written, even if a worker dies.
+The output is the same file that one process would write, even if a worker dies.
 """
 
 import argparse

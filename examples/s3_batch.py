@@ -2,7 +2,7 @@
 
     python examples/s3_batch.py s3://my-bucket/q.jsonl s3://my-bucket/answers/ --upload sample_data/questions.jsonl
 
-Credentials come from the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, ...); AWS_ENDPOINT_URL names another store.
+Credentials come from the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, ...); AWS_ENDPOINT_URL selects another store.
 An interrupted run continues where it stopped: run the same command again.
 """
 
@@ -17,7 +17,7 @@ def main(argv: list[str] | None = None) -> None:
     """Answer the questions and list the parts that were written."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("questions", help="URL of a file of records")
-    parser.add_argument("answers", help="URL of the folder that the answers go to")
+    parser.add_argument("answers", help="URL of the folder for the answers")
     parser.add_argument("--upload", metavar="FILE", help="copy this file to QUESTIONS first")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--tokens", type=int, default=48, help="longest answer, in tokens")

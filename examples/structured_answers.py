@@ -1,9 +1,9 @@
-"""Answers as JSON that can only cite and quote the passages of their own record.
+"""JSON answers that can only cite and quote the passages of their own record.
 
     python examples/structured_answers.py
 
-Every answer that is not cut off parses, its `sources` are ids of passages in the prompt, and its `quote` appears in one
-of them word for word. The keys and brackets that the grammar forces are drafted, too.
+Every answer that is not cut off is valid JSON; its `sources` are ids of passages in the prompt, and its `quote` appears
+word for word in one of them. Keys and brackets that the grammar forces are drafted, too.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""A nightly run in Airflow 3: answers, then a decision by their scores.
+"""A nightly run in Airflow 3: answer, then decide by the scores.
 
-Retries run the same command again, which continues where the last try stopped. Airflow ends a task by SIGTERM, at which
-a run stops in order.
+A retry runs the same command again, which continues where the last attempt stopped. Airflow ends a task with SIGTERM,
+and ragspec then shuts down cleanly.
 """
 
 from datetime import datetime, timedelta

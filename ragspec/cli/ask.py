@@ -41,7 +41,7 @@ LONGEST = 256  # tokens of an answer, unless it is said
 def ask(
     settings: list[str],
     question: Annotated[
-        str | None, typer.Argument(metavar="QUESTION", help="The question. Without one, ragspec goes on asking.")
+        str | None, typer.Argument(metavar="QUESTION", help="The question. Without one, ragspec prompts for questions.")
     ] = None,
     corpus: Annotated[
         list[str] | None,
@@ -49,16 +49,16 @@ def ask(
     ] = None,
     context: Annotated[
         list[str] | None,
-        typer.Option("--context", metavar="FILE|-", help="Answer from all of this file, or stdin; repeatable."),
+        typer.Option("--context", metavar="FILE|-", help="Answer from this whole file, or stdin; repeatable."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print an output line instead, with the passages.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON line with the passages instead.")] = False,
     config: ConfigIfAny = None,
     max_new_tokens: MaxNewTokens = None,
     plugin: Plugin = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Answer a question on the screen, with the passages it comes from."""
+    """Answer a question on the terminal, and show its passages."""
     from ragspec.cli.answer_view import AnswerView, stdout
     from ragspec.cli.tables import loaded, print_notes, stderr
     from ragspec.errors import ConfigError

@@ -34,7 +34,7 @@ def benchmark(
     config: ConfigIfAny = None,
     input: Input = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="Where results, report and answers go.")
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for results, report and answers.")
     ] = Path("out/benchmark"),
     method: Annotated[
         list[str] | None,
@@ -56,7 +56,7 @@ def benchmark(
         ),
     ] = None,
     batch_size: Annotated[
-        list[int] | None, typer.Option("--batch-size", min=1, metavar="N", help="Records at once; repeatable.")
+        list[int] | None, typer.Option("--batch-size", min=1, metavar="N", help="Batch size; repeatable.")
     ] = None,
     draft_tokens: Annotated[
         list[int] | None, typer.Option("--draft-tokens", min=1, metavar="N", help="Draft length; repeatable.")
@@ -76,15 +76,15 @@ def benchmark(
     sequential: Annotated[
         bool,
         typer.Option(
-            "--sequential/--no-sequential", help="Keep one model in memory at a time; passes do not alternate."
+            "--sequential/--no-sequential", help="Keep one model in memory at a time, without alternating passes."
         ),
     ] = False,
     restart: Annotated[
         bool,
-        typer.Option("--restart", help="Start a new process for each pass: two processes can differ in speed."),
+        typer.Option("--restart", help="Start a new process for each pass, as processes can differ in speed."),
     ] = False,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Also show where the time goes, and this machine's limits.")
+        bool, typer.Option("--profile", help="Also show where time is spent, and this machine's limits.")
     ] = False,
     workers: Annotated[
         list[int] | None,

@@ -11,17 +11,17 @@ from ragspec.cli.options import Debug, InputOrStdin, Plugin, Set, overrides, set
 
 def doctor(
     config: Annotated[
-        str | None, typer.Option("--config", "-c", metavar="FILE", help="Config to examine on this machine.")
+        str | None, typer.Option("--config", "-c", metavar="FILE", help="Config to check on this machine.")
     ] = None,
     input: InputOrStdin = None,
     clear_speeds: Annotated[
-        bool, typer.Option("--clear-speeds", help="Forget the speeds of earlier runs, which runner: auto goes by.")
+        bool, typer.Option("--clear-speeds", help="Delete the speeds of earlier runs, which runner: auto uses.")
     ] = False,
     plugin: Plugin = None,
     override: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Show what this machine has, and what a config would do on it."""
+    """Show what this machine has and what a config would do on it."""
     from ragspec.cli.tables import print_hanging, stderr
     from ragspec.config.io import InputConfig
     from ragspec.config.redaction import Redactor

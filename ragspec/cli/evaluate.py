@@ -19,7 +19,7 @@ def evaluate(
     references: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="Records with `reference`, matched by id. By default, the answers' metadata."
+            metavar="FILE", help="Records with `reference`, matched by id; by default, the answers' metadata."
         ),
     ] = None,
     columns: Columns = None,
@@ -27,7 +27,7 @@ def evaluate(
         str | None, typer.Option(metavar="ANSWERS", help="Output of another run over the same records.")
     ] = None,
     refusal: Annotated[
-        str | None, typer.Option(metavar="REGEX", help="Pattern of a refusal. By default, common English phrases.")
+        str | None, typer.Option(metavar="REGEX", help="Pattern for refusals; by default, common English phrases.")
     ] = None,
     judge: Annotated[
         str | None,
@@ -37,13 +37,13 @@ def evaluate(
         list[str] | None,
         typer.Option(
             metavar="CONDITION",
-            help='A condition on a score, "f1 >= 60", or with a sign on its difference, "f1 >= -0.5"; repeatable. '
-            "Exit code 1: it fails; 4: the interval cannot tell.",
+            help='Condition on a score ("f1 >= 60") or, with a sign, on its difference ("f1 >= -0.5"); repeatable. '
+            "Exit code 1: failed; 4: undecided.",
         ),
     ] = None,
     by_record: Annotated[
         str | None,
-        typer.Option("--by-record", metavar="FILE", help="Also write the scores of each record: .jsonl or .csv."),
+        typer.Option("--by-record", metavar="FILE", help="Also write each record's scores: .jsonl or .csv."),
     ] = None,
     log_to: Annotated[
         list[str] | None,
@@ -53,7 +53,7 @@ def evaluate(
     override: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Score answers against references, and compare two runs."""
+    """Score answers against references, or compare two runs."""
     import sys
     from contextlib import suppress
 

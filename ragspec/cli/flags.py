@@ -70,13 +70,13 @@ FLAGS = {
     ),
     "system": Flag("prompt.system", "TEXT", "System prompt.", ANSWERS),
     "template": Flag(
-        "prompt.template", "FILE|TEXT", "Jinja2 template of the user message; citations asks for them.", ANSWERS
+        "prompt.template", "FILE|TEXT", "Jinja2 template of the user message; 'citations' asks for citations.", ANSWERS
     ),
-    "schema": Flag("structured.json_schema", "FILE", "JSON schema that every answer matches.", ANSWERS),
-    "temperature": Flag(
-        "sampling.temperature", "NUMBER", "0 takes the likeliest token (the default); 1 samples.", ANSWERS
+    "schema": Flag("structured.json_schema", "FILE", "JSON schema for every answer.", ANSWERS),
+    "temperature": Flag("sampling.temperature", "NUMBER", "0 is greedy (the default); 1 samples.", ANSWERS),
+    "top_p": Flag(
+        "sampling.top_p", "NUMBER", "Sample from the likeliest tokens that together have this probability.", ANSWERS
     ),
-    "top_p": Flag("sampling.top_p", "NUMBER", "Sample from tokens that together have this probability.", ANSWERS),
     "seed": Flag("sampling.seed", "N", "Seed for sampling.", ANSWERS),
     "stop": Flag("sampling.stop", "TEXT", "Text that ends an answer; repeatable.", ANSWERS, many=True),
     "include": Flag(
@@ -90,7 +90,7 @@ FLAGS = {
     "method": Flag(
         "speculation.method",
         "METHOD",
-        "Where drafts come from (context by default); none turns them off.",
+        "Source of drafts (context by default); none turns them off.",
         DRAFTS,
         "-m",
         complete=complete_methods,
@@ -98,11 +98,13 @@ FLAGS = {
     "draft_model": Flag(
         "speculation.draft_model", "MODEL", "Draft model, for --method draft_model.", DRAFTS, complete=complete_models
     ),
-    "draft_tokens": Flag("speculation.num_tokens", "N", "Draft length; by default, as long as pays off.", DRAFTS),
+    "draft_tokens": Flag(
+        "speculation.num_tokens", "N", "Draft length in tokens; by default, whatever pays off.", DRAFTS
+    ),
     "isolate": Flag(
         "speculation.isolate", "", "Draft from a record's own text only, not from other records.", DRAFTS, switch=True
     ),
-    "batch_size": Flag("runner_args.batch_size", "N", "Records at once; by default, as many as are fastest.", RUN),
+    "batch_size": Flag("runner_args.batch_size", "N", "Batch size; by default, the fastest.", RUN),
 }
 WHAT = ("model", "dtype", "device", "index", "top_k", "columns", "system", "template", "schema", "temperature")
 METHOD = "context"  # of a command without a config

@@ -57,7 +57,7 @@ Output = Annotated[
         "--output",
         "-o",
         metavar="PATH|-",
-        help="Where answers go: a .jsonl, .csv or .parquet file, a folder of parts, a URL, or - for stdout.",
+        help="Where answers go: .jsonl, .csv, .parquet, a folder of parts, a URL, or - for stdout.",
     ),
 ]
 SETTINGS = (
@@ -85,34 +85,35 @@ def generate(
         bool,
         typer.Option(
             "--update",
-            help="Answer again only the records whose prompt, sampling or model changed.",
+            help="Re-answer only the records whose prompt, sampling or model changed.",
             rich_help_panel=CONTINUING,
         ),
     ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="With --update: only print the records to answer, and why.", rich_help_panel=CONTINUING
+            "--dry-run", help="With --update: only print which records to answer, and why.", rich_help_panel=CONTINUING
         ),
     ] = False,
     prune: Annotated[
         bool,
         typer.Option(
             "--prune",
-            help="With --update: remove the answers of records that left the input.",
+            help="With --update: remove answers whose records are no longer in the input.",
             rich_help_panel=CONTINUING,
         ),
     ] = False,
     keep_old: Annotated[
         bool,
-        typer.Option(
-            "--keep-old", help="With --update: keep the output as it was, as NAME.1.", rich_help_panel=CONTINUING
-        ),
+        typer.Option("--keep-old", help="With --update: keep the old output as NAME.1.", rich_help_panel=CONTINUING),
     ] = False,
     budget: Annotated[
         str | None,
         typer.Option(
-            "--budget", metavar="2h|$5|1Mtok", help="Stop there; run again to continue.", rich_help_panel=LIMITS
+            "--budget",
+            metavar="2h|$5|1Mtok",
+            help="Stop at this budget; run again to continue.",
+            rich_help_panel=LIMITS,
         ),
     ] = None,
     price: Prices = None,
@@ -122,7 +123,7 @@ def generate(
     ray_address: RayAddress = None,
     save_config: Annotated[
         str | None,
-        typer.Option("--save-config", metavar="FILE|-", help="Also write these settings as a config with comments."),
+        typer.Option("--save-config", metavar="FILE|-", help="Also save these settings as a commented config."),
     ] = None,
     show: Annotated[
         int,
@@ -138,7 +139,7 @@ def generate(
     override: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Answer every record of the input; rerun to continue after an interruption."""
+    """Answer all records of the input; run again to continue after an interruption."""
     from ragspec.cli.tables import stderr
     from ragspec.errors import ConfigError
 

@@ -22,16 +22,18 @@ if TYPE_CHECKING:
 
 
 def index(
-    more: Annotated[list[str] | None, typer.Argument(metavar="FILE", help="The same as --corpus.")] = None,
+    more: Annotated[list[str] | None, typer.Argument(metavar="FILE", help="Same as --corpus.")] = None,
     corpus: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="FILE", help="Documents: JSONL of {id, title, text}, text, Markdown, HTML, PDF, Word, folders."
+            metavar="FILE", help="Documents: text, Markdown, HTML, PDF, Word, JSONL ({id, title, text}), or folders."
         ),
     ] = None,
-    output: Annotated[str | None, typer.Option("--output", "-o", metavar="DIR", help="Where the index goes.")] = None,
+    output: Annotated[str | None, typer.Option("--output", "-o", metavar="DIR", help="Folder for the index.")] = None,
     config: OptionalConfig = None,
-    chunk_size: Annotated[int | None, typer.Option(metavar="N", help="Longest passage, in tokens (512).")] = None,
+    chunk_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Maximum passage length, in tokens (512).")
+    ] = None,
     chunk_overlap: Annotated[
         int | None, typer.Option(metavar="N", help="Tokens that adjacent passages may share (64).")
     ] = None,
@@ -42,7 +44,7 @@ def index(
             help="sentence-transformers model: hub id, folder or demo. Without one, search is by keyword.",
         ),
     ] = None,
-    tokenizer: Annotated[str | None, typer.Option(metavar="MODEL", help="Model whose tokens are counted.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(metavar="MODEL", help="Model whose tokenizer counts tokens.")] = None,
     language: Annotated[
         str | None, typer.Option(metavar="NAME", help="Language for stemming and stop words (English), or none.")
     ] = None,

@@ -28,7 +28,7 @@ from ragspec.cli.options import (
 )
 def init(
     settings: list[str],
-    path: Annotated[Path, typer.Argument(metavar="CONFIG|-", help="Where the config goes.")] = Path("ragspec.yaml"),
+    path: Annotated[Path, typer.Argument(metavar="CONFIG|-", help="Config file to write.")] = Path("ragspec.yaml"),
     input: InputOrStdin = None,
     output: Annotated[
         str | None, typer.Option("--output", "-o", metavar="PATH|-", help="Where answers go (answers.jsonl).")
@@ -39,7 +39,7 @@ def init(
     override: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Write a config with comments, from a few questions or from flags."""
+    """Write a commented config from a few questions or from flags."""
     from ragspec.cli.tables import stderr
     from ragspec.config.written import save_config
     from ragspec.errors import ConfigError

@@ -15,7 +15,8 @@ def inspect(
     format: Annotated[
         str,
         typer.Option(
-            metavar="FORMAT", help="jsonl, json, csv, tsv, text, parquet, arrow or dataset; auto goes by the content."
+            metavar="FORMAT",
+            help="jsonl, json, csv, tsv, text, parquet, arrow or dataset; auto detects it from the content.",
         ),
     ] = "auto",
     split: Annotated[str | None, typer.Option(metavar="SPLIT", help="Split of the dataset.")] = None,
@@ -23,7 +24,7 @@ def inspect(
     columns: Columns = None,
     debug: Debug = False,
 ) -> None:
-    """Show what an input contains, and how ragspec reads it."""
+    """Show what an input contains and how ragspec reads it."""
     import sys
 
     import yaml

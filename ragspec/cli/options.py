@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from ragspec.config.sections import RetrievalConfig
 
 INTERRUPTED, TERMINATED = 130, 143
-CONTINUING, LIMITS, WATCHING = "Continuing", "Limits", "Watching"
+CONTINUING, LIMITS, WATCHING = "Resuming", "Limits", "Monitoring"
 
-RECORDS = "Records to answer: JSONL, JSON, CSV, TSV, Parquet or Arrow, a folder of them, or .txt, a question a line"
+RECORDS = (
+    "Records to answer: JSONL, JSON, CSV, TSV, Parquet or Arrow, a folder of them, or .txt with a question per line"
+)
 CONFIG = typer.Option("--config", "-c", metavar="FILE", help="YAML config for ragspec or AutoGluon-RAG.")
 Config = Annotated[str, CONFIG]
 ConfigIfAny = Annotated[str | None, CONFIG]
@@ -39,7 +41,9 @@ MaxNewTokens = Annotated[
 ]
 Resume = Annotated[
     bool,
-    typer.Option(help="Continue an existing output, or start over and keep a copy of it.", rich_help_panel=CONTINUING),
+    typer.Option(
+        help="Continue an existing output, or start over and keep a copy of the old one.", rich_help_panel=CONTINUING
+    ),
 ]
 RetryFailed = Annotated[
     bool,
@@ -50,11 +54,11 @@ MaxFailures = Annotated[
     typer.Option(
         "--max-failures",
         metavar="N|P%",
-        help="Exit with 0 if no more than this many records, or this share, failed.",
+        help="Exit with 0 if at most this many records, or this share, failed.",
         rich_help_panel=LIMITS,
     ),
 ]
-Stats = Annotated[str | None, typer.Option(metavar="FILE", help="Where statistics go; by default, next to the output.")]
+Stats = Annotated[str | None, typer.Option(metavar="FILE", help="Statistics file; by default, next to the output.")]
 Workers = Annotated[
     int | None,
     typer.Option("--workers", min=1, metavar="N", help="Answer on N workers, on this machine or a Ray cluster."),
@@ -64,18 +68,18 @@ Prices = Annotated[
     typer.Option(
         "--price",
         metavar="PRICE",
-        help="2.5/h, 0.3/kWh@150W, or 0.6/Mtok as of an API; repeatable.",
+        help="2.5/h, 0.3/kWh@150W, or 0.6/Mtok (as for an API); repeatable.",
         rich_help_panel=LIMITS,
     ),
 ]
 RayAddress = Annotated[
     str | None,
-    typer.Option("--ray-address", metavar="ADDRESS", help="The cluster: local, auto, HOST:PORT or ray://HOST:PORT."),
+    typer.Option("--ray-address", metavar="ADDRESS", help="Ray cluster: local, auto, HOST:PORT or ray://HOST:PORT."),
 ]
 Columns = Annotated[
     list[str] | None,
     typer.Option(
-        "--columns", metavar="FIELD=NAME", help="The file's name for a field, as in input.columns: id=qid. Repeatable."
+        "--columns", metavar="FIELD=NAME", help="The file's name for a field, for instance id=qid; repeatable."
     ),
 ]
 
@@ -95,7 +99,7 @@ Plugin = Annotated[
         "--plugin",
         metavar="FILE.py",
         callback=_with_plugins,
-        help="Load a drafter of yours; its --method is the file's name. Repeatable.",
+        help="Load your own drafter; the file's name becomes its --method. Repeatable.",
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
@@ -112,13 +116,13 @@ Metrics = Annotated[
     typer.Option(
         "--metrics",
         metavar="[HOST:]PORT",
-        help="Serve figures for Prometheus here while the run lasts.",
+        help="Serve Prometheus metrics here during the run.",
         rich_help_panel=WATCHING,
     ),
 ]
 Tracing = Annotated[
     bool,
-    typer.Option("--tracing", help="Send OpenTelemetry spans of the run and its records.", rich_help_panel=WATCHING),
+    typer.Option("--tracing", help="Send OpenTelemetry spans for the run and its records.", rich_help_panel=WATCHING),
 ]
 
 
@@ -136,7 +140,7 @@ LogFormat = Annotated[
         metavar="FORMAT",
         callback=_with_log_format,
         is_eager=True,
-        help="What stderr holds: text, or json, an object a line.",
+        help="Format of stderr: text, or json (one object per line).",
         rich_help_panel=WATCHING,
     ),
 ]
@@ -146,12 +150,14 @@ LogEvery = Annotated[
         "--log-every",
         min=0,
         metavar="SECONDS",
-        help="Seconds between lines on progress; 0 for none.",
+        help="Seconds between progress lines; 0 for none.",
         rich_help_panel=WATCHING,
     ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say only what went wrong.", rich_help_panel=WATCHING)]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also name every record.", rich_help_panel=WATCHING)]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors and failures.", rich_help_panel=WATCHING)]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Also print a line per record.", rich_help_panel=WATCHING)
+]
 
 
 def set_debug(debug: bool) -> None:

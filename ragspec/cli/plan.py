@@ -38,7 +38,7 @@ def plan(
     limit: Limit = None,
     sample: Annotated[
         int | None,
-        typer.Option("--sample", min=1, metavar="N", help="Load the model and answer N records, to measure."),
+        typer.Option("--sample", min=1, metavar="N", help="Load the model and answer N records to measure."),
     ] = None,
     price: Prices = None,
     workers: Workers = None,
@@ -47,7 +47,7 @@ def plan(
     override: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Say what a run will take: records, tokens, hours, memory, disk and money."""
+    """Estimate what a run will take: tokens, hours, memory, disk and money."""
     import sys
 
     from ragspec.cli.answer_view import stdout

@@ -11,13 +11,15 @@ from ragspec.cli.options import Debug, set_debug
 
 def push(
     answers: Annotated[str, typer.Argument(metavar="ANSWERS", help="Output of a run.")],
-    dataset: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Dataset on the hub; made if there is none.")],
+    dataset: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Dataset on the hub; created if necessary.")],
     name: Annotated[str, typer.Option(metavar="NAME", help="Configuration of the dataset.")] = "default",
-    split: Annotated[str, typer.Option(metavar="SPLIT", help="Split that holds these answers.")] = "train",
-    revision: Annotated[str, typer.Option(metavar="BRANCH", help="Branch; made if there is none.")] = "main",
-    private: Annotated[bool, typer.Option("--private", help="Only for you and those you let in.")] = False,
+    split: Annotated[str, typer.Option(metavar="SPLIT", help="Split for these answers.")] = "train",
+    revision: Annotated[str, typer.Option(metavar="BRANCH", help="Branch; created if necessary.")] = "main",
+    private: Annotated[
+        bool, typer.Option("--private", help="Make a new dataset private; refuse a public one.")
+    ] = False,
     message: Annotated[str | None, typer.Option("--message", metavar="TEXT", help="Commit message.")] = None,
-    partial: Annotated[bool, typer.Option("--partial", help="Also push a run that has not ended.")] = False,
+    partial: Annotated[bool, typer.Option("--partial", help="Push even if the run has not ended.")] = False,
     debug: Debug = False,
 ) -> None:
     """Push answers to a dataset on the Hugging Face Hub, in one commit."""

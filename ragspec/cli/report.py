@@ -11,16 +11,16 @@ from ragspec.cli.options import Debug, Format, print_table, set_debug
 
 
 def report(
-    folder: Annotated[str, typer.Argument(metavar="DIR|ANSWERS", help="Folder of a benchmark, or a run's output.")],
+    folder: Annotated[str, typer.Argument(metavar="DIR|ANSWERS", help="A benchmark's folder, or a run's output.")],
     other: Annotated[
-        str | None, typer.Argument(metavar="ANSWERS", help="Another run's output, to show beside the first.")
+        str | None, typer.Argument(metavar="ANSWERS", help="Another run's output to compare with.")
     ] = None,
     answers: Annotated[
         bool, typer.Option(help="Show answers token by token, with their questions and passages.")
     ] = True,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Where the page of two outputs goes.")
-    ] = Path("side-by-side.html"),
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Side-by-side page to write.")] = Path(
+        "side-by-side.html"
+    ),
     format: Format = None,
     debug: Debug = False,
 ) -> None:

@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 
 def retrieve(
-    source: Annotated[str | None, typer.Argument(metavar="FILE|-", help="The same as --input.")] = None,
+    source: Annotated[str | None, typer.Argument(metavar="FILE|-", help="Same as --input.")] = None,
     index: Annotated[str | None, typer.Option(metavar="DIR", help="Index to search.")] = None,
     input: Annotated[
         str | None,
         typer.Option("--input", "-i", metavar="FILE|-", help="Records with queries, in any format; stdin by default."),
     ] = None,
     columns: Columns = None,
-    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE|-", help="Where the records go.")] = "-",
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE|-", help="Where records go.")] = "-",
     top_k: Annotated[int | None, typer.Option("--top-k", "-k", metavar="N", help="Passages per query (5).")] = None,
     mode: Annotated[str | None, typer.Option(metavar="MODE", help="Search: auto, bm25, dense or hybrid.")] = None,
     reranker_model: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Cross-encoder that reorders the best passages.")
     ] = None,
     order: Annotated[
-        str | None, typer.Option(metavar="ORDER", help="Order of passages: score, or canonical (by id).")
+        str | None, typer.Option(metavar="ORDER", help="Passage order: score, or canonical (by id).")
     ] = None,
     evaluate: Annotated[
         bool, typer.Option("--evaluate", help="Print recall, MRR and time instead; records need gold_doc_ids.")
@@ -47,7 +47,7 @@ def retrieve(
     override: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Add retrieved contexts to records that have none."""
+    """Add retrieved passages to records that have none."""
     from ragspec.cli.tables import stderr
     from ragspec.config.redaction import Redactor
     from ragspec.run.retrieve import measure, stream

@@ -40,15 +40,15 @@ def run_batch(
         typer.Option("--input", "--input-file", "-i", metavar="FILE", help="OpenAI batch lines: a file or a URL."),
     ],
     output: Annotated[
-        str, typer.Option("--output", "--output-file", "-o", metavar="PATH", help="Where OpenAI's output lines go.")
+        str, typer.Option("--output", "--output-file", "-o", metavar="PATH", help="Where OpenAI output lines go.")
     ],
     config: Annotated[
         str | None, typer.Option("--config", "-c", metavar="FILE", help="YAML config for everything else.")
     ] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Model name in the output lines. By default, the model's own.")
+        str | None, typer.Option(metavar="NAME", help="Model name in the output lines; by default, the model's own.")
     ] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Records at once.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Batch size.")] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Longest answer, in tokens, if a body sets none (1024).")
     ] = None,
@@ -67,7 +67,7 @@ def run_batch(
     override: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Answer an OpenAI batch file; rerun to continue after an interruption."""
+    """Answer an OpenAI batch file; run again to continue after an interruption."""
     from ragspec.cli.tables import stderr
     from ragspec.config.load import config_of, read_config
     from ragspec.config.translate.autogluon import is_autogluon

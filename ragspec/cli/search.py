@@ -12,7 +12,7 @@ from ragspec.cli.options import Debug, OptionalConfig, Set, quiet_pipe, retrieva
 def search(
     words: Annotated[str, typer.Argument(metavar="WORDS", help="A question, or words to find.")],
     index: Annotated[str | None, typer.Option(metavar="DIR", help="Index to search.")] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", "-k", metavar="N", help="How many passages (5).")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", "-k", metavar="N", help="Number of passages (5).")] = None,
     mode: Annotated[str | None, typer.Option(metavar="MODE", help="Search: auto, bm25, dense or hybrid.")] = None,
     reranker_model: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Cross-encoder that reorders the best passages.")
@@ -22,7 +22,7 @@ def search(
     override: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Show the passages of an index that fit a question best."""
+    """Show the passages in an index that match a question best."""
     import sys
 
     from ragspec.cli.answer_view import print_passage, stdout

@@ -17,7 +17,7 @@ def train_draft(
     config: ConfigIfAny = None,
     input: Input = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="Where the draft and its training data go.")
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the draft and its training data.")
     ] = Path("out/draft"),
     method: Annotated[
         str,
@@ -25,7 +25,7 @@ def train_draft(
     ] = "draft_model",
     layers: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Layers of the draft (2; for a head, as many as its kind has)."),
+        typer.Option(min=1, metavar="N", help="Layers of the draft (2; for a head, its usual number)."),
     ] = None,
     epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Passes over the answers.")] = 6,
     max_new_tokens: MaxNewTokens = None,
@@ -34,7 +34,7 @@ def train_draft(
     override: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Train a draft model or head on your target's answers, and test if it pays off."""
+    """Train a draft model or head on your target's answers; test if it pays off."""
     from ragspec.cli.tables import learning_progress
     from ragspec.training.train import train_draft as train
 

@@ -27,18 +27,18 @@ def tune(
     settings: list[str],
     config: ConfigIfAny = None,
     input: Input = None,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Where the fastest config goes.")
-    ] = Path("tuned.yaml"),
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="File for the fastest config.")] = Path(
+        "tuned.yaml"
+    ),
     max_new_tokens: MaxNewTokens = None,
     limit: Annotated[int, typer.Option(min=1, metavar="N", help="Read only the first N records.")] = 32,
-    budget: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Roughly how long to spend.")] = 300,
+    budget: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Approximate time to spend.")] = 300,
     tries: Annotated[
         list[str] | None,
         typer.Option(
             "--try",
             metavar="WHAT",
-            help="Also time what may change answers (order, passages, dtype, quantization); repeatable. "
+            help="Also time options that may change answers (order, passages, dtype, quantization); repeatable. "
             "Records need references.",
         ),
     ] = None,
@@ -47,7 +47,7 @@ def tune(
         typer.Option(
             min=0,
             metavar="POINTS",
-            help="Let an option of --try win if its F1 loss, interval included, is at most this.",
+            help="Accept a --try option if its F1 loss, interval included, is at most this.",
         ),
     ] = None,
     format: Format = None,

@@ -17,7 +17,7 @@ def verify(
     config: ConfigIfAny = None,
     input: Input = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="Where findings and answers go.")
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for findings and answers.")
     ] = Path("out/verify"),
     max_new_tokens: MaxNewTokens = None,
     limit: Limit = None,
@@ -32,8 +32,7 @@ def verify(
         bool,
         typer.Option(
             "--bits",
-            help="Answer twice more with log-probabilities, and compare those bit for bit; always with "
-            "runner_args.exact.",
+            help="Answer twice more and compare log-probabilities bit for bit; always on with runner_args.exact.",
         ),
     ] = False,
     plugin: Plugin = None,

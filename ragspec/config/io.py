@@ -12,8 +12,8 @@ from ragspec.config.sections import Section, listed
 
 
 class PassageColumns(Section):
-    """Where a record's passages are (`path`), and the input's names for the fields of each: `id`, `title`, `text`,
-    `score`. A path can replace the section if they have these names."""
+    """Where a record's passages are (`path`), and the input's names for each passage's fields: `id`, `title`, `text`,
+    `score`. If the names are the same, a path can replace the section."""
 
     path: str = "contexts"
     id: str | None = None
@@ -32,8 +32,8 @@ Passages = Annotated[PassageColumns, BeforeValidator(_as_passages, json_schema_i
 class ColumnNames(Section):
     """The input's names for the fields of a record (`id`, `query`, `contexts`, `messages`, `prompt`, `reference`,
     `metadata`, `custom_id`, `body`), for instance `{query: question, contexts: {path: passages, text: body}}`. A dot
-    selects a nested field; in a list, that field of each item. A field that none of the first records has is an error.
-    `ragspec inspect` suggests a mapping."""
+    selects a nested field; in a list, it selects that field of each item. A field that none of the first records has is
+    an error. `ragspec inspect` suggests a mapping."""
 
     id: str | None = None
     query: str | None = None
@@ -64,12 +64,12 @@ class InputConfig(Section):
     ]
     """JSONL, JSON (an array of records, or an object that contains one), CSV, TSV, plain text (`.txt`, one question per
     line), Parquet or Arrow files, compressed (gzip, Zstandard, bzip2, xz, zip) or not, in UTF-8 or UTF-16, local or at
-    a URL (`s3://`, `gs://`, `hf://`, `https://`); patterns (`data/*.parquet`), folders, a folder written by
-    `save_to_disk`, or `-` for stdin. With `format: dataset`, a dataset's id on the Hugging Face hub. A record may be at
+    a URL (`s3://`, `gs://`, `hf://`, `https://`); glob patterns (`data/*.parquet`), folders, a folder written by
+    `save_to_disk`, or `-` for stdin. With `format: dataset`, a dataset's id on the Hugging Face Hub. A record may be at
     most 256 MiB long."""
     format: Literal["auto", "jsonl", "json", "csv", "tsv", "text", "parquet", "arrow", "dataset"] = "auto"
-    """`jsonl`, `json`, `csv`, `tsv`, `text` (one question per line), `parquet`, `arrow` or `dataset`; `auto` goes by
-    the files' content, and by their names if the content is ambiguous."""
+    """`jsonl`, `json`, `csv`, `tsv`, `text` (one question per line), `parquet`, `arrow` or `dataset`; `auto`
+    detects it from the content, or from the name if the content is ambiguous."""
     columns: ColumnNames = ColumnNames()
     split: str | None = None
     """dataset: the split; optional if there is only one."""
@@ -111,18 +111,17 @@ class OutputConfig(Section):
     """Where answers go. A path can replace the section."""
 
     path: Place = "-"
-    """A local JSONL or CSV file is appended to, line by line; `-` is stdout. A path that ends in `.gz`, `.zst`,
-    `.parquet` or `/`, and any URL (`s3://`, `gs://`), cannot be appended to and is a folder of parts; one that ends in
-    `.lance` is a Lance table, which gets a run's answers in one commit. A name with
-    another ending (`.xlsx`, `.bz2`, `.jsno`) is refused."""
+    """A local JSONL or CSV file is appended to line by line; `-` is stdout. A path that ends in `.gz`, `.zst`,
+    `.parquet` or `/`, and any URL (`s3://`, `gs://`), is a folder of parts; a path that ends in `.lance` is a Lance
+    table, which gets a run's answers in one commit. Other extensions (`.xlsx`, `.bz2`, `.jsno`) are refused."""
     format: Literal["auto", "jsonl", "csv", "parquet", "openai"] = "auto"
-    """`auto` goes by the name: CSV, Parquet or JSONL. `openai`: OpenAI Batch API lines, in JSONL. JSONL in a file with
-    any other ending needs `jsonl`."""
+    """`auto` uses the extension: CSV, Parquet or JSONL. `openai`: OpenAI Batch API lines, in JSONL. JSONL under another
+    extension needs `jsonl`."""
     include: Annotated[
         list[Literal["query", "contexts"]], BeforeValidator(listed, json_schema_input_type=str | list[str])
     ] = []
-    """What else each line has: `query`, the question; `contexts`, the passages of its prompt with their texts, as
-    `passages`."""
+    """What else each line contains: `query`, the question; `contexts`, the passages of the prompt with their texts (as
+    `passages`)."""
     model: str | None = None
     """openai: the model name in the lines; by default `model`."""
     part_records: Annotated[int, Field(ge=1)] = 10_000

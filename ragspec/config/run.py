@@ -53,11 +53,11 @@ class RunConfig(Section):
     """One run: a model, a runner, records in, answers out."""
 
     model: Address | None = None
-    """Hub id, folder, `.gguf` file (converted once, into the user's cache), or `demo`."""
+    """Hub id, folder, `.gguf` file (converted once into the user's cache), or `demo`."""
     runner: str = AUTO
     """`huggingface`, `vllm`, `fake` (no model: repeats the end of each prompt), or `auto`: vLLM if it is installed,
     supports the model, and should finish first, loading included; otherwise `huggingface`. With `auto`, `runner_args`
-    are those of `huggingface`, unless only vLLM has the method. vLLM is left out if they hold anything but
+    are those of `huggingface`, unless only vLLM has the method. vLLM is ruled out if they contain anything but
     `batch_size`, `lookahead`, `revision` and `trust_remote_code`, or if the input comes from stdin."""
     input: Input | None = None
     """Where records come from."""

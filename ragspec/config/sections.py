@@ -120,12 +120,12 @@ class PromptConfig(Section):
     are numbered, and the model is asked to cite them like `[1]`). It can use `query`, `contexts` (each with `id`,
     `title`, `text`, `score`), `system`, `metadata`, `id` and `chat`."""
     chat: Literal["auto"] | bool = "auto"
-    """Whether to use the model's chat template: `auto` (if it has one), `true` or `false`."""
+    """Whether to use the model's chat template: `auto` (if there is one), `true` or `false`."""
     chat_template_kwargs: Settings = {}
-    """Further arguments of the chat template, for instance `{enable_thinking: false}`. A record's own win."""
+    """More arguments for the chat template, such as `{enable_thinking: false}`. A record's own take precedence."""
     split_reasoning: bool = True
     """Write what the model thinks before it answers (between `<think>` and `</think>`, or its tokenizer's own markers)
-    as `reasoning`, next to `output`. Stop strings, `structured`, `copied` and `evaluate` apply to the answer only."""
+    to `reasoning`, next to `output`. Stop strings, `structured`, `copied` and `evaluate` apply to the answer only."""
     query_prefix: str = ""
     """Text to put before every query."""
     allow_special_tokens: bool = False
@@ -136,11 +136,11 @@ class PromptConfig(Section):
     max_passages: Annotated[int, Field(ge=1)] | None = None
     """Maximum number of passages in a prompt; the least relevant are dropped."""
     order: Literal["rank", "canonical", "shared"] = "rank"
-    """Order of a record's passages: as given (`rank`), the same for all records (`canonical`), or the order in which
-    all records together compute the fewest tokens (`shared`); see
+    """Order of a record's passages: as given (`rank`), the same for all records (`canonical`), or the order that
+    minimises computed tokens over all records (`shared`); see
     [prompts](../guide/prompts.md#the-order-of-passages)."""
     keep_first: Annotated[int, Field(ge=0)] = 0
-    """`order: shared`: keep this many of a record's first passages in place, before the others."""
+    """`order: shared`: keep this many of each record's first passages in place."""
     show_ranks: bool = False
     """Tell the model which passages are most relevant: `best_first` in your template, a line in the built-in ones."""
     order_window: Annotated[int, Field(ge=2)] = 4096
@@ -154,10 +154,10 @@ class PromptConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How tokens are chosen, unless a record says otherwise."""
+    """How tokens are chosen. A record's own settings take precedence."""
 
     max_new_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Longest answer, in tokens. By default `default_new_tokens`, or what fits into the model's context, if less."""
+    """Longest answer, in tokens. By default, `default_new_tokens`, or less if the context has less room."""
     default_new_tokens: Annotated[int, Field(ge=1)] = 128
     """Longest answer if neither the config nor the record sets one; shorter if less fits. (`run-batch`: 1024.)"""
     min_new_tokens: Annotated[int, Field(ge=0)] = 0
@@ -165,17 +165,17 @@ class SamplingConfig(Section):
     ignore_eos: bool = False
     """Continue after the model's end tokens, up to `max_new_tokens`."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
-    """Further tokens that end an answer. They are not part of its text."""
+    """More tokens that end an answer. They are not part of its text."""
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_greedy_if_tiny)] = 0.0
-    """0, or anything below 0.00001, is greedy decoding."""
+    """0 (or anything below 0.00001) is greedy decoding."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample from the most likely tokens that together have this probability; 1 is off."""
+    """Sample from the most likely tokens that together have this probability; 1 turns it off."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Sample from this many of the most likely tokens; 0 is off."""
+    """Sample from this many of the most likely tokens; 0 turns it off."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Exclude tokens less likely than this share of the most likely one's probability; 0 is off."""
+    """Exclude tokens less likely than this share of the most likely token's probability; 0 turns it off."""
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """Divides the scores of tokens that have already appeared; 1 is off."""
+    """Divides the scores of tokens that have already appeared; 1 turns it off."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     """Subtracted from the score of every token already in the answer."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
@@ -183,16 +183,16 @@ class SamplingConfig(Section):
     logit_bias: Annotated[dict[int, Bias], BeforeValidator(_by_token_id)] = {}
     """Added to token scores: `{token id: bias}`, from -100 to 100."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    """Write the log probability of each token of the answer, and of this many of the most likely ones (0: only the
+    """Write the log probability of each answer token and of this many of the most likely alternatives (0: only the
     token's own)."""
     n: Annotated[int, Field(ge=1, le=128)] = 1
     """Answers per record."""
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]], BeforeValidator(listed, json_schema_input_type=str | list[str])
     ] = []
-    """Strings that end an answer. They are not part of it."""
+    """Strings that end an answer; they are not part of it."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seed for sampling; each record's noise depends on this seed and the record's id."""
+    """Seed for sampling; each record's random numbers depend on this seed and the record's id."""
 
     @property
     def expected_tokens(self) -> int:
@@ -211,18 +211,18 @@ class SpeculationConfig(Section):
     method: str = "none"
     """Where drafts come from; see [Methods](#methods)."""
     num_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Draft length, in tokens. `auto`: as many as pay off, for each record and step, possibly none (stock `generate()`:
+    """Draft length, in tokens. `auto`: as many as pay off for each record and step, possibly none (stock `generate()`:
     its own default; `context` in vLLM: up to 16; vLLM's own methods: see [vLLM](../guide/runners.md#vllm))."""
     draft_model: Address | None = None
-    """Name of the draft model."""
+    """The draft model."""
     draft_tokenizer: Address | None = None
     """The draft model's name again, if its vocabulary differs from the target's: universal assisted decoding."""
     draft_model_args: Settings = {}
     """huggingface: passed to the draft model's `from_pretrained`, as `runner_args.model_args` are to the target's. A
     draft model with pickled weights needs `use_safetensors: false` here."""
     draft_trust_remote_code: bool = False
-    """Run code that comes with the draft model or its tokenizer; `runner_args.trust_remote_code` is for the target
-    only. vLLM 0.32 has one switch for both, so a draft model that comes with code needs both keys there."""
+    """Run code that comes with the draft model or its tokenizer; `runner_args.trust_remote_code` covers the target
+    only. vLLM 0.32 has one switch for both, so a draft model with its own code needs both keys there."""
     ngram_max: Annotated[int, Field(ge=1)] | None = None
     """Longest n-gram of `prompt_lookup` (3 by default, 4 in vLLM)."""
     ngram_min: Annotated[int, Field(ge=1)] | None = None
@@ -235,11 +235,11 @@ class SpeculationConfig(Section):
     confidence_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
     """A draft model stops drafting below this probability (transformers' default: 0.4)."""
     schedule: Literal["constant", "heuristic_transient"] = "constant"
-    """`heuristic_transient` lengthens and shortens drafts within one record."""
+    """`heuristic_transient` adapts the draft length within a record."""
     num_tokens_by_batch_size: list[BatchSizeRange] | None = None
     """vllm: draft length by batch size, a list of `[smallest, largest, num_tokens]`: `[[1, 8, 5], [9, 256, 0]]`."""
     extra: Settings = {}
-    """huggingface: `assistant_lookbehind`, `target_lookbehind`; vllm: further keys of `speculative_config`."""
+    """huggingface: `assistant_lookbehind`, `target_lookbehind`; vllm: more keys of `speculative_config`."""
     speculative_config: Settings | None = None
     """vllm, with `method: speculative_config`: vLLM's own setting, passed on unchanged."""
 
@@ -255,7 +255,7 @@ class SpeculationConfig(Section):
 
 
 class RetrievalConfig(Section):
-    """Contexts for records that have a `query` but no `contexts` (an empty list requests none), and how the index is
+    """Passages for records that have a `query` but no `contexts` (an empty list requests none), and how the index is
     built."""
 
     index: Annotated[Address, Field(min_length=1), AfterValidator(_at_home)]
@@ -265,12 +265,12 @@ class RetrievalConfig(Section):
     mode: Literal["auto", "bm25", "dense", "hybrid"] = "auto"
     """`bm25`, `dense` or `hybrid`; `auto` is hybrid if the index has vectors, else BM25."""
     candidates: Annotated[int, Field(ge=1)] = 50
-    """How many passages each search hands to rank fusion and to the reranker."""
+    """How many passages each search passes to rank fusion and to the reranker."""
     reranker_model: Address | None = None
     """A sentence-transformers cross-encoder: hub id or folder."""
     order: Literal["score", "canonical"] = "score"
     """Order of retrieved passages: by `score`, or `canonical` (by id, so that records with the same passages share a
-    prefix). `prompt.order` orders passages of any origin, and has `shared`, which saves more."""
+    prefix). `prompt.order` works for passages from any source and offers `shared`, which saves more."""
     storage_options: StringSettings = {}
     """Passed to LanceDB, for an object store. Credentials come from the environment (or `${NAME}`)."""
     corpus: OneOrMore = []
@@ -278,30 +278,30 @@ class RetrievalConfig(Section):
     file_types: OneOrMore = []
     """`ragspec index`: file extensions to include from folders, for instance `[.md, .pdf]`; all by default."""
     chunk_size: Annotated[int, Field(ge=16)] = 512
-    """Tokens per passage, title included; at most what the embedding model reads."""
+    """Tokens per passage, title included; limited to what the embedding model reads."""
     chunk_overlap: Annotated[int, Field(ge=0)] = 64
     """Tokens that adjacent passages may share."""
     embedding_model: Address | None = None
     """A sentence-transformers model: hub id, folder, or `demo`. Without one, search is by keyword only."""
     tokenizer: Address | None = None
-    """Without an embedding model: the model whose tokens are counted; by default, words and punctuation marks."""
+    """Without an embedding model: the model whose tokenizer counts tokens; by default, words and punctuation."""
     language: str = "English"
     """Language for stemming and stop words (a LanceDB name), or `none`."""
 
 
 class ScaleConfig(Section):
-    """Several workers, run by Ray: processes on this machine or on many."""
+    """Several Ray workers: processes on this machine or on many."""
 
     engine: Literal["ray"] = "ray"
     """What runs the workers."""
     address: str = "local"
-    """The cluster: `local` (this machine's, for this run), `auto` (the one that `RAY_ADDRESS` or this machine's
-    `ray start` names), `HOST:PORT`, or `ray://HOST:PORT`."""
+    """The cluster: `local` (on this machine, for this run), `auto` (set by `RAY_ADDRESS` or by `ray start` on this
+    machine), `HOST:PORT`, or `ray://HOST:PORT`."""
     workers: Annotated[int, Field(ge=1)] = 1
     """How many workers to run, each with its own copy of the model. The run starts with as many as fit."""
     gpus_per_worker: Annotated[float, Field(ge=0)] | None = None
     """GPUs per worker. By default, as many as its engine uses (`tensor_parallel_size`), if there are any."""
     cpus_per_worker: Annotated[int, Field(ge=1)] | None = None
-    """CPU cores, and threads, per worker. By default, the machines' cores are shared evenly."""
+    """CPU cores and threads per worker. By default, each machine's cores are shared evenly."""
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """Seconds of silence after which a worker is considered dead (ten times that while its model loads)."""

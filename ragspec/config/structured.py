@@ -25,14 +25,14 @@ Choice = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1
 
 
 class StructuredConfig(Section):
-    """The format of every answer, given by exactly one of these keys; `structured: json_object` is short for the last.
+    """The format of every answer; set exactly one of these keys (`structured: json_object` is short for the last).
     Tokens that would violate it are never chosen. A record's own `response_format` or `structured_outputs` wins."""
 
     json_schema: dict[str, Any] | str | None = None
-    """A JSON schema, or the name of a file with one. In it, `{"enum": {"$contexts": "id"}}` allows the ids (or
-    `title`s) of the record's passages, and `{"$quote": true}` a string that one of them contains word for word."""
+    """A JSON schema, or the name of a file with one. `{"enum": {"$contexts": "id"}}` allows the ids (or `title`s) of
+    the record's passages, and `{"$quote": true}` a string that appears word for word in one of them."""
     regex: Annotated[str, Field(min_length=1)] | None = None
-    """A regular expression for the whole answer (Rust's syntax)."""
+    """A regular expression that the whole answer matches (Rust's syntax)."""
     choice: Choice | None = None
     """Texts; the answer is one of them."""
     grammar: Annotated[str, Field(min_length=1)] | None = None

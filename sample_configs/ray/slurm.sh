@@ -18,5 +18,5 @@ if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
 fi
 sleep 15
 
-# after a time limit or a lost node, submit it again: it goes on where it stopped
+# after a time limit or a lost node, submit the job again: it continues where it stopped
 ragspec generate --config "$1" --workers "$SLURM_JOB_NUM_NODES" --ray-address auto

@@ -32,7 +32,7 @@ class Args(RunnerArgs):
     """`runner_args` of the Hugging Face runner."""
 
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Records at a time. `auto`: as many as fit in memory and increase throughput; the run says what it chose. With
+    """Batch size. `auto`: as many records as fit in memory and increase throughput; a note reports the choice. With
     stock `generate()`, 8 without speculation, otherwise 1."""
     engine: Literal["auto", "ragspec", "transformers"] = "auto"
     """`auto`: ragspec's batched engine if possible, otherwise stock `generate()`. `ragspec` makes the fallback an
@@ -40,31 +40,30 @@ class Args(RunnerArgs):
     lookahead: Annotated[int, Field(ge=1)] = 4096
     """Records read ahead, to group those that share a prefix."""
     compile: OnOff = "auto"
-    """Compile code for this machine. With its C++ compiler: the code that finds drafts and, on CPUs, kernels, and
-    layers, each as a single call (some seconds, once). Elsewhere, layers with torch's inductor (half a minute, once).
-    `auto` compiles layers if the input is long enough to be worth it, and keeps them if they measure faster. `off`
-    compiles nothing."""
+    """Compile code for this machine. With its C++ compiler: the drafting code and, on CPUs, kernels and layers, each
+    layer as a single call (a few seconds, once). Elsewhere: layers with torch's inductor (half a minute, once). `auto`
+    compiles layers if the input is long enough to be worth it, and keeps them if they are faster. `off` compiles
+    nothing."""
     attention: Literal["auto", "cpu", "sdpa", "flex"] = "auto"
-    """What computes attention in ragspec's engine: `cpu` our kernels, `sdpa` torch's own, `flex` FlexAttention over a
-    cache in blocks, as is fast on GPUs. `auto`: `flex` on a CUDA device, elsewhere `cpu` if a C++ compiler is found."""
+    """Attention in ragspec's engine: `cpu` is ragspec's kernels, `sdpa` torch's own, `flex` FlexAttention over a paged
+    KV cache, which is fast on GPUs. `auto`: `flex` on a CUDA device, elsewhere `cpu` if a C++ compiler is found."""
     graphs: Annotated[
         Literal["auto", "on", "off", "emulate"],
         BeforeValidator(_word, json_schema_input_type=Literal["auto", "on", "off", "emulate"] | bool),
     ] = "auto"
     """Capture the steps of `attention: flex` as CUDA graphs. `auto`: on a CUDA device, if they can be captured.
-    `emulate` runs them uncaptured on the same buffers, to test them without a GPU."""
+    `emulate` runs them uncaptured on the same buffers, for tests without a GPU."""
     exact: bool = False
-    """Give the same answers bit for bit, with and without speculation, at any batch size, on every GPU of one kind: all
-    steps of `attention: flex` get one shape. Without it a token may differ where two are almost equally likely. Costs
-    padding: little where many records decode at a time."""
+    """Make answers the same bit for bit, with and without speculation, at any batch size, on every GPU of one kind: all
+    steps of `attention: flex` get the same shape. Without it, a token may differ where two are almost equally likely.
+    Costs padding, but little when many records decode at once."""
     prefix_store: Annotated[str, Field(min_length=1)] | None = None
-    """A folder that keeps keys and values of long prefixes that prompts share (a system prompt, a document) for later
-    runs of ragspec's engine, which load them instead of computing them where that is faster. Several runs may use it at
-    once."""
+    """A folder that stores keys and values of long shared prefixes (a system prompt, a document). Later runs of
+    ragspec's engine load them instead of computing them where that is faster. Several runs can use it at once."""
     prefix_store_gb: Annotated[float, Field(gt=0)] = 20.0
-    """Most gigabytes of `prefix_store`; what was not used for the longest time is deleted beyond."""
+    """Maximum size of `prefix_store`, in gigabytes; above it, the least recently used files are deleted."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """`auto` is float32 on a CPU and the model's own dtype elsewhere."""
+    """`auto`: float32 on a CPU, the model's own dtype elsewhere."""
     device: str = "auto"
     """`cuda`, `mps` or `cpu`; `auto` uses the first one available."""
     num_gpus: Annotated[int, Field(ge=0)] | None = None
@@ -73,7 +72,7 @@ class Args(RunnerArgs):
     """The model's revision on the hub."""
     trust_remote_code: bool = False
     """Run code that comes with the model. The draft model has its own switch (`speculation.draft_trust_remote_code`);
-    embedding models and rerankers never run any."""
+    embedding models and rerankers never run their own code."""
     model_args: Settings = {}
     """Passed to the model's `from_pretrained`. Only safetensors weights are loaded, unless this contains
     `use_safetensors: false`."""

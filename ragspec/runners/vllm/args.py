@@ -16,16 +16,16 @@ class Args(RunnerArgs):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, use_attribute_docstrings=True)
 
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Maximum number of records per step: vLLM's `max_num_seqs`, under the name that the other runners use."""
+    """Maximum number of records per step: vLLM's `max_num_seqs`, under the name used by the other runners."""
     lookahead: Annotated[int, Field(ge=1)] = 4096
-    """Records read ahead, to submit those that share a prefix together. 1: in the given order, with vLLM's own block
+    """Records read ahead, to submit those that share a prefix together. 1 keeps the given order and vLLM's own block
     size."""
     guard: bool = True
-    """Time vLLM's own drafts (of a draft model, a head, suffixes) against plain steps, and pause them while they are
-    slower; with `num_tokens`, only say so."""
+    """Time vLLM's own drafts (draft model, head, suffix decoding) against plain steps, and pause them while they are
+    slower; with `num_tokens`, only report it."""
     own_process: bool | Literal["auto"] = "auto"
-    """Run vLLM's engine in a process of its own, beside the one that tokenises and writes. auto: if vLLM schedules
-    asynchronously, which it does on a GPU, except with `context`, suffix decoding and, before 0.33, prompt lookup."""
+    """Run vLLM's engine in its own process, separate from tokenising and writing. `auto`: if vLLM schedules
+    asynchronously, which it does on a GPU except with `context`, suffix decoding and, before 0.33, prompt lookup."""
     sampling_args: Settings = {}
     """Passed to `SamplingParams`, in addition to the `sampling` section."""
 
