@@ -102,7 +102,7 @@ def write_parquet(path: Path, records: Iterator[dict[str, Any]]) -> None:
 def count(output: Path) -> int:
     """Return how many answers an output has."""
     if output.is_dir():
-        return int(json.loads((output / "manifest.json").read_text())["records"])
+        return int(json.loads((output / "_manifest.json").read_text())["records"])
     with output.open("rb") as file:
         return sum(1 for _ in file)
 

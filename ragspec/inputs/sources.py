@@ -44,7 +44,7 @@ KINDS = {
 }
 SAVED = "dataset_info.json", "dataset_dict.json"  # files in a folder written by save_to_disk
 UNLISTED = {"text"}  # in a folder, such a file may be anything
-SIDECARS = {"run.json", "stats.json", "manifest.json"}  # files beside the parts in a folder of answers
+SIDECARS = {"run.json", "stats.json", "manifest.json"}  # in a folder of answers of ragspec 0.2 or before
 
 
 def kind_of(path: str) -> str:

@@ -1,6 +1,6 @@
 """An output as a folder of parts, for formats and stores without append (compressed files, Parquet, object stores).
 
-    answers.jsonl.zst/part-00000.jsonl.zst, part-00001.jsonl.zst, ..., run.json, stats.json, manifest.json
+    answers.jsonl.zst/part-00000.jsonl.zst, part-00001.jsonl.zst, ..., _run.json, _stats.json, _manifest.json
 
 A line is finished once it is in the spool, a local file. A full spool is sealed: written as the next part and emptied.
 A run killed in between leaves lines in both, and the next one drops them from the spool. Losing the machine loses the
@@ -25,7 +25,9 @@ from ragspec.outputs.ledger import Drop, Finished
 from ragspec.outputs.line_file import LineFile, Spill
 
 NAME = re.compile(r"part-(\d+)(\..+)")
-MANIFEST, STATE, STATISTICS = "manifest.json", "run.json", "stats.json"
+# Arrow, pandas and Spark skip names like these when they read a folder as one data set
+MANIFEST, STATE, STATISTICS = "_manifest.json", "_run.json", "_stats.json"
+OLDER_STATE = "run.json"  # of versions before 0.3
 SPOOL, WAITING, UPDATES = "lines.jsonl", "pending.jsonl", "update.jsonl"  # in the local folder of unsealed lines
 
 

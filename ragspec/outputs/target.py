@@ -275,6 +275,12 @@ class PartsTarget:
         self.state = RunState(self.name, state)
 
     def open(self) -> Parts:
+        names = set(self._folder.names())
+        if parts.OLDER_STATE in names and parts.STATE not in names and any(map(parts.NAME.fullmatch, names)):
+            raise ConfigError(
+                f"{self.name}: its {parts.OLDER_STATE} is of ragspec 0.2 or before; rename it to {parts.STATE} to "
+                "continue, or choose another --output"
+            )
         if not self.begun() and (other := self._others()):
             raise ConfigError(
                 f"{self.name}: has {other} already, and no {parts.STATE} of ragspec's; choose another --output"

@@ -80,7 +80,7 @@ def check(number, ids, *, ordered):
     keys = [item["Key"] for item in client.list_objects_v2(Bucket="box", Prefix=f"{number}/")["Contents"]]
     files = {key.rpartition("/")[2]: client.get_object(Bucket="box", Key=key)["Body"].read() for key in keys}
     parts = {name: data for name, data in files.items() if name.startswith("part-")}
-    manifest = json.loads(files["manifest.json"])
+    manifest = json.loads(files["_manifest.json"])
     assert [part["name"] for part in manifest["parts"]] == sorted(parts)
     found = []
     for part in manifest["parts"]:

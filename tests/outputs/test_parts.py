@@ -128,7 +128,7 @@ def write(place, name, *keys, **options):
 
 def check_manifest(place, name):
     files = place.files(name)
-    manifest = json.loads(files["manifest.json"])
+    manifest = json.loads(files["_manifest.json"])
     parts = {part["name"]: part for part in manifest["parts"]}
     assert list(parts) == [key for key in files if key.startswith("part-")]
     for key, part in parts.items():
@@ -146,7 +146,7 @@ def test_lines_become_parts_in_order_with_a_manifest(place, name):
     assert ids(place, name) == [f"q{index}" for index in range(5)]
     assert [len(lines) for lines in parts_of(place, name).values()] == [2, 2, 1]
     assert check_manifest(place, name)["records"] == 5
-    assert "run.json" in place.files(name)
+    assert "_run.json" in place.files(name)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -167,7 +167,7 @@ def test_what_was_not_sealed_when_a_run_ended_is_not_lost(place, name):
         sink.put(7, answer("ahead"))
         raise RuntimeError
     assert ids(place, name) == ["a", "b"]
-    assert "manifest.json" not in place.files(name)
+    assert "_manifest.json" not in place.files(name)
     with journal(place, name) as sink:
         assert all(key in sink.ledger for key in ("f-c", "f-ahead"))
         sink.skip(0, "f-a")
@@ -400,7 +400,7 @@ def test_a_run_of_the_command_killed_at_any_time_goes_on(place, tmp_path):
         {k: v for k, v in line.items() if k not in timings} for line in one
     ]
     assert check_manifest(place, "parts/")["failed"] == 1
-    assert json.loads(place.files("parts/")["stats.json"])["records"] <= 7
+    assert json.loads(place.files("parts/")["_stats.json"])["records"] <= 7
 
 
 def test_parquet_says_what_lines_say(tmp_path):
@@ -445,10 +445,28 @@ def made(place, name):
 
 def test_a_folder_of_somebody_elses_is_not_written_to(place):
     made(place, "site")
-    place.put("site/manifest.json", b'{"name": "site"}')
-    with pytest.raises(ConfigError, match=r"site/: has manifest.json already, and no run.json of ragspec's"):
+    place.put("site/_manifest.json", b'{"name": "site"}')
+    with pytest.raises(ConfigError, match=r"site/: has _manifest.json already, and no _run.json of ragspec's"):
         journal(place, "site/")
-    assert place.files("site/")["manifest.json"] == b'{"name": "site"}'
+    assert place.files("site/")["_manifest.json"] == b'{"name": "site"}'
+
+
+def test_a_folder_of_an_older_version_is_not_started_over(place):
+    write(place, "a.jsonl.zst", "a")
+    place.put("a.jsonl.zst/run.json", place.files("a.jsonl.zst")["_run.json"])
+    place.delete("a.jsonl.zst/_run.json")
+    with pytest.raises(ConfigError, match=r"a.jsonl.zst: its run.json is of ragspec 0.2 .* rename it to _run.json"):
+        journal(place, "a.jsonl.zst")
+    assert ids(place, "a.jsonl.zst") == ["a"]
+
+
+def test_pandas_reads_a_folder_of_parts_as_one_table(tmp_path):
+    import pandas
+
+    with Journal(OutputConfig(path=f"{tmp_path}/a.parquet", part_records=2), IDENTITY) as sink:
+        for index in range(5):
+            sink.put(index, answer(f"q{index}"))
+    assert pandas.read_parquet(tmp_path / "a.parquet")["id"].tolist() == [f"q{index}" for index in range(5)]
 
 
 def test_the_folder_that_one_is_in_may_be_the_output(tmp_path, monkeypatch):
@@ -488,7 +506,7 @@ def test_a_store_without_exclusive_files_gets_whole_ones():
         with Journal(OutputConfig(path="memory://deep/er/", part_records=1), IDENTITY) as sink:
             sink.put(0, answer(key))
     names = sorted(name.rpartition("/")[2] for name in fsspec.filesystem("memory").ls("/deep/er", detail=False))
-    assert names == ["manifest.json", "part-00000.jsonl.zst", "part-00001.jsonl.zst", "run.json"]
+    assert names == ["_manifest.json", "_run.json", "part-00000.jsonl.zst", "part-00001.jsonl.zst"]
 
 
 def test_a_damaged_gzip_part_is_named(place):
