@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -60,7 +61,7 @@ def ask(
 ) -> None:
     """Answer a question on the terminal, and show its passages."""
     from ragspec.cli.answer_view import AnswerView, stdout
-    from ragspec.cli.tables import loaded, print_notes, stderr
+    from ragspec.cli.tables import complain_of, loaded, print_notes, stderr
     from ragspec.errors import ConfigError
     from ragspec.run.ask import checked_question, context_passages, for_questions, indexes
 
@@ -85,13 +86,17 @@ def ask(
     if corpus:
         run_config, more = _over_corpus(run_config, corpus, console)
         notes += more
-    passages = context_passages(context) if context else None
+    passages = context_passages(context, partial(complain_of, console)) if context else None
     run_config = for_questions(run_config, passages=bool(passages or run_config.retrieval))
     print_notes(console, notes)
     view = None if json else AnswerView(stdout(), console)
     with quiet_pipe(), loaded(console, run_config) as pipeline:
         asked = [question] if question is not None else _questions(console)
-        failed = sum(not _answer(pipeline, each, passages, console, view) for each in asked)
+        stops = _only_the_answer if question is None and sys.stdin.isatty() else nullcontext
+        failed = 0
+        for each in asked:
+            with stops(console):
+                failed += not _answer(pipeline, each, passages, console, view, searched=bool(run_config.retrieval))
     if failed and (question is not None or not sys.stdin.isatty()):
         raise typer.Exit(1)
 
@@ -102,8 +107,13 @@ def _answer(
     passages: list[dict[str, Any]] | None,
     console: Console,
     view: AnswerView | None,
+    *,
+    searched: bool,
 ) -> bool:
-    """Answer one question on the screen, or as a line without a view; return whether there is an answer."""
+    """Answer one question on the screen, or as a line without a view; return whether there is an answer.
+
+    searched: whether passages are retrieved.
+    """
     from ragspec.errors import RecordError
     from ragspec.json_text import dumps
 
@@ -115,6 +125,8 @@ def _answer(
         record = {"query": question} | ({} if passages is None else {"contexts": passages})
         lines = pipeline.answers([record], hear=view.hear if view is not None else None)
     for line in lines:
+        if searched and line.get("contexts") == []:
+            console.print("note: no passage was found; the model answers from what it knows", style="dim")
         if view is None:
             sys.stdout.write(dumps(line).decode() + "\n")
             sys.stdout.flush()
@@ -123,6 +135,15 @@ def _answer(
         else:
             view.finish(line)
     return "error" not in line
+
+
+@contextmanager
+def _only_the_answer(console: Console) -> Iterator[None]:
+    """Make Ctrl-C stop an answer, not the program: the model stays loaded for the next question."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print("\nstopped; an empty line quits", style="dim")
 
 
 def _questions(console: Console) -> Iterator[str | RecordError]:

@@ -110,7 +110,7 @@ def benchmark(
     from ragspec.benchmark.measure import run_benchmark
     from ragspec.benchmark.plan import make_plan
     from ragspec.errors import ConfigError
-    from ragspec.report.page import write_report
+    from ragspec.report.page import verdict, write_report
     from ragspec.report.table import check_format
 
     set_debug(debug)
@@ -143,6 +143,8 @@ def benchmark(
         console.print("interrupted: finished passes are kept; run again with --resume to continue", markup=False)
         raise typer.Exit(INTERRUPTED) from None
     print_results(console, results, output)
+    for sentence in verdict(results):
+        console.print(sentence, markup=False)
     if format is not None:
         print_table(table_of(results), format)
     try:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -323,13 +324,15 @@ def progress(console: Console, loading: Loading) -> Iterator[Report]:
         yield report
 
 
+def complain_of(console: Console, skipped: Skipped) -> None:
+    """Name a document that is left out, and say why."""
+    console.print(f"skipped: {skipped.where}: {skipped.why}", markup=False, style="yellow")
+
+
 @contextmanager
 def build_progress(console: Console) -> Iterator[tuple[Callable[[BuildSummary], None], Callable[[Skipped], None]]]:
     """Yield what shows a build's progress, and what names a document that was left out, and why."""
-
-    def complain(skipped: Skipped) -> None:
-        console.print(f"skipped: {skipped.where}: {skipped.why}", markup=False, style="yellow")
-
+    complain = partial(complain_of, console)
     if not console.is_terminal:
         yield lambda _: None, complain
         return

@@ -27,7 +27,7 @@ MIN_GAIN = 1.02  # smaller gains are called little
 def summary(results: Results) -> list[str]:
     """Return the summary: who won by how much and how surely, whether answers changed, and the workload."""
     runs = {name: results.typical(name) for name in results.names}
-    sentences = [*_verdicts(results), *_identity_sentences(runs)]
+    sentences = verdict(results)
     first = next(iter(runs.values()))
     lengths = sorted({run.output_tokens for run in runs.values()})
     tokens = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
@@ -41,6 +41,11 @@ def summary(results: Results) -> list[str]:
     for ratio in ratios_to_peers(results):
         sentences.append(f"{_sentence(replace(ratio, baseline=ratio.baseline.removeprefix('peer-')))}.")
     return sentences
+
+
+def verdict(results: Results) -> list[str]:
+    """Return who won by how much and how surely, and whether answers changed."""
+    return [*_verdicts(results), *_identity_sentences({name: results.typical(name) for name in results.names})]
 
 
 def _identity_sentences(runs: Mapping[str, Run]) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from ragspec.config.redaction import revealed
-from ragspec.errors import ConfigError, did_you_mean, flat
+from ragspec.errors import ConfigError, flat
 
 TABLE = "chunks"
 READY = "ready"
@@ -322,7 +322,7 @@ def check_language(name: str) -> None:
     """Raise ConfigError if LanceDB has no stemmer for a language."""
     known = ["none", *library().index.lang_mapping.values()]
     if name not in known:
-        raise ConfigError(f'retrieval.language: "{name}": is not known{did_you_mean(name, known)}')
+        raise ConfigError(f'retrieval.language: "{name}": is not known; choose one of {", ".join(sorted(known))}')
 
 
 def _schema(settings: Settings) -> Any:

@@ -57,40 +57,49 @@ def for_questions(config: RunConfig, *, passages: bool) -> RunConfig:
     return config.model_copy(update=changed)
 
 
-def context_passages(paths: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the passages of files (- for stdin), in their order, as a record's contexts. Raises ConfigError."""
+def context_passages(paths: Sequence[str], complain: Complain) -> list[dict[str, Any]]:
+    """Return the passages of files, folders and stdin (-), in their order, as a record's contexts.
+
+    complain: called for each file of a folder that is left out. Raises ConfigError.
+    """
     found = []
     for path in paths:
-        passages = [passage for passage in _passages_in(path) if passage["text"].strip()]
+        passages = [passage for name, text in _texts(path, complain) for passage in _passages_in(name, text)]
         if not passages:
             raise ConfigError(f"--context: {path}: contains no text")
         found += passages
     return found
 
 
-def _passages_in(path: str) -> Iterator[dict[str, Any]]:
-    for name, text in _texts(path):
-        chunks = [text.text] if len(text.text) <= WHOLE else _chunker().split(text)
-        title = {"title": text.title} if text.title else {}
-        for each, chunk in zip(passage_ids(name, len(chunks)), chunks, strict=True):
+def _passages_in(name: str, text: Text) -> Iterator[dict[str, Any]]:
+    chunks = [text.text] if len(text.text) <= WHOLE else _chunker().split(text)
+    title = {"title": text.title} if text.title else {}
+    for each, chunk in zip(passage_ids(name, len(chunks)), chunks, strict=True):
+        if chunk.strip():
             yield {"id": each, **title, "text": chunk}
 
 
-def _texts(path: str) -> Iterator[tuple[str, Text]]:
+def _texts(path: str, complain: Complain) -> Iterator[tuple[str, Text]]:
     """Yield the names and texts of a file's documents, or of a folder's."""
+    if path != "-" and not os.path.exists(path):
+        raise ConfigError(f"--context: {path}: no such file")
+    stdin = Document("stdin", path, "", lambda: read_text(sys.stdin.buffer.read()))
+    for item in [stdin] if path == "-" else documents([path]):
+        found = _read(item) if isinstance(item, Document) else item
+        if isinstance(found, tuple):
+            yield found
+        elif isinstance(found, Skipped) and os.path.isdir(path):
+            complain(found)
+        elif isinstance(found, Skipped):
+            raise ConfigError(f"--context: {found.where}: {found.why}")
+
+
+def _read(document: Document) -> tuple[str, Text] | Skipped:
     try:
-        if path == "-":
-            yield "stdin", read_text(sys.stdin.buffer.read())
-            return
-        if not os.path.exists(path):
-            raise ConfigError(f"--context: {path}: no such file")
-        for item in documents([path]):
-            if isinstance(item, Skipped):
-                raise ConfigError(f"--context: {item.where}: {item.why}")
-            if isinstance(item, Document):
-                yield item.id, item.read()
+        text = document.read()
     except Unreadable as error:
-        raise ConfigError(f"--context: {path}: {error}") from None
+        return Skipped(document.where, str(error))
+    return (document.id, text) if text.text.strip() else Skipped(document.where, "contains no text")
 
 
 def _chunker() -> Chunker:

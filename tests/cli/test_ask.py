@@ -2,7 +2,13 @@
 
 import io
 import json
+import os
+import pty
 import re
+import select
+import signal
+import sys
+import time
 
 import pytest
 from rich.cells import cell_len
@@ -14,6 +20,7 @@ from ragspec.cli.answer_view import AnswerView, excerpt
 from ragspec.errors import ConfigError
 from ragspec.outputs.answers import PartialAnswer
 from tests.conftest import ROOT, read_jsonl
+from tests.processes import start_interruptible
 
 DOCUMENTS = ROOT / "sample_data" / "documents"
 FAKE = ["--runner", "fake", "--max-new-tokens", "40"]
@@ -47,6 +54,61 @@ def test_json_is_an_output_line_with_its_passages(tmp_path):
 def test_a_context_may_come_through_a_pipe():
     done = invoke("ask", "Who?", "--context", "-", "--json", *FAKE, input="Ann built it.")
     assert json.loads(done.stdout)["passages"] == [{"id": "stdin", "text": "Ann built it."}]
+
+
+def test_files_of_a_folder_that_have_no_text_are_named_and_left_out(tmp_path):
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (notes / "a.txt").write_text("Ann built it.")
+    (notes / "empty.md").write_text("")
+    (notes / "old.txt").write_bytes("Möwe".encode("latin-1"))
+    done = invoke("ask", "Who?", "--context", notes, "--json", *FAKE)
+    assert done.exit_code == 0, done.output
+    assert [each["id"] for each in json.loads(done.stdout)["passages"]] == ["a.txt"]
+    said = " ".join(done.stderr.split())
+    assert f"skipped: {notes}/empty.md: contains no text" in said
+    assert f"skipped: {notes}/old.txt: not UTF-8" in said
+
+
+def test_a_question_that_finds_no_passage_is_noted(tmp_path):
+    pytest.importorskip("lancedb")
+    for question, found in (("When was the granite tower finished?", True), ("xyzzy?", False)):
+        done = invoke("ask", question, "--corpus", DOCUMENTS, "--json", *FAKE)
+        assert done.exit_code == 0, done.output
+        assert bool(json.loads(done.stdout)["passages"]) == found
+        assert ("note: no passage was found" in done.stderr) != found
+    assert "no passage" not in invoke("ask", "xyzzy?", *FAKE).stderr
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_the_model():
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "ragspec", "ask", "--runner", "fake", "--set", "runner_args.delay_s=60"]
+    process = start_interruptible(command, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+
+    def read_until(word):
+        nonlocal shown
+        shown = b""
+        end = time.monotonic() + 60
+        while word not in shown and time.monotonic() < end:
+            if select.select([ours], [], [], 1)[0]:
+                shown += os.read(ours, 4096)
+        assert word in shown, shown
+
+    try:
+        read_until(b"> ")
+        os.write(ours, b"Who built it?\n")
+        read_until(b"Who built it?")
+        time.sleep(0.5)  # it is being answered
+        process.send_signal(signal.SIGINT)
+        read_until(b"stopped; an empty line quits")
+        os.write(ours, b"\n")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
 
 
 def test_a_long_file_becomes_passages(tmp_path):
